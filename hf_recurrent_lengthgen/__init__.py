@@ -1,0 +1,1 @@
+"""Recurrent language models that keep working beyond their training length."""

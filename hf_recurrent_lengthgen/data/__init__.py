@@ -1,0 +1,1 @@
+"""Corpora, packing and batches."""

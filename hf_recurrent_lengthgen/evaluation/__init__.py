@@ -1,0 +1,1 @@
+"""Metrics, diagnoses and the result schema."""

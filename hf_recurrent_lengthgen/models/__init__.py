@@ -1,0 +1,1 @@
+"""Models, scans and the state value; these files travel inside checkpoints."""

@@ -1,0 +1,1 @@
+"""Changes to the weights of a model."""
