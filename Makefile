@@ -1,0 +1,60 @@
+# Every target works in a fresh clone with python3.11, make and git only, whatever environment is active.
+PYTHON ?= python3.11
+VENV := .venv
+VENV_OLDEST := .venv-oldest
+INSTALLED := $(VENV)/.installed
+INSTALLED_OLDEST := $(VENV_OLDEST)/.installed
+# Two single-threaded workers are faster than two that fight over the cores.
+PYTEST := -m pytest -n 2 --dist worksteal
+export TOKENIZERS_PARALLELISM := false
+
+# An environment that happens to be active must not leak into ours.
+unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow test-oldest lint format bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+
+demo: $(INSTALLED) ## train, fail, cure, report: writes demo-output/
+	$(VENV)/bin/lengthgen demo --output demo-output
+
+test: export OMP_NUM_THREADS := 1
+test: $(INSTALLED) ## run the tests
+	$(VENV)/bin/python $(PYTEST) -m "not slow"
+
+test-slow: export OMP_NUM_THREADS := 1
+test-slow: $(INSTALLED) ## run the tests that take minutes
+	$(VENV)/bin/python $(PYTEST) -m slow
+
+test-oldest: export OMP_NUM_THREADS := 1
+test-oldest: $(INSTALLED_OLDEST) ## run the tests with the oldest supported versions
+	$(VENV_OLDEST)/bin/python $(PYTEST) -m "not slow"
+
+lint: $(INSTALLED) ## check style, formatting and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(INSTALLED) ## fix what can be fixed automatically
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(INSTALLED) ## measure speed and memory against Transformers
+	$(VENV)/bin/python benchmarks/run.py
+
+clean: ## remove builds, results and caches; the environments stay
+	rm -rf build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(INSTALLED): constraints.txt
+$(INSTALLED_OLDEST): constraints-oldest.txt
+# torch comes first and alone: together with other requirements pip may prefer a far larger build for other hardware.
+# setuptools comes before the build without isolation, so that it is pinned, too.
+$(INSTALLED) $(INSTALLED_OLDEST): pyproject.toml
+	@echo "Installing into $(@D); this takes about two minutes the first time."
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --constraint $(filter constraints%,$^) torch
+	$(@D)/bin/python -m pip install --quiet --constraint $(filter constraints%,$^) setuptools
+	$(@D)/bin/python -m pip install --quiet --constraint $(filter constraints%,$^) --no-build-isolation --editable '.[dev]'
+	@touch $@

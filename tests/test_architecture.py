@@ -1,0 +1,191 @@
+"""Imports go one way, and files that travel inside checkpoints stand alone."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from transformers.dynamic_module_utils import get_imports, get_relative_imports
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "hf_recurrent_lengthgen"
+
+# What the modules of a part may import of ours, besides modules of the same part. "" is the package itself.
+MAY_IMPORT = {
+    "models": (),
+    "surgery": ("models",),
+    "data": ("models",),
+    "evaluation": ("models",),
+    "evaluation.results": (),
+    "plotting": ("evaluation.results",),
+    "trainers": ("models", "surgery", "data", "evaluation"),
+    "cli": ("", "models", "surgery", "data", "evaluation", "plotting", "trainers"),
+    "": ("models", "surgery", "data", "evaluation", "plotting", "trainers"),
+}
+
+# Transformers installs nothing for remote code: what stands outside `try` must be there with Transformers.
+CHECKPOINT_IMPORTS = {"torch", "transformers", "safetensors", "numpy"} | sys.stdlib_module_names
+
+# How Transformers looks for the files that a checkpoint's code needs: by lines, docstrings included.
+RELATIVE_IMPORT_LINE = re.compile(r"^\s*(?:import\s+\.|from\s+\.).*$", flags=re.MULTILINE)
+
+
+def source_files() -> list[Path]:
+    """Every Python file of ours, relative to the repository; trainers/ by its import name only."""
+    folders = [PACKAGE, f"{PACKAGE}/trainers", "tests", "benchmarks", "examples"]
+    return sorted({path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*.py")})
+
+
+def module_name(path: Path) -> str:
+    """The name inside our package: "models.scan_ssd", "models" for its __init__.py."""
+    parts = path.with_suffix("").parts[1:]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(tree: ast.AST, path: Path) -> list[tuple[int, str]]:
+    """Line and absolute name of each module that is imported; `from package import part` names the part."""
+    parts = {f"{PACKAGE}.{part}" for part in MAY_IMPORT if part}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parent = list(path.parts[: len(path.parts) - node.level]) if node.level else []
+            module = ".".join(parent + ([node.module] if node.module else []))
+            names = (f"{module}.{alias.name}" for alias in node.names)
+            found += [(node.lineno, name if name in parts else module) for name in names]
+    return found
+
+
+def is_inside(module: str, part: str) -> bool:
+    return module == part or (part != "" and module.startswith(f"{part}."))
+
+
+def violations(path: Path, source: str) -> list[str]:
+    """What the file at `path`, relative to the repository, imports against the rules."""
+    tree = ast.parse(source)
+    ours = path.parts[0] == PACKAGE
+    module = module_name(path) if ours else None
+    problems = []
+
+    part = None
+    if module is not None:
+        part = module if module in MAY_IMPORT else module.partition(".")[0]
+        if part not in MAY_IMPORT:
+            return [f"{path}: MAY_IMPORT has no rule for the part {part!r}"]
+
+    for line, name in imported_modules(tree, path):
+        if is_inside(name, "trainers"):
+            problems.append(f"{path}:{line}: imports {name}, which may be a user's own package")
+        if part is None or not is_inside(name, PACKAGE):
+            continue
+        target = name.removeprefix(PACKAGE).removeprefix(".")
+        own = part if part != "evaluation.results" else None
+        allowed = (*MAY_IMPORT[part], *([own] if own else []))
+        if not any(is_inside(target, other) for other in allowed):
+            problems.append(f"{path}:{line}: {part or PACKAGE} must not import {name}")
+
+    if part == "trainers":
+        problems += [
+            f"{path}:{node.lineno}: relative import; write {PACKAGE}.trainers"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.level
+        ]
+    if part == "models":
+        problems += [f"{path}:{problem}" for problem in checkpoint_violations(tree, source, path)]
+    return problems
+
+
+def checkpoint_violations(tree: ast.AST, source: str, path: Path) -> list[str]:
+    """What keeps a file of models/ from working inside a checkpoint."""
+    problems = []
+    if len(path.parts) != 3:
+        problems.append("1: models/ is flat, checkpoints hold no folders")
+    import_lines = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            import_lines.add(node.lineno)
+        if isinstance(node, ast.Import) and any(is_inside(alias.name, PACKAGE) for alias in node.names):
+            problems.append(f"{node.lineno}: package-absolute import")
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and is_inside(node.module or "", PACKAGE):
+            problems.append(f"{node.lineno}: package-absolute import")
+        if isinstance(node, ast.ImportFrom) and node.level:
+            sibling = node.level == 1 and node.module is not None and "." not in node.module
+            if not sibling or any(alias.name == "*" for alias in node.names):
+                problems.append(f"{node.lineno}: not of the form `from .file import name`")
+    for match in RELATIVE_IMPORT_LINE.finditer(source):
+        line = source.count("\n", 0, match.end()) + 1
+        if line not in import_lines:
+            problems.append(f"{line}: text that Transformers takes for a relative import")
+    return problems
+
+
+def test_every_file_keeps_the_import_rules() -> None:
+    files = source_files()
+    assert {module_name(path) for path in files if path.parts[0] == PACKAGE} >= {"", "models", "trainers"}
+    assert [problem for path in files for problem in violations(path, (ROOT / path).read_text())] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / PACKAGE / "models").glob("*.py")), ids=lambda path: path.name)
+def test_transformers_finds_only_siblings_and_its_own_dependencies_in_model_files(path: Path) -> None:
+    assert set(get_imports(path)) <= CHECKPOINT_IMPORTS
+    assert all((path.parent / f"{name}.py").is_file() for name in get_relative_imports(path))
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "complaint"),
+    [
+        ("models/a.py", "from hf_recurrent_lengthgen.models.b import c", "1: package-absolute"),
+        ("models/a.py", "import hf_recurrent_lengthgen.models.b", "1: package-absolute"),
+        ("models/a.py", "from . import b", "1: not of the form"),
+        ("models/a.py", "from .b import *", "1: not of the form"),
+        ("models/a.py", "from .b.c import d", "1: not of the form"),
+        ("models/a.py", "from ..surgery.b import c", "models must not import"),
+        ("models/a.py", '"""Load\n\n    from .b import c\n"""', "3: text that Transformers takes"),
+        ("models/b/a.py", "import torch", "flat"),
+        ("surgery/a.py", "from hf_recurrent_lengthgen.trainers.b import c", "surgery must not import"),
+        ("surgery/a.py", "from hf_recurrent_lengthgen import data", "surgery must not import"),
+        ("data/a.py", "from hf_recurrent_lengthgen import Something", "data must not import"),
+        ("data/a.py", "def f():\n    import hf_recurrent_lengthgen.cli.main", "a.py:2: data must not import"),
+        ("evaluation/a.py", "from ..trainers import b", "evaluation must not import"),
+        ("evaluation/results.py", "from .a import b", "evaluation.results must not import"),
+        ("evaluation/results.py", "import hf_recurrent_lengthgen.models", "results must not import"),
+        ("plotting/a.py", "from hf_recurrent_lengthgen.evaluation.streaming import b", "plotting must not"),
+        ("plotting/a.py", "from hf_recurrent_lengthgen.evaluation import b", "plotting must not import"),
+        ("trainers/a.py", "from hf_recurrent_lengthgen.cli.b import c", "trainers must not import"),
+        ("trainers/a.py", "from .base import b", "relative import"),
+        ("trainers/a.py", "import trainers.base", "user's own package"),
+        ("cli/a.py", "from trainers import base", "user's own package"),
+        ("__init__.py", "from hf_recurrent_lengthgen.cli.main import main", "must not import"),
+        ("newpart/a.py", "import torch", "no rule for the part 'newpart'"),
+    ],
+)
+def test_a_violation_is_found(path: str, source: str, complaint: str) -> None:
+    problems = violations(Path(PACKAGE, path), source)
+    assert any(complaint in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("models/a.py", "from .b import c, d\ntry:\n    import mamba_ssm\nexcept ImportError: ..."),
+        ("models/a.py", "from .b import (\n    c,\n    d,\n)"),
+        ("models/a.py", '"""Imports come from the siblings."""'),
+        ("surgery/a.py", "from hf_recurrent_lengthgen.models.b import c"),
+        ("evaluation/a.py", "from hf_recurrent_lengthgen.evaluation.results import b"),
+        ("plotting/a.py", "from hf_recurrent_lengthgen.evaluation.results import b"),
+        ("plotting/a.py", "from hf_recurrent_lengthgen.evaluation import results"),
+        ("trainers/a.py", "from hf_recurrent_lengthgen.trainers.base import b\nimport torch"),
+        ("trainers/a.py", "import trainers_of_mine"),
+        ("cli/a.py", "from hf_recurrent_lengthgen import trainers, plotting"),
+        ("__init__.py", "from hf_recurrent_lengthgen.models.b import c\nfrom .trainers import d"),
+    ],
+)
+def test_a_legal_import_is_not_a_violation(path: str, source: str) -> None:
+    assert violations(Path(PACKAGE, path), source) == []
+
+
+def test_tests_and_benchmarks_must_not_import_the_bare_trainers_folder() -> None:
+    assert violations(Path("tests/a.py"), "import trainers") != []
+    assert violations(Path("benchmarks/a.py"), "from hf_recurrent_lengthgen.trainers import base") == []
