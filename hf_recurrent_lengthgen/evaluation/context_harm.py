@@ -1,0 +1,120 @@
+"""Context harm: what the context beyond the training length costs, on the very same tokens.
+
+Harm at position t is the NLL given the whole context minus the NLL of the same token given only the last
+tokens of it, at most as many as the model was trained on. The difficulty of the text cancels. Above zero,
+the extra context hurts; below zero, it helps. It is zero for a model that reaches no further back than the
+kept context.
+
+Windows, with T the training length and h = T // 2: a window starts at every multiple w of h and runs
+from the zero state over the inputs tokens[w : w + T]. It scores the positions [w, w + T) with 1 to T tokens
+of context (indexing of `streaming`). Its last h positions [w + T - h, w + T), which have T - h + 1 to T
+tokens of context, are the truncated-context NLLs of those positions: the windows tile [T - h, L), each
+position once. Harm is defined on [T, L); in the first window both contexts are the same. When L cuts the last
+window, that window is shorter. Full windows also give the NLL by position inside [0, T), averaged over many
+windows of each sequence instead of over its one beginning.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from torch import nn
+
+from hf_recurrent_lengthgen.evaluation.streaming import (
+    Tokens,
+    check_stateful,
+    check_tokens,
+    evaluation_mode,
+    forward_plan,
+    progress_bar,
+    stream_chunks,
+)
+
+SHORTEST_TRAINING_LENGTH = 4
+"""Below this there is no room for the two bands of `context_use`."""
+
+
+class WindowNll(NamedTuple):
+    """NLL in nats per token from the zero state.
+
+    truncated: (S, L - T) float32; entry j belongs to position T + j.
+    in_window: (S, T) float64; entry i is the mean over a sequence's full windows, at i + 1 tokens of context.
+    """
+
+    truncated: np.ndarray
+    in_window: np.ndarray
+
+
+def window_nll(
+    model: nn.Module,
+    tokens: Tokens,
+    training_length: int,
+    *,
+    batch_size: int | None = None,
+    chunk_length: int | None = None,
+    progress: bool = True,
+) -> WindowNll:
+    """Run all windows of the module's definition; about two forward passes per token.
+
+    Args:
+        model: As for `stream_nll`.
+        tokens: Token ids (S, L + 1) with L > training_length.
+        training_length: T, in tokens.
+        batch_size: Windows per forward pass; by default as many as memory limits allow.
+        chunk_length: Tokens per window and forward pass; by default the whole window if memory limits allow.
+        progress: Show a progress bar.
+
+    Raises:
+        ValueError: as `stream_nll`, and for L <= training_length or training_length < 4.
+    """
+    vocabulary = check_stateful(model)
+    if training_length < SHORTEST_TRAINING_LENGTH:
+        raise ValueError(
+            f"training_length must be at least {SHORTEST_TRAINING_LENGTH}, got {training_length}."
+        )
+    array = check_tokens(tokens, vocabulary, training_length + 1)
+    sequences, length = array.shape[0], array.shape[1] - 1
+    half = training_length // 2
+    full = list(range(0, length - training_length + 1, half))
+    tail = full[-1] + half
+    truncated = np.empty((sequences, length - training_length), np.float32)
+    in_window = np.zeros((sequences, training_length))
+
+    windows = [(sequence, start) for sequence in range(sequences) for start in full]
+    scored_in_tail = length - tail - (training_length - half)
+    tail_rows = range(sequences if scored_in_tail > 0 else 0)
+    total = len(windows) * training_length + len(tail_rows) * (length - tail)
+    with evaluation_mode(model), progress_bar(total, "windows", progress) as bar:
+
+        def run(origins: list[tuple[int, int]], width: int) -> np.ndarray:
+            rows = np.stack([array[sequence, start : start + width + 1] for sequence, start in origins])
+            _, chunk = forward_plan(len(rows), width, vocabulary, len(rows), chunk_length)
+            pieces = [piece.nll.cpu().numpy() for piece in stream_chunks(model, rows, chunk, None, origins)]
+            bar.update(rows.size - len(rows))
+            return np.concatenate(pieces, axis=1)
+
+        batch, _ = forward_plan(len(windows), training_length, vocabulary, batch_size, chunk_length)
+        for first in range(0, len(windows), batch):
+            origins = windows[first : first + batch]
+            for (sequence, start), nll in zip(origins, run(origins, training_length), strict=True):
+                in_window[sequence] += nll
+                if start:
+                    truncated[sequence, start - half : start] = nll[training_length - half :]
+        for first in tail_rows[::batch]:
+            rows = tail_rows[first : first + batch]
+            nll = run([(sequence, tail) for sequence in rows], length - tail)
+            truncated[rows.start : rows.stop, -scored_in_tail:] = nll[:, training_length - half :]
+    return WindowNll(truncated, in_window / len(full))
+
+
+def last_octave(length: int, training_length: int) -> tuple[int, int]:
+    """The positions [L/2, L) without those inside the training length: the default range of a summary."""
+    return max(length // 2, training_length), length
+
+
+def context_use_bands(training_length: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Positions [T/4 - w, T/4 + w) and [T - 2w, T) with w = max(1, T // 16), T/4 rounded down.
+
+    A model uses its context when its in-window NLL falls from the first band to the second.
+    """
+    width, quarter = max(1, training_length // 16), training_length // 4
+    return (quarter - width, quarter + width), (training_length - 2 * width, training_length)

@@ -1,0 +1,92 @@
+"""Position bins and confidence intervals over sequences.
+
+A sequence is the unit of sampling everywhere: a value is first averaged inside each sequence, and the
+interval is the t-interval of those averages. Tokens of one sequence are not independent, so they never
+count as samples.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+CONFIDENCE = 0.95
+"""Two-sided confidence of every interval unless told otherwise."""
+
+
+class Interval(NamedTuple):
+    """Means over sequences and their two-sided t-interval, (...) each; no bounds below 2 sequences."""
+
+    mean: np.ndarray
+    low: np.ndarray | None
+    high: np.ndarray | None
+
+
+def t_interval(values: np.ndarray, confidence: float = CONFIDENCE) -> Interval:
+    """Mean over the first axis and its t-interval: mean +- t_{(1 + confidence)/2, S - 1} * s / sqrt(S).
+
+    Args:
+        values: One value per sequence, (S, ...); for a paired interval, the differences.
+        confidence: Two-sided confidence in (0, 1).
+    """
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}.")
+    count = len(values)
+    if count == 0:
+        raise ValueError("An interval needs at least one sequence, got none.")
+    mean = values.mean(0, dtype=np.float64)
+    if count < 2:
+        return Interval(mean, None, None)
+    error = values.std(0, ddof=1, dtype=np.float64) / math.sqrt(count)
+    half = stats.t.ppf((1 + confidence) / 2, count - 1) * error
+    return Interval(mean, mean - half, mean + half)
+
+
+def position_edges(
+    length: int, training_length: int, exact_until: int = 0, bins_per_octave: int = 16
+) -> tuple[int, ...]:
+    """Edges of disjoint bins over the positions [0, length): of width 1, then logarithmic.
+
+    Bin i holds the positions edges[i] <= t < edges[i + 1]. The logarithmic edges are
+    round(training_length * 2^(k / bins_per_octave)), so that the training length is always an edge; equal
+    ones after rounding are one edge. A last bin that `length` cuts below half of its width is joined to the
+    one before.
+
+    Args:
+        length: Number of positions.
+        training_length: Anchor of the logarithmic grid, in tokens.
+        exact_until: Positions below this have a bin each.
+        bins_per_octave: Bins per doubling of the position in the logarithmic part.
+    """
+    for name, value, least in (
+        ("length", length, 1),
+        ("training_length", training_length, 1),
+        ("exact_until", exact_until, 0),
+        ("bins_per_octave", bins_per_octave, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}.")
+    lowest = -math.ceil(bins_per_octave * math.log2(training_length)) - bins_per_octave
+    highest = math.ceil(bins_per_octave * max(0.0, math.log2(length / training_length))) + 1
+    grid = {round(training_length * 2 ** (k / bins_per_octave)) for k in range(lowest, highest + 1)}
+    logarithmic = {edge for edge in grid if exact_until <= edge < length}
+    edges = sorted({0, *range(min(exact_until, length)), *logarithmic, length})
+    last = edges[-2]
+    full_width = min(edge for edge in grid if edge > last) - last
+    if last > 0 and last in logarithmic and length - last < full_width / 2:
+        del edges[-2]
+    return tuple(edges)
+
+
+def bin_means(values: np.ndarray, edges: Sequence[int]) -> np.ndarray:
+    """Mean of each row over each bin: values (S, T), edges (n + 1,) inside [0, T] -> (S, n) float64."""
+    widths = np.diff(np.asarray(edges))
+    if len(edges) < 2 or (widths <= 0).any() or edges[0] < 0 or edges[-1] > values.shape[1]:
+        raise ValueError(
+            f"edges must increase strictly inside [0, {values.shape[1]}], got {edges[0]} to {edges[-1]} "
+            f"({len(edges)} edges)."
+        )
+    sums = np.add.reduceat(values[:, : edges[-1]], np.asarray(edges[:-1]), axis=1, dtype=np.float64)
+    return sums / widths

@@ -1,0 +1,104 @@
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_recurrent_lengthgen.evaluation.context_harm import context_use_bands, last_octave, window_nll
+from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
+
+NLL = Callable[..., list[float]]
+
+
+def fading(count: Any) -> Any:
+    return 4 - count / 40
+
+
+def expected_truncated(nll: NLL, row: np.ndarray, length: int, training_length: int) -> list[float]:
+    """Read each position >= T from the latest multiple of h with more than T - h tokens of context."""
+    half, result = training_length // 2, []
+    for position in range(training_length, length):
+        start = max(w for w in range(0, position + 1, half) if position - w + 1 > training_length - half)
+        assert training_length - half < position - start + 1 <= training_length
+        result.append(nll(row, start, position + 1, fading)[-1])
+    return result
+
+
+@pytest.mark.parametrize("training_length", [4, 5, 16, 20, 33, 128, 129])
+@pytest.mark.parametrize("batch_size", [1, 7, None])
+def test_windows_give_the_nll_of_the_definition(
+    counter_model: Any,
+    expected_nll: NLL,
+    random_tokens: np.ndarray,
+    training_length: int,
+    batch_size: int | None,
+) -> None:
+    result = window_nll(
+        counter_model(fading), random_tokens, training_length, batch_size=batch_size, progress=False
+    )
+    truth = [expected_truncated(expected_nll, row, 130, training_length) for row in random_tokens]
+    np.testing.assert_allclose(result.truncated, truth, atol=2e-6)
+    starts = range(0, 130 - training_length + 1, training_length // 2)
+    in_window = [
+        np.mean([expected_nll(row, start, start + training_length, fading) for start in starts], axis=0)
+        for row in random_tokens
+    ]
+    np.testing.assert_allclose(result.in_window, in_window, atol=2e-6)
+
+
+def test_chunks_inside_windows_do_not_change_results(counter_model: Any, random_tokens: np.ndarray) -> None:
+    whole = window_nll(counter_model(fading), random_tokens, 33, progress=False)
+    pieces = window_nll(counter_model(fading), random_tokens, 33, chunk_length=5, progress=False)
+    np.testing.assert_allclose(pieces.truncated, whole.truncated, atol=1e-6)
+    np.testing.assert_allclose(pieces.in_window, whole.in_window, atol=1e-6)
+
+
+def test_a_model_that_sees_only_its_last_token_has_no_harm(
+    counter_model: Any, random_tokens: np.ndarray
+) -> None:
+    model = counter_model(torch.ones_like, last_only=True)
+    full = stream_nll(model, random_tokens, progress=False).nll
+    truncated = window_nll(model, random_tokens, 16, progress=False).truncated
+    np.testing.assert_allclose(full[:, 16:] - truncated, 0, atol=1e-6)
+
+
+def test_harm_of_a_model_that_worsens_with_every_token_is_the_hand_computed_one(counter_model: Any) -> None:
+    # Every token is the preferred one, so NLL(c) = log(exp(s) + 6) - s with s = 4 - c / 40 after c tokens.
+    tokens = np.arange(131)[None] % 7
+    model = counter_model(fading, last_only=True)
+    harm = (
+        stream_nll(model, tokens, progress=False).nll[:, 16:]
+        - window_nll(model, tokens, 16, progress=False).truncated
+    )
+    # T = 16, h = 8: position 16 has 17 tokens of context and 16 - 8 + 1 = 9 kept; position 23 has 24 and 16.
+    for position, kept in ((16, 9), (23, 16), (24, 9), (129, 10)):
+        full, short = ((math.log(math.exp(4 - c / 40) + 6) - (4 - c / 40)) for c in (position + 1, kept))
+        assert harm[0, position - 16] == pytest.approx(full - short, abs=2e-6)
+    assert (harm > 0).all()
+
+
+def test_errors_in_windows_name_sequence_and_position(counter_model: Any, random_tokens: np.ndarray) -> None:
+    def broken_from_ten(count: torch.Tensor) -> torch.Tensor:
+        return torch.where(count >= 10, torch.nan, 1.0)
+
+    with pytest.raises(ValueError, match="position 9 of sequence 0, 10 tokens after"):
+        window_nll(counter_model(broken_from_ten), random_tokens, 16, progress=False)
+
+
+def test_lengths_that_leave_nothing_to_compare_are_refused(
+    counter_model: Any, random_tokens: np.ndarray
+) -> None:
+    with pytest.raises(ValueError, match="too few: needed are at least one sequence and 132 tokens"):
+        window_nll(counter_model(fading), random_tokens, 130, progress=False)
+    with pytest.raises(ValueError, match="training_length must be at least 4, got 3"):
+        window_nll(counter_model(fading), random_tokens, 3, progress=False)
+
+
+def test_ranges_of_the_summaries() -> None:
+    assert last_octave(4096, 64) == (2048, 4096)
+    assert last_octave(100, 64) == (64, 100)
+    assert context_use_bands(64) == ((12, 20), (56, 64))
+    assert context_use_bands(4) == ((0, 2), (2, 4))
+    assert context_use_bands(2048) == ((384, 640), (1792, 2048))

@@ -1,0 +1,178 @@
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_recurrent_lengthgen.evaluation.streaming import forward_plan, stream_nll
+from hf_recurrent_lengthgen.models.recurrent_state import take_rows
+
+NLL = Callable[..., list[float]]
+
+
+def slow(count: Any) -> Any:
+    return 1 + count / 50
+
+
+@pytest.mark.parametrize("chunk_length", [1, 2, 63, 64, 65, 129, 130, 131, 1000, None])
+def test_nll_is_that_of_the_definition_for_every_chunk_length(
+    counter_model: Any, expected_nll: NLL, random_tokens: np.ndarray, chunk_length: int | None
+) -> None:
+    result = stream_nll(counter_model(slow), random_tokens, chunk_length=chunk_length, progress=False)
+    truth = [expected_nll(row, 0, 130, slow) for row in random_tokens]
+    assert result.nll.dtype == np.float32
+    np.testing.assert_allclose(result.nll, truth, atol=2e-6)
+    torch.testing.assert_close(
+        result.final_state[0].recurrent,
+        torch.tensor([[130.0, float(row[:130].sum())] for row in random_tokens]),
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 50])
+def test_batches_of_rows_do_not_change_results(
+    counter_model: Any, expected_nll: NLL, random_tokens: np.ndarray, batch_size: int
+) -> None:
+    model = counter_model(slow)
+    result = stream_nll(model, random_tokens, batch_size=batch_size, chunk_length=40, progress=False)
+    np.testing.assert_allclose(
+        result.nll, [expected_nll(row, 0, 130, slow) for row in random_tokens], atol=2e-6
+    )
+    assert result.final_state[0].recurrent[:, 1].tolist() == random_tokens[:, :130].sum(1).tolist()
+    assert max(rows for rows, _ in model.shapes) == min(batch_size, 3)
+    assert sum(rows * width for rows, width in model.shapes) == 3 * 130
+
+
+def test_two_calls_with_the_state_between_equal_one_call(
+    counter_model: Any, random_tokens: np.ndarray
+) -> None:
+    model = counter_model(slow)
+    whole = stream_nll(model, random_tokens, progress=False)
+    first = stream_nll(model, random_tokens[:, :51], progress=False)
+    second = stream_nll(
+        model, random_tokens[:, 50:], initial_state=first.final_state, batch_size=2, progress=False
+    )
+    np.testing.assert_array_equal(np.concatenate([first.nll, second.nll], 1), whole.nll)
+    with pytest.raises(ValueError, match="initial_state has 2 rows, the tokens 3 sequences"):
+        stream_nll(
+            model, random_tokens, initial_state=take_rows(first.final_state, slice(0, 2)), progress=False
+        )
+
+
+def test_gradients_can_start_from_the_final_state(counter_model: Any, random_tokens: np.ndarray) -> None:
+    state = stream_nll(counter_model(slow), random_tokens, progress=False).final_state[0].recurrent
+    state.requires_grad_().square().sum().backward()
+    assert state.grad is not None
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "int32", "int64"])
+def test_tokens_of_every_integer_type(counter_model: Any, random_tokens: np.ndarray, dtype: str) -> None:
+    model = counter_model(slow)
+    expected = stream_nll(model, random_tokens, progress=False).nll
+    array = random_tokens.astype(dtype)
+    np.testing.assert_array_equal(stream_nll(model, array, progress=False).nll, expected)
+    np.testing.assert_array_equal(stream_nll(model, torch.from_numpy(array), progress=False).nll, expected)
+
+
+def test_only_modules_in_training_mode_return_to_it(counter_model: Any, random_tokens: np.ndarray) -> None:
+    model = counter_model(slow)
+    frozen = nn.Dropout(0.5).eval()
+    model.frozen = frozen
+    stream_nll(model, random_tokens, progress=False)
+    assert model.training
+    assert model.dropout.training
+    assert not frozen.training
+
+
+def test_a_failing_model_returns_to_training_mode(counter_model: Any, random_tokens: np.ndarray) -> None:
+    model = counter_model(lambda count: count * torch.nan)
+    with pytest.raises(ValueError, match="NLL is nan at position 0 of sequence 0"):
+        stream_nll(model, random_tokens, progress=False)
+    assert model.training
+
+
+@pytest.mark.parametrize("chunk_length", [1, 10, 200])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_first_broken_position_is_named(
+    counter_model: Any, random_tokens: np.ndarray, chunk_length: int, batch_size: int
+) -> None:
+    def broken_at_57(count: Tensor) -> Tensor:
+        return torch.where(count >= 58, torch.nan, 1.0)
+
+    with pytest.raises(ValueError, match="NLL is nan at position 57 of sequence 0"):
+        stream_nll(
+            counter_model(broken_at_57),
+            random_tokens,
+            chunk_length=chunk_length,
+            batch_size=batch_size,
+            progress=False,
+        )
+
+
+def test_the_broken_sequence_is_named(counter_model: Any, random_tokens: np.ndarray) -> None:
+    state = stream_nll(counter_model(slow), random_tokens, progress=False).final_state
+    state[0].recurrent[1, 0] = torch.inf
+    for batch_size in (1, 3):
+        with pytest.raises(ValueError, match="position 0 of sequence 1"):
+            stream_nll(
+                counter_model(slow),
+                random_tokens,
+                initial_state=state,
+                batch_size=batch_size,
+                progress=False,
+            )
+
+
+def test_a_broken_state_behind_finite_losses_is_named(counter_model: Any, random_tokens: np.ndarray) -> None:
+    class Overflowing(counter_model):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, initial_state: Any = None, **kwargs: Any) -> SimpleNamespace:
+            output = super().forward(input_ids, initial_state)
+            if initial_state is not None and initial_state[0].recurrent[0, 0] == 20:
+                output.final_state[0].recurrent[2, 0] = torch.inf
+            return output
+
+    with pytest.raises(
+        ValueError, match=r"state of layer 0 .* after position 29 of sequence 2.* before position 20"
+    ):
+        stream_nll(Overflowing(slow), random_tokens, chunk_length=10, progress=False)
+
+
+def test_a_model_without_initial_state_is_refused(random_tokens: np.ndarray) -> None:
+    with pytest.raises(ValueError, match=r"Linear\.forward takes no initial_state"):
+        stream_nll(nn.Linear(2, 2), random_tokens, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (np.zeros(5, np.int64), r"shape \(sequences, length \+ 1\), got int64 of shape \(5,\)"),
+        (np.zeros((2, 5)), "got float64"),
+        (np.zeros((0, 5), np.int64), "at least one sequence"),
+        (np.zeros((2, 1), np.int64), "2 tokens in each"),
+        (np.array([[0, 7]]), "run from 0 to 7, the model's vocabulary from 0 to 6"),
+        (np.array([[-100, 3]]), "run from -100 to 3"),
+    ],
+)
+def test_unusable_tokens_are_refused(counter_model: Any, tokens: np.ndarray, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        stream_nll(counter_model(slow), tokens, progress=False)
+
+
+def test_forward_plan_keeps_to_its_limits() -> None:
+    assert forward_plan(32, 4096, 384, None, None) == (32, 256)
+    assert forward_plan(1, 2**20, 384, None, None) == (1, 8192)
+    assert forward_plan(4096, 64, 384, None, None) == (128, 64)
+    assert forward_plan(32, 4096, 50_280, None, None) == (10, 66)
+    assert forward_plan(5, 30, 2**26, None, None) == (1, 1)
+    assert forward_plan(32, 4096, 384, 2, 10_000) == (2, 4096)
+    with pytest.raises(ValueError, match="chunk_length must be at least 1"):
+        forward_plan(1, 10, 10, None, 0)
+
+
+def test_progress_counts_every_token_once(
+    counter_model: Any, random_tokens: np.ndarray, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream_nll(counter_model(slow), random_tokens, chunk_length=40)
+    assert "390/390" in capsys.readouterr().err
