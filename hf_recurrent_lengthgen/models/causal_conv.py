@@ -1,0 +1,110 @@
+"""Short causal depthwise convolution with SiLU that starts from any state and returns the next one.
+
+    a_t = bias + sum_k weight_k x_{t - (K-1) + k},  y_t = silu(a_t)
+
+The inputs before the first token are the convolution state: the last K-1 inputs, oldest first.
+
+Shape suffixes: B batch, T time, C channels, K taps.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from .scan_backends import ScanBackend
+
+try:
+    from causal_conv1d import causal_conv1d_fn
+except ImportError:
+    causal_conv1d_fn = None
+
+
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor,
+    lengths: Tensor | None = None,
+    backend: ScanBackend = "torch",
+) -> tuple[Tensor, Tensor]:
+    """Convolve and apply SiLU.
+
+    Args:
+        x: Inputs, (B, T, C).
+        weight: Taps, (C, K); the last one meets the current token.
+        bias: (C,) or None.
+        initial_state: The K-1 inputs before the first token, (B, C, K-1).
+        lengths: Number of real tokens in each row, (B,); None if all T are real. Inputs past the length
+            do not enter the returned state.
+        backend: "torch" or "kernel" (causal-conv1d).
+
+    Returns:
+        Outputs (B, T, C) in the dtype of `x`, and the state after the last real token in the dtype of
+        `initial_state`, (B, C, K-1).
+    """
+    state_columns = initial_state.shape[2]
+    if lengths is None and x.shape[1] >= state_columns:
+        final_state = x[:, x.shape[1] - state_columns :].mT
+    else:
+        columns = torch.cat([initial_state.to(x.dtype).mT, x], dim=1)
+        ends = lengths if lengths is not None else torch.full((x.shape[0],), x.shape[1], device=x.device)
+        index = ends[:, None] + torch.arange(state_columns, device=x.device)
+        final_state = columns.gather(1, index[..., None].expand(-1, -1, x.shape[2])).mT
+    final_state = final_state.to(initial_state.dtype)
+
+    if backend == "kernel":
+        # the kernel takes initial states only for inputs whose channels are contiguous, as they are here
+        y = causal_conv1d_fn(
+            x.mT, weight, bias, initial_states=initial_state.to(x.dtype).mT.contiguous().mT, activation="silu"
+        ).mT
+    else:
+        dtype = initial_state.dtype
+        bias = x.new_zeros(x.shape[2]) if bias is None else bias
+        y = _CausalConvSiLU.apply(x, weight.to(dtype), bias.to(dtype), initial_state)
+    return y, final_state
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor, initial_state: Tensor) -> Tensor:
+    """a_t in the dtype of the weights, (B, T, C), as K shifted products over the whole sequence."""
+    taps, length = weight.shape[1], x.shape[1]
+    a = torch.addcmul(bias, x, weight[:, -1])
+    history = initial_state.mT
+    for shift in range(1, taps):
+        tap = weight[:, taps - 1 - shift]
+        a[:, shift:].addcmul_(x[:, : max(length - shift, 0)], tap)
+        head = min(shift, length)
+        a[:, :head].addcmul_(history[:, taps - 1 - shift : taps - 1 - shift + head], tap)
+    return a
+
+
+class _CausalConvSiLU(torch.autograd.Function):
+    """`_convolve` and SiLU; keeps only the inputs and recomputes a_t in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, initial_state: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, initial_state)
+        return silu(_convolve(x, weight, bias, initial_state), inplace=True).to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, ...]:
+        x, weight, bias, initial_state = ctx.saved_tensors
+        taps, length = weight.shape[1], x.shape[1]
+        a = _convolve(x, weight, bias, initial_state)
+        grad_a = torch.ops.aten.silu_backward(grad_y.to(a.dtype), a)
+        grad_x = grad_a * weight[:, -1]
+        grad_weight, grad_initial = torch.empty_like(weight), torch.zeros_like(initial_state)
+        grad_weight[:, -1] = torch.einsum("btc,btc->c", grad_a, x.to(a.dtype))
+        history, grad_history = initial_state.mT, grad_initial.mT
+        for shift in range(1, taps):
+            k, head = taps - 1 - shift, min(shift, length)
+            past = slice(k, k + head)
+            shifted = x[:, : max(length - shift, 0)].to(a.dtype)
+            grad_x[:, : shifted.shape[1]].addcmul_(grad_a[:, shift:], weight[:, k])
+            grad_history[:, past].addcmul_(grad_a[:, :head], weight[:, k])
+            grad_weight[:, k] = torch.einsum("btc,btc->c", grad_a[:, shift:], shifted) + torch.einsum(
+                "btc,btc->c", grad_a[:, :head], history[:, past]
+            )
+        return grad_x.to(x.dtype), grad_weight, grad_a.sum((0, 1)), grad_initial

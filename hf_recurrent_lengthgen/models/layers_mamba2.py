@@ -1,0 +1,169 @@
+"""The Mamba-2 layer with a state as argument and result, on the parameter names of Transformers.
+
+Glossary (Dao & Gu 2024, arXiv:2405.21060 -> here): Delta -> dt, A -> -exp(A_log), h -> state.recurrent,
+heads H of P channels, N state_size, G n_groups.
+
+Different from `transformers.models.mamba2`: the mixer takes and returns a `LayerState`, takes right-padded
+rows by their lengths, and computes convolution and recurrence in full precision.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu, softplus
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .causal_conv import causal_conv, causal_conv1d_fn
+from .configuration_stateful_mamba2 import StatefulMamba2Config
+from .recurrent_state import LayerShape, LayerState, state_dtype
+from .scan_backends import check_backend_setting, resolve_backend
+from .scan_ssd import mamba_chunk_scan_combined, scan_ssd
+
+KERNEL_AVAILABLE = mamba_chunk_scan_combined is not None and causal_conv1d_fn is not None
+
+
+def mamba2_layer_shape(config: StatefulMamba2Config) -> LayerShape:
+    """Shapes of one layer's state: (H, P, N) and (H*P + 2*G*N, K-1)."""
+    channels = config.num_heads * config.head_dim + 2 * config.n_groups * config.state_size
+    return LayerShape((config.num_heads, config.head_dim, config.state_size), (channels, config.conv_kernel - 1))
+
+
+class Mamba2RMSNorm(nn.Module):
+    """Root mean square norm, statistics in float32 or better."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(state_dtype(x.dtype))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Mamba2GatedRMSNorm(nn.Module):
+    """`RMSNorm(x * silu(gate))` over groups of channels."""
+
+    def __init__(self, size: int, groups: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.groups = groups
+        self.eps = eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        dtype = state_dtype(x.dtype)
+        wide = (x.to(dtype) * silu(gate.to(dtype))).unflatten(-1, (self.groups, -1))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.flatten(-2).to(x.dtype)
+
+
+class StatefulMamba2Mixer(nn.Module):
+    """Projections, short convolution, SSD recurrence, gated norm.
+
+    Parameters are named and laid out as in `transformers` and mamba-ssm: `in_proj` rows are [z, x, B, C, dt].
+    """
+
+    def __init__(self, config: StatefulMamba2Config) -> None:
+        super().__init__()
+        check_backend_setting(config.scan_backend, KERNEL_AVAILABLE)
+        self.config = config
+        self.num_heads = config.num_heads
+        self.head_dim = config.head_dim
+        self.state_size = config.state_size
+        self.n_groups = config.n_groups
+        inner, bc = config.num_heads * config.head_dim, config.n_groups * config.state_size
+        self.inner_size = inner
+        self.conv_size = inner + 2 * bc
+        self.in_proj = nn.Linear(config.hidden_size, inner + self.conv_size + config.num_heads, bias=config.use_bias)
+        self.conv1d = nn.Conv1d(
+            self.conv_size,
+            self.conv_size,
+            config.conv_kernel,
+            groups=self.conv_size,
+            padding=config.conv_kernel - 1,
+            bias=config.use_conv_bias,
+        )
+        self.dt_bias = nn.Parameter(torch.empty(config.num_heads))
+        self.A_log = nn.Parameter(torch.empty(config.num_heads))
+        self.D = nn.Parameter(torch.empty(config.num_heads))
+        self.norm = Mamba2GatedRMSNorm(inner, config.n_groups, config.layer_norm_epsilon)
+        self.out_proj = nn.Linear(inner, config.hidden_size, bias=config.use_bias)
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """Run T tokens from a state.
+
+        Args:
+            hidden_states: (B, T, D).
+            state: State before the first token.
+            lengths: Number of real tokens in each row, (B,), the rest is padding on the right; None if
+                there is no padding.
+
+        Returns:
+            Outputs (B, T, D) and the state after the last real token of each row.
+        """
+        backend = resolve_backend(self.config.scan_backend, hidden_states.device.type, KERNEL_AVAILABLE)
+        gate, conv_input, dt = self.in_proj(hidden_states).split([self.inner_size, self.conv_size, self.num_heads], -1)
+        conv_output, conv_state = causal_conv(
+            conv_input, self.conv1d.weight.squeeze(1), self.conv1d.bias, state.conv, lengths, backend
+        )
+        x, B, C = conv_output.split([self.inner_size, *[self.n_groups * self.state_size] * 2], -1)
+
+        wide = state.recurrent.dtype
+        dt = softplus(dt.to(wide) + self.dt_bias.to(wide)).clamp(*self.config.time_step_limit)
+        if lengths is not None:
+            padding = torch.arange(dt.shape[1], device=dt.device) >= lengths[:, None]
+            dt = dt.masked_fill(padding[..., None], 0.0)
+        y, recurrent_state = scan_ssd(
+            x.unflatten(-1, (self.num_heads, self.head_dim)),
+            dt,
+            -self.A_log.to(wide).exp(),
+            B.unflatten(-1, (self.n_groups, self.state_size)),
+            C.unflatten(-1, (self.n_groups, self.state_size)),
+            self.D.to(wide),
+            state.recurrent,
+            **({"chunk_size": self.config.chunk_size} if backend == "kernel" else {}),
+            backend=backend,
+        )
+        y = self.norm(y.flatten(2), gate)
+        return self.out_proj(y.to(hidden_states.dtype)), LayerState(recurrent_state, conv_state)
+
+
+class StatefulMamba2Block(GradientCheckpointingLayer):
+    """Pre-norm residual block around the mixer."""
+
+    def __init__(self, config: StatefulMamba2Config) -> None:
+        super().__init__()
+        self.residual_in_fp32 = config.residual_in_fp32
+        self.norm = Mamba2RMSNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.mixer = StatefulMamba2Mixer(config)
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """See `StatefulMamba2Mixer.forward`."""
+        normed = self.norm(hidden_states.to(self.norm.weight.dtype))
+        residual = hidden_states.to(state_dtype(hidden_states.dtype)) if self.residual_in_fp32 else hidden_states
+        output, state = self.mixer(normed, state, lengths)
+        return residual + output, state
+
+
+@torch.no_grad()
+def init_mamba2_mixer(mixer: StatefulMamba2Mixer, config: StatefulMamba2Config) -> None:
+    """Initialize a mixer as Transformers does: A = -(1..H), D = 1, log-uniform steps, Kaiming weights."""
+    heads = torch.arange(1, config.num_heads + 1, device=mixer.A_log.device, dtype=torch.float32)
+    init.copy_(mixer.A_log, heads.log())
+    init.ones_(mixer.D)
+    low, high = math.log(config.time_step_min), math.log(config.time_step_max)
+    dt = (torch.rand_like(heads) * (high - low) + low).exp().clamp(min=config.time_step_floor)
+    init.copy_(mixer.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
+    init.kaiming_uniform_(mixer.conv1d.weight, a=math.sqrt(5))
+    if mixer.conv1d.bias is not None:
+        init.zeros_(mixer.conv1d.bias)
+    init.kaiming_uniform_(mixer.out_proj.weight, a=math.sqrt(5))
+    if config.rescale_prenorm_residual and not getattr(mixer.out_proj.weight, "_is_hf_initialized", False):
+        mixer.out_proj.weight /= math.sqrt(config.num_hidden_layers)

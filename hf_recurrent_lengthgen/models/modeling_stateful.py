@@ -1,0 +1,423 @@
+"""One modeling shell for every recurrent family: state in, state out.
+
+A family supplies its blocks (each takes and returns a `LayerState`), its initialization and its names;
+this file supplies the contract:
+
+- `initial_state` in, `final_state` out; no state given is the zero state, exactly.
+- Gradients flow into the first and out of the second; who wants truncation detaches.
+- Padding anywhere in a row: real tokens are moved to the front, padding never touches the state, and
+  the output at a padding position is that of the last real token before it.
+- `generate(initial_state=...)` continues from a state, with sampling, beams and several sequences.
+
+Shape legend: B batch, T tokens, D hidden size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.generation import GenerationMixin
+from transformers.utils import ModelOutput
+
+from .recurrent_cache import RecurrentCache
+from .recurrent_state import (
+    LayerShape,
+    RecurrentState,
+    check_finite_state,
+    check_state,
+    state_dtype,
+    zero_state,
+)
+
+
+@dataclass
+class StatefulModelOutput(ModelOutput):
+    """Output of the backbone.
+
+    Attributes:
+        last_hidden_state: (B, T, D), after the final norm.
+        final_state: State after the last real token of each row.
+        past_key_values: The generation cache, if asked for.
+        hidden_states: Embeddings and the output of every block, the last one normed; (B, T, D) each.
+    """
+
+    last_hidden_state: Tensor | None = None
+    final_state: RecurrentState | None = None
+    past_key_values: RecurrentCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class StatefulCausalLMOutput(ModelOutput):
+    """Output of the language model: `loss` (scalar), `logits` (B, T, V) in float32, others as in the backbone's."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    final_state: RecurrentState | None = None
+    past_key_values: RecurrentCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+class Padding(NamedTuple):
+    """How rows with padding are moved to a right-padded layout and back; all (B, T) but lengths (B,)."""
+
+    order: Tensor
+    source: Tensor
+    valid: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def from_mask(cls, real: Tensor) -> "Padding":
+        """From a boolean mask (B, T), true at real tokens."""
+        lengths = real.sum(1)
+        order = torch.argsort((~real).to(torch.uint8), dim=1, stable=True)
+        source = (real.cumsum(1) - 1).clamp(min=0)
+        return cls(order, source, torch.arange(real.shape[1], device=real.device) < lengths[:, None], lengths)
+
+    def to_front(self, x: Tensor) -> Tensor:
+        """Real tokens first, in order, then zeros; (B, T, D)."""
+        moved = x.gather(1, self.order[..., None].expand_as(x))
+        return moved.masked_fill(~self.valid[..., None], 0.0)
+
+    def back(self, x: Tensor) -> Tensor:
+        """Inverse of `to_front`; a padding position repeats the last real token before it."""
+        return x.gather(1, self.source[..., None].expand_as(x))
+
+
+def _refuse_unsupported(unsupported: dict[str, Any]) -> None:
+    given = sorted(name for name, value in unsupported.items() if value is not None and value is not False)
+    if given:
+        raise ValueError(
+            f"A recurrent model has no use for the arguments {given}: remove them. The state implies positions, "
+            "there are no attentions to return."
+        )
+
+
+class StatefulPreTrainedModel(PreTrainedModel):
+    """What the backbone and the language model of every family share."""
+
+    base_model_prefix = "backbone"
+    supports_gradient_checkpointing = True
+    _is_stateful = True
+
+    def __init__(self, config: Any) -> None:
+        config.check()
+        super().__init__(config)
+
+    def state_shapes(self) -> tuple[LayerShape, ...]:
+        """Shapes of the state of every layer, without the batch dimension."""
+        raise NotImplementedError
+
+    def zero_state(self, batch_size: int) -> RecurrentState:
+        """The state before any token, on the device of the model."""
+        return zero_state(self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, *args: Any, **kwargs: Any
+    ) -> None:
+        if getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
+            raise ValueError(
+                "Reentrant activation checkpointing loses the gradients through recurrent states: "
+                'use gradient_checkpointing_kwargs={"use_reentrant": False}.'
+            )
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, *args, **kwargs)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in Transformers; the folder also carries the code for every Auto class of this family."""
+        self.config.auto_map = self.code_map()
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def code_map(cls) -> dict[str, str]:
+        """`auto_map` of a checkpoint: from Auto class to `file.Class`."""
+        raise NotImplementedError
+
+
+class StatefulBackbone(StatefulPreTrainedModel):
+    """Embeddings, blocks and final norm. A family sets `embeddings`, `layers` and `final_norm`."""
+
+    embeddings: nn.Module
+    layers: nn.ModuleList
+
+    def final_norm(self, hidden_states: Tensor) -> Tensor:
+        """The norm after the last block."""
+        raise NotImplementedError
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embeddings = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        initial_state: RecurrentState | None = None,
+        output_final_state: bool = True,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: RecurrentCache | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **unsupported: Any,
+    ) -> StatefulModelOutput | tuple:
+        """Run T tokens from a state.
+
+        Args:
+            input_ids: (B, T). Exactly one of `input_ids` and `inputs_embeds` is given.
+            attention_mask: (B, T), 1 at real tokens and 0 at padding, anywhere in a row.
+            initial_state: State before the first token; None is the zero state.
+            output_final_state: Whether to return `final_state`.
+            inputs_embeds: (B, T, D).
+            past_key_values: Generation cache; it holds a state, so it excludes `initial_state`.
+            use_cache: Whether to return a cache.
+            output_hidden_states: Whether to return the output of every block.
+            return_dict: False for a plain tuple of what is not None.
+
+        Raises:
+            ValueError: for arguments that contradict each other, do not fit, or that no recurrent model has.
+        """
+        _refuse_unsupported(unsupported)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        if initial_state is not None and past_key_values is not None:
+            raise ValueError(
+                "Give initial_state or past_key_values, not both: each of them is the state to start from."
+            )
+        if past_key_values is not None and not isinstance(past_key_values, RecurrentCache):
+            raise ValueError(f"past_key_values must be a RecurrentCache, got {type(past_key_values).__name__}.")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        hidden_states = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        batch_size, length, _ = hidden_states.shape
+        if length == 0:
+            raise ValueError("The input has no tokens; give at least one.")
+
+        padding = self._padding(attention_mask, batch_size, length)
+        if padding is not None:
+            hidden_states = padding.to_front(hidden_states)
+        all_hidden_states = [hidden_states]
+        states = []
+        state = self._starting_state(initial_state, past_key_values, batch_size, hidden_states.device)
+        for block, layer_state in zip(self.layers, state, strict=True):
+            hidden_states, layer_state = block(
+                hidden_states, layer_state, None if padding is None else padding.lengths
+            )
+            states.append(layer_state)
+            all_hidden_states.append(hidden_states)
+        all_hidden_states[-1] = self.final_norm(hidden_states)
+        if padding is not None:
+            all_hidden_states = [
+                padding.back(x) for x in (all_hidden_states if output_hidden_states else all_hidden_states[-1:])
+            ]
+
+        final_state = tuple(states)
+        if use_cache or past_key_values is not None:
+            past_key_values = past_key_values or RecurrentCache()
+            past_key_values.advance(final_state, length)
+        output = StatefulModelOutput(
+            last_hidden_state=all_hidden_states[-1],
+            final_state=final_state if output_final_state else None,
+            past_key_values=past_key_values,
+            hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
+        )
+        return output if return_dict is not False else output.to_tuple()
+
+    def _padding(self, attention_mask: Tensor | None, batch_size: int, length: int) -> Padding | None:
+        if attention_mask is None:
+            return None
+        if attention_mask.shape != (batch_size, length):
+            raise ValueError(
+                f"attention_mask must have the shape of the tokens, {(batch_size, length)}, "
+                f"got {tuple(attention_mask.shape)}."
+            )
+        real = attention_mask.bool()
+        if not torch.compiler.is_compiling():
+            if not bool((attention_mask == real).all()):
+                raise ValueError("attention_mask must hold 1 at real tokens and 0 at padding only.")
+            if bool(real.all()):
+                return None
+        return Padding.from_mask(real)
+
+    def _starting_state(
+        self,
+        initial_state: RecurrentState | None,
+        cache: RecurrentCache | None,
+        batch_size: int,
+        device: torch.device,
+    ) -> RecurrentState:
+        shapes, dtype = self.state_shapes(), state_dtype(self.dtype)
+        if initial_state is not None:
+            initial_state = check_state(initial_state, shapes, batch_size, device, dtype)
+            if not torch.compiler.is_compiling():
+                check_finite_state(initial_state)
+            return initial_state
+        if cache is not None and (state := cache.state_for(batch_size)) is not None:
+            return check_state(state, shapes, batch_size, device, dtype, "past_key_values.state")
+        return zero_state(shapes, batch_size, device, dtype)
+
+
+class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
+    """Language model on a `StatefulBackbone`. A family sets the backbone under `base_model_prefix`, and `lm_head`."""
+
+    accepts_loss_kwargs = True
+    lm_head: nn.Linear
+
+    def _backbone(self) -> Any:
+        return self.base_model
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self._backbone().get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self._backbone().set_input_embeddings(value)
+
+    def state_shapes(self) -> tuple[LayerShape, ...]:
+        """Shapes of the state of every layer, without the batch dimension."""
+        return self._backbone().state_shapes()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        initial_state: RecurrentState | None = None,
+        output_final_state: bool = True,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: RecurrentCache | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        **unsupported: Any,
+    ) -> StatefulCausalLMOutput | tuple:
+        """Run T tokens from a state; arguments as in `StatefulBackbone.forward`, and:
+
+        Args:
+            labels: (B, T), shifted inside as in Transformers; -100 is ignored. With padding on the left, the
+                first real token of a row has nothing before it and is not scored.
+            logits_to_keep: Compute only the last so many logits, or those at the given positions; 0 for all.
+            num_items_in_batch: Tokens to divide the summed loss by, as Trainer passes it.
+
+        Raises:
+            ValueError: for labels together with `logits_to_keep`, and as in `StatefulBackbone.forward`.
+        """
+        _refuse_unsupported(unsupported)
+        keep_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        if labels is not None and not keep_all:
+            raise ValueError("labels need all logits: drop logits_to_keep.")
+        output = self._backbone()(
+            input_ids,
+            attention_mask=attention_mask,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+        )
+        hidden_states = output.last_hidden_state
+        if not keep_all:
+            hidden_states = hidden_states[
+                :, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            ]
+        logits = self.lm_head(hidden_states.to(self.lm_head.weight.dtype))
+        logits = logits.to(state_dtype(logits.dtype))
+
+        loss = None
+        if labels is not None:
+            if labels.shape != logits.shape[:2]:
+                raise ValueError(f"labels must have shape {tuple(logits.shape[:2])}, got {tuple(labels.shape)}.")
+            if attention_mask is not None:
+                nothing_before = attention_mask.cumsum(1) - attention_mask == 0
+                labels = labels.masked_fill(nothing_before, -100)
+            loss = self.loss_function(
+                logits=logits,
+                labels=labels,
+                vocab_size=logits.shape[-1],
+                num_items_in_batch=num_items_in_batch,
+            )
+        result = StatefulCausalLMOutput(
+            loss=loss,
+            logits=logits,
+            final_state=output.final_state,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+        )
+        return result if return_dict is not False else result.to_tuple()
+
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        past_key_values: RecurrentCache | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Feed what the state has not read: the whole prompt first, then one token at a time."""
+        inputs: dict[str, Any] = {
+            "past_key_values": past_key_values,
+            "use_cache": use_cache,
+            "logits_to_keep": logits_to_keep if logits_to_keep is not None else 0,
+        }
+        seen = 0 if past_key_values is None else past_key_values.tokens_seen
+        if inputs_embeds is not None and seen == 0:
+            return inputs | {"inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
+        if inputs_embeds is not None:
+            return inputs | {"input_ids": input_ids[:, -1:]}
+        unread = input_ids[:, seen:]
+        if unread.shape[1] == 0:
+            raise ValueError(
+                f"The cache has read {seen} tokens and input_ids has {input_ids.shape[1]}: give the whole text so far "
+                "with past_key_values, or only the new tokens with initial_state=past_key_values.state."
+            )
+        mask = None if attention_mask is None else attention_mask[:, -unread.shape[1] :]
+        return inputs | {"input_ids": unread, "attention_mask": mask}
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *args: Any,
+        initial_state: RecurrentState | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """`GenerationMixin.generate` that can continue from a state.
+
+        Args:
+            inputs: Prompt, (B, T), or by keyword as in Transformers.
+            initial_state: State with B rows that has read what comes before the prompt. It is not changed.
+
+        The state after generation is in `past_key_values.state` of the output with
+        `return_dict_in_generate=True`; it has read everything but the last token.
+
+        Raises:
+            ValueError: if the state does not fit the prompt, holds NaN, or is given with a cache or without one.
+        """
+        if initial_state is None:
+            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("past_key_values") is not None:
+            raise ValueError(
+                "Give initial_state or past_key_values, not both: each of them is the state to start from."
+            )
+        config = kwargs.get("generation_config") or self.generation_config
+        if kwargs.get("use_cache", config.use_cache) is False:
+            raise ValueError("generate(initial_state=...) carries the state in the cache: leave use_cache on.")
+        prompt = next(
+            (x for x in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None
+        )
+        if prompt is None:
+            raise ValueError("generate(initial_state=...) needs a prompt of at least one token.")
+        state = check_state(initial_state, self.state_shapes(), prompt.shape[0], self.device, state_dtype(self.dtype))
+        check_finite_state(state)
+        return super().generate(inputs, *args, past_key_values=RecurrentCache(state), **kwargs)  # type: ignore[misc]

@@ -1,0 +1,86 @@
+"""The cache that `generate` passes from token to token: one recurrent state."""
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from .recurrent_state import RecurrentState, map_state, state_batch_size, take_rows
+
+
+class RecurrentCache(Cache):
+    """Holds the state after the tokens seen so far; every update replaces it, the old value is never changed.
+
+    Args:
+        state: State to start from; None for zero.
+
+    Attributes:
+        state: The current state, None before the first forward pass from zero.
+        tokens_seen: Tokens read since the cache was made (tokens before the initial state do not count).
+    """
+
+    is_compileable = False
+
+    def __init__(self, state: RecurrentState | None = None) -> None:
+        super().__init__(layers=[])
+        self.state = state
+        self.tokens_seen = 0
+
+    def state_for(self, batch_size: int) -> RecurrentState | None:
+        """The state with its rows repeated for beams or several returned sequences of each prompt."""
+        if self.state is None:
+            return None
+        rows = state_batch_size(self.state)
+        if rows == batch_size:
+            return self.state
+        if self.tokens_seen == 0 and batch_size % rows == 0:
+            return map_state(lambda part: part.repeat_interleave(batch_size // rows, dim=0), self.state)
+        raise ValueError(f"The cached state has {rows} rows, the batch has {batch_size}.")
+
+    def advance(self, state: RecurrentState, tokens: int) -> None:
+        """Replace the state by the one after `tokens` more tokens."""
+        self.state = state
+        self.tokens_seen += tokens
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep the states of the selected beams."""
+        if self.state is not None:
+            self.state = take_rows(self.state, beam_idx)
+
+    def reset(self) -> None:
+        """Back to the zero state."""
+        self.state = None
+        self.tokens_seen = 0
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        if self.state is not None:
+            self.state = map_state(lambda part: part.repeat_interleave(repeats, dim=0), self.state)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows in `indices`."""
+        self.reorder_cache(indices)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Always 0: no position is stored, and `generate` must not cut its inputs by it."""
+        return 0
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """-1: there is no maximum."""
+        return -1
+
+    def crop(self, max_length: int) -> None:
+        """A recurrent state cannot be cut back."""
+        raise ValueError(
+            "A recurrent state cannot be cropped to an earlier token, as assisted generation asks: "
+            "keep the state of that token instead."
+        )
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether any token was read."""
+        return self.state is not None
+
+    def __len__(self) -> int:
+        return 0 if self.state is None else len(self.state)
+
+    def __repr__(self) -> str:
+        return f"RecurrentCache(layers={len(self)}, tokens_seen={self.tokens_seen})"

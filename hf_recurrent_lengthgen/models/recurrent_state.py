@@ -1,0 +1,265 @@
+"""The state of a recurrent language model as a value, and the functions on it.
+
+A state is a plain tuple with one `LayerState` per layer, so that DDP, FSDP, accelerate, torch.compile
+and activation checkpointing see the tensors inside. Everything a layer carries from one token to the
+next is in its two parts, batch first:
+
+    family    recurrent                 conv
+    Mamba-2   (B, H, P, N)              (B, H*P + 2*G*N, K-1)   last inputs of the short convolution
+
+    B batch, H heads, P head dim, N state dim, G groups, K convolution taps
+
+A part that a layer does not have is an empty tensor of shape (B, 0). Both parts are float32 whatever
+the dtype of the model (float64 in a float64 model). The convolution keeps K-1 columns: of K stored
+ones the oldest never reaches an output.
+
+No function changes a state it is given.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .atomic_files import replacing
+
+STATE_FORMAT = "recurrent_state"
+STATE_FORMAT_VERSION = 1
+
+
+class LayerState(NamedTuple):
+    """What one layer carries between tokens; shapes are in the table of this module."""
+
+    recurrent: Tensor
+    conv: Tensor
+
+
+RecurrentState = tuple[LayerState, ...]
+
+
+class LayerShape(NamedTuple):
+    """Shapes of a `LayerState` without the batch dimension."""
+
+    recurrent: tuple[int, ...]
+    conv: tuple[int, ...]
+
+
+class LayerStatistics(NamedTuple):
+    """Mean and population variance of a layer's recurrent part per head, (H,) each."""
+
+    mean: Tensor
+    variance: Tensor
+
+
+def state_dtype(model_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the states of a model: float32, or float64 for a float64 model."""
+    return torch.promote_types(model_dtype, torch.float32)
+
+
+def map_state(function: Callable[[Tensor], Tensor], state: RecurrentState) -> RecurrentState:
+    """Apply `function` to every tensor of a state."""
+    return tuple(LayerState(*map(function, layer)) for layer in state)
+
+
+def zero_state(
+    shapes: Sequence[LayerShape],
+    batch_size: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> RecurrentState:
+    """The state before any token, with `batch_size` rows."""
+    return tuple(
+        LayerState(*(torch.zeros(batch_size, *shape, device=device, dtype=dtype) for shape in layer))
+        for layer in shapes
+    )
+
+
+def detach_state(state: RecurrentState) -> RecurrentState:
+    """The same values without gradient history."""
+    return map_state(Tensor.detach, state)
+
+
+def clone_state(state: RecurrentState) -> RecurrentState:
+    """A copy in its own memory; gradients flow through it."""
+    return map_state(Tensor.clone, state)
+
+
+def state_to(state: RecurrentState, device: torch.device | str) -> RecurrentState:
+    """The state on another device; the dtype stays."""
+    return map_state(lambda part: part.to(device), state)
+
+
+def state_batch_size(state: RecurrentState) -> int:
+    """Number of rows of a state."""
+    return state[0].recurrent.shape[0]
+
+
+def take_rows(state: RecurrentState, rows: Tensor | slice) -> RecurrentState:
+    """Rows of a state by index tensor or slice, in the order given."""
+    return map_state(lambda part: part[rows.to(part.device) if isinstance(rows, Tensor) else rows], state)
+
+
+def keep_rows(state: RecurrentState, keep: Tensor) -> RecurrentState:
+    """The rows where the boolean mask `keep` (B,) is true; the others become zero, also where they hold NaN."""
+    if keep.dtype != torch.bool or keep.shape != (state_batch_size(state),):
+        raise ValueError(
+            f"keep must be a boolean tensor of shape ({state_batch_size(state)},), "
+            f"got {keep.dtype} of shape {tuple(keep.shape)}."
+        )
+    return map_state(
+        lambda part: torch.where(keep.to(part.device).reshape(-1, *[1] * (part.ndim - 1)), part, 0), state
+    )
+
+
+def concatenate_rows(states: Sequence[RecurrentState]) -> RecurrentState:
+    """Stack the rows of several states of one model."""
+    if not states:
+        raise ValueError("concatenate_rows needs at least one state, got none.")
+    if len({len(state) for state in states}) > 1:
+        raise ValueError(f"All states must have the same number of layers, got {[len(s) for s in states]}.")
+    return tuple(
+        LayerState(*(torch.cat(parts) for parts in zip(*layers, strict=True))) for layers in zip(*states, strict=True)
+    )
+
+
+def zero_conv(state: RecurrentState) -> RecurrentState:
+    """The state with its convolution part set to zero."""
+    return tuple(LayerState(layer.recurrent, torch.zeros_like(layer.conv)) for layer in state)
+
+
+def state_statistics(state: RecurrentState) -> tuple[LayerStatistics, ...]:
+    """Mean and population variance of the recurrent part per layer and head, over batch, head dim and state dim."""
+    statistics = []
+    for layer in state:
+        heads = layer.recurrent.transpose(0, 1).flatten(1)
+        statistics.append(LayerStatistics(heads.mean(1), heads.var(1, correction=0)))
+    return tuple(statistics)
+
+
+def check_finite_state(state: RecurrentState, name: str = "initial_state") -> None:
+    """Raise a `ValueError` that names the first layer and part with NaN or infinite values, and its rows."""
+    for index, layer in enumerate(state):
+        for part_name, part in zip(LayerState._fields, layer, strict=True):
+            if not bool(part.isfinite().all()):
+                rows = (~part.isfinite().flatten(1).all(1)).nonzero().flatten().tolist()
+                raise ValueError(
+                    f"{name}: layer {index}, part '{part_name}' has NaN or infinite values in rows {rows}. "
+                    "Start these rows from zero (keep_rows) or from a state saved before they broke."
+                )
+
+
+def check_state(
+    state: RecurrentState,
+    shapes: Sequence[LayerShape],
+    batch_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    name: str = "initial_state",
+) -> RecurrentState:
+    """Check that a state fits a model and a batch, and return it as a tuple of `LayerState`.
+
+    Raises:
+        ValueError: naming the layer, what was found and what is expected, for a wrong type, number of
+            layers, shape, dtype or device. Values are checked by `check_finite_state`.
+    """
+    if not isinstance(state, (tuple, list)) or not all(
+        isinstance(layer, (tuple, list)) and len(layer) == len(LayerState._fields) for layer in state
+    ):
+        raise ValueError(
+            f"{name} must be a tuple with one LayerState{LayerState._fields} per layer, as returned in "
+            f"`final_state`; got {type(state).__name__}."
+        )
+    if len(state) != len(shapes):
+        raise ValueError(f"{name} has {len(state)} layers, the model has {len(shapes)}.")
+    for index, (layer, layer_shape) in enumerate(zip(state, shapes, strict=True)):
+        for part_name, part, shape in zip(LayerState._fields, layer, layer_shape, strict=True):
+            place = f"{name}: layer {index}, part '{part_name}'"
+            expected = (batch_size, *shape)
+            if not isinstance(part, Tensor):
+                raise ValueError(f"{place} must be a tensor, got {type(part).__name__}.")
+            if tuple(part.shape) != expected:
+                raise ValueError(
+                    f"{place} has shape {tuple(part.shape)}, expected {expected} (batch of {batch_size} rows first)."
+                )
+            if part.dtype != dtype:
+                raise ValueError(f"{place} has dtype {part.dtype}, expected {dtype}: states stay in full precision.")
+            if part.device != device:
+                raise ValueError(f"{place} is on {part.device}, the inputs are on {device}: use state_to.")
+    return tuple(LayerState(*layer) for layer in state)
+
+
+def save_state(path: str | os.PathLike[str], state: RecurrentState, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a state as a safetensors file (`layers.{i}.recurrent`, `layers.{i}.conv`).
+
+    Args:
+        path: File to write; replaced only when the new one is complete.
+        state: State to write; must be finite.
+        metadata: Free text fields kept beside it, for instance the model it belongs to.
+    """
+    check_finite_state(state, "state")
+    tensors = {
+        f"layers.{index}.{part_name}": part.detach().cpu().contiguous()
+        for index, layer in enumerate(state)
+        for part_name, part in zip(LayerState._fields, layer, strict=True)
+    }
+    header = {
+        "format": STATE_FORMAT,
+        "format_version": str(STATE_FORMAT_VERSION),
+        "num_layers": str(len(state)),
+        "metadata": json.dumps(dict(metadata or {})),
+    }
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, header)
+
+
+def load_state(
+    path: str | os.PathLike[str], device: torch.device | str = "cpu"
+) -> tuple[RecurrentState, dict[str, str]]:
+    """Read a state written by `save_state`.
+
+    Returns:
+        The state and its metadata.
+
+    Raises:
+        ValueError: if the file is truncated, not a state, of a newer format, or has missing, unexpected,
+            wrongly typed or non-finite parts.
+    """
+    try:
+        with safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
+            header = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a readable safetensors file ({error}); it may be truncated.") from error
+    if header.get("format") != STATE_FORMAT:
+        raise ValueError(f"{path} holds no recurrent state: its format is {header.get('format')!r}.")
+    version, layers = header.get("format_version", ""), header.get("num_layers", "")
+    if not version.isdecimal() or int(version) > STATE_FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has state format version {version!r}, this code reads up to {STATE_FORMAT_VERSION}: "
+            "update hf_recurrent_lengthgen."
+        )
+    expected = {
+        f"layers.{index}.{part}"
+        for index in range(int(layers) if layers.isdecimal() else 0)
+        for part in LayerState._fields
+    }
+    if not expected or set(tensors) != expected:
+        raise ValueError(
+            f"{path} does not hold the parts of {layers!r} layers: missing {sorted(expected - set(tensors))}, "
+            f"unexpected {sorted(set(tensors) - expected)}."
+        )
+    wrong = {
+        key: tensor.dtype for key, tensor in tensors.items() if tensor.dtype not in (torch.float32, torch.float64)
+    }
+    if wrong:
+        raise ValueError(f"{path} has parts that are not float32 or float64: {wrong}.")
+    state = tuple(
+        LayerState(*(tensors[f"layers.{index}.{part}"] for part in LayerState._fields)) for index in range(int(layers))
+    )
+    check_finite_state(state, os.fspath(path))
+    return state, json.loads(header.get("metadata", "{}"))

@@ -1,0 +1,270 @@
+"""The state space dual (SSD) recurrence of Mamba-2 with any initial state and a final state.
+
+Definition (Dao & Gu 2024, arXiv:2405.21060; "Understanding and Improving Length Generalization in
+Recurrent Models", arXiv:2507.02782, Eq. 1 and 4), per batch row and head, with group g of head h:
+
+    h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T        (P, N)
+    y_t = h_t C_t + D x_t                             (P,)
+
+Three forms behind one function, `scan_ssd`:
+
+- `scan_ssd_reference`: the definition as a loop over time. Slow, differentiable, the truth in tests.
+- `_ChunkedSSD`: the chunked form in plain torch. Inside a chunk of Q tokens the map is a masked
+  (Q, Q) matrix per head, between chunks one state is carried. Its backward pass recomputes the chunk
+  matrices, so that only inputs, outputs and one state per chunk are kept in memory.
+- mamba-ssm's `mamba_chunk_scan_combined` on a GPU.
+
+Shape suffixes: B batch, T time, H heads, P head dim, G groups (H = G * R), N state dim, Q chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .scan_backends import INSTALL_HINT, ScanBackend
+
+try:
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+except ImportError:
+    mamba_chunk_scan_combined = None
+
+# The kernel is reported to be wrong or to crash beyond about 61k tokens in one call
+# (state-spaces/mamba issue 1015): longer inputs go through it in pieces with the state carried.
+_KERNEL_MAX_TOKENS = 32_768
+
+
+def scan_ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    initial_state: Tensor,
+    chunk_size: int = 64,
+    backend: ScanBackend = "torch",
+) -> tuple[Tensor, Tensor]:
+    """Run the SSD recurrence from `initial_state` over T tokens.
+
+    Args:
+        x: Inputs, (B, T, H, P).
+        dt: Step sizes after softplus and clamping, (B, T, H). A step of 0 leaves the state unchanged.
+        A: Negative decay rates, (H,).
+        B: Input projections, (B, T, G, N); head h uses group h // (H / G).
+        C: Output projections, (B, T, G, N).
+        D: Skip weights, (H,).
+        initial_state: State before the first token, (B, H, P, N).
+        chunk_size: Tokens per chunk of the chunked forms; it changes speed and memory, not the result.
+        backend: "torch" (chunked form) or "kernel" (mamba-ssm).
+
+    Returns:
+        Outputs in the dtype of `x`, (B, T, H, P), and the state after the last token, (B, H, P, N), in
+        the dtype of `initial_state`. Gradients flow to all tensor arguments and from both results.
+
+    Raises:
+        ValueError: for an unknown backend or a chunk size below 1.
+    """
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
+    if backend == "kernel":
+        return _scan_with_kernel(x, dt, A, B, C, D, initial_state, chunk_size)
+    if backend != "torch":
+        raise ValueError(f'backend must be "torch" or "kernel", got {backend!r}.')
+    dtype = initial_state.dtype
+    with torch.autocast(x.device.type, enabled=False):
+        y, final_state = _ChunkedSSD.apply(
+            x.to(dtype),
+            dt.to(dtype),
+            A.to(dtype),
+            B.to(dtype),
+            C.to(dtype),
+            D.to(dtype),
+            initial_state,
+            chunk_size,
+        )
+    return y.to(x.dtype), final_state
+
+
+def scan_ssd_reference(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The definition, one token at a time. Same arguments and results as `scan_ssd`."""
+    repeats = x.shape[2] // B.shape[2]
+    state, outputs = initial_state, []
+    for t in range(x.shape[1]):
+        B_BHN = B[:, t].repeat_interleave(repeats, dim=1)
+        C_BHN = C[:, t].repeat_interleave(repeats, dim=1)
+        decay_BH = torch.exp(dt[:, t] * A)
+        update_BHPN = (dt[:, t, :, None] * x[:, t])[..., None] * B_BHN[:, :, None, :]
+        state = decay_BH[..., None, None] * state + update_BHPN
+        outputs.append((state * C_BHN[:, :, None, :]).sum(-1) + D[:, None] * x[:, t])
+    return torch.stack(outputs, dim=1), state
+
+
+def _scan_with_kernel(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    if mamba_chunk_scan_combined is None:
+        raise ValueError(f'scan backend "kernel" needs mamba-ssm and a CUDA GPU: {INSTALL_HINT}, or use "torch".')
+    outputs, state = [], initial_state
+    for start in range(0, x.shape[1], _KERNEL_MAX_TOKENS):
+        piece = slice(start, start + _KERNEL_MAX_TOKENS)
+        y, state = mamba_chunk_scan_combined(
+            x[:, piece],
+            dt[:, piece],
+            A,
+            B[:, piece],
+            C[:, piece],
+            chunk_size,
+            D=D,
+            initial_states=state,
+            return_final_states=True,
+        )
+        outputs.append(y)
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), state.to(initial_state.dtype)
+
+
+def _heads_to_groups(t_BQHP: Tensor, groups: int) -> Tensor:
+    """(B, Q, H, P) -> (B, G, Q, R*P), a view when there is one group."""
+    batch, length, heads, head_dim = t_BQHP.shape
+    return t_BQHP.reshape(batch, length, groups, heads // groups * head_dim).transpose(1, 2)
+
+
+def _groups_to_heads(t_BGQM: Tensor, head_dim: int) -> Tensor:
+    """(B, G, Q, R*P) -> (B, Q, H, P)."""
+    batch, groups, length, width = t_BGQM.shape
+    return t_BGQM.transpose(1, 2).reshape(batch, length, groups * width // head_dim, head_dim)
+
+
+class _ChunkedSSD(torch.autograd.Function):
+    """Chunked SSD with a backward pass that recomputes the (Q, Q) matrices of each chunk.
+
+    With s_i the sum of dt A up to token i of the chunk, u = dt x, S the state at the chunk's start and
+    M_ij = (C_i . B_j) exp(s_i - s_j) for j <= i:
+
+        y_i = sum_j M_ij u_j + exp(s_i) C_i S
+        S'  = exp(s_Q) S + sum_j exp(s_Q - s_j) B_j u_j
+
+    States are kept as (B, G, N, R*P) inside: all heads of a group share one matrix product.
+    The gradient of s needs no (Q, Q) matrix: ds_i = <dy_i, y_i> - <du_i, u_i> per head, and the last
+    token of a chunk receives <dS', S'> on top.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor,
+        initial_state: Tensor,
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        batch, length, _, head_dim = x.shape
+        groups, state_dim = B.shape[2:]
+        # (B, H, P, N) -> (B, G, N, R*P)
+        state = initial_state.reshape(batch, groups, -1, state_dim).transpose(2, 3).contiguous()
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        states = []
+        for start in range(0, length, chunk_size):
+            piece = slice(start, start + chunk_size)
+            states.append(state)
+            chunk = _Chunk(x[:, piece], dt[:, piece], A, B[:, piece], C[:, piece])
+            y_diag = chunk.M_BHQQ() @ chunk.u_BQHP.transpose(1, 2)
+            y_state = _groups_to_heads(chunk.C_BGQN @ state, head_dim)
+            torch.addcmul(y_diag.transpose(1, 2), y_state, chunk.decay_in_BQH[..., None], out=y[:, piece])
+            state = chunk.decay_state(state) + chunk.B_BGQN.mT @ chunk.weighted_u_BGQM()
+        ctx.save_for_backward(x, dt, A, B, C, D, y, *states, state)
+        ctx.chunk_size = chunk_size
+        final_state = state.transpose(2, 3).reshape(initial_state.shape)
+        return torch.addcmul(y, x, D[:, None]), final_state
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
+        x, dt, A, B, C, D, y, *states = ctx.saved_tensors
+        batch, length, heads, head_dim = x.shape
+        groups, state_dim = B.shape[2:]
+        grad_x, grad_B, grad_C = torch.empty_like(x), torch.empty_like(B), torch.empty_like(C)
+        grad_dt, grad_A = torch.empty_like(dt), torch.zeros_like(A)
+        # dS, the gradient of the state after the current chunk, in the inner layout (B, G, N, R*P)
+        grad_state = grad_final.reshape(batch, groups, -1, state_dim).transpose(2, 3).contiguous()
+        starts = range(0, length, ctx.chunk_size)
+        for index in reversed(range(len(starts))):
+            piece = slice(starts[index], starts[index] + ctx.chunk_size)
+            state, next_state = states[index], states[index + 1]
+            chunk = _Chunk(x[:, piece], dt[:, piece], A, B[:, piece], C[:, piece])
+            grad_y = grad_out[:, piece]
+            grad_y_heads = grad_y.transpose(1, 2)
+
+            # within the chunk: M = CB * L
+            decay = chunk.L_BHQQ()
+            grad_M = grad_y_heads @ chunk.u_BQHP.permute(0, 2, 3, 1)
+            grad_CB = chunk.sum_heads(grad_M.mul_(decay))
+            M = chunk.times_CB(decay)
+            grad_u = (M.mT @ grad_y_heads).transpose(1, 2)
+
+            # through the states
+            grad_y_decayed = _heads_to_groups(grad_y * chunk.decay_in_BQH[..., None], groups)
+            grad_weighted_u = _groups_to_heads(chunk.B_BGQN @ grad_state, head_dim)
+            grad_u = torch.addcmul(grad_u, grad_weighted_u, chunk.decay_out_BQH[..., None])
+            grad_B[:, piece] = (grad_CB.mT @ chunk.C_BGQN + chunk.weighted_u_BGQM() @ grad_state.mT).transpose(1, 2)
+            grad_C[:, piece] = (grad_CB @ chunk.B_BGQN + grad_y_decayed @ state.mT).transpose(1, 2)
+
+            # through the decays: s first, then the steps that s sums up
+            grad_s = (grad_y * y[:, piece]).sum(-1) - (grad_u * chunk.u_BQHP).sum(-1)
+            grad_s[:, -1] += (grad_state * next_state).unflatten(3, (-1, head_dim)).sum((2, 4)).flatten(1)
+            grad_log_decay = grad_s.flip(1).cumsum(1).flip(1)
+            grad_A += (grad_log_decay * dt[:, piece]).sum((0, 1))
+            grad_dt[:, piece] = grad_log_decay * A + (grad_u * x[:, piece]).sum(-1)
+            torch.mul(grad_u, dt[:, piece, :, None], out=grad_x[:, piece])
+            grad_state = chunk.decay_state(grad_state) + chunk.C_BGQN.mT @ grad_y_decayed
+        grad_initial = grad_state.transpose(2, 3).reshape(batch, heads, head_dim, state_dim)
+        grad_D = torch.einsum("bthp,bthp->h", grad_out, x)
+        grad_x = grad_x.addcmul_(grad_out, D[:, None])
+        return grad_x, grad_dt, grad_A, grad_B, grad_C, grad_D, grad_initial, None
+
+
+class _Chunk:
+    """What one chunk of Q tokens needs in both directions."""
+
+    def __init__(self, x_BQHP: Tensor, dt_BQH: Tensor, A_H: Tensor, B_BQGN: Tensor, C_BQGN: Tensor) -> None:
+        self.groups = B_BQGN.shape[2]
+        self.head_dim = x_BQHP.shape[3]
+        self.B_BGQN, self.C_BGQN = B_BQGN.transpose(1, 2), C_BQGN.transpose(1, 2)
+        self.u_BQHP = x_BQHP * dt_BQH[..., None]
+        self.s_BQH = (dt_BQH * A_H).cumsum(1)
+        self.decay_in_BQH = self.s_BQH.exp()
+        self.decay_out_BQH = (self.s_BQH[:, -1:] - self.s_BQH).exp_()
+
+    def L_BHQQ(self) -> Tensor:
+        """exp(s_i - s_j) for j <= i, else 0. Above the diagonal exp may be infinite, tril drops it."""
+        s_BHQ = self.s_BQH.transpose(1, 2)
+        return (s_BHQ[..., :, None] - s_BHQ[..., None, :]).exp_().tril_()
+
+    def times_CB(self, t_BHQQ: Tensor) -> Tensor:
+        """Multiply in place by C_i . B_j of the head's group."""
+        CB_BGQQ = self.C_BGQN @ self.B_BGQN.mT
+        t_BHQQ.unflatten(1, (self.groups, -1)).mul_(CB_BGQQ[:, :, None])
+        return t_BHQQ
+
+    def M_BHQQ(self) -> Tensor:
+        return self.times_CB(self.L_BHQQ())
+
+    def sum_heads(self, t_BHQQ: Tensor) -> Tensor:
+        """Sum over the heads of a group, (B, H, Q, Q) -> (B, G, Q, Q)."""
+        return t_BHQQ.unflatten(1, (self.groups, -1)).sum(2)
+
+    def weighted_u_BGQM(self) -> Tensor:
+        """exp(s_Q - s_j) u_j, (B, G, Q, R*P)."""
+        return _heads_to_groups(self.u_BQHP * self.decay_out_BQH[..., None], self.groups)
+
+    def decay_state(self, state_BGNM: Tensor) -> Tensor:
+        """Multiply by exp(s_Q) of each head."""
+        decay_BGR = self.decay_in_BQH[:, -1].unflatten(1, (self.groups, -1))
+        return (state_BGNM.unflatten(3, (-1, self.head_dim)) * decay_BGR[:, :, None, :, None]).flatten(3)
