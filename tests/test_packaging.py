@@ -74,9 +74,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     with tarfile.open(sdist) as archive:
         sdist_files = [member.name.partition("/")[2] for member in archive if not member.isdir()]
     info = "-".join(wheel.name.split("-")[:2]) + ".dist-info"
-    return Built(
-        folder / "source", sdist_files, wheel, info, files_of_wheel(wheel), files_of_wheel(direct_wheel)
-    )
+    return Built(folder / "source", sdist_files, wheel, info, files_of_wheel(wheel), files_of_wheel(direct_wheel))
 
 
 def expected_modules(source: Path) -> set[str]:
