@@ -1,0 +1,235 @@
+"""Where text comes from: the corpus that is on every machine, and any data set that `datasets` can read.
+
+`standard_library_corpus()` needs no download: it is the source code of the running Python's own library,
+split by file. `load_texts()` reads text, JSON Lines and Parquet files, folders written by
+`Dataset.save_to_disk`, and data sets of the Hub.
+"""
+
+import glob
+import hashlib
+import os
+import platform
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import datasets
+
+SampleBy = Literal["document", "paragraph", "line"]
+
+# Third-party code, tests (odd on purpose), and what is not the same on two machines with the same Python.
+_SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "config-*")
+_SKIPPED_FILES = ("sitecustomize.py", "usercustomize.py", "_sysconfigdata_*")
+_VALIDATION_ONE_IN = 10
+
+_NOT_THERE = (FileNotFoundError, ConnectionError)
+_BUILDER_OF_SUFFIX = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+
+class Document(NamedTuple):
+    """One text and its name (for a file its path below the corpus folder, with forward slashes)."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Named documents in a training and a validation part.
+
+    Attributes:
+        source: what the documents are, for people and for result files.
+        train: training documents, sorted by name.
+        validation: validation documents, sorted by name; none of them is in `train`.
+        skipped: names of the files that could not be read or are not UTF-8.
+    """
+
+    source: str
+    train: tuple[Document, ...]
+    validation: tuple[Document, ...]
+    skipped: tuple[str, ...] = ()
+
+    def documents(self, split: str) -> tuple[Document, ...]:
+        """Documents of `split`, "train" or "validation"; anything else is a ValueError."""
+        if split == "train":
+            return self.train
+        if split == "validation":
+            return self.validation
+        raise ValueError(f"split is {split!r}, but a corpus has the splits 'train' and 'validation'")
+
+    def texts(self, split: str) -> list[str]:
+        """Texts of `split`, "train" or "validation", in the order of the documents' names."""
+        return [document.text for document in self.documents(split)]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) over the split, name and text of every document: equal digests, equal data."""
+        digest = hashlib.sha256()
+        for split in ("train", "validation"):
+            for document in self.documents(split):
+                for part in (split, document.name, document.text):
+                    data = part.encode()
+                    digest.update(len(data).to_bytes(8, "big") + data)
+        return digest.hexdigest()
+
+    @cached_property
+    def description(self) -> str:
+        """One line: the source, number of files and bytes of each split, and how many files were skipped."""
+        parts = [self.source]
+        for split in ("train", "validation"):
+            size = sum(len(text.encode()) for text in self.texts(split))
+            parts.append(f"{split} {len(self.documents(split))} files, {size} bytes")
+        parts.append(f"{len(self.skipped)} files skipped as unreadable or not UTF-8")
+        return "; ".join(parts)
+
+
+def standard_library_corpus(folder: str | Path | None = None) -> Corpus:
+    """The Python standard library's source files, split by file: the same wherever the same Python is.
+
+    About one file in ten is validation, chosen by a hash of its path, so a file never changes sides.
+    Third-party packages, tests, empty files and what a build or an administrator writes are left out.
+
+    Args:
+        folder: read the .py files below this folder instead of the running Python's library.
+
+    Raises:
+        ValueError: no .py file with text is there, or a split would be empty.
+    """
+    root = Path(sysconfig.get_path("stdlib") if folder is None else folder)
+    train: list[Document] = []
+    validation: list[Document] = []
+    skipped: list[str] = []
+    for path in _source_files(root):
+        name = path.relative_to(root).as_posix()
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except (OSError, UnicodeDecodeError):
+            skipped.append(name)
+            continue
+        if text:
+            (validation if _is_validation(name) else train).append(Document(name, text))
+    if not train or not validation:
+        raise ValueError(
+            f"{root} gives {len(train)} training and {len(validation)} validation files "
+            f"({len(skipped)} skipped as unreadable or not UTF-8), but each split needs one; "
+            "this Python may ship without sources: give another folder, or your own files to load_texts"
+        )
+    library = f"Python {platform.python_version()} standard library"
+    source = library if folder is None else f"Python files of {root}"
+    return Corpus(source, tuple(train), tuple(validation), tuple(skipped))
+
+
+def _source_files(root: Path) -> list[Path]:
+    found = []
+    for parent, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not _matches(name, _SKIPPED_FOLDERS)]
+        found += [Path(parent, name) for name in files if name.endswith(".py") and not _matches(name, _SKIPPED_FILES)]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _is_validation(name: str) -> bool:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % _VALIDATION_ONE_IN == 0
+
+
+def load_texts(
+    path_or_name: str | Path,
+    split: str = "train",
+    text_column: str = "text",
+    *,
+    config_name: str | None = None,
+    sample_by: SampleBy = "document",
+) -> list[str]:
+    """Texts of a data set, one per row, read by the `datasets` library.
+
+    Args:
+        path_or_name: a .txt, .jsonl, .json or .parquet file, a folder of such files, a folder written by
+            `save_to_disk`, or (when no such file or folder exists) the name of a data set on the Hub.
+        split: a split, or slices of it such as "train[:90%]" and "train[90%:]". A single file, and a single
+            `Dataset` saved to disk, is the split "train".
+        text_column: the column that holds the text; that of a .txt file is "text".
+        config_name: the configuration of a Hub data set that has several.
+        sample_by: what one document of a .txt file is: the whole file (default), a paragraph or a line.
+            Line ends are read as "\\n".
+
+    Raises:
+        ValueError: no such file, folder or data set; a file kind, split or column that is not there; a column
+            that is not text; a row without text; no text at all; a file that cannot be parsed.
+    """
+    read = _reader(path_or_name, split, config_name, sample_by)
+    try:
+        dataset = read()
+    # `datasets` lets StopIteration out for empty JSON, and ArrowInvalid, a ValueError, for bad Parquet.
+    except (datasets.exceptions.DatasetsError, *_NOT_THERE, StopIteration, ValueError) as error:
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+        raise ValueError(
+            f"cannot read split {split!r} of {str(path_or_name)!r}: {type(cause).__name__}: {cause}; "
+            "give an existing file or folder that has data in this split, or the name of a Hub data set"
+        ) from error
+    if text_column not in dataset.column_names:
+        raise ValueError(
+            f"{str(path_or_name)!r} has no column {text_column!r}; its columns are {dataset.column_names}"
+        )
+    feature = dataset.features[text_column]
+    if getattr(feature, "dtype", None) not in ("string", "large_string") or not dataset.num_rows:
+        raise ValueError(
+            f"column {text_column!r} of {str(path_or_name)!r} is {feature} with {dataset.num_rows} rows, "
+            "but it must hold at least one string; choose the text column or the split"
+        )
+    texts: list[str] = list(dataset[text_column])
+    missing = [row for row, text in enumerate(texts) if text is None]
+    if missing:
+        raise ValueError(
+            f"column {text_column!r} of {str(path_or_name)!r} has no text in {len(missing)} rows, "
+            f"the first is row {missing[0]}; remove these rows"
+        )
+    if not any(texts):
+        raise ValueError(f"column {text_column!r} of {str(path_or_name)!r} holds only empty texts; give some text")
+    return texts
+
+
+def _reader(
+    path_or_name: str | Path, split: str, config_name: str | None, sample_by: SampleBy
+) -> Callable[[], datasets.Dataset]:
+    if sample_by not in get_args(SampleBy):
+        raise ValueError(f"sample_by is {sample_by!r}, but must be one of {get_args(SampleBy)}")
+    path = Path(path_or_name).expanduser()
+    options: dict[str, Any] = {"split": split}
+    if path.is_file():
+        builder = _BUILDER_OF_SUFFIX.get(path.suffix)
+        if builder is None:
+            raise ValueError(f"{path} cannot be read; files may end in {', '.join(_BUILDER_OF_SUFFIX)}")
+        if builder == "text":
+            options["sample_by"] = sample_by
+        return partial(datasets.load_dataset, builder, data_files=glob.escape(str(path)), **options)
+    if path.is_dir():
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            return partial(_saved_split, path, split)
+        builders = {_BUILDER_OF_SUFFIX.get(file.suffix) for file in path.rglob("*")} - {None}
+        if "text" in builders:
+            # `datasets` would take the commonest kind, and without `sample_by` the lines of text files.
+            if builders != {"text"}:
+                raise ValueError(f"folder {path} holds .txt and other data files; give a folder of one kind")
+            options["sample_by"] = sample_by
+    elif path.is_absolute() or path.suffix in _BUILDER_OF_SUFFIX:
+        raise ValueError(f"there is no file or folder {path}; give an existing one, or the name of a Hub data set")
+    return partial(datasets.load_dataset, str(path), name=config_name, **options)
+
+
+def _saved_split(path: Path, split: str) -> datasets.Dataset:
+    saved = datasets.load_from_disk(path)
+    splits = saved if isinstance(saved, datasets.DatasetDict) else datasets.DatasetDict(train=saved)
+    # `load_from_disk` knows no split names with slices; this is the reading that `load_dataset` gives them.
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(part) for name, part in splits.items()})
+    selected = []
+    for part in parts:
+        rows = splits[part.splitname]
+        selected.append(rows.select(range(*slice(part.from_, part.to).indices(len(rows)))))
+    return datasets.concatenate_datasets(selected)

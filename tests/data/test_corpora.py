@@ -1,0 +1,237 @@
+"""Corpora: the embedded one is deterministic and disjoint, and files give their texts or a clear error."""
+
+import ast
+import hashlib
+import json
+import os
+import sysconfig
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import pytest
+
+from hf_recurrent_lengthgen.data import Corpus, Document, load_texts, standard_library_corpus
+
+
+@pytest.fixture(autouse=True)
+def _own_cache_and_no_network(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path_factory.mktemp("datasets_cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="module")
+def library() -> Corpus:
+    return standard_library_corpus()
+
+
+def write_sources(folder: Path, names: list[str]) -> None:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(f"# {name}\r\n".encode())
+
+
+def test_library_is_large_and_its_splits_share_no_file(library: Corpus) -> None:
+    train, validation = ({d.name for d in library.documents(split)} for split in ("train", "validation"))
+    assert not train & validation
+    assert 0.05 < len(validation) / len(train | validation) < 0.2
+    assert sum(map(len, library.texts("train"))) > 3_000_000
+    assert {"argparse.py", "json/decoder.py"} <= train | validation
+    assert list(library.train) == sorted(library.train)
+
+
+def test_library_texts_are_the_files(library: Corpus) -> None:
+    root = Path(sysconfig.get_path("stdlib"))
+    for document in (*library.train[::50], *library.validation[::20]):
+        assert document.text.encode() == (root / document.name).read_bytes()
+        ast.parse(document.text)
+
+
+def test_library_has_no_tests_and_no_third_party_code(library: Corpus) -> None:
+    parts = {part for d in (*library.train, *library.validation) for part in d.name.split("/")}
+    assert not parts & {"test", "tests", "idle_test", "site-packages", "dist-packages", "sitecustomize.py"}
+    assert not [part for part in parts if part.startswith("_sysconfigdata")]
+
+
+def test_description_and_digest_identify_the_library(library: Corpus) -> None:
+    assert library.digest == standard_library_corpus().digest
+    assert len(library.digest) == 64
+    assert "standard library" in library.description
+    assert f"train {len(library.train)} files" in library.description
+    assert f"{sum(len(text.encode()) for text in library.texts('validation'))} bytes" in library.description
+
+
+def test_folder_walk_keeps_order_bytes_and_side_of_each_file(tmp_path: Path) -> None:
+    names = [f"package{i % 3}/m{i}.py" for i in range(40)]
+    write_sources(tmp_path, names)
+    corpus = standard_library_corpus(tmp_path)
+    expected = [n for n in sorted(names) if int(hashlib.sha256(n.encode()).hexdigest()[:16], 16) % 10 == 0]
+    assert [d.name for d in corpus.validation] == expected
+    assert [d.name for d in corpus.train] == [n for n in sorted(names) if n not in expected]
+    assert all(d.text == f"# {d.name}\r\n" for d in (*corpus.train, *corpus.validation))
+    (tmp_path / "added.py").write_text("x = 1\n")
+    after = standard_library_corpus(tmp_path)
+    assert set(corpus.train) <= set(after.train)
+    assert set(corpus.validation) <= set(after.validation)
+
+
+def test_folder_walk_leaves_out_what_differs_between_machines(tmp_path: Path) -> None:
+    kept = [f"m{i}.py" for i in range(40)]
+    left_out = [
+        "site-packages/a.py",
+        "dist-packages/a.py",
+        "lib/__pycache__/a.py",
+        "lib/test/a.py",
+        "lib/tests/a.py",
+        "idlelib/idle_test/a.py",
+        "config-3.11-linux/python-config.py",
+        "sitecustomize.py",
+        "_sysconfigdata__linux.py",
+        "notes.txt",
+    ]
+    write_sources(tmp_path, kept + left_out)
+    (tmp_path / "empty.py").write_text("")
+    corpus = standard_library_corpus(tmp_path)
+    assert sorted(d.name for d in (*corpus.train, *corpus.validation)) == sorted(kept)
+    assert corpus.skipped == ()
+
+
+def test_files_that_cannot_be_decoded_or_read_are_counted(tmp_path: Path) -> None:
+    write_sources(tmp_path, [f"m{i}.py" for i in range(40)])
+    (tmp_path / "latin.py").write_bytes(b"# caf\xe9\n")
+    os.symlink(tmp_path / "nowhere", tmp_path / "broken.py")
+    corpus = standard_library_corpus(tmp_path)
+    assert corpus.skipped == ("broken.py", "latin.py")
+    assert "2 files skipped" in corpus.description
+
+
+def test_folder_without_sources_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="0 training and 0 validation files"):
+        standard_library_corpus(tmp_path)
+
+
+def test_digest_sees_every_part_of_a_corpus() -> None:
+    a, b, ab, other = Document("a", "bc"), Document("b", "c"), Document("ab", "c"), Document("a", "bd")
+    corpora = [
+        Corpus("s", (a,), (b,)),
+        Corpus("s", (b,), (a,)),
+        Corpus("s", (ab,), (b,)),
+        Corpus("s", (other,), (b,)),
+    ]
+    assert len({corpus.digest for corpus in corpora}) == 4
+    assert Corpus("another source", (a,), (b,)).digest == corpora[0].digest
+
+
+def test_unknown_split_of_a_corpus_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"'test'.*'train' and 'validation'"):
+        Corpus("s", (), ()).texts("test")
+
+
+ROWS = [{"text": f"row {i} é漢", "n": i} for i in range(10)]
+TEXTS = [str(row["text"]) for row in ROWS]
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    table = datasets.Dataset.from_list(ROWS)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    table.to_parquet(str(tmp_path / "rows.parquet"))
+    table.save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict(train=table, test=table.select([3])).save_to_disk(str(tmp_path / "saved_splits"))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "train.jsonl").write_text((tmp_path / "rows.jsonl").read_text())
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "saved", "saved_splits", "folder"])
+def test_every_source_gives_the_same_texts_and_slices(sources: Path, name: str) -> None:
+    assert load_texts(sources / name) == TEXTS
+    assert load_texts(str(sources / name), "train[:20%]+train[9:]") == [*TEXTS[:2], TEXTS[9]]
+
+
+def test_saved_splits_are_found_by_name(sources: Path) -> None:
+    assert load_texts(sources / "saved_splits", "test") == [TEXTS[3]]
+
+
+def test_text_file_is_one_document_unless_told_otherwise(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("é one\r\ntwo\n\nthree\n".encode())
+    assert load_texts(path) == ["é one\ntwo\n\nthree\n"]
+    assert load_texts(path, sample_by="line") == ["é one", "two", "", "three"]
+    assert load_texts(path, sample_by="paragraph") == ["é one\ntwo", "three\n"]
+
+
+def test_folder_of_text_files_has_one_document_per_file(tmp_path: Path) -> None:
+    (tmp_path / "1.txt").write_text("one\nmore")
+    (tmp_path / "2.txt").write_text("two\n")
+    (tmp_path / "README.md").write_text("not data")
+    assert load_texts(tmp_path) == ["one\nmore", "two\n"]
+    (tmp_path / "3.jsonl").write_text('{"text": "three"}\n')
+    with pytest.raises(ValueError, match="one kind"):
+        load_texts(tmp_path)
+
+
+def test_file_name_is_no_pattern(tmp_path: Path) -> None:
+    (tmp_path / "a[12].txt").write_text("brackets")
+    (tmp_path / "a1.txt").write_text("one")
+    assert load_texts(tmp_path / "a[12].txt") == ["brackets"]
+
+
+def test_changed_file_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("before")
+    assert load_texts(path) == ["before"]
+    path.write_text("after!")
+    os.utime(path, (1, 1))
+    assert load_texts(path) == ["after!"]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "saved", "saved_splits"])
+def test_wrong_column_and_split_errors_name_what_is_there(sources: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=r"no column 'body'; its columns are \['text', 'n'\]"):
+        load_texts(sources / name, text_column="body")
+    with pytest.raises(ValueError, match=r"column 'n' .* must hold at least one string"):
+        load_texts(sources / name, text_column="n")
+    with pytest.raises(ValueError, match=r"Unknown split \"dev\"\. Should be one of \['train'"):
+        load_texts(sources / name, "dev")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"", "only empty texts"),
+        ("a.txt", b"\xff\xfe", "UnicodeDecodeError"),
+        ("a.jsonl", b"", "cannot read split 'train'"),
+        ("a.jsonl", b"\n\n", "no data"),
+        ("a.jsonl", b'{"text": \n nonsense', "JSON parse error"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', "no text in 1 rows, the first is row 1"),
+        ("a.jsonl", b'{"text": null}\n', "must hold at least one string"),
+        ("a.jsonl", b'{"text": ""}\n', "only empty texts"),
+        ("a.jsonl", b'{"text": ["a"]}\n', "must hold at least one string"),
+        ("a.parquet", b"PAR1", "Parquet"),
+        ("a.csv", b"text\na\n", r"files may end in \.txt"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_texts(tmp_path / name)
+    assert str(tmp_path / name) in str(caught.value)
+
+
+def test_missing_sources_are_refused(tmp_path: Path) -> None:
+    for missing in (tmp_path / "a.txt", tmp_path / "folder", "relative/a.jsonl"):
+        with pytest.raises(ValueError, match="no file or folder"):
+            load_texts(missing)
+    with pytest.raises(ValueError, match="cannot read split 'train' of 'nobody/nothing'"):
+        load_texts("nobody/nothing")
+    with pytest.raises(ValueError, match="cannot read split"):
+        load_texts(tmp_path)
+
+
+def test_unknown_sample_by_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'page'.*'document', 'paragraph', 'line'"):
+        load_texts(tmp_path, sample_by="page")  # type: ignore[arg-type]

@@ -1,0 +1,185 @@
+"""Packing: every token of the stream is in exactly one block, and evaluation sequences do not overlap."""
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments, default_data_collator
+
+from hf_recurrent_lengthgen.data import IGNORED_LABEL, PackedBlocks, evaluation_sequences
+
+
+def items(blocks: PackedBlocks) -> list[dict[str, Tensor]]:
+    return [blocks[index] for index in range(len(blocks))]
+
+
+def tokens(block: dict[str, Tensor]) -> list[int]:
+    """The real tokens of one item."""
+    ids = block["input_ids"].tolist()
+    return ids[: int(block["attention_mask"].sum())] if "attention_mask" in block else ids
+
+
+def test_blocks_by_hand_with_a_dropped_tail() -> None:
+    blocks = PackedBlocks(torch.arange(8), length=2)
+    assert [block["input_ids"].tolist() for block in items(blocks)] == [[0, 1, 2], [3, 4, 5]]
+    assert [block["labels"].tolist() for block in items(blocks)] == [[0, 1, 2], [3, 4, 5]]
+    assert set(blocks[0]) == {"input_ids", "labels"}
+    assert (len(blocks), blocks.dropped_tokens, blocks.length) == (2, 2, 2)
+
+
+def test_blocks_by_hand_with_a_padded_tail() -> None:
+    blocks = PackedBlocks(torch.arange(8), length=2, tail="pad", pad_token_id=9)
+    assert [block["input_ids"].tolist() for block in items(blocks)] == [[0, 1, 2], [3, 4, 5], [6, 7, 9]]
+    assert [block["labels"].tolist() for block in items(blocks)] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6, 7, IGNORED_LABEL],
+    ]
+    assert [block["attention_mask"].tolist() for block in items(blocks)] == [[1, 1, 1], [1, 1, 1], [1, 1, 0]]
+    assert (len(blocks), blocks.dropped_tokens) == (3, 0)
+
+
+def test_tail_of_one_token_predicts_nothing_and_is_dropped() -> None:
+    blocks = PackedBlocks(torch.arange(7), length=2, tail="pad")
+    assert [tokens(block) for block in items(blocks)] == [[0, 1, 2], [3, 4, 5]]
+    assert blocks.dropped_tokens == 1
+
+
+@given(size=st.integers(2, 300), length=st.integers(1, 40), tail=st.sampled_from(["drop", "pad"]))
+@settings(max_examples=200, deadline=None)
+def test_no_token_is_lost_or_doubled(size: int, length: int, tail: Literal["drop", "pad"]) -> None:
+    stream = torch.arange(size) * 7 + 3
+    if tail == "drop" and size < length + 1:
+        with pytest.raises(ValueError, match="give more data"):
+            PackedBlocks(stream, length, tail)
+        return
+    blocks = PackedBlocks(stream, length, tail)
+    kept = [token for block in items(blocks) for token in tokens(block)]
+    dropped = stream[len(kept) :].tolist()
+    assert kept + dropped == stream.tolist()
+    assert blocks.dropped_tokens == len(dropped) <= (length if tail == "drop" else 1)
+    for block in items(blocks):
+        assert all(tensor.shape == (length + 1,) for tensor in block.values())
+        assert (tail == "pad") == ("attention_mask" in block)
+        labels = block["labels"]
+        assert labels[labels != IGNORED_LABEL].tolist() == tokens(block)
+        assert (labels[1:] != IGNORED_LABEL).any()
+
+
+def test_full_blocks_are_views_of_the_stream() -> None:
+    stream = torch.arange(100)
+    block = PackedBlocks(stream, length=9)[3]
+    assert block["input_ids"].data_ptr() == stream[30:].data_ptr()
+
+
+def test_index_counts_from_both_ends_and_stops() -> None:
+    blocks = PackedBlocks(torch.arange(8), length=2, tail="pad")
+    assert blocks[-1]["input_ids"].tolist() == [6, 7, 0]
+    assert blocks[-3]["input_ids"].tolist() == [0, 1, 2]
+    for index in (3, -4):
+        with pytest.raises(IndexError):
+            blocks[index]
+
+
+@pytest.mark.parametrize(
+    ("stream", "length", "tail", "message"),
+    [
+        (torch.arange(5), 5, "drop", "has 5 tokens, but a block of length 5 needs 6"),
+        (torch.arange(1), 5, "pad", "has 1 tokens, but a block of length 5 needs 2"),
+        (torch.arange(0), 1, "drop", "has 0 tokens"),
+        (torch.arange(5), 0, "drop", "length is 0"),
+        (torch.arange(5), 1, "keep", "'keep', but must be 'drop' or 'pad'"),
+        (torch.zeros(2, 5, dtype=torch.int64), 1, "drop", r"\(2, 5\)"),
+        (torch.zeros(5), 1, "drop", "float32"),
+    ],
+)
+def test_unusable_packing_is_refused(stream: Tensor, length: int, tail: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PackedBlocks(stream, length, tail)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loader_and_collator_give_every_block_once(workers: int) -> None:
+    stream = torch.arange(50)
+    blocks = PackedBlocks(stream, length=3, tail="pad")
+    loader = DataLoader(blocks, batch_size=4, shuffle=True, collate_fn=default_data_collator, num_workers=workers)
+    batches = list(loader)
+    assert [batch["input_ids"].shape for batch in batches] == [(4, 4), (4, 4), (4, 4), (1, 4)]
+    ids = torch.cat([batch["input_ids"][batch["attention_mask"] == 1] for batch in batches])
+    assert sorted(ids.tolist()) == stream.tolist()
+    batches[0]["input_ids"].fill_(-1)
+    assert torch.equal(stream, torch.arange(50))
+
+
+class Bigram(nn.Module):
+    """Predicts each token from the one before, and remembers the blocks that it saw."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, vocab_size)
+        self.seen: list[list[int]] = []
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.seen += input_ids.tolist()
+        logits = self.table(input_ids)
+        return {"loss": nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+
+def test_trainer_sees_every_block_once_per_epoch(tmp_path: Path) -> None:
+    stream = torch.arange(100) % 13
+    blocks = PackedBlocks(stream, length=6)
+    model = Bigram(13)
+    arguments = TrainingArguments(
+        str(tmp_path),
+        num_train_epochs=1,
+        per_device_train_batch_size=4,
+        report_to=[],
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    Trainer(model, arguments, train_dataset=blocks).train()
+    assert sorted(model.seen) == sorted(stream[: 14 * 7].view(14, 7).tolist())
+
+
+def test_evaluation_sequences_by_hand() -> None:
+    assert evaluation_sequences(torch.arange(10), 3, 2).tolist() == [[0, 1], [4, 5], [8, 9]]
+    assert evaluation_sequences(torch.arange(10), 1, 3).tolist() == [[0, 1, 2]]
+    assert evaluation_sequences(torch.arange(10), 2, 5).tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+@given(count=st.integers(1, 20), length=st.integers(2, 20), spare=st.integers(0, 100))
+@settings(max_examples=200, deadline=None)
+def test_evaluation_sequences_never_overlap_and_are_evenly_spaced(count: int, length: int, spare: int) -> None:
+    stream = torch.arange(count * length + spare)
+    sequences = evaluation_sequences(stream, count, length)
+    assert sequences.shape == (count, length)
+    assert bool((sequences.diff(dim=1) == 1).all())
+    assert len(set(sequences.flatten().tolist())) == count * length
+    gaps = sequences[:, 0].diff().tolist()
+    assert not gaps or max(gaps) - min(gaps) <= 1
+    assert sequences[0, 0] == 0
+    assert count == 1 or sequences[-1, -1] == stream[-1]
+
+
+def test_evaluation_longer_than_the_data_says_what_fits() -> None:
+    message = "3 sequences of 40 tokens need 120, the data has 100: 2 sequences of 40 .* or 3 sequences of 33"
+    with pytest.raises(ValueError, match=message):
+        evaluation_sequences(torch.arange(100), 3, 40)
+
+
+@pytest.mark.parametrize(("count", "length"), [(0, 5), (-1, 5), (2, 1), (2, 0)])
+def test_evaluation_of_nothing_is_refused(count: int, length: int) -> None:
+    with pytest.raises(ValueError, match="at least 1 sequence of 2 tokens"):
+        evaluation_sequences(torch.arange(100), count, length)
+
+
+def test_evaluation_of_a_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="one row of int64"):
+        evaluation_sequences(torch.zeros(2, 50, dtype=torch.int64), 1, 5)

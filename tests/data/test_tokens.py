@@ -1,0 +1,121 @@
+"""Token streams: the byte path is the tokenizer, text makes no special tokens, one separator a document."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from hf_recurrent_lengthgen.data import byte_tokenizer, token_stream
+
+EOS = 1
+NASTY = [
+    "",
+    "plain",
+    "a </s> b",
+    "<pad><pad> <unk>",
+    "<extra_id_0><extra_id_124> <extra_id_125>",
+    "</s",
+    " \t\r\n  trailing  ",
+    "é漢😀 e\u0301 \u200d",
+    "\x00\x7f\x80\ufeff\uffff",
+]
+
+
+class SubclassedByteTokenizer(ByT5Tokenizer):
+    """Not the class that the fast path knows, so it takes the path of every other tokenizer."""
+
+
+def byte_level_tokenizer(**special: str) -> PreTrainedTokenizerFast:
+    """A Rust tokenizer whose ids are the ranks of the byte-level alphabet, with no merges."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+def test_bytes_by_hand() -> None:
+    # "a" is byte 97, "é" bytes 195 169, each plus 3; 1 ends each document.
+    assert token_stream(["a", "", "é"]).tolist() == [100, EOS, EOS, 198, 172, EOS]
+    assert token_stream(["a"]).dtype == torch.int64
+
+
+@pytest.mark.parametrize("text", NASTY, ids=repr)
+def test_byte_path_is_the_tokenizer_on_nasty_text(text: str) -> None:
+    tokenizer = byte_tokenizer()
+    expected = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert token_stream([text, "z"]).tolist() == [*expected, EOS, ord("z") + 3, EOS]
+
+
+@given(texts=st.lists(st.text(), max_size=5))
+@settings(max_examples=50, deadline=None)
+def test_byte_path_is_the_general_path(texts: list[str]) -> None:
+    texts = [*texts, "x"]
+    assert torch.equal(token_stream(texts), token_stream(texts, SubclassedByteTokenizer()))
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [byte_tokenizer(), SubclassedByteTokenizer(), byte_level_tokenizer(eos_token="</s>")],
+    ids=["bytes", "python", "rust"],
+)  # fmt: skip
+def test_each_document_has_one_separator_and_comes_back(tokenizer: PreTrainedTokenizerBase) -> None:
+    texts = [text for text in NASTY if text]
+    stream = token_stream(texts, tokenizer).tolist()
+    documents: list[list[int]] = [[]]
+    for token in stream:
+        if token == tokenizer.eos_token_id:
+            documents.append([])
+        else:
+            documents[-1].append(token)
+    assert documents.pop() == []
+    assert [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in documents] == texts
+
+
+def test_many_documents_keep_their_order_across_batches() -> None:
+    tokenizer = byte_level_tokenizer(eos_token="</s>")
+    texts = [f"document {i}" for i in range(1000)]
+    stream = token_stream(texts, tokenizer)
+    assert tokenizer.decode(stream, clean_up_tokenization_spaces=False) == "".join(t + "</s>" for t in texts)
+
+
+def test_byte_path_ignores_tokens_that_were_added() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["q", "é", "漢", "word"])
+    expected = tokenizer("q é 漢 word", add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert token_stream(["q é 漢 word"], tokenizer).tolist() == [*expected, EOS]
+
+
+def test_separator_is_chosen_by_the_caller() -> None:
+    assert token_stream(["a", "b"], separator=None).tolist() == [100, 101]
+    assert token_stream(["a", "b"], separator=0).tolist() == [100, 0, 101, 0]
+
+
+def test_tokenizer_without_end_of_text_needs_a_decision() -> None:
+    tokenizer = byte_level_tokenizer()
+    with pytest.raises(ValueError, match=r"no end-of-text token.*separator=None"):
+        token_stream(["a"], tokenizer)
+    assert len(token_stream(["ab", "c"], tokenizer, separator=None)) == 3
+    assert token_stream(["ab", "c"], tokenizer, separator=7).tolist().count(7) == 2
+
+
+@pytest.mark.parametrize("separator", [-1, 384, True, "bos", 1.0])
+def test_unusable_separator_is_refused(separator: object) -> None:
+    with pytest.raises(ValueError, match="an id below 384"):
+        token_stream(["a"], separator=separator)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["", ""]], ids=["none", "empty", "two empty"])
+def test_no_text_is_refused(texts: list[str]) -> None:
+    with pytest.raises(ValueError, match=f"{len(texts)} documents were given and they hold no token"):
+        token_stream(texts)
+
+
+def test_what_is_no_list_of_texts_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"give \[text\]"):
+        token_stream("one string")
+    with pytest.raises(ValueError, match="document 1 is a NoneType"):
+        token_stream(["a", None])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="document 1 is no valid Unicode"):
+        token_stream(["a", "b\ud800"])
