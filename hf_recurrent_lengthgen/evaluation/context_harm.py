@@ -68,9 +68,7 @@ def window_nll(
     """
     vocabulary = check_stateful(model)
     if training_length < SHORTEST_TRAINING_LENGTH:
-        raise ValueError(
-            f"training_length must be at least {SHORTEST_TRAINING_LENGTH}, got {training_length}."
-        )
+        raise ValueError(f"training_length must be at least {SHORTEST_TRAINING_LENGTH}, got {training_length}.")
     array = check_tokens(tokens, vocabulary, training_length + 1)
     sequences, length = array.shape[0], array.shape[1] - 1
     half = training_length // 2

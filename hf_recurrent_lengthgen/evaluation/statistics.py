@@ -52,7 +52,7 @@ def position_edges(
     Bin i holds the positions edges[i] <= t < edges[i + 1]. The logarithmic edges are
     round(training_length * 2^(k / bins_per_octave)), so that the training length is always an edge; equal
     ones after rounding are one edge. A last bin that `length` cuts below half of its width is joined to the
-    one before.
+    one before, unless it begins at the training length.
 
     Args:
         length: Number of positions.
@@ -75,7 +75,7 @@ def position_edges(
     edges = sorted({0, *range(min(exact_until, length)), *logarithmic, length})
     last = edges[-2]
     full_width = min(edge for edge in grid if edge > last) - last
-    if last > 0 and last in logarithmic and length - last < full_width / 2:
+    if last in logarithmic and last not in (0, training_length) and length - last < full_width / 2:
         del edges[-2]
     return tuple(edges)
 

@@ -73,8 +73,7 @@ def check_tokens(tokens: Tokens, vocabulary: int, shortest: int = 1) -> np.ndarr
     array = tokens.numpy(force=True) if isinstance(tokens, Tensor) else np.asarray(tokens)
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(
-            "tokens must be integers of shape (sequences, length + 1), "
-            f"got {array.dtype} of shape {array.shape}."
+            f"tokens must be integers of shape (sequences, length + 1), got {array.dtype} of shape {array.shape}."
         )
     if len(array) < 1 or array.shape[1] < shortest + 1:
         raise ValueError(

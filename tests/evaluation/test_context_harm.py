@@ -35,9 +35,7 @@ def test_windows_give_the_nll_of_the_definition(
     training_length: int,
     batch_size: int | None,
 ) -> None:
-    result = window_nll(
-        counter_model(fading), random_tokens, training_length, batch_size=batch_size, progress=False
-    )
+    result = window_nll(counter_model(fading), random_tokens, training_length, batch_size=batch_size, progress=False)
     truth = [expected_truncated(expected_nll, row, 130, training_length) for row in random_tokens]
     np.testing.assert_allclose(result.truncated, truth, atol=2e-6)
     starts = range(0, 130 - training_length + 1, training_length // 2)
@@ -55,9 +53,7 @@ def test_chunks_inside_windows_do_not_change_results(counter_model: Any, random_
     np.testing.assert_allclose(pieces.in_window, whole.in_window, atol=1e-6)
 
 
-def test_a_model_that_sees_only_its_last_token_has_no_harm(
-    counter_model: Any, random_tokens: np.ndarray
-) -> None:
+def test_a_model_that_sees_only_its_last_token_has_no_harm(counter_model: Any, random_tokens: np.ndarray) -> None:
     model = counter_model(torch.ones_like, last_only=True)
     full = stream_nll(model, random_tokens, progress=False).nll
     truncated = window_nll(model, random_tokens, 16, progress=False).truncated
@@ -69,8 +65,7 @@ def test_harm_of_a_model_that_worsens_with_every_token_is_the_hand_computed_one(
     tokens = np.arange(131)[None] % 7
     model = counter_model(fading, last_only=True)
     harm = (
-        stream_nll(model, tokens, progress=False).nll[:, 16:]
-        - window_nll(model, tokens, 16, progress=False).truncated
+        stream_nll(model, tokens, progress=False).nll[:, 16:] - window_nll(model, tokens, 16, progress=False).truncated
     )
     # T = 16, h = 8: position 16 has 17 tokens of context and 16 - 8 + 1 = 9 kept; position 23 has 24 and 16.
     for position, kept in ((16, 9), (23, 16), (24, 9), (129, 10)):
@@ -87,9 +82,7 @@ def test_errors_in_windows_name_sequence_and_position(counter_model: Any, random
         window_nll(counter_model(broken_from_ten), random_tokens, 16, progress=False)
 
 
-def test_lengths_that_leave_nothing_to_compare_are_refused(
-    counter_model: Any, random_tokens: np.ndarray
-) -> None:
+def test_lengths_that_leave_nothing_to_compare_are_refused(counter_model: Any, random_tokens: np.ndarray) -> None:
     with pytest.raises(ValueError, match="too few: needed are at least one sequence and 132 tokens"):
         window_nll(counter_model(fading), random_tokens, 130, progress=False)
     with pytest.raises(ValueError, match="training_length must be at least 4, got 3"):

@@ -37,28 +37,20 @@ def test_batches_of_rows_do_not_change_results(
 ) -> None:
     model = counter_model(slow)
     result = stream_nll(model, random_tokens, batch_size=batch_size, chunk_length=40, progress=False)
-    np.testing.assert_allclose(
-        result.nll, [expected_nll(row, 0, 130, slow) for row in random_tokens], atol=2e-6
-    )
+    np.testing.assert_allclose(result.nll, [expected_nll(row, 0, 130, slow) for row in random_tokens], atol=2e-6)
     assert result.final_state[0].recurrent[:, 1].tolist() == random_tokens[:, :130].sum(1).tolist()
     assert max(rows for rows, _ in model.shapes) == min(batch_size, 3)
     assert sum(rows * width for rows, width in model.shapes) == 3 * 130
 
 
-def test_two_calls_with_the_state_between_equal_one_call(
-    counter_model: Any, random_tokens: np.ndarray
-) -> None:
+def test_two_calls_with_the_state_between_equal_one_call(counter_model: Any, random_tokens: np.ndarray) -> None:
     model = counter_model(slow)
     whole = stream_nll(model, random_tokens, progress=False)
     first = stream_nll(model, random_tokens[:, :51], progress=False)
-    second = stream_nll(
-        model, random_tokens[:, 50:], initial_state=first.final_state, batch_size=2, progress=False
-    )
+    second = stream_nll(model, random_tokens[:, 50:], initial_state=first.final_state, batch_size=2, progress=False)
     np.testing.assert_array_equal(np.concatenate([first.nll, second.nll], 1), whole.nll)
     with pytest.raises(ValueError, match="initial_state has 2 rows, the tokens 3 sequences"):
-        stream_nll(
-            model, random_tokens, initial_state=take_rows(first.final_state, slice(0, 2)), progress=False
-        )
+        stream_nll(model, random_tokens, initial_state=take_rows(first.final_state, slice(0, 2)), progress=False)
 
 
 def test_gradients_can_start_from_the_final_state(counter_model: Any, random_tokens: np.ndarray) -> None:
@@ -133,9 +125,7 @@ def test_a_broken_state_behind_finite_losses_is_named(counter_model: Any, random
                 output.final_state[0].recurrent[2, 0] = torch.inf
             return output
 
-    with pytest.raises(
-        ValueError, match=r"state of layer 0 .* after position 29 of sequence 2.* before position 20"
-    ):
+    with pytest.raises(ValueError, match=r"state of layer 0 .* after position 29 of sequence 2.* before position 20"):
         stream_nll(Overflowing(slow), random_tokens, chunk_length=10, progress=False)
 
 

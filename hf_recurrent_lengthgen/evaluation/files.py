@@ -1,0 +1,22 @@
+"""Result files: written completely or not at all, read strictly."""
+
+import os
+from pathlib import Path
+
+from hf_recurrent_lengthgen.evaluation.results import Comparison, Document, EvaluationResult, from_json, to_json
+from hf_recurrent_lengthgen.models.atomic_files import replacing
+
+
+def write_result(path: str | os.PathLike[str], document: EvaluationResult | Comparison) -> None:
+    """Write a document as JSON; an existing file is replaced only when the new one is complete."""
+    text = to_json(document)
+    with replacing(path) as temporary:
+        temporary.write_text(text + "\n", encoding="utf-8")
+
+
+def read_result(path: str | os.PathLike[str], kind: type[Document]) -> Document:
+    """Read a document written by `write_result`; a `ValueError` names the file and what is wrong in it."""
+    try:
+        return from_json(Path(path).read_text(encoding="utf-8"), kind)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from error

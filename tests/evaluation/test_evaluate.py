@@ -1,0 +1,137 @@
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model, token_digest
+from hf_recurrent_lengthgen.evaluation.results import EvaluationResult, from_json, to_json
+
+NLL = Callable[..., list[float]]
+
+
+def fading(count: Any) -> Any:
+    return 4 - count / 40
+
+
+def evaluate(model: Any, tokens: np.ndarray, training_length: int = 16, **options: Any) -> EvaluationResult:
+    return evaluate_model(
+        model, tokens, training_length, label="toy", data_description="random ids", progress=False, **options
+    )
+
+
+def test_every_number_of_a_model_that_worsens_with_every_token(
+    counter_model: Any, expected_nll: NLL, random_tokens: np.ndarray
+) -> None:
+    result = evaluate(counter_model(fading), random_tokens, command="here", seed=5)
+    stream = np.array([expected_nll(row, 0, 130, fading) for row in random_tokens])
+    assert (result.evaluated_length, result.sequences, result.training_length) == (130, 3, 16)
+    assert (result.command, result.seed, result.device) == ("here", 5, "cpu")
+
+    fine = result.position_wise.fine
+    assert fine.edges == tuple(range(131))
+    np.testing.assert_allclose(fine.mean, stream.mean(0), atol=2e-6)
+    coarse = result.position_wise.coarse
+    first, second = coarse.edges[-3:-1]
+    assert coarse.mean[-2] == pytest.approx(stream[:, first:second].mean(), abs=2e-6)
+
+    # Windows begin at multiples of 8 and score the positions of their second half.
+    truncated = np.array(
+        [[expected_nll(row, (t - 8) // 8 * 8, t + 1, fading)[-1] for t in range(16, 130)] for row in random_tokens]
+    )
+    harm = stream[:, 16:] - truncated
+    assert result.harm.curves.fine.edges == tuple(range(16, 131))
+    np.testing.assert_allclose(result.harm.curves.fine.mean, harm.mean(0), atol=4e-6)
+    assert result.harm.last_range == (65, 130)
+    per_sequence = harm[:, 49:].mean(1)
+    half = 4.302653 * per_sequence.std(ddof=1) / math.sqrt(3)  # t table, 2 degrees of freedom
+    found = result.harm.last
+    assert (found.mean, found.low, found.high) == pytest.approx(
+        (per_sequence.mean(), per_sequence.mean() - half, per_sequence.mean() + half), abs=4e-6
+    )
+
+    starts = range(0, 115, 8)
+    windows = np.array([np.mean([expected_nll(row, w, w + 16, fading) for w in starts], 0) for row in random_tokens])
+    assert result.in_window.windows_per_sequence == len(starts)
+    assert result.in_window.loss.mean == pytest.approx(windows.mean(), abs=2e-6)
+    np.testing.assert_allclose(result.in_window.curve.mean, windows.mean(0), atol=2e-6)
+    assert (result.in_window.early_band, result.in_window.late_band) == ((3, 5), (14, 16))
+    use = windows[:, 3:5].mean() - windows[:, 14:16].mean()
+    assert result.in_window.context_use.mean == pytest.approx(use, abs=4e-6)
+
+
+def test_a_model_that_always_sees_the_same_has_no_harm_and_holds(counter_model: Any) -> None:
+    tokens = (np.arange(260)[None] + np.arange(4)[:, None]) % 7
+    result = evaluate(counter_model(lambda count: 2 + 0 * count, last_only=True), tokens)
+    level = math.log(math.exp(2) + 6) - 2
+    np.testing.assert_allclose(result.position_wise.fine.mean, level, atol=1e-6)
+    np.testing.assert_allclose(result.harm.curves.fine.mean, 0, atol=1e-6)
+    assert result.harm.harmful_from is None
+    assert result.in_window.context_use.mean == pytest.approx(0, abs=1e-6)
+    assert result.verdict.holds_to == 259
+    assert result.verdict.violated_from is None
+
+
+def test_the_first_harmful_bin_is_found(counter_model: Any) -> None:
+    def breaks_after_100(count: torch.Tensor) -> torch.Tensor:
+        return torch.where(count > 100, 0.0, 2.0)
+
+    tokens = (np.arange(1025)[None] + np.arange(4)[:, None]) % 7
+    result = evaluate(counter_model(breaks_after_100, last_only=True), tokens)
+    level = math.log(math.exp(2) + 6) - 2
+    # Positions from 100 on cost log(7): the coarse bin [91, 108) is the first to hold some of them.
+    assert result.harm.harmful_from == 91
+    assert result.harm.last.mean == pytest.approx(math.log(7) - level, abs=1e-6)
+    assert result.verdict.holds_to == 91
+    assert result.verdict.violated_from == 91
+    assert (
+        evaluate(counter_model(breaks_after_100, last_only=True), tokens, harm_threshold=0.8).harm.harmful_from == 108
+    )
+
+
+def test_one_sequence_has_no_intervals_and_nothing_is_called_harmful(counter_model: Any) -> None:
+    result = evaluate(counter_model(fading, last_only=True), np.arange(131)[None] % 7)
+    assert result.harm.last.mean > 0.1
+    assert result.harm.last.low is None
+    assert result.harm.harmful_from is None
+    assert result.position_wise.fine.low is None
+    assert from_json(to_json(result), EvaluationResult) == result
+
+
+def test_the_harm_range_is_a_choice_within_what_was_evaluated(counter_model: Any, random_tokens: np.ndarray) -> None:
+    result = evaluate(counter_model(fading), random_tokens, harm_range=(20, 24))
+    assert result.harm.last_range == (20, 24)
+    assert result.harm.last.mean == pytest.approx(np.mean(result.harm.curves.fine.mean[4:8]), abs=1e-9)
+    for harm_range in ((15, 24), (24, 24), (20, 131)):
+        with pytest.raises(ValueError, match=r"harm_range .* must lie within \[16, 130\)"):
+            evaluate(counter_model(fading), random_tokens, harm_range=harm_range)
+
+
+def test_chunks_and_batches_do_not_change_the_result(counter_model: Any, random_tokens: np.ndarray) -> None:
+    whole = evaluate(counter_model(fading), random_tokens)
+    pieces = evaluate(counter_model(fading), random_tokens, chunk_length=7, batch_size=2)
+    np.testing.assert_allclose(pieces.harm.curves.fine.mean, whole.harm.curves.fine.mean, atol=1e-6)
+    np.testing.assert_allclose(pieces.in_window.curve.mean, whole.in_window.curve.mean, atol=1e-6)
+
+
+def test_a_length_within_the_training_length_is_refused(counter_model: Any, random_tokens: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="132 tokens in each"):
+        evaluate(counter_model(fading), random_tokens, 130)
+
+
+@pytest.mark.parametrize("length", [17, 18, 20, 24, 31])
+def test_lengths_shortly_beyond_the_training_length_work(
+    counter_model: Any, random_tokens: np.ndarray, length: int
+) -> None:
+    result = evaluate(counter_model(fading), random_tokens[:, : length + 1])
+    assert result.harm.last_range == (16, length)
+    assert from_json(to_json(result), EvaluationResult) == result
+
+
+def test_the_digest_is_of_the_ids_whatever_their_type(random_tokens: np.ndarray) -> None:
+    digest = token_digest(random_tokens)
+    assert digest == token_digest(random_tokens.astype(np.uint8)) == token_digest(random_tokens.copy("F"))
+    assert digest != token_digest(random_tokens[:, :-1])
+    assert digest != token_digest(random_tokens.reshape(1, -1))
