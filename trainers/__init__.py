@@ -1,1 +1,15 @@
-"""Trainers that give sequences an initial state; imported as hf_recurrent_lengthgen.trainers."""
+"""Trainers that choose the initial state of training sequences; imported as hf_recurrent_lengthgen.trainers."""
+
+from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
+from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource, PassedStates
+from hf_recurrent_lengthgen.trainers.state_passing_config import StatePassingConfig
+from hf_recurrent_lengthgen.trainers.state_passing_trainer import StatePassingTrainer
+
+__all__ = [
+    "BatchPlace",
+    "InitialStateSource",
+    "InitialStateTrainer",
+    "PassedStates",
+    "StatePassingConfig",
+    "StatePassingTrainer",
+]

@@ -52,7 +52,8 @@ def causal_conv(
         ends = lengths if lengths is not None else torch.full((x.shape[0],), x.shape[1], device=x.device)
         index = ends[:, None] + torch.arange(state_columns, device=x.device)
         final_state = columns.gather(1, index[..., None].expand(-1, -1, x.shape[2])).mT
-    final_state = final_state.to(initial_state.dtype)
+    # a copy: a view would keep the whole input alive as long as the state
+    final_state = final_state.to(initial_state.dtype, copy=True)
 
     if backend == "kernel":
         # the kernel takes initial states only for inputs whose channels are contiguous, as they are here

@@ -1,0 +1,102 @@
+"""Which training checkpoints are complete, and the file that keeps initial states in them.
+
+Trainer's own saving is not atomic: a process killed in the middle leaves a folder that it would then try to resume
+from. Trainer writes `trainer_state.json` last; each process writes its file of initial states, in one piece, after
+everything else of its own. So a folder with a parsable `trainer_state.json` and the file of every process is whole.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_recurrent_lengthgen.models.atomic_files import replacing
+
+TRAINER_STATE_FILE = "trainer_state.json"
+FORMAT, FORMAT_VERSION = "initial_states", 1
+
+
+def initial_states_file(checkpoint: str | os.PathLike[str], process_index: int) -> Path:
+    """Path of one process's initial states in a checkpoint."""
+    return Path(checkpoint) / f"initial_states_{process_index}.safetensors"
+
+
+def save_initial_states(path: Path, tensors: dict[str, Tensor], run: dict[str, str | int]) -> None:
+    """Write named tensors and what they depend on (source, processes, batch size) in one piece."""
+    header = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "run": json.dumps(run)}
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, header)
+
+
+def load_initial_states(path: Path, run: dict[str, str | int]) -> dict[str, Tensor]:
+    """Read what `save_initial_states` wrote.
+
+    Raises:
+        ValueError: if the file is missing or damaged, of a newer format, or from a run that differs in `run`.
+    """
+    if not path.is_file():
+        raise ValueError(
+            f"{path} is missing, so this run cannot continue exactly. It may come from another trainer or more "
+            "processes: load its weights with from_pretrained and start a new run instead."
+        )
+    try:
+        with safe_open(os.fspath(path), framework="pt") as file:
+            header = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}): resume from an earlier checkpoint.") from error
+    version = header.get("format_version", "")
+    if header.get("format") != FORMAT or not version.isdecimal() or int(version) > FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format {header.get('format')!r} version {version!r}, "
+            f"this code reads {FORMAT!r} up to version {FORMAT_VERSION}."
+        )
+    saved = json.loads(header.get("run", "{}"))
+    changed = {key: (saved.get(key), value) for key, value in run.items() if saved.get(key) != value}
+    if changed:
+        told = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in changed.items())
+        raise ValueError(
+            f"Cannot resume exactly from {path.parent}: {told}. Set it back, or load the weights with "
+            "from_pretrained and start a new run."
+        )
+    return tensors
+
+
+def what_is_missing(checkpoint: str | os.PathLike[str]) -> str | None:
+    """Why a checkpoint folder cannot be resumed from, or None if it is complete."""
+    folder = Path(checkpoint)
+    if not folder.is_dir():
+        return "there is no such folder"
+    try:
+        TrainerState.load_from_json(os.fspath(folder / TRAINER_STATE_FILE))
+    except FileNotFoundError:
+        return f"{TRAINER_STATE_FILE} is missing: the save was interrupted, or this is no checkpoint of a Trainer"
+    except (ValueError, TypeError) as error:
+        return f"{TRAINER_STATE_FILE} cannot be read ({error}): the save was interrupted"
+    first = initial_states_file(folder, 0)
+    if not first.is_file():
+        return f"{first.name} is missing: the save was interrupted, or another trainer wrote it"
+    try:
+        with safe_open(os.fspath(first), framework="pt") as file:
+            processes = json.loads((file.metadata() or {}).get("run", "{}")).get("num_processes", 1)
+    except SafetensorError as error:
+        return f"{first.name} is damaged ({error})"
+    names = [initial_states_file(folder, index).name for index in range(processes)]
+    names += [f"rng_state_{index}.pth" for index in range(processes)] if processes > 1 else ["rng_state.pth"]
+    missing = [name for name in names if not (folder / name).is_file()]
+    return f"missing: {', '.join(missing)}" if missing else None
+
+
+def newest_complete_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint folder with the highest step that `what_is_missing` finds nothing wrong with."""
+    prefix = f"{PREFIX_CHECKPOINT_DIR}-"
+    folders = [path for path in Path(output_dir).glob(f"{prefix}*") if path.name.removeprefix(prefix).isdecimal()]
+    for folder in sorted(folders, key=lambda path: int(path.name.removeprefix(prefix)), reverse=True):
+        if what_is_missing(folder) is None:
+            return folder
+    return None

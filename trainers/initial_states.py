@@ -1,0 +1,170 @@
+"""Where the initial state of a training sequence comes from: small value classes, no Trainer in sight.
+
+"Understanding and Improving Length Generalization in Recurrent Models" (arXiv:2507.02782), section 4: every
+intervention only chooses h_{-1} during training. A source is asked for the states of a batch before the forward
+pass and shown the final states after it.
+
+Random choices are keyed by (seed, step, slot, global row), never by how rows are spread over processes: two
+processes with two rows each make the choices of one process with four.
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_recurrent_lengthgen.models.recurrent_state import (
+    LayerState,
+    RecurrentState,
+    clone_state,
+    concatenate_rows,
+    detach_state,
+    keep_rows,
+    map_state,
+    state_batch_size,
+    state_to,
+    take_rows,
+    zero_conv,
+)
+
+
+@dataclass(frozen=True)
+class BatchPlace:
+    """Where a micro-batch stands in the run.
+
+    Attributes:
+        seed: Seed of the run.
+        step: Optimizer step, from 0.
+        slot: Micro-batch within the step under gradient accumulation, from 0.
+        first_row: Global number of the first row: process index times rows per process.
+        rows: Rows in this micro-batch.
+    """
+
+    seed: int
+    step: int
+    slot: int
+    first_row: int
+    rows: int
+
+    def row_generator(self, row: int, purpose: str) -> torch.Generator:
+        """A CPU generator for one row (0 to rows - 1) and purpose, the same on every process layout."""
+        key = f"{self.seed}/{self.step}/{self.slot}/{self.first_row + row}/{purpose}"
+        digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+
+    def uniform(self, purpose: str) -> Tensor:
+        """One number in [0, 1) for each row, (rows,)."""
+        return torch.stack([torch.rand((), generator=self.row_generator(row, purpose)) for row in range(self.rows)])
+
+
+class InitialStateSource(ABC):
+    """Gives the initial states of training batches and learns from their final states."""
+
+    @abstractmethod
+    def initial_state(self, place: BatchPlace) -> RecurrentState | None:
+        """Initial states for the rows of a micro-batch; None is the zero state."""
+
+    @abstractmethod
+    def observe(self, place: BatchPlace, final_state: RecurrentState) -> None:
+        """See the final states of the micro-batch at `place`, with their gradient history."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Back to how it was before the first batch."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything that must survive a checkpoint, as named tensors."""
+
+    @abstractmethod
+    def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+        """Take back what `state_dict` gave."""
+
+
+class PassedStates(InitialStateSource):
+    """State passing (section 4.4): the final state of the same row of the previous step, a different sequence.
+
+    Each micro-batch slot of gradient accumulation carries its own states, so that a step's states come from the
+    step before. A smaller batch (the last of an epoch) uses and replaces the states of its first rows; the other
+    rows keep theirs.
+
+    Args:
+        drop_probability: Probability to start a sequence from zero, drawn for every sequence on its own (the paper
+            uses 0.1), so that the model stays good without context.
+        carry_conv_state: Whether the states of the short convolutions are passed too.
+    """
+
+    def __init__(self, drop_probability: float = 0.1, carry_conv_state: bool = True) -> None:
+        if not 0.0 <= drop_probability <= 1.0:
+            raise ValueError(f"drop_probability must be between 0 and 1, got {drop_probability}.")
+        self.drop_probability = drop_probability
+        self.carry_conv_state = carry_conv_state
+        self._carried: dict[int, RecurrentState] = {}
+
+    def initial_state(self, place: BatchPlace) -> RecurrentState | None:
+        """The carried states, some rows dropped to zero; None before the slot's first batch."""
+        carried = self._carried.get(place.slot)
+        if carried is None:
+            return None
+        return keep_rows(_resize_rows(carried, place.rows), place.uniform("drop") >= self.drop_probability)
+
+    def observe(self, place: BatchPlace, final_state: RecurrentState) -> None:
+        """Carry the final states, detached."""
+        state = clone_state(detach_state(final_state))
+        if not self.carry_conv_state:
+            state = zero_conv(state)
+        carried = self._carried.get(place.slot)
+        if carried is not None and state_batch_size(carried) > place.rows:
+            state = concatenate_rows([state, take_rows(carried, slice(place.rows, None))])
+        self._carried[place.slot] = state
+
+    def reset(self) -> None:
+        """Forget all carried states."""
+        self._carried = {}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Carried states as `slots.{slot}.layers.{layer}.{part}`."""
+        return {
+            f"slots.{slot}.layers.{index}.{part_name}": part.cpu().contiguous()
+            for slot, state in self._carried.items()
+            for index, layer in enumerate(state)
+            for part_name, part in zip(LayerState._fields, layer, strict=True)
+        }
+
+    def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+        """Take back what `state_dict` gave.
+
+        Raises:
+            ValueError: if a part is missing or unknown.
+        """
+        keys = [key.split(".") for key in tensors]
+        if any(len(key) != 5 or key[0] != "slots" or key[2] != "layers" for key in keys):
+            raise ValueError(f"These are not carried states: {sorted(tensors)[:4]}.")
+        layers = {int(key[1]): 0 for key in keys}
+        for _, slot, _, layer, _ in keys:
+            layers[int(slot)] = max(layers[int(slot)], int(layer) + 1)
+        expected = {
+            f"slots.{s}.layers.{i}.{p}" for s, n in layers.items() for i in range(n) for p in LayerState._fields
+        }
+        if expected != set(tensors):
+            raise ValueError(f"Carried states lack {sorted(expected - set(tensors))}.")
+        self._carried = {
+            slot: state_to(
+                tuple(
+                    LayerState(*(tensors[f"slots.{slot}.layers.{index}.{part}"] for part in LayerState._fields))
+                    for index in range(count)
+                ),
+                device,
+            )
+            for slot, count in layers.items()
+        }
+
+
+def _resize_rows(state: RecurrentState, rows: int) -> RecurrentState:
+    """The first `rows` rows of a state, filled up with zero rows."""
+    missing = rows - state_batch_size(state)
+    if missing <= 0:
+        return take_rows(state, slice(rows))
+    return concatenate_rows([state, map_state(lambda part: part.new_zeros(missing, *part.shape[1:]), state)])
