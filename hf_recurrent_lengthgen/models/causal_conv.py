@@ -91,6 +91,11 @@ class _CausalConvSiLU(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast(grad_y.device.type, enabled=False):  # also where backward() is called inside autocast
+            return _CausalConvSiLU._backward(ctx, grad_y)
+
+    @staticmethod
+    def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, ...]:
         x, weight, bias, initial_state = ctx.saved_tensors
         taps, length = weight.shape[1], x.shape[1]
         a = _convolve(x, weight, bias, initial_state)

@@ -15,6 +15,8 @@ class StatefulMamba2Config(Mamba2Config):
     Args:
         scan_backend: "torch" for the plain torch scan, "kernel" for mamba-ssm and causal-conv1d, "auto"
             for the kernel on a GPU where it is installed and torch elsewhere.
+        training_length: Tokens per training sequence (T_train), which evaluation starts from; None if unknown.
+        interventions: What was done to the model after its first training, in order, in words.
         code_format_version: Version of the checkpoint's code format. A checkpoint of a newer version than
             this code is refused.
 
@@ -30,6 +32,8 @@ class StatefulMamba2Config(Mamba2Config):
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["final_state", "past_key_values"]
 
     scan_backend: str = "auto"
+    training_length: int | None = None
+    interventions: tuple[str, ...] | list[str] = ()
     code_format_version: int = CODE_FORMAT_VERSION
 
     def __post_init__(self, **kwargs: Any) -> None:

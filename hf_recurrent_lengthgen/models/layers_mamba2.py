@@ -106,6 +106,11 @@ class StatefulMamba2Mixer(nn.Module):
         Returns:
             Outputs (B, T, D) and the state after the last real token of each row.
         """
+        if hasattr(self.conv1d, "base_layer"):
+            raise ValueError(
+                "An adapter on conv1d has no effect, since its weight enters the scan directly: take conv1d out of "
+                "the adapter's targets, or train it whole (modules_to_save)."
+            )
         backend = resolve_backend(self.config.scan_backend, hidden_states.device.type, KERNEL_AVAILABLE)
         gate, conv_input, dt = self.in_proj(hidden_states).split([self.inner_size, self.conv_size, self.num_heads], -1)
         conv_output, conv_state = causal_conv(

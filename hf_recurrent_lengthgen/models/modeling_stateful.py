@@ -104,6 +104,11 @@ class StatefulPreTrainedModel(PreTrainedModel):
     _is_stateful = True
 
     def __init__(self, config: Any) -> None:
+        if not hasattr(config, "check"):
+            raise ValueError(
+                f"{type(self).__name__} needs a {self.config_class.__name__}, got {type(config).__name__}: make one "
+                f"with {self.config_class.__name__}(**config.to_dict())."
+            )
         config.check()
         super().__init__(config)
 
@@ -122,7 +127,8 @@ class StatefulPreTrainedModel(PreTrainedModel):
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, *args: Any, **kwargs: Any
     ) -> None:
-        if getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
+        keywords = getattr(gradient_checkpointing_func, "keywords", {})
+        if enable and keywords.get("use_reentrant", True):  # torch takes a missing value as True
             raise ValueError(
                 "Reentrant activation checkpointing loses the gradients through recurrent states: "
                 'use gradient_checkpointing_kwargs={"use_reentrant": False}.'
@@ -221,7 +227,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
 
         final_state = tuple(states)
         if use_cache or past_key_values is not None:
-            past_key_values = past_key_values or RecurrentCache()
+            past_key_values = RecurrentCache() if past_key_values is None else past_key_values
             past_key_values.advance(final_state, length)
         output = StatefulModelOutput(
             last_hidden_state=all_hidden_states[-1],

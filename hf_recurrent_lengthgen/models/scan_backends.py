@@ -3,6 +3,7 @@
 from functools import cache
 from typing import Literal
 
+import torch
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
@@ -41,5 +42,6 @@ def resolve_backend(setting: str, device_type: str, kernel_available: bool) -> S
         raise ValueError(f'scan_backend="kernel" runs on CUDA devices only, the inputs are on {device_type!r}.')
     use_kernel = setting == "kernel" or (setting == "auto" and kernel_available and device_type == "cuda")
     backend: ScanBackend = "kernel" if use_kernel else "torch"
-    logger.info(f"scan_backend={setting!r} on {device_type}: using {backend!r}.")
+    if not torch.compiler.is_compiling():  # a log call would break the graph
+        logger.info(f"scan_backend={setting!r} on {device_type}: using {backend!r}.")
     return backend

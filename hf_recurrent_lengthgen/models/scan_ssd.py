@@ -177,7 +177,7 @@ class _ChunkedSSD(torch.autograd.Function):
             chunk = _Chunk(x[:, piece], dt[:, piece], A, B[:, piece], C[:, piece])
             y_diag = chunk.M_BHQQ() @ chunk.u_BQHP.transpose(1, 2)
             y_state = _groups_to_heads(chunk.C_BGQN @ state, head_dim)
-            torch.addcmul(y_diag.transpose(1, 2), y_state, chunk.decay_in_BQH[..., None], out=y[:, piece])
+            y[:, piece] = torch.addcmul(y_diag.transpose(1, 2), y_state, chunk.decay_in_BQH[..., None])
             state = chunk.decay_state(state) + chunk.B_BGQN.mT @ chunk.weighted_u_BGQM()
         ctx.save_for_backward(x, dt, A, B, C, D, y, *states, state)
         ctx.chunk_size = chunk_size
@@ -187,6 +187,11 @@ class _ChunkedSSD(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(grad_out.device.type, enabled=False):  # also where backward() is called inside autocast
+            return _ChunkedSSD._backward(ctx, grad_out, grad_final)
+
+    @staticmethod
+    def _backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
         x, dt, A, B, C, D, y, *states = ctx.saved_tensors
         batch, length, heads, head_dim = x.shape
         groups, state_dim = B.shape[2:]
@@ -222,7 +227,7 @@ class _ChunkedSSD(torch.autograd.Function):
             grad_log_decay = grad_s.flip(1).cumsum(1).flip(1)
             grad_A += (grad_log_decay * dt[:, piece]).sum((0, 1))
             grad_dt[:, piece] = grad_log_decay * A + (grad_u * x[:, piece]).sum(-1)
-            torch.mul(grad_u, dt[:, piece, :, None], out=grad_x[:, piece])
+            grad_x[:, piece] = grad_u * dt[:, piece, :, None]
             grad_state = chunk.decay_state(grad_state) + chunk.C_BGQN.mT @ grad_y_decayed
         grad_initial = grad_state.transpose(2, 3).reshape(batch, heads, head_dim, state_dim)
         grad_D = torch.einsum("bthp,bthp->h", grad_out, x)
