@@ -1,0 +1,137 @@
+"""The look of all figures: a palette for color-blind readers too, axes of token positions, labels beside lines."""
+
+import math
+import textwrap
+from collections.abc import Sequence
+from itertools import cycle, pairwise
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Curve, Role
+
+INK, MUTED, GRID = "#1b1f24", "#5b636d", "#d5d9de"
+# Okabe and Ito's colors, and their partners on a dark ground. Roles also differ in line style.
+ROLE_COLORS: dict[Role, str] = {"base": "#d55e00", "cured": "#0072b2", "control": "#a8780f", "other": "#009e73"}
+OTHER_COLORS = ("#aa4499", "#4d8f00", "#7a5cc8", "#5b636d")
+ROLE_LINES: dict[Role, Any] = {"base": "solid", "cured": "solid", "control": (0, (5, 2)), "other": "solid"}
+DARK = {
+    INK: "#e8eaed",
+    MUTED: "#a3abb5",
+    GRID: "#3a414a",
+    "#d55e00": "#ff8a3d",
+    "#0072b2": "#56b4e9",
+    "#a8780f": "#e3b341",
+    "#009e73": "#3ecf9f",
+    "#aa4499": "#e08bd0",
+    "#4d8f00": "#9bd14b",
+    "#7a5cc8": "#b9a3f5",
+}
+"""Light color -> dark color, for pages that follow the reader's scheme."""
+
+FONT_SIZE = 10.5
+LABEL_GAP = 1.25
+"""Distance of the centers of one-line labels, in line heights."""
+
+
+def model_colors(models: Sequence[ComparedModel]) -> list[str]:
+    """One color per model: that of its role for the first with the role, then one of the others in turn."""
+    roles = [model.role for model in models]
+    further = cycle(OTHER_COLORS)
+    return [next(further) if role in roles[:index] else ROLE_COLORS[role] for index, role in enumerate(roles)]
+
+
+def new_axes(y_label: str) -> tuple[Figure, Axes]:
+    """A figure of the shape all figures share: readable at phone width, room for labels at the right."""
+    figure = Figure(figsize=(4.8, 3.2))
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((0.125, 0.165, 0.615, 0.735))
+    axes.set_facecolor("none")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(MUTED)
+    axes.tick_params(colors=MUTED, labelcolor=INK, labelsize=FONT_SIZE - 1)
+    axes.grid(axis="y", color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.set_title(y_label, loc="left", fontsize=FONT_SIZE, color=INK, parse_math=False)
+    return figure, axes
+
+
+def short_number(tokens: float) -> str:
+    """64, 2k, 1M: powers of two as people say them, others in full."""
+    for unit, size in (("M", 2**20), ("k", 2**10)):
+        if tokens >= size and tokens % size == 0:
+            return f"{int(tokens // size)}{unit}"
+    return f"{int(tokens):,}"
+
+
+def position_axis(axes: Axes, first: float, last: float) -> None:
+    """A logarithmic axis of context lengths with at most seven ticks at powers of two."""
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(first, last)
+    low, high = math.ceil(math.log2(first) - 1e-9), math.floor(math.log2(last) + 1e-9)
+    step = max(1, math.ceil((high - low + 1) / 7))
+    axes.xaxis.set_major_locator(FixedLocator([2**power for power in range(high, low - 1, -step)]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+    axes.set_xlabel("Position (tokens of context)", fontsize=FONT_SIZE - 0.5, color=MUTED)
+
+
+def bin_centers(curve: Curve) -> list[float]:
+    """Geometric middle of the context lengths of each bin: positions [a, b) have a + 1 to b tokens of context."""
+    return [math.sqrt((a + 1) * b) for a, b in pairwise(curve.edges)]
+
+
+def mark_training_lengths(axes: Axes, lengths: Sequence[int]) -> None:
+    """A vertical line at each training length, named at the top; positions below all of them are shaded."""
+    axes.axvspan(axes.get_xlim()[0], min(lengths), color=GRID, alpha=0.35, linewidth=0)
+    for length in sorted(set(lengths)):
+        axes.axvline(length, color=MUTED, linewidth=1, linestyle=(0, (2, 2)))
+    text = "trained on " + ", ".join(short_number(length) for length in sorted(set(lengths)))
+    axes.annotate(
+        text,
+        (min(lengths), 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(4, -2),
+        textcoords="offset points",
+        va="top",
+        fontsize=FONT_SIZE - 1.5,
+        color=MUTED,
+    )
+
+
+def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
+    """Write each line's label right of the axes at its height, moved apart where labels would overlap.
+
+    Args:
+        axes: Axes whose limits are final.
+        ends: Height in data units, label and color of each line.
+    """
+    axes_points = axes.get_position().height * axes.figure.get_figheight() * 72  # type: ignore[union-attr]
+    line = FONT_SIZE * LABEL_GAP / axes_points
+    ordered = sorted(ends)
+    texts = ["\n".join(textwrap.wrap(label, 13, max_lines=3, placeholder=" …")) for _, label, _ in ordered]
+    halves = [(text.count("\n") + 1) * line / 2 for text in texts]
+    to_axes = axes.transData + axes.transAxes.inverted()
+    heights = [min(max(float(to_axes.transform((axes.get_xlim()[1], y))[1]), 0.0), 1.0) for y, _, _ in ordered]
+    for lower, upper in pairwise(range(len(ordered))):
+        heights[upper] = max(heights[upper], heights[lower] + halves[lower] + halves[upper])
+    # The topmost label may now stand too high: push the pile down again.
+    heights[-1] = min(heights[-1], 1.05 - halves[-1])
+    for upper, lower in pairwise(reversed(range(len(ordered)))):
+        heights[lower] = min(heights[lower], heights[upper] - halves[lower] - halves[upper])
+    for height, text, (_, _, color) in zip(heights, texts, ordered, strict=True):
+        axes.text(
+            1.02,
+            height,
+            text,
+            transform=axes.transAxes,
+            va="center",
+            color=color,
+            fontsize=FONT_SIZE,
+            fontweight="bold",
+            linespacing=1.05,
+            parse_math=False,
+        )

@@ -1,0 +1,129 @@
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison
+from hf_recurrent_lengthgen.plotting.figures import context_harm_figure, in_window_figure, position_wise_figure
+from hf_recurrent_lengthgen.plotting.images import inline_svg, save_png, save_svg
+from hf_recurrent_lengthgen.plotting.style import DARK, ROLE_COLORS, model_colors, short_number
+
+ModelOf = Callable[..., ComparedModel]
+FIGURES: list[Callable[[Any], Figure]] = [position_wise_figure, context_harm_figure, in_window_figure]
+
+
+def test_lines_show_the_stored_means_and_bands_the_stored_intervals(demo: Comparison) -> None:
+    axes = context_harm_figure(demo.models).axes[0]
+    lines = [line for line in axes.lines if len(line.get_xdata()) == 6]
+    stored = [model.evaluation.harm.curves.coarse for model in demo.models]
+    for line, curve, band in zip(lines, stored, axes.collections, strict=True):
+        np.testing.assert_array_equal(line.get_ydata(), curve.mean)
+        # Bins [16, 32) to [512, 1024): middles of 17..32 to 513..1024 tokens of context.
+        np.testing.assert_allclose(np.asarray(line.get_xdata())[[0, -1]], [math.sqrt(17 * 32), math.sqrt(513 * 1024)])
+        vertices = band.get_paths()[0].vertices
+        assert curve.low is not None
+        assert curve.high is not None
+        assert (vertices[:, 1].min(), vertices[:, 1].max()) == pytest.approx((min(curve.low), max(curve.high)))
+
+
+def test_perplexity_is_drawn_as_the_exponential(demo: Comparison) -> None:
+    axes = position_wise_figure(demo.models, "perplexity", first=1).axes[0]
+    np.testing.assert_allclose(
+        np.asarray(axes.lines[0].get_ydata()), demo.models[0].evaluation.position_wise.coarse.perplexity
+    )
+    assert axes.get_yscale() == "log"
+    with pytest.raises(ValueError, match="'nll' or 'perplexity', got 'ppl'"):
+        position_wise_figure(demo.models, "ppl")  # type: ignore[arg-type]
+
+
+def test_bins_out_of_sight_are_not_drawn(demo: Comparison) -> None:
+    axes = position_wise_figure(demo.models, first=9).axes[0]
+    assert min(axes.lines[0].get_xdata()) == pytest.approx(math.sqrt(9 * 16))
+    assert axes.get_xlim() == (9, 1024)
+
+
+@pytest.mark.parametrize("figure_of", FIGURES)
+def test_every_model_has_a_label_and_labels_do_not_overlap(
+    model_of: ModelOf, figure_of: Callable[[Any], Figure]
+) -> None:
+    names = ["base", "a model with a long name, cut after three lines of text", "x_1 $\\alpha", "<b>&", "e", "f"]
+    models = [model_of("other", name, 0.3) for name in names]
+    figure = figure_of(models)
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    texts = [text for text in axes.texts if text.get_fontweight() == "bold"]
+    assert {text.get_text().replace("\n", " ")[:9] for text in texts} == {name[:9] for name in names}
+    boxes = sorted((text.get_window_extent() for text in texts), key=lambda box: box.y0)
+    for lower, upper in itertools.pairwise(boxes):
+        assert upper.y0 >= lower.y1 - 2.5
+    assert max(box.x1 for box in boxes) <= figure.bbox.x1
+    assert min(box.y0 for box in boxes) >= 0
+
+
+def test_the_training_length_and_the_zero_line_are_marked(demo: Comparison) -> None:
+    axes = context_harm_figure(demo.models).axes[0]
+    assert "trained on 16" in [text.get_text() for text in axes.texts]
+    assert any(list(line.get_xdata()) == [16, 16] for line in axes.lines)
+    assert any(list(line.get_ydata()) == [0, 0] for line in axes.lines)
+
+
+@pytest.mark.parametrize("figure_of", FIGURES)
+def test_results_without_intervals_have_no_bands(model_of: ModelOf, figure_of: Callable[[Any], Figure]) -> None:
+    assert not figure_of([model_of("base", "base", 1.0, width=None)]).axes[0].collections
+
+
+@pytest.mark.parametrize("figure_of", FIGURES)
+def test_a_figure_of_nothing_is_refused(figure_of: Callable[[Any], Figure]) -> None:
+    with pytest.raises(ValueError, match="at least one model"):
+        figure_of([])
+
+
+def test_colors_differ_and_have_dark_partners(model_of: ModelOf, demo: Comparison) -> None:
+    assert model_colors(demo.models) == [ROLE_COLORS[role] for role in ("base", "cured", "control")]
+    many = [*demo.models, model_of("base", "b2", 0), model_of("cured", "c2", 0), model_of("other", "o", 0)]
+    assert len(set(model_colors(many))) == 6
+    assert set(model_colors(many)) <= set(DARK)
+
+
+def test_numbers_are_short_where_people_shorten_them() -> None:
+    assert [short_number(n) for n in (1, 64, 1000, 1024, 1536, 131072, 2**20)] == [
+        "1",
+        "64",
+        "1,000",
+        "1k",
+        "1,536",
+        "128k",
+        "1M",
+    ]
+
+
+def test_pictures_are_saved_and_leave_no_trace_in_matplotlib(demo: Comparison, tmp_path: Path) -> None:
+    before = dict(matplotlib.rcParams)
+    save_png(in_window_figure(demo.models), tmp_path / "a.png")
+    save_svg(in_window_figure(demo.models), tmp_path / "a.svg")
+    save_svg(in_window_figure(demo.models), tmp_path / "b.svg")
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    assert matplotlib.image.imread(tmp_path / "a.png")[0, 0].tolist() == [1, 1, 1, 1]
+    text = (tmp_path / "a.svg").read_text()
+    assert ">state passing</text>" in text
+    assert text == (tmp_path / "b.svg").read_text()
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_inline_svg_has_its_own_ids_colors_and_description(demo: Comparison) -> None:
+    svg = inline_svg(in_window_figure(demo.models), "one", 'a <b> & "c"', {"#d55e00": "var(--base)"})
+    assert svg.startswith('<svg role="img" aria-label="a &lt;b> &amp; &quot;c&quot;"')
+    assert "http" not in svg
+    assert "var(--base)" in svg
+    assert "#d55e00" not in svg
+    identifiers = {part.split('"')[0] for part in svg.split(' id="')[1:]}
+    assert all(identifier.startswith("one-") for identifier in identifiers)
+    references = [part.split(")")[0].split('"')[0] for part in svg.replace('href="#', "url(#").split("url(#")[1:]]
+    assert references
+    assert set(references) <= identifiers
