@@ -127,18 +127,6 @@ def _scan_with_kernel(
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), state.to(initial_state.dtype)
 
 
-def _heads_to_groups(t_BQHP: Tensor, groups: int) -> Tensor:
-    """(B, Q, H, P) -> (B, G, Q, R*P), a view when there is one group."""
-    batch, length, heads, head_dim = t_BQHP.shape
-    return t_BQHP.reshape(batch, length, groups, heads // groups * head_dim).transpose(1, 2)
-
-
-def _groups_to_heads(t_BGQM: Tensor, head_dim: int) -> Tensor:
-    """(B, G, Q, R*P) -> (B, Q, H, P)."""
-    batch, groups, length, width = t_BGQM.shape
-    return t_BGQM.transpose(1, 2).reshape(batch, length, groups * width // head_dim, head_dim)
-
-
 class _ChunkedSSD(torch.autograd.Function):
     """Chunked SSD with a backward pass that recomputes the (Q, Q) matrices of each chunk.
 
@@ -148,7 +136,7 @@ class _ChunkedSSD(torch.autograd.Function):
         y_i = sum_j M_ij u_j + exp(s_i) C_i S
         S'  = exp(s_Q) S + sum_j exp(s_Q - s_j) B_j u_j
 
-    States are kept as (B, G, N, R*P) inside: all heads of a group share one matrix product.
+    Inside, states are (Z, N, R*P) with Z = B*G: all heads of a group share one matrix product.
     The gradient of s needs no (Q, Q) matrix: ds_i = <dy_i, y_i> - <du_i, u_i> per head, and the last
     token of a chunk receives <dS', S'> on top.
     """
@@ -165,24 +153,23 @@ class _ChunkedSSD(torch.autograd.Function):
         initial_state: Tensor,
         chunk_size: int,
     ) -> tuple[Tensor, Tensor]:
-        batch, length, _, head_dim = x.shape
-        groups, state_dim = B.shape[2:]
-        # (B, H, P, N) -> (B, G, N, R*P)
-        state = initial_state.reshape(batch, groups, -1, state_dim).transpose(2, 3).contiguous()
+        groups = B.shape[2]
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        states = []
-        for start in range(0, length, chunk_size):
-            piece = slice(start, start + chunk_size)
-            states.append(state)
+        pieces = [slice(start, start + chunk_size) for start in range(0, x.shape[1], chunk_size)]
+        first = _to_inner(initial_state, groups)
+        states = first.new_empty(len(pieces) + 1, *first.shape)
+        states[0] = first
+        for index, piece in enumerate(pieces):
             chunk = _Chunk(x[:, piece], dt[:, piece], A, B[:, piece], C[:, piece])
-            y_diag = chunk.M_BHQQ() @ chunk.u_BQHP.transpose(1, 2)
-            y_state = _groups_to_heads(chunk.C_BGQN @ state, head_dim)
-            y[:, piece] = torch.addcmul(y_diag.transpose(1, 2), y_state, chunk.decay_in_BQH[..., None])
-            state = chunk.decay_state(state) + chunk.B_BGQN.mT @ chunk.weighted_u_BGQM()
-        ctx.save_for_backward(x, dt, A, B, C, D, y, *states, state)
-        ctx.chunk_size = chunk_size
-        final_state = state.transpose(2, 3).reshape(initial_state.shape)
-        return torch.addcmul(y, x, D[:, None]), final_state
+            y_inside = (chunk.times_CB(chunk.L_BHQQ()) @ chunk.u_BQHP.transpose(1, 2)).transpose(1, 2)
+            y_state = chunk.heads(chunk.C_ZQN @ states[index])
+            y[:, piece] = torch.addcmul(y_inside, y_state, chunk.decay_in_BQH[..., None])
+            chunk.decay_in_place(states[index + 1].copy_(states[index])).baddbmm_(
+                chunk.B_ZQN.mT, chunk.groups_of(chunk.weighted_u_BQHP())
+            )
+        ctx.save_for_backward(x, dt, A, B, C, D, y, states)
+        ctx.pieces = pieces
+        return torch.addcmul(y, x, D[:, None]), _from_inner(states[-1], initial_state.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -192,56 +179,66 @@ class _ChunkedSSD(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-        x, dt, A, B, C, D, y, *states = ctx.saved_tensors
-        batch, length, heads, head_dim = x.shape
-        groups, state_dim = B.shape[2:]
-        grad_x, grad_B, grad_C = torch.empty_like(x), torch.empty_like(B), torch.empty_like(C)
-        grad_dt, grad_A = torch.empty_like(dt), torch.zeros_like(A)
-        # dS, the gradient of the state after the current chunk, in the inner layout (B, G, N, R*P)
-        grad_state = grad_final.reshape(batch, groups, -1, state_dim).transpose(2, 3).contiguous()
-        starts = range(0, length, ctx.chunk_size)
-        for index in reversed(range(len(starts))):
-            piece = slice(starts[index], starts[index] + ctx.chunk_size)
-            state, next_state = states[index], states[index + 1]
+        x, dt, A, B, C, D, y, states = ctx.saved_tensors
+        grad_x, grad_B, grad_C, grad_dt = (
+            torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, B, C, dt)
+        )
+        grad_A = torch.zeros_like(A)
+        grad_state = _to_inner(grad_final, B.shape[2])  # of the state after the current chunk
+        for index, piece in reversed(list(enumerate(ctx.pieces))):
             chunk = _Chunk(x[:, piece], dt[:, piece], A, B[:, piece], C[:, piece])
             grad_y = grad_out[:, piece]
-            grad_y_heads = grad_y.transpose(1, 2)
+            grad_y_BHQP = grad_y.transpose(1, 2)
 
             # within the chunk: M = CB * L
-            decay = chunk.L_BHQQ()
-            grad_M = grad_y_heads @ chunk.u_BQHP.permute(0, 2, 3, 1)
-            grad_CB = chunk.sum_heads(grad_M.mul_(decay))
-            M = chunk.times_CB(decay)
-            grad_u = (M.mT @ grad_y_heads).transpose(1, 2)
+            L = chunk.L_BHQQ()
+            grad_CB = chunk.sum_heads((grad_y_BHQP @ chunk.u_BQHP.permute(0, 2, 3, 1)).mul_(L))
+            grad_u = (chunk.times_CB(L).mT @ grad_y_BHQP).transpose(1, 2)
 
             # through the states
-            grad_y_decayed = _heads_to_groups(grad_y * chunk.decay_in_BQH[..., None], groups)
-            grad_weighted_u = _groups_to_heads(chunk.B_BGQN @ grad_state, head_dim)
-            grad_u = torch.addcmul(grad_u, grad_weighted_u, chunk.decay_out_BQH[..., None])
-            grad_B[:, piece] = (grad_CB.mT @ chunk.C_BGQN + chunk.weighted_u_BGQM() @ grad_state.mT).transpose(1, 2)
-            grad_C[:, piece] = (grad_CB @ chunk.B_BGQN + grad_y_decayed @ state.mT).transpose(1, 2)
+            grad_u = torch.addcmul(grad_u, chunk.heads(chunk.B_ZQN @ grad_state), chunk.decay_out_BQH[..., None])
+            grad_y_decayed = chunk.groups_of(grad_y * chunk.decay_in_BQH[..., None])
+            weighted_u = chunk.groups_of(chunk.weighted_u_BQHP())
+            grad_B[:, piece] = chunk.ungroup(torch.bmm(grad_CB.mT, chunk.C_ZQN).baddbmm_(weighted_u, grad_state.mT))
+            grad_C[:, piece] = chunk.ungroup(
+                torch.bmm(grad_CB, chunk.B_ZQN).baddbmm_(grad_y_decayed, states[index].mT)
+            )
 
             # through the decays: s first, then the steps that s sums up
             grad_s = (grad_y * y[:, piece]).sum(-1) - (grad_u * chunk.u_BQHP).sum(-1)
-            grad_s[:, -1] += (grad_state * next_state).unflatten(3, (-1, head_dim)).sum((2, 4)).flatten(1)
+            grad_s[:, -1] += (
+                (grad_state * states[index + 1]).unflatten(2, (-1, x.shape[3])).sum((1, 3)).view_as(dt[:, 0])
+            )
             grad_log_decay = grad_s.flip(1).cumsum(1).flip(1)
             grad_A += (grad_log_decay * dt[:, piece]).sum((0, 1))
-            grad_dt[:, piece] = grad_log_decay * A + (grad_u * x[:, piece]).sum(-1)
+            grad_dt[:, piece] = torch.addcmul((grad_u * x[:, piece]).sum(-1), grad_log_decay, A)
             grad_x[:, piece] = grad_u * dt[:, piece, :, None]
-            grad_state = chunk.decay_state(grad_state) + chunk.C_BGQN.mT @ grad_y_decayed
-        grad_initial = grad_state.transpose(2, 3).reshape(batch, heads, head_dim, state_dim)
-        grad_D = torch.einsum("bthp,bthp->h", grad_out, x)
-        grad_x = grad_x.addcmul_(grad_out, D[:, None])
-        return grad_x, grad_dt, grad_A, grad_B, grad_C, grad_D, grad_initial, None
+            chunk.decay_in_place(grad_state).baddbmm_(chunk.C_ZQN.mT, grad_y_decayed)
+        grad_x.addcmul_(grad_out, D[:, None])
+        grad_D = (grad_out * x).sum((0, 1, 3))
+        return grad_x, grad_dt, grad_A, grad_B, grad_C, grad_D, _from_inner(grad_state, grad_final.shape), None
+
+
+def _to_inner(state_BHPN: Tensor, groups: int) -> Tensor:
+    """(B, H, P, N) -> a new (B*G, N, R*P)."""
+    batch, state_dim = state_BHPN.shape[0], state_BHPN.shape[3]
+    return (
+        state_BHPN.reshape(batch * groups, -1, state_dim).transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    )
+
+
+def _from_inner(state_ZNM: Tensor, shape: torch.Size) -> Tensor:
+    """(B*G, N, R*P) -> a new (B, H, P, N)."""
+    return state_ZNM.transpose(1, 2).clone(memory_format=torch.contiguous_format).view(shape)
 
 
 class _Chunk:
     """What one chunk of Q tokens needs in both directions."""
 
     def __init__(self, x_BQHP: Tensor, dt_BQH: Tensor, A_H: Tensor, B_BQGN: Tensor, C_BQGN: Tensor) -> None:
-        self.groups = B_BQGN.shape[2]
+        self.batch, _, self.groups, _ = B_BQGN.shape
         self.head_dim = x_BQHP.shape[3]
-        self.B_BGQN, self.C_BGQN = B_BQGN.transpose(1, 2), C_BQGN.transpose(1, 2)
+        self.B_ZQN, self.C_ZQN = B_BQGN.transpose(1, 2).flatten(0, 1), C_BQGN.transpose(1, 2).flatten(0, 1)
         self.u_BQHP = x_BQHP * dt_BQH[..., None]
         self.s_BQH = (dt_BQH * A_H).cumsum(1)
         self.decay_in_BQH = self.s_BQH.exp()
@@ -249,27 +246,37 @@ class _Chunk:
 
     def L_BHQQ(self) -> Tensor:
         """exp(s_i - s_j) for j <= i, else 0. Above the diagonal exp may be infinite, tril drops it."""
-        s_BHQ = self.s_BQH.transpose(1, 2)
+        s_BHQ = self.s_BQH.transpose(1, 2).contiguous()  # else the heads come innermost, and matrix products crawl
         return (s_BHQ[..., :, None] - s_BHQ[..., None, :]).exp_().tril_()
 
     def times_CB(self, t_BHQQ: Tensor) -> Tensor:
         """Multiply in place by C_i . B_j of the head's group."""
-        CB_BGQQ = self.C_BGQN @ self.B_BGQN.mT
-        t_BHQQ.unflatten(1, (self.groups, -1)).mul_(CB_BGQQ[:, :, None])
+        CB_ZQQ = self.C_ZQN @ self.B_ZQN.mT
+        t_BHQQ.view(len(CB_ZQQ), -1, *CB_ZQQ.shape[1:]).mul_(CB_ZQQ[:, None])
         return t_BHQQ
 
-    def M_BHQQ(self) -> Tensor:
-        return self.times_CB(self.L_BHQQ())
-
     def sum_heads(self, t_BHQQ: Tensor) -> Tensor:
-        """Sum over the heads of a group, (B, H, Q, Q) -> (B, G, Q, Q)."""
-        return t_BHQQ.unflatten(1, (self.groups, -1)).sum(2)
+        """Sum over the heads of a group, (B, H, Q, Q) -> (Z, Q, Q)."""
+        return t_BHQQ.view(self.batch * self.groups, -1, *t_BHQQ.shape[2:]).sum(1)
 
-    def weighted_u_BGQM(self) -> Tensor:
-        """exp(s_Q - s_j) u_j, (B, G, Q, R*P)."""
-        return _heads_to_groups(self.u_BQHP * self.decay_out_BQH[..., None], self.groups)
+    def weighted_u_BQHP(self) -> Tensor:
+        """exp(s_Q - s_j) u_j."""
+        return self.u_BQHP * self.decay_out_BQH[..., None]
 
-    def decay_state(self, state_BGNM: Tensor) -> Tensor:
+    def decay_in_place(self, state_ZNM: Tensor) -> Tensor:
         """Multiply by exp(s_Q) of each head."""
-        decay_BGR = self.decay_in_BQH[:, -1].unflatten(1, (self.groups, -1))
-        return (state_BGNM.unflatten(3, (-1, self.head_dim)) * decay_BGR[:, :, None, :, None]).flatten(3)
+        decay_ZR = self.decay_in_BQH[:, -1].reshape(len(state_ZNM), -1)
+        state_ZNM.unflatten(2, (-1, self.head_dim)).mul_(decay_ZR[:, None, :, None])
+        return state_ZNM
+
+    def groups_of(self, t_BQHP: Tensor) -> Tensor:
+        """(B, Q, H, P) -> (Z, Q, R*P), a view when there is one group."""
+        return t_BQHP.unflatten(2, (self.groups, -1)).flatten(3).transpose(1, 2).flatten(0, 1)
+
+    def ungroup(self, t_ZQM: Tensor) -> Tensor:
+        """(Z, Q, M) -> (B, Q, G, M)."""
+        return t_ZQM.unflatten(0, (self.batch, self.groups)).transpose(1, 2)
+
+    def heads(self, t_ZQM: Tensor) -> Tensor:
+        """(Z, Q, R*P) -> (B, Q, H, P)."""
+        return self.ungroup(t_ZQM).reshape(self.batch, t_ZQM.shape[1], -1, self.head_dim)
