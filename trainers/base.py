@@ -6,17 +6,20 @@ Evaluation uses the zero state.
 """
 
 import inspect
-from abc import abstractmethod
+import os
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import SequentialSampler
+from torch.utils.data import IterableDataset, RandomSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import TrainOutput, has_length
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, has_length
 from transformers.utils import logging
 
+from hf_recurrent_lengthgen.models.recurrent_state import check_finite_state
 from hf_recurrent_lengthgen.trainers.checkpoints import (
+    begin_save,
     initial_states_file,
     load_initial_states,
     newest_complete_checkpoint,
@@ -41,7 +44,7 @@ class _SlotCounter(TrainerCallback):
         self.slot += 1
 
 
-class InitialStateTrainer(Trainer):
+class InitialStateTrainer(Trainer, ABC):
     """`Trainer` for models that take `initial_state` and return `final_state`. Takes Trainer's arguments.
 
     Subclasses say where initial states come from (`initial_state_source`) and which config they need
@@ -89,10 +92,9 @@ class InitialStateTrainer(Trainer):
         """Trainer's loss, from the source's initial states in training and from the zero state in evaluation.
 
         Raises:
-            ValueError: if the training loss is not finite, or a carried state is not.
+            ValueError: if the training loss or a final state is not finite.
         """
         if not model.training:
-            inputs = {**inputs, "output_final_state": False}
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         place = self._place(inputs)
         inputs = {**inputs, "initial_state": self.initial_states.initial_state(place), "output_final_state": True}
@@ -103,8 +105,18 @@ class InitialStateTrainer(Trainer):
                 f"{self._resume_hint()} Lower the learning rate or clip gradients (max_grad_norm) and look for a "
                 "batch without labels."
             )
+        try:
+            check_finite_state(outputs["final_state"], f"final_state of step {place.step}, micro-batch {place.slot}")
+        except ValueError as error:
+            raise ValueError(f"{error} {self._resume_hint()}") from error
         self.initial_states.observe(place, outputs["final_state"])
         return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Trainer's, without final states, which would count as predictions."""
+        return super().prediction_step(model, {**inputs, "output_final_state": False}, *args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train; `resume_from_checkpoint=True` takes the newest checkpoint that is complete.
@@ -138,7 +150,7 @@ class InitialStateTrainer(Trainer):
 
     def _place(self, inputs: dict[str, Any]) -> BatchPlace:
         rows = next(value for key, value in inputs.items() if key in ("input_ids", "inputs_embeds")).shape[0]
-        first_row = self.args.process_index * self.args.train_batch_size
+        first_row = self.args.process_index * self._train_batch_size
         return BatchPlace(self.args.seed, self.state.global_step, self._slots.slot, first_row, rows)
 
     def _resume_hint(self) -> str:
@@ -155,11 +167,20 @@ class InitialStateTrainer(Trainer):
             "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
         }
 
-    # Trainer writes the random state of a process last of its own files; the initial states follow it.
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if self.args.should_save:
+            begin_save(folder)
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+
+    # Trainer writes the random state of a process last of its own files; the initial states follow it. Nothing marks
+    # the folder complete, and no older one is deleted, before every process has written its files.
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         path = initial_states_file(output_dir, self.args.process_index)
         save_initial_states(path, self.initial_states.state_dict(), self._run_description())
+        self.accelerator.wait_for_everyone()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -171,12 +192,12 @@ class InitialStateTrainer(Trainer):
     def _check_shuffled(self) -> None:
         if self.train_dataset is None or getattr(self.args, "assume_shuffled", False):
             return
-        if not has_length(self.train_dataset):
+        if isinstance(self.train_dataset, IterableDataset) or not has_length(self.train_dataset):
             raise ValueError(
                 f"{type(self).__name__} passes states between different sequences, so the data must be shuffled; "
                 "a stream cannot be checked. Shuffle it and set assume_shuffled=True."
             )
-        if getattr(self.args, "group_by_length", False) or isinstance(self._get_train_sampler(), SequentialSampler):
+        if not isinstance(self._get_train_sampler(), RandomSampler):
             raise ValueError(
                 f"{type(self).__name__} passes states between different sequences, so the data must be shuffled: use "
                 "Trainer's default random sampler, or set assume_shuffled=True if the data are shuffled already."

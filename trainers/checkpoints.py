@@ -1,8 +1,9 @@
 """Which training checkpoints are complete, and the file that keeps initial states in them.
 
 Trainer's own saving is not atomic: a process killed in the middle leaves a folder that it would then try to resume
-from. Trainer writes `trainer_state.json` last; each process writes its file of initial states, in one piece, after
-everything else of its own. So a folder with a parsable `trainer_state.json` and the file of every process is whole.
+from. Here each process writes its file of initial states, in one piece, after everything else of its own, and
+`trainer_state.json` is removed before a save and written when all processes are done. So a folder with a parsable
+`trainer_state.json` and the file of every process is whole.
 """
 
 import json
@@ -67,6 +68,14 @@ def load_initial_states(path: Path, run: dict[str, str | int]) -> dict[str, Tens
     return tensors
 
 
+def begin_save(checkpoint: str | os.PathLike[str]) -> None:
+    """Mark a folder that is about to be written over as incomplete, and clear what an interrupted save left in it."""
+    folder = Path(checkpoint)
+    (folder / TRAINER_STATE_FILE).unlink(missing_ok=True)
+    for leftover in folder.glob(".initial_states_*.tmp"):
+        leftover.unlink()
+
+
 def what_is_missing(checkpoint: str | os.PathLike[str]) -> str | None:
     """Why a checkpoint folder cannot be resumed from, or None if it is complete."""
     folder = Path(checkpoint)
@@ -80,7 +89,10 @@ def what_is_missing(checkpoint: str | os.PathLike[str]) -> str | None:
         return f"{TRAINER_STATE_FILE} cannot be read ({error}): the save was interrupted"
     first = initial_states_file(folder, 0)
     if not first.is_file():
-        return f"{first.name} is missing: the save was interrupted, or another trainer wrote it"
+        return (
+            f"{first.name} is missing: another trainer wrote it, or save_only_model left it out; its weights can be "
+            "loaded with from_pretrained to start a new run"
+        )
     try:
         with safe_open(os.fspath(first), framework="pt") as file:
             processes = json.loads((file.metadata() or {}).get("run", "{}")).get("num_processes", 1)
@@ -88,7 +100,10 @@ def what_is_missing(checkpoint: str | os.PathLike[str]) -> str | None:
         return f"{first.name} is damaged ({error})"
     names = [initial_states_file(folder, index).name for index in range(processes)]
     names += [f"rng_state_{index}.pth" for index in range(processes)] if processes > 1 else ["rng_state.pth"]
+    names.append("scheduler.pt")
     missing = [name for name in names if not (folder / name).is_file()]
+    if not any(folder.glob("optimizer*")) and not any(folder.glob("global_step*")):  # the latter is DeepSpeed's
+        missing.append("optimizer.pt")
     return f"missing: {', '.join(missing)}" if missing else None
 
 

@@ -1,0 +1,267 @@
+"""State passing in training: rows traced with a model that sums, and weights of hand-written loops."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import default_data_collator
+
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
+
+MakeConfig = Callable[..., StatePassingConfig]
+
+
+def numbers(count: int) -> list[dict[str, Tensor]]:
+    """Item i holds two ids that sum to 101 (i + 1), so that every sum of items is telling."""
+    return [{"input_ids": torch.tensor([i + 1, 100 * (i + 1)])} for i in range(count)]
+
+
+def trace(
+    toys: ModuleType, model: Any, groups: list[int], seed: int, probability: float, conv: bool = True
+) -> list[tuple[list[float], list[float]]]:
+    """What a model must have seen if micro-batches come in `groups` per step: rows of (recurrent, conv) starts."""
+    carried: dict[int, list[list[float]]] = {}
+    passes = iter([rows for training, rows, _, _ in model.seen if training])
+    expected = []
+    for step, group in enumerate(groups):
+        for slot in range(group):
+            ids = next(passes)
+            rows = carried.setdefault(slot, [])
+            rows += [[0.0, 0.0] for _ in range(len(ids) - len(rows))]
+            starts = []
+            for row, row_ids in enumerate(ids):
+                start = rows[row]
+                if toys.is_dropped(seed, step, slot, row, probability):
+                    start = [0.0, 0.0]
+                starts.append(start)
+                rows[row] = [start[0] + sum(row_ids), start[1] + len(row_ids) if conv else 0.0]
+            expected.append(([start[0] for start in starts], [start[1] for start in starts]))
+    assert next(passes, None) is None
+    return expected
+
+
+@pytest.mark.parametrize(
+    ("items", "batch", "accumulation", "groups"),
+    [
+        pytest.param(8, 2, 1, [1] * 12, id="plain"),
+        pytest.param(7, 3, 1, [1] * 9, id="last batch smaller"),
+        pytest.param(8, 1, 4, [4] * 6, id="accumulation"),
+        pytest.param(9, 2, 2, [2, 2, 1] * 3, id="last batch and last group smaller"),
+        pytest.param(5, 2, 4, [3] * 3, id="only smaller groups"),
+        pytest.param(3, 4, 1, [1] * 3, id="only smaller batches"),
+    ],
+)
+@pytest.mark.parametrize("probability", [0.0, 0.3])
+def test_every_row_starts_where_the_same_row_and_slot_ended(
+    toys: ModuleType,
+    make_config: MakeConfig,
+    items: int,
+    batch: int,
+    accumulation: int,
+    groups: list[int],
+    probability: float,
+) -> None:
+    model = toys.SumModel()
+    config = make_config(
+        num_train_epochs=3,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        state_drop_probability=probability,
+        learning_rate=0.0,
+        seed=11,
+    )
+    trainer = StatePassingTrainer(model, config, train_dataset=numbers(items))
+    trainer.train()
+    seen = [(recurrent, conv) for _, _, recurrent, conv in model.seen]
+    assert seen == trace(toys, model, groups, 11, probability)
+    assert trainer.state.global_step == len(groups)
+    last_rows = [rows for _, rows, _, _ in model.seen][-1]
+    final = trainer.initial_states.state_dict()[f"slots.{groups[-1] - 1}.layers.0.recurrent"]
+    last_final = [start + sum(ids) for start, ids in zip(seen[-1][0], last_rows, strict=True)]
+    assert final[: len(last_rows), 0].tolist() == last_final
+
+
+def test_the_convolution_part_starts_from_zero_if_not_carried(toys: ModuleType, make_config: MakeConfig) -> None:
+    model = toys.SumModel()
+    config = make_config(carry_conv_state=False, state_drop_probability=0.0, learning_rate=0.0, num_train_epochs=2)
+    StatePassingTrainer(model, config, train_dataset=numbers(8)).train()
+    seen = [(recurrent, conv) for _, _, recurrent, conv in model.seen]
+    assert seen == trace(toys, model, [1] * 8, 42, 0.0, conv=False)
+    assert all(conv == [0.0, 0.0] for _, conv in seen)
+    assert any(sum(recurrent) > 0 for recurrent, _ in seen)
+
+
+def test_epochs_are_shuffled_differently(toys: ModuleType, make_config: MakeConfig) -> None:
+    model = toys.SumModel()
+    StatePassingTrainer(model, make_config(num_train_epochs=2), train_dataset=numbers(16)).train()
+    order = [ids[0] for _, rows, _, _ in model.seen for ids in rows]
+    assert sorted(order[:16]) == sorted(order[16:]) == list(range(1, 17))
+    assert order[:16] != order[16:]
+    assert order[:16] != list(range(1, 17))
+
+
+def test_a_second_training_run_starts_from_zero_again(toys: ModuleType, make_config: MakeConfig) -> None:
+    model = toys.SumModel()
+    trainer = StatePassingTrainer(model, make_config(num_train_epochs=1), train_dataset=numbers(4))
+    trainer.train()
+    trainer.train()
+    assert [recurrent for _, _, recurrent, _ in model.seen][2] == [0.0, 0.0]
+
+
+class _Token:
+    pass
+
+
+class _Remember(torch.autograd.Function):
+    """Identity; its node in the graph owns a token."""
+
+    tokens: list[weakref.ref] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.token = _Token()
+        _Remember.tokens.append(weakref.ref(ctx.token))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def test_no_graph_of_an_earlier_step_is_kept(toys: ModuleType, make_config: MakeConfig) -> None:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(
+            self, input_ids: Tensor, initial_state: RecurrentState | None = None, output_final_state: bool = True
+        ) -> dict[str, Any]:
+            start = torch.zeros(2, 1) if initial_state is None else initial_state[0].recurrent
+            state = _Remember.apply(start + self.weight * input_ids.sum(1, keepdim=True))
+            alive.append(sum(token() is not None for token in _Remember.tokens))
+            return {"loss": (1e-6 * state).mean(), "final_state": (LayerState(state, torch.zeros(2, 0)),)}
+
+    alive: list[int] = []
+    _Remember.tokens.clear()
+    StatePassingTrainer(Graph(), make_config(num_train_epochs=2), train_dataset=numbers(16)).train()
+    gc.collect()
+    assert len(alive) == 16
+    assert max(alive) <= 2  # its own, and at most the step before while variables still name it
+    assert all(token() is None for token in _Remember.tokens)
+
+
+def recording(batches: list[dict[str, Tensor]]) -> Callable[[list[Any]], dict[str, Tensor]]:
+    """A data collator that appends each batch to `batches`."""
+
+    def collate(items: list[Any]) -> dict[str, Tensor]:
+        batch = default_data_collator(items)
+        batches.append({name: value.clone() for name, value in batch.items()})
+        return batch
+
+    return collate
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "groups"),
+    [pytest.param(1, [1] * 10, id="plain"), pytest.param(2, [2, 2, 1] * 2, id="accumulation")],
+)
+@pytest.mark.parametrize("probability", [0.0, 0.4])
+def test_weights_are_those_of_a_hand_written_loop(
+    toys: ModuleType, make_config: MakeConfig, accumulation: int, groups: list[int], probability: float
+) -> None:
+    model = toys.tiny_model().double()  # rounding errors grow a thousandfold in ten such steps
+    by_hand = copy.deepcopy(model)
+    batches: list[dict[str, Tensor]] = []
+    config = make_config(
+        num_train_epochs=2,
+        gradient_accumulation_steps=accumulation,
+        state_drop_probability=probability,
+        optim="sgd",
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        seed=7,
+        logging_steps=1,
+    )
+    items = toys.sequences(9)
+    trainer = StatePassingTrainer(model, config, train_dataset=items, data_collator=recording(batches))
+    trainer.train()
+
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1)
+    carried: dict[int, Any] = {}
+    remaining = iter(batches)
+    losses = []
+    for step, group in enumerate(groups):
+        micro_batches = [next(remaining) for _ in range(group)]
+        targets = sum(int((batch["labels"] != -100).sum()) for batch in micro_batches)
+        step_loss = torch.zeros(())
+        for slot, batch in enumerate(micro_batches):
+            rows = len(batch["labels"])
+            state = [[part.clone() for part in layer] for layer in carried.get(slot, by_hand.zero_state(rows))]
+            for row in range(rows):
+                if toys.is_dropped(7, step, slot, row, probability):
+                    for layer in state:
+                        for part in layer:
+                            part[row] = 0
+            start = tuple(LayerState(*(part[:rows] for part in layer)) for layer in state)
+            out = by_hand(batch["input_ids"], initial_state=start)
+            logits = out.logits.float()  # as Transformers' loss functions do
+            nll = F.cross_entropy(logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="sum")
+            (nll / targets).backward()
+            step_loss += nll.detach() / targets
+            for old, new in zip(state, out.final_state, strict=True):
+                for old_part, new_part in zip(old, new, strict=True):
+                    old_part[:rows] = new_part.detach()
+            carried[slot] = state
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(step_loss))
+    assert next(remaining, None) is None
+    toys.assert_same_weights(toys.weights(model), toys.weights(by_hand), atol=1e-6)
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx(losses, abs=2e-4)  # Trainer rounds the losses it logs
+
+
+def test_a_model_that_returns_a_mean_loss_gets_the_mean_over_micro_batches(
+    toys: ModuleType, make_config: MakeConfig
+) -> None:
+    model = toys.SumModel()
+    config = make_config(
+        max_steps=1, gradient_accumulation_steps=4, optim="sgd", learning_rate=0.001, max_grad_norm=0.0
+    )
+    StatePassingTrainer(model, config, train_dataset=numbers(8)).train()
+    # The loss of a micro-batch is weight * mean(ids), the mean over all 8 items of 101 (i + 1) / 2 is 227.25.
+    assert model.weight.item() == pytest.approx(1 - 0.001 * 227.25, abs=1e-5)
+
+
+def test_states_stay_in_full_precision_under_bfloat16(toys: ModuleType, make_config: MakeConfig) -> None:
+    config = make_config(max_steps=3, bf16=True)
+    trainer = StatePassingTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(8))
+    trainer.train()
+    states = trainer.initial_states.state_dict()
+    recurrent = states["slots.0.layers.1.recurrent"]
+    assert {part.dtype for part in states.values()} == {torch.float32}
+    assert not torch.equal(recurrent, recurrent.bfloat16().float())
+
+
+def test_passed_states_change_what_is_learned(toys: ModuleType, make_config: MakeConfig) -> None:
+    learned = []
+    for probability in (0.0, 1.0):
+        config = make_config(max_steps=4, state_drop_probability=probability, learning_rate=0.01)
+        trainer = StatePassingTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(8))
+        before = toys.weights(trainer.model)
+        trainer.train()
+        learned.append(toys.weights(trainer.model))
+        assert all(not torch.equal(before[name], after) for name, after in learned[-1].items())
+    assert not torch.allclose(
+        learned[0]["backbone.layers.0.mixer.A_log"], learned[1]["backbone.layers.0.mixer.A_log"], atol=1e-4
+    )
