@@ -1,0 +1,441 @@
+"""InitialStateTrainer as a drop-in for Trainer: evaluation, features of Trainer, refusals."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from packaging.version import Version
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import IterableDataset, SequentialSampler
+from transformers import (
+    ByT5Tokenizer,
+    DataCollatorForLanguageModeling,
+    EvalPrediction,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from hf_recurrent_lengthgen.data.packing import PackedBlocks
+from hf_recurrent_lengthgen.trainers import InitialStateTrainer, StatePassingConfig, StatePassingTrainer
+
+MakeConfig = Callable[..., StatePassingConfig]
+NEW_CHECKPOINTING = Version(transformers.__version__) >= Version("5.23")
+NEW_SAMPLING = "train_sampling_strategy" in TrainingArguments.__dataclass_fields__
+
+
+# --- evaluation ---
+
+
+def test_evaluation_starts_from_zero_and_leaves_the_carried_states_alone(
+    toys: ModuleType, make_config: MakeConfig
+) -> None:
+    model, data = toys.SumModel(), toys.sequences(8)
+    config = make_config(max_steps=3, state_drop_probability=0.0)
+    trainer = StatePassingTrainer(model, config, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    before = trainer.initial_states.state_dict()
+    assert before
+    model.seen.clear()
+    trainer.evaluate()
+    assert [recurrent for _, _, recurrent, _ in model.seen] == [[0.0] * 8]
+    torch.testing.assert_close(trainer.initial_states.state_dict(), before, rtol=0, atol=0)
+
+
+def test_evaluating_during_training_changes_nothing(toys: ModuleType, make_config: MakeConfig) -> None:
+    results = []
+    for strategy in ("no", "steps"):
+        config = make_config(max_steps=4, eval_strategy=strategy, eval_steps=1, gradient_accumulation_steps=2)
+        trainer = StatePassingTrainer(
+            toys.tiny_model(), config, train_dataset=toys.sequences(8), eval_dataset=toys.sequences(3, seed=1)
+        )
+        trainer.train()
+        results.append(toys.weights(trainer.model))
+    toys.assert_same_weights(*results)
+
+
+def test_the_evaluation_loss_is_that_of_trainer(toys: ModuleType, make_config: MakeConfig, tmp_path: Path) -> None:
+    model, data = toys.tiny_model(), toys.sequences(7)
+    args = TrainingArguments(str(tmp_path / "stock"), **toys.QUIET, per_device_eval_batch_size=3)
+    expected = Trainer(model, args, eval_dataset=data).evaluate()["eval_loss"]
+    given = StatePassingTrainer(model, make_config(per_device_eval_batch_size=3), eval_dataset=data).evaluate()
+    assert given["eval_loss"] == expected
+
+
+@pytest.mark.parametrize("labels", [True, False], ids=["labels", "no labels"])
+@pytest.mark.parametrize("ignore_keys", [None, []])
+def test_predictions_are_logits_without_states(
+    toys: ModuleType, make_config: MakeConfig, labels: bool, ignore_keys: list[str] | None
+) -> None:
+    model = toys.tiny_model()
+    data = [item if labels else {"input_ids": item["input_ids"]} for item in toys.sequences(5)]
+    prediction = StatePassingTrainer(model, make_config(per_device_eval_batch_size=2)).predict(data, ignore_keys)
+    with torch.no_grad():
+        expected = model(torch.stack([item["input_ids"] for item in data])).logits
+    assert isinstance(prediction.predictions, np.ndarray)
+    np.testing.assert_allclose(prediction.predictions, expected.numpy(), rtol=0, atol=1e-6)
+
+
+def test_predictions_of_a_model_without_a_config_hold_no_state(toys: ModuleType, make_config: MakeConfig) -> None:
+    data = [{"input_ids": torch.tensor([1, 2])}, {"input_ids": torch.tensor([3, 4])}]
+    _, logits = StatePassingTrainer(toys.SumModel(), make_config()).predict(data).predictions  # the loss is first
+    assert logits.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_compute_metrics_sees_logits_and_labels(toys: ModuleType, make_config: MakeConfig) -> None:
+    def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+        scored = prediction.label_ids[:, 1:] != -100
+        hits = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
+        return {"accuracy": float(hits[scored].mean())}
+
+    model, data = toys.tiny_model(), toys.sequences(6)
+    trainer = StatePassingTrainer(model, make_config(), eval_dataset=data, compute_metrics=accuracy)
+    hits = []
+    for item in data:
+        best = model(item["input_ids"][None]).logits[0, :-1].argmax(-1)
+        hits += [int(a == b) for a, b in zip(best, item["labels"][1:], strict=True) if b != -100]
+    assert trainer.evaluate()["eval_accuracy"] == pytest.approx(sum(hits) / len(hits))
+
+
+# --- drop-in: with every state dropped, state passing is Trainer, whatever else is used ---
+
+
+class StepCounter(TrainerCallback):
+    """Counts what a user's callback sees."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps += 1
+
+
+def keyword_arguments(trainer: type[Trainer], args: type[TrainingArguments], toys: ModuleType, out: str) -> Trainer:
+    return trainer(model=toys.tiny_model(), args=args(output_dir=out, **SETTINGS), train_dataset=toys.sequences(9))
+
+
+def positional_arguments(trainer: type[Trainer], args: type[TrainingArguments], toys: ModuleType, out: str) -> Trainer:
+    collator = transformers.default_data_collator
+    return trainer(toys.tiny_model(), args(out, **SETTINGS), collator, toys.sequences(9), toys.sequences(2))
+
+
+def model_init(trainer: type[Trainer], args: type[TrainingArguments], toys: ModuleType, out: str) -> Trainer:
+    return trainer(model_init=lambda: toys.tiny_model(), args=args(out, **SETTINGS), train_dataset=toys.sequences(9))
+
+
+def own_callback(trainer: type[Trainer], args: type[TrainingArguments], toys: ModuleType, out: str) -> Trainer:
+    made = keyword_arguments(trainer, args, toys, out)
+    counter = StepCounter()
+    made.add_callback(counter)
+    made.add_callback(OnTrainEnd(lambda: pytest.fail("missed steps") if counter.steps != 4 else None))
+    return made
+
+
+class OnTrainEnd(TrainerCallback):
+    def __init__(self, action: Callable[[], Any]) -> None:
+        self.action = action
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.action()
+
+
+def own_optimizer(trainer: type[Trainer], args: type[TrainingArguments], toys: ModuleType, out: str) -> Trainer:
+    model = toys.tiny_model()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    data = toys.sequences(9)
+    return trainer(model, args(out, **SETTINGS), train_dataset=data, optimizers=(optimizer, scheduler))
+
+
+def own_loss(trainer: type[Trainer], args: type[TrainingArguments], toys: ModuleType, out: str) -> Trainer:
+    def squared(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        return outputs.logits.square().sum() / num_items_in_batch
+
+    data = toys.sequences(9)
+    return trainer(toys.tiny_model(), args(out, **SETTINGS), train_dataset=data, compute_loss_func=squared)
+
+
+def datasets_data(trainer: type[Trainer], args: type[TrainingArguments], toys: ModuleType, out: str) -> Trainer:
+    rows = [{name: value.tolist() for name, value in item.items()} | {"text": "x"} for item in toys.sequences(9)]
+    return trainer(toys.tiny_model(), args(out, **SETTINGS), train_dataset=Dataset.from_list(rows))
+
+
+def packed_blocks(trainer: type[Trainer], args: type[TrainingArguments], toys: ModuleType, out: str) -> Trainer:
+    stream = torch.cat([item["input_ids"] for item in toys.sequences(10)])
+    return trainer(toys.tiny_model(), args(out, **SETTINGS), train_dataset=PackedBlocks(stream, 11, tail="pad"))
+
+
+def padding_collator(trainer: type[Trainer], args: type[TrainingArguments], toys: ModuleType, out: str) -> Trainer:
+    tokenizer = ByT5Tokenizer()
+    texts = ["state", "a longer text", "passing", "x", "of any length", "ab", "next", "last one", "!!"]
+    rows = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    model = toys.tiny_model(vocab_size=len(tokenizer))
+    data = Dataset.from_list(rows)
+    return trainer(
+        model, args(out, **SETTINGS), data_collator=collator, train_dataset=data, processing_class=tokenizer
+    )
+
+
+def lora(trainer: type[Trainer], args: type[TrainingArguments], toys: ModuleType, out: str) -> Trainer:
+    settings = LoraConfig(r=2, target_modules=["in_proj", "lm_head"], task_type="CAUSAL_LM")
+    return trainer(get_peft_model(toys.tiny_model(), settings), args(out, **SETTINGS), train_dataset=toys.sequences(9))
+
+
+def with_settings(
+    trainer: type[Trainer], args: type[TrainingArguments], toys: ModuleType, out: str, **changes: Any
+) -> Trainer:
+    return trainer(toys.tiny_model(), args(out, **SETTINGS | changes), train_dataset=toys.sequences(9))
+
+
+SETTINGS: dict[str, Any] = {
+    "use_cpu": True,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 0.01,
+    "max_steps": 4,
+}
+SCRIPTS = [
+    keyword_arguments,
+    positional_arguments,
+    model_init,
+    own_callback,
+    own_optimizer,
+    own_loss,
+    datasets_data,
+    packed_blocks,
+    padding_collator,
+    lora,
+    pytest.param(partial(with_settings, bf16=True), id="bf16"),
+    pytest.param(partial(with_settings, neftune_noise_alpha=1.0), id="neftune"),
+    pytest.param(partial(with_settings, dataloader_num_workers=1), id="data worker"),
+    pytest.param(
+        partial(with_settings, activation_checkpointing=True),
+        id="activation checkpointing",
+        marks=pytest.mark.skipif(not NEW_CHECKPOINTING, reason="this version has the older name only"),
+    ),
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_for_trainer_runs_with_two_names_changed(
+    toys: ModuleType, tmp_path: Path, script: Callable[..., Trainer]
+) -> None:
+    stock = script(Trainer, TrainingArguments, toys, str(tmp_path / "stock"))
+    stock_start = toys.weights(stock.model)
+    stock.train()
+    dropping = script(
+        StatePassingTrainer, partial(StatePassingConfig, state_drop_probability=1.0), toys, str(tmp_path / "drop")
+    )
+    dropping.train()
+    toys.assert_same_weights(toys.weights(dropping.model), toys.weights(stock.model))
+
+    passing = script(StatePassingTrainer, StatePassingConfig, toys, str(tmp_path / "pass"))
+    passing.train()
+    passed = toys.weights(passing.model)
+    trainable = [name for name, parameter in passing.model.named_parameters() if parameter.requires_grad]
+    assert trainable
+    assert [name for name in trainable if torch.equal(passed[name], stock_start[name])] == []
+    assert any(not torch.equal(passed[name], weight) for name, weight in toys.weights(stock.model).items())
+
+
+def test_lora_trains_the_adapter_and_nothing_else(toys: ModuleType, tmp_path: Path) -> None:
+    trainer = lora(StatePassingTrainer, StatePassingConfig, toys, str(tmp_path))
+    before = toys.weights(trainer.model)
+    trainer.train()
+    moved = {name for name, after in toys.weights(trainer.model).items() if not torch.equal(after, before[name])}
+    assert moved == {name for name in before if "lora_" in name}
+    assert len(moved) == 6  # two matrices for in_proj of two layers and for the head
+
+
+def test_activation_checkpointing_trains_the_same_weights(toys: ModuleType, make_config: MakeConfig) -> None:
+    results = []
+    for changes in ({}, {"gradient_checkpointing": True}):
+        fields = {"max_steps": 4, "state_drop_probability": 0.0, "learning_rate": 0.01} | changes
+        if changes and NEW_CHECKPOINTING:
+            with pytest.warns(FutureWarning, match="gradient_checkpointing"):
+                config = make_config(**fields)
+        else:
+            config = make_config(**fields)
+        trainer = StatePassingTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(8))
+        trainer.train()
+        assert trainer.model.is_gradient_checkpointing == bool(changes)
+        results.append(toys.weights(trainer.model))
+    toys.assert_same_weights(*results, atol=1e-6)
+
+
+def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(toys: ModuleType, make_config: MakeConfig) -> None:
+    config = make_config(
+        max_steps=6,
+        learning_rate=0.3,  # overshoots, so that the last step is not the best
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+    )
+    trainer = StatePassingTrainer(
+        toys.tiny_model(), config, train_dataset=toys.sequences(8), eval_dataset=toys.sequences(4, seed=1)
+    )
+    trainer.train()
+    losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    best = min(losses, key=lambda step: losses[step])
+    assert best < 6
+    output_dir = Path(config.output_dir)
+    assert sorted(folder.name for folder in output_dir.iterdir()) == sorted({f"checkpoint-{best}", "checkpoint-6"})
+    saved = type(trainer.model).from_pretrained(output_dir / f"checkpoint-{best}")
+    toys.assert_same_weights(toys.weights(trainer.model), toys.weights(saved))
+
+
+def test_a_class_that_came_with_a_checkpoint_trains_like_ours(
+    toys: ModuleType, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    ours = toys.tiny_model()
+    ours.save_pretrained(tmp_path / "saved")
+    importlib.invalidate_caches()
+    remote_class = get_class_from_dynamic_module(
+        "modeling_stateful_mamba2.StatefulMamba2ForCausalLM", str(tmp_path / "saved")
+    )
+    assert not issubclass(remote_class, type(ours))
+    results = []
+    for model in (ours, remote_class.from_pretrained(tmp_path / "saved")):
+        trainer = StatePassingTrainer(model, make_config(max_steps=4), train_dataset=toys.sequences(8))
+        trainer.train()
+        results.append(toys.weights(model))
+    toys.assert_same_weights(*results)
+
+
+# --- refusals ---
+
+
+def test_the_base_class_cannot_be_used_on_its_own(toys: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="initial_state_source"):
+        InitialStateTrainer(toys.tiny_model(), TrainingArguments(str(tmp_path), **toys.QUIET))  # type: ignore[abstract]
+
+
+def test_a_model_that_takes_no_state_is_refused(toys: ModuleType, make_config: MakeConfig) -> None:
+    sizes = {"vocab_size": 17, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 1}
+    stock = Mamba2ForCausalLM(Mamba2Config(num_heads=2, head_dim=8, n_groups=1, **sizes))
+    with pytest.raises(ValueError, match=r"Mamba2ForCausalLM takes no .*initial_state.*StatefulMamba2ForCausalLM"):
+        StatePassingTrainer(stock, make_config(), train_dataset=toys.sequences(4))
+
+
+def test_plain_training_arguments_are_refused(toys: ModuleType, tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), **toys.QUIET)
+    with pytest.raises(ValueError, match=r"needs its arguments as StatePassingConfig.*got TrainingArguments"):
+        StatePassingTrainer(toys.tiny_model(), args, train_dataset=toys.sequences(4))
+
+
+def test_without_arguments_the_default_ones_are_used(
+    toys: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert StatePassingTrainer(toys.tiny_model()).args.state_drop_probability == 0.1
+
+
+@pytest.mark.parametrize("probability", [-0.01, 1.01, float("nan")])
+def test_a_drop_probability_outside_zero_to_one_is_refused(make_config: MakeConfig, probability: float) -> None:
+    with pytest.raises(ValueError, match="state_drop_probability must be between 0 and 1"):
+        make_config(state_drop_probability=probability)
+
+
+def test_reentrant_activation_checkpointing_is_refused(toys: ModuleType, make_config: MakeConfig) -> None:
+    name = "activation_checkpointing_kwargs" if NEW_CHECKPOINTING else "gradient_checkpointing_kwargs"
+    config = make_config(**{name: {"use_reentrant": True}})
+    with pytest.raises(ValueError, match="set use_reentrant=False"):
+        StatePassingTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4))
+
+
+def test_label_smoothing_is_refused(toys: ModuleType, make_config: MakeConfig) -> None:
+    with pytest.raises(ValueError, match="label_smoothing_factor is not supported"):
+        StatePassingTrainer(
+            toys.tiny_model(), make_config(label_smoothing_factor=0.1), train_dataset=toys.sequences(4)
+        )
+
+
+class Stream(IterableDataset):
+    """A stream of sequences."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+class StreamWithLength(Stream):
+    """A stream that knows its length; a data loader still takes it in order."""
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+@pytest.mark.parametrize("kind", [Stream, StreamWithLength])
+def test_a_stream_needs_the_word_that_it_is_shuffled(
+    toys: ModuleType, make_config: MakeConfig, kind: type[Stream]
+) -> None:
+    data = kind(toys.sequences(8))
+    with pytest.raises(ValueError, match="Shuffle it and set assume_shuffled=True"):
+        StatePassingTrainer(toys.tiny_model(), make_config(max_steps=2), train_dataset=data)
+    config = make_config(max_steps=2, assume_shuffled=True)
+    trainer = StatePassingTrainer(toys.tiny_model(), config, train_dataset=data)
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "group_by_length", "batch_rebalance"])
+def test_samplers_that_order_the_data_are_refused(toys: ModuleType, make_config: MakeConfig, strategy: str) -> None:
+    if NEW_SAMPLING:
+        config = make_config(train_sampling_strategy=strategy)
+    elif strategy == "group_by_length":
+        config = make_config(group_by_length=True)
+    else:
+        pytest.skip("this version has no such sampler")
+    with pytest.raises(ValueError, match="the data must be shuffled"):
+        StatePassingTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4))
+
+
+def test_a_trainer_with_its_own_sampler_is_asked_about_it(toys: ModuleType, make_config: MakeConfig) -> None:
+    class InOrder(StatePassingTrainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+            return SequentialSampler(self.train_dataset)
+
+    data = toys.sequences(4)
+    with pytest.raises(ValueError, match="set assume_shuffled=True if the data are shuffled already"):
+        InOrder(toys.tiny_model(), make_config(), train_dataset=data)
+    InOrder(toys.tiny_model(), make_config(assume_shuffled=True), train_dataset=data).train()
+
+
+def test_a_broken_final_state_stops_the_run_and_is_named(toys: ModuleType, make_config: MakeConfig) -> None:
+    model = toys.SumModel()
+    model.poisoned_pass = 5
+    config = make_config(gradient_accumulation_steps=2, max_steps=4, save_strategy="steps", save_steps=1)
+    trainer = StatePassingTrainer(model, config, train_dataset=toys.sequences(16))
+    with pytest.raises(ValueError, match=r"step 2, micro-batch 1: layer 0.*rows \[1\].*checkpoint-2"):
+        trainer.train()
+
+
+def test_several_gpus_in_one_process_are_refused(
+    toys: ModuleType, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config()
+    monkeypatch.setattr(type(config), "n_gpu", 2)
+    with pytest.raises(ValueError, match="2 GPUs in one process"):
+        StatePassingTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4))

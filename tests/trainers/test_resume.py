@@ -1,0 +1,266 @@
+"""An interrupted run continues bit for bit: after a stop, a kill, a full disk or a broken loss."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers.modeling_utils
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import TrainerState
+
+import hf_recurrent_lengthgen.trainers.checkpoints as checkpoints
+from hf_recurrent_lengthgen.trainers import StatePassingTrainer
+
+STEPS = 8  # of toys.resumable_trainer; 4 per epoch
+KILLS = ["weights", "optimizer.pt", "scheduler.pt", "rng_state", "initial_states", "trainer_state.json"]
+
+
+class Outcome(NamedTuple):
+    """All that training leaves."""
+
+    weights: dict[str, Tensor]
+    optimizer: list[Tensor]
+    initial_states: dict[str, Tensor]
+    log: list[tuple[float, float, float]]
+
+
+def outcome(trainer: StatePassingTrainer, toys: ModuleType) -> Outcome:
+    moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    values = [(entry["loss"], entry["grad_norm"], entry["learning_rate"]) for entry in log]
+    return Outcome(toys.weights(trainer.model), moments, trainer.initial_states.state_dict(), values)
+
+
+def assert_same(given: Outcome, expected: Outcome) -> None:
+    torch.testing.assert_close(given[:3], expected[:3], rtol=0, atol=0)
+    assert given.log == expected.log
+
+
+@pytest.fixture(scope="module")
+def whole_run(toys: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """The folder and the outcome of a run that nothing interrupts."""
+    output_dir = tmp_path_factory.mktemp("whole") / "run"
+    trainer = toys.resumable_trainer(output_dir)
+    trainer.train()
+    whole = outcome(trainer, toys)
+    assert len(whole.log) == STEPS
+    assert len(whole.initial_states) == 8  # two slots of two layers of two parts
+    assert all(torch.is_nonzero(part.abs().sum()) for part in whole.initial_states.values())
+    return output_dir, whole
+
+
+def resume(toys: ModuleType, output_dir: Path, checkpoint: str | bool = True, **changes: Any) -> Outcome:
+    trainer = toys.resumable_trainer(output_dir, **changes)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return outcome(trainer, toys)
+
+
+@pytest.mark.parametrize("step", range(1, STEPS))
+def test_resuming_from_any_step_equals_the_whole_run(
+    toys: ModuleType, whole_run: tuple[Path, Outcome], tmp_path: Path, step: int
+) -> None:
+    output_dir, whole = whole_run
+    assert_same(resume(toys, tmp_path, str(output_dir / f"checkpoint-{step}")), whole)
+
+
+def test_without_the_carried_states_the_run_would_differ(
+    toys: ModuleType, whole_run: tuple[Path, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output_dir, whole = whole_run
+    monkeypatch.setattr("hf_recurrent_lengthgen.trainers.PassedStates.load_state_dict", lambda *_: None)
+    given = resume(toys, tmp_path, str(output_dir / "checkpoint-5"))
+    assert given.log[:5] == whole.log[:5]
+    assert given.log[5:] != whole.log[5:]
+
+
+def test_the_newest_checkpoint_is_taken_and_none_is_an_error(
+    toys: ModuleType, whole_run: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    output_dir, whole = whole_run
+    with pytest.raises(ValueError, match=r"no complete checkpoint in .*train without resume_from_checkpoint"):
+        toys.resumable_trainer(tmp_path).train(resume_from_checkpoint=True)
+    for step in (2, 6):
+        shutil.copytree(output_dir / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
+    trainer = toys.resumable_trainer(tmp_path)
+    first_steps: list[int] = []
+    trainer.add_callback(toys.OnStep(6, lambda: first_steps.append(6)))
+    trainer.add_callback(toys.OnStep(2, lambda: first_steps.append(2)))
+    trainer.train(resume_from_checkpoint=True)
+    assert first_steps == [6]
+    assert_same(outcome(trainer, toys), whole)
+
+
+@pytest.fixture(scope="module")
+def killed_runs(toys: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of runs that died by SIGKILL, by what they were doing."""
+    root = tmp_path_factory.mktemp("killed")
+    random_step = int.from_bytes(os.urandom(1), "little") % (STEPS - 2) + 2
+    jobs: dict[str, dict[str, Any]] = {"step": {"die_at_step": random_step}}
+    jobs |= {part: {"die_at_step": 5, "die_in": part} for part in KILLS}
+    jobs["rotation"] = {"die_at_step": 5, "die_in": "rotation", "save_total_limit": 1}
+    # The second run of two in one folder dies while it writes over a checkpoint of the first.
+    jobs["overwriting"] = {"die_at_step": 5, "die_in": "optimizer.pt"}
+    toys.resumable_trainer(root / "overwriting").train()
+    argument = json.dumps([job | {"output_dir": str(root / name)} for name, job in jobs.items()])
+    done = subprocess.run([sys.executable, str(toys.__file__), argument], capture_output=True, text=True, check=False)
+    statuses = [line for line in done.stdout.splitlines() if line.startswith("status")]
+    assert statuses == [f"status {signal.SIGKILL.value}"] * len(jobs), done.stderr[-2000:]
+    print("killed at step", random_step)
+    return {name: root / name for name in jobs}
+
+
+@pytest.mark.parametrize("name", ["step", *KILLS])
+def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
+    toys: ModuleType, whole_run: tuple[Path, Outcome], killed_runs: dict[str, Path], name: str
+) -> None:
+    _, whole = whole_run
+    output_dir = killed_runs[name]
+    if name != "step":
+        broken = output_dir / "checkpoint-6"
+        assert broken.is_dir()
+        assert checkpoints.what_is_missing(broken) is not None
+        with pytest.raises(ValueError, match=r"Cannot resume from .*checkpoint-6.*checkpoint-5"):
+            toys.resumable_trainer(output_dir).train(resume_from_checkpoint=str(broken))
+    assert_same(resume(toys, output_dir), whole)
+    assert checkpoints.what_is_missing(output_dir / f"checkpoint-{STEPS}") is None
+
+
+def test_a_run_killed_while_it_deletes_an_old_checkpoint_resumes_from_the_new_one(
+    toys: ModuleType, whole_run: tuple[Path, Outcome], killed_runs: dict[str, Path]
+) -> None:
+    output_dir = killed_runs["rotation"]
+    assert checkpoints.newest_complete_checkpoint(output_dir) == output_dir / "checkpoint-6"
+    assert_same(resume(toys, output_dir, save_total_limit=1), whole_run[1])
+    assert [folder.name for folder in output_dir.iterdir()] == [f"checkpoint-{STEPS}"]
+
+
+def test_a_kill_while_writing_over_an_older_run_is_noticed(
+    toys: ModuleType, whole_run: tuple[Path, Outcome], killed_runs: dict[str, Path]
+) -> None:
+    output_dir = killed_runs["overwriting"]
+    assert "trainer_state.json is missing" in str(checkpoints.what_is_missing(output_dir / "checkpoint-6"))
+    assert_same(resume(toys, output_dir, str(output_dir / "checkpoint-5")), whole_run[1])
+
+
+def test_an_interrupt_says_how_to_continue(
+    toys: ModuleType, whole_run: tuple[Path, Outcome], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        trainer = toys.resumable_trainer(tmp_path)
+        trainer.add_callback(toys.OnStep(3, lambda: os.kill(os.getpid(), signal.SIGINT)))
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    told = capsys.readouterr().out
+    assert "Interrupted after step 3." in told
+    assert f"{tmp_path / 'checkpoint-3'}: train(resume_from_checkpoint=True) continues from it" in told
+    assert_same(resume(toys, tmp_path), whole_run[1])
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "part"),
+    [
+        pytest.param(transformers.modeling_utils, "safe_save_file", "model.safetensors", id="weights"),
+        pytest.param(torch, "save", "optimizer.pt", id="optimizer"),
+        pytest.param(torch, "save", "rng_state", id="rng_state"),
+        pytest.param(checkpoints, "save_file", "initial_states", id="initial_states"),
+        pytest.param(TrainerState, "save_to_json", "trainer_state.json", id="trainer_state"),
+    ],
+)
+def test_a_disk_that_is_full_in_the_middle_of_a_save_loses_nothing(
+    toys: ModuleType,
+    whole_run: tuple[Path, Outcome],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: Any,
+    name: str,
+    part: str,
+) -> None:
+    original = getattr(module, name)
+
+    def write_half(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        if "checkpoint-6" in str(args[1]) and part in str(args[1]):
+            os.truncate(args[1], os.path.getsize(args[1]) // 2)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, write_half)
+        with pytest.raises(OSError, match="No space left"):
+            toys.resumable_trainer(tmp_path).train()
+    assert not list(tmp_path.glob("*/.*"))
+    assert checkpoints.newest_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-5"
+    assert_same(resume(toys, tmp_path), whole_run[1])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte; the test is skipped where none may be mounted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = shutil.which("mount")
+    if mount is None or os.geteuid() != 0:
+        pytest.skip("only root can mount a small file system")
+    mounted = subprocess.run([mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no small file system can be mounted here: {mounted.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_really_full_disk_loses_nothing(toys: ModuleType, whole_run: tuple[Path, Outcome], small_disk: Path) -> None:
+    with pytest.raises(Exception, match=r"(?i)no space left|write|iostream"):
+        toys.resumable_trainer(small_disk).train()
+    newest = checkpoints.newest_complete_checkpoint(small_disk)
+    assert newest is not None
+    assert newest.name != f"checkpoint-{STEPS}"
+    subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
+    assert_same(resume(toys, small_disk), whole_run[1])
+
+
+def test_a_loss_that_is_nan_stops_the_run_before_it_can_spoil_anything(
+    toys: ModuleType, whole_run: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    trainer = toys.resumable_trainer(tmp_path)
+    head = trainer.model.lm_head.weight
+    trainer.add_callback(toys.OnStep(4, lambda: head.data.fill_(torch.nan)))
+    with pytest.raises(ValueError, match=r"loss of step 4, micro-batch 0 is nan.*checkpoint-4.*Lower the learning"):
+        trainer.train()
+    assert_same(resume(toys, tmp_path), whole_run[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"batch_size": 3}, "per_device_train_batch_size was 2 and is 3"),
+        ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps was 2 and is 1"),
+    ],
+)
+def test_a_changed_batch_is_refused_with_what_to_do(
+    toys: ModuleType, whole_run: tuple[Path, Outcome], tmp_path: Path, changes: dict[str, int], told: str
+) -> None:
+    trainer = toys.resumable_trainer(tmp_path, **changes)
+    with pytest.raises(ValueError, match=f"{told}. Set it back, or load the weights with from_pretrained"):
+        trainer.train(resume_from_checkpoint=str(whole_run[0] / "checkpoint-5"))
+
+
+@pytest.mark.parametrize("by_name", [True, False], ids=["by name", "newest"])
+def test_a_checkpoint_of_another_trainer_is_refused(toys: ModuleType, tmp_path: Path, by_name: bool) -> None:
+    args = TrainingArguments(str(tmp_path), **toys.QUIET, max_steps=1, save_steps=1)
+    Trainer(toys.tiny_model(), args, train_dataset=toys.sequences(8)).train()
+    message = "initial_states_0.safetensors is missing.*from_pretrained" if by_name else "no complete checkpoint"
+    with pytest.raises(ValueError, match=message):
+        resume(toys, tmp_path, str(tmp_path / "checkpoint-1") if by_name else True)
