@@ -102,7 +102,7 @@ class _CausalConvSiLU(torch.autograd.Function):
         grad_a = torch.ops.aten.silu_backward(grad_y.to(a.dtype), a)
         grad_x = grad_a * weight[:, -1]
         grad_weight, grad_initial = torch.empty_like(weight), torch.zeros_like(initial_state)
-        grad_weight[:, -1] = torch.einsum("btc,btc->c", grad_a, x.to(a.dtype))
+        grad_weight[:, -1] = (grad_a * x).sum((0, 1))
         history, grad_history = initial_state.mT, grad_initial.mT
         for shift in range(1, taps):
             k, head = taps - 1 - shift, min(shift, length)
@@ -110,7 +110,6 @@ class _CausalConvSiLU(torch.autograd.Function):
             shifted = x[:, : max(length - shift, 0)].to(a.dtype)
             grad_x[:, : shifted.shape[1]].addcmul_(grad_a[:, shift:], weight[:, k])
             grad_history[:, past].addcmul_(grad_a[:, :head], weight[:, k])
-            grad_weight[:, k] = torch.einsum("btc,btc->c", grad_a[:, shift:], shifted) + torch.einsum(
-                "btc,btc->c", grad_a[:, :head], history[:, past]
-            )
+            grad_weight[:, k] = (grad_a[:, shift:] * shifted).sum((0, 1))
+            grad_weight[:, k] += (grad_a[:, :head] * history[:, past]).sum((0, 1))
         return grad_x.to(x.dtype), grad_weight, grad_a.sum((0, 1)), grad_initial

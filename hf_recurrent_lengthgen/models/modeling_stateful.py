@@ -105,9 +105,10 @@ class StatefulPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: Any) -> None:
         if not hasattr(config, "check"):
+            needed = getattr(self.config_class, "__name__", "stateful config")
             raise ValueError(
-                f"{type(self).__name__} needs a {self.config_class.__name__}, got {type(config).__name__}: make one "
-                f"with {self.config_class.__name__}(**config.to_dict())."
+                f"{type(self).__name__} needs a {needed}, got {type(config).__name__}: make one with "
+                f"{needed}(**config.to_dict())."
             )
         config.check()
         super().__init__(config)

@@ -57,7 +57,7 @@ def scan_ssd(
         C: Output projections, (B, T, G, N).
         D: Skip weights, (H,).
         initial_state: State before the first token, (B, H, P, N).
-        chunk_size: Tokens per chunk of the chunked forms; it changes speed and memory, not the result.
+        chunk_size: Tokens per chunk, about, of the chunked forms; it changes speed and memory, not the result.
         backend: "torch" (chunked form) or "kernel" (mamba-ssm).
 
     Returns:
@@ -155,7 +155,9 @@ class _ChunkedSSD(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         groups = B.shape[2]
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        pieces = [slice(start, start + chunk_size) for start in range(0, x.shape[1], chunk_size)]
+        length = x.shape[1]
+        even = -(-length // max(1, round(length / chunk_size)))  # 65 tokens are one chunk, not 64 + 1
+        pieces = [slice(start, start + even) for start in range(0, length, even)]
         first = _to_inner(initial_state, groups)
         states = first.new_empty(len(pieces) + 1, *first.shape)
         states[0] = first
@@ -240,14 +242,18 @@ class _Chunk:
         self.head_dim = x_BQHP.shape[3]
         self.B_ZQN, self.C_ZQN = B_BQGN.transpose(1, 2).flatten(0, 1), C_BQGN.transpose(1, 2).flatten(0, 1)
         self.u_BQHP = x_BQHP * dt_BQH[..., None]
-        self.s_BQH = (dt_BQH * A_H).cumsum(1)
+        # s_i - s_j cancels: in float32 alone a strong decay would blur the weak ones after it in the chunk
+        exact = torch.float32 if x_BQHP.device.type == "mps" else torch.float64
+        s_BQH = (dt_BQH.to(exact) * A_H.to(exact)).cumsum(1)
+        self.s_BQH = s_BQH.to(x_BQHP.dtype)
+        self.s_rest_BQH = (s_BQH - self.s_BQH).to(x_BQHP.dtype)
         self.decay_in_BQH = self.s_BQH.exp()
-        self.decay_out_BQH = (self.s_BQH[:, -1:] - self.s_BQH).exp_()
+        self.decay_out_BQH = (s_BQH[:, -1:] - s_BQH).to(x_BQHP.dtype).exp_()
 
     def L_BHQQ(self) -> Tensor:
         """exp(s_i - s_j) for j <= i, else 0. Above the diagonal exp may be infinite, tril drops it."""
         s_BHQ = self.s_BQH.transpose(1, 2).contiguous()  # else the heads come innermost, and matrix products crawl
-        return (s_BHQ[..., :, None] - s_BHQ[..., None, :]).exp_().tril_()
+        return (s_BHQ[..., :, None] - s_BHQ[..., None, :]).to(self.u_BQHP.dtype).exp_().tril_()
 
     def times_CB(self, t_BHQQ: Tensor) -> Tensor:
         """Multiply in place by C_i . B_j of the head's group."""

@@ -1,0 +1,85 @@
+"""A comparison as files (JSON, figures, page) and as a table for the terminal."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from hf_recurrent_lengthgen.evaluation.files import write_result
+from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison, Estimate
+from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.plotting.figures import context_harm_figure, in_window_figure, position_wise_figure
+from hf_recurrent_lengthgen.plotting.images import save_png, save_svg
+from hf_recurrent_lengthgen.plotting.page import comparison_page
+
+FIGURES: dict[str, Callable[[Sequence[ComparedModel]], Figure]] = {
+    "position_wise": position_wise_figure,
+    "context_harm": context_harm_figure,
+    "in_window": in_window_figure,
+}
+
+LOADING = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+
+read = model(**tokenizer("import os\\nimport", add_special_tokens=False, return_tensors="pt"))
+state = read.final_state  # all it remembers: a tuple of tensors
+prompt = tokenizer(" sys", add_special_tokens=False, return_tensors="pt")
+text = model.generate(**prompt, initial_state=state, max_new_tokens=40, do_sample=False)
+print(tokenizer.decode(text[0]))"""
+
+
+def write_report(comparison: Comparison, folder: Path, checkpoint: Path | None = None) -> Path:
+    """Write `result.json`, the figures as PNG and SVG, and `index.html`.
+
+    Args:
+        comparison: What was found.
+        folder: Where to write.
+        checkpoint: Checkpoint that the page explains how to load; None for no such section.
+
+    Returns:
+        Path of the page.
+    """
+    write_result(folder / "result.json", comparison)
+    for name, draw in FIGURES.items():
+        figure = draw(comparison.models)
+        save_png(figure, folder / f"{name}.png")
+        save_svg(figure, folder / f"{name}.svg")
+    page = folder / "index.html"
+    loading = None if checkpoint is None else LOADING.format(folder=checkpoint)
+    with replacing(page) as temporary:
+        temporary.write_text(comparison_page(comparison, loading), encoding="utf-8")
+    return page
+
+
+def summary_table(comparison: Comparison) -> str:
+    """One row per model: context harm in the last octave, in-window loss and use of context, with intervals."""
+    first = comparison.models[0].evaluation
+    start, stop = first.harm.last_range
+    confidence = f"{first.confidence:.0%}"
+    rows = [("model", f"harm at {start:,}-{stop:,}", "in-window loss", "context use", "holds to")]
+    for model in comparison.models:
+        found = model.evaluation
+        rows.append(
+            (
+                found.model,
+                _text(found.harm.last, sign=True),
+                _text(found.in_window.loss),
+                _text(found.in_window.context_use, sign=True),
+                f"{found.verdict.holds_to:,}",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    note = (
+        f"nats per {first.data.token_unit} with {confidence} intervals over {first.sequences} sequences; "
+        "positive harm: the context beyond the training length makes predictions worse."
+    )
+    return "\n".join([*lines, note])
+
+
+def _text(estimate: Estimate, sign: bool = False) -> str:
+    mean = f"{estimate.mean:+.3f}" if sign else f"{estimate.mean:.3f}"
+    return mean if estimate.low is None else f"{mean} [{estimate.low:.3f}, {estimate.high:.3f}]"
