@@ -26,7 +26,7 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     take_rows,
 )
 
-TOKENS_PER_FORWARD = 8192
+TOKENS_PER_FORWARD = 4096
 """Most tokens in one forward pass (rows x chunk) unless the caller chooses; bounds the activations."""
 LOGITS_PER_FORWARD = 2**25
 """Most logits in one forward pass (rows x chunk x vocabulary) unless the caller chooses: 128 MiB."""

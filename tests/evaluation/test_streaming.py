@@ -151,9 +151,9 @@ def test_unusable_tokens_are_refused(counter_model: Any, tokens: np.ndarray, mes
 
 
 def test_forward_plan_keeps_to_its_limits() -> None:
-    assert forward_plan(32, 4096, 384, None, None) == (32, 256)
-    assert forward_plan(1, 2**20, 384, None, None) == (1, 8192)
-    assert forward_plan(4096, 64, 384, None, None) == (128, 64)
+    assert forward_plan(32, 4096, 384, None, None) == (32, 128)
+    assert forward_plan(1, 2**20, 384, None, None) == (1, 4096)
+    assert forward_plan(4096, 64, 384, None, None) == (64, 64)
     assert forward_plan(32, 4096, 50_280, None, None) == (10, 66)
     assert forward_plan(5, 30, 2**26, None, None) == (1, 1)
     assert forward_plan(32, 4096, 384, 2, 10_000) == (2, 4096)

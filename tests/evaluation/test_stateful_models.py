@@ -1,0 +1,87 @@
+"""The metrics on a real recurrent model, against plain forward passes over each piece of text."""
+
+import numpy as np
+import pytest
+import torch
+
+from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
+from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
+
+SEQUENCES, LENGTH, TRAINING_LENGTH, VOCABULARY = 3, 150, 24, 19
+
+
+@pytest.fixture(scope="module")
+def model() -> StatefulMamba2ForCausalLM:
+    torch.manual_seed(0)
+    config = StatefulMamba2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_heads=4,
+        head_dim=8,
+        state_size=8,
+        n_groups=1,
+        chunk_size=16,
+    )
+    model = StatefulMamba2ForCausalLM(config)
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokens() -> np.ndarray:
+    return np.random.default_rng(1).integers(0, VOCABULARY, (SEQUENCES, LENGTH + 1))
+
+
+def plain_nll(model: StatefulMamba2ForCausalLM, piece: np.ndarray) -> np.ndarray:
+    """NLL (S, T) of piece (S, T + 1) by one forward pass from the zero state."""
+    ids = torch.from_numpy(piece)
+    with torch.no_grad():
+        log_probabilities = model(input_ids=ids[:, :-1]).logits.double().log_softmax(-1)
+    return -log_probabilities.gather(-1, ids[:, 1:, None])[..., 0].numpy()
+
+
+@pytest.mark.parametrize("chunk_length", [1, 17, 64, None])
+def test_streaming_equals_one_forward_pass(
+    model: StatefulMamba2ForCausalLM, tokens: np.ndarray, chunk_length: int | None
+) -> None:
+    result = stream_nll(model, tokens, chunk_length=chunk_length, batch_size=2, progress=False)
+    np.testing.assert_allclose(result.nll, plain_nll(model, tokens), atol=2e-5)
+    with torch.no_grad():
+        final_state = model(input_ids=torch.from_numpy(tokens[:, :-1])).final_state
+    for layer, expected in zip(result.final_state, final_state, strict=True):
+        torch.testing.assert_close(layer.recurrent, expected.recurrent, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(layer.conv, expected.conv, atol=2e-5, rtol=1e-4)
+
+
+def test_evaluation_equals_separate_forward_passes(model: StatefulMamba2ForCausalLM, tokens: np.ndarray) -> None:
+    result = evaluate_model(
+        model, tokens, TRAINING_LENGTH, label="mamba", data_description="random ids", progress=False
+    )
+    full = plain_nll(model, tokens)
+    harm = np.empty((SEQUENCES, LENGTH - TRAINING_LENGTH))
+    half = TRAINING_LENGTH // 2
+    for position in range(TRAINING_LENGTH, LENGTH):
+        start = (position - half) // half * half
+        truncated = plain_nll(model, tokens[:, start : position + 2])[:, -1]
+        harm[:, position - TRAINING_LENGTH] = full[:, position] - truncated
+    assert np.abs(harm).max() > 1e-3  # the model does look further back than the kept context
+    np.testing.assert_allclose(result.harm.curves.fine.mean, harm.mean(0), atol=4e-5)
+    assert result.harm.last.mean == pytest.approx(harm[:, LENGTH // 2 - TRAINING_LENGTH :].mean(), abs=1e-5)
+    starts = range(0, LENGTH - TRAINING_LENGTH + 1, half)
+    windows = [plain_nll(model, tokens[:, start : start + TRAINING_LENGTH + 1]) for start in starts]
+    np.testing.assert_allclose(result.in_window.curve.mean, np.mean(windows, axis=(0, 1)), atol=2e-5)
+    assert model.training
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu_gives_the_same_numbers(model: StatefulMamba2ForCausalLM, tokens: np.ndarray) -> None:
+    expected = stream_nll(model, tokens, progress=False).nll
+    model.cuda()
+    try:
+        found = stream_nll(model, tokens, chunk_length=40, progress=False)
+    finally:
+        model.cpu()
+    assert found.final_state[0].recurrent.is_cuda
+    np.testing.assert_allclose(found.nll, expected, atol=1e-4)
