@@ -166,3 +166,10 @@ def test_progress_counts_every_token_once(
 ) -> None:
     stream_nll(counter_model(slow), random_tokens, chunk_length=40)
     assert "390/390" in capsys.readouterr().err
+
+
+def test_losses_of_a_half_precision_model_are_taken_in_float32(counter_model: Any, expected_nll: NLL) -> None:
+    tokens = np.arange(41)[None] % 7
+    model = counter_model(lambda count: torch.full_like(count, 3, dtype=torch.bfloat16), last_only=True).bfloat16()
+    nll = stream_nll(model, tokens, progress=False).nll
+    np.testing.assert_allclose(nll[0], expected_nll(tokens[0], 0, 40, lambda count: 3, last_only=True), atol=1e-6)
