@@ -1,0 +1,306 @@
+"""Speed and memory against Transformers' own CPU path, as ratios within one run.
+
+    python benchmarks/run.py [scan model trainer stream] [--rounds 7]
+
+Competitors take turns and medians of all rounds are compared, so that a busy machine slows both. Memory is measured in
+processes of their own. README.md in this folder records figures.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import Mamba2Config, Mamba2ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+
+from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.cli.demo import DEFAULTS
+from hf_recurrent_lengthgen.data import PackedBlocks
+from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
+from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
+from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
+
+LENGTH = 2048
+WIDE: dict[str, Any] = {  # the dimensions of Mamba-2 130m in two layers, with a vocabulary too small to matter
+    "hidden_size": 768,
+    "num_heads": 24,
+    "head_dim": 64,
+    "state_size": 128,
+    "n_groups": 1,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+DEMO = WIDE | {
+    "hidden_size": DEFAULTS.hidden_size,
+    "num_heads": 2 * DEFAULTS.hidden_size // DEFAULTS.head_dim,
+    "head_dim": DEFAULTS.head_dim,
+    "state_size": DEFAULTS.state_size,
+    "num_hidden_layers": DEFAULTS.num_layers,
+}
+
+
+def take_turns(rounds: int, competitors: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """Median seconds of each, after one round that is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in competitors}
+    for _ in range(rounds + 1):
+        for name, run in competitors.items():
+            began = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - began)
+    return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
+
+
+def bench_scan(rounds: int) -> dict[str, float]:
+    """The scan alone, forward and backward, B 1, T 2048, 24 heads of 64, N 128, float32."""
+    torch.manual_seed(0)
+    x, B, C = torch.randn(1, LENGTH, 24, 64), torch.randn(1, LENGTH, 1, 128), torch.randn(1, LENGTH, 1, 128)
+    dt, A, D, state = torch.rand(1, LENGTH, 24) * 0.1, -torch.rand(24), torch.randn(24), torch.randn(1, 24, 64, 128)
+    for tensor in (x, dt, A, B, C, D, state):
+        tensor.requires_grad_()
+
+    def ours() -> None:
+        y, final = scan_ssd(x, dt, A, B, C, D, state)
+        (y.sum() + final.sum()).backward()
+
+    def theirs() -> None:
+        y, final = mamba2_chunk_scan(x, dt, A, B, C, 256, D=D, initial_states=state, return_final_states=True)
+        (y.sum() + final.sum()).backward()
+
+    seconds = take_turns(rounds, {"ours": ours, "theirs": theirs})
+    return {f"{name}_tokens_per_second": LENGTH / value for name, value in seconds.items()} | {
+        "speed_ratio": seconds["theirs"] / seconds["ours"]
+    }
+
+
+def two_layers(name: str) -> nn.Module:
+    """The two-layer model, ours or Transformers'."""
+    torch.manual_seed(0)
+    if name == "ours":
+        return StatefulMamba2ForCausalLM(StatefulMamba2Config(**WIDE)).train()
+    return Mamba2ForCausalLM(Mamba2Config(**WIDE)).train()
+
+
+def training_pass(model: nn.Module) -> None:
+    """Forward and backward of one sequence."""
+    ids = torch.arange(LENGTH)[None] % 251
+    model.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def saved_bytes(model: nn.Module) -> int:
+    """Bytes that the forward pass keeps for the backward pass, parameters not counted."""
+    storages: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    ids = torch.arange(LENGTH)[None] % 251
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=ids, labels=ids).loss
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert loss.requires_grad
+    return sum(size for address, size in storages.items() if address not in own)
+
+
+def bench_model(rounds: int) -> dict[str, float]:
+    """A whole two-layer model at the dimensions of Mamba-2 130m, and where its time goes."""
+    ours, theirs = two_layers("ours"), two_layers("theirs")
+    mixer = ours.backbone.layers[0].mixer  # type: ignore[union-attr, index]
+    hidden, inner = torch.randn(LENGTH, 768, requires_grad=True), torch.randn(LENGTH, 1536, requires_grad=True)
+
+    def projections() -> None:
+        for _ in range(2):
+            mixer.in_proj(hidden).sum().backward()
+            mixer.out_proj(inner).sum().backward()
+
+    square = torch.randn(2048, 2048)
+
+    def matmul() -> None:
+        torch.mm(square, square)
+
+    seconds = take_turns(
+        rounds,
+        {
+            "ours": lambda: training_pass(ours),
+            "theirs": lambda: training_pass(theirs),
+            "projections": projections,
+            "matmul": matmul,
+        },
+    )
+    saved = {"ours": saved_bytes(ours), "theirs": saved_bytes(theirs)}
+    peak = {name: in_own_process("peak_of_pass", name)["peak_mib"] for name in ("none", "ours", "theirs")}
+    return {
+        "ours_tokens_per_second": LENGTH / seconds["ours"],
+        "theirs_tokens_per_second": LENGTH / seconds["theirs"],
+        "speed_ratio": seconds["theirs"] / seconds["ours"],
+        "projections_alone_tokens_per_second": LENGTH / seconds["projections"],
+        "matmul_gflops": 2 * 2048**3 / seconds["matmul"] / 1e9,
+        "ours_saved_mib": saved["ours"] / 2**20,
+        "theirs_saved_mib": saved["theirs"] / 2**20,
+        "saved_ratio": saved["ours"] / saved["theirs"],
+        "ours_peak_growth_mib": peak["ours"] - peak["none"],
+        "theirs_peak_growth_mib": peak["theirs"] - peak["none"],
+        "peak_growth_ratio": (peak["ours"] - peak["none"]) / (peak["theirs"] - peak["none"]),
+    }
+
+
+def peak_of_pass(name: str) -> dict[str, float]:
+    """Peak memory of a process that makes the model and, unless `name` is "none", one training pass."""
+    model = two_layers("ours" if name == "none" else name)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    if name != "none":
+        ids = torch.arange(LENGTH)[None] % 251
+        model(input_ids=ids, labels=ids).loss.backward()
+    return {"peak_mib": peak_mib()}
+
+
+class StepTimer(TrainerCallback):
+    """Seconds of each optimizer step, without what Trainer does between steps."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.began = 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.began = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seconds.append(time.perf_counter() - self.began)
+
+
+def bench_trainer(rounds: int) -> dict[str, float]:
+    """A StatePassingTrainer step against a Trainer step: same model, batch and length."""
+    result: dict[str, float] = {}
+    for name, sizes, batch, length in (
+        ("wide", WIDE, 1, LENGTH),
+        ("demo", DEMO, DEFAULTS.batch_size, DEFAULTS.training_length),
+    ):
+        steps = 3 if name == "wide" else 20
+        stream = torch.arange(2 * steps * batch * (length + 1)) % 251
+        medians: dict[str, list[float]] = {"plain": [], "state_passing": []}
+        with tempfile.TemporaryDirectory() as folder:
+            for _ in range(rounds):
+                for method in medians:
+                    torch.manual_seed(0)
+                    model = StatefulMamba2ForCausalLM(StatefulMamba2Config(**sizes))
+                    trainer_class, config_class = (
+                        (Trainer, TrainingArguments)
+                        if method == "plain"
+                        else (StatePassingTrainer, StatePassingConfig)
+                    )
+                    arguments = config_class(
+                        folder,
+                        max_steps=steps + 1,
+                        per_device_train_batch_size=batch,
+                        save_strategy="no",
+                        report_to="none",
+                        logging_strategy="no",
+                        disable_tqdm=True,
+                        dataloader_pin_memory=False,
+                    )
+                    timer = StepTimer()
+                    trainer = trainer_class(
+                        model, arguments, train_dataset=PackedBlocks(stream, length), callbacks=[timer]
+                    )
+                    trainer.train()
+                    medians[method].append(statistics.median(timer.seconds[1:]))
+        seconds = {method: statistics.median(values) for method, values in medians.items()}
+        result |= {f"{name}_{method}_step_ms": value * 1000 for method, value in seconds.items()}
+        result[f"{name}_ratio"] = statistics.median(
+            passed / plain for passed, plain in zip(medians["state_passing"], medians["plain"], strict=True)
+        )
+    return result
+
+
+def bench_stream(rounds: int) -> dict[str, float]:
+    """One stream of 1,048,576 tokens against one of 65,536: peak memory and speed."""
+    runs: dict[str, list[dict[str, float]]] = {"65536": [], "1048576": []}
+    for _ in range(min(rounds, 3)):
+        for length, found in runs.items():
+            found.append(in_own_process("stream_of", length))
+    middle = {
+        length: {key: statistics.median(run[key] for run in found) for key in found[0]}
+        for length, found in runs.items()
+    }
+    short, long = middle["65536"], middle["1048576"]
+    return {
+        "short_peak_mib": short["peak_mib"],
+        "long_peak_mib": long["peak_mib"],
+        "peak_ratio": long["peak_mib"] / short["peak_mib"],
+        "short_tokens_per_second": short["tokens_per_second"],
+        "long_tokens_per_second": long["tokens_per_second"],
+        "speed_ratio": long["tokens_per_second"] / short["tokens_per_second"],
+    }
+
+
+def stream_of(length: str) -> dict[str, float]:
+    """Evaluate one random stream with the demo's model."""
+    torch.manual_seed(0)
+    model = StatefulMamba2ForCausalLM(StatefulMamba2Config(**DEMO))
+    tokens = np.random.default_rng(0).integers(0, 256, (1, int(length) + 1), dtype=np.uint8)
+    stream_nll(model, tokens[:, :16385], progress=False)  # warm-up
+    began = time.perf_counter()
+    nll = stream_nll(model, tokens, progress=False).nll
+    seconds = time.perf_counter() - began
+    assert nll.shape == (1, int(length))
+    return {"peak_mib": peak_mib(), "tokens_per_second": int(length) / seconds}
+
+
+def peak_mib() -> float:
+    """Peak resident memory of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def in_own_process(function: str, argument: str) -> dict[str, float]:
+    """Result of a function of this file, run in a new process."""
+    command = [sys.executable, __file__, "--call", function, argument]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    result: dict[str, float] = json.loads(printed.splitlines()[-1])
+    return result
+
+
+BENCHMARKS = {"scan": bench_scan, "model": bench_model, "trainer": bench_trainer, "stream": bench_stream}
+CALLS = {"peak_of_pass": peak_of_pass, "stream_of": stream_of}
+
+
+def main() -> None:
+    """Run the chosen benchmarks and print their figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which of {', '.join(BENCHMARKS)} (default: all)")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each competitor (default: %(default)s)")
+    parser.add_argument("--call", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(BENCHMARKS):
+        parser.error(f"unknown benchmarks {sorted(unknown)}, choose from {', '.join(BENCHMARKS)}")
+    if options.call:
+        print(json.dumps(CALLS[options.call[0]](options.call[1])))
+        return
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.processor() or platform.machine()}"
+    )
+    print(f"load average before: {os.getloadavg()[0]:.1f}")
+    for name in options.names or BENCHMARKS:
+        print(f"\n{name}: {(BENCHMARKS[name].__doc__ or '').splitlines()[0]}")
+        for key, value in BENCHMARKS[name](options.rounds).items():
+            print(f"  {key:36} {value:12,.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
