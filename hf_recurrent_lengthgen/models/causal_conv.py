@@ -48,7 +48,7 @@ def causal_conv(
     if lengths is None and x.shape[1] >= state_columns:
         final_state = x[:, x.shape[1] - state_columns :].mT
     else:
-        columns = torch.cat([initial_state.to(x.dtype).mT, x], dim=1)
+        columns = torch.cat([initial_state.mT, x.to(initial_state.dtype)], dim=1)
         ends = lengths if lengths is not None else torch.full((x.shape[0],), x.shape[1], device=x.device)
         index = ends[:, None] + torch.arange(state_columns, device=x.device)
         final_state = columns.gather(1, index[..., None].expand(-1, -1, x.shape[2])).mT

@@ -252,8 +252,10 @@ class _Chunk:
 
     def L_BHQQ(self) -> Tensor:
         """exp(s_i - s_j) for j <= i, else 0. Above the diagonal exp may be infinite, tril drops it."""
-        s_BHQ = self.s_BQH.transpose(1, 2).contiguous()  # else the heads come innermost, and matrix products crawl
-        return (s_BHQ[..., :, None] - s_BHQ[..., None, :]).to(self.u_BQHP.dtype).exp_().tril_()
+        # contiguous, else the heads come innermost, and matrix products crawl
+        s_BHQ, rest_BHQ = (s.transpose(1, 2).contiguous() for s in (self.s_BQH, self.s_rest_BQH))
+        s_BHQQ = s_BHQ[..., :, None] - s_BHQ[..., None, :]
+        return s_BHQQ.add_(rest_BHQ[..., :, None]).sub_(rest_BHQ[..., None, :]).exp_().tril_()
 
     def times_CB(self, t_BHQQ: Tensor) -> Tensor:
         """Multiply in place by C_i . B_j of the head's group."""

@@ -1,0 +1,135 @@
+"""The model families under test; a family added here runs through every test of this folder."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.functional import silu, softplus
+
+from hf_recurrent_lengthgen.models.configuration_stateful_mamba2 import StatefulMamba2Config
+from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba2ForCausalLM, StatefulMamba2Model
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+
+TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+VOCABULARY = 29
+
+
+def mamba2_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
+    """Logits and final state of a Mamba-2 model, one token at a time from the equations; x: (B, T, D)."""
+    c = model.config
+    H, P, N, G = c.num_heads, c.head_dim, c.state_size, c.n_groups
+
+    def rms(v: Tensor, groups: int = 1) -> Tensor:
+        v = v.unflatten(-1, (groups, -1))
+        return (v / (v.square().mean(-1, keepdim=True) + c.layer_norm_epsilon).sqrt()).flatten(-2)
+
+    final = []
+    for block, (h, columns) in zip(model.backbone.layers, state, strict=True):
+        m, outputs = block.mixer, []
+        for t in range(x.shape[1]):
+            z, xBC, dt = m.in_proj(block.norm.weight * rms(x[:, t])).split([H * P, H * P + 2 * G * N, H], -1)
+            window = torch.cat([columns, xBC[..., None]], -1)  # (B, C, K)
+            bias = 0 if m.conv1d.bias is None else m.conv1d.bias
+            u, B, C = silu((window * m.conv1d.weight[:, 0]).sum(-1) + bias).split([H * P, G * N, G * N], -1)
+            u, columns = u.unflatten(-1, (H, P)), window[..., 1:]
+            B, C = (v.unflatten(-1, (G, N)).repeat_interleave(H // G, dim=1) for v in (B, C))  # (B, H, N)
+            dt = softplus(dt + m.dt_bias).clamp(*c.time_step_limit)
+            decay = torch.exp(-dt * torch.exp(m.A_log))
+            h = decay[..., None, None] * h + torch.einsum("bh,bhp,bhn->bhpn", dt, u, B)
+            y = torch.einsum("bhpn,bhn->bhp", h, C) + m.D[:, None] * u
+            outputs.append(m.out_proj(m.norm.weight * rms(y.flatten(1) * silu(z), G)))
+        x = x + torch.stack(outputs, 1)
+        final.append(LayerState(h, columns))
+    return model.lm_head(model.backbone.norm_f.weight * rms(x)), tuple(final)
+
+
+class Family(NamedTuple):
+    """What the tests need to know of a family."""
+
+    name: str
+    config_class: type
+    causal_lm_class: type
+    backbone_class: type
+    config: Callable[..., Any]  # a tiny configuration; keywords change fields
+    variants: dict[str, dict[str, Any]]  # changes of the configuration worth a run of their own
+    loop: Callable[[Any, Tensor, RecurrentState], tuple[Tensor, RecurrentState]]
+    linear_modules: set[str]  # every module an adapter may sit on
+
+
+def mamba2_config(**changes: Any) -> StatefulMamba2Config:
+    fields = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "num_heads": 4,
+        "head_dim": 8,
+        "state_size": 5,
+        "n_groups": 2,
+        "num_hidden_layers": 2,
+        "chunk_size": 16,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "residual_in_fp32": False,
+    }
+    return StatefulMamba2Config(**(fields | changes))
+
+
+MAMBA2 = Family(
+    name="mamba2",
+    config_class=StatefulMamba2Config,
+    causal_lm_class=StatefulMamba2ForCausalLM,
+    backbone_class=StatefulMamba2Model,
+    config=mamba2_config,
+    variants={
+        "one group": {"n_groups": 1},
+        "two groups": {},
+        "step limits": {"time_step_limit": (0.2, 0.7)},
+        "two taps, no biases": {"n_groups": 1, "conv_kernel": 2, "use_conv_bias": False},
+        "biases, fp32 residual, tied": {
+            "n_groups": 4,
+            "use_bias": True,
+            "residual_in_fp32": True,
+            "tie_word_embeddings": True,
+        },
+    },
+    loop=mamba2_loop,
+    linear_modules={"in_proj", "out_proj"},
+)
+
+FAMILIES = [MAMBA2]
+VARIANTS = [(family, variant) for family in FAMILIES for variant in family.variants]
+
+
+def variant_id(value: object) -> str:
+    """Test ids for `parametrize(("family", "variant"), VARIANTS, ids=variant_id)`."""
+    return value.name if isinstance(value, Family) else str(value)
+
+
+def build(family: Family, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
+    """A model whose parameters are all away from their neutral initial values, in eval mode."""
+    torch.manual_seed(seed)
+    return perturb(family.causal_lm_class(family.config(**changes))).to(dtype).eval()
+
+
+@torch.no_grad()
+def perturb(model: nn.Module) -> Any:
+    """Move every parameter, so that a forgotten bias, weight or norm changes the output."""
+    for parameter in model.parameters():
+        parameter.add_(0.2 * torch.randn(parameter.shape))
+    return model
+
+
+def random_state(model: Any, batch_size: int, seed: int = 1, scale: float = 0.5) -> RecurrentState:
+    """A state of nonzero values in every entry."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        LayerState(*((scale * torch.randn(part.shape, generator=generator)).to(part.dtype) for part in layer))
+        for layer in model.zero_state(batch_size)
+    )
+
+
+def random_tokens(batch_size: int, length: int, seed: int = 2) -> Tensor:
+    """Token ids without the special ones 0, 1 and 2."""
+    return torch.randint(3, VOCABULARY, (batch_size, length), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,75 @@
+"""What the core law compares: everything that comes out of a model or a scan run in pieces."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, map_state
+
+Step = Callable[[Tensor, Tensor | None, RecurrentState], tuple[Tensor, RecurrentState]]
+
+
+def model_step(model: Any) -> Step:
+    """A piece of embeddings, its mask and a state to logits and the next state."""
+
+    def step(embeds: Tensor, mask: Tensor | None, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
+        output = model(inputs_embeds=embeds, attention_mask=mask, initial_state=state)
+        return output.logits, output.final_state
+
+    return step
+
+
+def weights_like(x: Tensor, seed: int) -> Tensor:
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(x.dtype)
+
+
+def run_in_pieces(
+    step: Step,
+    parameters: dict[str, Tensor],
+    embeds: Tensor,
+    state: RecurrentState,
+    cuts: Sequence[int] = (),
+    mask: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Outputs, final state and all gradients of a random functional of both, cut before the positions `cuts`."""
+    embeds = embeds.detach().clone().requires_grad_()
+    state = map_state(lambda part: part.detach().clone().requires_grad_(), state)
+    carried, outputs = state, []
+    for start, stop in pairwise([0, *cuts, embeds.shape[1]]):
+        piece = slice(start, stop)
+        output, carried = step(embeds[:, piece], None if mask is None else mask[:, piece], carried)
+        outputs.append(output)
+    logits = torch.cat(outputs, 1)
+    if mask is not None:
+        logits = logits * mask[..., None]
+    objective = (logits * weights_like(logits, 0)).sum()
+    named = {"logits": logits}
+    for index, layer in enumerate(carried):
+        for name, part in zip(LayerState._fields, layer, strict=True):
+            objective = objective + (part * weights_like(part, 10 + index)).sum()
+            named[f"final {name} {index}"] = part
+    leaves = {"inputs": embeds} | parameters
+    for index, layer in enumerate(state):
+        leaves |= {f"initial {name} {index}": part for name, part in zip(LayerState._fields, layer, strict=True)}
+    gradients = torch.autograd.grad(objective, list(leaves.values()), allow_unused=True)
+    missing = [name for name, gradient in zip(leaves, gradients, strict=True) if gradient is None]
+    assert set(missing) <= {"backbone.embeddings.weight"}, missing
+    named |= {f"gradient of {n}": g for n, g in zip(leaves, gradients, strict=True) if g is not None}
+    return {name: value.detach() for name, value in named.items()}
+
+
+def assert_equal_up_to(tolerance: float, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compare tensor by tensor, relative to the largest entry of the expected one."""
+    assert actual.keys() == expected.keys()
+    errors = {}
+    for name, value in expected.items():
+        assert actual[name].shape == value.shape, name
+        assert bool(value.isfinite().all()), name
+        if value.numel():
+            scale = value.abs().max().clamp(min=1e-30)
+            errors[name] = float((actual[name] - value).abs().max() / scale)
+    wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+    assert not wrong, wrong
