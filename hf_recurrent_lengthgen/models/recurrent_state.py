@@ -203,7 +203,7 @@ def save_state(path: str | os.PathLike[str], state: RecurrentState, metadata: Ma
     """
     check_finite_state(state, "state")
     tensors = {
-        f"layers.{index}.{part_name}": part.detach().cpu().contiguous()
+        f"layers.{index}.{part_name}": part.detach().to("cpu", copy=True).contiguous()
         for index, layer in enumerate(state)
         for part_name, part in zip(LayerState._fields, layer, strict=True)
     }
@@ -261,5 +261,10 @@ def load_state(
     state = tuple(
         LayerState(*(tensors[f"layers.{index}.{part}"] for part in LayerState._fields)) for index in range(int(layers))
     )
+    if len(rows := {tensor.shape[:1] for tensor in tensors.values()}) > 1:
+        raise ValueError(f"{path} has parts with different numbers of rows: {sorted(rows)}.")
     check_finite_state(state, os.fspath(path))
-    return state, json.loads(header.get("metadata", "{}"))
+    try:
+        return state, json.loads(header.get("metadata", "{}"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} has metadata that is not JSON: {header['metadata']!r}.") from error
