@@ -96,6 +96,13 @@ def _refuse_unsupported(unsupported: dict[str, Any]) -> None:
         )
 
 
+def _check_cache(cache: Any) -> None:
+    if cache is not None and not isinstance(cache, RecurrentCache):
+        raise ValueError(
+            f"past_key_values must be a RecurrentCache, got {type(cache).__name__}; a state goes in as initial_state."
+        )
+
+
 class StatefulPreTrainedModel(PreTrainedModel):
     """What the backbone and the language model of every family share."""
 
@@ -199,8 +206,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
             raise ValueError(
                 "Give initial_state or past_key_values, not both: each of them is the state to start from."
             )
-        if past_key_values is not None and not isinstance(past_key_values, RecurrentCache):
-            raise ValueError(f"past_key_values must be a RecurrentCache, got {type(past_key_values).__name__}.")
+        _check_cache(past_key_values)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         hidden_states = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
@@ -411,6 +417,7 @@ class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: if the state does not fit the prompt, holds NaN, or is given with a cache or without one.
         """
+        _check_cache(kwargs.get("past_key_values"))
         if initial_state is None:
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
         if kwargs.get("past_key_values") is not None:
