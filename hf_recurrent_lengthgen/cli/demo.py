@@ -7,16 +7,28 @@ that every machine has, the source files of the Python standard library.
 
 import argparse
 import json
+import shlex
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
 
-from hf_recurrent_lengthgen.cli.inputs import load_model, load_stream
+from hf_recurrent_lengthgen.cli.inputs import load_model, load_stream, quiet_libraries
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
@@ -35,38 +47,51 @@ class DemoSettings:
     head_dim: int = 32
     state_size: int = 32
     num_layers: int = 2
-    mimetic_c: float = 4.0
+    mimetic_c: float = 5.0
     mimetic_offset: int = 1
     training_length: int = 128
     batch_size: int = 16
-    base_steps: int = 900
+    base_steps: int = 1000
     base_learning_rate: float = 4e-3
-    cure_steps: int = 500
-    cure_learning_rate: float = 1e-3
+    cure_steps: int = 1000
+    cure_learning_rate: float = 2.5e-3
     state_drop_probability: float = 0.1
     evaluation_multiple: int = 64
     sequences: int = 32
 
 
 DEFAULTS = DemoSettings()
+RECORD = "training_record.json"
+STAGES: tuple[tuple[Role, str], ...] = (
+    ("base", "Training a model from nothing on {length}-byte pieces of text"),
+    ("cured", "Curing it: a few more steps with state passing"),
+    ("control", "Control: equally many plain steps"),
+)
+DESCRIPTION = """\
+Train a small Mamba-2 on the sources of the Python standard library, see it break beyond its training length,
+cure it with state passing, and compare with equally many plain steps. Takes about five minutes on two cores,
+downloads nothing. Writes into the output folder:
+
+  index.html               page with figures and numbers: open it in a browser
+  result.json              the numbers; position_wise, context_harm, in_window as .png and .svg
+  base/ cured/ control/    checkpoints that load with trust_remote_code=True
+"""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command with its arguments."""
     parser = argparse.ArgumentParser(
-        "lengthgen demo",
-        description="Train a small Mamba-2 on the sources of the Python standard library, see it break beyond its "
-        "training length, cure it with state passing, and compare with equally many plain steps. Takes about five "
-        "minutes on two cores; writes a page with figures, the numbers, and the three checkpoints.",
+        "lengthgen demo", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", default="demo-output", help="folder for everything (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of initialization and data order (default: 0)")
-    parser.add_argument("--resume", action="store_true", help="keep the checkpoints that an interrupted demo finished")
+    parser.add_argument("--resume", action="store_true", help="keep the models that an interrupted demo finished")
     options = parser.parse_args(arguments)
     try:
         run_demo(Path(options.output), options.seed, options.resume)
     except KeyboardInterrupt:
-        print(f"\nContinue with: lengthgen demo --output {options.output} --seed {options.seed} --resume")
+        again = ["lengthgen", "demo", "--output", options.output, "--seed", str(options.seed), "--resume"]
+        print(f"\nTo continue, keeping the models that are finished: {shlex.join(again)}")
         raise
     return 0
 
@@ -75,38 +100,52 @@ def run_demo(output: Path, seed: int = 0, resume: bool = False, settings: DemoSe
     """Train base, cured and control, evaluate them on the same held-out text, and write the report.
 
     Writes `base/`, `cured/`, `control/` (checkpoints with code), `result.json`, figures and `index.html`.
+
+    Raises:
+        ValueError: if one of the three folders holds something else; nothing is overwritten then.
     """
+    began = time.perf_counter()
+    for role, _ in STAGES:
+        folder = output / role
+        if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).is_file():
+            raise ValueError(f"{folder} holds files that are not of a demo: give another --output.")
     tokenizer = byte_tokenizer()
     blocks = PackedBlocks(load_stream("stdlib", "train", tokenizer).tokens, settings.training_length)
     held_out = load_stream("stdlib", "validation", tokenizer)
-    tokens = evaluation_sequences(
-        held_out.tokens, settings.sequences, settings.evaluation_multiple * settings.training_length + 1
-    )
-    stages: list[tuple[Role, str]] = [
-        ("base", f"Training a model from nothing on {settings.training_length}-byte pieces of text"),
-        ("cured", "Curing it: a few more steps with state passing"),
-        ("control", "Control: equally many plain steps"),
-    ]
+    length = settings.evaluation_multiple * settings.training_length
+    tokens = evaluation_sequences(held_out.tokens, settings.sequences, length + 1)
+    run_key = f"{settings} seed {seed} on {held_out.description}"
     records = {}
-    for number, (role, what) in enumerate(stages, 1):
-        print(f"\n[{number}/4] {what}")
-        records[role] = _train(role, output, seed, settings, blocks, tokenizer, resume)
-    print(f"\n[4/4] Evaluating all three on {settings.sequences} held-out texts of {tokens.shape[1] - 1} bytes")
-    compared = []
-    for role, _ in stages:
-        result = evaluate_model(
-            load_model(str(output / role)),
-            tokens,
-            settings.training_length,
-            label=role,
-            data_description=held_out.description,
-            token_unit="byte",
-            seed=seed,
-        )
-        compared.append(ComparedModel(role, result, records[role]))
+    with quiet_libraries("warnings", "bars"):
+        for number, (role, what) in enumerate(STAGES, 1):
+            print(f"\n[{number}/4] {what.format(length=settings.training_length)}", flush=True)
+            kept = _finished(output / role, run_key) if resume else None
+            if kept is not None:
+                print(f"  kept {output / role}, which is finished")
+            else:
+                resume = resume and role != "base"  # the others start from the base
+                kept = _train(role, output, seed, settings, blocks, tokenizer, run_key)
+                print(f"  done: {kept.steps} steps in {kept.seconds:.0f} s, loss {kept.loss:.3f}, in {output / role}")
+            records[role] = kept
+        print(f"\n[4/4] Evaluating all three on {settings.sequences} held-out texts of {length:,} bytes", flush=True)
+        compared = []
+        for role, _ in STAGES:
+            result = evaluate_model(
+                load_model(str(output / role)),
+                tokens,
+                settings.training_length,
+                label=role,
+                data_description=held_out.description,
+                token_unit="byte",
+                seed=seed,
+                progress=sys.stderr.isatty(),
+            )
+            print(f"  {role}: done in {result.wall_seconds:.0f} s", flush=True)
+            compared.append(ComparedModel(role, result, records[role]))
     comparison = Comparison(f"Beyond {settings.training_length} bytes: failure and cure", tuple(compared))
     page = write_report(comparison, output, checkpoint=output / "cured")
-    print(f"\n{summary_table(comparison)}\n\nPage with figures: {page}\nThe cured checkpoint carries its own code:\n")
+    print(f"\n{summary_table(comparison)}\n\nTotal: {time.perf_counter() - began:.0f} s. Page with figures: {page}")
+    print("The cured checkpoint carries its own code:\n")
     print(f"    from transformers import AutoModelForCausalLM\n\n    {_load_line(output / 'cured')}")
     return comparison
 
@@ -136,18 +175,51 @@ def _base_model(settings: DemoSettings, vocab_size: int, seed: int) -> StatefulM
     return model
 
 
+def _finished(folder: Path, run_key: str) -> TrainingRecord | None:
+    """The record of a stage that an earlier run with the same settings finished."""
+    if not (folder / RECORD).is_file():
+        return None
+    record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    return TrainingRecord(**record) if record.pop("run") == run_key else None
+
+
+def _write_record(folder: Path, **record: Any) -> None:
+    with replacing(folder / RECORD) as temporary:
+        temporary.write_text(json.dumps(record), encoding="utf-8")
+
+
+class _Progress(TrainerCallback):
+    """One bar on a terminal, and a line per logged loss."""
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.bar = tqdm(total=state.max_steps, desc="  training", unit="step", leave=False, disable=None)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.bar.update()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        if logs and "loss" in logs:
+            self.bar.clear()
+            print(f"  step {state.global_step:>4} of {state.max_steps}: loss {float(logs['loss']):.3f}", flush=True)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.bar.close()
+
+
 def _train(
-    role: Role, output: Path, seed: int, settings: DemoSettings, blocks: PackedBlocks, tokenizer: Any, resume: bool
+    role: Role, output: Path, seed: int, settings: DemoSettings, blocks: PackedBlocks, tokenizer: Any, run_key: str
 ) -> TrainingRecord:
-    """Train one of the three models into `output/role`; the record is written last and marks it as finished."""
-    folder, record_file = output / role, output / role / "training_record.json"
-    run_key = f"{settings} seed {seed}"
-    if resume and record_file.is_file():
-        kept = json.loads(record_file.read_text(encoding="utf-8"))
-        if kept.pop("run") == run_key:
-            print(f"Keeping {folder}, which is finished.")
-            return TrainingRecord(**kept)
+    """Train one of the three models into `output/role`; its record says that it is finished."""
+    folder = output / role
     shutil.rmtree(folder, ignore_errors=True)
+    _write_record(folder, run="not finished")
     model: PreTrainedModel
     if role == "base":
         model = _base_model(settings, len(tokenizer), seed)
@@ -168,6 +240,7 @@ def _train(
         "logging_steps": max(1, steps // 5),
         "save_strategy": "no",
         "report_to": "none",
+        "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
     if role == "cured":
@@ -178,12 +251,13 @@ def _train(
     else:
         trainer = Trainer(model, TrainingArguments(**common), train_dataset=blocks, processing_class=tokenizer)
         method = "plain training"
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(_Progress)
     began = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - began
     trainer.save_model()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     record = TrainingRecord(f"{method}, learning rate {learning_rate:g}", steps, seconds, losses[-1])
-    with replacing(record_file) as temporary:
-        temporary.write_text(json.dumps({**asdict(record), "run": run_key}), encoding="utf-8")
+    _write_record(folder, **asdict(record), run=run_key)
     return record

@@ -1,10 +1,15 @@
 """Models, tokenizers and token streams from what a person types."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import datasets
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from hf_recurrent_lengthgen.data import byte_tokenizer, load_texts, standard_library_corpus, token_stream
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
@@ -23,6 +28,26 @@ class Stream(NamedTuple):
     description: str
 
 
+@contextmanager
+def quiet_libraries(*what: Literal["warnings", "bars"]) -> Iterator[None]:
+    """Silence warnings of Transformers, or progress bars of Transformers and datasets; afterwards all is as before."""
+    level = logging.get_verbosity()
+    bars, data_bars = logging.is_progress_bar_enabled(), not datasets.are_progress_bars_disabled()
+    if "warnings" in what:
+        logging.set_verbosity_error()
+    if "bars" in what:
+        logging.disable_progress_bar()
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if "bars" in what and bars:
+            logging.enable_progress_bar()
+        if "bars" in what and data_bars:
+            datasets.enable_progress_bars()
+
+
 def load_model(name: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """Load a language model that takes states.
 
@@ -30,29 +55,54 @@ def load_model(name: str, trust_remote_code: bool = False) -> PreTrainedModel:
     others with their own code if `trust_remote_code` allows it.
 
     Raises:
-        ValueError: for a folder that holds no checkpoint, or an architecture we have no stateful class for.
+        ValueError: for a folder that holds no checkpoint, an architecture we have no stateful class for, damaged
+            weights, and weights that are missing, left over or of other shapes than the config says.
     """
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise ValueError(f"{name} holds no config.json, so it is no checkpoint.")
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except OSError as error:
+        raise ValueError(f"{name} is no checkpoint folder here, and no model on the Hub: {error}") from error
+    loading: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    loader: Any = AutoModelForCausalLM
     if config.model_type == "mamba2":
         settings = {
             key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")
         }
-        return StatefulMamba2ForCausalLM.from_pretrained(name, config=StatefulMamba2Config(**settings))
-    if not config.model_type.startswith("stateful_"):
+        loader, loading["config"] = StatefulMamba2ForCausalLM, StatefulMamba2Config(**settings)
+    elif config.model_type.startswith("stateful_"):
+        loading["trust_remote_code"] = trust_remote_code
+    else:
         raise ValueError(
             f"{name} is of type {config.model_type!r}; models that can be given states are mamba2 and the checkpoints "
             "of this package."
         )
-    return AutoModelForCausalLM.from_pretrained(name, trust_remote_code=trust_remote_code)
+    try:
+        # Its warning about the weights becomes an error below.
+        with quiet_libraries("warnings"):
+            model, found = loader.from_pretrained(name, **loading)
+    except SafetensorError as error:
+        raise ValueError(f"The weights in {name} are damaged ({error}): copy or download them again.") from error
+    problems = {what: sorted(map(str, found[f"{what}_keys"])) for what in ("missing", "unexpected", "mismatched")}
+    if any(problems.values()):
+        told = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
+        raise ValueError(f"The weights in {name} do not fit its config.json, {told}.")
+    return model
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load a tokenizer; "bytes" is ByT5's, which needs no files."""
+    """Load a tokenizer; "bytes" is ByT5's, which needs no files.
+
+    Raises:
+        ValueError: if there is none.
+    """
     if name == "bytes":
         return byte_tokenizer()
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name} holds no tokenizer ({error}): give one with --tokenizer.") from error
     return tokenizer
 
 

@@ -1,10 +1,15 @@
 """The command line: `lengthgen demo | train | evaluate`."""
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 
+from safetensors import SafetensorError
+
 from hf_recurrent_lengthgen.cli import demo, evaluate, train
+from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
+from hf_recurrent_lengthgen.evaluation.evaluate import installed_versions
 
 COMMANDS = {"demo": demo, "train": train, "evaluate": evaluate}
 DESCRIPTION = """\
@@ -14,7 +19,10 @@ Recurrent language models that keep working far beyond the length they were trai
   lengthgen train      train or post-train a checkpoint, from a YAML file or flags
   lengthgen evaluate   measure checkpoints beyond their training length
 
-lengthgen COMMAND --help lists the options of a command.
+lengthgen COMMAND --help lists the options of a command. A first session:
+
+  lengthgen demo --output demo-output
+  lengthgen evaluate demo-output/base demo-output/cured --output comparison
 """
 
 
@@ -24,20 +32,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "lengthgen", description=DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error (before COMMAND)")
+    parser.add_argument("--version", action="version", version=_versions(), help="show versions, for bug reports")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=" | ".join(COMMANDS))
     own = next((index for index, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
     parsed = parser.parse_args(arguments[: own + 1])
     try:
-        return COMMANDS[parsed.command].run(arguments[own + 1 :])
-    except (ValueError, OSError) as error:
+        # A log has no use for bars.
+        with contextlib.nullcontext() if sys.stderr.isatty() else quiet_libraries("bars"):
+            return COMMANDS[parsed.command].run(arguments[own + 1 :])
+    except (ValueError, OSError, SafetensorError) as error:  # the last is what saving to a full disk raises
         if parsed.debug:
             raise
-        print(f"lengthgen {parsed.command}: {error}", file=sys.stderr)
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"lengthgen {parsed.command}: {message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"lengthgen {parsed.command}: interrupted", file=sys.stderr)
         return 130
+
+
+def _versions() -> str:
+    versions = installed_versions()
+    own = versions.pop("hf_recurrent_lengthgen")
+    return f"lengthgen {own} ({', '.join(f'{name} {version}' for name, version in versions.items())})"
 
 
 if __name__ == "__main__":
