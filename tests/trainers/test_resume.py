@@ -136,6 +136,7 @@ def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
     assert checkpoints.what_is_missing(output_dir / f"checkpoint-{STEPS}") is None
 
 
+@pytest.mark.filterwarnings("ignore:mtime may not be reliable:UserWarning")  # checkpoints within a second
 def test_a_run_killed_while_it_deletes_an_old_checkpoint_resumes_from_the_new_one(
     toys: ModuleType, whole_run: tuple[Path, Outcome], killed_runs: dict[str, Path]
 ) -> None:
