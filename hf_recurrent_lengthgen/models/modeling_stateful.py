@@ -351,7 +351,8 @@ class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
             if labels.shape != logits.shape[:2]:
                 raise ValueError(f"labels must have shape {tuple(logits.shape[:2])}, got {tuple(labels.shape)}.")
             if attention_mask is not None:
-                nothing_before = attention_mask.cumsum(1) - attention_mask == 0
+                real = attention_mask.long()
+                nothing_before = real.cumsum(1) - real == 0
                 labels = labels.masked_fill(nothing_before, -100)
             loss = self.loss_function(
                 logits=logits,

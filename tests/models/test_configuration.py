@@ -1,0 +1,115 @@
+"""Configurations, Auto classes and types: Transformers' own everywhere, nothing of theirs replaced."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    Mamba2Model,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from hf_recurrent_lengthgen.models.configuration_stateful_mamba2 import StatefulMamba2Config
+from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba2ForCausalLM
+
+from .families import FAMILIES, VOCABULARY, Family, build, mamba2_config, random_tokens, variant_id
+
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
+
+
+@every_family
+def test_models_and_configurations_are_instances_of_transformers_classes(family: Family) -> None:
+    model = build(family)
+    assert isinstance(model, PreTrainedModel)
+    assert isinstance(model, GenerationMixin)
+    assert isinstance(model.backbone, PreTrainedModel)
+    assert isinstance(model.config, PreTrainedConfig)
+    assert model.can_generate()
+    assert model.base_model is model.backbone
+    assert "ForCausalLM" in type(model).__name__
+
+
+@every_family
+def test_the_auto_classes_know_our_model_type(family: Family) -> None:
+    config = family.config()
+    assert type(AutoConfig.for_model(family.config_class.model_type)) is family.config_class
+    assert type(AutoModel.from_config(config)) is family.backbone_class
+    assert type(AutoModelForCausalLM.from_config(config)) is family.causal_lm_class
+
+
+def test_the_native_mamba2_stays_the_native_one() -> None:
+    small = {"num_heads": 2, "head_dim": 8, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 9}
+    assert StatefulMamba2Config.model_type == "stateful_mamba2"
+    assert issubclass(StatefulMamba2Config, Mamba2Config)
+    assert type(AutoConfig.for_model("mamba2")) is Mamba2Config
+    assert type(AutoModelForCausalLM.from_config(Mamba2Config(**small))) is Mamba2ForCausalLM
+    assert type(AutoModel.from_config(Mamba2Config(**small))) is Mamba2Model
+
+
+def test_a_native_configuration_is_refused_with_the_way_to_convert_it() -> None:
+    with pytest.raises(ValueError, match=r"needs a StatefulMamba2Config, got Mamba2Config: make one with"):
+        StatefulMamba2ForCausalLM(Mamba2Config())  # type: ignore[arg-type]
+
+
+def test_a_configuration_made_from_a_native_one_is_saved_as_ours(tmp_path: Path) -> None:
+    native = Mamba2Config(num_heads=4, n_groups=2, head_dim=8, hidden_size=16, state_size=5, vocab_size=9)
+    config = StatefulMamba2Config(**native.to_dict())
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert type(loaded) is StatefulMamba2Config
+    assert loaded.model_type == "stateful_mamba2"
+    assert (loaded.head_dim, loaded.scan_backend, loaded.code_format_version) == (8, "auto", 1)
+
+
+@every_family
+def test_configurations_survive_saving(family: Family, tmp_path: Path) -> None:
+    config = family.config(scan_backend="torch", time_step_limit=(0.0, float("inf")))
+    config.save_pretrained(tmp_path)
+    loaded = family.config_class.from_pretrained(tmp_path)
+    assert loaded.scan_backend == "torch"
+    assert tuple(loaded.time_step_limit) == (0.0, float("inf"))
+    tokens = random_tokens(1, 4)
+    model = build(family)
+    again = family.causal_lm_class(loaded)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again.eval()(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"code_format_version": 2}, "code format version 2, the code at hand reads up to 1: update"),
+        ({"scan_backend": "triton"}, "scan_backend must be one of ('auto', 'torch', 'kernel'), got 'triton'"),
+        ({"hidden_act": "gelu"}, "hidden_act must be \"silu\", got 'gelu'"),
+        ({"n_groups": 3}, "num_heads (4) must be a multiple of n_groups (3)"),
+    ],
+)
+def test_a_configuration_that_cannot_be_honored_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        StatefulMamba2ForCausalLM(mamba2_config(**changes))
+
+
+def test_sizes_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"num_heads \* head_dim|hidden_size \* expand|Inconsistent configuration"):
+        StatefulMamba2ForCausalLM(mamba2_config(head_dim=9))
+
+
+@every_family
+def test_the_kernel_backend_is_refused_where_it_cannot_run(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    import hf_recurrent_lengthgen.models.layers_mamba2 as layers
+
+    monkeypatch.setattr(layers, "KERNEL_AVAILABLE", False)
+    with pytest.raises(ValueError, match=r'not installed: pip install "hf_recurrent_lengthgen\[kernels\]"'):
+        build(family, scan_backend="kernel")
+    monkeypatch.setattr(layers, "KERNEL_AVAILABLE", True)
+    with pytest.raises(ValueError, match="runs on CUDA devices only, the inputs are on 'cpu'"):
+        build(family, scan_backend="kernel")(random_tokens(1, 2))
+    assert build(family, scan_backend="auto")(random_tokens(1, 2)).logits.shape == (1, 2, VOCABULARY)

@@ -1,0 +1,229 @@
+"""A checkpoint carries its code: it loads, runs and saves again where our package cannot be imported."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from .families import FAMILIES, Family, build, random_state, random_tokens, variant_id
+
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
+
+# Run by a fresh interpreter in an empty folder; any import of our package is an error there.
+STRANGER = """
+import sys, os, json
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("hf_recurrent_lengthgen", "trainers"):
+            raise ImportError("this process must not import " + name)
+sys.meta_path.insert(0, Refuse())
+os.environ.update(HF_HOME=os.getcwd() + "/hf", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+checkpoint, data = sys.argv[1:3]
+"""
+
+
+def stranger(folder: Path, code: str, *arguments: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    folder.mkdir(exist_ok=True)
+    result = subprocess.run(
+        [sys.executable, "-I", "-c", STRANGER + code, *map(str, arguments)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0 or not check, result.stderr
+    return result
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=variant_id)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    model = build(request.param)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def copy_of(folder: Path, target: Path) -> Path:
+    target.mkdir()
+    for file in folder.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def test_the_folder_holds_weights_configuration_and_every_file_of_the_code(checkpoint: tuple[Any, Path]) -> None:
+    model, folder = checkpoint
+    names = {file.name for file in folder.iterdir()}
+    assert {"config.json", "model.safetensors"} <= names
+    code = {name for name in names if name.endswith(".py")}
+    auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
+    assert set(auto_map) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
+    for entry in auto_map.values():
+        assert entry.split(".")[0] + ".py" in code
+    for name in code:
+        imported = re.findall(r"^from \.(\w+) import", (folder / name).read_text(), re.MULTILINE)
+        assert {f"{sibling}.py" for sibling in imported} <= code, name
+        source = Path(sys.modules[type(model).__module__].__file__ or "").parent / name
+        assert (folder / name).read_bytes() == source.read_bytes()
+
+
+def test_a_process_without_our_package_gets_the_same_model(checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
+    """Same logits, loss, final state and tokens; then its own save loads in a second such process."""
+    model, folder = checkpoint
+    tokens, state = random_tokens(2, 70), random_state(model, 2)
+    torch.save({"tokens": tokens, "state": [tuple(layer) for layer in state]}, tmp_path / "in.pt")
+    code = """
+inputs = torch.load(data)
+assert "hf_recurrent_lengthgen" not in sys.modules
+config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)
+backbone = AutoModel.from_pretrained(checkpoint, trust_remote_code=True)
+assert type(config) is type(model.config), (type(config), type(model.config))
+assert type(model).__module__.startswith("transformers_modules."), type(model)
+assert type(backbone) is type(model.backbone)
+assert torch.equal(backbone(inputs["tokens"]).last_hidden_state, model.backbone(inputs["tokens"]).last_hidden_state)
+output = model(inputs["tokens"], labels=inputs["tokens"], initial_state=inputs["state"])
+options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+generated = model.generate(inputs["tokens"], initial_state=inputs["state"], **options)
+torch.save({"logits": output.logits, "loss": output.loss, "generated": generated,
+            "state": [tuple(layer) for layer in output.final_state]}, sys.argv[3])
+entry = sys.modules[type(model).__module__]
+entry.save_state("state.safetensors", output.final_state)
+loaded, _ = entry.load_state("state.safetensors")
+assert torch.equal(loaded[0].recurrent, output.final_state[0].recurrent)
+try:
+    model(inputs["tokens"], initial_state=inputs["state"][:1])
+except ValueError as error:
+    assert "initial_state has 1 layers, the model has 2" in str(error)
+model.save_pretrained(sys.argv[4])
+"""
+    expected = model(tokens, labels=tokens, initial_state=state)
+    generated = model.generate(tokens, initial_state=state, max_new_tokens=5, do_sample=False, eos_token_id=None)
+    source = folder
+    for step in range(2):
+        answer, again = tmp_path / f"out{step}.pt", tmp_path / f"again{step}"
+        stranger(tmp_path / f"cwd{step}", code, source, tmp_path / "in.pt", answer, again)
+        result = torch.load(answer)
+        assert torch.equal(result["logits"], expected.logits)
+        assert torch.equal(result["loss"], expected.loss)
+        assert torch.equal(result["generated"], generated)
+        for ours, theirs in zip(expected.final_state, result["state"], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert {file.name for file in again.iterdir()} == {file.name for file in folder.iterdir()}
+        assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+        source = again
+
+
+def test_a_stranger_without_trust_is_asked_for_it(checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
+    result = stranger(
+        tmp_path / "cwd", "AutoModelForCausalLM.from_pretrained(checkpoint)", checkpoint[1], tmp_path, check=False
+    )
+    assert result.returncode != 0
+    assert "trust_remote_code" in result.stderr
+
+
+def test_a_stranger_with_a_folder_without_code_learns_what_is_missing(
+    checkpoint: tuple[Any, Path], tmp_path: Path
+) -> None:
+    """Transformers' own error, since none of our code is there: it names the missing file."""
+    bare = copy_of(checkpoint[1], tmp_path / "bare")
+    for file in bare.glob("*.py"):
+        file.unlink()
+    load = "AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)"
+    result = stranger(tmp_path / "cwd", load, bare, tmp_path, check=False)
+    assert result.returncode != 0
+    assert re.search(r"OSError.*configuration_stateful_\w+\.py", result.stderr, re.DOTALL)
+    # where the package is installed, its class needs no code from the folder
+    loaded = AutoModelForCausalLM.from_pretrained(bare)
+    assert type(loaded) is type(checkpoint[0])
+
+
+def test_the_installed_class_wins_over_the_code_of_a_folder(checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
+    foreign = copy_of(checkpoint[1], tmp_path / "foreign")
+    for file in foreign.glob("*.py"):
+        file.write_text("raise RuntimeError('foreign code ran')")
+    loaded = AutoModelForCausalLM.from_pretrained(foreign)
+    assert type(loaded) is type(checkpoint[0])
+
+
+@every_family
+def test_a_newer_code_format_is_refused(family: Family, tmp_path: Path) -> None:
+    build(family).save_pretrained(tmp_path / "new")
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    (tmp_path / "new" / "config.json").write_text(json.dumps(config | {"code_format_version": 99}))
+    message = "code format version 99, the code at hand reads up to 1: update"
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    load = "AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)"
+    result = stranger(tmp_path / "cwd", load, tmp_path / "new", tmp_path, check=False)
+    assert result.returncode != 0
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize("part", [0, 7, 1000, -5])
+def test_truncated_weights_are_refused(checkpoint: tuple[Any, Path], tmp_path: Path, part: int) -> None:
+    """By safetensors, before any model is made."""
+    folder = copy_of(checkpoint[1], tmp_path / "cut")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:part])
+    with pytest.raises(Exception, match=r"(?i)header|incomplete|safetensors|metadata|empty"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_missing_and_unexpected_weights_are_reported_and_missing_ones_initialized(
+    checkpoint: tuple[Any, Path], tmp_path: Path
+) -> None:
+    """As every Transformers model: a report, no error; what is missing gets its initial values, never garbage."""
+    model, folder = checkpoint
+    broken = copy_of(folder, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    missing = ["backbone.layers.0.mixer.A_log", "backbone.layers.1.mixer.dt_bias", "backbone.layers.0.mixer.D"]
+    for name in missing:
+        del weights[name]
+    weights["backbone.layers.7.extra"] = torch.zeros(1)
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    loaded, report = AutoModelForCausalLM.from_pretrained(broken, output_loading_info=True)
+    assert set(report["missing_keys"]) == set(missing)
+    assert set(report["unexpected_keys"]) == {"backbone.layers.7.extra"}
+    heads = model.config.num_heads
+    torch.testing.assert_close(loaded.backbone.layers[0].mixer.A_log, torch.arange(1.0, heads + 1).log())
+    torch.testing.assert_close(loaded.backbone.layers[0].mixer.D, torch.ones(heads))
+    steps = torch.nn.functional.softplus(loaded.backbone.layers[1].mixer.dt_bias)
+    assert bool(((steps > 0.9e-3) & (steps < 0.11)).all())
+    assert torch.equal(loaded.backbone.layers[1].mixer.A_log, model.backbone.layers[1].mixer.A_log)
+
+
+@every_family
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_survive_saving_in_every_dtype_tied_or_not(
+    family: Family, tied: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = build(family, dtype, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) is not tied
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert (loaded.lm_head.weight is loaded.backbone.embeddings.weight) is tied
+    tokens = random_tokens(2, 9)
+    assert loaded.dtype == dtype
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+@every_family
+def test_a_configuration_saved_alone_brings_its_code(family: Family, tmp_path: Path) -> None:
+    family.config().save_pretrained(tmp_path / "config")
+    stranger(
+        tmp_path / "cwd",
+        "assert AutoConfig.from_pretrained(checkpoint, trust_remote_code=True).code_format_version == 1",
+        tmp_path / "config",
+        tmp_path,
+    )
+    assert type(AutoConfig.from_pretrained(tmp_path / "config")) is family.config_class

@@ -1,0 +1,333 @@
+"""What users switch on in training: checkpointing, adapters, autocast, compile, embeddings of another size."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from hf_recurrent_lengthgen.models.recurrent_state import map_state
+
+from .families import FAMILIES, VOCABULARY, Family, build, random_state, random_tokens, variant_id
+
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
+
+
+def loss_and_gradients(model: Any, length: int = 20) -> tuple[Tensor, dict[str, Tensor]]:
+    """A step through two pieces with the state carried; the gradients of parameters and initial state."""
+    model.zero_grad()
+    tokens = random_tokens(2, length)
+    state = map_state(Tensor.requires_grad_, random_state(model, 2))
+    half = length // 2
+    first = model(tokens[:, :half], labels=tokens[:, :half], initial_state=state)
+    second = model(tokens[:, half:], labels=tokens[:, half:], initial_state=first.final_state)
+    loss = first.loss + second.loss
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    for index, layer in enumerate(state):
+        assert layer.recurrent.grad is not None
+        assert layer.conv.grad is not None
+        gradients |= {f"recurrent {index}": layer.recurrent.grad, f"conv {index}": layer.conv.grad}
+    return loss.detach(), gradients
+
+
+def assert_same_step(model: Any, other: Any) -> None:
+    (loss, gradients), (other_loss, other_gradients) = loss_and_gradients(model), loss_and_gradients(other)
+    torch.testing.assert_close(loss, other_loss)
+    assert gradients.keys() == other_gradients.keys()
+    for name, gradient in gradients.items():
+        assert gradient.abs().max() > 0, name
+        assert (gradient - other_gradients[name]).norm() <= 1e-5 * gradient.norm(), name
+
+
+def quietly(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """The old name of the switch warns in newer versions of Transformers."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
+        function(*args, **kwargs)
+
+
+def saved_bytes(model: Any) -> int:
+    """Bytes that autograd keeps for a backward pass, each storage once, parameters excluded."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(random_tokens(2, 200))
+        output.logits.sum()
+    return sum(kept.values())
+
+
+def enable_by(name: str) -> Callable[[Any, dict[str, Any] | None], None]:
+    def enable(model: Any, kwargs: dict[str, Any] | None = None) -> None:
+        if not hasattr(model, name):
+            pytest.skip(f"this Transformers has no {name}")
+        quietly(getattr(model, name), *([] if kwargs is None else [kwargs]))
+
+    return enable
+
+
+SWITCHES = ["gradient_checkpointing_enable", "activation_checkpointing_enable"]
+
+
+@every_family
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_activation_checkpointing_keeps_the_step_and_saves_memory(family: Family, switch: str) -> None:
+    model, plain = build(family).train(), build(family).train()
+    enable_by(switch)(model)
+    assert all(layer.gradient_checkpointing for layer in model.backbone.layers)
+    assert_same_step(model, plain)
+    assert saved_bytes(model) < 0.5 * saved_bytes(plain)
+    quietly(model.gradient_checkpointing_disable)
+    assert saved_bytes(model) == saved_bytes(plain)
+
+
+@every_family
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("kwargs", [{"use_reentrant": True}, {"preserve_rng_state": False}], ids=str)
+def test_reentrant_checkpointing_is_refused(family: Family, switch: str, kwargs: dict[str, Any]) -> None:
+    """Torch takes a missing `use_reentrant` as True."""
+    model = build(family).train()
+    with pytest.raises(
+        ValueError, match=r'loses the gradients .* use gradient_checkpointing_kwargs={"use_reentrant": F'
+    ):
+        enable_by(switch)(model, kwargs)
+    assert not any(layer.gradient_checkpointing for layer in model.backbone.layers)
+    enable_by(switch)(model, {"use_reentrant": False})
+
+
+@every_family
+def test_checkpointing_every_second_layer_works_where_transformers_offers_it(family: Family) -> None:
+    model, plain = build(family).train(), build(family).train()
+    if not hasattr(model, "activation_checkpointing_enable"):
+        pytest.skip("this Transformers has no every_n_layers")
+    model.activation_checkpointing_enable(every_n_layers=2)
+    assert [layer.gradient_checkpointing for layer in model.backbone.layers] == [True, False]
+    assert_same_step(model, plain)
+
+
+@every_family
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_generation_and_caches_work_with_checkpointing_on(family: Family, checkpointed: bool) -> None:
+    """A stock cache is dropped under checkpointing, with a warning at most; a state is not."""
+    model = build(family).train()
+    if checkpointed:
+        enable_by("gradient_checkpointing_enable")(model)
+    tokens = random_tokens(2, 6)
+    first = model(tokens[:, :3], use_cache=True)
+    second = model(tokens[:, 3:], past_key_values=first.past_key_values)
+    torch.testing.assert_close(second.logits, model(tokens).logits[:, 3:], rtol=1e-4, atol=1e-4)
+    second.logits.sum().backward()
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(model.generate(tokens, **options), build(family).generate(tokens, **options))
+
+
+@every_family
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_bf16_autocast_trains_with_float32_states_and_gradients(
+    family: Family, inside: bool, checkpointed: bool
+) -> None:
+    model = build(family).train()
+    loss, exact = loss_and_gradients(model)
+    if checkpointed:
+        enable_by("gradient_checkpointing_enable")(model)
+    model.zero_grad()
+    tokens = random_tokens(2, 20)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(tokens[:, :10], labels=tokens[:, :10], initial_state=random_state(model, 2))
+        second = model(tokens[:, 10:], labels=tokens[:, 10:], initial_state=output.final_state)
+        total = output.loss + second.loss
+        if inside:
+            total.backward()
+    if not inside:
+        total.backward()
+    assert {part.dtype for layer in output.final_state for part in layer} == {torch.float32}
+    assert total.dtype == torch.float32
+    assert abs(total - loss) < 0.02 * loss
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.dtype == torch.float32
+        assert (parameter.grad - exact[name]).norm() < 0.06 * exact[name].norm(), name
+
+
+@every_family
+def test_every_lora_parameter_moves_and_merging_keeps_the_logits(family: Family) -> None:
+    base = build(family)
+    model = get_peft_model(
+        copy.deepcopy(base),
+        LoraConfig(
+            task_type="CAUSAL_LM", r=2, target_modules=sorted(family.linear_modules | {"embeddings", "lm_head"})
+        ),
+    ).train()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    layers = base.config.num_hidden_layers
+    assert len(trained) == 2 * (layers * len(family.linear_modules) + 2)
+    before = {name: p.detach().clone() for name, p in trained.items()}
+    optimizer = torch.optim.SGD(trained.values(), lr=0.1)
+    tokens = random_tokens(2, 12)
+    for _ in range(2):  # the A factors move from the second step on, since B starts at zero
+        optimizer.zero_grad()
+        output = model(input_ids=tokens[:, :6], initial_state=random_state(base, 2))
+        model(input_ids=tokens[:, 6:], labels=tokens[:, 6:], initial_state=output.final_state).loss.backward()
+        optimizer.step()
+    assert [name for name, p in trained.items() if torch.equal(p, before[name])] == []
+    model.eval()
+    logits = model(input_ids=tokens).logits
+    assert (logits - base(tokens).logits).abs().max() > 1e-3
+    merged = model.merge_and_unload()
+    assert type(merged) is family.causal_lm_class
+    torch.testing.assert_close(merged(tokens).logits, logits, rtol=1e-4, atol=1e-4)
+
+
+@every_family
+def test_all_linear_covers_the_projections(family: Family) -> None:
+    model = get_peft_model(build(family), LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name, _ in model.named_parameters() if "lora_" in name} == (
+        family.linear_modules
+    )
+
+
+@every_family
+def test_whole_modules_can_be_trained_next_to_adapters(family: Family) -> None:
+    """`modules_to_save` replaces the module; the convolution's weight must come from the copy that trains."""
+    model = get_peft_model(
+        build(family),
+        LoraConfig(task_type="CAUSAL_LM", target_modules=["in_proj"], modules_to_save=["conv1d", "norm_f"]),
+    ).train()
+    tokens = random_tokens(2, 8)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    saved = {name: p for name, p in model.named_parameters() if "modules_to_save" in name}
+    assert len(saved) == 2 * 2 + 1
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in saved.values())
+
+
+@every_family
+@pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer with groups > 1")
+def test_an_adapter_on_the_convolution_is_refused_since_it_would_not_train(family: Family) -> None:
+    model = build(family)
+    channels = model.backbone.layers[0].mixer.conv1d.in_channels
+    model = get_peft_model(model, LoraConfig(r=channels, target_modules=["conv1d", "in_proj"]))
+    with pytest.raises(ValueError, match=r"adapter on conv1d has no effect.*modules_to_save"):
+        model(random_tokens(1, 3))
+
+
+@every_family
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_vocabulary_can_grow_and_shrink(family: Family, tied: bool) -> None:
+    model = build(family, tie_word_embeddings=tied)
+    tokens, expected = random_tokens(2, 6), build(family, tie_word_embeddings=tied)(random_tokens(2, 6)).logits
+    model.resize_token_embeddings(VOCABULARY + 5, mean_resizing=False)
+    logits = model(tokens).logits
+    assert logits.shape[-1] == model.config.vocab_size == VOCABULARY + 5
+    assert torch.equal(logits[..., :VOCABULARY], expected)
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) is tied
+    model.resize_token_embeddings(VOCABULARY)
+    assert torch.equal(model(tokens).logits, expected)
+    assert torch.isfinite(model(tokens, labels=tokens).loss)
+
+
+@every_family
+def test_tied_embeddings_receive_both_gradients(family: Family) -> None:
+    model, tokens = build(family, tie_word_embeddings=True).train(), random_tokens(2, 6)
+    assert model.lm_head.weight is model.backbone.embeddings.weight
+    model(tokens, labels=tokens).loss.backward()
+    grad = model.lm_head.weight.grad
+    untied = build(family).train()
+    untied.load_state_dict(model.state_dict())
+    untied(tokens, labels=tokens).loss.backward()
+    torch.testing.assert_close(grad, untied.lm_head.weight.grad + untied.backbone.embeddings.weight.grad)
+
+
+@every_family
+def test_input_embeddings_can_be_given_and_replaced(family: Family) -> None:
+    model, tokens = build(family), random_tokens(2, 6)
+    embeds = model.get_input_embeddings()(tokens)
+    assert torch.equal(model(inputs_embeds=embeds).logits, model(tokens).logits)
+    replacement = nn.Embedding(VOCABULARY, model.config.hidden_size)
+    model.set_input_embeddings(replacement)
+    assert model.backbone.embeddings is replacement
+    torch.testing.assert_close(model(tokens).logits, model(inputs_embeds=replacement(tokens)).logits)
+
+
+@every_family
+def test_a_deep_copy_is_independent_and_the_same(family: Family) -> None:
+    model, tokens = build(family), random_tokens(2, 6)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(tokens).logits, model(tokens).logits)
+    with torch.no_grad():
+        next(twin.backbone.layers[0].mixer.parameters()).add_(1)
+    assert not torch.equal(twin(tokens).logits, model(tokens).logits)
+
+
+@every_family
+def test_gradients_flow_into_the_initial_and_out_of_the_final_state_of_every_layer(family: Family) -> None:
+    """Each entry of the numeric derivative along a random direction of all states at once."""
+    model = build(family, torch.float64).train()
+    tokens, state = random_tokens(2, 5), random_state(model, 2)
+    direction = random_state(model, 2, seed=8)
+    weights = random_state(model, 2, seed=9)
+
+    def functional(scale: float) -> Tensor:
+        moved = tuple(
+            type(layer)(*(part + scale * step for part, step in zip(layer, steps, strict=True)))
+            for layer, steps in zip(state, direction, strict=True)
+        )
+        final = model(tokens, initial_state=moved).final_state
+        return sum((p * w).sum() for f, ws in zip(final, weights, strict=True) for p, w in zip(f, ws, strict=True))
+
+    numeric = (functional(1e-5) - functional(-1e-5)) / 2e-5
+    scale = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    (analytic,) = torch.autograd.grad(functional(scale), scale)  # type: ignore[arg-type]
+    torch.testing.assert_close(analytic, numeric.detach(), rtol=1e-6, atol=1e-8)
+    assert analytic.abs() > 1e-3
+
+
+def compiled_step_equals_eager(family: Family, backend: str, length: int, checkpointed: bool) -> None:
+    model = build(family).train()
+    eager = copy.deepcopy(model)
+    if checkpointed:
+        enable_by("gradient_checkpointing_enable")(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    tokens, state = random_tokens(2, length), random_state(model, 2)
+    mask = torch.ones(2, length).long()
+    mask[0, :2] = 0
+    for options in ({}, {"initial_state": state}, {"initial_state": state, "attention_mask": mask}):
+        results = []
+        for run, owner in ((compiled, model), (eager, eager)):
+            owner.zero_grad()
+            output = run(tokens, labels=tokens, **options)
+            (output.loss + output.final_state[-1].recurrent.sum()).backward()
+            results.append({"logits": output.logits} | {name: p.grad for name, p in owner.named_parameters()})
+        for name, value in results[1].items():
+            assert (value - results[0][name]).norm() <= 1e-4 * value.norm(), name
+
+
+# torch.compile makes an instance of every autograd.Function it meets, and torch warns of that
+compiling = pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated")
+
+
+@compiling
+@every_family
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_whole_model_is_one_graph(family: Family, checkpointed: bool) -> None:
+    compiled_step_equals_eager(family, "eager", 70, checkpointed)
+
+
+@pytest.mark.slow
+@compiling
+@every_family
+@pytest.mark.parametrize("length", [9, 70])
+def test_the_compiled_model_equals_the_eager_one(family: Family, length: int) -> None:
+    compiled_step_equals_eager(family, "inductor", length, False)
