@@ -69,6 +69,8 @@ def run(arguments: Sequence[str]) -> int:
     if training_length is None:
         raise ValueError(f"The config of {options.models[0]} names no training length: give --training-length.")
     length = options.length or 64 * training_length
+    if length <= training_length:
+        raise ValueError(f"--length is {length}, but must be above the training length, {training_length}.")
     tokenizer = _tokenizer(options)
     stream = load_stream(options.data, options.split, tokenizer, options.text_column)
     tokens = evaluation_sequences(stream.tokens, options.sequences, length + 1)

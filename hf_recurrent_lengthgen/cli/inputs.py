@@ -103,6 +103,9 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"{name} holds no tokenizer ({error}): give one with --tokenizer.") from error
+    # Without files, Transformers guesses a class from the model's type and makes it of special tokens only.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ValueError(f"{name} holds no tokenizer: give one with --tokenizer.")
     return tokenizer
 
 

@@ -132,7 +132,7 @@ class RunParser(HfArgumentParser):
         options["help"] = MOST_USED.get(name, options.get("help"))
         if title.startswith("other") and not self._everything:
             options["help"] = argparse.SUPPRESS
-        elif not isinstance(options.get("default"), bool | None) and "efault" not in str(options["help"]):
+        elif "efault" not in str(options["help"]) and not any(options.get("default") is no for no in (None, False)):
             options["help"] = f"{options['help']} (default: %(default)s)"
         if "type" in options and len(options.get("choices", ())) not in range(1, 5):
             known = {int: "N", float: "X", str: "TEXT"}

@@ -1,0 +1,58 @@
+"""Texts and checkpoints small enough to train and evaluate in a second."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Mamba2Config, Mamba2ForCausalLM
+
+from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.data import byte_tokenizer
+
+SIZES = {
+    "vocab_size": 384,
+    "hidden_size": 8,
+    "num_heads": 2,
+    "head_dim": 8,
+    "state_size": 4,
+    "n_groups": 1,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+
+
+@pytest.fixture(scope="session")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config.json to train from scratch."""
+    folder = tmp_path_factory.mktemp("config")
+    StatefulMamba2Config(**SIZES).save_pretrained(folder)
+    return folder / "config.json"
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of ours with its tokenizer; its training length is 8."""
+    folder = tmp_path_factory.mktemp("ours") / "checkpoint"
+    torch.manual_seed(0)
+    StatefulMamba2ForCausalLM(StatefulMamba2Config(**SIZES, training_length=8)).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def stock_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of Transformers' own Mamba-2, without tokenizer."""
+    folder = tmp_path_factory.mktemp("stock") / "checkpoint"
+    torch.manual_seed(1)
+    Mamba2ForCausalLM(Mamba2Config(**SIZES)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 4000 bytes."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(" ".join(f"{number} times {number} is {number**2}." for number in range(200)), encoding="utf-8")
+    return path

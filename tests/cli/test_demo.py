@@ -1,0 +1,214 @@
+"""The demo from end to end, in miniature."""
+
+import html
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from transformers.utils import logging
+
+from hf_recurrent_lengthgen.cli import demo, inputs
+from hf_recurrent_lengthgen.cli.demo import DemoSettings, run_demo
+from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.data import standard_library_corpus
+from hf_recurrent_lengthgen.evaluation.files import read_result
+from hf_recurrent_lengthgen.evaluation.results import Comparison
+
+TINY = DemoSettings(
+    hidden_size=16,
+    head_dim=16,
+    state_size=4,
+    training_length=16,
+    batch_size=2,
+    base_steps=4,
+    cure_steps=3,
+    evaluation_multiple=4,
+    sequences=3,
+)
+ROLES = ("base", "cured", "control")
+
+
+class Finished(NamedTuple):
+    output: Path
+    comparison: Comparison
+    printed: str
+    errors: str
+
+
+@pytest.fixture(scope="module")
+def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Twenty files instead of the standard library, which takes seconds to read."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(20):
+        lines = (f"value_{index} = {index * number}\n" for index in range(100))
+        (folder / f"file_{number}.py").write_text("".join(lines))
+    corpus = standard_library_corpus(folder)
+    return lambda: corpus
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """One run on the real corpus, as the command starts it."""
+    output = tmp_path_factory.mktemp("demo") / "output"
+    program = (
+        "import sys; from pathlib import Path; from hf_recurrent_lengthgen.cli import demo, main\n"
+        f"tiny = demo.{TINY!r}\n"
+        "run = demo.run_demo\n"
+        "demo.run_demo = lambda output, seed, resume: run(output, seed, resume, tiny)\n"
+        f"sys.exit(main.main(['demo', '--output', {str(output)!r}, '--seed', '3']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return Finished(output, read_result(output / "result.json", Comparison), done.stdout, done.stderr)
+
+
+@pytest.fixture
+def run_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_corpus: Any) -> Callable[..., int]:
+    """Run `lengthgen demo` with tiny settings into `tmp_path / "out"`."""
+    monkeypatch.setattr(inputs, "standard_library_corpus", small_corpus)
+
+    def run(*arguments: str, settings: DemoSettings = TINY) -> int:
+        with monkeypatch.context() as patch:
+            patch.setattr(demo, "run_demo", lambda *given: run_demo(*given, settings))
+            return main(["demo", "--output", str(tmp_path / "out"), *arguments])
+
+    return run
+
+
+def weights_written(output: Path) -> dict[str, int]:
+    return {role: (output / role / "model.safetensors").stat().st_mtime_ns for role in ROLES}
+
+
+def redone(before: dict[str, int], output: Path) -> list[str]:
+    return [role for role, written in weights_written(output).items() if written != before[role]]
+
+
+def test_everything_is_written(finished: Finished) -> None:
+    figures = {f"{name}.{kind}" for name in ("position_wise", "context_harm", "in_window") for kind in ("png", "svg")}
+    assert {path.name for path in finished.output.iterdir()} == {*figures, *ROLES, "index.html", "result.json"}
+    for role in ROLES:
+        names = {path.name for path in (finished.output / role).iterdir()}
+        assert names >= {"config.json", "model.safetensors", "modeling_stateful_mamba2.py", "tokenizer_config.json"}
+
+
+def test_the_numbers_say_what_was_done(finished: Finished) -> None:
+    assert [model.role for model in finished.comparison.models] == list(ROLES)
+    assert [model.evaluation.model for model in finished.comparison.models] == list(ROLES)
+    trainings = [model.training for model in finished.comparison.models if model.training is not None]
+    assert [training.steps for training in trainings] == [4, 3, 3]
+    assert ["state passing" in training.method for training in trainings] == [False, True, False]
+    for model in finished.comparison.models:
+        found = model.evaluation
+        assert (found.training_length, found.evaluated_length, found.sequences, found.seed) == (16, 64, 3, 3)
+        assert "standard library" in found.data.description
+    losses = [model.evaluation.in_window.loss.mean for model in finished.comparison.models]
+    assert len(set(losses)) == 3
+
+
+def test_what_is_printed_is_short_and_useful(finished: Finished) -> None:
+    assert finished.errors == ""  # no bars, no reports, no warnings
+    stages = re.findall(r"^\[(\d)/4\] .*\n((?:  .*\n)+)", finished.printed, flags=re.MULTILINE)
+    assert [number for number, _ in stages] == ["1", "2", "3", "4"]
+    for _, lines in stages[:3]:
+        assert re.search(r"  done: \d steps in \d+ s, loss \d\.\d{3}, in ", lines)
+        assert re.search(r"  step    3 of \d: loss \d\.\d{3}\n", lines)
+    assert re.search(r"^Total: \d+ s\. Page with figures: .*index.html$", finished.printed, flags=re.MULTILINE)
+    assert "{'loss'" not in finished.printed
+    assert f'from_pretrained("{finished.output / "cured"}", trust_remote_code=True)' in finished.printed
+    assert len(finished.printed.splitlines()) < 45
+
+
+def test_the_code_on_the_page_runs_without_our_package(finished: Finished, tmp_path: Path) -> None:
+    page = (finished.output / "index.html").read_text(encoding="utf-8")
+    [code] = (html.unescape(block) for block in re.findall(r"<pre>(.*?)</pre>", page, flags=re.DOTALL))
+    assert "trust_remote_code=True" in code
+    absent = "import sys; sys.modules['hf_recurrent_lengthgen'] = None\n"
+    proof = "\nassert type(model).__module__.startswith('transformers_modules.'), type(model).__module__"
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run(
+        [sys.executable, "-c", absent + code + proof],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_resume_keeps_what_is_finished_and_redoes_the_rest(
+    run_tiny: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    assert run_tiny() == 0
+    before = weights_written(output)
+    assert run_tiny("--resume") == 0
+    assert redone(before, output) == []
+    assert capsys.readouterr().out.count("which is finished") == 3
+
+    (output / "cured" / demo.RECORD).write_text('{"run": "not finished"}')
+    assert run_tiny("--resume") == 0
+    assert redone(before, output) == ["cured"]
+
+    before = weights_written(output)
+    (output / "base" / demo.RECORD).write_text('{"run": "not finished"}')
+    assert run_tiny("--resume") == 0
+    assert redone(before, output) == list(ROLES)  # the others start from the base
+
+    before = weights_written(output)
+    assert run_tiny("--resume", "--seed", "1") == 0
+    assert redone(before, output) == list(ROLES)
+    before = weights_written(output)
+    assert run_tiny("--resume", "--seed", "1", settings=replace(TINY, cure_steps=2)) == 0
+    assert redone(before, output) == list(ROLES)
+
+
+def test_ctrl_c_says_how_to_continue(
+    run_tiny: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupt(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.output_dir.endswith("cured") and state.global_step == 2:
+            raise KeyboardInterrupt
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    with monkeypatch.context() as patch:
+        patch.setattr(demo._Progress, "on_step_end", interrupt)
+        assert run_tiny("--seed", "2") == 130
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (level, bars)
+    shown = capsys.readouterr()
+    assert f"lengthgen demo --output {tmp_path / 'out'} --seed 2 --resume" in shown.out
+    assert shown.err == "lengthgen demo: interrupted\n"
+
+    assert run_tiny("--seed", "2", "--resume") == 0
+    printed = capsys.readouterr().out
+    assert [f"kept {tmp_path / 'out' / role}," in printed for role in ROLES] == [True, False, False]
+    assert (tmp_path / "out" / "index.html").is_file()
+
+
+def test_a_folder_with_other_files_is_left_alone(
+    run_tiny: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "out" / "control" / "model.safetensors"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("precious")
+    assert run_tiny() == 1
+    assert "holds files that are not of a demo: give another --output" in capsys.readouterr().err
+    assert mine.read_text() == "precious"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["control"]
+
+
+def test_the_help_names_the_files(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo", "--help"])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("index.html", "result.json", "base/ cured/ control/", "--resume"))

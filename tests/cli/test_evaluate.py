@@ -1,0 +1,174 @@
+"""Evaluation of one and of several checkpoints."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.evaluation.files import read_result
+from hf_recurrent_lengthgen.evaluation.results import Comparison
+from hf_recurrent_lengthgen.models import atomic_files
+
+Evaluate = Callable[..., int]
+FILES = ["context_harm", "in_window", "position_wise"]
+
+
+@pytest.fixture
+def evaluate(tmp_path: Path, text_file: Path) -> Evaluate:
+    """Run `lengthgen evaluate` on 3 sequences of 64 bytes, into `tmp_path / "out"`."""
+
+    def run(*arguments: Any) -> int:
+        given = ["--data", text_file, "--split", "train", "--sequences", 3, "--length", 64]
+        return main(["evaluate", *map(str, [*given, "--output", tmp_path / "out", *arguments])])
+
+    return run
+
+
+def test_one_model(evaluate: Evaluate, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate(checkpoint) == 0
+    out = tmp_path / "out"
+    figures = [f"{name}.{kind}" for name in FILES for kind in ("png", "svg")]
+    assert sorted(path.name for path in out.iterdir()) == sorted([*figures, "index.html", "result.json"])
+    [model] = read_result(out / "result.json", Comparison).models
+    assert (model.role, model.training) == ("other", None)
+    found = model.evaluation
+    assert (found.model, found.training_length, found.evaluated_length, found.sequences) == (str(checkpoint), 8, 64, 3)
+    assert found.data.token_unit == "byte"
+    assert 4 < found.in_window.loss.mean < 8  # log(384) = 5.95
+    shown = capsys.readouterr()
+    assert f"{found.in_window.loss.mean:.3f}" in shown.out
+    assert f"Report: {out / 'index.html'}" in shown.out
+    assert shown.err == ""
+
+
+def test_several_models_on_the_same_text(
+    evaluate: Evaluate, checkpoint: Path, stock_checkpoint: Path, tmp_path: Path
+) -> None:
+    assert evaluate(checkpoint, stock_checkpoint, "--tokenizer", "bytes") == 0
+    comparison = read_result(tmp_path / "out" / "result.json", Comparison)
+    assert [model.evaluation.model for model in comparison.models] == [str(checkpoint), str(stock_checkpoint)]
+    assert len({model.evaluation.data.digest for model in comparison.models}) == 1
+    assert len({model.evaluation.in_window.loss.mean for model in comparison.models}) == 2
+
+
+def test_a_length_longer_than_the_data_says_what_would_fit(
+    evaluate: Evaluate, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(checkpoint, "--length", "100000") == 1
+    assert "3 sequences of 100001 tokens need 300003" in capsys.readouterr().err
+
+
+def test_the_default_length_is_64_training_lengths(
+    evaluate: Evaluate, checkpoint: Path, tmp_path: Path, text_file: Path
+) -> None:
+    arguments = ["--data", text_file, "--split", "train", "--sequences", 2, "--output", tmp_path / "out"]
+    assert main(["evaluate", str(checkpoint), *map(str, arguments)]) == 0
+    [model] = read_result(tmp_path / "out" / "result.json", Comparison).models
+    assert model.evaluation.evaluated_length == 64 * 8
+
+
+def test_a_model_without_training_length_needs_the_option(
+    evaluate: Evaluate, stock_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(stock_checkpoint, "--tokenizer", "bytes") == 1
+    assert "names no training length: give --training-length" in capsys.readouterr().err
+    assert evaluate(stock_checkpoint, "--tokenizer", "bytes", "--training-length", "8") == 0
+
+
+def no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def cut_weights(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 1000)
+
+
+def other_type(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+
+
+@pytest.mark.parametrize("damage", [no_weights, no_config, cut_weights, other_type])
+def test_a_damaged_checkpoint_is_one_line(
+    damage: Callable[[Path], None],
+    evaluate: Evaluate,
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(checkpoint, folder)
+    damage(folder)
+    assert evaluate(checkpoint, folder) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    [line] = shown.err.splitlines()
+    assert line.startswith("lengthgen evaluate: ")
+    assert str(folder) in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "abacus"], "Cannot use the device 'abacus'"),
+        (["--length", "8"], "--length is 8, but must be above the training length, 8"),
+        (["--data", "nowhere.txt"], "no file or folder nowhere.txt"),
+        (["--text-column", "body"], "no column 'body'"),
+    ],
+)
+def test_bad_options_are_refused(
+    arguments: list[str], message: str, evaluate: Evaluate, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(checkpoint, *arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_given_twice_is_refused_before_any_work(
+    evaluate: Evaluate, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(checkpoint, checkpoint) == 1
+    assert "Each model can be given once" in capsys.readouterr().err
+
+
+def test_models_with_different_tokenizers_are_not_compared(
+    evaluate: Evaluate, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint, other)
+    settings = json.loads((other / "tokenizer_config.json").read_text())
+    settings["extra_ids"] = 0
+    settings["extra_special_tokens"] = settings["additional_special_tokens"] = ["<other>"]
+    settings.pop("added_tokens_decoder", None)
+    (other / "tokenizer_config.json").write_text(json.dumps(settings))
+    (other / "added_tokens.json").unlink(missing_ok=True)
+    assert evaluate(checkpoint, other) == 1
+    assert "have different tokenizers" in capsys.readouterr().err
+
+
+def test_a_full_disk_keeps_the_old_results(
+    evaluate: Evaluate,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert evaluate(checkpoint) == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+    def no_space(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(atomic_files.os, "fsync", no_space)
+    assert evaluate(checkpoint, "--sequences", "2") == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before

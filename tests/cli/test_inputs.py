@@ -1,0 +1,132 @@
+"""Models, tokenizers and streams from names."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Mamba2ForCausalLM
+from transformers.utils import logging
+
+from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.cli.inputs import load_model, load_stream, load_tokenizer, quiet_libraries, token_unit
+from hf_recurrent_lengthgen.data import byte_tokenizer
+
+
+def test_our_checkpoint_loads_as_it_was_saved(checkpoint: Path) -> None:
+    model, saved = load_model(str(checkpoint)), load_file(checkpoint / "model.safetensors")
+    assert isinstance(model, StatefulMamba2ForCausalLM)
+    assert model.config.training_length == 8
+    for name, tensor in model.state_dict().items():
+        if name in saved:  # all but the tied head
+            assert torch.equal(tensor, saved[name]), name
+
+
+def test_a_stock_mamba2_checkpoint_gives_the_same_logits(stock_checkpoint: Path) -> None:
+    model, stock = load_model(str(stock_checkpoint)), Mamba2ForCausalLM.from_pretrained(stock_checkpoint)
+    assert isinstance(model, StatefulMamba2ForCausalLM)
+    ids = torch.randint(0, 384, (2, 13), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, stock(ids).logits, rtol=0, atol=1e-5)
+
+
+def damage_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def damage_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def cut_off(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+NAME = "backbone.layers.1.mixer.dt_bias"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no file named model.safetensors"),
+        (lambda folder: (folder / "config.json").write_text("{"), "not a valid JSON"),
+        (cut_off, "weights in .* are damaged"),
+        (lambda folder: damage_config(folder, model_type="gpt2"), "is of type 'gpt2'"),
+        (lambda folder: damage_config(folder, model_type="gpt17"), "gpt17|trust_remote_code=True"),
+        (lambda folder: damage_config(folder, code_format_version=99), "version 99"),
+        (lambda folder: damage_config(folder, state_size=8), "do not fit its config.json, mismatched: .*conv1d"),
+        (lambda folder: damage_config(folder, num_hidden_layers=1), "unexpected: backbone.layers.1"),
+        (lambda folder: damage_weights(folder, lambda tensors: tensors.pop(NAME)), f"missing: {NAME}"),
+    ],
+    ids=["no config", "no weights", "JSON", "cut", "other type", "unknown type", "newer", "shape", "extra", "missing"],
+)
+@pytest.mark.parametrize("kind", ["checkpoint", "stock_checkpoint"])
+def test_a_damaged_checkpoint_is_refused(
+    kind: str,
+    damage: Callable[[Path], Any],
+    message: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(request.getfixturevalue(kind), folder)
+    damage(folder)
+    with pytest.raises((ValueError, OSError), match=message):
+        load_model(str(folder))
+    assert "LOAD REPORT" not in capfd.readouterr().err
+
+
+def test_a_name_that_is_nowhere_is_refused() -> None:
+    with pytest.raises(ValueError, match="no-such/model is no checkpoint folder"):
+        load_model("no-such/model")
+
+
+def test_a_folder_without_tokenizer_asks_for_one(stock_checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no tokenizer.*--tokenizer"):
+        load_tokenizer(str(stock_checkpoint))
+
+
+def test_tokenizers_by_folder_and_by_name(checkpoint: Path) -> None:
+    text = "a </s>\n"
+    expected = [byte + 3 for byte in text.encode()]
+    for name in ("bytes", str(checkpoint)):
+        tokenizer = load_tokenizer(name)
+        assert tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == expected
+        assert token_unit(tokenizer) == "byte"
+    assert token_unit(object()) == "token"
+
+
+def test_streams_say_where_they_come_from(tmp_path: Path) -> None:
+    path = tmp_path / "two.jsonl"
+    path.write_text('{"body": "ab"}\n{"body": "c"}\n')
+    stream = load_stream(str(path), "train", byte_tokenizer(), "body")
+    assert stream.tokens.tolist() == [100, 101, 1, 102, 1]
+    assert stream.description == f"{path}, split train"
+    with pytest.raises(ValueError, match="no column 'text'"):
+        load_stream(str(path), "train", byte_tokenizer())
+    with pytest.raises(ValueError, match="'train' and 'validation'"):
+        load_stream("stdlib", "test", byte_tokenizer())
+
+
+def test_libraries_are_quiet_inside_and_as_before_afterwards() -> None:
+    def now() -> tuple[int, bool, bool]:
+        return logging.get_verbosity(), logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
+
+    before = now()
+    with quiet_libraries("warnings", "bars"):
+        assert now() == (logging.ERROR, False, True)
+        with quiet_libraries("bars"):
+            pass
+        assert now() == (logging.ERROR, False, True)
+    assert now() == before

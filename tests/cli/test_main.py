@@ -1,0 +1,106 @@
+"""The command as a whole: help, versions, exit statuses and errors."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+import transformers
+from safetensors import SafetensorError
+from transformers.utils import logging
+
+from hf_recurrent_lengthgen.cli import main as command
+from hf_recurrent_lengthgen.cli.main import main
+
+
+def replace_demo(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def run(arguments: Sequence[str]) -> int:
+        raise error
+
+    monkeypatch.setitem(command.COMMANDS, "demo", SimpleNamespace(run=run))
+
+
+def exit_status(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return int(str(ended.value.code))
+
+
+def test_help_names_every_command_and_a_first_session(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status("--help") == 0
+    shown = capsys.readouterr().out
+    assert all(f"  lengthgen {name} " in shown for name in command.COMMANDS)
+    assert "lengthgen evaluate demo-output/base demo-output/cured" in shown
+
+
+def test_version_names_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status("--version") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("lengthgen ")
+    assert f"transformers {transformers.__version__}" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "COMMAND"),
+        (["trian"], "invalid choice: 'trian'"),
+        (["--quiet", "demo"], "--quiet"),
+        (["demo", "--seeds", "1", "2"], "unrecognized arguments"),
+        (["demo", "--seed", "one"], "invalid int value: 'one'"),
+        (["evaluate"], "MODEL"),
+        (["evaluate", "m", "--length", "0"], "must be at least 1, got 0"),
+        (["train", "--output_dir", "x"], "--model"),
+        (["train", "--model", "m", "--max_steps", "many"], "invalid int value: 'many'"),
+        (["train", "--model", "m", "--intervention", "magic"], "invalid choice: 'magic'"),
+        (["train", "--model", "m", "--learnig_rate", "1e-3"], "did you mean learning_rate"),
+        (["train", "--model", "m", "--learnig-rate=1e-3"], "did you mean learning_rate"),
+        (["train", "--model", "m", "--state_dorp_probability=1"], "did you mean state_drop_probability"),
+        (["train", "--model", "m", "--intervention", "none", "--state_drop_probability", "0.5"], "--help-all"),
+    ],
+)
+def test_wrong_options_exit_with_2_and_name_the_option(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_status(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [ValueError("too\n  short"), OSError("too short"), SafetensorError("too short")])
+def test_an_error_is_one_line_on_stderr(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace_demo(monkeypatch, error)
+    assert main(["demo"]) == 1
+    assert capsys.readouterr() == ("", "lengthgen demo: too short\n")
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_demo(monkeypatch, ValueError("too short"))
+    with pytest.raises(ValueError, match="too short"):
+        main(["--debug", "demo"])
+
+
+def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_demo(monkeypatch, TypeError("a bug"))
+    with pytest.raises(TypeError, match="a bug"):
+        main(["demo"])
+
+
+def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    replace_demo(monkeypatch, KeyboardInterrupt())
+    assert main(["demo"]) == 130
+    assert capsys.readouterr().err == "lengthgen demo: interrupted\n"
+
+
+def test_bars_are_off_in_a_log_and_on_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def run(arguments: Sequence[str]) -> int:
+        seen.append(logging.is_progress_bar_enabled())
+        return 0
+
+    monkeypatch.setitem(command.COMMANDS, "demo", SimpleNamespace(run=run))
+    assert logging.is_progress_bar_enabled()
+    assert main(["demo"]) == 0
+    assert seen == [False]
+    assert logging.is_progress_bar_enabled()

@@ -1,0 +1,358 @@
+"""Training from files and flags, of every kind of model, on every kind of data."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+
+from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.cli import train as command
+from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.cli.options import RunParser
+from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
+
+TINY = {
+    "use_cpu": True,
+    "block_length": 8,
+    "max_steps": 2,
+    "per_device_train_batch_size": 2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+}
+Train = Callable[..., int]
+
+
+def flags(**options: Any) -> list[str]:
+    return [part for name, value in options.items() for part in (f"--{name}", str(value))]
+
+
+@pytest.fixture
+def train(tmp_path: Path, text_file: Path) -> Train:
+    """Run `lengthgen train` with tiny settings into `tmp_path / "out"`; an option given as None is left out."""
+
+    def run(*first: str, **options: Any) -> int:
+        given = {"data": text_file, "output_dir": tmp_path / "out"} | TINY | options
+        return main(["train", *first, *flags(**{name: value for name, value in given.items() if value is not None})])
+
+    return run
+
+
+def parsed(*arguments: str, file: Path | None = None, arguments_class: Any = StatePassingConfig) -> dict[str, Any]:
+    return RunParser(arguments_class).parse(["--model", "m", *arguments], None if file is None else str(file))
+
+
+def trained_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def test_post_training_moves_every_weight_and_records_what_was_done(
+    train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model=checkpoint, learning_rate="1e-2", max_steps=3, warmup_steps=0) == 0
+    before, after = load_file(checkpoint / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
+    config = trained_config(tmp_path / "out")
+    assert config["interventions"] == ["state_passing, 3 steps"]
+    assert config["training_length"] == 8
+    shown = capsys.readouterr()
+    assert f"Saved to {tmp_path / 'out'}. Next: lengthgen evaluate {tmp_path / 'out'}" in shown.out
+    assert "\r" not in shown.err  # no bars in a log
+
+
+def test_a_stock_mamba2_becomes_a_checkpoint_of_ours(train: Train, stock_checkpoint: Path, tmp_path: Path) -> None:
+    assert train(model=stock_checkpoint, tokenizer="bytes", lr_scheduler_type="constant", learning_rate=0) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert isinstance(model, StatefulMamba2ForCausalLM)
+    before = load_file(stock_checkpoint / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_training_from_scratch_with_mimetic_initialization(train: Train, config_file: Path, tmp_path: Path) -> None:
+    options = {"mimetic": True, "mimetic_c": 4, "mimetic_offset": 1, "intervention": "none"}
+    assert train(model=config_file, lr_scheduler_type="constant", learning_rate=0, **options) == 0
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    decays = -4 * torch.tensor([2.0, 3.0]).log()
+    torch.testing.assert_close(weights["backbone.layers.0.mixer.A_log"], decays, rtol=0, atol=1e-6)
+    assert trained_config(tmp_path / "out")["interventions"] == []
+
+
+def test_mimetic_would_destroy_a_checkpoint(
+    train: Train, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model=checkpoint, mimetic=True) == 1
+    assert "mimetic overwrites trained weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("intervention", "passes"), [("none", False), ("state_passing", True)])
+def test_the_intervention_decides_the_trainer(
+    intervention: str, passes: bool, train: Train, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+    monkeypatch.setattr(command, "train", lambda settings, training, trainer: used.append((trainer, training)))
+    assert train(model=checkpoint, intervention=intervention) == 0
+    [(trainer, training)] = used
+    assert issubclass(trainer, StatePassingTrainer) == isinstance(training, StatePassingConfig) == passes
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_file_gives_options_and_flags_win(tmp_path: Path) -> None:
+    text = """
+        block_length: 16
+        learning_rate: 1e-3
+        weight_decay: 1.e-2
+        max_steps: 7
+        eval_strategy: no
+        tokenizer: null
+        mimetic: true
+        carry_conv_state: false
+        label_names: [labels, others]
+        lr_scheduler_kwargs:
+          min_lr: 2e-5
+    """
+    values = parsed("--max_steps", "9", file=write(tmp_path / "c.yaml", text))
+    expected = {
+        "block_length": 16,
+        "learning_rate": 0.001,
+        "weight_decay": 0.01,
+        "max_steps": 9,
+        "eval_strategy": "no",
+        "tokenizer": None,
+        "mimetic": True,
+        "carry_conv_state": False,
+        "label_names": ["labels", "others"],
+    }
+    assert {name: values[name] for name in expected} == expected
+    settings, training = RunParser(StatePassingConfig).parse_dict(values | {"output_dir": "o", "use_cpu": True})
+    assert (settings.block_length, training.lr_scheduler_kwargs) == (16, {"min_lr": 2e-5})
+
+
+def test_training_from_a_file(checkpoint: Path, text_file: Path, tmp_path: Path) -> None:
+    lines = {"model": checkpoint, "data": text_file, "output_dir": tmp_path / "out", "learning_rate": "1e-3"} | TINY
+    path = write(tmp_path / "config.yaml", "".join(f"{name}: {value}\n" for name, value in lines.items()))
+    assert main(["train", str(path), "--max_steps", "1"]) == 0
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert state["global_step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learnig_rate: 1", "unknown option 'learnig_rate'; did you mean learning_rate"),
+        ("xyzzy: 1", "unknown option 'xyzzy'; lengthgen train --help-all"),
+        ("- model", "must hold options as 'option: value' lines, got list"),
+        ("just text", "got str"),
+        ("", "got NoneType|got str"),
+        ("a: [1", "is not valid YAML"),
+    ],
+)
+def test_an_unusable_file_is_refused(
+    text: str, message: str, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "c.yaml", text)
+    assert train(str(path)) == 1
+    error = capsys.readouterr().err
+    assert str(path) in error
+    assert any(part in error for part in message.split("|"))
+
+
+def test_a_file_that_is_not_there_is_refused(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("nowhere.yaml") == 1
+    assert "There is no config file nowhere.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_steps: 5.5", "invalid int value: '5.5'"),
+        ("max_steps: [1, 2]", "unrecognized arguments: 2"),
+        ("learning_rate: fast", "invalid float value: 'fast'"),
+        ("intervention: magic", "invalid choice: 'magic'"),
+        ("mimetic: perhaps", "perhaps"),
+    ],
+)
+def test_values_of_a_file_are_checked_like_flags(
+    text: str, message: str, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "c.yaml", text)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(path), "--model", "m"])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_defaults_are_the_papers() -> None:
+    values = parsed()
+    assert values["max_steps"] == 500
+    assert (values["adam_beta2"], values["warmup_steps"], values["max_grad_norm"]) == (0.95, 0.1, 1.0)
+    assert values["lr_scheduler_type"] == "cosine_with_min_lr"
+    assert values["lr_scheduler_kwargs"] == {"min_lr": 1e-5}
+    assert (values["block_length"], values["state_drop_probability"]) == (2048, 0.1)
+
+
+def test_epochs_replace_the_default_number_of_steps_and_another_schedule_its_settings() -> None:
+    values = parsed("--num_train_epochs", "2", "--lr_scheduler_type", "linear")
+    assert (values["num_train_epochs"], values["max_steps"], values["lr_scheduler_kwargs"]) == (2, -1, None)
+    assert "num_train_epochs" not in parsed()
+    assert parsed("--num_train_epochs", "2", "--max_steps", "3")["max_steps"] == 3
+
+
+def test_epochs_are_recorded_as_such(train: Train, checkpoint: Path, tmp_path: Path) -> None:
+    assert train(model=checkpoint, max_steps=None, num_train_epochs=0.01, block_length=200) == 0
+    assert trained_config(tmp_path / "out")["interventions"] == ["state_passing, 0.01 epochs"]
+
+
+def test_the_help_shows_what_most_people_need_and_all_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for option in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", option])
+        assert ended.value.code == 0
+        shown[option] = capsys.readouterr().out
+    positions = [
+        shown["--help"].index(part)
+        for part in ("what to train:", "--model TEXT", "--resume", "training (most used", "--max_steps N")
+    ]
+    assert positions == sorted(positions)
+    for text in shown.values():
+        assert "--state_drop_probability" in text
+        assert "%(" not in text
+        assert "10 % warm-up" in text
+        assert "default: None" not in text.split("other options")[0]
+    assert "--torch_compile " not in shown["--help"]
+    assert "--torch_compile " in shown["--help-all"]
+    assert len(shown["--help"].splitlines()) < 120
+
+
+class Interrupt(TrainerCallback):
+    """Ctrl-C when a step begins."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+class InterruptedTrainer(StatePassingTrainer):
+    """Interrupted before its fourth step."""
+
+    def __init__(self, *positional: Any, **keyword: Any) -> None:
+        super().__init__(*positional, **keyword)
+        self.add_callback(Interrupt(3))
+
+
+def test_an_interrupted_run_resumes_to_the_same_weights(
+    train: Train, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"model": checkpoint, "max_steps": 5, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.01}
+    assert train(**options, output_dir=tmp_path / "whole") == 0
+    with monkeypatch.context() as patch:
+        patch.setitem(command.INTERVENTIONS, "state_passing", (InterruptedTrainer, StatePassingConfig))
+        assert train(**options, output_dir=tmp_path / "broken") == 130
+    shown = capsys.readouterr()
+    assert "checkpoint-2" in shown.out
+    assert "interrupted" in shown.err
+    assert not (tmp_path / "broken" / "model.safetensors").exists()
+    assert train("--resume", **options, output_dir=tmp_path / "broken") == 0
+    whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "broken"))
+    assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+
+
+def test_resuming_without_a_checkpoint_is_refused(
+    train: Train, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--resume", model=checkpoint) == 1
+    assert "no complete checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
+def test_data_from_files(kind: str, train: Train, checkpoint: Path, text_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / f"data.{kind}"
+    rows = datasets.Dataset.from_dict({"body": [text_file.read_text()]})
+    if kind == "txt":
+        path.write_bytes(text_file.read_bytes())
+    else:
+        (rows.to_json if kind == "jsonl" else rows.to_parquet)(path)
+    column = "text" if kind == "txt" else "body"
+    options = {"eval_data": path, "eval_data_split": "train[:1]", "eval_strategy": "steps", "eval_steps": 2}
+    assert train(model=checkpoint, data=path, text_column=column, **options, per_device_eval_batch_size=64) == 0
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    [eval_loss] = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    assert 4 < eval_loss < 8  # log(384) = 5.95
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_length": 5000}, "give more data or a smaller length"),
+        ({"block_length": 0}, "length is 0"),
+        ({"text_column": "body"}, "no column 'body'"),
+        ({"data_split": "validation"}, "validation"),
+        ({"data": "nowhere.txt"}, "no file or folder nowhere.txt"),
+        ({"eval_data": "stdlib"}, "eval_data needs eval_strategy"),
+        ({"eval_strategy": "steps"}, "eval"),
+        ({"state_drop_probability": 1.5}, "between 0 and 1"),
+        ({"save_strategy": "sometimes"}, None),
+    ],
+)
+def test_bad_settings_are_refused_in_one_line(
+    options: dict[str, Any], message: str | None, train: Train, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if message is None:
+        with pytest.raises(SystemExit):
+            train(model=checkpoint, **options)
+        return
+    assert train(model=checkpoint, **options) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("lengthgen train: ")
+    assert message in error
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(
+    train: Train, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads(config_file.read_text()) | {"vocab_size": 300}
+    assert train(model=write(tmp_path / "small.json", json.dumps(config))) == 1
+    assert "The tokenizer has 384 tokens, the model's vocab_size is 300" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_not_overwritten_by_its_own_training(
+    train: Train, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    before = (checkpoint / "model.safetensors").read_bytes()
+    assert train(model=checkpoint.name, output_dir=checkpoint) == 1
+    assert "would overwrite" in capsys.readouterr().err
+    assert (checkpoint / "model.safetensors").read_bytes() == before
+
+
+def test_an_args_file_beside_the_program_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "lengthgen.args", "--max_steps 3")
+    monkeypatch.setattr("sys.argv", [os.fspath(tmp_path / "lengthgen")])
+    assert parsed()["max_steps"] == 500
+
+
+def test_a_run_starts_with_its_seed(
+    train: Train, config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: Sequence[str] = ("a", "b", "c")
+    for name, seed in zip(names, (0, 0, 1), strict=True):
+        assert train(model=config_file, seed=seed, output_dir=tmp_path / name) == 0
+    a, b, c = (load_file(tmp_path / name / "model.safetensors")["backbone.embeddings.weight"] for name in names)
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
