@@ -225,12 +225,12 @@ class StatefulBackbone(StatefulPreTrainedModel):
                 hidden_states, layer_state, None if padding is None else padding.lengths
             )
             states.append(layer_state)
+            if not output_hidden_states:
+                all_hidden_states.clear()  # else evaluation would hold the outputs of all layers at once
             all_hidden_states.append(hidden_states)
         all_hidden_states[-1] = self.final_norm(hidden_states)
         if padding is not None:
-            all_hidden_states = [
-                padding.back(x) for x in (all_hidden_states if output_hidden_states else all_hidden_states[-1:])
-            ]
+            all_hidden_states = [padding.back(x) for x in all_hidden_states]
 
         final_state = tuple(states)
         if use_cache or past_key_values is not None:

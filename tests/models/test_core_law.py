@@ -1,5 +1,6 @@
 """The core law of whole models: T tokens at once equal any pieces with the state carried."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -216,6 +217,22 @@ def test_a_final_state_shares_no_memory_with_its_inputs_and_keeps_no_large_tenso
             for part in layer:
                 assert part.untyped_storage().data_ptr() not in given
                 assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
+
+
+@every_family
+def test_evaluation_holds_the_outputs_of_two_layers_at_most(family: Family) -> None:
+    model, outputs, alive = build(family, num_hidden_layers=6), [], []
+
+    def watch(module: Any, inputs: Any, output: Any) -> None:
+        outputs.append(weakref.ref(output[0]))
+        alive.append(sum(reference() is not None for reference in outputs))
+
+    for layer in model.backbone.layers:
+        layer.register_forward_hook(watch)
+    with torch.no_grad():
+        model(random_tokens(1, 3))
+    assert len(alive) == 6
+    assert max(alive) <= 2
 
 
 @every_family
