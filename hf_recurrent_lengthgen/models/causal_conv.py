@@ -20,6 +20,8 @@ try:
 except ImportError:
     causal_conv1d_fn = None
 
+_KERNEL_MAX_ELEMENTS = 2**31
+
 
 def causal_conv(
     x: Tensor,
@@ -56,15 +58,32 @@ def causal_conv(
     final_state = final_state.to(initial_state.dtype, copy=True)
 
     if backend == "kernel":
-        # the kernel takes initial states only for inputs whose channels are contiguous, as they are here
-        y = causal_conv1d_fn(
-            x.mT, weight, bias, initial_states=initial_state.to(x.dtype).mT.contiguous().mT, activation="silu"
-        ).mT
+        y = _convolve_with_kernel(x, weight, bias, initial_state)
     else:
         dtype = initial_state.dtype
         bias = x.new_zeros(x.shape[2]) if bias is None else bias
         y = _CausalConvSiLU.apply(x, weight.to(dtype), bias.to(dtype), initial_state)
     return y, final_state
+
+
+def _convolve_with_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor) -> Tensor:
+    """Outputs of causal-conv1d, (B, T, C). It takes 2 to 4 taps, C a multiple of 8 and no float64."""
+    batch, length, _ = x.shape
+    # the kernel reads 16 bytes at once; clone, since contiguous() keeps odd strides at B = T = 1
+    if x.stride(2) != 1 or x.stride(0) % 8 or x.stride(1) % 8 or x.storage_offset() % 8:
+        x = x.clone(memory_format=torch.contiguous_format)
+    # the kernel computes addresses in 32 bits and is silently wrong beyond: halves
+    if batch > 1 and batch * x.stride(0) > _KERNEL_MAX_ELEMENTS:
+        half = batch // 2
+        halves = [(x[:half], initial_state[:half]), (x[half:], initial_state[half:])]
+        return torch.cat([_convolve_with_kernel(part, weight, bias, state) for part, state in halves])
+    if length * x.stride(1) > _KERNEL_MAX_ELEMENTS:
+        half = length // 2
+        halves = [(x[:, :half], initial_state), (x[:, half:], x[:, half - initial_state.shape[2] : half].mT)]
+        return torch.cat([_convolve_with_kernel(part, weight, bias, state) for part, state in halves], dim=1)
+    # with a state, channels must be contiguous in both
+    state = initial_state.to(x.dtype).mT.contiguous().mT
+    return causal_conv1d_fn(x.mT, weight, bias, initial_states=state, activation="silu").mT
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor, initial_state: Tensor) -> Tensor:

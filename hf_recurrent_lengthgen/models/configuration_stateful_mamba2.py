@@ -13,8 +13,8 @@ class StatefulMamba2Config(Mamba2Config):
     """`Mamba2Config` plus what the stateful classes add.
 
     Args:
-        scan_backend: "torch" for the plain torch scan, "kernel" for mamba-ssm and causal-conv1d, "auto"
-            for the kernel on a GPU where it is installed and torch elsewhere.
+        scan_backend: "torch" for the plain torch scan, "kernel" for mamba-ssm and causal-conv1d, "auto" for the
+            kernels on a GPU where they are installed and take the sizes and dtype, and torch elsewhere.
         training_length: Tokens per training sequence (T_train), which evaluation starts from; None if unknown.
         interventions: What was done to the model after its first training, in order, in words.
         code_format_version: Version of the checkpoint's code format. A checkpoint of a newer version than

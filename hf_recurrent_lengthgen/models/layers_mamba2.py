@@ -4,7 +4,7 @@ Glossary (Dao & Gu 2024, arXiv:2405.21060 -> here): Delta -> dt, A -> -exp(A_log
 heads H of P channels, N state_size, G n_groups.
 
 Different from `transformers.models.mamba2`: the mixer takes and returns a `LayerState`, takes right-padded
-rows by their lengths, and computes convolution and recurrence in full precision.
+rows by their lengths, and computes convolution and recurrence in full precision (in that of the kernels with them).
 """
 
 import math
@@ -28,6 +28,18 @@ def mamba2_layer_shape(config: StatefulMamba2Config) -> LayerShape:
     """Shapes of one layer's state: (H, P, N) and (H*P + 2*G*N, K-1)."""
     channels = config.num_heads * config.head_dim + 2 * config.n_groups * config.state_size
     return LayerShape((config.num_heads, config.head_dim, config.state_size), (channels, config.conv_kernel - 1))
+
+
+def mamba2_kernel_limit(config: StatefulMamba2Config, dtype: torch.dtype) -> str:
+    """What the kernels need and this model does not have, in words; empty if they can run it."""
+    channels = mamba2_layer_shape(config).conv[0]
+    if not 2 <= config.conv_kernel <= 4:
+        return f"a conv_kernel of 2, 3 or 4, got {config.conv_kernel}"
+    if channels % 8:
+        return f"num_heads * head_dim + 2 * n_groups * state_size to be a multiple of 8, got {channels}"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"float32, float16 or bfloat16, got {dtype}"
+    return ""
 
 
 class Mamba2RMSNorm(nn.Module):
@@ -111,7 +123,12 @@ class StatefulMamba2Mixer(nn.Module):
                 "An adapter on conv1d has no effect, since its weight enters the scan directly: take conv1d out of "
                 "the adapter's targets, or train it whole (modules_to_save)."
             )
-        backend = resolve_backend(self.config.scan_backend, hidden_states.device.type, KERNEL_AVAILABLE)
+        backend = resolve_backend(
+            self.config.scan_backend,
+            hidden_states.device.type,
+            KERNEL_AVAILABLE,
+            mamba2_kernel_limit(self.config, hidden_states.dtype),
+        )
         gate, conv_input, dt = self.in_proj(hidden_states).split([self.inner_size, self.conv_size, self.num_heads], -1)
         conv_output, conv_state = causal_conv(
             conv_input, self.conv1d.weight.squeeze(1), self.conv1d.bias, state.conv, lengths, backend

@@ -12,7 +12,8 @@ Three forms behind one function, `scan_ssd`:
 - `_ChunkedSSD`: the chunked form in plain torch. Inside a chunk of Q tokens the map is a masked
   (Q, Q) matrix per head, between chunks one state is carried. Its backward pass recomputes the chunk
   matrices, so that only inputs, outputs and one state per chunk are kept in memory.
-- mamba-ssm's `mamba_chunk_scan_combined` on a GPU.
+- mamba-ssm's `mamba_chunk_scan_combined` on a GPU. It carries a float32 state from call to call, but multiplies
+  float32 matrices in TF32, and below float32 rounds the states between its chunks to the dtype of the inputs.
 
 Shape suffixes: B batch, T time, H heads, P head dim, G groups (H = G * R), N state dim, Q chunk.
 """
@@ -31,9 +32,12 @@ try:
 except ImportError:
     mamba_chunk_scan_combined = None
 
-# The kernel is reported to be wrong or to crash beyond about 61k tokens in one call
-# (state-spaces/mamba issue 1015): longer inputs go through it in pieces with the state carried.
+# The kernel computes addresses in 32 bits and is silently wrong or crashes beyond (state-spaces/mamba issue
+# 1015), and a grid holds at most 65535 chunks: larger inputs go through it in groups of rows and in pieces of
+# tokens with the state carried. Half of the range is left for what its backward pass adds.
 _KERNEL_MAX_TOKENS = 32_768
+_KERNEL_MAX_ELEMENTS = 2**30
+_KERNEL_MAX_CHUNKS = 65_535
 
 
 def scan_ssd(
@@ -57,7 +61,8 @@ def scan_ssd(
         C: Output projections, (B, T, G, N).
         D: Skip weights, (H,).
         initial_state: State before the first token, (B, H, P, N).
-        chunk_size: Tokens per chunk, about, of the chunked forms; it changes speed and memory, not the result.
+        chunk_size: Tokens per chunk, about, of the chunked forms; it changes speed and memory, not the result. The
+            kernel takes the next power of two, from 16 to 256.
         backend: "torch" (chunked form) or "kernel" (mamba-ssm).
 
     Returns:
@@ -109,9 +114,19 @@ def _scan_with_kernel(
 ) -> tuple[Tensor, Tensor]:
     if mamba_chunk_scan_combined is None:
         raise ValueError(f'scan backend "kernel" needs mamba-ssm and a CUDA GPU: {INSTALL_HINT}, or use "torch".')
+    # blocks are powers of two: other sizes are reported to give NaN (state-spaces/mamba issue 449)
+    chunk_size = min(256, max(16, 1 << (chunk_size - 1).bit_length()))
+    rows, tokens = _kernel_piece(x, dt, B, chunk_size)
+    if x.shape[0] > rows:
+        groups = [
+            _scan_with_kernel(x[g], dt[g], A, B[g], C[g], D, initial_state[g], chunk_size)
+            for g in (slice(start, start + rows) for start in range(0, x.shape[0], rows))
+        ]
+        y, state = (torch.cat(parts) for parts in zip(*groups, strict=True))
+        return y, state
     outputs, state = [], initial_state
-    for start in range(0, x.shape[1], _KERNEL_MAX_TOKENS):
-        piece = slice(start, start + _KERNEL_MAX_TOKENS)
+    for start in range(0, x.shape[1], tokens):
+        piece = slice(start, start + tokens)
         y, state = mamba_chunk_scan_combined(
             x[:, piece],
             dt[:, piece],
@@ -125,6 +140,18 @@ def _scan_with_kernel(
         )
         outputs.append(y)
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), state.to(initial_state.dtype)
+
+
+def _kernel_piece(x: Tensor, dt: Tensor, B: Tensor, chunk_size: int) -> tuple[int, int]:
+    """How many rows and tokens the kernel takes in one call."""
+    (_, length, heads, head_dim), (groups, state_dim) = x.shape, B.shape[2:]
+    state = heads * head_dim * state_dim
+    tokens = min(_KERNEL_MAX_TOKENS, chunk_size * max(1, _KERNEL_MAX_ELEMENTS // state))
+    chunks = -(-min(length, tokens) // chunk_size)
+    # of one row: inputs, chunk states, C_i . B_j, and per head sums over blocks of 32 tokens
+    per_chunk = max(state, groups * chunk_size**2, heads * chunk_size * max(1, chunk_size // 32))
+    elements = max(x.stride(0), dt.stride(0), B.stride(0), chunks * per_chunk)
+    return max(1, min(_KERNEL_MAX_ELEMENTS // elements, _KERNEL_MAX_CHUNKS // chunks)), tokens
 
 
 class _ChunkedSSD(torch.autograd.Function):

@@ -23,7 +23,7 @@ def model_step(model: Any) -> Step:
 
 
 def weights_like(x: Tensor, seed: int) -> Tensor:
-    return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(x.dtype)
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(x)
 
 
 def run_in_pieces(

@@ -1,0 +1,151 @@
+"""What the GPU kernels cannot take is kept from them: layouts, sizes beyond 32-bit addresses, configurations."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_recurrent_lengthgen.models import causal_conv as conv_module
+from hf_recurrent_lengthgen.models import scan_ssd as scan_module
+from hf_recurrent_lengthgen.models.causal_conv import causal_conv
+from hf_recurrent_lengthgen.models.layers_mamba2 import mamba2_kernel_limit
+from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
+from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd, scan_ssd_reference
+
+from .families import mamba2_config
+
+CHANNELS, TAPS = 16, 4
+
+
+@pytest.fixture
+def conv_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """A stand-in that refuses what causal-conv1d 1.7 refuses; the shapes it was given."""
+    calls: list[tuple[int, ...]] = []
+
+    def kernel(x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor, activation: str) -> Tensor:
+        assert x.stride(1) == 1 < x.stride(2), "initial states need the channel-last layout"
+        numbers = (x.shape[1], x.stride(0), x.stride(2), x.storage_offset())
+        assert not any(number % 8 for number in numbers), "vectors of 16 bytes"
+        assert 2 <= weight.shape[1] <= 4
+        assert bias is None or bias.dtype == weight.dtype
+        assert initial_states.dtype == x.dtype
+        assert initial_states.shape == (x.shape[0], x.shape[1], weight.shape[1] - 1)
+        assert initial_states.stride(1) == 1
+        calls.append(tuple(x.shape))
+        return causal_conv(x.mT, weight, bias, initial_states)[0].mT
+
+    monkeypatch.setattr(conv_module, "causal_conv1d_fn", kernel)
+    return calls
+
+
+def conv_results(x: Tensor, backend: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(CHANNELS, TAPS), (CHANNELS,), (x.shape[0], CHANNELS, TAPS - 1)]
+    leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    y, state = causal_conv(x, *leaves, backend=backend)  # type: ignore[arg-type]
+    objective = (y.float() * torch.randn(y.shape, generator=generator)).sum() + state.square().sum()
+    return [y, state, *torch.autograd.grad(objective, [x, *leaves])]
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor], tolerance: float = 1e-5) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (2, 1), (1, 2), (2, 9)])
+@pytest.mark.parametrize(("before", "after"), [(8, 8), (8, 3), (4, 4), (0, 1)], ids=str)
+def test_a_slice_of_any_projection_reaches_the_convolution_kernel_as_it_needs_it(
+    batch: int, length: int, before: int, after: int, dtype: torch.dtype, conv_calls: list[tuple[int, ...]]
+) -> None:
+    projection = torch.randn(batch, length, before + CHANNELS + after, generator=torch.Generator().manual_seed(0))
+    x = projection.to(dtype).requires_grad_()[..., before : before + CHANNELS]
+    tolerance = 1e-5 if dtype == torch.float32 else 0.1  # the kernel takes a state in the dtype of x
+    assert_same(conv_results(x, "kernel"), conv_results(x, "torch"), tolerance)
+    assert conv_calls == [(batch, CHANNELS, length)]
+
+
+def test_large_inputs_go_through_the_convolution_kernel_in_halves(
+    conv_calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conv_module, "_KERNEL_MAX_ELEMENTS", 10 * CHANNELS)
+    x = torch.randn(3, 15, CHANNELS, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    assert_same(conv_results(x, "kernel"), conv_results(x, "torch"))
+    assert conv_calls == 3 * [(1, CHANNELS, 7), (1, CHANNELS, 8)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "rows", "tokens"),
+    [
+        ({}, 5, 40),
+        ({"_KERNEL_MAX_TOKENS": 16}, 5, 16),
+        ({"_KERNEL_MAX_CHUNKS": 6}, 2, 40),  # 3 chunks of 16 in each row
+        ({"_KERNEL_MAX_ELEMENTS": 3 * 32 * 16 * 2}, 2, 40),  # G * Q * Q = 512 in each of 3 chunks
+        ({"_KERNEL_MAX_ELEMENTS": 100}, 1, 16),  # a state is H * P * N = 96
+    ],
+)
+def test_large_inputs_go_through_the_scan_kernel_in_rows_and_pieces(
+    limits: dict[str, int], rows: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def kernel(x, dt, A, B, C, chunk_size, D, initial_states, return_final_states):  # type: ignore[no-untyped-def]
+        calls.append((len(x), x.shape[1], chunk_size))
+        return scan_ssd_reference(x, dt, A, B, C, D, initial_states)
+
+    monkeypatch.setattr(scan_module, "mamba_chunk_scan_combined", kernel)
+    for name, value in limits.items():
+        monkeypatch.setattr(scan_module, name, value)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5, 40, 4, 3), (5, 40, 4), (4,), (5, 40, 2, 8), (5, 40, 2, 8), (4,), (5, 4, 3, 8)]
+    x, dt, A, *rest = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    arguments = (x, dt.abs(), -A.abs(), *rest)
+    y, state = scan_ssd(*arguments, chunk_size=9, backend="kernel")
+    expected_y, expected_state = scan_ssd_reference(*arguments)
+    torch.testing.assert_close(y, expected_y)
+    torch.testing.assert_close(state, expected_state)
+    assert calls[0] == (rows, tokens, 16)  # the next power of two
+    assert sum(count * length for count, length, _ in calls) == 5 * 40
+
+
+@pytest.mark.parametrize(("asked", "given"), [(1, 16), (16, 16), (100, 128), (256, 256), (1000, 256)])
+def test_the_scan_kernel_gets_chunks_of_a_power_of_two(
+    asked: int, given: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def kernel(x, dt, A, B, C, chunk_size, D, initial_states, return_final_states):  # type: ignore[no-untyped-def]
+        seen.append(chunk_size)
+        return x, initial_states
+
+    monkeypatch.setattr(scan_module, "mamba_chunk_scan_combined", kernel)
+    one = torch.ones(1, 1, 1, 1)
+    scan_ssd(one, one[0], one[0, 0, 0], one, one, one[0, 0, 0], one, chunk_size=asked, backend="kernel")
+    assert seen == [given]
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "message"),
+    [
+        ({"conv_kernel": 5}, torch.float32, "a conv_kernel of 2, 3 or 4, got 5"),
+        ({"conv_kernel": 1}, torch.float32, "a conv_kernel of 2, 3 or 4, got 1"),
+        ({"state_size": 5}, torch.float32, "to be a multiple of 8, got 52"),
+        ({}, torch.float64, "float32, float16 or bfloat16, got torch.float64"),
+    ],
+)
+def test_auto_takes_torch_and_kernel_refuses_what_the_kernels_cannot_run(
+    changes: dict[str, int], dtype: torch.dtype, message: str
+) -> None:
+    limit = mamba2_kernel_limit(mamba2_config(**({"state_size": 8} | changes)), dtype)
+    assert message in limit
+    assert resolve_backend("auto", "cuda", True, limit) == "torch"
+    assert resolve_backend("torch", "cuda", True, limit) == "torch"
+    with pytest.raises(ValueError, match=f'scan_backend="kernel": the kernels need .*{message}'):
+        resolve_backend("kernel", "cuda", True, limit)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_configuration_within_the_limits_takes_the_kernels(dtype: torch.dtype) -> None:
+    limit = mamba2_kernel_limit(mamba2_config(state_size=8), dtype)
+    assert limit == ""
+    assert resolve_backend("auto", "cuda", True, limit) == resolve_backend("kernel", "cuda", True, limit) == "kernel"
+    assert resolve_backend("auto", "cpu", True, limit) == resolve_backend("auto", "cuda", False, limit) == "torch"
