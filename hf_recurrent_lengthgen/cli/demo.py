@@ -67,6 +67,7 @@ STAGES: tuple[tuple[Role, str], ...] = (
     ("cured", "Curing it: a few more steps with state passing"),
     ("control", "Control: equally many plain steps"),
 )
+LABELS: dict[Role, str] = {"base": "base", "cured": "state passing", "control": "control"}
 DESCRIPTION = """\
 Train a small Mamba-2 on the sources of the Python standard library, see it break beyond its training length,
 cure it with state passing, and compare with equally many plain steps. Takes about five minutes on two cores,
@@ -134,7 +135,7 @@ def run_demo(output: Path, seed: int = 0, resume: bool = False, settings: DemoSe
                 load_model(str(output / role)),
                 tokens,
                 settings.training_length,
-                label=role,
+                label=LABELS[role],
                 data_description=held_out.description,
                 token_unit="byte",
                 seed=seed,

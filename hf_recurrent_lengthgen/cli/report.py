@@ -55,11 +55,11 @@ def write_report(comparison: Comparison, folder: Path, checkpoint: Path | None =
 
 
 def summary_table(comparison: Comparison) -> str:
-    """One row per model: context harm in the last octave, in-window loss and use of context, with intervals."""
+    """One row per model: harm in the last octave, in-window loss, use of context, and where harm begins."""
     first = comparison.models[0].evaluation
     start, stop = first.harm.last_range
     confidence = f"{first.confidence:.0%}"
-    rows = [("model", f"harm at {start:,}-{stop:,}", "in-window loss", "context use", "holds to")]
+    rows = [("model", f"harm at {start:,}-{stop:,}", "in-window loss", "context use", "harmful from")]
     for model in comparison.models:
         found = model.evaluation
         rows.append(
@@ -68,7 +68,7 @@ def summary_table(comparison: Comparison) -> str:
                 _text(found.harm.last, sign=True),
                 _text(found.in_window.loss),
                 _text(found.in_window.context_use, sign=True),
-                f"{found.verdict.holds_to:,}",
+                "nowhere" if found.harm.harmful_from is None else f"{found.harm.harmful_from:,}",
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

@@ -153,7 +153,7 @@ def _table(models: tuple[ComparedModel, ...], colors: list[str]) -> str:
         ),
         (
             "Generalizes to",
-            f"means, tolerance {first.verdict.tolerance:.0%} of perplexity, tokens",
+            f"means alone, tolerance {first.verdict.tolerance:.0%} of perplexity, tokens; text difficulty moves them, too",
             lambda model: f"{model.evaluation.verdict.holds_to:,}",
         ),
         (

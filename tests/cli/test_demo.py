@@ -99,7 +99,7 @@ def test_everything_is_written(finished: Finished) -> None:
 
 def test_the_numbers_say_what_was_done(finished: Finished) -> None:
     assert [model.role for model in finished.comparison.models] == list(ROLES)
-    assert [model.evaluation.model for model in finished.comparison.models] == list(ROLES)
+    assert [model.evaluation.model for model in finished.comparison.models] == ["base", "state passing", "control"]
     trainings = [model.training for model in finished.comparison.models if model.training is not None]
     assert [training.steps for training in trainings] == [4, 3, 3]
     assert ["state passing" in training.method for training in trainings] == [False, True, False]

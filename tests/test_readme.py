@@ -1,0 +1,75 @@
+"""What the README tells people to run, run on a small checkpoint in place of the demo's."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks_of(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.fixture
+def demo_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder like the one that `make demo` writes, as the working directory sees it."""
+    config = StatefulMamba2Config(
+        hidden_size=16,
+        num_heads=4,
+        head_dim=8,
+        state_size=8,
+        n_groups=1,
+        num_hidden_layers=1,
+        vocab_size=384,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+        training_length=16,
+    )
+    for name in ("base", "cured"):
+        torch.manual_seed(0)
+        StatefulMamba2ForCausalLM(config).save_pretrained(tmp_path / "demo-output" / name)
+        byte_tokenizer().save_pretrained(tmp_path / "demo-output" / name)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_post_training_code_runs(demo_output: Path) -> None:
+    (code,) = (block for block in blocks_of("python") if "StatePassingTrainer(" in block)
+    quick = code.replace("max_steps=1000", "max_steps=2, report_to='none', dataloader_pin_memory=False")
+    assert quick != code
+    exec(quick, {"blocks": PackedBlocks(torch.arange(3400) % 300, 16)})
+
+
+def test_the_code_with_states_runs(demo_output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = (block for block in blocks_of("python") if "final_state" in block)
+    exec(code, {})
+    assert capsys.readouterr().out.startswith(" sys")
+
+
+def test_the_commands_run(demo_output: Path) -> None:
+    commands = [line for block in blocks_of("bash") for line in block.splitlines() if line.startswith("lengthgen ")]
+    assert {shlex.split(command)[1] for command in commands} == {"train", "evaluate"}
+    quick = {
+        "train": "--max_steps 2 --block_length 16 --report_to none --per_device_eval_batch_size 64 --eval_strategy no",
+        "evaluate": "--sequences 2",
+    }
+    for command in commands:
+        arguments = shlex.split(command)[1:]
+        assert main([*arguments, *shlex.split(quick[arguments[0]])]) == 0
+
+
+def test_links_lead_to_files() -> None:
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if not link.startswith("http")]
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
