@@ -153,7 +153,7 @@ def _table(models: tuple[ComparedModel, ...], colors: list[str]) -> str:
         ),
         (
             "Generalizes to",
-            f"means alone, tolerance {first.verdict.tolerance:.0%} of perplexity, tokens; text difficulty moves them, too",
+            f"means alone, {first.verdict.tolerance:.0%} tolerance, tokens; text difficulty counts, too",
             lambda model: f"{model.evaluation.verdict.holds_to:,}",
         ),
         (
