@@ -303,7 +303,8 @@ def compiled_step_equals_eager(family: Family, backend: str, length: int, checkp
     tokens, state = random_tokens(2, length), random_state(model, 2)
     mask = torch.ones(2, length).long()
     mask[0, :2] = 0
-    for options in ({}, {"initial_state": state}, {"initial_state": state, "attention_mask": mask}):
+    every = [{}, {"initial_state": state}, {"initial_state": state, "attention_mask": mask}]
+    for options in every if backend == "eager" else every[-1:]:  # each is a graph of its own
         results = []
         for run, owner in ((compiled, model), (eager, eager)):
             owner.zero_grad()
@@ -314,8 +315,8 @@ def compiled_step_equals_eager(family: Family, backend: str, length: int, checkp
             assert (value - results[0][name]).norm() <= 1e-4 * value.norm(), name
 
 
-# torch.compile makes an instance of every autograd.Function it meets, and torch warns of that
-compiling = pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated")
+# torch.compile runs into deprecation warnings of torch itself
+compiling = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @compiling
@@ -328,6 +329,5 @@ def test_the_whole_model_is_one_graph(family: Family, checkpointed: bool) -> Non
 @pytest.mark.slow
 @compiling
 @every_family
-@pytest.mark.parametrize("length", [9, 70])
-def test_the_compiled_model_equals_the_eager_one(family: Family, length: int) -> None:
-    compiled_step_equals_eager(family, "inductor", length, False)
+def test_the_compiled_model_equals_the_eager_one(family: Family) -> None:
+    compiled_step_equals_eager(family, "inductor", 70, False)
