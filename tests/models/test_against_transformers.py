@@ -137,6 +137,15 @@ def test_bf16_models_agree_within_bf16() -> None:
     assert (a - b).norm() < 0.02 * b.norm()
 
 
+@pytest.mark.parametrize(("in_fp32", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_the_residual_stream_of_a_bf16_model_is_float32_where_asked_for(in_fp32: bool, dtype: torch.dtype) -> None:
+    ours, theirs = (model.bfloat16() for model in pair(n_groups=1, residual_in_fp32=in_fp32))
+    tokens = random_tokens(2, 5)
+    assert ours.backbone(tokens, output_hidden_states=True).hidden_states[1].dtype == dtype
+    assert ours(tokens).logits.dtype == torch.float32
+    assert theirs.backbone.layers[0](theirs.backbone.embeddings(tokens)).dtype == dtype
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_stock_checkpoint_loads_and_behaves_the_same(tmp_path: Path, tied: bool) -> None:
     _, theirs = pair(n_groups=1, tie_word_embeddings=tied)

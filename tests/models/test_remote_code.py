@@ -73,6 +73,10 @@ def test_the_folder_holds_weights_configuration_and_every_file_of_the_code(check
         assert {f"{sibling}.py" for sibling in imported} <= code, name
         source = Path(sys.modules[type(model).__module__].__file__ or "").parent / name
         assert (folder / name).read_bytes() == source.read_bytes()
+    # Transformers before 5.6 copies what the entry file itself imports, and nothing that those files import
+    entry = auto_map["AutoModelForCausalLM"].split(".")[0]
+    imported = re.findall(r"^from \.(\w+) import", (folder / f"{entry}.py").read_text(), re.MULTILINE)
+    assert {f"{name}.py" for name in imported} == code - {f"{entry}.py"}
 
 
 def test_a_process_without_our_package_gets_the_same_model(checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
