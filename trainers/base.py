@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from hf_recurrent_lengthgen.models.recurrent_state import check_finite_state
 from hf_recurrent_lengthgen.trainers.checkpoints import (
+    TRAINER_STATE_FILE,
     begin_save,
     initial_states_file,
     load_initial_states,
@@ -122,7 +123,7 @@ class InitialStateTrainer(Trainer, ABC):
         """Train; `resume_from_checkpoint=True` takes the newest checkpoint that is complete.
 
         Raises:
-            ValueError: if there is none, or the given folder is not complete.
+            ValueError: if there is none, or the given folder is not complete or already has all `max_steps`.
         """
         output_dir = self.output_dir
         if resume_from_checkpoint is True:
@@ -139,6 +140,14 @@ class InitialStateTrainer(Trainer, ABC):
                 raise ValueError(
                     f"Cannot resume from {resume_from_checkpoint}: {missing}. "
                     f"The newest complete checkpoint in {output_dir} is {newest_complete_checkpoint(output_dir)}."
+                )
+        if resume_from_checkpoint and self.args.max_steps > 0:
+            state_file = os.path.join(resume_from_checkpoint, TRAINER_STATE_FILE)
+            step = TrainerState.load_from_json(state_file).global_step
+            if step >= self.args.max_steps:  # Trainer would take one more step in the middle of an epoch
+                raise ValueError(
+                    f"Nothing is left to train: {resume_from_checkpoint} is at step {step} of {self.args.max_steps}. "
+                    "Load it with from_pretrained, or give more max_steps."
                 )
         self.initial_states.reset()
         try:

@@ -76,6 +76,7 @@ def run(arguments: Sequence[str]) -> int:
     tokens = evaluation_sequences(stream.tokens, options.sequences, length + 1)
     for model in models:  # before the first evaluation, which may take long
         check_tokens(tokens, check_stateful(model), training_length + 1)
+    Path(options.output).mkdir(parents=True, exist_ok=True)  # fails now rather than after hours
     compared = []
     for name, model in zip(options.models, models, strict=True):
         print(f"Evaluating {name} on {len(tokens)} texts of {length:,} {token_unit(tokenizer)}s")

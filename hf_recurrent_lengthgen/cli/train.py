@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_recurrent_lengthgen.cli.inputs import load_model, load_stream, load_tokenizer
 from hf_recurrent_lengthgen.cli.options import RunArguments, RunParser
@@ -43,6 +44,13 @@ def train(settings: RunArguments, training: TrainingArguments, trainer_class: ty
     output = str(training.output_dir)
     if Path(settings.model).resolve() == Path(output).resolve():
         raise ValueError(f"The trained model would overwrite {settings.model}: give another output_dir.")
+    if any(Path(output).glob(f"{PREFIX_CHECKPOINT_DIR}-*")) and not settings.resume:
+        raise ValueError(
+            f"{output} holds checkpoints of an earlier run, which a later --resume would mix up with those of this "
+            "one: continue it with --resume, give another output_dir, or remove them."
+        )
+    if training.max_steps == 0:
+        raise ValueError("max_steps must be at least 1, or left out for num_train_epochs; got 0.")
     evaluated = str(getattr(training.eval_strategy, "value", training.eval_strategy)) != "no"
     if settings.eval_data and not evaluated:
         raise ValueError("eval_data needs eval_strategy: steps or epoch.")

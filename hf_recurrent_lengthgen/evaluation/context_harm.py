@@ -67,8 +67,7 @@ def window_nll(
         ValueError: as `stream_nll`, and for L <= training_length or training_length < 4.
     """
     vocabulary = check_stateful(model)
-    if training_length < SHORTEST_TRAINING_LENGTH:
-        raise ValueError(f"training_length must be at least {SHORTEST_TRAINING_LENGTH}, got {training_length}.")
+    check_training_length(training_length)
     array = check_tokens(tokens, vocabulary, training_length + 1)
     sequences, length = array.shape[0], array.shape[1] - 1
     half = training_length // 2
@@ -102,6 +101,12 @@ def window_nll(
             nll = run([(sequence, tail) for sequence in rows], length - tail)
             truncated[rows.start : rows.stop, -scored_in_tail:] = nll[:, training_length - half :]
     return WindowNll(truncated, in_window / len(full))
+
+
+def check_training_length(training_length: int) -> None:
+    """Raise a `ValueError` for a training length too short for `window_nll`."""
+    if training_length < SHORTEST_TRAINING_LENGTH:
+        raise ValueError(f"training_length must be at least {SHORTEST_TRAINING_LENGTH}, got {training_length}.")
 
 
 def last_octave(length: int, training_length: int) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import numpy as np
 from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.context_harm import (
+    check_training_length,
     context_use_bands,
     last_octave,
     window_nll,
@@ -81,6 +82,7 @@ def evaluate_model(
         ValueError: as `stream_nll` and `window_nll`, and for a harm range outside [T, L).
     """
     began = time.perf_counter()
+    check_training_length(training_length)
     array = check_tokens(tokens, check_stateful(model), training_length + 1)
     length = array.shape[1] - 1
     start, stop = harm_range or last_octave(length, training_length)

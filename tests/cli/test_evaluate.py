@@ -81,6 +81,16 @@ def test_a_model_without_training_length_needs_the_option(
     assert evaluate(stock_checkpoint, "--tokenizer", "bytes", "--training-length", "8") == 0
 
 
+def test_an_output_that_cannot_be_written_is_found_before_the_evaluation(
+    evaluate: Evaluate, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert evaluate(checkpoint, "--output", tmp_path / "file") == 1
+    shown = capsys.readouterr()
+    assert "File exists" in shown.err
+    assert "Evaluating" not in shown.out
+
+
 def no_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 

@@ -280,6 +280,21 @@ def test_resuming_without_a_checkpoint_is_refused(
     assert "no complete checkpoint" in capsys.readouterr().err
 
 
+def test_a_new_run_does_not_mix_its_checkpoints_with_old_ones(
+    train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model=checkpoint, save_strategy="steps", save_steps=2) == 0
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert train(model=checkpoint, max_steps=1) == 1
+    assert "holds checkpoints of an earlier run" in capsys.readouterr().err
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+
+
+def test_zero_steps_are_refused(train: Train, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(model=checkpoint, max_steps=0) == 1
+    assert "max_steps must be at least 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
 def test_data_from_files(kind: str, train: Train, checkpoint: Path, text_file: Path, tmp_path: Path) -> None:
     path = tmp_path / f"data.{kind}"

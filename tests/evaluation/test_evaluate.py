@@ -121,6 +121,14 @@ def test_a_length_within_the_training_length_is_refused(counter_model: Any, rand
         evaluate(counter_model(fading), random_tokens, 130)
 
 
+def test_a_training_length_too_short_is_refused_before_any_forward_pass(
+    counter_model: Any, random_tokens: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_recurrent_lengthgen.evaluation.evaluate.stream_nll", lambda *_, **__: pytest.fail("ran"))
+    with pytest.raises(ValueError, match="training_length must be at least 4, got 3"):
+        evaluate(counter_model(fading), random_tokens, 3)
+
+
 @pytest.mark.parametrize("length", [17, 18, 20, 24, 31])
 def test_lengths_shortly_beyond_the_training_length_work(
     counter_model: Any, random_tokens: np.ndarray, length: int

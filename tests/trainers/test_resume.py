@@ -101,6 +101,17 @@ def test_the_newest_checkpoint_is_taken_and_none_is_an_error(
     assert_same(outcome(trainer, toys), whole)
 
 
+def test_a_finished_run_is_not_trained_further(toys: ModuleType, tmp_path: Path) -> None:
+    toys.resumable_trainer(tmp_path, max_steps=3).train()  # ends within an epoch
+    again = toys.resumable_trainer(tmp_path, max_steps=3)
+    with pytest.raises(ValueError, match=r"Nothing is left to train: .*checkpoint-3 is at step 3 of 3"):
+        again.train(resume_from_checkpoint=True)
+    assert not (tmp_path / "checkpoint-4").exists()
+    longer = toys.resumable_trainer(tmp_path, max_steps=5)
+    longer.train(resume_from_checkpoint=True)
+    assert longer.state.global_step == 5
+
+
 @pytest.fixture(scope="module")
 def killed_runs(toys: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of runs that died by SIGKILL, by what they were doing."""
