@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import datasets
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -49,7 +50,7 @@ def quiet_libraries(*what: Literal["warnings", "bars"]) -> Iterator[None]:
 
 
 def load_model(name: str, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Load a language model that takes states.
+    """Load a language model that takes states, with float32 weights.
 
     Our checkpoints load as they are, Transformers' own Mamba-2 checkpoints into our class (same parameter names),
     others with their own code if `trust_remote_code` allows it.
@@ -64,7 +65,8 @@ def load_model(name: str, trust_remote_code: bool = False) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except OSError as error:
         raise ValueError(f"{name} is no checkpoint folder here, and no model on the Hub: {error}") from error
-    loading: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    # the small steps of post-training vanish in bfloat16 weights; --bf16 is for computing
+    loading: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": torch.float32}
     loader: Any = AutoModelForCausalLM
     if config.model_type == "mamba2":
         settings = {

@@ -130,3 +130,8 @@ def test_libraries_are_quiet_inside_and_as_before_afterwards() -> None:
             pass
         assert now() == (logging.ERROR, False, True)
     assert now() == before
+
+
+def test_half_precision_weights_are_loaded_in_float32(checkpoint: Path, tmp_path: Path) -> None:
+    load_model(str(checkpoint)).to(torch.bfloat16).save_pretrained(tmp_path)
+    assert {parameter.dtype for parameter in load_model(str(tmp_path)).parameters()} == {torch.float32}
