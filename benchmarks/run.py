@@ -2,21 +2,21 @@
 
     python benchmarks/run.py [scan model trainer stream] [--rounds 7]
 
-Competitors take turns and medians of all rounds are compared, so that a busy machine slows both. Memory is measured in
-processes of their own. README.md in this folder records figures.
+Competitors take turns and a ratio is the median over rounds of the ratios, so that a busy machine slows both.
+Memory is measured in processes of their own. README.md in this folder records figures.
 """
 
 import argparse
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,15 +54,16 @@ DEMO = WIDE | {
 }
 
 
-def take_turns(rounds: int, competitors: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """Median seconds of each, after one round that is not counted."""
+def take_turns(rounds: int, competitors: dict[str, Callable[[], None]]) -> tuple[dict[str, float], float]:
+    """Median seconds of each, and the median over rounds of theirs / ours; one round before is not counted."""
     times: dict[str, list[float]] = {name: [] for name in competitors}
     for _ in range(rounds + 1):
         for name, run in competitors.items():
             began = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - began)
-    return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
+    ratios = [theirs / ours for theirs, ours in zip(times["theirs"][1:], times["ours"][1:], strict=True)]
+    return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}, statistics.median(ratios)
 
 
 def bench_scan(rounds: int) -> dict[str, float]:
@@ -81,10 +82,8 @@ def bench_scan(rounds: int) -> dict[str, float]:
         y, final = mamba2_chunk_scan(x, dt, A, B, C, 256, D=D, initial_states=state, return_final_states=True)
         (y.sum() + final.sum()).backward()
 
-    seconds = take_turns(rounds, {"ours": ours, "theirs": theirs})
-    return {f"{name}_tokens_per_second": LENGTH / value for name, value in seconds.items()} | {
-        "speed_ratio": seconds["theirs"] / seconds["ours"]
-    }
+    seconds, ratio = take_turns(rounds, {"ours": ours, "theirs": theirs})
+    return {f"{name}_tokens_per_second": LENGTH / value for name, value in seconds.items()} | {"speed_ratio": ratio}
 
 
 def two_layers(name: str) -> nn.Module:
@@ -134,7 +133,7 @@ def bench_model(rounds: int) -> dict[str, float]:
     def matmul() -> None:
         torch.mm(square, square)
 
-    seconds = take_turns(
+    seconds, ratio = take_turns(
         rounds,
         {
             "ours": lambda: training_pass(ours),
@@ -148,7 +147,7 @@ def bench_model(rounds: int) -> dict[str, float]:
     return {
         "ours_tokens_per_second": LENGTH / seconds["ours"],
         "theirs_tokens_per_second": LENGTH / seconds["theirs"],
-        "speed_ratio": seconds["theirs"] / seconds["ours"],
+        "speed_ratio": ratio,
         "projections_alone_tokens_per_second": LENGTH / seconds["projections"],
         "matmul_gflops": 2 * 2048**3 / seconds["matmul"] / 1e9,
         "ours_saved_mib": saved["ours"] / 2**20,
@@ -264,8 +263,9 @@ def stream_of(length: str) -> dict[str, float]:
 
 
 def peak_mib() -> float:
-    """Peak resident memory of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """Peak resident memory of this process (Linux); getrusage would count the parent's before exec, too."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) / 1024
 
 
 def in_own_process(function: str, argument: str) -> dict[str, float]:

@@ -10,7 +10,7 @@ Shape suffixes: B batch, T time, C channels, K taps.
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from .scan_backends import ScanBackend
@@ -21,6 +21,17 @@ except ImportError:
     causal_conv1d_fn = None
 
 _KERNEL_MAX_ELEMENTS = 2**31
+_BLOCK_ELEMENTS = 2**20  # 4 MiB in float32, the fastest of 2**16 to 2**22 on a server CPU
+
+
+class CausalConv1d(nn.Conv1d):
+    """`causal_conv` on the parameter names of `nn.Conv1d`; called as a module, so that offloading hooks run."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, initial_state: Tensor, lengths: Tensor | None = None, backend: ScanBackend = "torch"
+    ) -> tuple[Tensor, Tensor]:
+        """See `causal_conv`."""
+        return causal_conv(x, self.weight.squeeze(1), self.bias, initial_state, lengths, backend)
 
 
 def causal_conv(
@@ -86,26 +97,21 @@ def _convolve_with_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, initia
     return causal_conv1d_fn(x.mT, weight, bias, initial_states=state, activation="silu").mT
 
 
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor, initial_state: Tensor) -> Tensor:
-    """a_t in the dtype of the weights, (B, T, C), as K shifted products over the whole sequence."""
-    taps, length = weight.shape[1], x.shape[1]
-    a = torch.addcmul(bias, x, weight[:, -1])
-    history = initial_state.mT
-    for shift in range(1, taps):
-        tap = weight[:, taps - 1 - shift]
-        a[:, shift:].addcmul_(x[:, : max(length - shift, 0)], tap)
-        head = min(shift, length)
-        a[:, :head].addcmul_(history[:, taps - 1 - shift : taps - 1 - shift + head], tap)
-    return a
-
-
 class _CausalConvSiLU(torch.autograd.Function):
-    """`_convolve` and SiLU; keeps only the inputs and recomputes a_t in the backward pass."""
+    """Convolution and SiLU; keeps only the inputs and recomputes a_t in the backward pass.
+
+    Both directions go block by block over time, so that the passes over a block find it in the cache. A block is
+    read as `piece`: the K-1 inputs before it and its own.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, initial_state: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, bias, initial_state)
-        return silu(_convolve(x, weight, bias, initial_state), inplace=True).to(x.dtype)
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for block in token_blocks(x):
+            a = _convolve(_piece(x, block, initial_state), weight, bias)
+            y[:, block] = silu(a, inplace=True)
+        return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -116,19 +122,44 @@ class _CausalConvSiLU(torch.autograd.Function):
     @staticmethod
     def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, ...]:
         x, weight, bias, initial_state = ctx.saved_tensors
-        taps, length = weight.shape[1], x.shape[1]
-        a = _convolve(x, weight, bias, initial_state)
-        grad_a = torch.ops.aten.silu_backward(grad_y.to(a.dtype), a)
-        grad_x = grad_a * weight[:, -1]
-        grad_weight, grad_initial = torch.empty_like(weight), torch.zeros_like(initial_state)
-        grad_weight[:, -1] = (grad_a * x).sum((0, 1))
-        history, grad_history = initial_state.mT, grad_initial.mT
-        for shift in range(1, taps):
-            k, head = taps - 1 - shift, min(shift, length)
-            past = slice(k, k + head)
-            shifted = x[:, : max(length - shift, 0)].to(a.dtype)
-            grad_x[:, : shifted.shape[1]].addcmul_(grad_a[:, shift:], weight[:, k])
-            grad_history[:, past].addcmul_(grad_a[:, :head], weight[:, k])
-            grad_weight[:, k] = (grad_a[:, shift:] * shifted).sum((0, 1))
-            grad_weight[:, k] += (grad_a[:, :head] * history[:, past]).sum((0, 1))
-        return grad_x.to(x.dtype), grad_weight, grad_a.sum((0, 1)), grad_initial
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        grad_weight, grad_bias = torch.zeros_like(weight), torch.zeros_like(bias)
+        grad_history = torch.zeros_like(initial_state.mT)  # of the K-1 inputs before the block that follows
+        for block in reversed(token_blocks(x)):
+            piece = _piece(x, block, initial_state)
+            a = _convolve(piece, weight, bias)
+            grad_a = torch.ops.aten.silu_backward(grad_y[:, block].to(a.dtype), a)
+            length = a.shape[1]
+            grad_piece = torch.zeros_like(piece)
+            grad_piece[:, length:] = grad_history
+            for k, tap in enumerate(weight.unbind(1)):
+                grad_piece[:, k : k + length].addcmul_(grad_a, tap)
+                grad_weight[:, k] += (grad_a * piece[:, k : k + length]).sum((0, 1))
+            grad_bias += grad_a.sum((0, 1))
+            history = grad_history.shape[1]
+            grad_history, grad_x[:, block] = grad_piece[:, :history], grad_piece[:, history:]
+        return grad_x, grad_weight, grad_bias, grad_history.mT
+
+
+def token_blocks(x: Tensor) -> list[slice]:
+    """Cut the T tokens of x (B, T, C) into blocks that fit into the cache of a CPU."""
+    tokens = max(1, _BLOCK_ELEMENTS // (x.shape[0] * x.shape[2]))
+    return [slice(start, min(start + tokens, x.shape[1])) for start in range(0, x.shape[1], tokens)]
+
+
+def _piece(x: Tensor, block: slice, initial_state: Tensor) -> Tensor:
+    """The inputs of a block and the K-1 before it, (B, K-1+Q, C), in the dtype of the state."""
+    history = initial_state.shape[2]
+    before = x[:, max(0, block.start - history) : block.stop].to(initial_state.dtype)
+    missing = max(0, history - block.start)
+    return torch.cat([initial_state.mT[:, history - missing :], before], dim=1) if missing else before
+
+
+def _convolve(piece: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """a_t of a block, (B, Q, C), from its piece (B, K-1+Q, C)."""
+    taps = weight.shape[1]
+    length = piece.shape[1] - taps + 1
+    a = torch.addcmul(bias, piece[:, :length], weight[:, 0])
+    for k in range(1, taps):
+        a.addcmul_(piece[:, k : k + length], weight[:, k])
+    return a

@@ -8,6 +8,7 @@ rows by their lengths, and computes convolution and recurrence in full precision
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.nn.functional import silu, softplus
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .causal_conv import causal_conv, causal_conv1d_fn
+from .causal_conv import CausalConv1d, causal_conv1d_fn, token_blocks
 from .configuration_stateful_mamba2 import StatefulMamba2Config
 from .recurrent_state import LayerShape, LayerState, state_dtype
 from .scan_backends import check_backend_setting, resolve_backend
@@ -57,7 +58,7 @@ class Mamba2RMSNorm(nn.Module):
 
 
 class Mamba2GatedRMSNorm(nn.Module):
-    """`RMSNorm(x * silu(gate))` over groups of channels."""
+    """`RMSNorm(x * silu(gate))` over groups of channels, statistics in float32 or better."""
 
     def __init__(self, size: int, groups: int, eps: float) -> None:
         super().__init__()
@@ -66,10 +67,53 @@ class Mamba2GatedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        dtype = state_dtype(x.dtype)
-        wide = (x.to(dtype) * silu(gate.to(dtype))).unflatten(-1, (self.groups, -1))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.flatten(-2).to(x.dtype)
+        return _GatedRMSNorm.apply(x, gate, self.weight, self.groups, self.eps)
+
+
+class _GatedRMSNorm(torch.autograd.Function):
+    """With v = x silu(gate), n = v / rms(v) in each group: y = weight n.
+
+    dv = (dn - n mean(dn n)) / rms(v). Keeps only the inputs, and goes block by block of tokens, so that the passes
+    over a block find it in the cache.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+        ctx.save_for_backward(x, gate, weight)
+        ctx.groups, ctx.eps = groups, eps
+        y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+        for block in token_blocks(x):
+            v, inverse_rms = _gate(x[:, block], silu(_widen(gate[:, block])), groups, eps)
+            y[:, block] = weight * (v * inverse_rms).flatten(-2).to(x.dtype)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, weight = ctx.saved_tensors
+        grad_x, grad_gate, grad_weight = torch.empty_like(x), torch.empty_like(gate), torch.zeros_like(weight)
+        for block in token_blocks(x):
+            wide_gate = _widen(gate[:, block])
+            swish = silu(wide_gate)
+            v, inverse_rms = _gate(x[:, block], swish, ctx.groups, ctx.eps)
+            n = v.mul_(inverse_rms)
+            wide_grad_y = _widen(grad_y[:, block])
+            grad_weight += (wide_grad_y * n.flatten(-2)).sum((0, 1))
+            grad_n = (wide_grad_y * weight).unflatten(-1, (ctx.groups, -1))
+            grad_v = grad_n.addcmul_(n, (grad_n * n).mean(-1, keepdim=True), value=-1).mul_(inverse_rms).flatten(-2)
+            grad_x[:, block] = grad_v * swish
+            grad_gate[:, block] = torch.ops.aten.silu_backward(grad_v * x[:, block], wide_gate)
+        return grad_x, grad_gate, grad_weight, None, None
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x.to(state_dtype(x.dtype))
+
+
+def _gate(x: Tensor, swish: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    """v and 1 / rms(v) of each group, (B, Q, G, C / G) and (B, Q, G, 1)."""
+    v = (x * swish).unflatten(-1, (groups, -1))
+    return v, torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
 
 
 class StatefulMamba2Mixer(nn.Module):
@@ -90,7 +134,7 @@ class StatefulMamba2Mixer(nn.Module):
         self.inner_size = inner
         self.conv_size = inner + 2 * bc
         self.in_proj = nn.Linear(config.hidden_size, inner + self.conv_size + config.num_heads, bias=config.use_bias)
-        self.conv1d = nn.Conv1d(
+        self.conv1d = CausalConv1d(
             self.conv_size,
             self.conv_size,
             config.conv_kernel,
@@ -130,9 +174,7 @@ class StatefulMamba2Mixer(nn.Module):
             mamba2_kernel_limit(self.config, hidden_states.dtype),
         )
         gate, conv_input, dt = self.in_proj(hidden_states).split([self.inner_size, self.conv_size, self.num_heads], -1)
-        conv_output, conv_state = causal_conv(
-            conv_input, self.conv1d.weight.squeeze(1), self.conv1d.bias, state.conv, lengths, backend
-        )
+        conv_output, conv_state = self.conv1d(conv_input, state.conv, lengths, backend)
         x, B, C = conv_output.split([self.inner_size, *[self.n_groups * self.state_size] * 2], -1)
 
         wide = state.recurrent.dtype

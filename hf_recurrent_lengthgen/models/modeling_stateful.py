@@ -128,6 +128,9 @@ class StatefulPreTrainedModel(PreTrainedModel):
         """The state before any token, on the device of the model."""
         return zero_state(self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))
 
+    def _wants_tuple(self, return_dict: bool | None) -> bool:
+        return not (self.config.return_dict if return_dict is None else return_dict)
+
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
@@ -242,7 +245,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
             past_key_values=past_key_values,
             hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
         )
-        return output if return_dict is not False else output.to_tuple()
+        return output.to_tuple() if self._wants_tuple(return_dict) else output
 
     def _padding(self, attention_mask: Tensor | None, batch_size: int, length: int) -> Padding | None:
         if attention_mask is None:
@@ -326,6 +329,8 @@ class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
         """
         _refuse_unsupported(unsupported)
         keep_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep must be 0 (all), a positive number or positions, got {logits_to_keep}.")
         if labels is not None and not keep_all:
             raise ValueError("labels need all logits: drop logits_to_keep.")
         output = self._backbone()(
@@ -337,6 +342,7 @@ class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
+            return_dict=True,
         )
         hidden_states = output.last_hidden_state
         if not keep_all:
@@ -367,7 +373,7 @@ class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
         )
-        return result if return_dict is not False else result.to_tuple()
+        return result.to_tuple() if self._wants_tuple(return_dict) else result
 
     def prepare_inputs_for_generation(  # type: ignore[override]
         self,

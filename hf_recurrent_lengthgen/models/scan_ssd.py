@@ -181,7 +181,7 @@ class _ChunkedSSD(torch.autograd.Function):
         chunk_size: int,
     ) -> tuple[Tensor, Tensor]:
         groups = B.shape[2]
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        y, out = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
         length = x.shape[1]
         even = -(-length // max(1, round(length / chunk_size)))  # 65 tokens are one chunk, not 64 + 1
         pieces = [slice(start, start + even) for start in range(0, length, even)]
@@ -192,13 +192,15 @@ class _ChunkedSSD(torch.autograd.Function):
             chunk = _Chunk(x[:, piece], dt[:, piece], A, B[:, piece], C[:, piece])
             y_inside = (chunk.times_CB(chunk.L_BHQQ()) @ chunk.u_BQHP.transpose(1, 2)).transpose(1, 2)
             y_state = chunk.heads(chunk.C_ZQN @ states[index])
-            y[:, piece] = torch.addcmul(y_inside, y_state, chunk.decay_in_BQH[..., None])
+            y_chunk = torch.addcmul(y_inside, y_state, chunk.decay_in_BQH[..., None])
+            y[:, piece] = y_chunk
+            out[:, piece] = y_chunk.addcmul_(x[:, piece], D[:, None])
             chunk.decay_in_place(states[index + 1].copy_(states[index])).baddbmm_(
                 chunk.B_ZQN.mT, chunk.groups_of(chunk.weighted_u_BQHP())
             )
         ctx.save_for_backward(x, dt, A, B, C, D, y, states)
         ctx.pieces = pieces
-        return torch.addcmul(y, x, D[:, None]), _from_inner(states[-1], initial_state.shape)
+        return out, _from_inner(states[-1], initial_state.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -212,7 +214,8 @@ class _ChunkedSSD(torch.autograd.Function):
         grad_x, grad_B, grad_C, grad_dt = (
             torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, B, C, dt)
         )
-        grad_A = torch.zeros_like(A)
+        grad_A, grad_D = torch.zeros_like(A), torch.zeros_like(D)
+        grad_out = grad_out.contiguous()  # an expanded gradient, as of a sum, would send products through a slow loop
         grad_state = _to_inner(grad_final, B.shape[2])  # of the state after the current chunk
         for index, piece in reversed(list(enumerate(ctx.pieces))):
             chunk = _Chunk(x[:, piece], dt[:, piece], A, B[:, piece], C[:, piece])
@@ -241,10 +244,9 @@ class _ChunkedSSD(torch.autograd.Function):
             grad_log_decay = grad_s.flip(1).cumsum(1).flip(1)
             grad_A += (grad_log_decay * dt[:, piece]).sum((0, 1))
             grad_dt[:, piece] = torch.addcmul((grad_u * x[:, piece]).sum(-1), grad_log_decay, A)
-            grad_x[:, piece] = grad_u * dt[:, piece, :, None]
+            grad_D += (grad_y * x[:, piece]).sum((0, 1, 3))
+            grad_x[:, piece] = (grad_u * dt[:, piece, :, None]).addcmul_(grad_y, D[:, None])
             chunk.decay_in_place(grad_state).baddbmm_(chunk.C_ZQN.mT, grad_y_decayed)
-        grad_x.addcmul_(grad_out, D[:, None])
-        grad_D = (grad_out * x).sum((0, 1, 3))
         return grad_x, grad_dt, grad_A, grad_B, grad_C, grad_D, _from_inner(grad_state, grad_final.shape), None
 
 

@@ -231,3 +231,19 @@ def test_a_configuration_saved_alone_brings_its_code(family: Family, tmp_path: P
         tmp_path,
     )
     assert type(AutoConfig.from_pretrained(tmp_path / "config")) is family.config_class
+
+
+@every_family
+def test_weights_offloaded_to_disk_give_the_same_logits(family: Family, tmp_path: Path) -> None:
+    model = build(family).eval()
+    model.save_pretrained(tmp_path / "model")
+    places = {name: "cpu" for name, _ in model.named_children()}
+    places = {name: "disk" if name == "lm_head" else place for name, place in places.items()}
+    prefix = model.base_model_prefix
+    places.pop(prefix)
+    places |= {f"{prefix}.{name}": "cpu" for name, _ in model.base_model.named_children() if name != "layers"}
+    places |= {f"{prefix}.layers.{index}": "disk" for index in range(len(model.base_model.layers))}
+    loaded = type(model).from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "offload")
+    tokens = random_tokens(2, 9)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
