@@ -171,6 +171,8 @@ class InitialStateTrainer(Trainer, ABC):
     def _run_description(self) -> dict[str, str | int]:
         return {
             "source": type(self.initial_states).__name__,
+            **{name: value for name, value in vars(self.initial_states).items() if not name.startswith("_")},
+            "seed": self.args.seed,
             "num_processes": self.args.world_size,
             "per_device_train_batch_size": self.args.per_device_train_batch_size,
             "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
@@ -229,6 +231,8 @@ def _check_arguments(args: TrainingArguments) -> None:
             f"{args.n_gpu} GPUs in one process (DataParallel) would mix up carried states: start one process for each "
             "GPU with accelerate launch or torchrun, or set CUDA_VISIBLE_DEVICES."
         )
+    if args.auto_find_batch_size:
+        raise ValueError("auto_find_batch_size is not supported: carried states belong to one batch size. Give it.")
     if args.label_smoothing_factor:
         raise ValueError("label_smoothing_factor is not supported: Trainer would smooth against unshifted labels.")
     for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):

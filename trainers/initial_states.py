@@ -83,6 +83,26 @@ class InitialStateSource(ABC):
         """Take back what `state_dict` gave."""
 
 
+class ZeroStates(InitialStateSource):
+    """Every sequence starts from zero: plain training."""
+
+    def initial_state(self, place: BatchPlace) -> None:
+        """None, the zero state."""
+
+    def observe(self, place: BatchPlace, final_state: RecurrentState) -> None:
+        """Nothing is kept."""
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+        """There is nothing to take back."""
+
+
 class PassedStates(InitialStateSource):
     """State passing (section 4.4): the final state of the same row of the previous step, a different sequence.
 

@@ -152,7 +152,7 @@ def run_demo(output: Path, seed: int = 0, resume: bool = False, settings: DemoSe
 
 
 def _load_line(folder: Path) -> str:
-    return f'model = AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True)'
+    return f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)"
 
 
 def _base_model(settings: DemoSettings, vocab_size: int, seed: int) -> StatefulMamba2ForCausalLM:
@@ -219,8 +219,12 @@ def _train(
 ) -> TrainingRecord:
     """Train one of the three models into `output/role`; its record says that it is finished."""
     folder = output / role
-    shutil.rmtree(folder, ignore_errors=True)
     _write_record(folder, run="not finished")
+    for old in folder.iterdir():
+        if old.is_dir():
+            shutil.rmtree(old)
+        elif old.name != RECORD:
+            old.unlink()
     model: PreTrainedModel
     if role == "base":
         model = _base_model(settings, len(tokenizer), seed)

@@ -21,8 +21,8 @@ FIGURES: dict[str, Callable[[Sequence[ComparedModel]], Figure]] = {
 LOADING = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{folder}")
+model = AutoModelForCausalLM.from_pretrained({folder!r}, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained({folder!r})
 
 read = model(**tokenizer("import os\\nimport", add_special_tokens=False, return_tensors="pt"))
 state = read.final_state  # all it remembers: a tuple of tensors
@@ -48,7 +48,7 @@ def write_report(comparison: Comparison, folder: Path, checkpoint: Path | None =
         save_png(figure, folder / f"{name}.png")
         save_svg(figure, folder / f"{name}.svg")
     page = folder / "index.html"
-    loading = None if checkpoint is None else LOADING.format(folder=checkpoint)
+    loading = None if checkpoint is None else LOADING.format(folder=str(checkpoint))
     with replacing(page) as temporary:
         temporary.write_text(comparison_page(comparison, loading), encoding="utf-8")
     return page

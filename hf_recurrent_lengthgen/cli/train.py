@@ -12,10 +12,10 @@ from hf_recurrent_lengthgen.cli.inputs import load_model, load_stream, load_toke
 from hf_recurrent_lengthgen.cli.options import RunArguments, RunParser
 from hf_recurrent_lengthgen.data import PackedBlocks
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
-from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
+from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer, ZeroStateTrainer
 
 INTERVENTIONS: dict[str, tuple[type[Trainer], type[TrainingArguments]]] = {
-    "none": (Trainer, TrainingArguments),
+    "none": (ZeroStateTrainer, TrainingArguments),
     "state_passing": (StatePassingTrainer, StatePassingConfig),
 }
 

@@ -120,7 +120,7 @@ def test_what_is_printed_is_short_and_useful(finished: Finished) -> None:
         assert re.search(r"  step    3 of \d: loss \d\.\d{3}\n", lines)
     assert re.search(r"^Total: \d+ s\. Page with figures: .*index.html$", finished.printed, flags=re.MULTILINE)
     assert "{'loss'" not in finished.printed
-    assert f'from_pretrained("{finished.output / "cured"}", trust_remote_code=True)' in finished.printed
+    assert f"from_pretrained({str(finished.output / 'cured')!r}, trust_remote_code=True)" in finished.printed
     assert len(finished.printed.splitlines()) < 45
 
 
