@@ -9,7 +9,7 @@ import torch
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.cli.main import main
-from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer
+from hf_recurrent_lengthgen.data import byte_tokenizer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -48,7 +48,7 @@ def test_the_post_training_code_runs(demo_output: Path) -> None:
     (code,) = (block for block in blocks_of("python") if "StatePassingTrainer(" in block)
     quick = code.replace("max_steps=1000", "max_steps=2, report_to='none', dataloader_pin_memory=False")
     assert quick != code
-    exec(quick, {"blocks": PackedBlocks(torch.arange(3400) % 300, 16)})
+    exec(quick, {})
 
 
 def test_the_code_with_states_runs(demo_output: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -196,7 +196,7 @@ def main() -> None:
             run_job(**job)
             os._exit(0)
         else:
-            print("status", os.wait()[1])
+            print("status", os.wait()[1], flush=True)  # else the next child inherits the buffer and prints it, too
 
 
 if __name__ == "__main__":
