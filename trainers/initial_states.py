@@ -60,7 +60,10 @@ class BatchPlace:
 
 
 class InitialStateSource(ABC):
-    """Gives the initial states of training batches and learns from their final states."""
+    """Gives the initial states of training batches and learns from their final states.
+
+    Public attributes are its settings, plain numbers and words that a resumed run must share.
+    """
 
     @abstractmethod
     def initial_state(self, place: BatchPlace) -> RecurrentState | None:

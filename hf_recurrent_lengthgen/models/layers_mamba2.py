@@ -91,7 +91,8 @@ class _GatedRMSNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight = ctx.saved_tensors
-        grad_x, grad_gate, grad_weight = torch.empty_like(x), torch.empty_like(gate), torch.zeros_like(weight)
+        grad_x, grad_gate = torch.empty_like(x), torch.empty_like(gate)
+        grad_weight = torch.zeros_like(weight, dtype=state_dtype(weight.dtype))  # a sum over blocks
         for block in token_blocks(x):
             wide_gate = _widen(gate[:, block])
             swish = silu(wide_gate)
@@ -103,7 +104,7 @@ class _GatedRMSNorm(torch.autograd.Function):
             grad_v = grad_n.addcmul_(n, (grad_n * n).mean(-1, keepdim=True), value=-1).mul_(inverse_rms).flatten(-2)
             grad_x[:, block] = grad_v * swish
             grad_gate[:, block] = torch.ops.aten.silu_backward(grad_v * x[:, block], wide_gate)
-        return grad_x, grad_gate, grad_weight, None, None
+        return grad_x, grad_gate, grad_weight.to(weight.dtype), None, None
 
 
 def _widen(x: Tensor) -> Tensor:
@@ -164,7 +165,7 @@ class StatefulMamba2Mixer(nn.Module):
         """
         if hasattr(self.conv1d, "base_layer"):
             raise ValueError(
-                "An adapter on conv1d has no effect, since its weight enters the scan directly: take conv1d out of "
+                "An adapter on conv1d has no effect, since it knows nothing of the state: take conv1d out of "
                 "the adapter's targets, or train it whole (modules_to_save)."
             )
         backend = resolve_backend(
