@@ -1,15 +1,24 @@
-"""Which implementation of a scan runs: decided once per setting and device, logged once."""
+"""What every scan shares: which implementation runs, its dtype, and how it is cut into pieces.
 
+A scan is a recurrence over time with any initial state and a final state. Every file `scan_*.py` has the definition
+as a loop (`scan_*_reference`), a chunked form in plain torch whose backward pass recomputes what is inside a chunk,
+and a GPU kernel, all behind one function. Shape suffixes of all scans: B batch, T time, H heads, P head (value) dim,
+G groups, D inner channels, N state (key) dim, Q chunk; a state is (B, H, P, N) or (B, D, N).
+"""
+
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Literal
 
 import torch
+from torch import Tensor
 from transformers.utils import logging
+
+from .configuration_stateful import SCAN_BACKEND_SETTINGS
 
 logger = logging.get_logger(__name__)
 
 ScanBackend = Literal["torch", "kernel"]
-SCAN_BACKEND_SETTINGS = ("auto", "torch", "kernel")
 INSTALL_HINT = 'pip install "hf_recurrent_lengthgen[kernels]"'
 
 
@@ -58,3 +67,71 @@ def resolve_backend(setting: str, device_type: str, kernel_available: bool, limi
     if not torch.compiler.is_compiling():  # it would break the graph
         _log_choice(setting, device_type, backend, limit)
     return backend
+
+
+def run_scan(
+    chunked: Callable[..., tuple[Tensor, Tensor]],
+    kernel: Callable[..., tuple[Tensor, Tensor]],
+    inputs: Sequence[Tensor],
+    initial_state: Tensor,
+    chunk_size: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Call `chunked` or `kernel` with `(*inputs, initial_state, chunk_size)`.
+
+    The chunked form receives its inputs in the dtype of the state, with autocast off, and its outputs return to the
+    dtype of the first input. The kernel receives everything as it is.
+
+    Raises:
+        ValueError: for an unknown backend or a chunk size below 1.
+    """
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
+    if backend == "kernel":
+        return kernel(*inputs, initial_state, chunk_size)
+    if backend != "torch":
+        raise ValueError(f'backend must be "torch" or "kernel", got {backend!r}.')
+    with torch.autocast(initial_state.device.type, enabled=False):
+        y, final_state = chunked(*(t.to(initial_state.dtype) for t in inputs), initial_state, chunk_size)
+    return y.to(inputs[0].dtype), final_state
+
+
+def even_pieces(length: int, size: int) -> list[slice]:
+    """Cut a length into pieces of about `size`, all of one size but the last: 65 are one piece of 65, not 64 + 1."""
+    even = -(-length // max(1, round(length / size)))
+    return [slice(start, min(start + even, length)) for start in range(0, length, even)]
+
+
+def scan_in_pieces(
+    scan: Callable[..., tuple[Tensor, Tensor]],
+    over_time: Sequence[Tensor],
+    initial_state: Tensor,
+    rows: int,
+    tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """Call `scan(*over_time, state)` for groups of at most `rows` rows and `tokens` tokens, the state carried along.
+
+    Args:
+        scan: Returns outputs (B, T, ...) and the final state (B, ...).
+        over_time: Inputs (B, T, ...).
+        initial_state: (B, ...).
+    """
+    batch, length = over_time[0].shape[:2]
+    outputs, finals = [], []
+    for row in range(0, batch, rows):
+        state, row_outputs = initial_state[row : row + rows], []
+        for start in range(0, length, tokens):
+            y, state = scan(*(t[row : row + rows, start : start + tokens] for t in over_time), state)
+            row_outputs.append(y)
+        outputs.append(_join(row_outputs, 1))
+        finals.append(state)
+    return _join(outputs, 0), _join(finals, 0)
+
+
+def _join(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def missing_kernel(package: str) -> ValueError:
+    """What a scan raises when its kernel is asked for and `package` is not installed."""
+    return ValueError(f'scan backend "kernel" needs {package} and a CUDA GPU: {INSTALL_HINT}, or use "torch".')

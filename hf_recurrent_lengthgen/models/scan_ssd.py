@@ -15,7 +15,7 @@ Three forms behind one function, `scan_ssd`:
 - mamba-ssm's `mamba_chunk_scan_combined` on a GPU. It carries a float32 state from call to call, but multiplies
   float32 matrices in TF32, and below float32 rounds the states between its chunks to the dtype of the inputs.
 
-Shape suffixes: B batch, T time, H heads, P head dim, G groups (H = G * R), N state dim, Q chunk.
+Shape suffixes as in scan_backends.py, with H = G * R.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .scan_backends import INSTALL_HINT, ScanBackend
+from .scan_backends import ScanBackend, even_pieces, missing_kernel, run_scan, scan_in_pieces
 
 try:
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
@@ -72,25 +72,7 @@ def scan_ssd(
     Raises:
         ValueError: for an unknown backend or a chunk size below 1.
     """
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
-    if backend == "kernel":
-        return _scan_with_kernel(x, dt, A, B, C, D, initial_state, chunk_size)
-    if backend != "torch":
-        raise ValueError(f'backend must be "torch" or "kernel", got {backend!r}.')
-    dtype = initial_state.dtype
-    with torch.autocast(x.device.type, enabled=False):
-        y, final_state = _ChunkedSSD.apply(
-            x.to(dtype),
-            dt.to(dtype),
-            A.to(dtype),
-            B.to(dtype),
-            C.to(dtype),
-            D.to(dtype),
-            initial_state,
-            chunk_size,
-        )
-    return y.to(x.dtype), final_state
+    return run_scan(_ChunkedSSD.apply, _scan_with_kernel, (x, dt, A, B, C, D), initial_state, chunk_size, backend)
 
 
 def scan_ssd_reference(
@@ -113,33 +95,17 @@ def _scan_with_kernel(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
     if mamba_chunk_scan_combined is None:
-        raise ValueError(f'scan backend "kernel" needs mamba-ssm and a CUDA GPU: {INSTALL_HINT}, or use "torch".')
+        raise missing_kernel("mamba-ssm")
     # blocks are powers of two: other sizes are reported to give NaN (state-spaces/mamba issue 449)
     chunk_size = min(256, max(16, 1 << (chunk_size - 1).bit_length()))
-    rows, tokens = _kernel_piece(x, dt, B, chunk_size)
-    if x.shape[0] > rows:
-        groups = [
-            _scan_with_kernel(x[g], dt[g], A, B[g], C[g], D, initial_state[g], chunk_size)
-            for g in (slice(start, start + rows) for start in range(0, x.shape[0], rows))
-        ]
-        y, state = (torch.cat(parts) for parts in zip(*groups, strict=True))
-        return y, state
-    outputs, state = [], initial_state
-    for start in range(0, x.shape[1], tokens):
-        piece = slice(start, start + tokens)
-        y, state = mamba_chunk_scan_combined(
-            x[:, piece],
-            dt[:, piece],
-            A,
-            B[:, piece],
-            C[:, piece],
-            chunk_size,
-            D=D,
-            initial_states=state,
-            return_final_states=True,
+
+    def scan(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return mamba_chunk_scan_combined(
+            x, dt, A, B, C, chunk_size, D=D, initial_states=state, return_final_states=True
         )
-        outputs.append(y)
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), state.to(initial_state.dtype)
+
+    y, state = scan_in_pieces(scan, (x, dt, B, C), initial_state, *_kernel_piece(x, dt, B, chunk_size))
+    return y, state.to(initial_state.dtype)
 
 
 def _kernel_piece(x: Tensor, dt: Tensor, B: Tensor, chunk_size: int) -> tuple[int, int]:
@@ -182,9 +148,7 @@ class _ChunkedSSD(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         groups = B.shape[2]
         y, out = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
-        length = x.shape[1]
-        even = -(-length // max(1, round(length / chunk_size)))  # 65 tokens are one chunk, not 64 + 1
-        pieces = [slice(start, start + even) for start in range(0, length, even)]
+        pieces = even_pieces(x.shape[1], chunk_size)
         first = _to_inner(initial_state, groups)
         states = first.new_empty(len(pieces) + 1, *first.shape)
         states[0] = first
