@@ -8,16 +8,16 @@ rows by their lengths, and computes convolution and recurrence in full precision
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import softplus
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .causal_conv import CausalConv1d, causal_conv1d_fn, token_blocks
+from .causal_conv import CausalConv1d, causal_conv1d_fn
 from .configuration_stateful_mamba2 import StatefulMamba2Config
+from .norms import GatedRMSNorm, RMSNorm
 from .recurrent_state import LayerShape, LayerState, state_dtype
 from .scan_backends import check_backend_setting, resolve_backend
 from .scan_ssd import mamba_chunk_scan_combined, scan_ssd
@@ -41,80 +41,6 @@ def mamba2_kernel_limit(config: StatefulMamba2Config, dtype: torch.dtype) -> str
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"float32, float16 or bfloat16, got {dtype}"
     return ""
-
-
-class Mamba2RMSNorm(nn.Module):
-    """Root mean square norm, statistics in float32 or better."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(state_dtype(x.dtype))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
-
-
-class Mamba2GatedRMSNorm(nn.Module):
-    """`RMSNorm(x * silu(gate))` over groups of channels, statistics in float32 or better."""
-
-    def __init__(self, size: int, groups: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.groups = groups
-        self.eps = eps
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return _GatedRMSNorm.apply(x, gate, self.weight, self.groups, self.eps)
-
-
-class _GatedRMSNorm(torch.autograd.Function):
-    """With v = x silu(gate), n = v / rms(v) in each group: y = weight n.
-
-    dv = (dn - n mean(dn n)) / rms(v). Keeps only the inputs, and goes block by block of tokens, so that the passes
-    over a block find it in the cache.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-        ctx.save_for_backward(x, gate, weight)
-        ctx.groups, ctx.eps = groups, eps
-        y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
-        for block in token_blocks(x):
-            v, inverse_rms = _gate(x[:, block], silu(_widen(gate[:, block])), groups, eps)
-            y[:, block] = weight * (v * inverse_rms).flatten(-2).to(x.dtype)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, weight = ctx.saved_tensors
-        grad_x, grad_gate = torch.empty_like(x), torch.empty_like(gate)
-        grad_weight = torch.zeros_like(weight, dtype=state_dtype(weight.dtype))  # a sum over blocks
-        for block in token_blocks(x):
-            wide_gate = _widen(gate[:, block])
-            swish = silu(wide_gate)
-            v, inverse_rms = _gate(x[:, block], swish, ctx.groups, ctx.eps)
-            n = v.mul_(inverse_rms)
-            wide_grad_y = _widen(grad_y[:, block])
-            grad_weight += (wide_grad_y * n.flatten(-2)).sum((0, 1))
-            grad_n = (wide_grad_y * weight).unflatten(-1, (ctx.groups, -1))
-            grad_v = grad_n.addcmul_(n, (grad_n * n).mean(-1, keepdim=True), value=-1).mul_(inverse_rms).flatten(-2)
-            grad_x[:, block] = grad_v * swish
-            grad_gate[:, block] = torch.ops.aten.silu_backward(grad_v * x[:, block], wide_gate)
-        return grad_x, grad_gate, grad_weight.to(weight.dtype), None, None
-
-
-def _widen(x: Tensor) -> Tensor:
-    return x.to(state_dtype(x.dtype))
-
-
-def _gate(x: Tensor, swish: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
-    """v and 1 / rms(v) of each group, (B, Q, G, C / G) and (B, Q, G, 1)."""
-    v = (x * swish).unflatten(-1, (groups, -1))
-    return v, torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
 
 
 class StatefulMamba2Mixer(nn.Module):
@@ -146,7 +72,7 @@ class StatefulMamba2Mixer(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(config.num_heads))
         self.A_log = nn.Parameter(torch.empty(config.num_heads))
         self.D = nn.Parameter(torch.empty(config.num_heads))
-        self.norm = Mamba2GatedRMSNorm(inner, config.n_groups, config.layer_norm_epsilon)
+        self.norm = GatedRMSNorm(inner, config.n_groups, config.layer_norm_epsilon)
         self.out_proj = nn.Linear(inner, config.hidden_size, bias=config.use_bias)
 
     def forward(
@@ -197,14 +123,32 @@ class StatefulMamba2Mixer(nn.Module):
         y = self.norm(y.flatten(2), gate)
         return self.out_proj(y.to(hidden_states.dtype)), LayerState(recurrent_state, conv_state)
 
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialize as Transformers does: A = -(1..H), D = 1, log-uniform steps, Kaiming weights."""
+        config = self.config
+        heads = torch.arange(1, config.num_heads + 1, device=self.A_log.device, dtype=torch.float32)
+        init.copy_(self.A_log, heads.log())
+        init.ones_(self.D)
+        low, high = math.log(config.time_step_min), math.log(config.time_step_max)
+        dt = (torch.rand_like(heads) * (high - low) + low).exp().clamp(min=config.time_step_floor)
+        init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
+        init.kaiming_uniform_(self.conv1d.weight, a=math.sqrt(5))
+        if self.conv1d.bias is not None:
+            init.zeros_(self.conv1d.bias)
+        init.kaiming_uniform_(self.out_proj.weight, a=math.sqrt(5))
+        if config.rescale_prenorm_residual and not getattr(self.out_proj.weight, "_is_hf_initialized", False):
+            self.out_proj.weight /= math.sqrt(config.num_hidden_layers)
+
 
 class StatefulMamba2Block(GradientCheckpointingLayer):
     """Pre-norm residual block around the mixer."""
 
     def __init__(self, config: StatefulMamba2Config) -> None:
         super().__init__()
+        self.state_shape = mamba2_layer_shape(config)
         self.residual_in_fp32 = config.residual_in_fp32
-        self.norm = Mamba2RMSNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
         self.mixer = StatefulMamba2Mixer(config)
 
     def forward(
@@ -215,20 +159,3 @@ class StatefulMamba2Block(GradientCheckpointingLayer):
         residual = hidden_states.to(state_dtype(hidden_states.dtype)) if self.residual_in_fp32 else hidden_states
         output, state = self.mixer(normed, state, lengths)
         return residual + output, state
-
-
-@torch.no_grad()
-def init_mamba2_mixer(mixer: StatefulMamba2Mixer, config: StatefulMamba2Config) -> None:
-    """Initialize a mixer as Transformers does: A = -(1..H), D = 1, log-uniform steps, Kaiming weights."""
-    heads = torch.arange(1, config.num_heads + 1, device=mixer.A_log.device, dtype=torch.float32)
-    init.copy_(mixer.A_log, heads.log())
-    init.ones_(mixer.D)
-    low, high = math.log(config.time_step_min), math.log(config.time_step_max)
-    dt = (torch.rand_like(heads) * (high - low) + low).exp().clamp(min=config.time_step_floor)
-    init.copy_(mixer.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
-    init.kaiming_uniform_(mixer.conv1d.weight, a=math.sqrt(5))
-    if mixer.conv1d.bias is not None:
-        init.zeros_(mixer.conv1d.bias)
-    init.kaiming_uniform_(mixer.out_proj.weight, a=math.sqrt(5))
-    if config.rescale_prenorm_residual and not getattr(mixer.out_proj.weight, "_is_hf_initialized", False):
-        mixer.out_proj.weight /= math.sqrt(config.num_hidden_layers)

@@ -120,9 +120,20 @@ class StatefulPreTrainedModel(PreTrainedModel):
         config.check()
         super().__init__(config)
 
+    @property
+    def _backbone(self) -> Any:
+        return self.base_model
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """As in Transformers; a layer with an initialization of its own has a method `init_weights`."""
+        super()._init_weights(module)
+        if not isinstance(module, PreTrainedModel) and hasattr(module, "init_weights"):
+            module.init_weights()  # type: ignore[operator]
+
     def state_shapes(self) -> tuple[LayerShape, ...]:
         """Shapes of the state of every layer, without the batch dimension."""
-        raise NotImplementedError
+        return tuple(layer.state_shape for layer in self._backbone.layers)
 
     def zero_state(self, batch_size: int) -> RecurrentState:
         """The state before any token, on the device of the model."""
@@ -154,11 +165,20 @@ class StatefulPreTrainedModel(PreTrainedModel):
     @classmethod
     def code_map(cls) -> dict[str, str]:
         """`auto_map` of a checkpoint: from Auto class to `file.Class`."""
-        raise NotImplementedError
+        config_class: Any = cls.config_class
+        file, family = config_class.model_type, config_class.__name__.removesuffix("Config")
+        return {
+            "AutoConfig": f"configuration_{file}.{family}Config",
+            "AutoModel": f"modeling_{file}.{family}Model",
+            "AutoModelForCausalLM": f"modeling_{file}.{family}ForCausalLM",
+        }
 
 
 class StatefulBackbone(StatefulPreTrainedModel):
-    """Embeddings, blocks and final norm. A family sets `embeddings`, `layers` and `final_norm`."""
+    """Embeddings, blocks and final norm. A family sets `embeddings`, `layers` and `final_norm`.
+
+    Each of `layers` takes (hidden states, state, lengths), returns (hidden states, state), and has a `state_shape`.
+    """
 
     embeddings: nn.Module
     layers: nn.ModuleList
@@ -282,23 +302,22 @@ class StatefulBackbone(StatefulPreTrainedModel):
 
 
 class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
-    """Language model on a `StatefulBackbone`. A family sets the backbone under `base_model_prefix`, and `lm_head`."""
+    """Language model on a `StatefulBackbone` named `base_model_prefix`. A family sets `backbone_class`."""
 
     accepts_loss_kwargs = True
-    lm_head: nn.Linear
+    backbone_class: type[StatefulBackbone]
 
-    def _backbone(self) -> Any:
-        return self.base_model
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        setattr(self, self.base_model_prefix, self.backbone_class(config))
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        return self._backbone().get_input_embeddings()
+        return self._backbone.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        self._backbone().set_input_embeddings(value)
-
-    def state_shapes(self) -> tuple[LayerShape, ...]:
-        """Shapes of the state of every layer, without the batch dimension."""
-        return self._backbone().state_shapes()
+        self._backbone.set_input_embeddings(value)
 
     def forward(
         self,
@@ -333,7 +352,7 @@ class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
             raise ValueError(f"logits_to_keep must be 0 (all), a positive number or positions, got {logits_to_keep}.")
         if labels is not None and not keep_all:
             raise ValueError("labels need all logits: drop logits_to_keep.")
-        output = self._backbone()(
+        output = self._backbone(
             input_ids,
             attention_mask=attention_mask,
             initial_state=initial_state,

@@ -1,0 +1,46 @@
+"""What the configurations of all stateful families have in common."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+CODE_FORMAT_VERSION = 1
+SCAN_BACKEND_SETTINGS = ("auto", "torch", "kernel")
+
+
+@dataclass(init=False, repr=False, eq=False)
+class StatefulConfigMixin:
+    """Fields and checks of every family; stands before the upstream configuration among the bases.
+
+    Args:
+        scan_backend: "torch" for the plain torch scan, "kernel" for the family's GPU kernels, "auto" for the
+            kernels on a GPU where they are installed and take the sizes and dtype, and torch elsewhere.
+        training_length: Tokens per training sequence (T_train), which evaluation starts from; None if unknown.
+        interventions: What was done to the model after its first training, in order, in words.
+        code_format_version: Version of the checkpoint's code format. A checkpoint of a newer version than
+            this code is refused.
+    """
+
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["final_state", "past_key_values"]
+
+    scan_backend: str = "auto"
+    training_length: int | None = None
+    interventions: tuple[str, ...] | list[str] = ()
+    code_format_version: int = CODE_FORMAT_VERSION
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+        self.check()
+
+    def check(self) -> None:
+        """Refuse what the stateful classes cannot honor; models call it too: early 5.x configs have no hook.
+
+        Raises:
+            ValueError: naming the field, its value and what is allowed.
+        """
+        if self.code_format_version > CODE_FORMAT_VERSION:
+            raise ValueError(
+                f"This checkpoint has code format version {self.code_format_version}, the code at hand reads up to "
+                f"{CODE_FORMAT_VERSION}: update hf_recurrent_lengthgen."
+            )
+        if self.scan_backend not in SCAN_BACKEND_SETTINGS:
+            raise ValueError(f"scan_backend must be one of {SCAN_BACKEND_SETTINGS}, got {self.scan_backend!r}.")
