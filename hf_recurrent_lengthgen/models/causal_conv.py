@@ -1,6 +1,6 @@
-"""Short causal depthwise convolution with SiLU that starts from any state and returns the next one.
+"""Short causal depthwise convolution, with SiLU or not, that starts from any state and returns the next one.
 
-    a_t = bias + sum_k weight_k x_{t - (K-1) + k},  y_t = silu(a_t)
+    a_t = bias + sum_k weight_k x_{t - (K-1) + k},  y_t = silu(a_t) or a_t
 
 The inputs before the first token are the convolution state: the last K-1 inputs, oldest first.
 
@@ -27,11 +27,15 @@ _BLOCK_ELEMENTS = 2**20  # 4 MiB in float32
 class CausalConv1d(nn.Conv1d):
     """`causal_conv` on the parameter names of `nn.Conv1d`; called as a module, so that offloading hooks run."""
 
+    def __init__(self, channels: int, taps: int, bias: bool, activation: bool = True) -> None:
+        super().__init__(channels, channels, taps, groups=channels, padding=taps - 1, bias=bias)
+        self.activation = activation
+
     def forward(  # type: ignore[override]
         self, x: Tensor, initial_state: Tensor, lengths: Tensor | None = None, backend: ScanBackend = "torch"
     ) -> tuple[Tensor, Tensor]:
         """See `causal_conv`."""
-        return causal_conv(x, self.weight.squeeze(1), self.bias, initial_state, lengths, backend)
+        return causal_conv(x, self.weight.squeeze(1), self.bias, initial_state, lengths, backend, self.activation)
 
 
 def causal_conv(
@@ -41,8 +45,9 @@ def causal_conv(
     initial_state: Tensor,
     lengths: Tensor | None = None,
     backend: ScanBackend = "torch",
+    activation: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Convolve and apply SiLU.
+    """Convolve, and apply SiLU unless `activation` is false.
 
     Args:
         x: Inputs, (B, T, C).
@@ -52,11 +57,24 @@ def causal_conv(
         lengths: Number of real tokens in each row, (B,); None if all T are real. Inputs past the length
             do not enter the returned state.
         backend: "torch" or "kernel" (causal-conv1d).
+        activation: Whether SiLU follows.
 
     Returns:
         Outputs (B, T, C) in the dtype of `x`, and the state after the last real token in the dtype of
         `initial_state`, (B, C, K-1).
     """
+    final_state = last_inputs(x, initial_state, lengths)
+    if backend == "kernel":
+        y = _convolve_with_kernel(x, weight, bias, initial_state, activation)
+    else:
+        dtype = initial_state.dtype
+        bias = x.new_zeros(x.shape[2]) if bias is None else bias
+        y = _CausalConv.apply(x, weight.to(dtype), bias.to(dtype), initial_state, activation)
+    return y, final_state
+
+
+def last_inputs(x: Tensor, initial_state: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """The state after x: the last K-1 real inputs, (B, C, K-1); arguments as in `causal_conv`."""
     state_columns = initial_state.shape[2]
     if lengths is None and x.shape[1] >= state_columns:
         final_state = x[:, x.shape[1] - state_columns :].mT
@@ -66,18 +84,26 @@ def causal_conv(
         index = ends[:, None] + torch.arange(state_columns, device=x.device)
         final_state = columns.gather(1, index[..., None].expand(-1, -1, x.shape[2])).mT
     # a copy: a view would keep the whole input alive as long as the state
-    final_state = final_state.to(initial_state.dtype, copy=True)
-
-    if backend == "kernel":
-        y = _convolve_with_kernel(x, weight, bias, initial_state)
-    else:
-        dtype = initial_state.dtype
-        bias = x.new_zeros(x.shape[2]) if bias is None else bias
-        y = _CausalConvSiLU.apply(x, weight.to(dtype), bias.to(dtype), initial_state)
-    return y, final_state
+    return final_state.to(initial_state.dtype, copy=True)
 
 
-def _convolve_with_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor) -> Tensor:
+def token_shift(x: Tensor, initial_state: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The input before each token, x_{t-1}, of RWKV (Peng et al. 2024, arXiv:2404.05892, section 3.1).
+
+    Args:
+        x: Inputs, (B, T, C).
+        initial_state: The input before the first token, (B, C, 1): a convolution state of two taps.
+        lengths: Number of real tokens in each row, (B,); None if all T are real.
+
+    Returns:
+        (B, T, C) in the dtype of `x`, and the state after the last real token, (B, C, 1).
+    """
+    return torch.cat([initial_state.mT.to(x.dtype), x[:, :-1]], dim=1), last_inputs(x, initial_state, lengths)
+
+
+def _convolve_with_kernel(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor, activation: bool
+) -> Tensor:
     """Outputs of causal-conv1d, (B, T, C). It takes 2 to 4 taps, C a multiple of 8 and no float64."""
     batch, length, _ = x.shape
     # the kernel reads 16 bytes at once; clone, since contiguous() keeps odd strides at B = T = 1
@@ -87,49 +113,53 @@ def _convolve_with_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, initia
     if batch > 1 and batch * x.stride(0) > _KERNEL_MAX_ELEMENTS:
         half = batch // 2
         halves = [(x[:half], initial_state[:half]), (x[half:], initial_state[half:])]
-        return torch.cat([_convolve_with_kernel(part, weight, bias, state) for part, state in halves])
+        return torch.cat([_convolve_with_kernel(part, weight, bias, state, activation) for part, state in halves])
     if length * x.stride(1) > _KERNEL_MAX_ELEMENTS:
         half = length // 2
         halves = [(x[:, :half], initial_state), (x[:, half:], x[:, half - initial_state.shape[2] : half].mT)]
-        return torch.cat([_convolve_with_kernel(part, weight, bias, state) for part, state in halves], dim=1)
+        return torch.cat(
+            [_convolve_with_kernel(part, weight, bias, state, activation) for part, state in halves], dim=1
+        )
     # with a state, channels must be contiguous in both
     state = initial_state.to(x.dtype).mT.contiguous().mT
-    return causal_conv1d_fn(x.mT, weight, bias, initial_states=state, activation="silu").mT
+    return causal_conv1d_fn(x.mT, weight, bias, initial_states=state, activation="silu" if activation else None).mT
 
 
-class _CausalConvSiLU(torch.autograd.Function):
-    """Convolution and SiLU; keeps only the inputs and recomputes a_t in the backward pass.
+class _CausalConv(torch.autograd.Function):
+    """Convolution and perhaps SiLU; keeps only the inputs and recomputes a_t in the backward pass.
 
     Both directions go block by block over time, so that the passes over a block find it in the cache. A block is
     read as `piece`: the K-1 inputs before it and its own.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, initial_state: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, initial_state: Tensor, activation: bool) -> Tensor:
         ctx.save_for_backward(x, weight, bias, initial_state)
+        ctx.activation = activation
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         for block in token_blocks(x):
             a = _convolve(_piece(x, block, initial_state), weight, bias)
-            y[:, block] = silu(a, inplace=True)
+            y[:, block] = silu(a, inplace=True) if activation else a
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         with torch.autocast(grad_y.device.type, enabled=False):  # also where backward() is called inside autocast
-            return _CausalConvSiLU._backward(ctx, grad_y)
+            return _CausalConv._backward(ctx, grad_y)
 
     @staticmethod
-    def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, ...]:
+    def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, initial_state = ctx.saved_tensors
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         grad_weight, grad_bias = torch.zeros_like(weight), torch.zeros_like(bias)
         grad_history = torch.zeros_like(initial_state.mT)  # of the K-1 inputs before the block that follows
         for block in reversed(token_blocks(x)):
             piece = _piece(x, block, initial_state)
-            a = _convolve(piece, weight, bias)
-            grad_a = torch.ops.aten.silu_backward(grad_y[:, block].to(a.dtype), a)
-            length = a.shape[1]
+            grad_a = grad_y[:, block].to(piece.dtype)
+            if ctx.activation:
+                grad_a = torch.ops.aten.silu_backward(grad_a, _convolve(piece, weight, bias))
+            length = grad_a.shape[1]
             grad_piece = torch.zeros_like(piece)
             grad_piece[:, length:] = grad_history
             for k, tap in enumerate(weight.unbind(1)):
@@ -138,7 +168,7 @@ class _CausalConvSiLU(torch.autograd.Function):
             grad_bias += grad_a.sum((0, 1))
             history = grad_history.shape[1]
             grad_history, grad_x[:, block] = grad_piece[:, :history], grad_piece[:, history:]
-        return grad_x, grad_weight, grad_bias, grad_history.mT
+        return grad_x, grad_weight, grad_bias, grad_history.mT, None
 
 
 def token_blocks(x: Tensor) -> list[slice]:

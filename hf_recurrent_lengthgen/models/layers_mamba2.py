@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .causal_conv import CausalConv1d, causal_conv1d_fn
 from .configuration_stateful_mamba2 import StatefulMamba2Config
 from .norms import GatedRMSNorm, RMSNorm
+from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState, state_dtype
 from .scan_backends import check_backend_setting, resolve_backend
 from .scan_ssd import mamba_chunk_scan_combined, scan_ssd
@@ -61,14 +62,7 @@ class StatefulMamba2Mixer(nn.Module):
         self.inner_size = inner
         self.conv_size = inner + 2 * bc
         self.in_proj = nn.Linear(config.hidden_size, inner + self.conv_size + config.num_heads, bias=config.use_bias)
-        self.conv1d = CausalConv1d(
-            self.conv_size,
-            self.conv_size,
-            config.conv_kernel,
-            groups=self.conv_size,
-            padding=config.conv_kernel - 1,
-            bias=config.use_conv_bias,
-        )
+        self.conv1d = CausalConv1d(self.conv_size, config.conv_kernel, config.use_conv_bias)
         self.dt_bias = nn.Parameter(torch.empty(config.num_heads))
         self.A_log = nn.Parameter(torch.empty(config.num_heads))
         self.D = nn.Parameter(torch.empty(config.num_heads))
@@ -106,9 +100,7 @@ class StatefulMamba2Mixer(nn.Module):
 
         wide = state.recurrent.dtype
         dt = softplus(dt.to(wide) + self.dt_bias.to(wide)).clamp(*self.config.time_step_limit)
-        if lengths is not None:
-            padding = torch.arange(dt.shape[1], device=dt.device) >= lengths[:, None]
-            dt = dt.masked_fill(padding[..., None], 0.0)
+        dt = zero_past_end(dt, lengths)
         y, recurrent_state = scan_ssd(
             x.unflatten(-1, (self.num_heads, self.head_dim)),
             dt,

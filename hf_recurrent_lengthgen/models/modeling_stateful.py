@@ -13,7 +13,7 @@ Shape legend: B batch, T tokens, D hidden size, V vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput
 
+from .padding import Padding
 from .recurrent_cache import RecurrentCache
 from .recurrent_state import (
     LayerShape,
@@ -59,32 +60,6 @@ class StatefulCausalLMOutput(ModelOutput):
     final_state: RecurrentState | None = None
     past_key_values: RecurrentCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
-
-
-class Padding(NamedTuple):
-    """How rows with padding are moved to a right-padded layout and back; all (B, T) but lengths (B,)."""
-
-    order: Tensor
-    source: Tensor
-    valid: Tensor
-    lengths: Tensor
-
-    @classmethod
-    def from_mask(cls, real: Tensor) -> "Padding":
-        """From a boolean mask (B, T), true at real tokens."""
-        lengths = real.sum(1)
-        order = torch.argsort((~real).to(torch.uint8), dim=1, stable=True)
-        source = (real.cumsum(1) - 1).clamp(min=0)
-        return cls(order, source, torch.arange(real.shape[1], device=real.device) < lengths[:, None], lengths)
-
-    def to_front(self, x: Tensor) -> Tensor:
-        """Real tokens first, in order, then zeros; (B, T, D)."""
-        moved = x.gather(1, self.order[..., None].expand_as(x))
-        return moved.masked_fill(~self.valid[..., None], 0.0)
-
-    def back(self, x: Tensor) -> Tensor:
-        """Inverse of `to_front`; a padding position repeats the last real token before it."""
-        return x.gather(1, self.source[..., None].expand_as(x))
 
 
 def _refuse_unsupported(unsupported: dict[str, Any]) -> None:
@@ -187,6 +162,10 @@ class StatefulBackbone(StatefulPreTrainedModel):
         """The norm after the last block."""
         raise NotImplementedError
 
+    def layer_inputs(self) -> list[tuple[Tensor, ...]]:
+        """What a layer takes beside hidden states, state and lengths; nothing for most families."""
+        return [()] * len(self.layers)
+
     def get_input_embeddings(self) -> nn.Module:
         return self.embeddings
 
@@ -243,10 +222,9 @@ class StatefulBackbone(StatefulPreTrainedModel):
         all_hidden_states = [hidden_states]
         states = []
         state = self._starting_state(initial_state, past_key_values, batch_size, hidden_states.device)
-        for block, layer_state in zip(self.layers, state, strict=True):
-            hidden_states, layer_state = block(
-                hidden_states, layer_state, None if padding is None else padding.lengths
-            )
+        lengths = None if padding is None else padding.lengths
+        for block, layer_state, inputs in zip(self.layers, state, self.layer_inputs(), strict=True):
+            hidden_states, layer_state = block(hidden_states, layer_state, lengths, *inputs)
             states.append(layer_state)
             if not output_hidden_states:
                 all_hidden_states.clear()  # else evaluation would hold the outputs of all layers at once

@@ -14,6 +14,7 @@ from .configuration_stateful_mamba2 import StatefulMamba2Config
 from .layers_mamba2 import StatefulMamba2Block
 from .modeling_stateful import StatefulBackbone, StatefulForCausalLM, StatefulPreTrainedModel
 from .norms import RMSNorm
+from .padding import Padding
 from .recurrent_cache import RecurrentCache
 from .recurrent_state import LayerState, RecurrentState, load_state, save_state
 from .scan_backends import resolve_backend
@@ -21,6 +22,7 @@ from .scan_ssd import scan_ssd
 
 __all__ = [
     "LayerState",
+    "Padding",
     "RecurrentCache",
     "RecurrentState",
     "StatefulConfigMixin",

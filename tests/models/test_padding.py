@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from hf_recurrent_lengthgen.models.modeling_stateful import Padding
+from hf_recurrent_lengthgen.models.padding import Padding
 from hf_recurrent_lengthgen.models.recurrent_state import take_rows
 
 from .families import FAMILIES, Family, build, random_state, random_tokens, variant_id

@@ -1,0 +1,43 @@
+"""Padding anywhere in a row: real tokens move to the front, layers skip what is past the end, and back.
+
+Shapes: B batch, T tokens, D channels.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Padding(NamedTuple):
+    """How rows with padding are moved to a right-padded layout and back; all (B, T) but lengths (B,)."""
+
+    order: Tensor
+    source: Tensor
+    valid: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def from_mask(cls, real: Tensor) -> "Padding":
+        """From a boolean mask (B, T), true at real tokens."""
+        lengths = real.sum(1)
+        order = torch.argsort((~real).to(torch.uint8), dim=1, stable=True)
+        source = (real.cumsum(1) - 1).clamp(min=0)
+        return cls(order, source, torch.arange(real.shape[1], device=real.device) < lengths[:, None], lengths)
+
+    def to_front(self, x: Tensor) -> Tensor:
+        """Real tokens first, in order, then zeros; (B, T, D)."""
+        moved = x.gather(1, self.order[..., None].expand_as(x))
+        return moved.masked_fill(~self.valid[..., None], 0.0)
+
+    def back(self, x: Tensor) -> Tensor:
+        """Inverse of `to_front`; a padding position repeats the last real token before it."""
+        return x.gather(1, self.source[..., None].expand_as(x))
+
+
+def zero_past_end(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """`x` (B, T, ...) with zeros at the tokens past the length of each row; unchanged without `lengths` (B,)."""
+    if lengths is None:
+        return x
+    past_end = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
+    return x.masked_fill(past_end.reshape(*past_end.shape, *[1] * (x.ndim - 2)), 0.0)
