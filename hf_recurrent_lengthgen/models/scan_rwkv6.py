@@ -1,0 +1,90 @@
+"""The recurrence of RWKV-6 with any initial state and a final state; RWKV-5 has the same decay for all tokens.
+
+Definition (Peng et al. 2024, "Eagle and Finch", arXiv:2404.05892, section 4; the state is their transpose), per batch
+row and head, with the bonus u of the current token:
+
+    y_t = (S_{t-1} + v_t (u * k_t)^T) r_t             (P,)
+    S_t = S_{t-1} diag(exp(w_t)) + v_t k_t^T          (P, N)
+
+Behind one function, `scan_rwkv6`, are the definition as a loop, the chunked form of scan_gla.py in plain torch, and
+fla's `chunk_rwkv6` on a GPU with the limits named there. fla's `fused_recurrent_rwkv6` is not used: it ignores the
+gradient of the final state. Shape suffixes as in scan_backends.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .scan_backends import ScanBackend, missing_kernel, run_scan
+from .scan_gla import ChunkedGatedScan, scan_with_fla
+
+try:
+    from fla.ops.rwkv6 import chunk_rwkv6
+except ImportError:  # as fla without triton has no such name
+    chunk_rwkv6 = None
+
+
+def scan_rwkv6(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    initial_state: Tensor,
+    chunk_size: int = 64,
+    backend: ScanBackend = "torch",
+) -> tuple[Tensor, Tensor]:
+    """Run the RWKV-6 recurrence from `initial_state` over T tokens.
+
+    Args:
+        r: Receptances, (B, T, H, N).
+        k: Keys, (B, T, H, N).
+        v: Values, (B, T, H, P).
+        w: Logarithms of the decays, at most 0, (B, T, H, N). Where w and k are 0, the state does not change.
+        u: Bonus of the current token, (H, N).
+        initial_state: State before the first token, (B, H, P, N).
+        chunk_size: Tokens per chunk of the torch form, which takes the next power of two; it changes speed and
+            memory, not the result. The kernel has its own.
+        backend: "torch" (chunked form) or "kernel" (fla).
+
+    Returns:
+        Outputs in the dtype of `r`, (B, T, H, P), and the state after the last token, (B, H, P, N), in the dtype of
+        `initial_state`. Gradients flow to all tensor arguments and from both results.
+
+    Raises:
+        ValueError: for an unknown backend or a chunk size below 1.
+    """
+    return run_scan(_chunked, _scan_with_kernel, (r, k, v, w, u), initial_state, chunk_size, backend)
+
+
+def scan_rwkv6_reference(
+    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, initial_state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The definition, one token at a time. Same arguments and results as `scan_rwkv6`."""
+    state, outputs = initial_state, []
+    for t in range(r.shape[1]):
+        update_BHPN = v[:, t, :, :, None] * k[:, t, :, None]
+        outputs.append(((state + u[:, None] * update_BHPN) * r[:, t, :, None]).sum(-1))
+        state = state * w[:, t, :, None].exp() + update_BHPN
+    return torch.stack(outputs, dim=1), state
+
+
+def _chunked(
+    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, state: Tensor, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    if r.shape[1] == 1:  # decoding
+        return scan_rwkv6_reference(r, k, v, w, u, state)
+    return ChunkedGatedScan.apply(r, k, v, w, u, state, chunk_size)
+
+
+def _scan_with_kernel(
+    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, initial_state: Tensor, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    if chunk_rwkv6 is None:
+        raise missing_kernel("flash-linear-attention")
+
+    def scan(r: Tensor, k: Tensor, v: Tensor, w: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+        return chunk_rwkv6(r, k, v, w, u, **options)
+
+    return scan_with_fla(scan, r, k, v, w, initial_state)
