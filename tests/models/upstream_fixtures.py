@@ -1,0 +1,56 @@
+"""Golden files in tests/models/upstream: what flash-linear-attention's own models give on tiny random weights.
+
+`make_upstream_fixtures.py` wrote them. A model of fla with the fixture's configuration and weights has these results.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+FOLDER = Path(__file__).parent / "upstream"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.safetensors"))
+
+
+@dataclass(frozen=True)
+class Fixture:
+    """One model of fla: its configuration and weights under fla's names, and what it computed, in float32.
+
+    `run` has `input_ids` (B, T), `logits` (B, T, vocabulary), `continued_logits` (the same in two calls, the cache of
+    the first `split` tokens carried) and `loss`, the mean cross entropy of the next token, whose gradients are `grad`.
+    `state` and `state_at_split` are fla's caches after all tokens and after `split` tokens, named "LAYER.PART":
+
+    - recurrent_state: (B, H, P, N) for GLA and HGRN-2; (B, H, N, P), keys first, for RWKV-6 and linear attention,
+      where norm_feature_map makes it two parts: .0 as above and .1 (B, 1, H, N), the sum of the keys.
+    - conv_state.0, .1, .2: (B, channels, K), the last K inputs (not K - 1) of q, k and v (HGRN-2: q, f and i).
+    - conv_state and ffn_state of RWKV-6: (B, D), the last normed input of attention and of channel mixing.
+    """
+
+    config: dict[str, Any]
+    weights: dict[str, Tensor]
+    grad: dict[str, Tensor]
+    run: dict[str, Tensor]
+    state: dict[str, Tensor]
+    state_at_split: dict[str, Tensor]
+    split: int
+    versions: dict[str, str]
+
+
+def load_fixture(name: str) -> Fixture:
+    """One of NAMES. Weights tied in fla stand under both names, their gradient under the first."""
+    groups: dict[str, dict[str, Tensor]] = {}
+    with safe_open(FOLDER / f"{name}.safetensors", framework="pt") as file:
+        notes = file.metadata()
+        for key in file.keys():
+            group, part = key.split("/")
+            groups.setdefault(group, {})[part] = file.get_tensor(key)
+    return Fixture(
+        config=json.loads(notes.pop("config")),
+        split=int(notes.pop("split")),
+        weights=groups.pop("weight"),
+        versions=notes,
+        **groups,
+    )
