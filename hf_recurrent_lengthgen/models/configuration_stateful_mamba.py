@@ -1,0 +1,41 @@
+"""Configuration of Mamba-1 and FalconMamba with an initial and a final state."""
+
+from transformers import MambaConfig
+
+from .configuration_stateful import StatefulConfigMixin
+
+
+class StatefulMambaConfig(StatefulConfigMixin, MambaConfig):
+    """`MambaConfig` plus the fields of `StatefulConfigMixin`, and one that makes it a FalconMamba.
+
+    Only `hidden_act="silu"` is supported. `use_mambapy` and `use_associative_scan` choose among Transformers' own
+    scans and mean nothing here.
+
+    Args:
+        mixer_rms_eps: Epsilon of FalconMamba's weightless norms of the step, B and C, as in `FalconMambaConfig`;
+            None for Mamba, which has no such norms.
+    """
+
+    model_type = "stateful_mamba"
+
+    mixer_rms_eps: float | None = None
+
+    def check(self) -> None:
+        """See `StatefulConfigMixin.check`; also what has only one or two implementations, and sizes."""
+        super().check()
+        if self.hidden_act not in ("silu", "swish"):
+            raise ValueError(
+                f'hidden_act must be "silu", got {self.hidden_act!r}: the convolution is followed by SiLU.'
+            )
+        if self.time_step_init_scheme not in ("random", "constant"):
+            raise ValueError(
+                f'time_step_init_scheme must be "random" or "constant", got {self.time_step_init_scheme!r}.'
+            )
+        if self.mixer_rms_eps is not None and self.mixer_rms_eps < 0:
+            raise ValueError(
+                "mixer_rms_eps must be None (Mamba) or a number of at least 0 (FalconMamba), "
+                f"got {self.mixer_rms_eps}."
+            )
+
+
+StatefulMambaConfig.register_for_auto_class()

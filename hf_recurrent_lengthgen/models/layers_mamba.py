@@ -1,0 +1,160 @@
+"""The layer of Mamba-1 and FalconMamba with a state as argument and result, on the parameter names of Transformers.
+
+Glossary (Gu & Dao 2023, arXiv:2312.00752 -> here): Delta -> dt, A -> -exp(A_log), h -> state.recurrent, D channels ->
+intermediate_size, N -> state_size, R -> time_step_rank. FalconMamba (arXiv:2410.05355) norms dt, B and C first.
+
+Different from `transformers.models.mamba` and `falcon_mamba`: the mixer takes and returns a `LayerState`, also over
+several tokens (theirs drops the recurrent one then), takes right-padded rows by their lengths, calls `dt_proj` as a
+module, so that adapters on it train, and computes convolution, steps and recurrence in full precision (the
+convolution in that of its kernel with it).
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu, softplus
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .causal_conv import CausalConv1d, causal_conv1d_fn
+from .configuration_stateful_mamba import StatefulMambaConfig
+from .norms import RMSNorm, rms_normalize
+from .padding import zero_past_end
+from .recurrent_state import LayerShape, LayerState, state_dtype
+from .scan_backends import check_backend_setting, resolve_backend
+from .scan_selective import scan_selective, selective_scan_fn
+
+KERNEL_AVAILABLE = selective_scan_fn is not None and causal_conv1d_fn is not None
+
+
+def mamba_layer_shape(config: StatefulMambaConfig) -> LayerShape:
+    """Shapes of one layer's state: (D, N) and (D, K-1)."""
+    inner = config.intermediate_size
+    return LayerShape((inner, config.state_size), (inner, config.conv_kernel - 1))
+
+
+def mamba_kernel_limit(config: StatefulMambaConfig, dtype: torch.dtype) -> str:
+    """What the kernels need and this model does not have, in words; empty if they can run it."""
+    if not 2 <= config.conv_kernel <= 4:
+        return f"a conv_kernel of 2, 3 or 4, got {config.conv_kernel}"
+    if config.intermediate_size % 8:
+        return f"intermediate_size to be a multiple of 8, got {config.intermediate_size}"
+    if config.state_size > 256:
+        return f"a state_size of at most 256, got {config.state_size}"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"float32, float16 or bfloat16, got {dtype}"
+    return ""
+
+
+class StepProjection(nn.Linear):
+    """A linear layer that computes in float32 or better: rounding its -5 to bf16 would change exp(-5) by 2 %."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = state_dtype(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            return linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
+
+
+class StatefulMambaMixer(nn.Module):
+    """Projections, short convolution, selective recurrence, gate.
+
+    Parameters are named and laid out as in `transformers` and mamba-ssm: `in_proj` rows are [x, z], those of `x_proj`
+    [dt, B, C].
+    """
+
+    def __init__(self, config: StatefulMambaConfig) -> None:
+        super().__init__()
+        check_backend_setting(config.scan_backend, KERNEL_AVAILABLE)
+        self.config = config
+        inner, self.state_size = config.intermediate_size, config.state_size
+        self.time_step_rank = int(config.time_step_rank)
+        self.in_proj = nn.Linear(config.hidden_size, 2 * inner, bias=config.use_bias)
+        self.conv1d = CausalConv1d(inner, config.conv_kernel, config.use_conv_bias)
+        self.x_proj = nn.Linear(inner, self.time_step_rank + 2 * self.state_size, bias=False)
+        self.dt_proj = StepProjection(self.time_step_rank, inner, bias=True)
+        self.A_log = nn.Parameter(torch.empty(inner, self.state_size))
+        self.D = nn.Parameter(torch.empty(inner))
+        self.out_proj = nn.Linear(inner, config.hidden_size, bias=config.use_bias)
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """Run T tokens from a state.
+
+        Args:
+            hidden_states: (B, T, hidden_size).
+            state: State before the first token.
+            lengths: Number of real tokens in each row, (B,), the rest is padding on the right; None if
+                there is no padding.
+
+        Returns:
+            Outputs (B, T, hidden_size) and the state after the last real token of each row.
+        """
+        if hasattr(self.conv1d, "base_layer"):
+            raise ValueError(
+                "An adapter on conv1d has no effect, since it knows nothing of the state: take conv1d out of "
+                "the adapter's targets, or train it whole (modules_to_save)."
+            )
+        backend = resolve_backend(
+            self.config.scan_backend,
+            hidden_states.device.type,
+            KERNEL_AVAILABLE,
+            mamba_kernel_limit(self.config, hidden_states.dtype),
+        )
+        conv_input, gate = self.in_proj(hidden_states).chunk(2, -1)
+        x, conv_state = self.conv1d(conv_input, state.conv, lengths, backend)
+        dt, B, C = self.x_proj(x).split([self.time_step_rank, self.state_size, self.state_size], -1)
+        if self.config.mixer_rms_eps is not None:
+            dt, B, C = (rms_normalize(v, self.config.mixer_rms_eps) for v in (dt, B, C))
+
+        wide = state.recurrent.dtype
+        dt = zero_past_end(softplus(self.dt_proj(dt).to(wide)), lengths)
+        y, recurrent_state = scan_selective(
+            x, dt, -self.A_log.to(wide).exp(), B, C, self.D.to(wide), state.recurrent, backend=backend
+        )
+        y = y * silu(gate)
+        return self.out_proj(y.to(hidden_states.dtype)), LayerState(recurrent_state, conv_state)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialize as Transformers does: A = -(1..N), D = 1, log-uniform steps, Kaiming weights."""
+        config = self.config
+        rates = torch.arange(1, self.state_size + 1, device=self.A_log.device, dtype=torch.float32)
+        init.copy_(self.A_log, rates.log().expand_as(self.A_log))
+        init.ones_(self.D)
+        spread = self.time_step_rank**-0.5 * config.time_step_scale
+        if config.time_step_init_scheme == "constant":
+            init.constant_(self.dt_proj.weight, spread)
+        else:
+            init.uniform_(self.dt_proj.weight, -spread, spread)
+        low, high = math.log(config.time_step_min), math.log(config.time_step_max)
+        dt = torch.rand(len(self.D), device=self.D.device, dtype=torch.float32) * (high - low) + low
+        dt = dt.exp().clamp(min=config.time_step_floor)
+        init.copy_(self.dt_proj.bias, dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
+        init.kaiming_uniform_(self.conv1d.weight, a=math.sqrt(5))
+        if self.conv1d.bias is not None:
+            init.zeros_(self.conv1d.bias)
+        init.kaiming_uniform_(self.out_proj.weight, a=math.sqrt(5))
+        if config.rescale_prenorm_residual and not getattr(self.out_proj.weight, "_is_hf_initialized", False):
+            self.out_proj.weight /= math.sqrt(config.num_hidden_layers)
+
+
+class StatefulMambaBlock(GradientCheckpointingLayer):
+    """Pre-norm residual block around the mixer."""
+
+    def __init__(self, config: StatefulMambaConfig) -> None:
+        super().__init__()
+        self.state_shape = mamba_layer_shape(config)
+        self.residual_in_fp32 = config.residual_in_fp32
+        self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.mixer = StatefulMambaMixer(config)
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """See `StatefulMambaMixer.forward`."""
+        normed = self.norm(hidden_states.to(self.norm.weight.dtype))
+        residual = hidden_states.to(state_dtype(hidden_states.dtype)) if self.residual_in_fp32 else hidden_states
+        output, state = self.mixer(normed, state, lengths)
+        return residual + output, state

@@ -1,0 +1,282 @@
+"""The selective state space recurrence of Mamba-1 with any initial state and a final state.
+
+Definition (Gu & Dao 2023, arXiv:2312.00752, Eq. 2a, with the discretization of Algorithm 2 and section 3.6: A by
+zero-order hold, B by Euler), for each batch row, channel d and state n:
+
+    h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t      (D, N)
+    y_t = sum_n C_t h_t + D x_t                   (D,)
+
+Three forms behind one function, `scan_selective`:
+
+- `scan_selective_reference`: the definition as a loop over time. Slow, differentiable, the truth in tests.
+- `_scan`: the same loop, one fused operation per token on slabs that stay in the cache of a CPU. No decay is ever
+  divided by or summed up, so any decay, zero and complete erasure included, is as exact as in the definition. Its
+  backward pass computes the slabs again from one state per chunk: no tensor of B*T*D*N elements exists.
+- mamba-ssm's `selective_scan_fn` on a GPU, which knows no initial state and drops the gradient of the final one:
+  both go through it as tokens, see `_scan_with_kernel`.
+
+Shape suffixes as in scan_backends.py. Slabs are (Q, B, N, D): the channels come last, so that one instruction serves
+many of them whatever N is.
+"""
+
+import re
+
+import torch
+from torch import Tensor
+
+from .scan_backends import ScanBackend, missing_kernel, run_scan, scan_in_pieces
+
+try:
+    from mamba_ssm.ops.selective_scan_interface import selective_scan_cuda, selective_scan_fn
+except ImportError:
+    selective_scan_fn = None
+else:
+    if selective_scan_cuda is None:  # installed without its CUDA extension
+        selective_scan_fn = None
+
+# Every copy of this file, as in checkpoints, has operators of its own.
+_OPERATORS = re.sub(r"\W", "_", __name__)
+_BLOCK_ELEMENTS = 2**16  # of a state: 256 KiB in float32
+# Half of what 32-bit addresses reach.
+_KERNEL_MAX_ELEMENTS = 2**30
+# A power of two, so that to divide and multiply by it is exact, and so small that nothing decays meanwhile.
+_VIRTUAL_STEP = 2.0**-40
+
+
+def scan_selective(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    initial_state: Tensor,
+    chunk_size: int = 16,
+    backend: ScanBackend = "torch",
+) -> tuple[Tensor, Tensor]:
+    """Run the selective recurrence from `initial_state` over T tokens.
+
+    Args:
+        x: Inputs, (B, T, D).
+        dt: Step sizes after softplus, (B, T, D). A step of 0 leaves the state unchanged.
+        A: Negative decay rates, (D, N).
+        B: Input projections, (B, T, N).
+        C: Output projections, (B, T, N).
+        D: Skip weights, (D,).
+        initial_state: State before the first token, (B, D, N).
+        chunk_size: Tokens per state that the torch form keeps for its backward pass; it changes speed and memory,
+            not the result. The kernel has its own.
+        backend: "torch" or "kernel" (mamba-ssm).
+
+    Returns:
+        Outputs in the dtype of `x`, (B, T, D), and the state after the last token, (B, D, N), in the dtype of
+        `initial_state`. Gradients flow to all tensor arguments and from both results.
+
+    Raises:
+        ValueError: for an unknown backend, one that is not installed, or a chunk size below 1.
+    """
+    return run_scan(_scan_with_torch, _scan_with_kernel, (x, dt, A, B, C, D), initial_state, chunk_size, backend)
+
+
+def scan_selective_reference(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The definition, one token at a time. Same arguments and results as `scan_selective`."""
+    state, outputs = initial_state, []
+    for t in range(x.shape[1]):
+        decay_BDN = torch.exp(dt[:, t, :, None] * A)
+        state = decay_BDN * state + (dt[:, t] * x[:, t])[..., None] * B[:, t, None]
+        outputs.append((state * C[:, t, None]).sum(-1) + D * x[:, t])
+    return torch.stack(outputs, dim=1), state
+
+
+def _scan_with_torch(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, dt, A, B, C, initial_state))
+    # .mT: a state that comes from here goes on without a copy
+    # without gradients there is no graph to build, and one token at a time goes faster
+    scan = _scan if keep or torch.compiler.is_compiling() else _loop
+    y, final_state, _ = scan(x, dt, A.mT, B, C, initial_state.mT, chunk_size, keep)
+    return torch.addcmul(y, x, D), final_state.mT
+
+
+def _loop(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_state: Tensor, chunk_size: int, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The recurrence without D; A (N, D), states (B, N, D). Third is the state before each chunk, or none."""
+    y, final_state, starts = _empty_results(x, dt, A, B, C, initial_state, chunk_size, keep)
+    for rows, channels in _blocks(initial_state):
+        A_ND, state = A[:, channels], initial_state[rows, :, channels]
+        for index, start in enumerate(range(0, x.shape[1], chunk_size)):
+            piece = rows, slice(start, start + chunk_size)
+            if keep:
+                starts[index, rows, :, channels] = state
+            u_QBD = (dt[piece][..., channels] * x[piece][..., channels]).transpose(0, 1)
+            _, states = _states(dt[piece][..., channels].transpose(0, 1), A_ND, u_QBD, B[piece].transpose(0, 1), state)
+            y[piece][..., channels] = (C[piece].transpose(0, 1)[:, :, None] @ states)[:, :, 0].transpose(0, 1)
+            state = states[-1]
+        final_state[rows, :, channels] = state
+    return y, final_state, starts
+
+
+def _empty_results(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_state: Tensor, chunk_size: int, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, length, channels = x.shape
+    state_dim = A.shape[0]
+    chunks = -(-length // chunk_size) if keep else 0
+    return (
+        x.new_empty(batch, length, channels),
+        x.new_empty(batch, state_dim, channels),
+        x.new_empty(chunks, batch, state_dim, channels),
+    )
+
+
+@torch.library.custom_op(f"{_OPERATORS}::selective_scan_backward", mutates_args=())
+def _scan_backward(
+    grad_y: Tensor,
+    grad_final: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    starts: Tensor,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, dt, A, B, C and the initial state.
+
+    With g_t the gradient of h_t, which is C_t dy_t + exp(dt_{t+1} A) g_{t+1}, and w_t = g_t exp(dt_t A) h_{t-1} that
+    of dt_t A: dC_t = sum_d h_t dy_t, d(dt x)_t = sum_n B_t g_t, dB_t = sum_d dt_t x_t g_t, dA = sum_t dt_t w_t.
+    """
+    grad_x, grad_dt, grad_A, grad_B, grad_C, grad_initial = _empty_gradients(
+        grad_y, grad_final, x, dt, A, B, C, starts, chunk_size
+    )
+    for summed in (grad_A, grad_B, grad_C):
+        summed.zero_()
+    for rows, channels in _blocks(grad_final):
+        A_ND, grad_state = A[:, channels], grad_final[rows, :, channels]
+        for index, start in reversed(list(enumerate(range(0, x.shape[1], chunk_size)))):
+            piece = rows, slice(start, start + chunk_size)
+            x_QBD, dt_QBD, grad_y_QBD = (t[piece][..., channels].transpose(0, 1) for t in (x, dt, grad_y))
+            B_QBN, C_QBN = B[piece].transpose(0, 1), C[piece].transpose(0, 1)
+            u_QBD, first = dt_QBD * x_QBD, starts[index, rows, :, channels]
+            decays, states = _states(dt_QBD, A_ND, u_QBD, B_QBN, first)
+
+            g = C_QBN[..., None] * grad_y_QBD[:, :, None]
+            g[-1].add_(grad_state)
+            for now, decay_after, after in reversed(list(zip(g[:-1], decays[1:], g[1:], strict=True))):
+                now.addcmul_(decay_after, after)
+
+            grad_C[piece] += (states * grad_y_QBD[:, :, None]).sum(-1).transpose(0, 1)
+            grad_B[piece] += (g * u_QBD[:, :, None]).sum(-1).transpose(0, 1)
+            grad_u = (B_QBN[:, :, None] @ g)[:, :, 0]
+            w = g.mul_(decays)
+            grad_state = w[0].clone()
+            w[1:].mul_(states[:-1])
+            w[0].mul_(first)
+            grad_A[:, channels] += (w * dt_QBD[:, :, None]).sum((0, 1))
+            grad_dt[piece][..., channels] = (w.mul_(A_ND).sum(2).addcmul_(grad_u, x_QBD)).transpose(0, 1)
+            grad_x[piece][..., channels] = (grad_u * dt_QBD).transpose(0, 1)
+        grad_initial[rows, :, channels] = grad_state
+    return grad_x, grad_dt, grad_A, grad_B, grad_C, grad_initial
+
+
+@_scan_backward.register_fake
+def _empty_gradients(
+    grad_y: Tensor,
+    grad_final: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    starts: Tensor,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad_x, grad_dt, grad_A, grad_B, grad_C, grad_initial = (
+        t.new_empty(t.shape) for t in (x, dt, A, B, C, grad_final)
+    )
+    return grad_x, grad_dt, grad_A, grad_B, grad_C, grad_initial
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    *tensors, _, ctx.chunk_size, _ = inputs  # the initial state is the first of those kept
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)  # it would make zeros for the kept states, too
+    ctx.save_for_backward(*tensors, output[2])
+
+
+def _backward(ctx, grad_y, grad_final, _):  # type: ignore[no-untyped-def]
+    x, *_, starts = ctx.saved_tensors
+    grad_y = torch.zeros_like(x) if grad_y is None else grad_y
+    grad_final = starts.new_zeros(starts.shape[1:]) if grad_final is None else grad_final
+    with torch.autocast(x.device.type, enabled=False):  # also where backward() is called inside autocast
+        gradients = _scan_backward(grad_y, grad_final, *ctx.saved_tensors, ctx.chunk_size)
+    return *gradients, None, None
+
+
+# Operators, since torch.compile would unroll the loops over time.
+_scan = torch.library.custom_op(f"{_OPERATORS}::selective_scan", _loop, mutates_args=())
+_scan.register_fake(_empty_results)
+_scan.register_autograd(_backward, setup_context=_save)
+
+
+def _blocks(state_BND: Tensor) -> list[tuple[slice, slice]]:
+    """Rows and channels that a CPU's cache holds at once, which are independent; all of them on other devices."""
+    batch, state_dim, channels = state_BND.shape
+    if state_BND.device.type != "cpu":
+        return [(slice(batch), slice(channels))]
+    columns = min(channels, max(1, _BLOCK_ELEMENTS // state_dim))
+    rows = max(1, _BLOCK_ELEMENTS // (state_dim * columns))
+    return [
+        (slice(row, row + rows), slice(column, column + columns))
+        for row in range(0, batch, rows)
+        for column in range(0, channels, columns)
+    ]
+
+
+def _states(dt_QBD: Tensor, A_ND: Tensor, u_QBD: Tensor, B_QBN: Tensor, state_BND: Tensor) -> tuple[Tensor, Tensor]:
+    """Decays exp(dt_t A) and states h_t of a chunk, (Q, B, N, D) each, with u = dt x."""
+    decays = (dt_QBD[:, :, None] * A_ND).exp_()
+    states = B_QBN[..., None] * u_QBD[:, :, None]
+    for decay, now in zip(decays.unbind(0), states.unbind(0), strict=True):
+        state_BND = now.addcmul_(decay, state_BND)
+    return decays, states
+
+
+def _scan_with_kernel(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """mamba-ssm's kernel, in float32, with N virtual tokens before and after the T real ones.
+
+    Token n before has a tiny step d, B = e_n and the input h_n / d: it adds h_n to state n and decays nothing. Token
+    n after has the step 0 and C = e_n: its output is state n. So both states have their gradients.
+    """
+    if selective_scan_fn is None:
+        raise missing_kernel("mamba-ssm")
+    A, state_dim = A.float(), A.shape[1]
+    tokens = max(1, min(x.shape[1], _KERNEL_MAX_ELEMENTS // x.shape[2] - 2 * state_dim))
+    rows = max(1, _KERNEL_MAX_ELEMENTS // (x.shape[2] * (tokens + 2 * state_dim)))
+
+    def scan(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        batch, length, _ = x.shape
+        none = torch.zeros_like(state)
+        unit = torch.eye(state_dim, device=x.device).expand(batch, -1, -1)
+        y = selective_scan_fn(
+            torch.cat([state / _VIRTUAL_STEP, x.mT, none], -1),
+            torch.cat([torch.full_like(state, _VIRTUAL_STEP), dt.mT, none], -1),
+            A,
+            torch.cat([unit, B.mT, torch.zeros_like(unit)], -1),
+            torch.cat([torch.zeros_like(unit), C.mT, unit], -1),
+        )
+        _, y, state = y.split([state_dim, length, state_dim], -1)
+        return y.mT, state
+
+    with torch.autocast(x.device.type, enabled=False):
+        wide = x.float()
+        y, state = scan_in_pieces(scan, (wide, dt.float(), B.float(), C.float()), initial_state.float(), rows, tokens)
+        y = torch.addcmul(y, wide, D.float())
+    # a copy: the state is a part of a tensor of all tokens
+    return y.to(x.dtype), state.to(initial_state.dtype, copy=True, memory_format=torch.contiguous_format)
