@@ -283,12 +283,13 @@ class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
     """Language model on a `StatefulBackbone` named `base_model_prefix`. A family sets `backbone_class`."""
 
     accepts_loss_kwargs = True
+    head_name = "lm_head"
     backbone_class: type[StatefulBackbone]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         setattr(self, self.base_model_prefix, self.backbone_class(config))
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        setattr(self, self.head_name, nn.Linear(config.hidden_size, config.vocab_size, bias=False))
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -296,6 +297,12 @@ class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         self._backbone.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> Any:
+        return getattr(self, self.head_name)
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        setattr(self, self.head_name, value)
 
     def forward(
         self,
@@ -346,7 +353,8 @@ class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
             hidden_states = hidden_states[
                 :, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             ]
-        logits = self.lm_head(hidden_states.to(self.lm_head.weight.dtype))
+        head = self.get_output_embeddings()
+        logits = head(hidden_states.to(head.weight.dtype))
         logits = logits.to(state_dtype(logits.dtype))
 
         loss = None

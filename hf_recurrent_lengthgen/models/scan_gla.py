@@ -19,6 +19,7 @@ Shape suffixes as in scan_backends.py, and Z = chunks * B * H.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,7 @@ _KERNEL_MAX_ELEMENTS = 2**30
 _KERNEL_MAX_HEADS = 65_535
 
 # Chunks are taken together up to this number of entries of one input: few calls, but all within the CPU's cache.
-_TOGETHER = 2**18
+_TOGETHER = 2**19
 
 
 def scan_gla(
@@ -293,18 +294,19 @@ class _Decays:
     """
 
     def __init__(self, g_ZQN: Tensor, exclusive: bool) -> None:
-        to_end = torch.zeros_like(g_ZQN)
-        from_start = torch.zeros_like(g_ZQN) if exclusive else g_ZQN.clone()
-        totals, b = g_ZQN, 1  # totals of blocks of b
+        log2 = g_ZQN * math.log2(math.e)  # on a CPU, exp takes ten times longer where it underflows, exp2 does not
+        to_end = torch.zeros_like(log2)
+        from_start = torch.zeros_like(log2) if exclusive else log2.clone()
+        totals, b = log2, 1  # totals of blocks of b
         self.levels: dict[int, tuple[Tensor, Tensor]] = {}
-        while b < g_ZQN.shape[1]:
+        while b < log2.shape[1]:
             to_middle, from_middle = _halves(to_end, b)[0], _halves(from_start, b)[1]
-            self.levels[b] = to_middle.exp(), from_middle.exp()
+            self.levels[b] = to_middle.exp2(), from_middle.exp2()
             left, right = _halves(totals, 1)
             to_middle += right
             from_middle += left
-            totals, b = (left + right).view(len(g_ZQN), -1, g_ZQN.shape[2]), 2 * b
-        self.from_start, self.to_end, self.total = from_start.exp_(), to_end.exp_(), totals[:, 0].exp()
+            totals, b = (left + right).view(len(log2), -1, log2.shape[2]), 2 * b
+        self.from_start, self.to_end, self.total = from_start.exp2_(), to_end.exp2_(), totals[:, 0].exp2()
 
 
 class _GateGradient:

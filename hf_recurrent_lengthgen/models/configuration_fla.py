@@ -1,0 +1,105 @@
+"""Configuration fields that the families of flash-linear-attention (fla) share, under fla's names."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from .configuration_stateful import StatefulConfigMixin
+
+
+@dataclass(init=False, repr=False, eq=False)
+class FlaConfigMixin(StatefulConfigMixin):
+    """Fields of every fla family beside those of `StatefulConfigMixin`; defaults as in fla 0.6.
+
+    Args:
+        hidden_size: Width D of the residual stream.
+        num_hidden_layers: Number of layers.
+        num_heads: Heads H of each layer.
+        hidden_ratio: Width of the channel mixing over D, where `intermediate_size` is None.
+        intermediate_size: Width of the channel mixing.
+        hidden_act: Activation of the channel mixing; each family has one.
+        norm_eps: Added to mean squares and variances.
+        initializer_range: Standard deviation of initial weights.
+
+    Token ids are None unless given. What fla offers beside the recurrence is refused: attention layers (`attn`),
+    attention residuals (`attnres_block_size`), an extra loss (`use_l2warp`). fla's flags that choose an
+    implementation (`attn_mode`, `fuse_*`, `use_gk`, `use_gv`) are kept and change nothing, but for the parameter name
+    that GLA derives from `fuse_norm`.
+    """
+
+    activations: ClassVar[tuple[str, ...]] = ("swish", "silu")
+
+    vocab_size: int = 32000
+    hidden_size: int = 2048
+    num_hidden_layers: int = 24
+    num_heads: int = 4
+    hidden_ratio: int | float | None = 4
+    intermediate_size: int | None = None
+    hidden_act: str = "swish"
+    norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    fuse_norm: bool = True
+    attn: dict[str, Any] | None = None
+    use_l2warp: bool = False
+    attnres_block_size: int | None = None
+
+    def check(self) -> None:
+        """See `StatefulConfigMixin.check`."""
+        super().check()
+        for name, neutral in (("attn", None), ("attnres_block_size", None), ("use_l2warp", False)):
+            if getattr(self, name) != neutral:
+                raise ValueError(f"{name} must be {neutral}, got {getattr(self, name)!r}: it is not supported.")
+        if self.hidden_act not in self.activations:
+            raise ValueError(f"hidden_act must be one of {self.activations}, got {self.hidden_act!r}.")
+
+    def parts(self, name: str, total: float, heads: int) -> int:
+        """The size of one of `heads` equal heads of `total` channels in all.
+
+        Raises:
+            ValueError: naming the field if `total` is not a multiple.
+        """
+        if heads < 1 or total < heads or total % heads:
+            raise ValueError(f"{name} gives {total:g} channels, which {heads} heads cannot share evenly.")
+        return int(total) // heads
+
+
+class GatedLinearAttentionConfig(FlaConfigMixin, PreTrainedConfig):
+    """What GLA and linear attention share: sizes of keys and values, and several heads per key.
+
+    Args:
+        expand_k: Width of all keys over D.
+        expand_v: Width of all values over D.
+        num_kv_heads: Heads of keys and values; None for as many as queries.
+        layer_num_heads: Heads of each layer, where they differ (post-training state expansion, arXiv:2509.22630).
+        elementwise_affine: Whether the norm of the outputs has a weight.
+    """
+
+    expand_k: int | float = 1.0
+    expand_v: int | float = 1.0
+    num_kv_heads: int | None = None
+    layer_num_heads: list[int] | None = None
+    elementwise_affine: bool = True
+
+    def check(self) -> None:
+        """See `FlaConfigMixin.check`; also sizes that do not go together."""
+        super().check()
+        heads = self.layer_num_heads
+        if heads is not None and (len(heads) != self.num_hidden_layers or self.num_kv_heads is not None):
+            raise ValueError(
+                f"layer_num_heads must have num_hidden_layers ({self.num_hidden_layers}) entries and excludes "
+                f"num_kv_heads, got {heads} and num_kv_heads={self.num_kv_heads}."
+            )
+        for count in heads or [self.num_heads]:
+            self.parts("expand_k * hidden_size", self.expand_k * self.hidden_size, count)
+            self.parts("expand_v * hidden_size", self.expand_v * self.hidden_size, count)
+        if self.num_kv_heads is not None:
+            self.parts("num_heads", self.num_heads, self.num_kv_heads)
+
+    def heads_of(self, layer: int) -> tuple[int, int, int, int]:
+        """Of one layer: heads H, heads of keys and values, key dim N, value dim P."""
+        heads = self.layer_num_heads[layer] if self.layer_num_heads is not None else self.num_heads
+        keys, values = int(self.expand_k * self.hidden_size), int(self.expand_v * self.hidden_size)
+        return heads, self.num_kv_heads or heads, keys // heads, values // heads

@@ -1,0 +1,45 @@
+"""Configuration of GLA with an initial and a final state."""
+
+from .configuration_fla import FlaConfigMixin as FlaConfigMixin
+from .configuration_fla import GatedLinearAttentionConfig
+from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
+
+FEATURE_MAPS = ("relu", "sigmoid", "logsigmoid", "silu", "swish", "sqrelu", "gelu")
+
+
+class StatefulGLAConfig(GatedLinearAttentionConfig):
+    """Fields of fla's `GLAConfig`, of `FlaConfigMixin`, and:
+
+    Args:
+        feature_map: Applied to queries and keys: one of `FEATURE_MAPS` or None.
+        use_short_conv: Whether a causal convolution with SiLU follows the projections to q, k and v.
+        conv_size: Its taps K.
+        use_output_gate: Whether outputs are multiplied by silu(g_proj(x)).
+        clamp_min: Lower bound of the log decays, at most 0; None for none.
+        gate_logit_normalizer: What the log-sigmoid of the gate is divided by.
+        gate_low_rank_dim: Rank of the projection to the gate.
+    """
+
+    model_type = "stateful_gla"
+
+    expand_k: int | float = 0.5
+    feature_map: str | None = None
+    use_short_conv: bool = False
+    conv_size: int = 4
+    use_output_gate: bool = True
+    clamp_min: float | None = None
+    gate_logit_normalizer: int | float = 16
+    gate_low_rank_dim: int = 16
+
+    def check(self) -> None:
+        """See `GatedLinearAttentionConfig.check`."""
+        super().check()
+        if self.feature_map is not None and self.feature_map not in FEATURE_MAPS:
+            raise ValueError(f"feature_map must be None or one of {FEATURE_MAPS}, got {self.feature_map!r}.")
+        if self.clamp_min is not None and self.clamp_min > 0:
+            raise ValueError(f"clamp_min bounds log decays, which are at most 0, got {self.clamp_min}.")
+        if self.gate_logit_normalizer <= 0:
+            raise ValueError(f"gate_logit_normalizer must be positive, got {self.gate_logit_normalizer}.")
+
+
+StatefulGLAConfig.register_for_auto_class()

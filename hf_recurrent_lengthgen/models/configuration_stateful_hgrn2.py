@@ -1,0 +1,46 @@
+"""Configuration of HGRN-2 with an initial and a final state."""
+
+from transformers import PreTrainedConfig
+
+from .configuration_fla import FlaConfigMixin
+from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
+
+
+class StatefulHGRN2Config(FlaConfigMixin, PreTrainedConfig):
+    """Fields of fla's `HGRN2Config`, of `FlaConfigMixin`, and:
+
+    Args:
+        num_heads: Heads; None for hidden_size / expand_ratio.
+        expand_ratio: State dim N of each head, also its value dim; None for hidden_size / num_heads.
+        use_short_conv: Whether causal convolutions without activation follow the three projections.
+        conv_size: Their taps K.
+        use_lower_bound: Whether the forget gates of later layers have learned lower bounds.
+        elementwise_affine: Whether the norm of the outputs has a weight.
+    """
+
+    model_type = "stateful_hgrn2"
+
+    num_heads: int | None = None  # type: ignore[assignment]
+    expand_ratio: int | None = 128
+    use_short_conv: bool = False
+    conv_size: int = 4
+    use_lower_bound: bool = True
+    elementwise_affine: bool = True
+
+    def heads(self) -> tuple[int, int]:
+        """Number of heads and the size of each."""
+        if self.num_heads is not None:
+            return self.num_heads, self.hidden_size // self.num_heads
+        return self.hidden_size // self.expand_ratio, self.expand_ratio  # type: ignore[operator, return-value]
+
+    def check(self) -> None:
+        """See `FlaConfigMixin.check`; also sizes that do not go together."""
+        super().check()
+        given = {"num_heads": self.num_heads, "expand_ratio": self.expand_ratio}
+        if not any(given.values()) or any(n is not None and (n < 1 or self.hidden_size % n) for n in given.values()):
+            raise ValueError(f"num_heads or expand_ratio must divide hidden_size ({self.hidden_size}), got {given}.")
+        if all(given.values()) and self.num_heads * self.expand_ratio != self.hidden_size:  # type: ignore[operator]
+            raise ValueError(f"num_heads * expand_ratio must be hidden_size ({self.hidden_size}), got {given}.")
+
+
+StatefulHGRN2Config.register_for_auto_class()

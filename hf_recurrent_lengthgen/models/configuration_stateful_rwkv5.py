@@ -1,0 +1,60 @@
+"""Configuration of RWKV-5 with an initial and a final state."""
+
+from transformers import PreTrainedConfig
+
+from .configuration_stateful import StatefulConfigMixin
+
+
+class StatefulRWKV5Config(StatefulConfigMixin, PreTrainedConfig):
+    """Fields of the official RWKV-5 checkpoints for Transformers, and of `StatefulConfigMixin`.
+
+    Args:
+        hidden_size: Width D of the residual stream.
+        attention_hidden_size: Width A of time mixing; None for D.
+        head_size: Keys and values of each head, N = P.
+        num_attention_heads: None, A / head_size, or head_size, as early official files say; it changes nothing.
+        head_size_divisor: What outputs are divided by before the norm of each head: as an epsilon
+            layer_norm_epsilon * head_size_divisor**2. Official code before 2024 lacks the division, training had it.
+        intermediate_size: Width of channel mixing; None for 3.5 * D, rounded down to a multiple of 32.
+        layer_norm_epsilon: Added to variances.
+        rescale_every: Without effect. Official code halves half precision activations by it, which changes no result
+            but for rounding.
+        initializer_range: Standard deviation of initial weights.
+    """
+
+    model_type = "stateful_rwkv5"
+
+    vocab_size: int = 65536
+    hidden_size: int = 768
+    num_hidden_layers: int = 24
+    attention_hidden_size: int | None = None
+    head_size: int = 64
+    num_attention_heads: int | None = None
+    head_size_divisor: int = 8
+    intermediate_size: int | None = None
+    layer_norm_epsilon: float = 1e-5
+    rescale_every: int = 6
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+
+    @property
+    def inner_size(self) -> int:
+        """Width A of time mixing."""
+        return self.attention_hidden_size or self.hidden_size
+
+    def check(self) -> None:
+        """See `StatefulConfigMixin.check`; also sizes that do not go together."""
+        super().check()
+        if self.inner_size % self.head_size:
+            raise ValueError(
+                f"The width of time mixing ({self.inner_size}) must be a multiple of head_size ({self.head_size})."
+            )
+        if self.num_attention_heads not in (None, self.inner_size // self.head_size, self.head_size):
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) contradicts {self.inner_size} channels in heads of "
+                f"head_size ({self.head_size}): leave it out."
+            )
+
+
+StatefulRWKV5Config.register_for_auto_class()

@@ -1,0 +1,46 @@
+"""Configuration of RWKV-6 with an initial and a final state."""
+
+from typing import ClassVar
+
+from transformers import PreTrainedConfig
+
+from .configuration_fla import FlaConfigMixin
+from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
+
+
+class StatefulRWKV6Config(FlaConfigMixin, PreTrainedConfig):
+    """Fields of fla's `RWKV6Config`, of `FlaConfigMixin`, and:
+
+    Args:
+        expand_k: Width of all keys over D.
+        expand_v: Width of all values over D.
+        proj_low_rank_dim: Rank of the five data-dependent token shifts.
+        gate_low_rank_dim: Rank of the data-dependent decay.
+        norm_first: Whether the first layer norms the embeddings (`pre_norm`), and goes on from the result.
+        norm_bias: Whether layer norms have a bias.
+        group_norm_eps: Epsilon of the norm of each head's outputs; None for `norm_eps`, as in fla. Official weights
+            were trained with 1e-5 * 8**2 = 6.4e-4.
+    """
+
+    model_type = "stateful_rwkv6"
+    activations: ClassVar[tuple[str, ...]] = ("sqrelu",)
+
+    expand_k: int | float = 0.5
+    expand_v: int | float = 1.0
+    hidden_ratio: int | float | None = 3.5
+    hidden_act: str = "sqrelu"
+    proj_low_rank_dim: int = 32
+    gate_low_rank_dim: int = 64
+    norm_first: bool = True
+    norm_bias: bool = True
+    norm_eps: float = 1e-5
+    group_norm_eps: float | None = None
+
+    def check(self) -> None:
+        """See `FlaConfigMixin.check`; also sizes that do not go together."""
+        super().check()
+        self.parts("expand_k * hidden_size", self.expand_k * self.hidden_size, self.num_heads)
+        self.parts("expand_v * hidden_size", self.expand_v * self.hidden_size, self.num_heads)
+
+
+StatefulRWKV6Config.register_for_auto_class()

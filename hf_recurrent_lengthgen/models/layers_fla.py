@@ -1,0 +1,111 @@
+"""What the layers of GLA, HGRN-2 and linear attention share, on the parameter names of fla.
+
+Shapes: B batch, T tokens, D hidden size, H heads, N key dim, P value dim.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .causal_conv import CausalConv1d, causal_conv1d_fn
+from .configuration_fla import FlaConfigMixin
+from .norms import RMSNorm, rms_normalize
+from .recurrent_state import LayerShape, LayerState
+from .scan_backends import ScanBackend, resolve_backend
+
+
+class GatedMLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))`; the width is rounded up to a multiple of 256 where it is not given."""
+
+    def __init__(self, config: FlaConfigMixin) -> None:
+        super().__init__()
+        size = config.intermediate_size
+        if size is None:
+            size = -(-int(config.hidden_size * (config.hidden_ratio or 4) * 2 / 3) // 256) * 256
+        self.gate_proj = nn.Linear(config.hidden_size, size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, size, bias=False)
+        self.down_proj = nn.Linear(size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MixerMLPBlock(GradientCheckpointingLayer):
+    """Pre-norm residual blocks of the recurrence (`attn`) and of channel mixing (`mlp`)."""
+
+    def __init__(self, config: FlaConfigMixin, mixer: nn.Module) -> None:
+        super().__init__()
+        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attn: Any = mixer
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(config)
+
+    @property
+    def state_shape(self) -> LayerShape:
+        """Shapes of the layer's state."""
+        return self.attn.state_shape
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None, *inputs: Tensor
+    ) -> tuple[Tensor, LayerState]:
+        """Run T tokens from a state.
+
+        Args:
+            hidden_states: (B, T, D).
+            state: State before the first token.
+            lengths: Number of real tokens in each row, (B,), the rest is padding on the right; None if
+                there is no padding.
+            inputs: What else the mixer takes.
+
+        Returns:
+            Outputs (B, T, D) and the state after the last real token of each row.
+        """
+        output, state = self.attn(self.attn_norm(hidden_states), state, lengths, *inputs)
+        hidden_states = hidden_states + output
+        return hidden_states + self.mlp(self.mlp_norm(hidden_states)), state
+
+
+def choose_backend(setting: str, x: Tensor, kernel_available: bool, taps: int = 0, channels: int = 0) -> ScanBackend:
+    """`resolve_backend` for fla's kernels, and causal-conv1d with a short convolution of `taps` over `channels`."""
+    limit = ""
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        limit = f"float32, float16 or bfloat16, got {x.dtype}"
+    elif taps and not 2 <= taps <= 4:
+        limit = f"a conv_size of 2, 3 or 4, got {taps}"
+    elif channels % 8:
+        limit = f"convolved channels to be a multiple of 8, got {channels}"
+    return resolve_backend(
+        setting, x.device.type, kernel_available and (not taps or causal_conv1d_fn is not None), limit
+    )
+
+
+def short_convolutions(
+    convolutions: list[CausalConv1d], inputs: list[Tensor], state: Tensor, lengths: Tensor | None, backend: ScanBackend
+) -> tuple[list[Tensor], Tensor]:
+    """Convolve q, k and v; their states stand one below the other in `state`, (B, C, K-1)."""
+    states = state.split([x.shape[2] for x in inputs], dim=1)
+    results = [
+        convolution(x, part, lengths, backend)
+        for convolution, x, part in zip(convolutions, inputs, states, strict=True)
+    ]
+    return [y for y, _ in results], torch.cat([part for _, part in results], dim=1)
+
+
+class OptionalRMSNorm(RMSNorm):
+    """`RMSNorm` that may lack its weight (`elementwise_affine=False`)."""
+
+    def __init__(self, size: int, eps: float, affine: bool) -> None:
+        super().__init__(size, eps)
+        if not affine:
+            self.register_parameter("weight", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.weight is not None else rms_normalize(x, self.eps)
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, T, H_kv, N) to (B, T, H, N): each head stands for H / H_kv heads that follow one another."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
