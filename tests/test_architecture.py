@@ -14,14 +14,15 @@ PACKAGE = "hf_recurrent_lengthgen"
 # What the modules of a part may import of ours, besides modules of the same part. "" is the package itself.
 MAY_IMPORT = {
     "models": (),
+    "hybrids": ("models",),
     "surgery": ("models",),
     "data": ("models",),
     "evaluation": ("models",),
     "evaluation.results": (),
     "plotting": ("evaluation.results",),
-    "trainers": ("models", "surgery", "data", "evaluation"),
-    "cli": ("", "models", "surgery", "data", "evaluation", "plotting", "trainers"),
-    "": ("models", "surgery", "data", "evaluation", "plotting", "trainers"),
+    "trainers": ("models", "hybrids", "surgery", "data", "evaluation"),
+    "cli": ("", "models", "hybrids", "surgery", "data", "evaluation", "plotting", "trainers"),
+    "": ("models", "hybrids", "surgery", "data", "evaluation", "plotting", "trainers"),
 }
 
 # Transformers installs nothing for remote code: what stands outside `try` must be there with Transformers.

@@ -1,0 +1,204 @@
+"""A cache that carries recurrent states through a stock model as values.
+
+The mixers of Transformers reach their states only through the cache, and a stock cache is written in place: the
+caller's state would change, gradients would be lost or wrong. `StateCarrier` has one slot for the state before the
+tokens and one for the state after them. It never writes to the first, so that recomputation under activation
+checkpointing reads the same state again, and gradients flow from the second to the first.
+
+Attention layers get their own keys and values back: each sequence attends to itself, and positions start at 0.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+
+
+class Overwritten(Tensor):
+    """A state given to a mixer's step for a single token, which overwrites it with `copy_`: the new value is recorded.
+
+    Everything else runs on the plain tensor. A kernel that writes past `copy_` writes to this copy.
+    """
+
+    layer_idx: int
+    record: Callable[[Tensor], None]
+
+    @classmethod
+    def of(cls, state: Tensor, layer_idx: int, record: Callable[[Tensor], None]) -> Tensor:
+        """A copy of the state of a layer, whose overwriting calls `record`."""
+        overwritten = state.clone().as_subclass(cls)
+        overwritten.layer_idx, overwritten.record = layer_idx, record
+        return overwritten
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is Tensor.copy_ and isinstance(args[0], cls):
+            args[0].record(args[1].as_subclass(Tensor))
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class StateCarrier(Cache):
+    """Carries one `RecurrentState` through a forward pass of a stock model.
+
+    Args:
+        num_layers: Layers of the model.
+        initial_state: State before the tokens; None leaves it to the mixers to start from nothing.
+        single_token: Whether the pass has one token; mixers then write their state in place.
+        attention: A stock cache that keeps the keys and values of the attention layers; None to keep none.
+        dtype: Dtype in which mixers get their recurrent state; None for the state's own.
+
+    Attributes:
+        attends: Whether a layer asked for keys and values during the pass.
+        dropped_columns: For each layer, how many of the columns of the stock convolution state never reach an output
+            and are not part of our states: 1, or 0 where a mixer hands in the exact window.
+    """
+
+    is_compileable = False
+
+    def __init__(
+        self,
+        num_layers: int,
+        initial_state: RecurrentState | None = None,
+        single_token: bool = False,
+        attention: Cache | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        Cache.__init__(self, layers=[])  # by name: MiniMax's cache, mixed in, takes no arguments
+        self.initial_state = initial_state
+        self.single_token = single_token
+        self.attention = attention
+        self.dtype = dtype
+        self.attends = False
+        self.dropped_columns = [1] * num_layers
+        self._final: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
+        self._steps: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
+
+    def __len__(self) -> int:
+        return len(self._final)
+
+    def _initial(self, layer_idx: int, part: str) -> Tensor | None:
+        if self.initial_state is None:
+            return None
+        state: Tensor = getattr(self.initial_state[layer_idx], part)
+        return state if state.numel() or state.ndim > 2 else None
+
+    def _handed_out(self, layer_idx: int, part: str, state: Tensor | None) -> Tensor | None:
+        if state is None or not self.single_token:
+            return state
+        final = self._final[layer_idx]
+        step = Overwritten.of(state, layer_idx, lambda value: final.__setitem__(part, value))
+        self._steps[layer_idx][part] = step
+        return step
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The columns before the first token, (B, C, K-1); None at the start."""
+        _only_one_state(state_idx)
+        return self._handed_out(layer_idx, "conv", self._initial(layer_idx, "conv"))
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Record the last columns and return all of them with those before, (B, C, K-1 + T).
+
+        Args:
+            conv_states: The new columns, (B, C, T); without a kernel size, the window to keep.
+            layer_idx: Layer.
+            state_idx: Must be 0.
+            conv_kernel_size: Taps K of the convolution.
+        """
+        _only_one_state(state_idx)
+        if conv_kernel_size is None:
+            self.dropped_columns[layer_idx] = 0
+            self._final[layer_idx]["conv"] = conv_states
+            return conv_states
+        initial = self._initial(layer_idx, "conv")
+        if initial is None:
+            columns = F.pad(conv_states, (conv_kernel_size - 1, 0))
+        else:
+            columns = torch.cat([initial.to(conv_states.dtype), conv_states], dim=-1)
+        self._final[layer_idx]["conv"] = columns[..., columns.shape[-1] - (conv_kernel_size - 1) :]
+        return columns
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The recurrent state before the first token, in the model's own layout; None at the start."""
+        _only_one_state(state_idx)
+        state = self._initial(layer_idx, "recurrent")
+        if state is not None and self.dtype is not None:
+            state = state.to(self.dtype)
+        return self._handed_out(layer_idx, "recurrent", state)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Record the recurrent state after the tokens."""
+        _only_one_state(state_idx)
+        self._final[layer_idx]["recurrent"] = recurrent_states
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether there is a state before the tokens."""
+        return self.initial_state is not None
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """True: it keeps mixers from the convolution step that writes in place."""
+        return True
+
+    def final_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
+        """The state after the tokens; a part that a layer lacks is (B, 0).
+
+        Raises:
+            ValueError: if a kernel wrote a state in place while gradients were asked for.
+        """
+        state = []
+        for index, (final, steps) in enumerate(zip(self._final, self._steps, strict=True)):
+            missing = {part: step for part, step in steps.items() if part not in final}
+            if missing and torch.is_grad_enabled():
+                raise ValueError(
+                    f"Layer {index} wrote its state with a kernel that has no gradient, as kernels for a single token "
+                    "do: give two or more tokens in training, or wrap the call in torch.no_grad()."
+                )
+            parts = {part: step.as_subclass(Tensor) for part, step in missing.items()} | final
+            empty = torch.empty(batch_size, 0, device=device, dtype=dtype)
+            state.append(LayerState(*(parts.get(part, empty).to(dtype) for part in LayerState._fields)))
+        return tuple(state)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """The keys and values to attend to: the given ones, or those of the attention cache."""
+        self.attends = True
+        if self.attention is None:
+            return key_states, value_states
+        return self.attention.update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens whose keys are kept: the position of the first token."""
+        return 0 if self.attention is None else self.attention.get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Number of keys and position of the first of them."""
+        return (query_length, 0) if self.attention is None else self.attention.get_mask_sizes(query_length, layer_idx)
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """For each layer, whether it attends to a window."""
+        return [False] * len(self) if self.attention is None else self.attention.is_sliding
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: there is no maximum."""
+        return -1
+
+
+def _only_one_state(state_idx: int) -> None:
+    if state_idx:
+        raise ValueError("Layers with several convolution or recurrent states are not supported.")

@@ -1,0 +1,215 @@
+"""How states go into the different caches of Transformers and come out of them.
+
+Almost all models take a `Cache` of `LinearAttentionLayer`s; MiniMax has a cache of its own, RWKV-4 a list of tensors.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+
+from hf_recurrent_lengthgen.hybrids.carrier import StateCarrier
+from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, state_dtype
+
+
+class Carrier(Protocol):
+    """What goes through a forward pass in the place of a cache."""
+
+    attends: bool
+    dropped_columns: list[int]
+
+    def final_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
+        """The state after the tokens; a part that a layer lacks is (B, 0)."""
+
+
+class CacheChannel:
+    """A `Cache` of `LinearAttentionLayer`s.
+
+    Args:
+        argument: Its name among the arguments of `forward`.
+    """
+
+    def __init__(self, argument: str) -> None:
+        self.argument = argument
+
+    def carrier(
+        self, model: Any, state: RecurrentState | None, single_token: bool, attention: Cache | None
+    ) -> Carrier:
+        """A carrier with `state` before the tokens; keys and values go to `attention`, if given."""
+        config = _text_config(model)
+        family = SUPPORTED.get(config.model_type)
+        dtype = model.dtype if family is not None and family.model_dtype else None
+        return self.carrier_class()(config.num_hidden_layers, state, single_token, attention, dtype)
+
+    def carrier_class(self) -> type[StateCarrier]:
+        """The class of the carrier."""
+        return StateCarrier
+
+    def to_cache(self, model: Any, state: RecurrentState) -> Any:
+        """A stock cache that starts from `state`, which it may keep and write to."""
+        cache = DynamicCache(config=model.config)
+        stock_layers: list[Any] = cache.layers
+        layers = zip(stock_layers, state, model._layout.shapes, model._layout.dropped_columns, strict=True)
+        for layer, (recurrent, conv), shape, dropped in layers:
+            family = SUPPORTED.get(_text_config(model).model_type)
+            if shape.conv != (0,):
+                layer.update_conv_state(F.pad(conv, (dropped, 0)).to(model.dtype))
+            if shape.recurrent != (0,):
+                dtype = model.dtype if family is not None and family.model_dtype else recurrent.dtype
+                layer.update_recurrent_state(recurrent.to(dtype))
+        return cache
+
+    def from_cache(self, model: Any, cache: Any) -> RecurrentState:
+        """A copy of the states in a stock cache.
+
+        Raises:
+            ValueError: if the cache has not read any token.
+        """
+        state = []
+        for index, (shape, dropped) in enumerate(
+            zip(model._layout.shapes, model._layout.dropped_columns, strict=True)
+        ):
+            recurrent = cache.layers[index].recurrent_states[0] if shape.recurrent != (0,) else None
+            conv = cache.layers[index].conv_states[0] if shape.conv != (0,) else None
+            state.append((recurrent, None if conv is None else conv[..., dropped:]))
+        return _filled(model, state)
+
+
+class MiniMaxChannel(CacheChannel):
+    """MiniMax's own cache, which replaces its states instead of writing to them."""
+
+    def carrier_class(self) -> type[StateCarrier]:
+        """A carrier that MiniMax takes for its cache."""
+        from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+        class MiniMaxCarrier(StateCarrier, MiniMaxCache):
+            def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+                return self.get_recurrent_state(layer_idx)
+
+            def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+                self.update_recurrent_state(linear_cache, layer_idx)
+
+        return MiniMaxCarrier
+
+    def to_cache(self, model: Any, state: RecurrentState) -> Any:
+        from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+        cache = MiniMaxCache()
+        for index, (shape, layer) in enumerate(zip(model._layout.shapes, state, strict=True)):
+            if shape.recurrent != (0,):
+                cache.set_linear_cache(index, layer.recurrent.to(model.dtype))
+        return cache
+
+    def from_cache(self, model: Any, cache: Any) -> RecurrentState:
+        held = [shape.recurrent != (0,) for shape in model._layout.shapes]
+        state = [(cache.linear_cache[index] if holds else None, None) for index, holds in enumerate(held)]
+        return _filled(model, state)
+
+
+class _Slot:
+    """One of the five tensors (B, D, L) of an RWKV-4 state, with separate values before and after the tokens."""
+
+    def __init__(self, initial: list[Tensor], final: list[Tensor | None]) -> None:
+        self.initial, self.final = initial, final
+
+    def __getitem__(self, place: tuple) -> Tensor:
+        return self.initial[place[-1]]
+
+    def __setitem__(self, place: tuple, value: Tensor) -> None:
+        self.final[place[-1]] = value
+
+
+class RwkvCarrier(list):
+    """Carries a state through RWKV-4, which takes a list of five tensors: two token shifts and the three of wkv."""
+
+    attends = False
+
+    def __init__(self, state: RecurrentState, single_token: bool, dtype: torch.dtype) -> None:
+        """Take (B, 3, D) and (B, 2 D, 1) of every layer; `dtype` is that of the token shifts."""
+        self.dropped_columns = [0] * len(state)
+        initial: list[list[Tensor]] = [[] for _ in range(5)]
+        for recurrent, conv in state:
+            attention, feed_forward = conv[..., 0].to(dtype).chunk(2, dim=1)
+            shifts = (feed_forward, attention)
+            # With one token the model does not index the time, so the shift needs that dimension itself.
+            parts = [shift[:, None] if single_token else shift for shift in shifts] + list(recurrent.unbind(1))
+            for values, part in zip(initial, parts, strict=True):
+                values.append(part)
+        super().__init__(_Slot(values, [None] * len(state)) for values in initial)
+
+    def final_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
+        """The state after the tokens."""
+        return tuple(
+            LayerState(
+                torch.stack([numerator, denominator, exponent], dim=1).to(dtype),
+                torch.cat([attention, feed_forward], dim=1)[..., None].to(dtype),
+            )
+            for feed_forward, attention, numerator, denominator, exponent in zip(
+                *(slot.final for slot in self), strict=True
+            )
+        )
+
+
+class RwkvChannel(CacheChannel):
+    """The list of five tensors of RWKV-4."""
+
+    def __init__(self) -> None:
+        super().__init__("state")
+
+    def carrier(
+        self, model: Any, state: RecurrentState | None, single_token: bool, attention: Cache | None
+    ) -> Carrier:
+        if state is None:
+            config, dtype = model.config, state_dtype(model.dtype)
+            sizes = {"recurrent": (1, 3, config.hidden_size), "conv": (1, 2 * config.hidden_size, 1)}
+            zero = LayerState(**{k: torch.zeros(v, device=model.device, dtype=dtype) for k, v in sizes.items()})
+            state = (zero,) * config.num_hidden_layers
+        return RwkvCarrier(state, single_token, model.dtype)
+
+    def to_cache(self, model: Any, state: RecurrentState) -> Any:
+        if state[0].recurrent.shape[0] > 1:
+            raise ValueError("Transformers' RWKV-4 generates wrongly with more than one row: give one row at a time.")
+        tensors = (slot.initial for slot in RwkvCarrier(state, False, model.dtype))
+        return [torch.stack(parts, dim=-1) for parts in tensors]
+
+    def from_cache(self, model: Any, cache: Any) -> RecurrentState:
+        final = RwkvCarrier(model.zero_state(cache[0].shape[0]), False, model.dtype)
+        for slot, tensor in zip(final, cache, strict=True):
+            slot.final = list(tensor.detach().clone().unbind(-1))
+        return final.final_state(cache[0].shape[0], model.device, state_dtype(model.dtype))
+
+
+def channel_of(model: Any, parameters: Iterable[str]) -> CacheChannel:
+    """The channel of a model whose stock `forward` has these parameters.
+
+    Raises:
+        ValueError: if it takes no cache.
+    """
+    model_type, parameters = _text_config(model).model_type, set(parameters)
+    if model_type == "rwkv":
+        return RwkvChannel()
+    for argument in ("past_key_values", "cache_params"):
+        if argument in parameters:
+            return (MiniMaxChannel if model_type == "minimax" else CacheChannel)(argument)
+    raise ValueError(f"{type(model).__name__} takes no cache, so nothing can carry its states.")
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)
+
+
+def _filled(model: Any, state: Sequence[tuple[Tensor | None, Tensor | None]]) -> RecurrentState:
+    """Copies in our dtype, (B, 0) for parts that a layer lacks."""
+    given = [part for layer in state for part in layer if part is not None]
+    if not given:
+        raise ValueError("The cache has read no token, so it holds no state: use zero_state.")
+    empty = given[0].new_empty(given[0].shape[0], 0)
+    dtype = state_dtype(model.dtype)
+    return tuple(
+        LayerState(*((empty if part is None else part).detach().to(dtype, copy=True) for part in layer))
+        for layer in state
+    )

@@ -1,0 +1,66 @@
+"""Which recurrent models of Transformers `stateful` takes, and why it refuses the others.
+
+Models are known by the `model_type` of their text configuration. A model type of neither table is taken if
+`verify_stateful` finds that its states can be carried.
+"""
+
+from typing import NamedTuple
+
+
+class Family(NamedTuple):
+    """What is special about a supported model type.
+
+    Attributes:
+        state: What the recurrent part of a layer holds, in the model's own layout; B is left out.
+        model_dtype: Whether its mixers want the recurrent state in the dtype of the model: a bfloat16 model then
+            rounds it between calls, as it does without us.
+        attention_inside: Whether carried convolution states feed attention layers.
+    """
+
+    state: str
+    model_dtype: bool = False
+
+
+SSD = "(H, P, N)"
+DELTA = "(H, N, P)"
+NONE = "none, convolution only"
+
+SUPPORTED = {
+    "bailing_hybrid": Family(DELTA),
+    "bamba": Family(SSD),
+    "falcon_h1": Family(SSD),
+    "granitemoehybrid": Family(SSD),
+    "kimi_linear": Family(DELTA),
+    "lfm2": Family(NONE),
+    "lfm2_moe": Family(NONE),
+    "lfm3": Family(NONE),
+    "mamba2": Family(SSD),
+    "minimax": Family(DELTA, model_dtype=True),
+    "nemotron_h": Family(SSD),
+    "olmo_hybrid": Family(DELTA),
+    "qwen3_5_moe_text": Family(DELTA),
+    "qwen3_5_text": Family(DELTA),
+    "qwen3_next": Family(DELTA),
+    "rwkv": Family("(3, D): numerator, denominator, exponent"),
+    "zamba2": Family(SSD),
+    "zaya": Family("(D,): delayed value of the last token", model_dtype=True),
+}
+
+_DROPS = "its Mamba-1 mixers ignore the given recurrent state when they read more than one token"
+_MULTIMODAL = "it is a model of text and images or sound, whose positions no state implies: wrap its language model"
+
+REFUSED = {
+    "falcon_mamba": f"{_DROPS}: use StatefulFalconMambaForCausalLM",
+    "glm5_next": _MULTIMODAL,
+    "glm5_next_text": "its attention selects keys with an index that is kept in a cache of its own kind",
+    "inkling": _MULTIMODAL,
+    "inkling_mm_model": _MULTIMODAL,
+    "inkling_text": "it has no recurrent layers, only attention with four short convolutions around each",
+    "inkling2_text": "it has no recurrent layers, only attention with short convolutions around each",
+    "jamba": _DROPS,
+    "mamba": f"{_DROPS}: use StatefulMambaForCausalLM",
+    "qwen4_exp_text": "its state holds token ids, which are no value that a gradient or noise could change",
+    "recurrent_gemma": "it keeps its states as attributes of its modules, where one call overwrites another's",
+    "xlstm": "it keeps its states in a cache of its own that is written in place",
+    "zamba": _DROPS,
+}

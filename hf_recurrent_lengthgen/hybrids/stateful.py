@@ -1,0 +1,401 @@
+"""`stateful(model)`: the state contract for stock recurrent and hybrid models of Transformers.
+
+    model = stateful(AutoModelForCausalLM.from_pretrained("tiiuae/Falcon-H1-0.5B-Base"))
+    first = model(input_ids=one, output_final_state=True)
+    second = model(input_ids=two, initial_state=first.final_state, output_final_state=True)
+
+The model stays the same object with the same parameters, names and configuration; only its class changes, to a
+subclass with the name and module of the stock class. Called without `initial_state` and `output_final_state` it is
+the stock model. Called with one of them:
+
+- States are values as in the rest of this package: nothing given is written to, gradients flow through.
+- A state has one `LayerState` for every layer of the model's cache; parts that a layer lacks are (B, 0). The
+  recurrent part keeps the layout of the model (`registry.py`), the convolution part is (B, C, K-1).
+- Attention layers carry nothing: each call attends to its own tokens, at positions from 0. That is what training
+  needs, where the state may come from another sequence. To continue one text at inference, give the stock cache
+  (`past_key_values`), which carries everything; `cache_from_state` and `state_from_cache` go between the two.
+- Padding is refused: stock mixers are not exact with it.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import ModelOutput
+
+from hf_recurrent_lengthgen.hybrids.channels import CacheChannel, channel_of
+from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
+from hf_recurrent_lengthgen.hybrids.single_token import limited_steps
+from hf_recurrent_lengthgen.models.recurrent_state import (
+    LayerShape,
+    RecurrentState,
+    check_finite_state,
+    check_state,
+    map_state,
+    state_dtype,
+    zero_state,
+)
+
+OLDEST_TRANSFORMERS = "5.21"
+TOKENS = ("input_ids", "inputs_embeds")
+PACKED = ("position_ids", "seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
+
+
+class _Layout(NamedTuple):
+    """What one token through the model shows of its states.
+
+    Attributes:
+        shapes: Shapes of the state of every layer.
+        dropped_columns: Columns of the stock convolution state that are not part of ours, for each layer.
+        attends: Whether there are attention layers.
+    """
+
+    shapes: tuple[LayerShape, ...]
+    dropped_columns: tuple[int, ...]
+    attends: bool
+
+
+class StatefulMixin:
+    """The methods that `stateful` adds to a stock class."""
+
+    _layout: _Layout
+
+    @property
+    def attends(self) -> bool:
+        """Whether the model has attention layers, whose keys and values no state carries."""
+        return self._layout.attends
+
+    def state_shapes(self) -> tuple[LayerShape, ...]:
+        """Shapes of the state of every layer, without the batch dimension."""
+        return self._layout.shapes
+
+    def zero_state(self: Any, batch_size: int) -> RecurrentState:
+        """The state before any token, on the device of the model."""
+        return zero_state(self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))
+
+    def cache_from_state(self: Any, state: RecurrentState) -> Any:
+        """A stock cache that has read what the state has read, without the keys and values of that text.
+
+        It goes into `past_key_values` (`cache_params` of Mamba-2); tokens given with it start at position 0.
+        """
+        self._check_state(state, state[0].recurrent.shape[0])
+        return _channel(self).to_cache(self, map_state(lambda part: part.detach().clone(), state))
+
+    def state_from_cache(self: Any, cache: Any) -> RecurrentState:
+        """A copy of the recurrent and convolution states in a stock cache."""
+        return _channel(self).from_cache(self, cache)
+
+    def _check_state(self: Any, state: RecurrentState, batch_size: int) -> RecurrentState:
+        state = check_state(state, self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))
+        check_finite_state(state)
+        return state
+
+    def _forward(
+        self: Any, initial_state: RecurrentState | None, output_final_state: bool, arguments: dict[str, Any]
+    ) -> Any:
+        channel = _channel(self)
+        if initial_state is None and not output_final_state:
+            return super().forward(**arguments)  # type: ignore[misc]
+        cache = arguments.get(channel.argument)
+        if cache is not None:
+            if initial_state is not None:
+                raise ValueError(
+                    f"Give initial_state or {channel.argument}, not both: each of them is the state to start from."
+                )
+            output = super().forward(**arguments | {"return_dict": True})  # type: ignore[misc]
+            final_state = self.state_from_cache(cache)
+        else:
+            batch_size, length = _check_arguments(self, arguments)
+            if initial_state is None:
+                initial_state = self.zero_state(batch_size)
+            else:
+                initial_state = self._check_state(initial_state, batch_size)
+            carrier = channel.carrier(self, initial_state, length == 1, None)
+            output = self._carry(carrier, arguments)
+            final_state = carrier.final_state(batch_size, self.device, state_dtype(self.dtype))
+        stock_output: Any = type(output)
+        output = _output_class(stock_output)(
+            **{**output, channel.argument: cache}, final_state=final_state if output_final_state else None
+        )
+        wants_tuple = not (
+            self.config.return_dict if arguments.get("return_dict") is None else arguments["return_dict"]
+        )
+        return output.to_tuple() if wants_tuple else output
+
+    def _carry(self: Any, carrier: Any, arguments: dict[str, Any]) -> ModelOutput:
+        """The stock forward pass with a carrier in the place of the cache."""
+        arguments = {**arguments, _channel(self).argument: carrier, "use_cache": False, "return_dict": True}
+        arguments.pop("attention_mask", None)
+        single_token = next(x for x in (arguments.get(k) for k in TOKENS) if x is not None).shape[1] == 1
+        with limited_steps(self) if single_token else nullcontext(), _checkpointing(self, not single_token):
+            return super().forward(**arguments)  # type: ignore[misc]
+
+    def generate(
+        self: Any, inputs: Tensor | None = None, *args: Any, initial_state: RecurrentState | None = None, **kwargs: Any
+    ) -> Any:
+        """`generate` of Transformers that can continue from a state.
+
+        Args:
+            inputs: Prompt, (B, T), or by keyword as in Transformers.
+            initial_state: State with B rows that has read what comes before the prompt. It is not changed. Attention
+                layers see the prompt and what is generated, at positions from 0; to let them see all of a long text,
+                continue from a stock cache (`load_cache`).
+
+        Raises:
+            ValueError: if the state does not fit the prompt, holds NaN, or is given with a cache, without one, or
+                with padding.
+        """
+        if initial_state is None:
+            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+        channel = _channel(self)
+        if kwargs.get(channel.argument) is not None:
+            raise ValueError(
+                f"Give initial_state or {channel.argument}, not both: each of them is the state to start from."
+            )
+        config, _ = self._prepare_generation_config(kwargs.get("generation_config"), **kwargs)
+        if config.use_cache is False:
+            raise ValueError("generate(initial_state=...) carries the state in the cache: leave use_cache on.")
+        prompts = (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        prompt = next((x for x in prompts if x is not None), None)
+        if prompt is None:
+            raise ValueError("generate(initial_state=...) needs a prompt of at least one token.")
+        _refuse_padding(kwargs.get("attention_mask"))
+        self._check_state(initial_state, prompt.shape[0])
+        copies = max(config.num_beams or 1, config.num_return_sequences or 1)
+        rows = map_state(lambda part: part.repeat_interleave(copies, dim=0), initial_state)
+        kwargs[channel.argument] = self.cache_from_state(rows)
+        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _restored, (type(self).__mro__[2], self.__dict__)
+
+
+def _restored(stock: type, attributes: dict[str, Any]) -> Any:
+    """A copy of a stateful model, when copied or unpickled."""
+    model = _stateful_class(stock).__new__(_stateful_class(stock))
+    model.__dict__.update(attributes)
+    return model
+
+
+@functools.cache
+def _stateful_class(stock: Any) -> Any:
+    """The stateful subclass of a stock class, under its name."""
+    signature = inspect.signature(stock.forward)
+    parameters = list(signature.parameters.values())
+    catch_all = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
+    added = [
+        inspect.Parameter("initial_state", inspect.Parameter.KEYWORD_ONLY, default=None),
+        inspect.Parameter("output_final_state", inspect.Parameter.KEYWORD_ONLY, default=False),
+    ]
+
+    def forward(
+        self: Any,
+        *args: Any,
+        initial_state: RecurrentState | None = None,
+        output_final_state: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        bound = signature.bind(self, *args, **kwargs).arguments
+        extra = bound.pop(catch_all[0].name, {}) if catch_all else {}
+        bound.pop("self")
+        return self._forward(initial_state, output_final_state, {**bound, **extra})
+
+    forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[p for p in parameters if p not in catch_all] + added + catch_all
+    )
+    forward.__doc__ = stock.forward.__doc__
+    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    return type(stock.__name__, (StatefulMixin, stock), names | {"forward": forward})
+
+
+@functools.cache
+def _output_class(stock: Any) -> Any:
+    """A stock output class with the field `final_state`."""
+    fields = [("final_state", RecurrentState | None, dataclasses.field(default=None))]
+    return dataclasses.make_dataclass(f"Stateful{stock.__name__}", fields, bases=(stock,))
+
+
+def _channel(model: Any) -> CacheChannel:
+    return channel_of(model, inspect.signature(type(model).forward).parameters)
+
+
+def _check_arguments(model: Any, arguments: dict[str, Any]) -> tuple[int, int]:
+    """Number of rows and tokens, after refusing what cannot go with states."""
+    tokens = next((x for x in (arguments.get(k) for k in TOKENS) if x is not None), None)
+    if tokens is None:
+        raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+    if tokens.shape[1] == 0:
+        raise ValueError("The input has no tokens; give at least one.")
+    if arguments.get("use_cache"):
+        raise ValueError(
+            "use_cache does not go with initial_state or output_final_state: the state is what the next call needs. "
+            "To generate from a state, call generate(initial_state=...)."
+        )
+    packed = [name for name in PACKED if arguments.get(name) is not None]
+    if packed:
+        raise ValueError(
+            f"{packed} do not go with initial_state or output_final_state: rows are not packed, positions start at 0. "
+            "Give one sequence in each row, without them."
+        )
+    _refuse_padding(arguments.get("attention_mask"))
+    return tokens.shape[0], tokens.shape[1]
+
+
+def _refuse_padding(mask: Any) -> None:
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask == 1).all())):
+        raise ValueError(
+            "attention_mask has zeros or is no mask (B, T): stock recurrent layers are not exact with padding. Give "
+            "rows of equal length without padding, for instance packed blocks, or one row at a time."
+        )
+
+
+@contextmanager
+def _checkpointing(model: nn.Module, enabled: bool) -> Iterator[None]:
+    """Let activation checkpointing keep the carrier, which recomputation may write to again; or do without it.
+
+    A single token has nothing to recompute, and its steps are not the stock ones (`limited_steps`).
+
+    Raises:
+        ValueError: for reentrant checkpointing.
+    """
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    layers = [layer for layer in layers if layer.gradient_checkpointing and layer.training]
+    for layer in layers:
+        if getattr(layer._gradient_checkpointing_func, "keywords", {}).get("use_reentrant", True):
+            raise ValueError(
+                "Reentrant activation checkpointing loses the gradients through recurrent states: "
+                'use gradient_checkpointing_kwargs={"use_reentrant": False}.'
+            )
+    try:
+        for layer in layers:
+            layer.gradient_checkpointing, layer._can_checkpoint_with_cache = enabled, True
+        yield
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing = True
+            del layer._can_checkpoint_with_cache
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; modules go back to the mode they had."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _layout_of(model: Any) -> _Layout:
+    """What one token shows of the model's states.
+
+    Raises:
+        ValueError: if there are none, or if the state before the first token is not zero.
+    """
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    channel, dtype = _channel(model), state_dtype(model.dtype)
+    with _evaluating(model):
+        carrier = channel.carrier(model, None, True, None)
+        from_nothing = model._carry(carrier, {"input_ids": token})
+        state = carrier.final_state(1, model.device, dtype)
+        shapes = tuple(LayerShape(*(tuple(part.shape[1:]) for part in layer)) for layer in state)
+        if all(size == (0,) for shape in shapes for size in shape):
+            raise ValueError(f"{type(model).__name__} has no recurrent layers: there is no state to carry.")
+        zero = zero_state(shapes, 1, model.device, dtype)
+        from_zero = model._carry(channel.carrier(model, zero, True, None), {"input_ids": token})
+    if model.device.type != "meta" and not _close(from_zero[0], from_nothing[0]):
+        raise ValueError(f"{type(model).__name__} starts from a state that is not zero, which is not supported.")
+    return _Layout(shapes, tuple(carrier.dropped_columns), carrier.attends)
+
+
+def _close(actual: Tensor, expected: Tensor) -> bool:
+    """Equal but for rounding in the dtype of the model."""
+    tolerance = 0.05 if expected.dtype.itemsize < 4 else 1e-3
+    return bool((actual - expected).abs().max() <= tolerance * expected.abs().max())
+
+
+def verify_stateful(model: PreTrainedModel, length: int = 5) -> None:
+    """Check on random tokens that a stateful model read in pieces gives the outputs of the stock model.
+
+    The keys and values of attention layers are carried here, so that every model must agree.
+
+    Raises:
+        ValueError: if it does not: the model drops or misuses its state.
+    """
+    stateful_model: Any = model
+    channel, dtype = _channel(model), state_dtype(model.dtype)
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = stateful_model.config.get_text_config(decoder=True).vocab_size
+    tokens = torch.randint(vocabulary, (1, length), generator=generator).to(model.device)
+    attention = DynamicCache(config=model.config) if stateful_model.attends else None
+    has_positions = "position_ids" in inspect.signature(model.forward).parameters
+    state, pieces, start = stateful_model.zero_state(1), [], 0
+    with _evaluating(model):
+        whole = model(input_ids=tokens, use_cache=False)[0]
+        for piece in tokens.split(2, dim=1):
+            stop = start + piece.shape[1]
+            carrier = channel.carrier(model, state, piece.shape[1] == 1, attention)
+            positions = {"position_ids": torch.arange(start, stop, device=model.device)[None]} if has_positions else {}
+            pieces.append(stateful_model._carry(carrier, {"input_ids": piece, **positions})[0])
+            state, start = carrier.final_state(1, model.device, dtype), stop
+    if not _close(torch.cat(pieces, 1), whole):
+        raise ValueError(
+            f"{type(model).__name__} gives other outputs in pieces with the state carried than in one: it drops or "
+            "misuses its state, so it cannot be trained or evaluated with states."
+        )
+
+
+def stateful(model: PreTrainedModel) -> Any:
+    """Give a stock recurrent or hybrid model of Transformers the state contract, in place.
+
+    Args:
+        model: A model of a type in `registry.SUPPORTED`, with or without language modeling head; another one is
+            taken if `verify_stateful` passes on it. Not a PEFT wrapper: wrap first, add adapters then.
+
+    Returns:
+        The same object. Its `forward` takes `initial_state` and `output_final_state` and returns `final_state`, its
+        `generate` takes `initial_state`; it has `state_shapes()`, `zero_state(batch_size)`, `cache_from_state(state)`
+        and `state_from_cache(cache)`.
+
+    Raises:
+        ValueError: with the reason, if the model's states cannot be carried.
+        ImportError: if Transformers is too old.
+    """
+    if not hasattr(Cache, "get_recurrent_state"):
+        raise ImportError(
+            f"stateful needs Transformers {OLDEST_TRANSFORMERS} or newer, whose caches give recurrent states out; "
+            f"{transformers.__version__} is installed."
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"stateful takes a model of Transformers, got {type(model).__name__}. For a PEFT model, call "
+            "stateful(model) before get_peft_model(model, ...)."
+        )
+    if "initial_state" in inspect.signature(model.forward).parameters:
+        return model
+    stock: Any = type(model)
+    model_type = model.config.get_text_config(decoder=True).model_type
+    for refused in (model.config.model_type, model_type):
+        if refused in REFUSED:
+            raise ValueError(f"{stock.__name__} cannot carry its states: {REFUSED[refused]}.")
+    model.__class__ = _stateful_class(stock)
+    try:
+        model._layout = _layout_of(model)  # type: ignore[assignment]
+        if model_type not in SUPPORTED:
+            verify_stateful(model)
+    except Exception:
+        model.__class__ = stock
+        raise
+    return model
