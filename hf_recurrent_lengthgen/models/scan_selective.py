@@ -209,11 +209,11 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, grad_y, grad_final, _):  # type: ignore[no-untyped-def]
-    x, *_, starts = ctx.saved_tensors
+    x, *_, starts = saved = ctx.saved_tensors  # read once, as activation checkpointing wants
     grad_y = torch.zeros_like(x) if grad_y is None else grad_y
     grad_final = starts.new_zeros(starts.shape[1:]) if grad_final is None else grad_final
     with torch.autocast(x.device.type, enabled=False):  # also where backward() is called inside autocast
-        gradients = _scan_backward(grad_y, grad_final, *ctx.saved_tensors, ctx.chunk_size)
+        gradients = _scan_backward(grad_y, grad_final, *saved, ctx.chunk_size)
     return *gradients, None, None
 
 
