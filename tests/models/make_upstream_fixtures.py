@@ -59,7 +59,7 @@ FIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "linear_attn_t2r": (
         "LinearAttention",
-        {**LINEAR, "feature_map": "t2r", "tie_feature_map_qk": True, "norm_q": True, "norm_k": True},
+        {**LINEAR, "feature_map": "t2r", "norm_q": True, "norm_k": True},
     ),
     "linear_attn_dpfp": ("LinearAttention", {**LINEAR, "feature_map": "dpfp", "norm_k": True}),
     "linear_attn_elu": ("LinearAttention", {**LINEAR, "feature_map": "elu", "norm_feature_map": True}),

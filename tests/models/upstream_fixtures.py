@@ -40,7 +40,7 @@ class Fixture:
 
 
 def load_fixture(name: str) -> Fixture:
-    """One of NAMES. Weights tied in fla stand under both names, their gradient under the first."""
+    """One of NAMES. Tied weights stand under both of their names, their gradient under the first."""
     groups: dict[str, dict[str, Tensor]] = {}
     with safe_open(FOLDER / f"{name}.safetensors", framework="pt") as file:
         notes = file.metadata()
