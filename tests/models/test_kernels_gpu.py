@@ -1,40 +1,74 @@
-"""On a GPU: a whole model with the kernels against the same model in plain torch."""
+"""On a GPU: every family with its kernels against the same in plain torch, and the scans against their definitions."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, softplus
 
-from hf_recurrent_lengthgen.models.layers_mamba2 import KERNEL_AVAILABLE
+from hf_recurrent_lengthgen.models.scan_gla import scan_gla, scan_gla_reference
+from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6, scan_rwkv6_reference
+from hf_recurrent_lengthgen.models.scan_selective import scan_selective, scan_selective_reference
 
-from .families import MAMBA2, VOCABULARY, build, random_state, random_tokens
-from .law import assert_equal_up_to, model_step, run_in_pieces
+from .families import FAMILIES, VOCABULARY, build, random_state, random_tokens
+from .law import assert_equal_up_to, model_step, run_in_pieces, weights_like
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not KERNEL_AVAILABLE, reason="needs mamba-ssm and causal-conv1d"),
-    pytest.mark.parametrize("groups", [1, 2]),
-]
-# The kernel multiplies float32 matrices in TF32 (10 bits); in bfloat16 (7 bits) it also rounds states between chunks.
+pytestmark = pytest.mark.gpu
+# The kernels multiply float32 matrices in TF32 (10 bits); in bfloat16 (7 bits) they also round states between chunks.
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.15}
 
+MAMBA2 = {"hidden_size": 32, "head_dim": 16, "state_size": 16, "chunk_size": 64}
+MAMBA = {"hidden_size": 32, "state_size": 16}
+# head sizes that kernels take, P different from N where they may be: a transposed state would show
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba2": ("mamba2", {**MAMBA2, "n_groups": 1}),
+    "mamba2 with groups": ("mamba2", {**MAMBA2, "n_groups": 2}),
+    "mamba": ("mamba", MAMBA),
+    "falcon_mamba": ("falcon_mamba", MAMBA),
+    "gla": ("gla", {"hidden_size": 64}),
+    "gla with convolutions": ("gla", {"hidden_size": 64, "use_short_conv": True, "num_kv_heads": 1}),
+    "gla with strong gates": ("gla", {"hidden_size": 64, "gate_logit_normalizer": 0.1}),
+    "hgrn2": ("hgrn2", {"hidden_size": 32}),
+    "linear_attention": ("linear_attention", {"hidden_size": 64, "expand_v": 0.5}),
+    "linear_attention, normalized": (
+        "linear_attention",
+        {"hidden_size": 32, "feature_map": "hedgehog", "norm_feature_map": True},
+    ),
+    "rwkv6": ("rwkv6", {"hidden_size": 64}),
+    "rwkv5": ("rwkv5", {"hidden_size": 32, "head_size": 16}),
+}
+every_case = pytest.mark.parametrize("case", list(CASES))
 
-def results(model: Any, backend: str, cuts: tuple[int, ...] = (), mask: torch.Tensor | None = None) -> Any:
+
+def gpu_model(case: str, dtype: torch.dtype) -> Any:
+    """Skips the test where the family's kernels are not installed."""
+    name, changes = CASES[case]
+    if changes.get("use_short_conv"):
+        pytest.importorskip("causal_conv1d")
+    family = next(family for family in FAMILIES if family.name == name)
+    try:
+        return build(family, dtype, scan_backend="kernel", **changes).cuda()
+    except ValueError as error:
+        if "not installed" not in str(error):
+            raise
+        pytest.skip(str(error))
+
+
+def results(model: Any, backend: str, cuts: tuple[int, ...] = (), mask: Tensor | None = None) -> dict[str, Tensor]:
     model.config.scan_backend = backend
-    embeds = torch.randn(2, 150, 32, generator=torch.Generator().manual_seed(0)).to("cuda", model.dtype)
-    state = tuple(type(layer)(*(part.cuda() for part in layer)) for layer in random_state(model, 2))
-    parameters = {name: p for name, p in model.named_parameters() if "embeddings" not in name}
+    generator = torch.Generator().manual_seed(0)
+    embeds = torch.randn(2, 150, model.config.hidden_size, generator=generator).to("cuda", model.dtype)
+    state = tuple(type(layer)(*(part.cuda() for part in layer)) for layer in random_state(model.cpu(), 2))
+    parameters = {name: p for name, p in model.cuda().named_parameters() if "embeddings" not in name}
     return run_in_pieces(model_step(model), parameters, embeds, state, cuts, mask)
 
 
-def gpu_model(groups: int, dtype: torch.dtype) -> Any:
-    changes = {"hidden_size": 32, "head_dim": 16, "state_size": 16, "n_groups": groups, "chunk_size": 64}
-    return build(MAMBA2, dtype, **changes).cuda()
-
-
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_the_kernels_equal_torch_with_all_gradients(groups: int, dtype: torch.dtype) -> None:
-    model = gpu_model(groups, dtype)
+@every_case
+def test_the_kernels_equal_torch_with_all_gradients(case: str, dtype: torch.dtype) -> None:
+    model = gpu_model(case, dtype)
     mask = torch.ones(2, 150, dtype=torch.long, device="cuda")
     mask[0, 140:] = 0
     assert_equal_up_to(TOLERANCE[dtype], results(model, "kernel", mask=mask), results(model, "torch", mask=mask))
@@ -42,14 +76,15 @@ def test_the_kernels_equal_torch_with_all_gradients(groups: int, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("cuts", [(1,), (64,), (2, 75, 149)], ids=str)
-def test_pieces_equal_the_whole(groups: int, dtype: torch.dtype, cuts: tuple[int, ...]) -> None:
-    model = gpu_model(groups, dtype)
+@every_case
+def test_pieces_equal_the_whole(case: str, dtype: torch.dtype, cuts: tuple[int, ...]) -> None:
+    model = gpu_model(case, dtype)
     assert_equal_up_to(TOLERANCE[dtype], results(model, "kernel", cuts), results(model, "kernel"))
 
 
-def test_generation_picks_tokens_that_torch_finds_best(groups: int) -> None:
-    model = gpu_model(groups, torch.float32)
-    model.config.scan_backend = "kernel"
+@every_case
+def test_generation_picks_tokens_that_torch_finds_best(case: str) -> None:
+    model = gpu_model(case, torch.float32)
     prompt = random_tokens(1, 9).cuda()
     tokens = model.generate(prompt, max_new_tokens=12, min_new_tokens=12, do_sample=False)
     model.config.scan_backend = "torch"
@@ -58,3 +93,47 @@ def test_generation_picks_tokens_that_torch_finds_best(groups: int) -> None:
     chosen = logits.gather(2, tokens[:, 9:, None])[..., 0]
     assert logits.shape == (1, 12, VOCABULARY)
     assert (chosen >= logits.amax(-1) - 0.02 * logits[logits.isfinite()].abs().max()).all()
+
+
+B, T, H, P, N, INNER = 2, 200, 3, 32, 16, 24
+HEADS: dict[str, tuple[int, ...]] = {"v": (B, T, H, P), "initial_state": (B, H, P, N)}
+SCANS: dict[str, tuple[Any, Any, dict[str, tuple[int, ...]]]] = {
+    "gla": (scan_gla, scan_gla_reference, {name: (B, T, H, N) for name in "qkg"} | HEADS),
+    "rwkv6": (scan_rwkv6, scan_rwkv6_reference, {name: (B, T, H, N) for name in "rkw"} | HEADS | {"u": (H, N)}),
+    "selective": (
+        scan_selective,
+        scan_selective_reference,
+        {name: (B, T, INNER) for name in ("x", "dt")}
+        | {name: (B, T, N) for name in "BC"}
+        | {"A": (INNER, N), "D": (INNER,), "initial_state": (B, INNER, N)},
+    ),
+}
+RANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "g": logsigmoid,
+    "w": lambda w: -w.exp(),
+    "dt": softplus,
+    "A": lambda A: -A.exp(),
+}
+
+
+@pytest.mark.parametrize("name", list(SCANS))
+def test_the_scan_kernels_are_the_definition(name: str) -> None:
+    scan, reference, shapes = SCANS[name]
+    generator = torch.Generator().manual_seed(0)
+    leaves = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+    leaves = {key: RANGES.get(key, Tensor.clone)(leaf).cuda() for key, leaf in leaves.items()}
+
+    def run(scan: Any, dtype: torch.dtype, **options: str) -> dict[str, Tensor]:
+        inputs = {key: leaf.to(dtype).requires_grad_() for key, leaf in leaves.items()}
+        y, state = scan(**inputs, **options)
+        objective = (y * weights_like(y, 0)).sum() + (state * weights_like(state, 1)).sum()
+        gradients = torch.autograd.grad(objective, list(inputs.values()))
+        return {"y": y.detach(), "final state": state.detach(), **dict(zip(inputs, gradients, strict=True))}
+
+    try:
+        actual = run(scan, torch.float32, backend="kernel")
+    except ValueError as error:
+        if "needs" not in str(error):
+            raise
+        pytest.skip(str(error))
+    assert_equal_up_to(TOLERANCE[torch.float32], actual, run(reference, torch.float64))

@@ -1,146 +1,237 @@
-"""mamba-ssm's scan kernel against the definition without a GPU: Triton's interpreter runs it on a CPU.
+"""The kernels of mamba-ssm and fla against the definitions without a GPU: Triton's interpreter runs them on a CPU.
 
-Needs triton, einops and mamba-ssm; its CUDA extension is not needed:
+Needs triton, einops and, each for its part, flash-linear-attention and mamba-ssm, whose CUDA extension is not needed:
 MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE pip install --no-deps --no-build-isolation mamba-ssm
 
-The interpreter is chosen when triton is imported, so everything runs in a process of its own, this file as a script.
+The interpreter is chosen when triton is imported, and fla replaces classes that Transformers registers, so each part
+runs in a process of its own: this file as a script.
 """
 
-import contextlib
+import importlib
 import importlib.util
-import math
 import os
 import subprocess
 import sys
-import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-MISSING = [name for name in ("triton", "mamba_ssm") if importlib.util.find_spec(name) is None]
+NEEDS = {
+    "ssd": "mamba_ssm",
+    "mamba2_model": "mamba_ssm",
+    "selective": "mamba_ssm",
+    "gla": "fla",
+    "gla_model": "fla",
+    "rwkv6": "fla",
+    "rwkv6_model": "fla",
+}
 B, H, P, N, G = 2, 4, 8, 8, 2
+# as wide and as high as to fill no block of a kernel, and different: a state taken for its transpose shows
+FLA_H, FLA_P, FLA_N = 2, 20, 12
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(MISSING), reason=f"needs triton and mamba_ssm, cannot import {MISSING}")
-def test_the_interpreted_kernel_is_the_definition() -> None:
+@pytest.mark.parametrize("part", list(NEEDS))
+def test_the_interpreted_kernel_is_the_definition(part: str) -> None:
+    missing = [name for name in ("triton", "einops", NEEDS[part]) if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"needs {missing}, which cannot be imported here")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    script = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, __file__, part]
+    script = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert script.returncode == 0, script.stdout + script.stderr
 
 
-def stand_in_for_a_gpu() -> None:
-    """One autotune configuration, no CUDA device, bfloat16 products as floats instead of bit patterns."""
-    import numpy
-    import triton
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    autotune, builder = triton.autotune, interpreter.InterpreterBuilder
-    create_dot = builder.create_dot
-
-    def smallest(configs: list[Any], **options: Any) -> Any:
-        return autotune([min(configs, key=lambda config: math.prod(config.kwargs.values()))], **options)
-
-    def widen(value: Any) -> Any:
-        if value.dtype != tl.bfloat16:
-            return value
-        bits = value.data.astype(numpy.uint32) << 16
-        return interpreter.TensorHandle(bits.view(numpy.float32), tl.float32)
-
-    triton.autotune = smallest
-    builder.create_dot = lambda self, a, b, *rest: create_dot(self, widen(a), widen(b), *rest)
-    gpu: Any = torch.cuda
-    gpu.device = contextlib.nullcontext
-    gpu.get_device_properties = lambda device: types.SimpleNamespace(multi_processor_count=4)
-    sys.modules["selective_scan_cuda"] = types.ModuleType("selective_scan_cuda")
-
-
-def run(scan: Any, length: int, dtype: torch.dtype, padding: int, exact: bool = False, **options: Any) -> list[Tensor]:
-    """Outputs, final state and all gradients; x, B and C are slices of one projection as in the layer."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"xBC": (B, length, H * P + 2 * G * N), "dt": (B, length, H), "D": (H,), "state": (B, H, P, N)}
-    leaves = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    leaves["dt"] = leaves["dt"].abs() / 2
-    leaves["xBC"] = leaves["xBC"].to(dtype)
-    leaves["A"] = -torch.arange(1.0, H + 1)
+def results(scan: Callable[..., tuple[Tensor, Tensor]], leaves: dict[str, Tensor], exact: bool) -> list[Tensor]:
+    """Outputs, final state and all gradients of random leaves, in float64 if `exact`."""
     leaves = {name: (leaf.double() if exact else leaf).requires_grad_() for name, leaf in leaves.items()}
-    dt = torch.cat([leaves["dt"][:, : length - padding], 0 * leaves["dt"][:, length - padding :]], dim=1)
-    x, B_, C = leaves["xBC"].split([H * P, G * N, G * N], -1)
-    y, state = scan(
-        x.unflatten(-1, (H, P)),
-        dt,
-        leaves["A"],
-        B_.unflatten(-1, (G, N)),
-        C.unflatten(-1, (G, N)),
-        leaves["D"],
-        leaves["state"],
-        **options,
-    )
+    generator = torch.Generator().manual_seed(1)
+    y, state = scan(**leaves)
     weights = [torch.randn(r.shape, generator=generator).to(r.dtype) for r in (y, state)]
     objective = (y * weights[0]).sum() + (state * weights[1]).sum()
     return [y.detach(), state.detach(), *torch.autograd.grad(objective, list(leaves.values()))]
 
 
-def compare_scans() -> None:
+def check(
+    kernel: Callable[..., tuple[Tensor, Tensor]],
+    truth: Callable[..., tuple[Tensor, Tensor]],
+    shapes: dict[str, tuple[int, ...]],
+    tolerance: float,
+    make: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    leaves = [make({name: torch.randn(shape, generator=generator) for name, shape in shapes.items()})]
+    leaves += [{name: leaf.clone() for name, leaf in leaves[0].items()}]
+    pairs = zip(results(kernel, leaves[0], False), results(truth, leaves[1], True), strict=True)
+    errors = [float((k - t).abs().max() / t.abs().max().clamp_min(1e-30)) for k, t in pairs]
+    print(next(iter(shapes.values())), " ".join(f"{error:.0e}" for error in errors), flush=True)
+    assert all(error <= tolerance for error in errors), errors
+
+
+def ends_in_padding(padding: int, t: Tensor) -> Tensor:
+    """Zeros for the last tokens, with the gradients of zeros."""
+    return torch.cat([t[:, : t.shape[1] - padding], 0 * t[:, t.shape[1] - padding :]], dim=1)
+
+
+def compare_ssd() -> None:
+    """x, B and C are slices of one projection, as in the layer."""
     from hf_recurrent_lengthgen.models import scan_ssd as module
 
-    def check(length: int, tolerance: float, dtype: torch.dtype = torch.float32, padding: int = 0) -> None:
-        kernel = run(module.scan_ssd, length, dtype, padding, chunk_size=16, backend="kernel")
-        truth = run(module.scan_ssd_reference, length, dtype, padding, exact=True)
-        errors = [float((k - t).abs().max() / t.abs().max()) for k, t in zip(kernel, truth, strict=True)]
-        print(length, dtype, " ".join(f"{error:.0e}" for error in errors))
-        assert all(error <= tolerance for error in errors), errors
+    def compare(length: int, tolerance: float, dtype: torch.dtype = torch.float32, padding: int = 0) -> None:
+        def make(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+            A = -torch.arange(1.0, H + 1)
+            return leaves | {"xBC": leaves["xBC"].to(dtype), "dt": leaves["dt"].abs() / 2, "A": A}
 
-    check(1, 2e-6)
-    check(37, 4e-6, padding=6)
-    check(37, 2e-2, torch.bfloat16)
+        def call(scan: Any, **options: Any) -> Any:
+            def scan_slices(xBC: Tensor, dt: Tensor, D: Tensor, state: Tensor, A: Tensor) -> Any:
+                x, B_, C = xBC.split([H * P, G * N, G * N], -1)
+                x, B_, C = x.unflatten(-1, (H, P)), B_.unflatten(-1, (G, N)), C.unflatten(-1, (G, N))
+                return scan(x, ends_in_padding(padding, dt), A, B_, C, D, state, **options)
+
+            return scan_slices
+
+        shapes = {"xBC": (B, length, H * P + 2 * G * N), "dt": (B, length, H), "D": (H,), "state": (B, H, P, N)}
+        kernel = call(module.scan_ssd, chunk_size=16, backend="kernel")
+        check(kernel, call(module.scan_ssd_reference), shapes, tolerance, make)
+
+    compare(1, 2e-6)
+    compare(37, 4e-6, padding=6)
+    compare(37, 5e-2, torch.bfloat16)
     module._KERNEL_MAX_TOKENS, module._KERNEL_MAX_CHUNKS = 20, 2  # two pieces in time, one row at a time
-    check(37, 4e-6, padding=6)
+    compare(37, 4e-6, padding=6)
 
 
-def compare_models() -> None:
-    """The layer with the scan kernel: outputs, final states, gradients, and a split with the state carried."""
-    from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
-    from hf_recurrent_lengthgen.models import layers_mamba2
+def compare_selective() -> None:
+    """mamba-ssm's own reference, as truth from a zero state, and with virtual tokens in the place of its kernel."""
+    from mamba_ssm.ops.selective_scan_interface import selective_scan_ref
 
-    layers: Any = layers_mamba2
-    convolve, resolve = layers.causal_conv, layers.resolve_backend
-    config = StatefulMamba2Config(
-        vocab_size=11, hidden_size=16, num_heads=H, head_dim=P, state_size=N, n_groups=G, num_hidden_layers=2,
-        chunk_size=16, residual_in_fp32=False,
-    )  # fmt: skip
+    from hf_recurrent_lengthgen.models import scan_selective as module
+
+    def upstream(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> tuple[Tensor, Tensor]:
+        y, state = selective_scan_ref(*(t.float() for t in (x.mT, dt.mT, A, B.mT, C.mT, D)), return_last_state=True)
+        return y.mT, state
+
+    def from_zero(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> tuple[Tensor, Tensor]:
+        return module.scan_selective(x, dt, A, B, C, D, x.new_zeros(len(x), *A.shape), chunk_size=8)
+
+    def with_kernel(**leaves: Tensor) -> tuple[Tensor, Tensor]:
+        return module.scan_selective(**leaves, backend="kernel")
+
+    def make(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+        return leaves | {"dt": F.softplus(leaves["dt"]), "A": -leaves["A"].exp()}
+
+    for length in (1, 37):
+        inner = (B, length, P * H)
+        shapes = {"x": inner, "dt": inner, "A": (P * H, N), "B": (B, length, N), "C": (B, length, N), "D": (P * H,)}
+        check(from_zero, upstream, shapes, 2e-6, make)
+        module.selective_scan_fn = selective_scan_ref
+        with_state = {**shapes, "initial_state": (B, P * H, N)}
+        check(with_kernel, module.scan_selective_reference, with_state, 4e-6, make)
+
+
+def compare_gated(module: Any, scan: Any, reference: Any, names: str, **more: tuple[int, ...]) -> None:
+    """`names` are the queries, keys and log decays: without keys and decay, padding leaves the state as it is."""
+    _, key, decay = names
+
+    def compare(length: int, tolerance: float, padding: int = 0, scale: float = 1.0) -> None:
+        def make(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+            leaves |= {decay: scale * F.logsigmoid(leaves[decay])}
+            return leaves | {name: ends_in_padding(padding, leaves[name]) for name in (key, decay)}
+
+        def with_kernel(**leaves: Tensor) -> tuple[Tensor, Tensor]:
+            return scan(**leaves, backend="kernel")
+
+        heads = (B, length, FLA_H)
+        shapes = {name: (*heads, FLA_N) for name in names} | {"v": (*heads, FLA_P)} | more
+        check(with_kernel, reference, shapes | {"initial_state": (B, FLA_H, FLA_P, FLA_N)}, tolerance, make)
+
+    compare(1, 2e-6)
+    compare(70, 1e-5)
+    compare(70, 1e-5, padding=20, scale=1 / 16)
+    compare(37, 5e-5, scale=8.0)  # gates add up to hundreds: fla takes differences of their sums
+    module._KERNEL_MAX_TOKENS, module._KERNEL_MAX_HEADS = 64, FLA_H  # two pieces in time, one row at a time
+    compare(70, 1e-5, padding=3)
+
+
+def compare_gla() -> None:
+    from hf_recurrent_lengthgen.models import scan_gla as module
+
+    compare_gated(module, module.scan_gla, module.scan_gla_reference, "qkg")
+
+
+def compare_rwkv6() -> None:
+    from hf_recurrent_lengthgen.models import scan_gla
+    from hf_recurrent_lengthgen.models import scan_rwkv6 as module
+
+    compare_gated(scan_gla, module.scan_rwkv6, module.scan_rwkv6_reference, "rkw", u=(FLA_H, FLA_N))
+
+
+def compare_model(family: str, choice: str, **fields: Any) -> None:
+    """The layer with the scan kernel: outputs, final states, gradients, and a split with the state carried.
+
+    Args:
+        family: As in the names of the model's classes and, in lower case, of its layers.
+        choice: What chooses the backend in its layers.
+        fields: Of the configuration.
+    """
+    from hf_recurrent_lengthgen.models import causal_conv as convolution
+
+    def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor, activation: str) -> Tensor:
+        return convolution.causal_conv(x.mT, weight, bias, initial_states, activation=activation == "silu")[0].mT
+
+    models = "hf_recurrent_lengthgen.models"
+    layers: Any = importlib.import_module(f"{models}.layers_{family.lower()}")
+    modeling = importlib.import_module(f"{models}.modeling_stateful_{family.lower()}")
+    causal_lm = getattr(modeling, f"Stateful{family}ForCausalLM")
     torch.manual_seed(0)
-    model = StatefulMamba2ForCausalLM(config)
+    model = causal_lm(causal_lm.config_class(vocab_size=11, num_hidden_layers=2, **fields))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
     tokens = torch.randint(3, 11, (B, 21))
     mask = torch.ones_like(tokens)
     mask[0, 17:] = 0
 
-    def results() -> list[Tensor]:
+    def run() -> list[Tensor]:
         first = model(tokens[:, :13], labels=tokens[:, :13])
         second = model(
             tokens[:, 13:], attention_mask=mask[:, 13:], initial_state=first.final_state, labels=tokens[:, 13:]
         )
-        final = [part for layer in second.final_state for part in layer]
+        final = [part for layer in second.final_state for part in layer if part.numel()]
         loss = first.loss + second.loss + sum(part.square().sum() for part in final)
         return [first.logits, second.logits, *final, *torch.autograd.grad(loss, list(model.parameters()))]
 
-    truth = results()
-    layers.causal_conv = lambda *arguments: convolve(*arguments[:5], "torch")
-    layers.resolve_backend = lambda *arguments: "kernel"
-    try:
-        kernel = results()
-    finally:
-        layers.causal_conv, layers.resolve_backend = convolve, resolve
+    truth = run()
+    setattr(layers, choice, lambda *arguments: "kernel")
+    convolution.causal_conv1d_fn = convolve
+    kernel = run()
     errors = [float(((k - t).abs().max() / t.abs().max()).detach()) for k, t in zip(kernel, truth, strict=True)]
-    print("model", f"{max(errors):.0e}")
-    assert max(errors) <= 1e-5, errors
+    print(f"{family} model: {max(errors):.0e}")
+    assert max(errors) <= 2e-5, errors
+
+
+def compare_mamba2_model() -> None:
+    fields = {"hidden_size": 16, "num_heads": H, "head_dim": P, "state_size": N, "n_groups": G, "chunk_size": 16}
+    compare_model("Mamba2", "resolve_backend", **fields, residual_in_fp32=False)
+
+
+def compare_gla_model() -> None:
+    fields = {"hidden_size": 24, "num_heads": 2, "expand_v": 2.0, "intermediate_size": 8, "use_short_conv": True}
+    compare_model("GLA", "choose_backend", **fields)
+
+
+def compare_rwkv6_model() -> None:
+    fields = {"hidden_size": 24, "num_heads": 2, "proj_low_rank_dim": 4, "gate_low_rank_dim": 4}
+    compare_model("RWKV6", "choose_backend", **fields, intermediate_size=8)
 
 
 if __name__ == "__main__":
+    from triton_interpreter import stand_in_for_a_gpu
+
     torch.set_num_threads(1)
     stand_in_for_a_gpu()
-    compare_scans()
-    compare_models()
+    globals()[f"compare_{sys.argv[1]}"]()
