@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .causal_conv import CausalConv1d, causal_conv1d_fn
+from .causal_conv import CausalConv1d, causal_conv1d_fn, refuse_adapters
 from .configuration_fla import FlaConfigMixin
 from .norms import RMSNorm, rms_normalize
 from .recurrent_state import LayerShape, LayerState
@@ -83,13 +83,18 @@ def choose_backend(setting: str, x: Tensor, kernel_available: bool, taps: int = 
 
 
 def short_convolutions(
-    convolutions: list[CausalConv1d], inputs: list[Tensor], state: Tensor, lengths: Tensor | None, backend: ScanBackend
+    convolutions: dict[str, CausalConv1d],
+    inputs: list[Tensor],
+    state: Tensor,
+    lengths: Tensor | None,
+    backend: ScanBackend,
 ) -> tuple[list[Tensor], Tensor]:
     """Convolve q, k and v; their states stand one below the other in `state`, (B, C, K-1)."""
+    refuse_adapters(**convolutions)
     states = state.split([x.shape[2] for x in inputs], dim=1)
     results = [
         convolution(x, part, lengths, backend)
-        for convolution, x, part in zip(convolutions, inputs, states, strict=True)
+        for convolution, x, part in zip(convolutions.values(), inputs, states, strict=True)
     ]
     return [y for y, _ in results], torch.cat([part for _, part in results], dim=1)
 

@@ -79,7 +79,7 @@ class StatefulGLAMixer(nn.Module):
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         conv_state = state.conv
         if config.use_short_conv:
-            convolutions = [self.q_conv1d, self.k_conv1d, self.v_conv1d]
+            convolutions = {"q_conv1d": self.q_conv1d, "k_conv1d": self.k_conv1d, "v_conv1d": self.v_conv1d}
             (q, k, v), conv_state = short_convolutions(convolutions, [q, k, v], state.conv, lengths, backend)
         if config.feature_map is not None:
             q, k = FEATURE_MAPS[config.feature_map](q), FEATURE_MAPS[config.feature_map](k)

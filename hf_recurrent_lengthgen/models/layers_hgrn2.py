@@ -58,7 +58,7 @@ class StatefulHGRN2Mixer(nn.Module):
         q, f, v = self.q_proj(hidden_states), self.f_proj(hidden_states), self.i_proj(hidden_states)
         conv_state = state.conv
         if config.use_short_conv:
-            convolutions = [self.q_conv1d, self.f_conv1d, self.i_conv1d]
+            convolutions = {"q_conv1d": self.q_conv1d, "f_conv1d": self.f_conv1d, "i_conv1d": self.i_conv1d}
             (q, f, v), conv_state = short_convolutions(convolutions, [q, f, v], state.conv, lengths, backend)
         f = f.to(state.recurrent.dtype)
         g, k = logsigmoid(f), torch.sigmoid(-f)

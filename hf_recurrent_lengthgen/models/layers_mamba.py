@@ -17,7 +17,7 @@ from torch.nn.functional import linear, silu, softplus
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .causal_conv import CausalConv1d, causal_conv1d_fn
+from .causal_conv import CausalConv1d, causal_conv1d_fn, refuse_adapters
 from .configuration_stateful_mamba import StatefulMambaConfig
 from .norms import RMSNorm, rms_normalize
 from .padding import zero_past_end
@@ -91,11 +91,7 @@ class StatefulMambaMixer(nn.Module):
         Returns:
             Outputs (B, T, hidden_size) and the state after the last real token of each row.
         """
-        if hasattr(self.conv1d, "base_layer"):
-            raise ValueError(
-                "An adapter on conv1d has no effect, since it knows nothing of the state: take conv1d out of "
-                "the adapter's targets, or train it whole (modules_to_save)."
-            )
+        refuse_adapters(conv1d=self.conv1d)
         backend = resolve_backend(
             self.config.scan_backend,
             hidden_states.device.type,
@@ -104,11 +100,10 @@ class StatefulMambaMixer(nn.Module):
         )
         conv_input, gate = self.in_proj(hidden_states).chunk(2, -1)
         x, conv_state = self.conv1d(conv_input, state.conv, lengths, backend)
+        wide = state.recurrent.dtype
         dt, B, C = self.x_proj(x).split([self.time_step_rank, self.state_size, self.state_size], -1)
         if self.config.mixer_rms_eps is not None:
-            dt, B, C = (rms_normalize(v, self.config.mixer_rms_eps) for v in (dt, B, C))
-
-        wide = state.recurrent.dtype
+            dt, B, C = (rms_normalize(v.to(wide), self.config.mixer_rms_eps) for v in (dt, B, C))
         dt = zero_past_end(softplus(self.dt_proj(dt).to(wide)), lengths)
         y, recurrent_state = scan_selective(
             x, dt, -self.A_log.to(wide).exp(), B, C, self.D.to(wide), state.recurrent, backend=backend

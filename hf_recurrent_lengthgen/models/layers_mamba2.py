@@ -15,7 +15,7 @@ from torch.nn.functional import softplus
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .causal_conv import CausalConv1d, causal_conv1d_fn
+from .causal_conv import CausalConv1d, causal_conv1d_fn, refuse_adapters
 from .configuration_stateful_mamba2 import StatefulMamba2Config
 from .norms import GatedRMSNorm, RMSNorm
 from .padding import zero_past_end
@@ -83,11 +83,7 @@ class StatefulMamba2Mixer(nn.Module):
         Returns:
             Outputs (B, T, D) and the state after the last real token of each row.
         """
-        if hasattr(self.conv1d, "base_layer"):
-            raise ValueError(
-                "An adapter on conv1d has no effect, since it knows nothing of the state: take conv1d out of "
-                "the adapter's targets, or train it whole (modules_to_save)."
-            )
+        refuse_adapters(conv1d=self.conv1d)
         backend = resolve_backend(
             self.config.scan_backend,
             hidden_states.device.type,

@@ -1,7 +1,6 @@
 """The model families under test; a family added here runs through every test of this folder."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -12,8 +11,12 @@ from hf_recurrent_lengthgen.models.configuration_stateful_mamba2 import Stateful
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba2ForCausalLM, StatefulMamba2Model
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
 
+from .family import TINY, VOCABULARY, Family
+from .family_fla import GLA, HGRN2, LINEAR_ATTENTION
+from .family_mamba import FALCON_MAMBA, MAMBA
+from .family_rwkv import RWKV5, RWKV6
+
 TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-VOCABULARY = 29
 
 
 def mamba2_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
@@ -45,32 +48,13 @@ def mamba2_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, R
     return model.lm_head(model.backbone.norm_f.weight * rms(x)), tuple(final)
 
 
-class Family(NamedTuple):
-    """What the tests need to know of a family."""
-
-    name: str
-    config_class: type
-    causal_lm_class: type
-    backbone_class: type
-    config: Callable[..., Any]  # a tiny configuration; keywords change fields
-    variants: dict[str, dict[str, Any]]  # changes of the configuration worth a run of their own
-    loop: Callable[[Any, Tensor, RecurrentState], tuple[Tensor, RecurrentState]]
-    linear_modules: set[str]  # every module an adapter may sit on
-
-
 def mamba2_config(**changes: Any) -> StatefulMamba2Config:
-    fields = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
+    fields = TINY | {
         "num_heads": 4,
         "head_dim": 8,
         "state_size": 5,
         "n_groups": 2,
-        "num_hidden_layers": 2,
         "chunk_size": 16,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
         "residual_in_fp32": False,
     }
     return StatefulMamba2Config(**(fields | changes))
@@ -96,9 +80,11 @@ MAMBA2 = Family(
     },
     loop=mamba2_loop,
     linear_modules={"in_proj", "out_proj"},
+    kernel=("layers_mamba2", "KERNEL_AVAILABLE"),
+    conv_module="conv1d",
 )
 
-FAMILIES = [MAMBA2]
+FAMILIES = [MAMBA2, MAMBA, FALCON_MAMBA, GLA, HGRN2, LINEAR_ATTENTION, RWKV6, RWKV5]
 VARIANTS = [(family, variant) for family in FAMILIES for variant in family.variants]
 
 

@@ -31,4 +31,5 @@ class Family(NamedTuple):
     loop: Callable[[Any, Tensor, RecurrentState], tuple[Tensor, RecurrentState]]
     linear_modules: set[str]  # every module of a layer an adapter may sit on, by the end of its name
     kernel: tuple[str, str]  # file and name of what is falsy where the GPU kernels are missing
+    autocast_error: float = 0.05  # of bfloat16 autocast, relative
     conv_module: str = ""  # a convolution that an adapter must not sit on

@@ -1,5 +1,6 @@
 """Configurations, Auto classes and types: Transformers' own everywhere, nothing of theirs replaced."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -30,10 +31,10 @@ def test_models_and_configurations_are_instances_of_transformers_classes(family:
     model = build(family)
     assert isinstance(model, PreTrainedModel)
     assert isinstance(model, GenerationMixin)
-    assert isinstance(model.backbone, PreTrainedModel)
+    assert isinstance(model.base_model, PreTrainedModel)
     assert isinstance(model.config, PreTrainedConfig)
     assert model.can_generate()
-    assert model.base_model is model.backbone
+    assert model.base_model is model.base_model
     assert "ForCausalLM" in type(model).__name__
 
 
@@ -71,16 +72,20 @@ def test_a_configuration_made_from_a_native_one_is_saved_as_ours(tmp_path: Path)
 
 @every_family
 def test_configurations_survive_saving(family: Family, tmp_path: Path) -> None:
-    config = family.config(scan_backend="torch", time_step_limit=(0.0, float("inf")))
+    config = family.config(scan_backend="torch", training_length=77)
     config.save_pretrained(tmp_path)
     loaded = family.config_class.from_pretrained(tmp_path)
-    assert loaded.scan_backend == "torch"
-    assert tuple(loaded.time_step_limit) == (0.0, float("inf"))
+    assert (loaded.scan_backend, loaded.training_length) == ("torch", 77)
     tokens = random_tokens(1, 4)
     model = build(family)
     again = family.causal_lm_class(loaded)
     again.load_state_dict(model.state_dict())
     assert torch.equal(again.eval()(tokens).logits, model(tokens).logits)
+
+
+def test_infinite_step_limits_survive_saving(tmp_path: Path) -> None:
+    mamba2_config(time_step_limit=(0.0, float("inf"))).save_pretrained(tmp_path)
+    assert tuple(StatefulMamba2Config.from_pretrained(tmp_path).time_step_limit) == (0.0, float("inf"))
 
 
 @pytest.mark.parametrize(
@@ -104,12 +109,12 @@ def test_sizes_that_contradict_each_other_are_refused() -> None:
 
 @every_family
 def test_the_kernel_backend_is_refused_where_it_cannot_run(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    import hf_recurrent_lengthgen.models.layers_mamba2 as layers
-
-    monkeypatch.setattr(layers, "KERNEL_AVAILABLE", False)
+    file, name = family.kernel
+    layers = importlib.import_module(f"hf_recurrent_lengthgen.models.{file}")
+    monkeypatch.setattr(layers, name, None)
     with pytest.raises(ValueError, match=r'not installed: pip install "hf_recurrent_lengthgen\[kernels\]"'):
         build(family, scan_backend="kernel")
-    monkeypatch.setattr(layers, "KERNEL_AVAILABLE", True)
+    monkeypatch.setattr(layers, name, True)
     with pytest.raises(ValueError, match="runs on CUDA devices only, the inputs are on 'cpu'"):
         build(family, scan_backend="kernel")(random_tokens(1, 2))
     assert build(family, scan_backend="auto")(random_tokens(1, 2)).logits.shape == (1, 2, VOCABULARY)

@@ -87,7 +87,7 @@ def test_the_law_holds_in_training(family: Family, checkpointed: bool, length: i
     assert_equal_up_to(1e-11, law(model, length, sorted({1, length // 2})), whole)
     assert_equal_up_to(1e-11, law(model, length, []), whole)
     if checkpointed:
-        calls = [m._gradient_checkpointing_func.calls for m in model.backbone.layers]
+        calls = [m._gradient_checkpointing_func.calls for m in model.base_model.layers]
         assert calls == [len({1, length // 2}) + 2] * len(calls)
 
 
@@ -111,7 +111,7 @@ PATTERNS = ["..xxxxxxxxx", "xxxxxxxxx..", "x.xx...xxxx", "...........", "xxxxxxx
 def test_the_law_holds_with_padding_on_either_side_and_inside(family: Family, cuts: list[int], training: bool) -> None:
     model = build(family, torch.float64).train(training)
     if training:
-        for layer in model.backbone.layers:
+        for layer in model.base_model.layers:
             layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, CountedCheckpoint()
     mask = padded(PATTERNS)
     rows, length = mask.shape
@@ -151,7 +151,7 @@ def test_the_law_holds_under_bf16_autocast(family: Family) -> None:
     assert {value.dtype for name, value in whole.items() if "final" in name} == {torch.float32}
     for name, value in exact.items():
         scale = value.norm()
-        assert (whole[name] - value).norm() < 0.05 * scale, name
+        assert (whole[name] - value).norm() < family.autocast_error * scale, name
         assert (pieces[name] - whole[name]).norm() < 0.03 * scale, name
     assert (whole["logits"] - exact["logits"]).norm() > 1e-4 * exact["logits"].norm()  # bf16 was in use
 
@@ -191,7 +191,7 @@ def test_no_state_is_the_zero_state_bit_for_bit(family: Family, dtype: torch.dty
 def test_the_state_of_the_caller_is_never_changed(family: Family, length: int, mode: str) -> None:
     model = build(family).train(mode != "eval")
     if mode == "checkpointed":
-        for layer in model.backbone.layers:
+        for layer in model.base_model.layers:
             layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, CountedCheckpoint()
     state = map_state(torch.Tensor.requires_grad_, random_state(model, 2))
     before = clone_state(state)
@@ -227,7 +227,7 @@ def test_evaluation_holds_the_outputs_of_two_layers_at_most(family: Family) -> N
         outputs.append(weakref.ref(output[0]))
         alive.append(sum(reference() is not None for reference in outputs))
 
-    for layer in model.backbone.layers:
+    for layer in model.base_model.layers:
         layer.register_forward_hook(watch)
     with torch.no_grad():
         model(random_tokens(1, 3))

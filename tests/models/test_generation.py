@@ -222,7 +222,7 @@ def test_what_generate_cannot_do_is_refused(family: Family) -> None:
     model, prompt = model_of(family), random_tokens(2, 3)
     state = random_state(model, 2)
     nan = clone_state(state)
-    nan[0].recurrent[1, 0, 0, 0] = float("nan")
+    nan[0].recurrent[1, 0, 0] = float("nan")
     for options, message in (
         ({"initial_state": concatenate_rows([state, state])}, r"has shape \(4, .*expected \(2, .*batch of 2 rows"),
         ({"initial_state": nan}, r"layer 0, part 'recurrent' has NaN or infinite values in rows \[1\]"),
@@ -248,7 +248,7 @@ def test_what_generate_cannot_do_is_refused(family: Family) -> None:
 @every_family
 def test_a_model_refuses_a_state_and_a_cache_at_once_or_a_foreign_cache(family: Family) -> None:
     model, prompt, state = model_of(family), random_tokens(2, 3), random_state(model_of(family), 2)
-    for run in (model, model.backbone):
+    for run in (model, model.base_model):
         with pytest.raises(ValueError, match="initial_state or past_key_values, not both"):
             run(prompt, initial_state=state, past_key_values=RecurrentCache(state))
         with pytest.raises(ValueError, match="must be a RecurrentCache, got tuple"):

@@ -120,7 +120,7 @@ def test_a_mask_of_another_kind_is_refused(family: Family, mask: torch.Tensor, m
 def test_arguments_that_do_not_fit_together_are_refused(family: Family) -> None:
     model, tokens = build(family), random_tokens(2, 5)
     embeds = model.get_input_embeddings()(tokens)
-    for run in (model, model.backbone):
+    for run in (model, model.base_model):
         with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
             run(tokens, inputs_embeds=embeds)
         with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
@@ -150,8 +150,8 @@ def test_outputs_can_be_left_out_selected_or_a_tuple(family: Family) -> None:
     hidden = full.hidden_states
     assert len(hidden) == model.config.num_hidden_layers + 1
     assert torch.equal(hidden[0], model.get_input_embeddings()(tokens))
-    assert torch.equal(model.lm_head(hidden[-1]), full.logits)
-    first, _ = model.backbone.layers[0](hidden[0], model.zero_state(2)[0])
+    assert torch.equal(model.get_output_embeddings()(hidden[-1]), full.logits)
+    first, _ = model.base_model.layers[0](hidden[0], model.zero_state(2)[0])
     assert torch.equal(hidden[1], first)
 
 

@@ -244,7 +244,7 @@ def test_models_refuse_states_that_do_not_fit_before_running(family: Family) -> 
         list(map(tuple, s)) for s in model.state_shapes()
     ]
     nan = clone_state(state)
-    nan[1].recurrent[1, 0, 0, 0] = float("nan")
+    nan[1].recurrent[1, 0, 0] = float("nan")
     for bad, message in (
         (state[:-1], "initial_state has 1 layers, the model has 2"),
         (take_rows(state, slice(1)), "layer 0, part 'recurrent' has shape (1, "),
@@ -253,7 +253,7 @@ def test_models_refuse_states_that_do_not_fit_before_running(family: Family) -> 
         (nan, "layer 1, part 'recurrent' has NaN or infinite values in rows [1]"),
         ("state", "must be a tuple with one LayerState"),
     ):
-        for run in (model, model.backbone, model.generate):
+        for run in (model, model.base_model, model.generate):
             with pytest.raises(ValueError, match=re.escape(message)):
                 run(tokens, initial_state=bad)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.models.recurrent_state import map_state
 
-from .families import FAMILIES, VOCABULARY, Family, build, random_state, random_tokens, variant_id
+from .families import FAMILIES, GLA, VOCABULARY, Family, build, random_state, random_tokens, variant_id
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 
@@ -30,8 +30,10 @@ def loss_and_gradients(model: Any, length: int = 20) -> tuple[Tensor, dict[str, 
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     for index, layer in enumerate(state):
         assert layer.recurrent.grad is not None
-        assert layer.conv.grad is not None
-        gradients |= {f"recurrent {index}": layer.recurrent.grad, f"conv {index}": layer.conv.grad}
+        gradients[f"recurrent {index}"] = layer.recurrent.grad
+        if layer.conv.numel():
+            assert layer.conv.grad is not None
+            gradients[f"conv {index}"] = layer.conv.grad
     return loss.detach(), gradients
 
 
@@ -85,7 +87,7 @@ SWITCHES = ["gradient_checkpointing_enable", "activation_checkpointing_enable"]
 def test_activation_checkpointing_keeps_the_step_and_saves_memory(family: Family, switch: str) -> None:
     model, plain = build(family).train(), build(family).train()
     enable_by(switch)(model)
-    assert all(layer.gradient_checkpointing for layer in model.backbone.layers)
+    assert all(layer.gradient_checkpointing for layer in model.base_model.layers)
     assert_same_step(model, plain)
     assert saved_bytes(model) < 0.5 * saved_bytes(plain)
     quietly(model.gradient_checkpointing_disable)
@@ -102,7 +104,7 @@ def test_reentrant_checkpointing_is_refused(family: Family, switch: str, kwargs:
         ValueError, match=r'loses the gradients .* use gradient_checkpointing_kwargs={"use_reentrant": F'
     ):
         enable_by(switch)(model, kwargs)
-    assert not any(layer.gradient_checkpointing for layer in model.backbone.layers)
+    assert not any(layer.gradient_checkpointing for layer in model.base_model.layers)
     enable_by(switch)(model, {"use_reentrant": False})
 
 
@@ -112,7 +114,7 @@ def test_checkpointing_every_second_layer_works_where_transformers_offers_it(fam
     if not hasattr(model, "activation_checkpointing_enable"):
         pytest.skip("this Transformers has no every_n_layers")
     model.activation_checkpointing_enable(every_n_layers=2)
-    assert [layer.gradient_checkpointing for layer in model.backbone.layers] == [True, False]
+    assert [layer.gradient_checkpointing for layer in model.base_model.layers] == [True, False]
     assert_same_step(model, plain)
 
 
@@ -158,7 +160,7 @@ def test_bf16_autocast_trains_with_float32_states_and_gradients(
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.dtype == torch.float32
-        assert (parameter.grad - exact[name]).norm() < 0.06 * exact[name].norm(), name
+        assert (parameter.grad - exact[name]).norm() < 1.2 * family.autocast_error * exact[name].norm(), name
 
 
 @every_family
@@ -167,7 +169,7 @@ def test_every_lora_parameter_moves_and_merging_keeps_the_logits(family: Family)
     model = get_peft_model(
         copy.deepcopy(base),
         LoraConfig(
-            task_type="CAUSAL_LM", r=2, target_modules=sorted(family.linear_modules | {"embeddings", "lm_head"})
+            task_type="CAUSAL_LM", r=2, target_modules=sorted(family.linear_modules | {"embeddings", base.head_name})
         ),
     ).train()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -193,17 +195,24 @@ def test_every_lora_parameter_moves_and_merging_keeps_the_logits(family: Family)
 @every_family
 def test_all_linear_covers_the_projections(family: Family) -> None:
     model = get_peft_model(build(family), LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
-    assert {name.split(".lora_")[0].rpartition(".")[2] for name, _ in model.named_parameters() if "lora_" in name} == (
-        family.linear_modules
-    )
+    names = {name.split(".lora_")[0] for name, _ in model.named_parameters() if "lora_" in name}
+    covered = {target: {name for name in names if name.endswith(f".{target}")} for target in family.linear_modules}
+    assert all(covered.values())
+    assert set.union(*covered.values()) == names
 
 
-@every_family
+with_convolution = pytest.mark.parametrize("family", [f for f in FAMILIES if f.conv_module], ids=variant_id)
+
+
+@with_convolution
 def test_whole_modules_can_be_trained_next_to_adapters(family: Family) -> None:
     """`modules_to_save` replaces the module; the convolution's weight must come from the copy that trains."""
+    model = build(family)
+    last_norm = [name for name, _ in model.base_model.named_children()][-1]
+    saved_modules = [family.conv_module, last_norm]
+    targets = sorted(family.linear_modules)[:1]
     model = get_peft_model(
-        build(family),
-        LoraConfig(task_type="CAUSAL_LM", target_modules=["in_proj"], modules_to_save=["conv1d", "norm_f"]),
+        model, LoraConfig(task_type="CAUSAL_LM", target_modules=targets, modules_to_save=saved_modules)
     ).train()
     tokens = random_tokens(2, 8)
     model(input_ids=tokens, labels=tokens).loss.backward()
@@ -212,13 +221,23 @@ def test_whole_modules_can_be_trained_next_to_adapters(family: Family) -> None:
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in saved.values())
 
 
-@every_family
+@with_convolution
 @pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer with groups > 1")
 def test_an_adapter_on_the_convolution_is_refused_since_it_would_not_train(family: Family) -> None:
     model = build(family)
-    channels = model.backbone.layers[0].mixer.conv1d.in_channels
-    model = get_peft_model(model, LoraConfig(r=channels, target_modules=["conv1d", "in_proj"]))
+    channels = model.base_model.layers[0].mixer.conv1d.in_channels
+    targets = [family.conv_module, *sorted(family.linear_modules)]
+    model = get_peft_model(model, LoraConfig(r=channels, target_modules=targets))
     with pytest.raises(ValueError, match=r"adapter on conv1d has no effect.*modules_to_save"):
+        model(random_tokens(1, 3))
+
+
+@pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer with groups > 1")
+def test_an_adapter_on_one_of_several_convolutions_is_refused() -> None:
+    model = build(GLA, use_short_conv=True)
+    channels = model.base_model.layers[0].attn.k_conv1d.in_channels
+    model = get_peft_model(model, LoraConfig(r=channels, target_modules=["k_conv1d"]))
+    with pytest.raises(ValueError, match=r"adapter on k_conv1d has no effect.*modules_to_save"):
         model(random_tokens(1, 3))
 
 
@@ -240,13 +259,14 @@ def test_the_vocabulary_can_grow_and_shrink(family: Family, tied: bool) -> None:
 @every_family
 def test_tied_embeddings_receive_both_gradients(family: Family) -> None:
     model, tokens = build(family, tie_word_embeddings=True).train(), random_tokens(2, 6)
-    assert model.lm_head.weight is model.backbone.embeddings.weight
+    assert model.get_output_embeddings().weight is model.base_model.embeddings.weight
     model(tokens, labels=tokens).loss.backward()
-    grad = model.lm_head.weight.grad
+    grad = model.get_output_embeddings().weight.grad
     untied = build(family).train()
     untied.load_state_dict(model.state_dict())
     untied(tokens, labels=tokens).loss.backward()
-    torch.testing.assert_close(grad, untied.lm_head.weight.grad + untied.backbone.embeddings.weight.grad)
+    both = [untied.get_output_embeddings().weight.grad, untied.get_input_embeddings().weight.grad]
+    torch.testing.assert_close(grad, both[0] + both[1])
 
 
 @every_family
@@ -256,7 +276,7 @@ def test_input_embeddings_can_be_given_and_replaced(family: Family) -> None:
     assert torch.equal(model(inputs_embeds=embeds).logits, model(tokens).logits)
     replacement = nn.Embedding(VOCABULARY, model.config.hidden_size)
     model.set_input_embeddings(replacement)
-    assert model.backbone.embeddings is replacement
+    assert model.base_model.embeddings is replacement
     torch.testing.assert_close(model(tokens).logits, model(inputs_embeds=replacement(tokens)).logits)
 
 
@@ -266,7 +286,8 @@ def test_a_deep_copy_is_independent_and_the_same(family: Family) -> None:
     twin = copy.deepcopy(model)
     assert torch.equal(twin(tokens).logits, model(tokens).logits)
     with torch.no_grad():
-        next(twin.backbone.layers[0].mixer.parameters()).add_(1)
+        for parameter in twin.base_model.layers[0].parameters():
+            parameter.mul_(1.5).add_(0.1)
     assert not torch.equal(twin(tokens).logits, model(tokens).logits)
 
 

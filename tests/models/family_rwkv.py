@@ -1,0 +1,140 @@
+"""RWKV-6 and RWKV-5 as families under test."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import group_norm, relu, silu
+
+from hf_recurrent_lengthgen.models.configuration_stateful_rwkv5 import StatefulRWKV5Config
+from hf_recurrent_lengthgen.models.configuration_stateful_rwkv6 import StatefulRWKV6Config
+from hf_recurrent_lengthgen.models.modeling_stateful_rwkv5 import StatefulRWKV5ForCausalLM, StatefulRWKV5Model
+from hf_recurrent_lengthgen.models.modeling_stateful_rwkv6 import StatefulRWKV6ForCausalLM, StatefulRWKV6Model
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+
+from .family import TINY, Family
+
+
+def wkv(S: Tensor, r: Tensor, k: Tensor, v: Tensor, decay: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Eq. 19 of arXiv:2404.05892 by head: the bonus u only for the current token; (B, H*P) and the next state."""
+    r, k, v, decay = (part.unflatten(-1, (S.shape[1], -1)) for part in (r, k, v, decay))
+    kv = torch.einsum("bhp,bhn->bhpn", v, k)
+    y = torch.einsum("bhpn,bhn->bhp", S + kv * u[:, None], r)
+    return y.flatten(1), S * decay[:, :, None] + kv
+
+
+def rwkv6_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
+    """Section 4 of arXiv:2404.05892, on fla's parameters; x: (B, T, D)."""
+    c = model.config
+    D, R = c.hidden_size, c.proj_low_rank_dim
+    final = []
+    for block, (S, conv) in zip(model.model.layers, state, strict=True):
+        before, before_ffn, outputs, m, f = conv[:, :D, 0], conv[:, D:, 0], [], block.attn, block.ffn
+        for t in range(x.shape[1]):
+            h = block.pre_norm(x[:, t])
+            z = block.attn_norm(h)
+            d = before - z
+            low = torch.tanh((z + d * m.x_proj[0].mu) @ m.x_proj[0].linear.weight.T)
+            mixed = [
+                z + d * (low[:, n * R : (n + 1) * R] @ m.x_proj[2].weight[:, n * R : (n + 1) * R].T + m.x_bias[n])
+                for n in range(5)
+            ]
+            r, k, v, g = (
+                mixed[n] @ p.linear.weight.T for n, p in ((0, m.r_proj), (2, m.k_proj), (3, m.v_proj), (4, m.g_proj))
+            )
+            down, _, up = m.w_proj.linear.lora
+            w = torch.tanh(mixed[1] @ down.weight.T) @ up.weight.T + up.bias
+            y, S = wkv(S, r, k, v, torch.exp(-torch.exp(w)), m.bonus)
+            eps = c.norm_eps if c.group_norm_eps is None else c.group_norm_eps
+            y = group_norm(y, c.num_heads, m.g_norm.weight, m.g_norm.bias, eps)
+            h = h + (y * silu(g)) @ m.o_proj.weight.T
+            before, z = z, block.ffn_norm(h)
+            d = before_ffn - z
+            key = relu((z + d * f.key.mu) @ f.key.linear.weight.T) ** 2
+            gate = torch.sigmoid((z + d * f.receptance.mu) @ f.receptance.linear.weight.T)
+            before_ffn = z
+            outputs.append(h + gate * (key @ f.value.weight.T))
+        x = torch.stack(outputs, 1)
+        final.append(LayerState(S, torch.cat([before, before_ffn], 1)[..., None]))
+    return model.lm_head(model.model.norm(x)), tuple(final)
+
+
+def rwkv5_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
+    """Section 4 of arXiv:2404.05892 (Eagle), on the official parameters; x: (B, T, D)."""
+    c = model.config
+    D = c.hidden_size
+    final = []
+    for index, (block, (S, conv)) in enumerate(zip(model.rwkv.blocks, state, strict=True)):
+        before, before_ffn, outputs = conv[:, :D, 0], conv[:, D:, 0], []
+        m, f = block.attention, block.feed_forward
+        for t in range(x.shape[1]):
+            h = block.pre_ln(x[:, t]) if index == 0 else x[:, t]
+            z = block.ln1(h)
+
+            def mix(mu: Tensor, now: Tensor = z, then: Tensor = before) -> Tensor:
+                return now * mu[0, 0] + then * (1 - mu[0, 0])
+
+            r, k, v = (
+                mix(mu) @ p.weight.T
+                for mu, p in (
+                    (m.time_mix_receptance, m.receptance),
+                    (m.time_mix_key, m.key),
+                    (m.time_mix_value, m.value),
+                )
+            )
+            decay = torch.exp(-torch.exp(m.time_decay)).flatten().expand_as(k)
+            y, S = wkv(S, r, k, v, decay, m.time_faaaa)
+            y = group_norm(y / c.head_size_divisor, S.shape[1], m.ln_x.weight, m.ln_x.bias, c.layer_norm_epsilon)
+            h = h + (y * silu(mix(m.time_mix_gate) @ m.gate.weight.T)) @ m.output.weight.T
+            before, z = z, block.ln2(h)
+            key = relu(mix(f.time_mix_key, z, before_ffn) @ f.key.weight.T) ** 2
+            gate = torch.sigmoid(mix(f.time_mix_receptance, z, before_ffn) @ f.receptance.weight.T)
+            before_ffn = z
+            outputs.append(h + gate * (key @ f.value.weight.T))
+        x = torch.stack(outputs, 1)
+        final.append(LayerState(S, torch.cat([before, before_ffn], 1)[..., None]))
+    return model.head(model.rwkv.ln_out(x)), tuple(final)
+
+
+def rwkv6_config(**changes: Any) -> StatefulRWKV6Config:
+    fields = {"num_heads": 2, "intermediate_size": 24, "proj_low_rank_dim": 3, "gate_low_rank_dim": 5}
+    return StatefulRWKV6Config(**(TINY | fields | changes))
+
+
+def rwkv5_config(**changes: Any) -> StatefulRWKV5Config:
+    return StatefulRWKV5Config(**(TINY | {"head_size": 8, "intermediate_size": 24} | changes))
+
+
+RWKV6 = Family(
+    name="rwkv6",
+    config_class=StatefulRWKV6Config,
+    causal_lm_class=StatefulRWKV6ForCausalLM,
+    backbone_class=StatefulRWKV6Model,
+    config=rwkv6_config,
+    variants={
+        "default": {},
+        "own epsilon, tied": {"group_norm_eps": 64e-5, "expand_k": 1, "num_heads": 4, "tie_word_embeddings": True},
+        "plain norms": {"norm_first": False, "norm_bias": False},
+    },
+    loop=rwkv6_loop,
+    linear_modules={
+        *(f"{name}.linear" for name in ("r_proj", "k_proj", "v_proj", "g_proj", "x_proj.0", "key", "receptance")),
+        *("x_proj.2", "lora.0", "lora.2", "o_proj", "ffn.value"),
+    },
+    kernel=("layers_rwkv6", "chunk_rwkv6"),
+    autocast_error=0.1,  # its decays are exponentials of exponentials of bfloat16
+)
+RWKV5 = Family(
+    name="rwkv5",
+    config_class=StatefulRWKV5Config,
+    causal_lm_class=StatefulRWKV5ForCausalLM,
+    backbone_class=StatefulRWKV5Model,
+    config=rwkv5_config,
+    variants={"default": {}, "wide, no divisor": {"attention_hidden_size": 32, "head_size_divisor": 1}},
+    loop=rwkv5_loop,
+    linear_modules={
+        *(f"attention.{name}" for name in ("key", "value", "receptance", "gate", "output")),
+        *(f"feed_forward.{name}" for name in ("key", "value", "receptance")),
+    },
+    kernel=("layers_rwkv5", "chunk_rwkv6"),
+)
