@@ -4,10 +4,14 @@ A state is a plain tuple with one `LayerState` per layer, so that DDP, FSDP, acc
 and activation checkpointing see the tensors inside. Everything a layer carries from one token to the
 next is in its two parts, batch first:
 
-    family    recurrent                 conv
-    Mamba-2   (B, H, P, N)              (B, H*P + 2*G*N, K-1)   last inputs of the short convolution
+    family                           recurrent       conv
+    Mamba-2                          (B, H, P, N)    (B, H*P + 2*G*N, K-1)   last inputs of the short convolution
+    Mamba-1, FalconMamba             (B, D, N)       (B, D, K-1)             the same, D inner channels
+    GLA, HGRN-2, linear attention    (B, H, P, N)    (B, 0), or with short convolutions (B, C, K-1) for the
+                                                     C channels of q, k and v
+    RWKV-6, RWKV-5                   (B, H, P, N)    (B, 2*E, 1)             last inputs of the two token shifts
 
-    B batch, H heads, P head dim, N state dim, G groups, K convolution taps
+    B batch, H heads, P head (value) dim, N state (key) dim, G groups, K convolution taps, E hidden size
 
 A part that a layer does not have is an empty tensor of shape (B, 0). Both parts are float32 whatever
 the dtype of the model (float64 in a float64 model). The convolution keeps K-1 columns: of K stored
@@ -50,7 +54,7 @@ class LayerShape(NamedTuple):
 
 
 class LayerStatistics(NamedTuple):
-    """Mean and population variance of a layer's recurrent part per head, (H,) each."""
+    """Mean and population variance of a layer's recurrent part per head, (H,) each; in Mamba-1 per channel, (D,)."""
 
     mean: Tensor
     variance: Tensor

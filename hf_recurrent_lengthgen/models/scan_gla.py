@@ -153,8 +153,8 @@ class ChunkedGatedScan(torch.autograd.Function):
         size = 1
         while size < min(chunk_size, length):
             size *= 2
-        count = -(-length // size)
         together = max(1, _TOGETHER // (batch * size * heads * max(state_dim, head_dim)))
+        count = len(range(0, length, size))  # a range makes the length a constant where this is compiled
         groups = [slice(start, min(start + together, count)) for start in range(0, count, together)]
         y = torch.empty_like(v, memory_format=torch.contiguous_format)
         states = initial_state.new_empty(count + 1, batch * heads, head_dim, state_dim)
