@@ -141,11 +141,14 @@ def stream_chunks(
     length = rows.shape[1] - 1
     origins = origins or [(row, 0) for row in range(len(rows))]
     state = initial_state
+    # A stock hybrid (hybrids.stateful) has attention layers too, which must see all of the text.
+    attends = getattr(model, "attends", False)
+    everything = {"attention_cache": model.new_attention_cache()} if attends else {}  # type: ignore[operator]
     for start in range(0, length, chunk_length):
         stop = min(start + chunk_length, length)
         # One token more than is fed: the last target of a chunk is the first input of the next.
         ids = torch.from_numpy(rows[:, start : stop + 1].astype(np.int64)).to(device)
-        output = model(input_ids=ids[:, :-1], initial_state=state, output_final_state=True)
+        output = model(input_ids=ids[:, :-1], initial_state=state, output_final_state=True, **everything)
         nll = F.cross_entropy(output.logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         nll, state = nll.view(len(rows), stop - start), output.final_state
         del output

@@ -3,7 +3,9 @@
 Almost all models take a `Cache` of `LinearAttentionLayer`s; MiniMax has a cache of its own, RWKV-4 a list of tensors.
 """
 
-from collections.abc import Iterable, Sequence
+import copy
+import inspect
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +16,9 @@ from transformers.cache_utils import Cache, DynamicCache
 from hf_recurrent_lengthgen.hybrids.carrier import StateCarrier
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, state_dtype
+
+# What a layer of a stock cache holds about its keys; `cumulative_length` counts tokens that left a sliding window.
+KEY_ATTRIBUTES = ("keys", "values", "is_initialized", "cumulative_length", "dtype", "device")
 
 
 class Carrier(Protocol):
@@ -183,19 +188,46 @@ class RwkvChannel(CacheChannel):
         return final.final_state(cache[0].shape[0], model.device, state_dtype(model.dtype))
 
 
-def channel_of(model: Any, parameters: Iterable[str]) -> CacheChannel:
-    """The channel of a model whose stock `forward` has these parameters.
+def channel_of(model: Any) -> CacheChannel:
+    """The channel of a model.
 
     Raises:
         ValueError: if it takes no cache.
     """
-    model_type, parameters = _text_config(model).model_type, set(parameters)
+    model_type = _text_config(model).model_type
     if model_type == "rwkv":
         return RwkvChannel()
+    parameters = inspect.signature(type(model).forward).parameters
     for argument in ("past_key_values", "cache_params"):
         if argument in parameters:
             return (MiniMaxChannel if model_type == "minimax" else CacheChannel)(argument)
     raise ValueError(f"{type(model).__name__} takes no cache, so nothing can carry its states.")
+
+
+def copy_keys(attention: Cache, cache: Any) -> None:
+    """Put the keys and values of an attention cache into a stock cache of the same model.
+
+    Raises:
+        ValueError: if the stock cache cannot say how many tokens it has read.
+    """
+    if type(cache) is not DynamicCache:
+        raise ValueError(
+            f"Transformers cannot continue a text from a {type(cache).__name__} with keys, because it loses the "
+            "positions: call the model itself with initial_state and attention_cache."
+        )
+    for source, target in zip(attention.layers, cache.layers, strict=True):
+        for name in KEY_ATTRIBUTES:
+            if hasattr(source, name):
+                setattr(target, name, copy.deepcopy(getattr(source, name)))
+
+
+def repeated_keys(attention: Cache, copies: int) -> Cache:
+    """A copy of an attention cache with every row `copies` times."""
+    repeated: Any = copy.deepcopy(attention)
+    for layer in repeated.layers:
+        if getattr(layer, "keys", None) is not None:
+            layer.batch_repeat_interleave(copies)
+    return repeated
 
 
 def _text_config(model: Any) -> Any:

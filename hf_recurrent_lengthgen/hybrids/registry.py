@@ -14,7 +14,6 @@ class Family(NamedTuple):
         state: What the recurrent part of a layer holds, in the model's own layout; B is left out.
         model_dtype: Whether its mixers want the recurrent state in the dtype of the model: a bfloat16 model then
             rounds it between calls, as it does without us.
-        attention_inside: Whether carried convolution states feed attention layers.
     """
 
     state: str
@@ -47,14 +46,9 @@ SUPPORTED = {
 }
 
 _DROPS = "its Mamba-1 mixers ignore the given recurrent state when they read more than one token"
-_MULTIMODAL = "it is a model of text and images or sound, whose positions no state implies: wrap its language model"
-
 REFUSED = {
     "falcon_mamba": f"{_DROPS}: use StatefulFalconMambaForCausalLM",
-    "glm5_next": _MULTIMODAL,
     "glm5_next_text": "its attention selects keys with an index that is kept in a cache of its own kind",
-    "inkling": _MULTIMODAL,
-    "inkling_mm_model": _MULTIMODAL,
     "inkling_text": "it has no recurrent layers, only attention with four short convolutions around each",
     "inkling2_text": "it has no recurrent layers, only attention with short convolutions around each",
     "jamba": _DROPS,

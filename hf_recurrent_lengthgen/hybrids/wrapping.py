@@ -11,9 +11,10 @@ the stock model. Called with one of them:
 - States are values as in the rest of this package: nothing given is written to, gradients flow through.
 - A state has one `LayerState` for every layer of the model's cache; parts that a layer lacks are (B, 0). The
   recurrent part keeps the layout of the model (`registry.py`), the convolution part is (B, C, K-1).
-- Attention layers carry nothing: each call attends to its own tokens, at positions from 0. That is what training
-  needs, where the state may come from another sequence. To continue one text at inference, give the stock cache
-  (`past_key_values`), which carries everything; `cache_from_state` and `state_from_cache` go between the two.
+- A state holds no keys and values: each call attends to its own tokens, at positions from 0. That is what training
+  needs, where the state may come from another sequence. To read one text in pieces, give every call the same
+  `attention_cache`, made by `new_attention_cache()`: it takes up the keys and values, and sets the positions.
+  Evaluation in chunks (`evaluation.streaming`) does so.
 - Padding is refused: stock mixers are not exact with it.
 """
 
@@ -32,21 +33,22 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
-from hf_recurrent_lengthgen.hybrids.channels import CacheChannel, channel_of
+from hf_recurrent_lengthgen.hybrids.channels import channel_of, copy_keys, repeated_keys
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
 from hf_recurrent_lengthgen.hybrids.single_token import limited_steps
+from hf_recurrent_lengthgen.hybrids.verify import close, evaluating, verify_stateful
 from hf_recurrent_lengthgen.models.recurrent_state import (
     LayerShape,
     RecurrentState,
     check_finite_state,
     check_state,
     map_state,
+    state_batch_size,
     state_dtype,
     zero_state,
 )
 
 OLDEST_TRANSFORMERS = "5.21"
-TOKENS = ("input_ids", "inputs_embeds")
 PACKED = ("position_ids", "seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
@@ -82,17 +84,24 @@ class StatefulMixin:
         """The state before any token, on the device of the model."""
         return zero_state(self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))
 
-    def cache_from_state(self: Any, state: RecurrentState) -> Any:
-        """A stock cache that has read what the state has read, without the keys and values of that text.
+    def new_attention_cache(self: Any) -> Cache | None:
+        """An empty cache for the keys and values of one text; None for a model without attention layers."""
+        return DynamicCache(config=self.config) if self.attends else None
 
-        It goes into `past_key_values` (`cache_params` of Mamba-2); tokens given with it start at position 0.
+    def cache_from_state(self: Any, state: RecurrentState, attention_cache: Cache | None = None) -> Any:
+        """A stock cache, for `past_key_values` (`cache_params` of Mamba-2), that has read what the state has read.
+
+        Without the attention cache of that text, tokens given with it start at position 0 and see nothing before.
         """
-        self._check_state(state, state[0].recurrent.shape[0])
-        return _channel(self).to_cache(self, map_state(lambda part: part.detach().clone(), state))
+        self._check_state(state, state_batch_size(state))
+        cache = channel_of(self).to_cache(self, map_state(lambda part: part.detach().clone(), state))
+        if attention_cache is not None:
+            copy_keys(attention_cache, cache)
+        return cache
 
     def state_from_cache(self: Any, cache: Any) -> RecurrentState:
-        """A copy of the recurrent and convolution states in a stock cache."""
-        return _channel(self).from_cache(self, cache)
+        """A copy of the recurrent and convolution states in a stock cache, without the keys and values."""
+        return channel_of(self).from_cache(self, cache)
 
     def _check_state(self: Any, state: RecurrentState, batch_size: int) -> RecurrentState:
         state = check_state(state, self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))
@@ -100,55 +109,60 @@ class StatefulMixin:
         return state
 
     def _forward(
-        self: Any, initial_state: RecurrentState | None, output_final_state: bool, arguments: dict[str, Any]
+        self: Any,
+        initial_state: RecurrentState | None,
+        output_final_state: bool,
+        attention_cache: Cache | None,
+        arguments: dict[str, Any],
     ) -> Any:
-        channel = _channel(self)
-        if initial_state is None and not output_final_state:
+        if initial_state is None and not output_final_state and attention_cache is None:
             return super().forward(**arguments)  # type: ignore[misc]
-        cache = arguments.get(channel.argument)
-        if cache is not None:
-            if initial_state is not None:
-                raise ValueError(
-                    f"Give initial_state or {channel.argument}, not both: each of them is the state to start from."
-                )
-            output = super().forward(**arguments | {"return_dict": True})  # type: ignore[misc]
-            final_state = self.state_from_cache(cache)
+        channel = channel_of(self)
+        batch_size, length = _check_arguments(channel.argument, arguments)
+        if attention_cache is not None and not self.attends:
+            raise ValueError(f"{type(self).__name__} has no attention layers: leave attention_cache out.")
+        if initial_state is None:
+            initial_state = self.zero_state(batch_size)
         else:
-            batch_size, length = _check_arguments(self, arguments)
-            if initial_state is None:
-                initial_state = self.zero_state(batch_size)
-            else:
-                initial_state = self._check_state(initial_state, batch_size)
-            carrier = channel.carrier(self, initial_state, length == 1, None)
-            output = self._carry(carrier, arguments)
-            final_state = carrier.final_state(batch_size, self.device, state_dtype(self.dtype))
+            initial_state = self._check_state(initial_state, batch_size)
+        carrier = channel.carrier(self, initial_state, length == 1, attention_cache)
+        if attention_cache is not None and "position_ids" in inspect.signature(self.forward).parameters:
+            start = attention_cache.get_seq_length()  # given, because Bamba does not ask the cache
+            arguments["position_ids"] = torch.arange(start, start + length, device=self.device)[None]
+        output = self._carry(carrier, arguments)
         stock_output: Any = type(output)
-        output = _output_class(stock_output)(
-            **{**output, channel.argument: cache}, final_state=final_state if output_final_state else None
-        )
-        wants_tuple = not (
-            self.config.return_dict if arguments.get("return_dict") is None else arguments["return_dict"]
-        )
-        return output.to_tuple() if wants_tuple else output
+        output = _output_class(stock_output)(**{**output, channel.argument: None})
+        if output_final_state:
+            output.final_state = carrier.final_state(batch_size, self.device, state_dtype(self.dtype))
+        return_dict = arguments.get("return_dict")
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     def _carry(self: Any, carrier: Any, arguments: dict[str, Any]) -> ModelOutput:
         """The stock forward pass with a carrier in the place of the cache."""
-        arguments = {**arguments, _channel(self).argument: carrier, "use_cache": False, "return_dict": True}
+        arguments = {**arguments, channel_of(self).argument: carrier, "use_cache": False, "return_dict": True}
         arguments.pop("attention_mask", None)
-        single_token = next(x for x in (arguments.get(k) for k in TOKENS) if x is not None).shape[1] == 1
-        with limited_steps(self) if single_token else nullcontext(), _checkpointing(self, not single_token):
+        single_token = _tokens(arguments).shape[1] == 1
+        with (
+            limited_steps(self) if single_token else nullcontext(),
+            _checkpointing(self, not single_token, getattr(carrier, "attention", None)),
+        ):
             return super().forward(**arguments)  # type: ignore[misc]
 
     def generate(
-        self: Any, inputs: Tensor | None = None, *args: Any, initial_state: RecurrentState | None = None, **kwargs: Any
+        self: Any,
+        inputs: Tensor | None = None,
+        *args: Any,
+        initial_state: RecurrentState | None = None,
+        attention_cache: Cache | None = None,
+        **kwargs: Any,
     ) -> Any:
         """`generate` of Transformers that can continue from a state.
 
         Args:
             inputs: Prompt, (B, T), or by keyword as in Transformers.
-            initial_state: State with B rows that has read what comes before the prompt. It is not changed. Attention
-                layers see the prompt and what is generated, at positions from 0; to let them see all of a long text,
-                continue from a stock cache (`load_cache`).
+            initial_state: State with B rows that has read what comes before the prompt. It is not changed.
+            attention_cache: The keys and values of what the state has read, not changed either. Without it, attention
+                layers see the prompt and what is generated only, at positions from 0.
 
         Raises:
             ValueError: if the state does not fit the prompt, holds NaN, or is given with a cache, without one, or
@@ -156,7 +170,7 @@ class StatefulMixin:
         """
         if initial_state is None:
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
-        channel = _channel(self)
+        channel = channel_of(self)
         if kwargs.get(channel.argument) is not None:
             raise ValueError(
                 f"Give initial_state or {channel.argument}, not both: each of them is the state to start from."
@@ -169,10 +183,16 @@ class StatefulMixin:
         if prompt is None:
             raise ValueError("generate(initial_state=...) needs a prompt of at least one token.")
         _refuse_padding(kwargs.get("attention_mask"))
-        self._check_state(initial_state, prompt.shape[0])
+        rows, length = prompt.shape[:2]
+        self._check_state(initial_state, rows)
         copies = max(config.num_beams or 1, config.num_return_sequences or 1)
-        rows = map_state(lambda part: part.repeat_interleave(copies, dim=0), initial_state)
-        kwargs[channel.argument] = self.cache_from_state(rows)
+        if attention_cache is not None:
+            # Positions and unread tokens follow from a mask over the whole text.
+            whole = attention_cache.get_seq_length() + length
+            kwargs["attention_mask"] = torch.ones(rows, whole, dtype=torch.long, device=prompt.device)
+            attention_cache = repeated_keys(attention_cache, copies)
+        initial_state = map_state(lambda part: part.repeat_interleave(copies, dim=0), initial_state)
+        kwargs[channel.argument] = self.cache_from_state(initial_state, attention_cache)
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -192,22 +212,21 @@ def _stateful_class(stock: Any) -> Any:
     signature = inspect.signature(stock.forward)
     parameters = list(signature.parameters.values())
     catch_all = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
-    added = [
-        inspect.Parameter("initial_state", inspect.Parameter.KEYWORD_ONLY, default=None),
-        inspect.Parameter("output_final_state", inspect.Parameter.KEYWORD_ONLY, default=False),
-    ]
+    defaults = {"initial_state": None, "output_final_state": False, "attention_cache": None}
+    added = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=v) for k, v in defaults.items()]
 
     def forward(
         self: Any,
         *args: Any,
         initial_state: RecurrentState | None = None,
         output_final_state: bool = False,
+        attention_cache: Cache | None = None,
         **kwargs: Any,
     ) -> Any:
         bound = signature.bind(self, *args, **kwargs).arguments
         extra = bound.pop(catch_all[0].name, {}) if catch_all else {}
         bound.pop("self")
-        return self._forward(initial_state, output_final_state, {**bound, **extra})
+        return self._forward(initial_state, output_final_state, attention_cache, {**bound, **extra})
 
     forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[p for p in parameters if p not in catch_all] + added + catch_all
@@ -224,30 +243,30 @@ def _output_class(stock: Any) -> Any:
     return dataclasses.make_dataclass(f"Stateful{stock.__name__}", fields, bases=(stock,))
 
 
-def _channel(model: Any) -> CacheChannel:
-    return channel_of(model, inspect.signature(type(model).forward).parameters)
+def _tokens(arguments: dict[str, Any]) -> Tensor:
+    """Ids or embeddings among the arguments."""
+    given = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
+    if len(given) != 1 or given[0].shape[1] == 0:
+        raise ValueError("Give exactly one of input_ids and inputs_embeds, with at least one token.")
+    return given[0]
 
 
-def _check_arguments(model: Any, arguments: dict[str, Any]) -> tuple[int, int]:
+def _check_arguments(cache_argument: str, arguments: dict[str, Any]) -> tuple[int, int]:
     """Number of rows and tokens, after refusing what cannot go with states."""
-    tokens = next((x for x in (arguments.get(k) for k in TOKENS) if x is not None), None)
-    if tokens is None:
-        raise ValueError("Give exactly one of input_ids and inputs_embeds.")
-    if tokens.shape[1] == 0:
-        raise ValueError("The input has no tokens; give at least one.")
-    if arguments.get("use_cache"):
+    rows, length = _tokens(arguments).shape[:2]
+    if arguments.get("use_cache") or arguments.get(cache_argument) is not None:
         raise ValueError(
-            "use_cache does not go with initial_state or output_final_state: the state is what the next call needs. "
-            "To generate from a state, call generate(initial_state=...)."
+            f"use_cache and {cache_argument} do not go with states: give attention_cache to let attention layers see "
+            "what came before, and call generate(initial_state=...) to generate."
         )
     packed = [name for name in PACKED if arguments.get(name) is not None]
     if packed:
         raise ValueError(
-            f"{packed} do not go with initial_state or output_final_state: rows are not packed, positions start at 0. "
-            "Give one sequence in each row, without them."
+            f"{packed} do not go with states: rows hold one sequence each, and positions follow from attention_cache. "
+            "Leave them out."
         )
     _refuse_padding(arguments.get("attention_mask"))
-    return tokens.shape[0], tokens.shape[1]
+    return rows, length
 
 
 def _refuse_padding(mask: Any) -> None:
@@ -259,13 +278,13 @@ def _refuse_padding(mask: Any) -> None:
 
 
 @contextmanager
-def _checkpointing(model: nn.Module, enabled: bool) -> Iterator[None]:
+def _checkpointing(model: nn.Module, enabled: bool, attention: Cache | None) -> Iterator[None]:
     """Let activation checkpointing keep the carrier, which recomputation may write to again; or do without it.
 
     A single token has nothing to recompute, and its steps are not the stock ones (`limited_steps`).
 
     Raises:
-        ValueError: for reentrant checkpointing.
+        ValueError: for reentrant checkpointing, and if keys and values are to be kept.
     """
     layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     layers = [layer for layer in layers if layer.gradient_checkpointing and layer.training]
@@ -275,6 +294,11 @@ def _checkpointing(model: nn.Module, enabled: bool) -> Iterator[None]:
                 "Reentrant activation checkpointing loses the gradients through recurrent states: "
                 'use gradient_checkpointing_kwargs={"use_reentrant": False}.'
             )
+    if layers and enabled and attention is not None:
+        raise ValueError(
+            "attention_cache does not go with activation checkpointing, whose recomputation would add the keys again: "
+            "leave one of them out."
+        )
     try:
         for layer in layers:
             layer.gradient_checkpointing, layer._can_checkpoint_with_cache = enabled, True
@@ -285,19 +309,6 @@ def _checkpointing(model: nn.Module, enabled: bool) -> Iterator[None]:
             del layer._can_checkpoint_with_cache
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; modules go back to the mode they had."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def _layout_of(model: Any) -> _Layout:
     """What one token shows of the model's states.
 
@@ -305,8 +316,8 @@ def _layout_of(model: Any) -> _Layout:
         ValueError: if there are none, or if the state before the first token is not zero.
     """
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    channel, dtype = _channel(model), state_dtype(model.dtype)
-    with _evaluating(model):
+    channel, dtype = channel_of(model), state_dtype(model.dtype)
+    with evaluating(model):
         carrier = channel.carrier(model, None, True, None)
         from_nothing = model._carry(carrier, {"input_ids": token})
         state = carrier.final_state(1, model.device, dtype)
@@ -315,46 +326,9 @@ def _layout_of(model: Any) -> _Layout:
             raise ValueError(f"{type(model).__name__} has no recurrent layers: there is no state to carry.")
         zero = zero_state(shapes, 1, model.device, dtype)
         from_zero = model._carry(channel.carrier(model, zero, True, None), {"input_ids": token})
-    if model.device.type != "meta" and not _close(from_zero[0], from_nothing[0]):
+    if model.device.type != "meta" and not close(from_zero[0], from_nothing[0]):
         raise ValueError(f"{type(model).__name__} starts from a state that is not zero, which is not supported.")
     return _Layout(shapes, tuple(carrier.dropped_columns), carrier.attends)
-
-
-def _close(actual: Tensor, expected: Tensor) -> bool:
-    """Equal but for rounding in the dtype of the model."""
-    tolerance = 0.05 if expected.dtype.itemsize < 4 else 1e-3
-    return bool((actual - expected).abs().max() <= tolerance * expected.abs().max())
-
-
-def verify_stateful(model: PreTrainedModel, length: int = 5) -> None:
-    """Check on random tokens that a stateful model read in pieces gives the outputs of the stock model.
-
-    The keys and values of attention layers are carried here, so that every model must agree.
-
-    Raises:
-        ValueError: if it does not: the model drops or misuses its state.
-    """
-    stateful_model: Any = model
-    channel, dtype = _channel(model), state_dtype(model.dtype)
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = stateful_model.config.get_text_config(decoder=True).vocab_size
-    tokens = torch.randint(vocabulary, (1, length), generator=generator).to(model.device)
-    attention = DynamicCache(config=model.config) if stateful_model.attends else None
-    has_positions = "position_ids" in inspect.signature(model.forward).parameters
-    state, pieces, start = stateful_model.zero_state(1), [], 0
-    with _evaluating(model):
-        whole = model(input_ids=tokens, use_cache=False)[0]
-        for piece in tokens.split(2, dim=1):
-            stop = start + piece.shape[1]
-            carrier = channel.carrier(model, state, piece.shape[1] == 1, attention)
-            positions = {"position_ids": torch.arange(start, stop, device=model.device)[None]} if has_positions else {}
-            pieces.append(stateful_model._carry(carrier, {"input_ids": piece, **positions})[0])
-            state, start = carrier.final_state(1, model.device, dtype), stop
-    if not _close(torch.cat(pieces, 1), whole):
-        raise ValueError(
-            f"{type(model).__name__} gives other outputs in pieces with the state carried than in one: it drops or "
-            "misuses its state, so it cannot be trained or evaluated with states."
-        )
 
 
 def stateful(model: PreTrainedModel) -> Any:
@@ -365,9 +339,9 @@ def stateful(model: PreTrainedModel) -> Any:
             taken if `verify_stateful` passes on it. Not a PEFT wrapper: wrap first, add adapters then.
 
     Returns:
-        The same object. Its `forward` takes `initial_state` and `output_final_state` and returns `final_state`, its
-        `generate` takes `initial_state`; it has `state_shapes()`, `zero_state(batch_size)`, `cache_from_state(state)`
-        and `state_from_cache(cache)`.
+        The same object. Its `forward` takes `initial_state`, `output_final_state` and `attention_cache` and returns
+        `final_state`, its `generate` takes `initial_state` and `attention_cache`; it has the methods of
+        `StatefulMixin`.
 
     Raises:
         ValueError: with the reason, if the model's states cannot be carried.
@@ -393,7 +367,7 @@ def stateful(model: PreTrainedModel) -> Any:
     model.__class__ = _stateful_class(stock)
     try:
         model._layout = _layout_of(model)  # type: ignore[assignment]
-        if model_type not in SUPPORTED:
+        if model.config.model_type not in SUPPORTED:
             verify_stateful(model)
     except Exception:
         model.__class__ = stock

@@ -1,0 +1,110 @@
+"""Files that hold everything a hybrid model knows of a text: its state, keys and values.
+
+`save_state` of this package writes the state alone, which is all that training uses and all that a recurrent model
+has. To go on with one text, a model with attention layers also needs the keys and values of that text; they grow with
+its length.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.models.recurrent_state import (
+    LayerState,
+    RecurrentState,
+    check_finite_state,
+    check_state,
+    state_dtype,
+)
+
+FORMAT, FORMAT_VERSION = "hybrid_state", 1
+
+
+def save_hybrid_state(
+    path: str | os.PathLike[str],
+    state: RecurrentState,
+    attention_cache: Cache | None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a state with the keys and values of its text as a safetensors file.
+
+    Args:
+        path: File to write; replaced only when the new one is complete.
+        state: State after the text; must be finite.
+        attention_cache: The attention cache after the same text; None for a model without attention layers.
+        metadata: Free text fields kept beside it, for instance the model it belongs to.
+    """
+    check_finite_state(state, "state")
+    layers: list[Any] = [] if attention_cache is None else attention_cache.layers
+    tensors = {f"layers.{i}.{k}": part for i, layer in enumerate(state) for k, part in layer._asdict().items()}
+    lengths = {}
+    for index, layer in enumerate(layers):
+        if getattr(layer, "keys", None) is not None:
+            tensors |= {f"layers.{index}.keys": layer.keys, f"layers.{index}.values": layer.values}
+            lengths[index] = layer.get_seq_length()
+    header = {
+        "format": FORMAT,
+        "format_version": str(FORMAT_VERSION),
+        "num_layers": str(len(state)),
+        "lengths": json.dumps(lengths),
+        "metadata": json.dumps(dict(metadata or {})),
+    }
+    with replacing(path) as temporary:
+        save_file({k: x.detach().to("cpu", copy=True).contiguous() for k, x in tensors.items()}, temporary, header)
+
+
+def load_hybrid_state(path: str | os.PathLike[str], model: Any) -> tuple[RecurrentState, Cache | None, dict[str, str]]:
+    """Read a file of `save_hybrid_state` for a wrapped model.
+
+    Returns:
+        The state and the attention cache, on the device of the model, for `initial_state` and `attention_cache` of
+        its calls and of `generate`; and the metadata. The cache is None for a model without attention layers.
+
+    Raises:
+        ValueError: if the file is truncated, of another kind or newer format, or does not fit the model.
+    """
+    name = os.fspath(path)
+    try:
+        with safe_open(name, framework="pt", device=str(model.device)) as file:
+            header = file.metadata() or {}
+            tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}
+    except SafetensorError as error:
+        raise ValueError(f"{name} is not a readable safetensors file ({error}); it may be truncated.") from error
+    if header.get("format") != FORMAT:
+        raise ValueError(
+            f"{name} holds no state with keys and values: its format is {header.get('format')!r}. Read a state alone "
+            "with load_state."
+        )
+    if int(header["format_version"]) > FORMAT_VERSION:
+        raise ValueError(
+            f"{name} has format version {header['format_version']}, this code reads up to {FORMAT_VERSION}: "
+            "update hf_recurrent_lengthgen."
+        )
+    shapes, lengths = model.state_shapes(), {int(k): n for k, n in json.loads(header["lengths"]).items()}
+    attention_cache = model.new_attention_cache()
+    layers: list[Any] = [] if attention_cache is None else attention_cache.layers
+    attending = [i for i, layer in enumerate(layers) if hasattr(layer, "keys") and i in lengths]
+    expected = {f"layers.{i}.{k}" for i in range(len(shapes)) for k in LayerState._fields}
+    expected |= {f"layers.{i}.{k}" for i in attending for k in ("keys", "values")}
+    if set(tensors) != expected:
+        raise ValueError(
+            f"{name} does not fit {type(model).__name__}: it lacks {sorted(expected - set(tensors))} and has "
+            f"{sorted(set(tensors) - expected)} more."
+        )
+    state = tuple(LayerState(*(tensors[f"layers.{i}.{k}"] for k in LayerState._fields)) for i in range(len(shapes)))
+    rows = state[0].recurrent.shape[0]
+    state = check_state(state, shapes, rows, model.device, state_dtype(model.dtype), name)
+    check_finite_state(state, name)
+    for index in attending:
+        layer = layers[index]
+        layer.update(tensors[f"layers.{index}.keys"], tensors[f"layers.{index}.values"])
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = lengths[index]
+    return state, attention_cache, json.loads(header["metadata"])

@@ -1,0 +1,228 @@
+"""Measure on tiny random models which recurrent model types of Transformers keep the state contract.
+
+    python -m hf_recurrent_lengthgen.hybrids.support            print the table
+    python -m hf_recurrent_lengthgen.hybrids.support --write    put it into this folder's README.md
+
+Every number compares with the stock model reading 65 tokens at once, except where it says otherwise, and is relative
+to the largest entry of what it is compared with.
+"""
+
+import argparse
+import copy
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hf_recurrent_lengthgen.hybrids.channels import channel_of
+from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
+from hf_recurrent_lengthgen.hybrids.tiny_models import VOCABULARY, tiny_model
+from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
+from hf_recurrent_lengthgen.hybrids.wrapping import stateful
+from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state
+
+README = Path(__file__).with_name("README.md")
+BEGIN, END = "<!-- begin of the generated table -->", "<!-- end of the generated table -->"
+PIECES = (3, 1, 59, 2)
+TOLERANCE = 1e-3
+
+
+class Errors(NamedTuple):
+    """Largest relative errors of a model type.
+
+    Attributes:
+        outputs: Logits read in pieces, keys and values carried.
+        states: The state after them, against the stock cache.
+        gradients: Of the inputs and all parameters, through the states, in training mode.
+        initial: Gradients of a given initial state and of what follows it, in pieces against at once.
+        checkpointed: Outputs, states and gradients of the public call with activation checkpointing against without.
+    """
+
+    outputs: float
+    states: float
+    gradients: float
+    initial: float
+    checkpointed: float
+
+
+class Row(NamedTuple):
+    """A model type in the table; `errors` is None and `reason` is given if it is refused."""
+
+    model_type: str
+    layout: str
+    errors: Errors | None
+    generates: bool
+    saves: bool
+    reason: str
+
+    @property
+    def supported(self) -> bool:
+        """Whether everything holds."""
+        return self.errors is not None and max(self.errors) <= TOLERANCE and self.generates and self.saves
+
+
+def relative_error(actual: list[Tensor], expected: list[Tensor]) -> float:
+    """Largest error of any tensor relative to its largest entry; entries near zero for all of them count as equal."""
+    scales = [float(value.detach().abs().max()) if value.numel() else 0.0 for value in expected]
+    errors = [0.0]
+    for one, other, scale in zip(actual, expected, scales, strict=True):
+        if scale > 1e-5 * max(scales):
+            errors.append(float((one - other).detach().abs().max()) / scale)
+    return max(errors)
+
+
+def weighted_sum(tensors: list[Tensor]) -> Tensor:
+    """A number that depends on every entry."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.stack([(x * torch.randn(x.shape, generator=generator).to(x)).sum() for x in tensors]).sum()
+
+
+def gradients(objective: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """Gradients, zero where there is none."""
+    found = torch.autograd.grad(objective, leaves, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+
+
+def parts(state: RecurrentState) -> list[Tensor]:
+    """The tensors of a state that are not empty."""
+    return [part for layer in state for part in layer if part.numel()]
+
+
+def random_state(model: Any, rows: int) -> RecurrentState:
+    """A state of nonzero values, that of two random tokens, with gradients."""
+    tokens = torch.randint(3, VOCABULARY, (rows, 2), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        state = model(input_ids=tokens, output_final_state=True).final_state
+    return map_state(lambda part: part.detach().clone().requires_grad_(), state)
+
+
+def measure_errors(model_type: str, pieces: tuple[int, ...] = PIECES, **changes: Any) -> Errors:
+    """Largest errors of a tiny model of this type."""
+    stock: Any = tiny_model(model_type, **changes)
+    model = stateful(copy.deepcopy(stock))
+    tokens = torch.randint(3, VOCABULARY, (2, sum(pieces)), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        cache = getattr(stock(input_ids=tokens, use_cache=True), channel_of(model).argument)
+    expected_state = parts(model.state_from_cache(cache))
+    del cache
+
+    def run(read: Callable[[Tensor], tuple[Tensor, list[Tensor]]], owner: Any, leaves: list[Tensor]) -> list[Tensor]:
+        embeds = owner.get_input_embeddings()(tokens).detach().requires_grad_()
+        logits, final = read(embeds)
+        return [logits, *final, *gradients(weighted_sum([logits, *final]), [embeds, *leaves, *owner.parameters()])]
+
+    stock.train(), model.train()
+    whole = run(lambda x: (stock(inputs_embeds=x, use_cache=False).logits, []), stock, [])
+    split = run(lambda x: (read_in_pieces(model, x, pieces)[0], []), model, [])
+    state = parts(read_in_pieces(model, tokens, pieces)[1])
+
+    initial = random_state(model, 2)
+
+    def from_initial(lengths: tuple[int, ...]) -> Callable[[Tensor], tuple[Tensor, list[Tensor]]]:
+        def read(embeds: Tensor) -> tuple[Tensor, list[Tensor]]:
+            logits, final = read_in_pieces(model, embeds, lengths, initial)
+            return logits, parts(final)
+
+        return read
+
+    def public(embeds: Tensor) -> tuple[Tensor, list[Tensor]]:
+        output = model(inputs_embeds=embeds, initial_state=initial, output_final_state=True)
+        return output.logits, parts(output.final_state)
+
+    started_split, started_whole = (
+        run(from_initial(lengths), model, parts(initial)) for lengths in (pieces, (sum(pieces),))
+    )
+    plain = run(public, model, parts(initial))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpointed = run(public, model, parts(initial))
+    return Errors(
+        outputs=relative_error(split[:1], whole[:1]),
+        states=relative_error(state, expected_state),
+        gradients=relative_error(split[1:], whole[1:]),
+        initial=relative_error(started_split, started_whole),
+        checkpointed=relative_error(checkpointed, plain),
+    )
+
+
+def generates(model_type: str) -> bool:
+    """Whether greedy `generate` from a state picks the tokens that repeated calls from that state pick."""
+    model = stateful(tiny_model(model_type))
+    state = map_state(Tensor.detach, random_state(model, 1))
+    prompt = torch.randint(3, VOCABULARY, (1, 4), generator=torch.Generator().manual_seed(4))
+    generated = model.generate(prompt, initial_state=state, max_new_tokens=5, do_sample=False, eos_token_id=None)
+    text = prompt
+    for _ in range(5):
+        with torch.no_grad():
+            logits = model(input_ids=text, initial_state=state).logits
+        text = torch.cat([text, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    return torch.equal(generated, text)
+
+
+def saves_stock(model_type: str) -> bool:
+    """Whether the saved checkpoint is the stock one, which the stock class reads."""
+    stock: Any = tiny_model(model_type)
+    with tempfile.TemporaryDirectory() as folder:
+        stateful(copy.deepcopy(stock)).save_pretrained(folder)
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
+    same_weights = stock.state_dict().keys() == loaded.state_dict().keys() and all(
+        torch.equal(value, loaded.state_dict()[key]) for key, value in stock.state_dict().items()
+    )
+    return same_weights and type(loaded) is type(stock)
+
+
+def measure(model_type: str) -> Row:
+    """The row of a model type."""
+    if model_type in REFUSED:
+        return Row(model_type, "", None, False, False, REFUSED[model_type])
+    layout = SUPPORTED[model_type].state
+    errors = measure_errors(model_type)
+    return Row(model_type, layout, errors, generates(model_type), saves_stock(model_type), "")
+
+
+def table(rows: list[Row]) -> str:
+    """The Markdown table."""
+    lines = [
+        "| `model_type` | works | recurrent part | outputs | states | gradients | initial state | checkpointed |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row.errors is None:
+            lines.append(f"| `{row.model_type}` | no: {row.reason} | | | | | | |")
+        else:
+            works = "yes" if row.supported else "**no**"
+            numbers = " | ".join(f"{error:.0e}" for error in row.errors)
+            lines.append(f"| `{row.model_type}` | {works} | {row.layout} | {numbers} |")
+    return "\n".join(lines)
+
+
+def verdicts(text: str) -> dict[str, str]:
+    """Model type and its first three columns, without the measured numbers, of the table in a text."""
+    rows = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| `") and "model_type" not in line]
+    return {cells[0].strip(): " ".join(cell.strip() for cell in cells[1:]) for cells in rows}
+
+
+def main() -> None:
+    """Print the table or write it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hf_recurrent_lengthgen.hybrids.support",
+        description="Test the state contract on a tiny random model of every recurrent model type of Transformers.",
+    )
+    parser.add_argument("--write", action="store_true", help=f"put the table into {README.name} of this folder")
+    options = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    text = table([measure(model_type) for model_type in sorted({*SUPPORTED, *REFUSED})])
+    if options.write:
+        before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+        README.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    else:
+        print(f"Transformers {transformers.__version__}\n\n{text}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Reading a text in pieces through a wrapped model, and the check that this changes nothing."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; modules go back to the mode they had."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def close(actual: Tensor, expected: Tensor) -> bool:
+    """Equal but for rounding in the dtype of the model."""
+    tolerance = 0.05 if expected.dtype.itemsize < 4 else 1e-3
+    return bool((actual - expected).abs().max() <= tolerance * expected.abs().max())
+
+
+def read_in_pieces(
+    model: Any, tokens: Tensor, lengths: Sequence[int], state: RecurrentState | None = None
+) -> tuple[Tensor, RecurrentState]:
+    """Read one text in pieces, which must equal reading it at once.
+
+    Args:
+        model: A wrapped model.
+        tokens: Ids (B, T) or embeddings (B, T, D).
+        lengths: Tokens of each piece, T in sum.
+        state: State before the first token; zero when None.
+
+    Returns:
+        The outputs (B, T, V), or (B, T, D) without a head, and the state after the tokens.
+    """
+    name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
+    attention_cache, outputs = model.new_attention_cache(), []
+    for piece in tokens.split(list(lengths), dim=1):
+        output = model(**{name: piece}, initial_state=state, output_final_state=True, attention_cache=attention_cache)
+        outputs.append(output[0])
+        state = output.final_state
+    assert state is not None
+    return torch.cat(outputs, dim=1), state
+
+
+def verify_stateful(model: Any) -> None:
+    """Check on five random tokens that a wrapped model in pieces gives the outputs of the stock model.
+
+    Raises:
+        ValueError: if it does not: the model drops or misuses its state.
+    """
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    tokens = torch.randint(vocabulary, (1, 5), generator=torch.Generator().manual_seed(0)).to(model.device)
+    with evaluating(model):
+        whole = model(input_ids=tokens, use_cache=False)[0]
+        pieces, _ = read_in_pieces(model, tokens, (2, 2, 1))
+    if not close(pieces, whole):
+        raise ValueError(
+            f"{type(model).__name__} gives other outputs in pieces with the state carried than in one: it drops or "
+            "misuses its state, so it cannot be trained or evaluated with states."
+        )
