@@ -56,20 +56,28 @@ def test_the_training_scripts_run(name: str, tmp_path: Path, monkeypatch: pytest
     assert weights["backbone.layers.1.mixer.A_log"].shape == (6,)
 
 
-def test_a_text_is_read_once_and_continued_from_the_file(
+def test_a_document_is_read_once_and_asked_from_the_file(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("abc" * 2000)
     state = tmp_path / "state.safetensors"
-    arguments = ("--model", checkpoint, "--text", text, "--state", state, "--tokens", 3, "--prompt", "The end")
-    run_example("continue_from_state.py", monkeypatch, *arguments)
+    arguments = ("--model", checkpoint, "--document", text, "--state", state, "--tokens", 3, "--length", 5000)
+    run_example("ask_a_long_document.py", monkeypatch, *arguments, "--ask", "The end", "--ask", "or")
     shown = capsys.readouterr().out
-    assert "Read 6,000 tokens into " in shown
-    assert "The end" in shown
+    assert "Read 5,000 tokens in " in shown
+    assert "Asked 2 times" in shown
+    answers = shown.split("'The end': ")[1]
     layers, metadata = load_state(state)
     assert len(layers) == 2
-    assert metadata == {"model": str(checkpoint), "text": str(text)}
+    assert metadata["model"] == str(checkpoint)
+    run_example("ask_a_long_document.py", monkeypatch, *arguments, "--ask", "The end", "--ask", "or")
+    again = capsys.readouterr().out
+    assert "Read " not in again
+    assert again.split("'The end': ")[1] == answers
+    text.write_text("another text" * 1000)
+    with pytest.raises(SystemExit, match="comes from another model or document"):
+        run_example("ask_a_long_document.py", monkeypatch, *arguments)
 
 
 def test_the_config_trains(checkpoint: Path, tmp_path: Path) -> None:

@@ -9,11 +9,20 @@ import datasets
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.data import byte_tokenizer, load_texts, standard_library_corpus, token_stream
-from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
+from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
 
 STANDARD_LIBRARY = "stdlib"
 DATA_HELP = (
@@ -52,34 +61,43 @@ def quiet_libraries(*what: Literal["warnings", "bars"]) -> Iterator[None]:
 def load_model(name: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """Load a language model that takes states, with float32 weights.
 
-    Our checkpoints load as they are, Transformers' own Mamba-2 checkpoints into our class (same parameter names),
-    others with their own code if `trust_remote_code` allows it.
+    Our checkpoints load as they are; those of Transformers and fla load into our class of the same parameter names;
+    hybrids and other recurrent models of Transformers are wrapped by `stateful`.
 
     Raises:
-        ValueError: for a folder that holds no checkpoint, an architecture we have no stateful class for, damaged
+        ValueError: for a folder that holds no checkpoint, an architecture that cannot be given states, damaged
             weights, and weights that are missing, left over or of other shapes than the config says.
     """
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise ValueError(f"{name} holds no config.json, so it is no checkpoint.")
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except OSError as error:
-        raise ValueError(f"{name} is no checkpoint folder here, and no model on the Hub: {error}") from error
     # the small steps of post-training vanish in bfloat16 weights; --bf16 is for computing
     loading: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": torch.float32}
     loader: Any = AutoModelForCausalLM
-    if config.model_type == "mamba2":
-        settings = {
-            key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")
-        }
-        loader, loading["config"] = StatefulMamba2ForCausalLM, StatefulMamba2Config(**settings)
-    elif config.model_type.startswith("stateful_"):
+    wrap = False
+    try:
+        settings, _ = PreTrainedConfig.get_config_dict(name)
+        model_type = settings.get("model_type")
+        if model_type in STATEFUL_CLASSES:
+            loader = STATEFUL_CLASSES[model_type]
+            settings = {
+                key: v for key, v in settings.items() if key not in ("model_type", "architectures", "auto_map")
+            }
+            loading["config"] = loader.config_class(**settings)
+        else:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            model_type = config.model_type
+    except OSError as error:
+        raise ValueError(f"{name} is no checkpoint folder here, and no model on the Hub: {error}") from error
+    if str(model_type).startswith("stateful_"):
         loading["trust_remote_code"] = trust_remote_code
-    else:
-        raise ValueError(
-            f"{name} is of type {config.model_type!r}; models that can be given states are mamba2 and the checkpoints "
-            "of this package."
-        )
+    elif model_type not in STATEFUL_CLASSES:
+        if model_type not in SUPPORTED:
+            reason = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
+            raise ValueError(
+                f"{name} is of type {model_type!r}, which cannot be given states{reason}. Possible are checkpoints "
+                f"of this package, {', '.join(sorted(STATEFUL_CLASSES))}, {', '.join(sorted(SUPPORTED))}."
+            )
+        wrap = True
     try:
         # Its warning about the weights becomes an error below.
         with quiet_libraries("warnings"):
@@ -90,7 +108,7 @@ def load_model(name: str, trust_remote_code: bool = False) -> PreTrainedModel:
     if any(problems.values()):
         told = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
         raise ValueError(f"The weights in {name} do not fit its config.json, {told}.")
-    return model
+    return stateful(model) if wrap else model
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

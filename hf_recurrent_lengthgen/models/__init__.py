@@ -20,15 +20,55 @@ from .modeling_stateful_mamba2 import StatefulMamba2ForCausalLM, StatefulMamba2M
 from .modeling_stateful_rwkv5 import StatefulRWKV5ForCausalLM, StatefulRWKV5Model
 from .modeling_stateful_rwkv6 import StatefulRWKV6ForCausalLM, StatefulRWKV6Model
 
-for _config, _model, _causal_lm in (
-    (StatefulGLAConfig, StatefulGLAModel, StatefulGLAForCausalLM),
-    (StatefulHGRN2Config, StatefulHGRN2Model, StatefulHGRN2ForCausalLM),
-    (StatefulLinearAttentionConfig, StatefulLinearAttentionModel, StatefulLinearAttentionForCausalLM),
-    (StatefulMambaConfig, StatefulMambaModel, StatefulMambaForCausalLM),
-    (StatefulMamba2Config, StatefulMamba2Model, StatefulMamba2ForCausalLM),
-    (StatefulRWKV5Config, StatefulRWKV5Model, StatefulRWKV5ForCausalLM),
-    (StatefulRWKV6Config, StatefulRWKV6Model, StatefulRWKV6ForCausalLM),
-):
-    AutoConfig.register(_config.model_type, _config)
-    AutoModel.register(_config, _model)
-    AutoModelForCausalLM.register(_config, _causal_lm)
+CAUSAL_LM_CLASSES = (
+    StatefulGLAForCausalLM,
+    StatefulHGRN2ForCausalLM,
+    StatefulLinearAttentionForCausalLM,
+    StatefulMambaForCausalLM,
+    StatefulMamba2ForCausalLM,
+    StatefulRWKV5ForCausalLM,
+    StatefulRWKV6ForCausalLM,
+)
+
+# Upstream checkpoints whose parameters our class takes as they are, by the model type in their config.json.
+STATEFUL_CLASSES = {
+    "falcon_mamba": StatefulMambaForCausalLM,
+    "gla": StatefulGLAForCausalLM,
+    "hgrn2": StatefulHGRN2ForCausalLM,
+    "linear_attn": StatefulLinearAttentionForCausalLM,
+    "mamba": StatefulMambaForCausalLM,
+    "mamba2": StatefulMamba2ForCausalLM,
+    "rwkv5": StatefulRWKV5ForCausalLM,
+    "rwkv6": StatefulRWKV6ForCausalLM,
+}
+
+for _class in CAUSAL_LM_CLASSES:
+    AutoConfig.register(_class.config_class.model_type, _class.config_class)
+    AutoModel.register(_class.config_class, _class.backbone_class)
+    AutoModelForCausalLM.register(_class.config_class, _class)
+
+__all__ = [
+    "CAUSAL_LM_CLASSES",
+    "STATEFUL_CLASSES",
+    "StatefulGLAConfig",
+    "StatefulGLAForCausalLM",
+    "StatefulGLAModel",
+    "StatefulHGRN2Config",
+    "StatefulHGRN2ForCausalLM",
+    "StatefulHGRN2Model",
+    "StatefulLinearAttentionConfig",
+    "StatefulLinearAttentionForCausalLM",
+    "StatefulLinearAttentionModel",
+    "StatefulMamba2Config",
+    "StatefulMamba2ForCausalLM",
+    "StatefulMamba2Model",
+    "StatefulMambaConfig",
+    "StatefulMambaForCausalLM",
+    "StatefulMambaModel",
+    "StatefulRWKV5Config",
+    "StatefulRWKV5ForCausalLM",
+    "StatefulRWKV5Model",
+    "StatefulRWKV6Config",
+    "StatefulRWKV6ForCausalLM",
+    "StatefulRWKV6Model",
+]

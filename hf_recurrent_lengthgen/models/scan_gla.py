@@ -150,6 +150,11 @@ class ChunkedGatedScan(torch.autograd.Function):
         chunk_size: int,
     ) -> tuple[Tensor, Tensor]:
         (batch, length, heads, state_dim), head_dim = q.shape, v.shape[3]
+        if not (q.shape == k.shape == g.shape and q.shape[:3] == v.shape[:3]):
+            shapes = [tuple(t.shape) for t in (q, k, g, v)]
+            raise ValueError(
+                f"Queries, keys and gates must have one shape (B, T, H, N), and values (B, T, H, P), got {shapes}."
+            )
         size = 1
         while size < min(chunk_size, length):
             size *= 2
