@@ -1,0 +1,400 @@
+"""Every scan against its definition: outputs, final state, every gradient, any length, any split, any decay."""
+
+import math
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_recurrent_lengthgen.models import scan_gla as gla_module
+from hf_recurrent_lengthgen.models import scan_rwkv6 as rwkv6_module
+from hf_recurrent_lengthgen.models import scan_ssd as ssd_module
+from hf_recurrent_lengthgen.models.scan_gla import scan_gla
+from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6
+from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd, scan_ssd_reference
+
+from .law import assert_equal_up_to
+from .scans import GLA, RWKV6, SCANS, Inputs, Scan, gla_inputs, rwkv6_inputs, ssd_inputs
+from .scans import ssd as ssd_scan
+
+LENGTHS = [1, 2, 3, 63, 64, 65, 200]
+every_scan = pytest.mark.parametrize("scan", SCANS, ids=lambda scan: scan.name)
+every_length = pytest.mark.parametrize("length", LENGTHS)
+
+
+def run(
+    scan: Scan, function: object, inputs: Inputs, cuts: tuple[int, ...] = (), **options: object
+) -> dict[str, Tensor]:
+    """Outputs, final state and gradients of a random functional of both; `function` is one of those of `scan`."""
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in inputs.items()}
+    outputs, length, carried = [], inputs[scan.over_time[0]].shape[1], leaves
+    for start, stop in zip([0, *cuts], [*cuts, length], strict=True):
+        piece = {name: leaves[name][:, start:stop] for name in scan.over_time}
+        y, state = function(**(carried | piece), **options)  # type: ignore[operator]
+        carried = carried | {"initial_state": state}
+        outputs.append(y)
+    y = torch.cat(outputs, 1)
+    generator = torch.Generator().manual_seed(7)
+    functional = sum(
+        (r * torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r.dtype)).sum() for r in (y, state)
+    )
+    gradients = torch.autograd.grad(functional, list(leaves.values()))
+    named = {f"gradient of {name}": value for name, value in zip(leaves, gradients, strict=True)}
+    return {"y": y.detach(), "final state": state.detach()} | named
+
+
+def single(inputs: Inputs) -> Inputs:
+    return {name: value.float() for name, value in inputs.items()}
+
+
+@every_scan
+@every_length
+def test_the_reference_is_the_equation(scan: Scan, length: int) -> None:
+    inputs = scan.make_inputs(min(length, 66))
+    assert_equal_up_to(1e-12, run(scan, scan.reference, inputs), run(scan, scan.loop, inputs))
+
+
+@every_scan
+@pytest.mark.parametrize("chunk_size", [1, 7, 64, 256])
+@every_length
+def test_the_chunked_form_equals_the_definition(scan: Scan, length: int, chunk_size: int) -> None:
+    inputs = scan.make_inputs(length)
+    chunked = run(scan, scan.scan, inputs, chunk_size=chunk_size)
+    assert_equal_up_to(1e-12, chunked, run(scan, scan.reference, inputs))
+
+
+@every_scan
+@every_length
+def test_float32_stays_close_to_float64(scan: Scan, length: int) -> None:
+    inputs = scan.make_inputs(length)
+    exact = run(scan, scan.reference, inputs)
+    chunked = {name: value.double() for name, value in run(scan, scan.scan, single(inputs)).items()}
+    assert_equal_up_to(scan.error, chunked, exact)
+
+
+@every_scan
+@settings(max_examples=15, deadline=None, database=None, derandomize=True)
+@given(data=st.data())
+def test_any_split_equals_the_whole(scan: Scan, data: st.DataObject) -> None:
+    length = data.draw(st.integers(2, 200))
+    cuts = tuple(sorted(data.draw(st.sets(st.integers(1, length - 1), min_size=1, max_size=6))))
+    chunk_size = data.draw(st.sampled_from([3, 16, 64]))
+    inputs = scan.make_inputs(length)
+    split = run(scan, scan.scan, inputs, cuts, chunk_size=chunk_size)
+    assert_equal_up_to(1e-11, split, run(scan, scan.scan, inputs))
+    inputs = single(inputs)
+    split = run(scan, scan.scan, inputs, cuts, chunk_size=chunk_size)
+    assert_equal_up_to(2 * scan.error, split, run(scan, scan.scan, inputs))
+
+
+@pytest.mark.parametrize("scan", [scan for scan in SCANS if scan.name != "ssd-4-groups"], ids=lambda scan: scan.name)
+def test_gradients_are_those_of_finite_differences(scan: Scan) -> None:
+    inputs = scan.make_inputs(5, heads=2)
+    leaves = [value.requires_grad_() for value in inputs.values()]
+
+    def function(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        return scan.scan(**dict(zip(inputs, leaves, strict=True)), chunk_size=2)
+
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+@every_scan
+@pytest.mark.parametrize("length", [1, 70])
+def test_without_decay_and_input_the_state_stays_bit_for_bit(scan: Scan, length: int) -> None:
+    inputs = scan.idle(scan.make_inputs(length, dtype=torch.float32))
+    _, state = scan.scan(**inputs)
+    assert torch.equal(state, inputs["initial_state"])
+
+
+@every_scan
+def test_weak_decays_after_a_strong_one_keep_their_precision(scan: Scan) -> None:
+    """A reset (a decay of e^-1000) in a chunk must not blur the small decays of the tokens after it."""
+    inputs = scan.resets()
+    exact = run(scan, scan.reference, inputs)
+    actual = run(scan, scan.scan, single(inputs))
+    for name in exact.keys() - set(scan.blurred):
+        error = (actual[name] - exact[name]).norm() / exact[name].norm()
+        assert error < 2e-6, (name, float(error))
+
+
+@every_scan
+def test_gradients_reach_the_initial_and_leave_the_final_state(scan: Scan) -> None:
+    """With one token the gradient of the initial state is the final state's times the token's decay."""
+    inputs = scan.make_inputs(1)
+    start = inputs["initial_state"].requires_grad_()
+    _, final = scan.scan(**inputs)
+    weights = torch.randn(final.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    (gradient,) = torch.autograd.grad((final * weights).sum(), start)
+    torch.testing.assert_close(gradient, scan.decay(inputs) * weights)
+
+
+@every_scan
+@pytest.mark.parametrize("length", [1, 70])
+def test_the_arguments_are_not_changed(scan: Scan, length: int) -> None:
+    inputs = scan.make_inputs(length)
+    copies = {name: value.clone() for name, value in inputs.items()}
+    leaves = {name: value.requires_grad_() for name, value in inputs.items()}
+    y, state = scan.scan(**leaves)
+    (y.sum() + state.sum()).backward()
+    assert all(torch.equal(inputs[name], copies[name]) for name in copies)
+
+
+@every_scan
+def test_results_keep_the_dtype_of_inputs_and_state(scan: Scan) -> None:
+    inputs = scan.make_inputs(9, dtype=torch.float32)
+    low = {name: inputs[name].bfloat16() for name in scan.low}
+    y, state = scan.scan(**(inputs | low))
+    assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+    exact, _ = scan.reference(**(inputs | single(low)))
+    assert torch.equal(y, exact.bfloat16()) or (y - exact).abs().max() < 0.02 * exact.abs().max()
+
+
+@every_scan
+@pytest.mark.parametrize("length", [1, 70])
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_autocast_does_not_touch_the_recurrence(scan: Scan, backward_inside: bool, length: int) -> None:
+    inputs = {name: value.requires_grad_() for name, value in scan.make_inputs(length, dtype=torch.float32).items()}
+    y, state = scan.scan(**inputs)
+    expected = torch.autograd.grad(y.sum() + state.sum(), list(inputs.values()))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y_autocast, state = scan.scan(**inputs)
+        loss = y_autocast.sum() + state.sum()
+        if backward_inside:
+            gradients = torch.autograd.grad(loss, list(inputs.values()))
+    if not backward_inside:
+        gradients = torch.autograd.grad(loss, list(inputs.values()))
+    assert torch.equal(y, y_autocast)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+
+
+@every_scan
+def test_bad_settings_are_refused(scan: Scan) -> None:
+    inputs = scan.make_inputs(3)
+    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
+        scan.scan(**inputs, chunk_size=0)
+    with pytest.raises(ValueError, match=r'backend must be "torch" or "kernel", got \'auto\''):
+        scan.scan(**inputs, backend="auto")
+
+
+@every_scan
+def test_the_kernel_is_refused_by_name_where_it_is_not_installed(scan: Scan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[scan.scan.__module__], scan.kernel, None)
+    with pytest.raises(ValueError, match=rf'needs {scan.package} .* pip install "hf_recurrent_lengthgen\[kernels\]"'):
+        scan.scan(**scan.make_inputs(3), backend="kernel")
+
+
+@pytest.mark.gpu
+@every_scan
+@every_length
+def test_the_chunked_form_equals_the_definition_on_a_gpu(scan: Scan, length: int) -> None:
+    inputs = {name: value.cuda() for name, value in scan.make_inputs(length).items()}
+    truth = {name: value.cuda() for name, value in run(scan, scan.reference, scan.make_inputs(length)).items()}
+    y, state = scan.scan(**{name: value.requires_grad_() for name, value in inputs.items()})
+    assert_equal_up_to(1e-11, {"y": y, "s": state}, {"y": truth["y"], "s": truth["final state"]})
+
+
+@pytest.mark.slow
+@every_scan
+def test_a_compiled_scan_is_one_graph_at_every_length(scan: Scan) -> None:
+    """The second length makes torch.compile try a symbolic one, which must not take minutes."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda **inputs: scan.scan(**inputs, chunk_size=8), fullgraph=True, backend="aot_eager")
+    for length in (20, 13):
+        inputs = scan.make_inputs(length)
+        expected = run(scan, scan.scan, inputs, chunk_size=8)
+        assert_equal_up_to(1e-12, run(scan, compiled, inputs), expected)
+
+
+# --- Mamba-2 ---
+
+
+def test_one_token_of_ssd_by_hand() -> None:
+    """h = e^{-0.5 * 2} * 3 + 0.5 * 4 * 5 = 3/e + 10 and y = 7 h + 6 * 4."""
+    one = {"x": 4.0, "dt": 0.5, "B": 5.0, "C": 7.0}
+    y, state = scan_ssd(
+        A=torch.tensor([-2.0]),
+        D=torch.tensor([6.0]),
+        initial_state=torch.full((1, 1, 1, 1), 3.0),
+        **{name: torch.full((1, 1, 1) if name == "dt" else (1, 1, 1, 1), value) for name, value in one.items()},
+    )
+    assert state.item() == pytest.approx(3 / math.e + 10)
+    assert y.item() == pytest.approx(7 * (3 / math.e + 10) + 24, rel=1e-6)
+
+
+@pytest.mark.parametrize("rate", [100.0, 1e3, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_decays_of_ssd_that_erase_everything_are_exact_and_finite(rate: float, dtype: torch.dtype) -> None:
+    """exp(dt A) underflows for every token: y_t = (dt_t C_t . B_t + D) x_t, and nothing of the past is left."""
+    inputs = ssd_inputs(130, dtype=dtype, rate=rate)
+    inputs["dt"] = inputs["dt"] + 10
+    leaves = {name: value.clone().requires_grad_() for name, value in inputs.items()}
+    y, state = scan_ssd(**leaves)
+    CB = (inputs["C"] * inputs["B"]).sum(-1).repeat_interleave(2, dim=2)
+    expected = (inputs["dt"] * CB + inputs["D"])[..., None] * inputs["x"]
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
+    gradients = dict(zip(leaves, torch.autograd.grad(y.sum() + state.sum(), list(leaves.values())), strict=True))
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+    assert (gradients["initial_state"] == 0).all()
+    # one token deep: dt_t enters y_t as (C . B) sum(x), and the last one also the state
+    expected_dt = CB * inputs["x"].sum(-1)
+    expected_dt[:, -1] += (inputs["B"][:, -1].sum(-1).repeat_interleave(2, dim=1)) * inputs["x"][:, -1].sum(-1)
+    scale = rate * 10 * torch.finfo(dtype).eps
+    torch.testing.assert_close(gradients["dt"], expected_dt, rtol=1e-5, atol=max(1e-5, 100 * scale))
+
+
+def test_long_inputs_go_through_the_ssd_kernel_in_pieces_with_the_state_carried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stand-in with the kernel's interface counts the pieces; results equal one scan of everything."""
+    lengths = []
+
+    def kernel(x, dt, A, B, C, chunk_size, D, initial_states, return_final_states):  # type: ignore[no-untyped-def]
+        assert return_final_states
+        lengths.append(x.shape[1])
+        return scan_ssd_reference(x, dt, A, B, C, D, initial_states)
+
+    monkeypatch.setattr(ssd_module, "mamba_chunk_scan_combined", kernel)
+    monkeypatch.setattr(ssd_module, "_KERNEL_MAX_TOKENS", 30)
+    inputs, scan = ssd_inputs(65), ssd_scan(2)
+    assert_equal_up_to(1e-12, run(scan, scan_ssd, inputs, backend="kernel"), run(scan, scan_ssd_reference, inputs))
+    assert lengths == [30, 30, 5]
+
+
+# --- GLA and RWKV-6 ---
+
+
+def ones(**values: float) -> Inputs:
+    return {name: torch.full((1, 1) if name == "u" else (1, 1, 1, 1), float(value)) for name, value in values.items()}
+
+
+def test_one_token_of_gla_by_hand() -> None:
+    """S = 3 / e + 4 * 5 and y = 7 S: the decay of a token acts before it is read."""
+    y, state = scan_gla(**ones(q=7, k=5, v=4, g=-1, initial_state=3))
+    assert state.item() == pytest.approx(3 / math.e + 20)
+    assert y.item() == pytest.approx(7 * (3 / math.e + 20))
+
+
+def test_one_token_of_rwkv6_by_hand() -> None:
+    """y = 7 (3 + 2 * 5 * 4) and S = 3 / e + 4 * 5: the decay of a token acts after it is read."""
+    y, state = scan_rwkv6(**ones(r=7, k=5, v=4, w=-1, u=2, initial_state=3))
+    assert y.item() == pytest.approx(7 * (3 + 40))
+    assert state.item() == pytest.approx(3 / math.e + 20)
+
+
+@pytest.mark.parametrize("gate", [-200.0, -1e3, -1e6, -math.inf])
+def test_gates_of_gla_that_erase_everything_are_exact_and_finite(gate: float) -> None:
+    """y_t = (q_t . k_t) v_t, and only q, k and v have gradients."""
+    inputs = gla_inputs(130, dtype=torch.float32)
+    inputs["g"] = torch.full_like(inputs["g"], gate)
+    leaves = {name: value.requires_grad_() for name, value in inputs.items()}
+    y, state = scan_gla(**leaves)
+    expected = (inputs["q"] * inputs["k"]).sum(-1, keepdim=True) * inputs["v"]
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state, inputs["v"][:, -1, :, :, None] * inputs["k"][:, -1, :, None])
+    gradients = dict(zip(leaves, torch.autograd.grad(y.sum() + state.sum(), list(leaves.values())), strict=True))
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+    assert (gradients["initial_state"] == 0).all()
+    assert (gradients["g"] == 0).all()
+    torch.testing.assert_close(gradients["q"], inputs["k"] * inputs["v"].sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("gate", [-200.0, -1e3, -1e6, -math.inf])
+def test_gates_of_rwkv6_that_erase_everything_are_exact_and_finite(gate: float) -> None:
+    """y_t = (r_t . u k_t) v_t + (r_t . k_{t-1}) v_{t-1}: a state is read once before its decay."""
+    inputs = rwkv6_inputs(130, dtype=torch.float32)
+    inputs["w"] = torch.full_like(inputs["w"], gate)
+    leaves = {name: value.requires_grad_() for name, value in inputs.items()}
+    y, state = scan_rwkv6(**leaves)
+    r, k, v, start = (inputs[name] for name in ("r", "k", "v", "initial_state"))
+    expected = (r * k * inputs["u"]).sum(-1, keepdim=True) * v
+    expected[:, 1:] += (r[:, 1:] * k[:, :-1]).sum(-1, keepdim=True) * v[:, :-1]
+    expected[:, 0] += (start * r[:, 0, :, None]).sum(-1)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(state, v[:, -1, :, :, None] * k[:, -1, :, None])
+    gradients = dict(zip(leaves, torch.autograd.grad(y.sum() + state.sum(), list(leaves.values())), strict=True))
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+    assert (gradients["w"] == 0).all()
+    torch.testing.assert_close(gradients["initial_state"], r[:, 0, :, None].expand_as(start))
+
+
+@pytest.mark.parametrize("scan", [GLA, RWKV6], ids=lambda scan: scan.name)
+@pytest.mark.parametrize("rate", [10.0, 100.0])
+def test_gradients_of_strong_gates_are_accurate_entry_by_entry(scan: Scan, rate: float) -> None:
+    """Also where a gate's gradient is 1e-10 of those of q and k: it is a sum without cancellation of its own."""
+    gate = scan.over_time[3]
+    inputs = scan.make_inputs(130, rate=rate)
+    inputs = {name: value.abs() for name, value in inputs.items()} | {gate: inputs[gate]}  # all terms have one sign
+    inputs[gate] = inputs[gate].float().double()
+
+    def gradient(function: object, inputs: Inputs) -> Tensor:
+        leaves = {name: value.clone().requires_grad_() for name, value in inputs.items()}
+        y, state = function(**leaves)  # type: ignore[operator]
+        return torch.autograd.grad(y.sum() + state.sum(), leaves[gate])[0]
+
+    exact, actual = gradient(scan.reference, inputs), gradient(scan.scan, single(inputs))
+    torch.testing.assert_close(actual.double(), exact, rtol=1e-4, atol=1e-30)
+
+
+@pytest.mark.parametrize("scan", [GLA, RWKV6], ids=lambda scan: scan.name)
+@pytest.mark.parametrize(
+    ("limits", "calls"),
+    [
+        ({}, [(2, 65)]),
+        ({"_KERNEL_MAX_TOKENS": 30}, [(2, 30), (2, 30), (2, 5)]),
+        ({"_KERNEL_MAX_HEADS": 4}, [(1, 65), (1, 65)]),
+        ({"_KERNEL_MAX_ELEMENTS": 2 * 64 * 4 * 5}, [(1, 65), (1, 65)]),
+        ({"_KERNEL_MAX_ELEMENTS": 100}, [(1, 64), (1, 1), (1, 64), (1, 1)]),
+    ],
+)
+def test_large_inputs_go_through_the_kernels_of_fla_in_rows_and_pieces(
+    scan: Scan, limits: dict[str, int], calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in with the kernel's interface and its states (B, H, N, P)."""
+    seen = []
+
+    def kernel(q, k, v, g, *u, scale, initial_state, output_final_state):  # type: ignore[no-untyped-def]
+        assert scale == 1
+        assert output_final_state
+        assert initial_state.shape == (len(q), 4, 5, 3)
+        seen.append(tuple(q.shape[:2]))
+        y, state = scan.reference(q, k, v, g, *u, initial_state.mT)
+        return y, state.mT
+
+    monkeypatch.setattr(gla_module if scan is GLA else rwkv6_module, scan.kernel, kernel)
+    for name, value in limits.items():
+        monkeypatch.setattr(gla_module, name, value)
+    inputs = scan.make_inputs(65)
+    actual = run(scan, scan.scan, inputs, backend="kernel")
+    assert seen == calls
+    assert_equal_up_to(1e-12, actual, run(scan, scan.reference, inputs))
+
+
+@pytest.mark.parametrize("scan", [GLA, RWKV6], ids=lambda scan: scan.name)
+def test_many_chunks_at_once_and_one_by_one_are_the_same(scan: Scan, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = scan.make_inputs(200)
+    monkeypatch.setattr(gla_module, "_TOGETHER", 3 * 8 * 4 * 5 * 2)  # three chunks of eight
+    few = run(scan, scan.scan, inputs, chunk_size=8)
+    monkeypatch.setattr(gla_module, "_TOGETHER", 1)
+    assert_equal_up_to(1e-14, few, run(scan, scan.scan, inputs, chunk_size=8))
+    assert_equal_up_to(1e-12, few, run(scan, scan.reference, inputs))
+
+
+def test_inputs_of_other_shapes_are_refused() -> None:
+    inputs = gla_inputs(3)
+    with pytest.raises(ValueError, match=r"one shape \(B, T, H, N\), .* got .*\(2, 3, 4, 1\)"):
+        scan_gla(**(inputs | {"g": inputs["g"][..., :1]}))
+
+
+def test_linear_attention_and_hgrn2_are_cases_of_gla() -> None:
+    """Masked (q k^T) v without gates; an average of the values with k = 1 - f."""
+    inputs = gla_inputs(20)
+    q, k, v = (inputs[name].transpose(1, 2) for name in ("q", "k", "v"))
+    zero = torch.zeros_like(inputs["initial_state"])
+    y, _ = scan_gla(**(inputs | {"g": torch.zeros_like(inputs["g"]), "initial_state": zero}))
+    torch.testing.assert_close(y.transpose(1, 2), (q @ k.mT).tril() @ v)
+    keys = 1 - inputs["g"].exp()
+    _, state = scan_gla(**(inputs | {"k": keys, "v": torch.ones_like(inputs["v"]), "initial_state": zero + 1}))
+    torch.testing.assert_close(state, zero + 1)
