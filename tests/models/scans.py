@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.models.scan_gla import scan_gla, scan_gla_reference
 from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6, scan_rwkv6_reference
+from hf_recurrent_lengthgen.models.scan_selective import scan_selective, scan_selective_reference
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd, scan_ssd_reference
 
 Inputs = dict[str, Tensor]
@@ -131,6 +132,63 @@ def ssd(groups: int) -> Scan:
     )
 
 
+# --- Mamba-1 ---
+
+
+def selective_inputs(length: int, dtype: torch.dtype = torch.float64, rate: float = 1.0, heads: int = HEADS) -> Inputs:
+    """Steps up to 0.5, decay rates up to `rate` times N, and two channels for each of the other scans' heads."""
+    normal, uniform = _random(dtype)
+    return {
+        "x": normal(BATCH, length, 2 * heads),
+        "dt": uniform(BATCH, length, 2 * heads) / 2,
+        "A": -rate * N * uniform(2 * heads, N),
+        "B": normal(BATCH, length, N),
+        "C": normal(BATCH, length, N),
+        "D": normal(2 * heads),
+        "initial_state": normal(BATCH, 2 * heads, N),
+    }
+
+
+def selective_loop(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor
+) -> Results:
+    """Eq. 2a and Algorithm 2 of arXiv:2312.00752 by single entries: batch row, token and channel in plain loops."""
+    rows, finals = [], []
+    for b in range(x.shape[0]):
+        h, tokens = list(initial_state[b]), []
+        for t in range(x.shape[1]):
+            h = [(dt[b, t, d] * A[d]).exp() * h[d] + dt[b, t, d] * B[b, t] * x[b, t, d] for d in range(x.shape[2])]
+            tokens.append(torch.stack([C[b, t] @ h[d] + D[d] * x[b, t, d] for d in range(x.shape[2])]))
+        rows.append(torch.stack(tokens))
+        finals.append(torch.stack(h))
+    return torch.stack(rows), torch.stack(finals)
+
+
+def selective_resets() -> Inputs:
+    inputs = selective_inputs(128)
+    inputs["dt"] = inputs["dt"] * 1e-2
+    inputs["dt"][:, RESETS] = 1e4
+    return inputs
+
+
+SELECTIVE = Scan(
+    name="selective",
+    scan=scan_selective,
+    reference=scan_selective_reference,
+    loop=selective_loop,
+    make_inputs=selective_inputs,
+    over_time=("x", "dt", "B", "C"),
+    low=("x", "B", "C"),
+    idle=lambda inputs: inputs | {"dt": torch.zeros_like(inputs["dt"])},
+    resets=selective_resets,
+    blurred=(),
+    decay=lambda inputs: (inputs["dt"][:, 0, :, None] * inputs["A"]).exp(),
+    kernel="selective_scan_fn",
+    package="mamba-ssm",
+    error=1e-6,
+)
+
+
 # --- GLA and RWKV-6 ---
 
 
@@ -224,4 +282,4 @@ RWKV6 = Scan(
     error=1e-6,
 )
 
-SCANS = [ssd(1), ssd(2), ssd(4), GLA, RWKV6]
+SCANS = [ssd(1), ssd(2), ssd(4), SELECTIVE, GLA, RWKV6]
