@@ -130,8 +130,10 @@ def test_a_chat_goes_on_turn_by_turn_as_in_one_prompt(family: Family) -> None:
     text, unread, state, cache = random_tokens(2, 4, seed=10), random_tokens(2, 4, seed=10), None, None
     for turn in range(3):
         expected = greedy_by_hand(model, text)
-        by_state = generate(model, unread, initial_state=state, return_dict_in_generate=True)
-        by_cache = generate(model, text, past_key_values=cache, return_dict_in_generate=True)
+        # masks, since an answer may have said the padding token
+        options = {"return_dict_in_generate": True}
+        by_state = generate(model, unread, attention_mask=unread >= 0, initial_state=state, **options)
+        by_cache = generate(model, text, attention_mask=text >= 0, past_key_values=cache, **options)
         assert torch.equal(by_state.sequences[:, unread.shape[1] :], expected)
         assert torch.equal(by_cache.sequences[:, text.shape[1] :], expected)
         question = random_tokens(2, 3, seed=20 + turn)
