@@ -52,10 +52,10 @@ class StateCarrier(Cache):
         initial_state: State before the tokens; None leaves it to the mixers to start from nothing.
         single_token: Whether the pass has one token; mixers then write their state in place.
         attention: A stock cache that keeps the keys and values of the attention layers; None to keep none.
-        dtype: Dtype in which mixers get their recurrent state; None for the state's own.
+        dtype: Dtype in which mixers get their states; None for the states' own.
 
     Attributes:
-        attends: Whether a layer asked for keys and values during the pass.
+        attending: The layers that asked for keys and values during the pass.
         dropped_columns: For each layer, how many of the columns of the stock convolution state never reach an output
             and are not part of our states: 1, or 0 where a mixer hands in the exact window.
     """
@@ -75,7 +75,7 @@ class StateCarrier(Cache):
         self.single_token = single_token
         self.attention = attention
         self.dtype = dtype
-        self.attends = False
+        self.attending: set[int] = set()
         self.dropped_columns = [1] * num_layers
         self._final: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
         self._steps: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
@@ -87,7 +87,7 @@ class StateCarrier(Cache):
         if self.initial_state is None:
             return None
         state: Tensor = getattr(self.initial_state[layer_idx], part)
-        return state if state.numel() or state.ndim > 2 else None
+        return None if state.shape[1:] == (0,) else state.to(self.dtype or state.dtype)
 
     def _handed_out(self, layer_idx: int, part: str, state: Tensor | None) -> Tensor | None:
         if state is None or not self.single_token:
@@ -134,10 +134,7 @@ class StateCarrier(Cache):
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The recurrent state before the first token, in the model's own layout; None at the start."""
         _only_one_state(state_idx)
-        state = self._initial(layer_idx, "recurrent")
-        if state is not None and self.dtype is not None:
-            state = state.to(self.dtype)
-        return self._handed_out(layer_idx, "recurrent", state)
+        return self._handed_out(layer_idx, "recurrent", self._initial(layer_idx, "recurrent"))
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
@@ -176,7 +173,7 @@ class StateCarrier(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """The keys and values to attend to: the given ones, or those of the attention cache."""
-        self.attends = True
+        self.attending.add(layer_idx)
         if self.attention is None:
             return key_states, value_states
         return self.attention.update(key_states, value_states, layer_idx, *args, **kwargs)

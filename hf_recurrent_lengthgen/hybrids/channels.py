@@ -24,7 +24,7 @@ KEY_ATTRIBUTES = ("keys", "values", "is_initialized", "cumulative_length", "dtyp
 class Carrier(Protocol):
     """What goes through a forward pass in the place of a cache."""
 
-    attends: bool
+    attending: set[int]
     dropped_columns: list[int]
 
     def final_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
@@ -131,10 +131,9 @@ class _Slot:
 class RwkvCarrier(list):
     """Carries a state through RWKV-4, which takes a list of five tensors: two token shifts and the three of wkv."""
 
-    attends = False
-
     def __init__(self, state: RecurrentState, single_token: bool, dtype: torch.dtype) -> None:
         """Take (B, 3, D) and (B, 2 D, 1) of every layer; `dtype` is that of the token shifts."""
+        self.attending: set[int] = set()
         self.dropped_columns = [0] * len(state)
         initial: list[list[Tensor]] = [[] for _ in range(5)]
         for recurrent, conv in state:

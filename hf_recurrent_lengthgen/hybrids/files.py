@@ -90,19 +90,18 @@ def load_hybrid_state(path: str | os.PathLike[str], model: Any) -> tuple[Recurre
     shapes, lengths = model.state_shapes(), {int(k): n for k, n in json.loads(header["lengths"]).items()}
     attention_cache = model.new_attention_cache()
     layers: list[Any] = [] if attention_cache is None else attention_cache.layers
-    attending = [i for i, layer in enumerate(layers) if hasattr(layer, "keys") and i in lengths]
     expected = {f"layers.{i}.{k}" for i in range(len(shapes)) for k in LayerState._fields}
-    expected |= {f"layers.{i}.{k}" for i in attending for k in ("keys", "values")}
+    expected |= {f"layers.{i}.{k}" for i in model._layout.attending for k in ("keys", "values")}
     if set(tensors) != expected:
         raise ValueError(
             f"{name} does not fit {type(model).__name__}: it lacks {sorted(expected - set(tensors))} and has "
-            f"{sorted(set(tensors) - expected)} more."
+            f"{sorted(set(tensors) - expected)} too many. The attention cache of the text must be saved with its state."
         )
     state = tuple(LayerState(*(tensors[f"layers.{i}.{k}"] for k in LayerState._fields)) for i in range(len(shapes)))
     rows = state[0].recurrent.shape[0]
     state = check_state(state, shapes, rows, model.device, state_dtype(model.dtype), name)
     check_finite_state(state, name)
-    for index in attending:
+    for index in model._layout.attending:
         layer = layers[index]
         layer.update(tensors[f"layers.{index}.keys"], tensors[f"layers.{index}.values"])
         if hasattr(layer, "cumulative_length"):

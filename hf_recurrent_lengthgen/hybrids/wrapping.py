@@ -58,12 +58,12 @@ class _Layout(NamedTuple):
     Attributes:
         shapes: Shapes of the state of every layer.
         dropped_columns: Columns of the stock convolution state that are not part of ours, for each layer.
-        attends: Whether there are attention layers.
+        attending: The layers with attention.
     """
 
     shapes: tuple[LayerShape, ...]
     dropped_columns: tuple[int, ...]
-    attends: bool
+    attending: tuple[int, ...]
 
 
 class StatefulMixin:
@@ -74,7 +74,7 @@ class StatefulMixin:
     @property
     def attends(self) -> bool:
         """Whether the model has attention layers, whose keys and values no state carries."""
-        return self._layout.attends
+        return bool(self._layout.attending)
 
     def state_shapes(self) -> tuple[LayerShape, ...]:
         """Shapes of the state of every layer, without the batch dimension."""
@@ -326,9 +326,9 @@ def _layout_of(model: Any) -> _Layout:
             raise ValueError(f"{type(model).__name__} has no recurrent layers: there is no state to carry.")
         zero = zero_state(shapes, 1, model.device, dtype)
         from_zero = model._carry(channel.carrier(model, zero, True, None), {"input_ids": token})
-    if model.device.type != "meta" and not close(from_zero[0], from_nothing[0]):
+    if model.device.type != "meta" and not close(from_zero[0], from_nothing[0], 0.05):
         raise ValueError(f"{type(model).__name__} starts from a state that is not zero, which is not supported.")
-    return _Layout(shapes, tuple(carrier.dropped_columns), carrier.attends)
+    return _Layout(shapes, tuple(carrier.dropped_columns), tuple(sorted(carrier.attending)))
 
 
 def stateful(model: PreTrainedModel) -> Any:
@@ -369,7 +369,10 @@ def stateful(model: PreTrainedModel) -> Any:
         model._layout = _layout_of(model)  # type: ignore[assignment]
         if model.config.model_type not in SUPPORTED:
             verify_stateful(model)
-    except Exception:
+    except Exception as error:
         model.__class__ = stock
-        raise
+        if isinstance(error, ValueError) and stock.__name__ in str(error):
+            raise
+        # Its own code failed on our carrier, for instance because it wants a cache of another kind.
+        raise ValueError(f"{stock.__name__} cannot carry its states: {type(error).__name__}: {error}") from error
     return model

@@ -1,0 +1,140 @@
+"""Going on with a text: generation, evaluation in chunks, and files, against the stock model on the whole text."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from hf_recurrent_lengthgen import load_state, save_state
+from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
+from hf_recurrent_lengthgen.hybrids import load_hybrid_state, save_hybrid_state, stateful
+from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
+from hf_recurrent_lengthgen.hybrids.support import generates, parts, relative_error
+from hf_recurrent_lengthgen.hybrids.tiny_models import VOCABULARY, tiny_model
+
+QUICK = {"kimi_linear", "lfm3", "mamba2", "minimax", "rwkv", "zamba2"}
+TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(SUPPORTED)]
+READ, NEW = 19, 6
+GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+
+
+def pair(model_type: str) -> tuple[Any, Any]:
+    stock = tiny_model(model_type)
+    return stock, stateful(copy.deepcopy(stock))
+
+
+def text(rows: int = 2) -> Tensor:
+    return torch.randint(3, VOCABULARY, (rows, READ + 4), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def read(model: Any, tokens: Tensor) -> tuple[Any, Cache | None]:
+    """The state and the attention cache after the tokens, read in two pieces."""
+    attention_cache = model.new_attention_cache()
+    state = None
+    for piece in tokens.split(12, dim=1):
+        output = model(piece, initial_state=state, output_final_state=True, attention_cache=attention_cache)
+        state = output.final_state
+    return state, attention_cache
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_generation_from_a_file_is_generation_from_the_text(model_type: str, tmp_path: Path) -> None:
+    stock, model = pair(model_type)
+    tokens = text(1 if model_type == "rwkv" else 2)
+    state, attention_cache = read(model, tokens[:, :READ])
+    save_hybrid_state(tmp_path / "read.safetensors", state, attention_cache, {"text": "random"})
+    state, attention_cache, metadata = load_hybrid_state(tmp_path / "read.safetensors", model)
+    assert metadata == {"text": "random"}
+    everything = {"initial_state": state, "attention_cache": attention_cache}
+    if model_type == "minimax":
+        with pytest.raises(ValueError, match="MiniMaxCache"):
+            model.generate(tokens[:, READ:], **everything, **GREEDY)
+        output = model(tokens[:, READ:], **everything)
+        assert relative_error([output.logits], [stock(tokens).logits[:, READ:]]) < 1e-4
+        return
+    expected = stock.generate(tokens, **GREEDY)
+    for _ in range(2):  # what was read may be asked again
+        assert torch.equal(model.generate(tokens[:, READ:], **everything, **GREEDY), expected[:, READ:])
+    if model_type != "rwkv":
+        beams = {"num_beams": 3, "num_return_sequences": 2} | GREEDY
+        expected = stock.generate(tokens, **beams)
+        assert torch.equal(model.generate(tokens[:, READ:], **everything, **beams), expected[:, READ:])
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_generation_from_a_state_alone_is_that_of_repeated_calls(model_type: str) -> None:
+    assert generates(model_type)
+
+
+def test_the_state_after_generation_is_in_the_cache() -> None:
+    _, model = pair("lfm2")
+    tokens = text()
+    output = model.generate(
+        tokens, initial_state=model.zero_state(2), return_dict_in_generate=True, **GREEDY, output_logits=True
+    )
+    state = model.state_from_cache(output.past_key_values)
+    expected = model(output.sequences[:, :-1], output_final_state=True).final_state
+    assert relative_error(parts(state), parts(expected)) < 1e-5
+    with pytest.raises(ValueError, match="has read no token"):
+        model.state_from_cache(model.new_attention_cache())
+
+
+def test_generation_refuses_what_it_cannot_continue() -> None:
+    _, model = pair("lfm2")
+    tokens, state = text(), model.zero_state(2)
+    padded = torch.ones_like(tokens)
+    padded[0, 0] = 0
+    refused = {
+        "without padding": {"inputs": tokens, "attention_mask": padded},
+        "leave use_cache on": {"inputs": tokens, "use_cache": False},
+        "needs a prompt": {},
+        "not both": {"inputs": tokens, "past_key_values": model.new_attention_cache()},
+        "batch of 1 rows": {"inputs": tokens[:1]},
+    }
+    for complaint, arguments in refused.items():
+        with pytest.raises(ValueError, match=complaint):
+            model.generate(initial_state=state, **arguments)
+    rwkv = stateful(tiny_model("rwkv"))
+    with pytest.raises(ValueError, match="one row at a time"):
+        rwkv.generate(tokens, initial_state=rwkv.zero_state(2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", TYPES)
+def test_likelihood_in_chunks_is_that_of_one_pass(model_type: str) -> None:
+    stock, model = pair(model_type)
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY, (3, 40))
+    ids = torch.from_numpy(tokens)
+    expected = -stock(ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].numpy()
+    for chunk_length in (1, 17):
+        result = stream_nll(model, tokens, chunk_length=chunk_length, batch_size=2, progress=False)
+        np.testing.assert_allclose(result.nll, expected, atol=1e-4)
+    assert result.final_state[0].recurrent.shape[0] == 3
+
+
+def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    _, model = pair("falcon_h1")
+    state, attention_cache = read(model, text())
+    path, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_hybrid_state(path, state, attention_cache)
+    with pytest.raises(ValueError, match="does not fit Lfm2ForCausalLM"):
+        load_hybrid_state(path, stateful(tiny_model("lfm2")))
+    with pytest.raises(ValueError, match="layer 0, part 'recurrent' has shape"):
+        load_hybrid_state(path, stateful(tiny_model("falcon_h1", mamba_d_state=5)))
+    save_state(other, state)
+    with pytest.raises(ValueError, match="Read a state alone with load_state"):
+        load_hybrid_state(other, model)
+    with pytest.raises(ValueError, match="holds no recurrent state"):
+        load_state(path)
+    other.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(ValueError, match="may be truncated"):
+        load_hybrid_state(other, model)
+    save_hybrid_state(other, state, None)
+    with pytest.raises(ValueError, match=r"lacks \['layers.0.keys'.*must be saved with its state"):
+        load_hybrid_state(other, model)

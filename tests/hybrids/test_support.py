@@ -1,0 +1,82 @@
+"""The support table says what the models do, and lists every recurrent model type of Transformers."""
+
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+
+from hf_recurrent_lengthgen.hybrids import support, wrapping
+from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
+from hf_recurrent_lengthgen.hybrids.tiny_models import TINY, tiny_model
+
+QUICK = {"bamba", "lfm2_moe"}
+TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(SUPPORTED)]
+
+# How the code of a model shows that it carries something recurrent from call to call.
+SIGNS = re.compile(r"update_conv_state|update_recurrent_state|rnn_state|linear_cache|recurrent_states|time_decay")
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_row_of_the_table_is_what_the_model_does(model_type: str) -> None:
+    committed = support.verdicts(support.README.read_text(encoding="utf-8"))
+    assert support.verdicts(support.table([support.measure(model_type)])) == {
+        f"`{model_type}`": committed[f"`{model_type}`"]
+    }
+
+
+def test_the_table_lists_supported_and_refused_types_with_the_reasons() -> None:
+    committed = support.verdicts(support.README.read_text(encoding="utf-8"))
+    assert committed.keys() == {f"`{model_type}`" for model_type in {*SUPPORTED, *REFUSED}}
+    for model_type, verdict in committed.items():
+        name = model_type.strip("`")
+        assert verdict.startswith(f"no: {REFUSED[name]}" if name in REFUSED else f"yes {SUPPORTED[name].state}"), name
+
+
+@pytest.mark.parametrize("model_type", sorted(REFUSED))
+def test_refused_types_are_refused_with_their_reason(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if model_type not in TINY:  # no language model class, or a configuration too large: any model will do
+        model = tiny_model("lfm2")
+        monkeypatch.setattr(type(model.config), "model_type", model_type)
+    else:
+        model = tiny_model(model_type)
+    stock = type(model)
+    with pytest.raises(ValueError, match="cannot carry its states") as error:
+        wrapping.stateful(model)
+    assert REFUSED[model_type] in str(error.value)
+    assert type(model) is stock
+
+
+@pytest.mark.parametrize("model_type", sorted(REFUSED.keys() & TINY.keys()))
+def test_the_check_of_unlisted_types_would_refuse_them_too(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wrapping, "REFUSED", {})
+    model = tiny_model(model_type)
+    stock = type(model)
+    with pytest.raises(ValueError, match=stock.__name__):
+        wrapping.stateful(model)
+    assert type(model) is stock
+
+
+def test_the_check_of_unlisted_types_takes_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wrapping, "SUPPORTED", {})
+    assert wrapping.stateful(tiny_model("qwen3_5_text")).attends
+
+
+def test_every_recurrent_model_of_transformers_is_listed() -> None:
+    folder = Path(transformers.__file__).parent / "models"
+    recurrent = {
+        path.parent.name for path in folder.glob("*/modeling_*.py") if SIGNS.search(path.read_text(encoding="utf-8"))
+    }
+    assert {"falcon_h1", "xlstm", "rwkv"} <= recurrent
+    listed = {*SUPPORTED, *REFUSED}
+    unlisted = {name for name in recurrent if not any(known.startswith(name) for known in listed)}
+    assert unlisted == set()
+
+
+def test_the_command_prints_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(support, "SUPPORTED", {"lfm2": SUPPORTED["lfm2"]})
+    monkeypatch.setattr("sys.argv", ["support"])
+    support.main()
+    shown = support.verdicts(capsys.readouterr().out)
+    assert shown["`lfm2`"].startswith("yes")
+    assert shown["`jamba`"].startswith("no: its Mamba-1 mixers")

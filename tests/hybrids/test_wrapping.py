@@ -1,0 +1,230 @@
+"""What `stateful` keeps of the stock model, adds to it, and refuses."""
+
+import copy
+import inspect
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.hybrids.support import parts, random_state, relative_error
+from hf_recurrent_lengthgen.hybrids.tiny_models import VOCABULARY, tiny_model
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, map_state
+
+STOCK = tiny_model("falcon_h1") if hasattr(Cache, "get_recurrent_state") else None
+TOKENS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture
+def model() -> Any:
+    return stateful(copy.deepcopy(STOCK))
+
+
+def enable_checkpointing(model: Any, **options: Any) -> None:
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(options)
+
+
+def test_object_class_and_signature_stay(model: Any) -> None:
+    stock = type(STOCK)
+    assert isinstance(model, stock)
+    assert (type(model).__name__, type(model).__module__) == (stock.__name__, stock.__module__)
+    assert str(type(model)) == str(stock)
+    assert stateful(model) is model
+    before, after = (list(inspect.signature(x.forward).parameters) for x in (STOCK, model))
+    assert [name for name in after if name not in before] == ["initial_state", "output_final_state", "attention_cache"]
+    assert [name for name in after if name in before] == before
+
+
+@torch.no_grad()
+def test_calls_without_states_are_stock(model: Any) -> None:
+    expected, output = STOCK(TOKENS, labels=TOKENS), model(TOKENS, labels=TOKENS)
+    assert type(output) is type(expected)
+    assert torch.equal(output.logits, expected.logits)
+    assert torch.equal(output.loss, expected.loss)
+    mask = torch.ones_like(TOKENS)
+    mask[0, :3] = 0
+    padded = (x.generate(TOKENS, attention_mask=mask, max_new_tokens=3, do_sample=False) for x in (STOCK, model))
+    assert torch.equal(*padded)
+
+
+@torch.no_grad()
+def test_no_state_is_the_zero_state_and_nothing_given_changes(model: Any) -> None:
+    for tokens in (TOKENS, TOKENS[:, :1]):
+        zero = model.zero_state(2)
+        output = model(tokens, output_final_state=True)
+        from_zero = model(tokens, initial_state=zero, output_final_state=True)
+        assert torch.equal(output.logits, from_zero.logits)
+        assert all(map(torch.equal, parts(output.final_state), parts(from_zero.final_state)))
+        assert not any(bool(part.any()) for part in parts(zero))
+        given = random_state(model, 2)
+        before = map_state(torch.clone, given)
+        model(tokens, initial_state=given, output_final_state=True)
+        assert all(map(torch.equal, parts(given), parts(before)))
+
+
+def test_outputs_have_the_loss_and_the_state_and_no_cache(model: Any) -> None:
+    output = model(TOKENS, labels=TOKENS, attention_mask=torch.ones_like(TOKENS), output_final_state=True)
+    assert relative_error([output.loss], [STOCK(TOKENS, labels=TOKENS).loss]) < 1e-5
+    assert output["final_state"] is output.final_state
+    assert output.past_key_values is None
+    assert model(TOKENS, initial_state=model.zero_state(2)).final_state is None
+    as_tuple = model(TOKENS, output_final_state=True, return_dict=False)
+    assert torch.equal(as_tuple[0], output.logits)
+    assert all(map(torch.equal, parts(as_tuple[-1]), parts(output.final_state)))
+    assert [part.shape[1:] for part in parts(output.final_state)] == [
+        shape for layer in model.state_shapes() for shape in layer
+    ]
+
+
+def test_copies_keep_the_contract(model: Any) -> None:
+    expected = model(TOKENS, output_final_state=True)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(copied) is type(model)
+        assert copied is not model
+        with torch.no_grad():
+            next(model.parameters()).add_(1)
+        assert torch.equal(copied(TOKENS, output_final_state=True).logits, expected.logits)
+        with torch.no_grad():
+            next(model.parameters()).sub_(1)
+
+
+def test_the_checkpoint_is_the_stock_one(model: Any, tmp_path: Path) -> None:
+    STOCK.save_pretrained(tmp_path / "stock")
+    model.save_pretrained(tmp_path / "wrapped")
+    files = sorted(path.name for path in (tmp_path / "stock").iterdir())
+    assert sorted(path.name for path in (tmp_path / "wrapped").iterdir()) == files
+    for name in files:
+        assert (tmp_path / "wrapped" / name).read_bytes() == (tmp_path / "stock" / name).read_bytes(), name
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "wrapped")
+    assert type(loaded) is type(STOCK)
+
+
+@torch.no_grad()
+def test_a_model_without_head_takes_states_too() -> None:
+    stock = AutoModel.from_config(STOCK.config).eval()
+    model = stateful(copy.deepcopy(stock))
+    first = model(TOKENS[:, :4], output_final_state=True)
+    output = model(TOKENS[:, 4:], initial_state=first.final_state, output_final_state=True)
+    assert output.last_hidden_state.shape == (2, 5, STOCK.config.hidden_size)
+    assert relative_error([first.last_hidden_state], [stock(TOKENS[:, :4]).last_hidden_state]) < 1e-5
+
+
+def test_adapters_train_and_merge(model: Any) -> None:
+    adapted = get_peft_model(model, LoraConfig(target_modules=["in_proj", "q_proj"], init_lora_weights=False))
+    state = random_state(model, 2)
+    output = adapted(input_ids=TOKENS, labels=TOKENS, initial_state=state, output_final_state=True)
+    output.loss.backward()
+    trained = [name for name, x in adapted.named_parameters() if x.grad is not None and bool(x.grad.any())]
+    assert len(trained) == sum(x.requires_grad for x in adapted.parameters()) == 2 * 2 * 3
+    merged = adapted.eval().merge_and_unload()
+    assert merged is model
+    merged_logits = merged(input_ids=TOKENS, initial_state=state).logits
+    assert relative_error([merged_logits], [output.logits]) < 1e-4
+
+
+def test_checkpointing_recomputes_every_layer_and_leaves_no_trace(model: Any) -> None:
+    model.train()
+    enable_checkpointing(model, use_reentrant=False)
+    calls: list[int] = []
+    for layer in model.model.layers:
+        layer.mamba.register_forward_hook(lambda *_: calls.append(1))
+    state = random_state(model, 2)
+    calls.clear()
+    output = model(TOKENS, initial_state=state, output_final_state=True)
+    assert len(calls) == 3
+    sum(part.sum() for part in parts(output.final_state)).backward()
+    assert len(calls) == 6
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    assert all(layer.gradient_checkpointing and not layer._can_checkpoint_with_cache for layer in layers)
+    assert all(bool(part.grad.any()) for part in parts(state))
+
+
+def test_reentrant_checkpointing_and_kept_keys_under_checkpointing_are_refused(model: Any) -> None:
+    model.train()
+    enable_checkpointing(model, use_reentrant=False)
+    with pytest.raises(ValueError, match="attention_cache does not go with activation checkpointing"):
+        model(TOKENS, attention_cache=model.new_attention_cache())
+    enable_checkpointing(model, use_reentrant=True)
+    with pytest.raises(ValueError, match="use_reentrant"):
+        model(TOKENS, output_final_state=True)
+    model(TOKENS)  # the stock call stays possible
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 9])}, "without padding"),
+        ({"attention_mask": torch.ones(2, 1, 9, 9)}, "no mask"),
+        ({"use_cache": True}, "use_cache and past_key_values do not go with states"),
+        ({"past_key_values": Cache(layers=[])}, "use_cache and past_key_values do not go with states"),
+        ({"position_ids": torch.arange(9)[None]}, "Leave them out"),
+        ({"input_ids": None}, "exactly one of input_ids"),
+        ({"input_ids": TOKENS[:, :0]}, "at least one token"),
+    ],
+)
+def test_what_does_not_go_with_states_is_refused(model: Any, arguments: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        model(**{"input_ids": TOKENS, "output_final_state": True} | arguments)
+
+
+def test_states_that_do_not_fit_are_refused(model: Any) -> None:
+    state = model.zero_state(2)
+    first = state[0]
+
+    def refused(complaint: str, *layers: Any) -> None:
+        with pytest.raises(ValueError, match=complaint):
+            model(TOKENS, initial_state=layers)
+
+    refused("2 layers, the model has 3", *state[:2])
+    refused(r"layer 0, part 'recurrent' has shape", LayerState(first.recurrent[:, :1], first.conv), *state[1:])
+    refused(r"layer 0, part 'conv' has dtype", LayerState(first.recurrent, first.conv.double()), *state[1:])
+    refused(r"layer 0, part 'conv' is on meta", LayerState(first.recurrent, first.conv.to("meta")), *state[1:])
+    refused(r"layer 1, part 'recurrent' has NaN", first, LayerState(first.recurrent * torch.nan, first.conv), state[2])
+    refused(r"batch of 2 rows", *model.zero_state(3))
+
+
+def test_models_without_states_and_other_objects_are_refused() -> None:
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=8
+    )
+    llama = LlamaForCausalLM(config)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no recurrent layers"):
+        stateful(llama)
+    assert type(llama) is LlamaForCausalLM
+    with pytest.raises(ValueError, match="takes a model of Transformers, got Linear"):
+        stateful(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+    adapted = get_peft_model(copy.deepcopy(STOCK), LoraConfig(target_modules=["in_proj"]))
+    with pytest.raises(ValueError, match="before get_peft_model"):
+        stateful(adapted)  # type: ignore[arg-type]
+
+
+def test_our_own_models_have_the_contract_already() -> None:
+    sizes = {"hidden_size": 8, "num_heads": 2, "head_dim": 8, "state_size": 4, "n_groups": 1}
+    model = StatefulMamba2ForCausalLM(StatefulMamba2Config(vocab_size=8, num_hidden_layers=1, **sizes))
+    assert stateful(model) is model
+
+
+def test_gradients_reach_a_given_state_of_a_single_token(model: Any) -> None:
+    state = random_state(model, 2)
+
+    def objective(recurrent: Tensor) -> Tensor:
+        start = (LayerState(recurrent, state[0].conv), *state[1:])
+        output = model(TOKENS[:, :1], initial_state=start, output_final_state=True)
+        return output.logits.square().sum() + sum(part.square().sum() for part in parts(output.final_state))
+
+    recurrent = state[0].recurrent.detach()
+    gradient = torch.autograd.functional.jacobian(objective, recurrent)
+    direction = torch.randn(recurrent.shape, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        step = 1e-2 * direction
+        slope = (objective(recurrent + step) - objective(recurrent - step)) / 2e-2
+    torch.testing.assert_close((gradient * direction).sum(), slope, rtol=1e-2, atol=1e-2)
