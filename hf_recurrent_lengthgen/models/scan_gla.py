@@ -244,7 +244,8 @@ class ChunkedGatedScan(torch.autograd.Function):
 
 def _to_chunks(t_BTHX: Tensor, size: int) -> Tensor:
     """(B, T, H, X) -> contiguous (Z, Q, X), with zeros after the last token: no key, no decay."""
-    t_BTHX = F.pad(t_BTHX, (0, 0, 0, 0, 0, -t_BTHX.shape[1] % size))
+    if rest := -t_BTHX.shape[1] % size:
+        t_BTHX = F.pad(t_BTHX, (0, 0, 0, 0, 0, rest))
     return t_BTHX.unflatten(1, (-1, size)).permute(1, 0, 3, 2, 4).contiguous().flatten(0, 2)
 
 

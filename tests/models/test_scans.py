@@ -196,6 +196,8 @@ def test_the_chunked_form_equals_the_definition_on_a_gpu(scan: Scan, length: int
     assert_equal_up_to(1e-11, {"y": y, "s": state}, {"y": truth["y"], "s": truth["final state"]})
 
 
+# torch.compile runs into deprecation warnings of torch itself, and looks at .grad of the pieces it is given
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 @pytest.mark.slow
 @every_scan
 def test_a_compiled_scan_is_one_graph_at_every_length(scan: Scan) -> None:
