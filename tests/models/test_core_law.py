@@ -61,7 +61,7 @@ def test_the_model_equals_a_loop_over_the_equations(family: Family, variant: str
         return family.loop(model, embeds, state)
 
     assert_equal_up_to(
-        1e-11,
+        1e-10,
         run_in_pieces(model_step(model), parameters, embeds, state),
         run_in_pieces(loop, parameters, embeds, state),
     )
@@ -150,6 +150,8 @@ def test_the_law_holds_under_bf16_autocast(family: Family) -> None:
     assert whole["logits"].dtype == torch.float32
     assert {value.dtype for name, value in whole.items() if "final" in name} == {torch.float32}
     for name, value in exact.items():
+        if value.numel() == 0:
+            continue
         scale = value.norm()
         assert (whole[name] - value).norm() < family.autocast_error * scale, name
         assert (pieces[name] - whole[name]).norm() < 0.03 * scale, name
@@ -214,7 +216,7 @@ def test_a_final_state_shares_no_memory_with_its_inputs_and_keeps_no_large_tenso
             final = model(random_tokens(2, length), initial_state=state).final_state
         given = {part.untyped_storage().data_ptr() for layer in state for part in layer}
         for layer in final:
-            for part in layer:
+            for part in (part for part in layer if part.numel()):
                 assert part.untyped_storage().data_ptr() not in given
                 assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
 
