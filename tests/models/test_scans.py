@@ -2,6 +2,7 @@
 
 import math
 import sys
+from functools import cache
 
 import pytest
 import torch
@@ -39,11 +40,16 @@ def run(
     y = torch.cat(outputs, 1)
     generator = torch.Generator().manual_seed(7)
     functional = sum(
-        (r * torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r.dtype)).sum() for r in (y, state)
+        (r * torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r)).sum() for r in (y, state)
     )
     gradients = torch.autograd.grad(functional, list(leaves.values()))
     named = {f"gradient of {name}": value for name, value in zip(leaves, gradients, strict=True)}
     return {"y": y.detach(), "final state": state.detach()} | named
+
+
+@cache
+def truth(scan: Scan, length: int) -> dict[str, Tensor]:
+    return run(scan, scan.reference, scan.make_inputs(length))
 
 
 def single(inputs: Inputs) -> Inputs:
@@ -53,26 +59,23 @@ def single(inputs: Inputs) -> Inputs:
 @every_scan
 @every_length
 def test_the_reference_is_the_equation(scan: Scan, length: int) -> None:
-    inputs = scan.make_inputs(min(length, 66))
-    assert_equal_up_to(1e-12, run(scan, scan.reference, inputs), run(scan, scan.loop, inputs))
+    length = min(length, 66)
+    assert_equal_up_to(1e-12, truth(scan, length), run(scan, scan.loop, scan.make_inputs(length)))
 
 
 @every_scan
 @pytest.mark.parametrize("chunk_size", [1, 7, 64, 256])
 @every_length
 def test_the_chunked_form_equals_the_definition(scan: Scan, length: int, chunk_size: int) -> None:
-    inputs = scan.make_inputs(length)
-    chunked = run(scan, scan.scan, inputs, chunk_size=chunk_size)
-    assert_equal_up_to(1e-12, chunked, run(scan, scan.reference, inputs))
+    chunked = run(scan, scan.scan, scan.make_inputs(length), chunk_size=chunk_size)
+    assert_equal_up_to(1e-12, chunked, truth(scan, length))
 
 
 @every_scan
 @every_length
 def test_float32_stays_close_to_float64(scan: Scan, length: int) -> None:
-    inputs = scan.make_inputs(length)
-    exact = run(scan, scan.reference, inputs)
-    chunked = {name: value.double() for name, value in run(scan, scan.scan, single(inputs)).items()}
-    assert_equal_up_to(scan.error, chunked, exact)
+    chunked = run(scan, scan.scan, single(scan.make_inputs(length)))
+    assert_equal_up_to(scan.error, {name: value.double() for name, value in chunked.items()}, truth(scan, length))
 
 
 @every_scan
@@ -191,9 +194,8 @@ def test_the_kernel_is_refused_by_name_where_it_is_not_installed(scan: Scan, mon
 @every_length
 def test_the_chunked_form_equals_the_definition_on_a_gpu(scan: Scan, length: int) -> None:
     inputs = {name: value.cuda() for name, value in scan.make_inputs(length).items()}
-    truth = {name: value.cuda() for name, value in run(scan, scan.reference, scan.make_inputs(length)).items()}
-    y, state = scan.scan(**{name: value.requires_grad_() for name, value in inputs.items()})
-    assert_equal_up_to(1e-11, {"y": y, "s": state}, {"y": truth["y"], "s": truth["final state"]})
+    expected = {name: value.cuda() for name, value in truth(scan, length).items()}
+    assert_equal_up_to(1e-11, run(scan, scan.scan, inputs), expected)
 
 
 # torch.compile runs into deprecation warnings of torch itself, and looks at .grad of the pieces it is given
