@@ -1,6 +1,6 @@
 """Speed and memory against Transformers' own CPU path, as ratios within one run.
 
-    python benchmarks/run.py [scan model trainer stream] [--rounds 7]
+    python benchmarks/run.py [scan model mamba1 gla rwkv6 trainer stream] [--rounds 7]
 
 Competitors take turns and a ratio is the median over rounds of the ratios, so that a busy machine slows both.
 Memory is measured in processes of their own. README.md in this folder records figures.
@@ -11,16 +11,14 @@ import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from families import bench_gla, bench_mamba1, bench_rwkv6, peak_of_mamba1, peak_of_scan
+from measure import in_own_process, peak_mib, saved_bytes, take_turns
 from torch import nn
 from transformers import Mamba2Config, Mamba2ForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
@@ -52,18 +50,6 @@ DEMO = WIDE | {
     "state_size": DEFAULTS.state_size,
     "num_hidden_layers": DEFAULTS.num_layers,
 }
-
-
-def take_turns(rounds: int, competitors: dict[str, Callable[[], None]]) -> tuple[dict[str, float], float]:
-    """Median seconds of each, and the median over rounds of theirs / ours; one round before is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in competitors}
-    for _ in range(rounds + 1):
-        for name, run in competitors.items():
-            began = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - began)
-    ratios = [theirs / ours for theirs, ours in zip(times["theirs"][1:], times["ours"][1:], strict=True)]
-    return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}, statistics.median(ratios)
 
 
 def bench_scan(rounds: int) -> dict[str, float]:
@@ -101,22 +87,6 @@ def training_pass(model: nn.Module) -> None:
     model(input_ids=ids, labels=ids).loss.backward()
 
 
-def saved_bytes(model: nn.Module) -> int:
-    """Bytes that the forward pass keeps for the backward pass, parameters not counted."""
-    storages: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    ids = torch.arange(LENGTH)[None] % 251
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(input_ids=ids, labels=ids).loss
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    assert loss.requires_grad
-    return sum(size for address, size in storages.items() if address not in own)
-
-
 def bench_model(rounds: int) -> dict[str, float]:
     """A whole two-layer model at the dimensions of Mamba-2 130m, and where its time goes."""
     ours, theirs = two_layers("ours"), two_layers("theirs")
@@ -142,7 +112,11 @@ def bench_model(rounds: int) -> dict[str, float]:
             "matmul": matmul,
         },
     )
-    saved = {"ours": saved_bytes(ours), "theirs": saved_bytes(theirs)}
+    ids = torch.arange(LENGTH)[None] % 251
+    saved = {
+        name: saved_bytes(lambda model=model: model(input_ids=ids, labels=ids).loss, model.parameters())
+        for name, model in (("ours", ours), ("theirs", theirs))
+    }
     peak = {name: in_own_process("peak_of_pass", name)["peak_mib"] for name in ("none", "ours", "theirs")}
     return {
         "ours_tokens_per_second": LENGTH / seconds["ours"],
@@ -262,22 +236,21 @@ def stream_of(length: str) -> dict[str, float]:
     return {"peak_mib": peak_mib(), "tokens_per_second": int(length) / seconds}
 
 
-def peak_mib() -> float:
-    """Peak resident memory of this process (Linux); getrusage would count the parent's before exec, too."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) / 1024
-
-
-def in_own_process(function: str, argument: str) -> dict[str, float]:
-    """Result of a function of this file, run in a new process."""
-    command = [sys.executable, __file__, "--call", function, argument]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    result: dict[str, float] = json.loads(printed.splitlines()[-1])
-    return result
-
-
-BENCHMARKS = {"scan": bench_scan, "model": bench_model, "trainer": bench_trainer, "stream": bench_stream}
-CALLS = {"peak_of_pass": peak_of_pass, "stream_of": stream_of}
+BENCHMARKS = {
+    "scan": bench_scan,
+    "model": bench_model,
+    "mamba1": bench_mamba1,
+    "gla": bench_gla,
+    "rwkv6": bench_rwkv6,
+    "trainer": bench_trainer,
+    "stream": bench_stream,
+}
+CALLS = {
+    "peak_of_pass": peak_of_pass,
+    "stream_of": stream_of,
+    "peak_of_mamba1": peak_of_mamba1,
+    "peak_of_scan": peak_of_scan,
+}
 
 
 def main() -> None:
