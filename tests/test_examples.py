@@ -1,11 +1,13 @@
 """The examples run, and the two training scripts differ in names only."""
 
+import json
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from transformers.cache_utils import Cache
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM, load_state
 from hf_recurrent_lengthgen.cli.main import main
@@ -78,6 +80,15 @@ def test_a_document_is_read_once_and_asked_from_the_file(
     text.write_text("another text" * 1000)
     with pytest.raises(SystemExit, match="comes from another model or document"):
         run_example("ask_a_long_document.py", monkeypatch, *arguments)
+
+
+@pytest.mark.skipif(not hasattr(Cache, "get_recurrent_state"), reason="hybrids need Transformers 5.21 or newer")
+def test_a_hybrid_trains_and_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_example("stateful_hybrid.py", monkeypatch, "--output", tmp_path / "out", "--steps", 2)
+    assert "Read 660 tokens, then: 'def " in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["FalconH1ForCausalLM"]
 
 
 def test_the_config_trains(checkpoint: Path, tmp_path: Path) -> None:

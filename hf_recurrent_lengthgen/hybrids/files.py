@@ -95,7 +95,7 @@ def load_hybrid_state(path: str | os.PathLike[str], model: Any) -> tuple[Recurre
     if set(tensors) != expected:
         raise ValueError(
             f"{name} does not fit {type(model).__name__}: it lacks {sorted(expected - set(tensors))} and has "
-            f"{sorted(set(tensors) - expected)} too many. The attention cache of the text must be saved with its state."
+            f"{sorted(set(tensors) - expected)} too many. The attention cache of a text must be saved with its state."
         )
     state = tuple(LayerState(*(tensors[f"layers.{i}.{k}"] for k in LayerState._fields)) for i in range(len(shapes)))
     rows = state[0].recurrent.shape[0]
