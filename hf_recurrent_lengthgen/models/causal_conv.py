@@ -27,9 +27,14 @@ _BLOCK_ELEMENTS = 2**20  # 4 MiB in float32
 class CausalConv1d(nn.Conv1d):
     """`causal_conv` on the parameter names of `nn.Conv1d`; called as a module, so that offloading hooks run."""
 
-    def __init__(self, channels: int, taps: int, bias: bool, activation: bool = True) -> None:
-        super().__init__(channels, channels, taps, groups=channels, padding=taps - 1, bias=bias)
-        self.activation = activation
+    activation = True
+
+    @classmethod
+    def depthwise(cls, channels: int, taps: int, bias: bool, activation: bool = True) -> "CausalConv1d":
+        """One with its own taps for each channel; not the constructor, which PEFT calls as that of `nn.Conv1d`."""
+        conv = cls(channels, channels, taps, groups=channels, padding=taps - 1, bias=bias)
+        conv.activation = activation
+        return conv
 
     def forward(  # type: ignore[override]
         self, x: Tensor, initial_state: Tensor, lengths: Tensor | None = None, backend: ScanBackend = "torch"

@@ -47,9 +47,9 @@ class StatefulGLAMixer(nn.Module):
         self.v_proj = nn.Linear(D, values, bias=False)
         self.conv_channels = 0
         if config.use_short_conv:
-            self.q_conv1d = CausalConv1d(self.heads * self.key_dim, config.conv_size, bias=False)
-            self.k_conv1d = CausalConv1d(keys, config.conv_size, bias=False)
-            self.v_conv1d = CausalConv1d(values, config.conv_size, bias=False)
+            self.q_conv1d = CausalConv1d.depthwise(self.heads * self.key_dim, config.conv_size, bias=False)
+            self.k_conv1d = CausalConv1d.depthwise(keys, config.conv_size, bias=False)
+            self.v_conv1d = CausalConv1d.depthwise(values, config.conv_size, bias=False)
             self.conv_channels = self.heads * self.key_dim + keys + values
         self.gk_proj = nn.Sequential(
             nn.Linear(D, config.gate_low_rank_dim, bias=False), nn.Linear(config.gate_low_rank_dim, keys)

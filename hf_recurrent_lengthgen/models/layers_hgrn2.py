@@ -36,9 +36,9 @@ class StatefulHGRN2Mixer(nn.Module):
         self.f_proj = nn.Linear(D, D, bias=False)
         self.i_proj = nn.Linear(D, D, bias=False)
         if config.use_short_conv:
-            self.q_conv1d = CausalConv1d(D, config.conv_size, bias=False, activation=False)
-            self.f_conv1d = CausalConv1d(D, config.conv_size, bias=False, activation=False)
-            self.i_conv1d = CausalConv1d(D, config.conv_size, bias=False, activation=False)
+            self.q_conv1d = CausalConv1d.depthwise(D, config.conv_size, bias=False, activation=False)
+            self.f_conv1d = CausalConv1d.depthwise(D, config.conv_size, bias=False, activation=False)
+            self.i_conv1d = CausalConv1d.depthwise(D, config.conv_size, bias=False, activation=False)
         self.g_norm = OptionalRMSNorm(D, 1e-5, affine=config.elementwise_affine)
         self.o_proj = nn.Linear(D, D, bias=False)
 

@@ -70,7 +70,7 @@ class StatefulMambaMixer(nn.Module):
         inner, self.state_size = config.intermediate_size, config.state_size
         self.time_step_rank = int(config.time_step_rank)
         self.in_proj = nn.Linear(config.hidden_size, 2 * inner, bias=config.use_bias)
-        self.conv1d = CausalConv1d(inner, config.conv_kernel, config.use_conv_bias)
+        self.conv1d = CausalConv1d.depthwise(inner, config.conv_kernel, config.use_conv_bias)
         self.x_proj = nn.Linear(inner, self.time_step_rank + 2 * self.state_size, bias=False)
         self.dt_proj = StepProjection(self.time_step_rank, inner, bias=True)
         self.A_log = nn.Parameter(torch.empty(inner, self.state_size))

@@ -62,7 +62,7 @@ class StatefulMamba2Mixer(nn.Module):
         self.inner_size = inner
         self.conv_size = inner + 2 * bc
         self.in_proj = nn.Linear(config.hidden_size, inner + self.conv_size + config.num_heads, bias=config.use_bias)
-        self.conv1d = CausalConv1d(self.conv_size, config.conv_kernel, config.use_conv_bias)
+        self.conv1d = CausalConv1d.depthwise(self.conv_size, config.conv_kernel, config.use_conv_bias)
         self.dt_bias = nn.Parameter(torch.empty(config.num_heads))
         self.A_log = nn.Parameter(torch.empty(config.num_heads))
         self.D = nn.Parameter(torch.empty(config.num_heads))
