@@ -215,7 +215,7 @@ def test_every_missing_weight_gets_the_values_of_a_new_model(family: Family, tmp
     fresh = family.causal_lm_class(family.config())
     for (name, ours), expected in zip(loaded.named_parameters(), fresh.parameters(), strict=True):
         assert ours.isfinite().all(), name
-        if expected.unique().numel() == expected.numel() > 30:  # random
+        if expected.unique().numel() == expected.numel() > 20:  # random
             assert float(ours.detach().std()) == pytest.approx(float(expected.detach().std()), rel=0.7), name
         elif "dt_" not in name:
             torch.testing.assert_close(ours, expected, msg=name)
