@@ -375,4 +375,10 @@ def stateful(model: PreTrainedModel) -> Any:
             raise
         # Its own code failed on our carrier, for instance because it wants a cache of another kind.
         raise ValueError(f"{stock.__name__} cannot carry its states: {type(error).__name__}: {error}") from error
+    backbone: Any = model.base_model
+    if backbone is not model and isinstance(backbone, PreTrainedModel):
+        # Some training scripts call it past the head; the stock backbone would ignore a state silently.
+        backbone_class: Any = type(backbone)
+        backbone.__class__ = _stateful_class(backbone_class)
+        backbone._layout = model._layout
     return model

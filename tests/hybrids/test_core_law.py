@@ -49,7 +49,8 @@ def pair(model_type: str, **changes: Any) -> tuple[Any, Any]:
 def test_outputs_and_states_of_any_length_are_the_stock_models(model_type: str) -> None:
     stock, model = pair(model_type)
     for length in LENGTHS:
-        tokens = random_tokens(2, length)
+        # With a cache, one token and two rows, the stock RWKV-4 mixes up rows and time.
+        tokens = random_tokens(1 if model_type == "rwkv" else 2, length)
         expected = stock(input_ids=tokens, use_cache=True)
         output = model(input_ids=tokens, output_final_state=True)
         assert relative_error([output.logits], [expected.logits]) < TOLERANCE, length

@@ -118,6 +118,16 @@ def test_a_model_without_head_takes_states_too() -> None:
     assert relative_error([first.last_hidden_state], [stock(TOKENS[:, :4]).last_hidden_state]) < 1e-5
 
 
+@torch.no_grad()
+def test_the_backbone_of_a_wrapped_model_takes_states_too(model: Any) -> None:
+    state = random_state(model, 2)
+    output = model.model(TOKENS, initial_state=state, output_final_state=True)
+    expected = model(TOKENS, initial_state=state, output_final_state=True)
+    scaled = model.lm_head(output.last_hidden_state) * model.model.lm_head_multiplier
+    assert relative_error([scaled], [expected.logits]) < 1e-6
+    assert all(map(torch.equal, parts(output.final_state), parts(expected.final_state)))
+
+
 def test_adapters_train_and_merge(model: Any) -> None:
     adapted = get_peft_model(model, LoraConfig(target_modules=["in_proj", "q_proj"], init_lora_weights=False))
     state = random_state(model, 2)
