@@ -27,12 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .scan_backends import ScanBackend, missing_kernel, run_scan, scan_in_pieces
+from .scan_backends import ScanBackend, fla_kernel, missing_kernel, run_scan, scan_in_pieces
 
-try:
-    from fla.ops.gla import chunk_gla
-except ImportError:  # as fla without triton has no such name
-    chunk_gla = None
+chunk_gla = fla_kernel("fla.ops.gla", "chunk_gla")
 
 # fla's kernels have chunks of 64 tokens, and a grid at most 65535 blocks in its second and third dimension. Offsets
 # have 64 bits, with exceptions among releases: larger inputs go in groups of rows and in pieces of tokens.

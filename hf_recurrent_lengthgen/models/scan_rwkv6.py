@@ -16,13 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .scan_backends import ScanBackend, missing_kernel, run_scan
+from .scan_backends import ScanBackend, fla_kernel, missing_kernel, run_scan
 from .scan_gla import ChunkedGatedScan, scan_with_fla
 
-try:
-    from fla.ops.rwkv6 import chunk_rwkv6
-except ImportError:  # as fla without triton has no such name
-    chunk_rwkv6 = None
+chunk_rwkv6 = fla_kernel("fla.ops.rwkv6", "chunk_rwkv6")
 
 
 def scan_rwkv6(
