@@ -57,6 +57,13 @@ def test_the_code_with_states_runs(demo_output: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.startswith(" sys")
 
 
+def test_a_stock_checkpoint_loads_into_our_class(demo_output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = (block for block in blocks_of("python") if "stock-mamba" in block)
+    exec(code, {})
+    (comment,) = re.findall(r"print\(.*\)  # (.*)", code)
+    assert capsys.readouterr().out.strip() == comment
+
+
 def test_the_commands_run(demo_output: Path) -> None:
     commands = [line for block in blocks_of("bash") for line in block.splitlines() if line.startswith("lengthgen ")]
     assert {shlex.split(command)[1] for command in commands} == {"train", "evaluate"}

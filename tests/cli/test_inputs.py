@@ -10,12 +10,23 @@ import datasets
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Mamba2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    FalconMambaConfig,
+    FalconMambaForCausalLM,
+    JambaConfig,
+    Lfm2Config,
+    Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM, StatefulMambaForCausalLM
 from hf_recurrent_lengthgen.cli.inputs import load_model, load_stream, load_tokenizer, quiet_libraries, token_unit
 from hf_recurrent_lengthgen.data import byte_tokenizer
+from tests.models.families import TRANSFORMERS
+from tests.models.upstream_fixtures import load_fixture
 
 
 def test_our_checkpoint_loads_as_it_was_saved(checkpoint: Path) -> None:
@@ -33,6 +44,45 @@ def test_a_stock_mamba2_checkpoint_gives_the_same_logits(stock_checkpoint: Path)
     ids = torch.randint(0, 384, (2, 13), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, stock(ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "stock"), [(MambaConfig, MambaForCausalLM), (FalconMambaConfig, FalconMambaForCausalLM)]
+)
+def test_stock_mamba_checkpoints_give_the_same_logits(config: Any, stock: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    theirs = stock(config(vocab_size=19, hidden_size=8, state_size=4, num_hidden_layers=2)).eval()
+    theirs.save_pretrained(tmp_path)
+    ids = torch.arange(14).view(2, 7)
+    model = load_model(str(tmp_path)).eval()
+    assert isinstance(model, StatefulMambaForCausalLM)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, theirs(ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gla_short_conv", "rwkv6", "hgrn2", "linear_attn"])
+def test_checkpoints_of_fla_load_without_fla_and_give_its_logits(name: str, tmp_path: Path) -> None:
+    fixture = load_fixture(name)
+    (tmp_path / "config.json").write_text(json.dumps(fixture.config))
+    save_file(fixture.weights, tmp_path / "model.safetensors", {"format": "pt"})
+    model = load_model(str(tmp_path)).eval()
+    with torch.no_grad():
+        logits = model(fixture.run["input_ids"]).logits
+    torch.testing.assert_close(logits, fixture.run["logits"], rtol=0, atol=2e-5)
+
+
+@pytest.mark.skipif(TRANSFORMERS < (5, 21), reason="hybrids need Transformers 5.21")
+def test_a_hybrid_is_wrapped_and_other_models_are_refused_with_the_reason(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 19, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Lfm2Config(**sizes, **heads, layer_types=["conv", "full_attention"])
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hybrid")
+    model = load_model(str(tmp_path / "hybrid"))
+    assert len(model.zero_state(2)) == len(model.state_shapes())
+    JambaConfig(**sizes, **heads).save_pretrained(tmp_path / "jamba")
+    with pytest.raises(ValueError, match=r"'jamba', which cannot be given states \(its Mamba-1 mixers ignore"):
+        load_model(str(tmp_path / "jamba"))
 
 
 def damage_config(folder: Path, **changes: Any) -> None:

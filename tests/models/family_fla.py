@@ -181,6 +181,7 @@ GLA = Family(
     loop=gla_loop,
     linear_modules={"q_proj", "k_proj", "v_proj", "gk_proj.0", "gk_proj.1", "g_proj", "o_proj"} | MLP,
     kernel=("layers_gla", "chunk_gla"),
+    autocast_error=0.1,
 )
 HGRN2 = Family(
     name="hgrn2",
