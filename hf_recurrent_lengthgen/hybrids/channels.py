@@ -6,6 +6,7 @@ Almost all models take a `Cache` of `LinearAttentionLayer`s; MiniMax has a cache
 import copy
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_recurrent_lengthgen.hybrids.carrier import StateCarrier
+from hf_recurrent_lengthgen.hybrids.mixers import Mamba1Carrier, limited_steps, scans_from_state
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, state_dtype
 
@@ -54,6 +56,10 @@ class CacheChannel:
         """The class of the carrier."""
         return StateCarrier
 
+    def mixers(self, model: Any, carrier: Any) -> AbstractContextManager[None]:
+        """What must hold while the carrier passes through the mixers, also when they are recomputed."""
+        return limited_steps(model) if carrier.single_token else nullcontext()
+
     def to_cache(self, model: Any, state: RecurrentState) -> Any:
         """A stock cache that starts from `state`, which it may keep and write to."""
         cache = DynamicCache(config=model.config)
@@ -82,6 +88,16 @@ class CacheChannel:
             conv = cache.layers[index].conv_states[0] if shape.conv != (0,) else None
             state.append((recurrent, None if conv is None else conv[..., dropped:]))
         return _filled(model, state)
+
+
+class Mamba1Channel(CacheChannel):
+    """The usual cache, for mixers that must be made to use it."""
+
+    def carrier_class(self) -> type[StateCarrier]:
+        return Mamba1Carrier
+
+    def mixers(self, model: Any, carrier: Any) -> AbstractContextManager[None]:
+        return scans_from_state(model, carrier)
 
 
 class MiniMaxChannel(CacheChannel):
@@ -164,6 +180,9 @@ class RwkvChannel(CacheChannel):
     def __init__(self) -> None:
         super().__init__("state")
 
+    def mixers(self, model: Any, carrier: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def carrier(
         self, model: Any, state: RecurrentState | None, single_token: bool, attention: Cache | None
     ) -> Carrier:
@@ -199,7 +218,14 @@ def channel_of(model: Any) -> CacheChannel:
     parameters = inspect.signature(type(model).forward).parameters
     for argument in ("past_key_values", "cache_params"):
         if argument in parameters:
-            return (MiniMaxChannel if model_type == "minimax" else CacheChannel)(argument)
+            family = SUPPORTED.get(model_type)
+            return (
+                MiniMaxChannel(argument)
+                if model_type == "minimax"
+                else Mamba1Channel(argument)
+                if family is not None and family.mamba1
+                else CacheChannel(argument)
+            )
     raise ValueError(f"{type(model).__name__} takes no cache, so nothing can carry its states.")
 
 

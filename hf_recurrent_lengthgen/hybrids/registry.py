@@ -14,13 +14,16 @@ class Family(NamedTuple):
         state: What the recurrent part of a layer holds, in the model's own layout; B is left out.
         model_dtype: Whether its mixers want the recurrent state in the dtype of the model: a bfloat16 model then
             rounds it between calls, as it does without us.
+        mamba1: Whether its mixers drop a given state and need our scan (`mixers.py`).
     """
 
     state: str
     model_dtype: bool = False
+    mamba1: bool = False
 
 
 SSD = "(H, P, N)"
+SELECTIVE = "(D, N)"
 DELTA = "(H, N, P)"
 NONE = "none, convolution only"
 
@@ -28,11 +31,14 @@ SUPPORTED = {
     "bailing_hybrid": Family(DELTA),
     "bamba": Family(SSD),
     "falcon_h1": Family(SSD),
+    "falcon_mamba": Family(SELECTIVE, mamba1=True),
     "granitemoehybrid": Family(SSD),
+    "jamba": Family(SELECTIVE, mamba1=True),
     "kimi_linear": Family(DELTA),
     "lfm2": Family(NONE),
     "lfm2_moe": Family(NONE),
     "lfm3": Family(NONE),
+    "mamba": Family(SELECTIVE, mamba1=True),
     "mamba2": Family(SSD),
     "minimax": Family(DELTA, model_dtype=True),
     "nemotron_h": Family(SSD),
@@ -41,20 +47,17 @@ SUPPORTED = {
     "qwen3_5_text": Family(DELTA),
     "qwen3_next": Family(DELTA),
     "rwkv": Family("(3, D): numerator, denominator, exponent"),
+    "zamba": Family(SSD, mamba1=True),
     "zamba2": Family(SSD),
     "zaya": Family("(D,): delayed value of the last token", model_dtype=True),
 }
 
 _DROPS = "its Mamba-1 mixers ignore the given recurrent state when they read more than one token"
 REFUSED = {
-    "falcon_mamba": f"{_DROPS}: use StatefulFalconMambaForCausalLM",
     "glm5_next_text": "its attention selects keys with an index that is kept in a cache of its own kind",
     "inkling_text": "it has no recurrent layers, only attention with four short convolutions around each",
     "inkling2_text": "it has no recurrent layers, only attention with short convolutions around each",
-    "jamba": _DROPS,
-    "mamba": f"{_DROPS}: use StatefulMambaForCausalLM",
     "qwen4_exp_text": "its state holds token ids, which are no value that a gradient or noise could change",
     "recurrent_gemma": "it keeps its states as attributes of its modules, where one call overwrites another's",
     "xlstm": "it keeps its states in a cache of its own that is written in place",
-    "zamba": _DROPS,
 }

@@ -21,8 +21,8 @@ the stock model. Called with one of them:
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +33,8 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
-from hf_recurrent_lengthgen.hybrids.channels import channel_of, copy_keys, repeated_keys
+from hf_recurrent_lengthgen.hybrids.channels import Mamba1Channel, channel_of, copy_keys, repeated_keys
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
-from hf_recurrent_lengthgen.hybrids.single_token import limited_steps
 from hf_recurrent_lengthgen.hybrids.verify import close, evaluating, verify_stateful
 from hf_recurrent_lengthgen.models.recurrent_state import (
     LayerShape,
@@ -139,13 +138,14 @@ class StatefulMixin:
 
     def _carry(self: Any, carrier: Any, arguments: dict[str, Any]) -> ModelOutput:
         """The stock forward pass with a carrier in the place of the cache."""
-        arguments = {**arguments, channel_of(self).argument: carrier, "use_cache": False, "return_dict": True}
+        channel = channel_of(self)
+        arguments = {**arguments, channel.argument: carrier, "use_cache": False, "return_dict": True}
         arguments.pop("attention_mask", None)
-        single_token = _tokens(arguments).shape[1] == 1
-        with (
-            limited_steps(self) if single_token else nullcontext(),
-            _checkpointing(self, not single_token, getattr(carrier, "attention", None)),
-        ):
+
+        def mixers() -> AbstractContextManager[None]:
+            return channel.mixers(self, carrier)
+
+        with mixers(), _checkpointing(self, mixers, getattr(carrier, "attention", None)):
             return super().forward(**arguments)  # type: ignore[misc]
 
     def generate(
@@ -185,6 +185,11 @@ class StatefulMixin:
         _refuse_padding(kwargs.get("attention_mask"))
         rows, length = prompt.shape[:2]
         self._check_state(initial_state, rows)
+        if isinstance(channel, Mamba1Channel) and length > 1:
+            raise ValueError(
+                f"generate of {type(self).__name__} drops the state when it reads more than one token, got {length}: "
+                "call the model with the prompt but its last token, and generate from that one and the final state."
+            )
         copies = max(config.num_beams or 1, config.num_return_sequences or 1)
         if attention_cache is not None:
             # Positions and unread tokens follow from a mask over the whole text.
@@ -278,34 +283,37 @@ def _refuse_padding(mask: Any) -> None:
 
 
 @contextmanager
-def _checkpointing(model: nn.Module, enabled: bool, attention: Cache | None) -> Iterator[None]:
-    """Let activation checkpointing keep the carrier, which recomputation may write to again; or do without it.
-
-    A single token has nothing to recompute, and its steps are not the stock ones (`limited_steps`).
+def _checkpointing(
+    model: nn.Module, mixers: Callable[[], AbstractContextManager[None]], attention: Cache | None
+) -> Iterator[None]:
+    """Let activation checkpointing keep the carrier, which recomputation may write to again, and what the mixers need.
 
     Raises:
         ValueError: for reentrant checkpointing, and if keys and values are to be kept.
     """
     layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     layers = [layer for layer in layers if layer.gradient_checkpointing and layer.training]
-    for layer in layers:
-        if getattr(layer._gradient_checkpointing_func, "keywords", {}).get("use_reentrant", True):
-            raise ValueError(
-                "Reentrant activation checkpointing loses the gradients through recurrent states: "
-                'use gradient_checkpointing_kwargs={"use_reentrant": False}.'
-            )
-    if layers and enabled and attention is not None:
+    functions = [layer._gradient_checkpointing_func for layer in layers]
+    if any(getattr(function, "keywords", {}).get("use_reentrant", True) for function in functions):
+        raise ValueError(
+            "Reentrant activation checkpointing loses the gradients through recurrent states: "
+            'use gradient_checkpointing_kwargs={"use_reentrant": False}.'
+        )
+    if layers and attention is not None:
         raise ValueError(
             "attention_cache does not go with activation checkpointing, whose recomputation would add the keys again: "
             "leave one of them out."
         )
     try:
-        for layer in layers:
-            layer.gradient_checkpointing, layer._can_checkpoint_with_cache = enabled, True
+        for layer, function in zip(layers, functions, strict=True):
+            layer._can_checkpoint_with_cache = True
+            layer._gradient_checkpointing_func = functools.partial(
+                function, context_fn=lambda: (nullcontext(), mixers())
+            )
         yield
     finally:
-        for layer in layers:
-            layer.gradient_checkpointing = True
+        for layer, function in zip(layers, functions, strict=True):
+            layer._gradient_checkpointing_func = function
             del layer._can_checkpoint_with_cache
 
 
@@ -331,6 +339,15 @@ def _layout_of(model: Any) -> _Layout:
     return _Layout(shapes, tuple(carrier.dropped_columns), tuple(sorted(carrier.attending)))
 
 
+def check_transformers() -> None:
+    """Raise an `ImportError` if Transformers is too old."""
+    if not hasattr(Cache, "get_recurrent_state"):
+        raise ImportError(
+            f"stateful needs Transformers {OLDEST_TRANSFORMERS} or newer, whose caches give recurrent states out; "
+            f"{transformers.__version__} is installed."
+        )
+
+
 def stateful(model: PreTrainedModel) -> Any:
     """Give a stock recurrent or hybrid model of Transformers the state contract, in place.
 
@@ -347,11 +364,7 @@ def stateful(model: PreTrainedModel) -> Any:
         ValueError: with the reason, if the model's states cannot be carried.
         ImportError: if Transformers is too old.
     """
-    if not hasattr(Cache, "get_recurrent_state"):
-        raise ImportError(
-            f"stateful needs Transformers {OLDEST_TRANSFORMERS} or newer, whose caches give recurrent states out; "
-            f"{transformers.__version__} is installed."
-        )
+    check_transformers()
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"stateful takes a model of Transformers, got {type(model).__name__}. For a PEFT model, call "

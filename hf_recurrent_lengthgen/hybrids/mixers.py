@@ -1,0 +1,119 @@
+"""What mixers of Transformers do wrongly with a given state, made right while a carrier passes through.
+
+- The Mamba-2 mixers limit the step size in the scan of several tokens, but not in the step for one (with NemotronH's
+  and Zamba2's defaults it has a lower limit). A text read token by token would give other states than at once.
+- The Mamba-1 mixers (Mamba, FalconMamba, Jamba, Zamba) drop the recurrent state when they read several tokens, because
+  their scan takes none. They run with our scan instead.
+
+Functions of the stock modules are exchanged for the time of one forward pass; calls that have nothing to do with our
+states go on to the stock ones.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_recurrent_lengthgen.hybrids.carrier import Overwritten, StateCarrier
+from hf_recurrent_lengthgen.models.recurrent_state import state_dtype
+from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
+from hf_recurrent_lengthgen.models.scan_selective import scan_selective, selective_scan_fn
+
+STEP, SCAN = "mamba2_selective_state_update", "mamba_selective_scan"
+
+
+@contextmanager
+def _exchanged(files: Iterable[ModuleType], name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
+    """Put `replacement(stock function)` into every module that has a function of this name."""
+    with ExitStack() as stack:
+        for file in files:
+            stock = getattr(file, name)
+            stack.callback(setattr, file, name, stock)
+            setattr(file, name, replacement(stock))
+        yield
+
+
+@contextmanager
+def limited_steps(model: nn.Module) -> Iterator[None]:
+    """Limit the step size also in single-token steps on states that come from a `StateCarrier`."""
+    limits: dict[int, tuple[float, float]] = {}
+    files = set()
+    for module in model.modules():
+        limit = getattr(module, "time_step_limit", None)
+        if limit is not None and tuple(limit) != (0.0, math.inf):
+            limits[module.layer_idx] = tuple(limit)  # type: ignore[index]
+            files.add(sys.modules[type(module).__module__])
+    with _exchanged(files, STEP, lambda step: _limited(step, limits)):
+        yield
+
+
+def _limited(step: Any, limits: dict[int, tuple[float, float]]) -> Any:
+    """The stock step with the step size given ready, for our states; the stock step for others."""
+
+    def limited(
+        state: Tensor, x: Tensor, dt: Tensor, *args: Any, dt_bias: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        if not isinstance(state, Overwritten):
+            return step(state, x, dt, *args, dt_bias=dt_bias, **kwargs)
+        if dt_bias is not None:
+            dt = dt + dt_bias.to(dt.dtype)
+        if kwargs.get("dt_softplus"):
+            dt = F.softplus(dt)
+        dt = dt.clamp(*limits[state.layer_idx])
+        return step(state, x, dt, *args, **kwargs | {"dt_softplus": False})
+
+    return limited
+
+
+class Mamba1Carrier(StateCarrier):
+    """Hides the recurrent state from Mamba-1 mixers, which use it for a single token only, and has it scanned."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        state = self._initial(layer_idx, "recurrent")
+        # The mixer asks right before it scans. Zamba scans the heads of (B, H, P, N) one by one.
+        heads = () if state is None else state.unbind(1) if state.ndim == 4 else (state,)
+        self.to_scan = iter(heads)
+
+
+@contextmanager
+def scans_from_state(model: nn.Module, carrier: Mamba1Carrier) -> Iterator[None]:
+    """Let Mamba-1 mixers scan from the carrier's states."""
+    files = {sys.modules[type(module).__module__] for module in model.modules()}
+    with _exchanged((file for file in files if hasattr(file, SCAN)), SCAN, lambda stock: _scan_of(carrier, stock)):
+        yield
+
+
+def _scan_of(carrier: Mamba1Carrier, stock: Any) -> Any:
+    """`mamba_selective_scan` of Transformers, which has time last, from the carrier's states."""
+
+    def scan(
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor,
+        z: Tensor,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = True,
+        return_last_state: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if not return_last_state:  # a call without cache, which is none of ours
+            return stock(x, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, **kwargs)
+        dtype = state_dtype(x.dtype)
+        state = next(carrier.to_scan, None)
+        if state is None:
+            state = torch.zeros(x.shape[0], *A.shape, device=x.device, dtype=dtype)
+        dt = F.softplus(dt.to(dtype) + (0 if delta_bias is None else delta_bias.to(dtype)[:, None]))
+        backend = resolve_backend("auto", x.device.type, selective_scan_fn is not None)
+        y, final_state = scan_selective(x.mT, dt.mT, A, B.mT, C.mT, D, state, backend=backend)
+        return (y.mT * F.silu(z)).to(x.dtype), final_state
+
+    return scan
