@@ -168,7 +168,7 @@ class StateCarrier(Cache):
                 )
             parts = {part: step.as_subclass(Tensor) for part, step in missing.items()} | final
             empty = torch.empty(batch_size, 0, device=device, dtype=dtype)
-            state.append(LayerState(*(parts.get(part, empty).to(dtype) for part in LayerState._fields)))
+            state.append(LayerState(*(_alone(parts.get(part, empty).to(dtype)) for part in LayerState._fields)))
         return tuple(state)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -194,6 +194,11 @@ class StateCarrier(Cache):
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1: there is no maximum."""
         return -1
+
+
+def _alone(part: Tensor) -> Tensor:
+    """The tensor without the memory of a larger one that it is a view of, such as the states of all chunks."""
+    return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
 
 
 def _only_one_state(state_idx: int) -> None:

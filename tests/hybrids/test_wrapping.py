@@ -202,6 +202,29 @@ def test_states_that_do_not_fit_are_refused(model: Any) -> None:
     refused(r"batch of 2 rows", *model.zero_state(3))
 
 
+def test_attention_caches_that_do_not_fit_are_refused(model: Any) -> None:
+    cache = model.new_attention_cache()
+    state = model(TOKENS, output_final_state=True, attention_cache=cache).final_state
+    with pytest.raises(ValueError, match="holds 9 tokens, but there is no initial_state"):
+        model(TOKENS, attention_cache=cache)
+    with pytest.raises(ValueError, match="has 2 rows, the tokens 1"):
+        model(TOKENS[:1], attention_cache=cache, initial_state=model.zero_state(1))
+    with pytest.raises(ValueError, match=r"made by new_attention_cache\(\) of this model"):
+        model(TOKENS, attention_cache=stateful(tiny_model("nemotron_h")).new_attention_cache(), initial_state=state)
+    with pytest.raises(ValueError, match="needs the initial_state after the same text"):
+        model.generate(TOKENS, attention_cache=cache)
+
+
+def test_a_model_that_starts_from_something_else_than_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="starts from a state that is not zero"):
+        stateful(tiny_model("zaya", attention_bias=True))
+
+
+def test_final_states_hold_no_more_memory_than_themselves(model: Any) -> None:
+    for part in parts(model(TOKENS, output_final_state=True).final_state):
+        assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
+
+
 def test_models_without_states_and_other_objects_are_refused() -> None:
     config = LlamaConfig(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=8
