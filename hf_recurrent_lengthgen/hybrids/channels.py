@@ -1,9 +1,11 @@
 """How states go into the different caches of Transformers and come out of them.
 
-Almost all models take a `Cache` of `LinearAttentionLayer`s; MiniMax has a cache of its own, RWKV-4 a list of tensors.
+Almost all models take a `Cache` of `LinearAttentionLayer`s; MiniMax and xLSTM have caches of their own,
+RWKV-4 a list of tensors.
 """
 
 import copy
+import functools
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from hf_recurrent_lengthgen.hybrids.carrier import StateCarrier
+from hf_recurrent_lengthgen.hybrids.carrier import Overwritten, StateCarrier
 from hf_recurrent_lengthgen.hybrids.mixers import Mamba1Carrier, limited_steps, scans_from_state
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, state_dtype
@@ -206,6 +208,80 @@ class RwkvChannel(CacheChannel):
         return final.final_state(cache[0].shape[0], model.device, state_dtype(model.dtype))
 
 
+class _Latest:
+    """The three states of every xLSTM layer, which the model reads by layer and overwrites with `copy_`."""
+
+    def __init__(self, states: list[list[Tensor]]) -> None:
+        self.states = states
+
+    def __getitem__(self, layer: int) -> tuple[Tensor, ...]:
+        latest = self.states[layer]
+        return tuple(
+            Overwritten.of(part, layer, functools.partial(latest.__setitem__, index))
+            for index, part in enumerate(latest)
+        )
+
+
+class XlstmCarrier:
+    """Carries a state through xLSTM: matrix memory (B, H, N, P), normalizer (B, H, N) and stabilizer (B, H, 1)."""
+
+    def __init__(self, state: RecurrentState, key_dim: int) -> None:
+        """Take (B, H, N*P + N + 1) of every layer."""
+        self.attending: set[int] = set()
+        self.dropped_columns = [0] * len(state)
+        self.seqlen_offset = 0
+        self.rnn_state = _Latest([_unpacked(layer.recurrent, key_dim) for layer in state])
+
+    def final_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
+        """The state after the tokens."""
+        empty = torch.empty(batch_size, 0, device=device, dtype=dtype)
+        return tuple(LayerState(_packed(parts).to(dtype), empty) for parts in self.rnn_state.states)
+
+
+class XlstmChannel(CacheChannel):
+    """xLSTM's own cache."""
+
+    def carrier(
+        self, model: Any, state: RecurrentState | None, single_token: bool, attention: Cache | None
+    ) -> Carrier:
+        config, dtype = model.config, state_dtype(model.dtype)
+        if state is None:
+            size = config.qk_head_dim * (config.v_head_dim + 1) + 1
+            zero = torch.zeros(1, config.num_heads, size, device=model.device, dtype=dtype)
+            state = (LayerState(zero, zero.new_empty(1, 0)),) * config.num_hidden_layers
+        return XlstmCarrier(state, config.qk_head_dim)
+
+    def mixers(self, model: Any, carrier: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def to_cache(self, model: Any, state: RecurrentState) -> Any:
+        from transformers.models.xlstm.modeling_xlstm import xLSTMCache
+
+        cache: Any = xLSTMCache(model.config, state[0].recurrent.shape[0], state[0].recurrent.dtype, model.device)
+        cache.is_compileable = False  # generate asks for it
+        key_dim = model.config.qk_head_dim
+        cache.rnn_state = {i: tuple(_unpacked(layer.recurrent, key_dim)) for i, layer in enumerate(state)}
+        return cache
+
+    def from_cache(self, model: Any, cache: Any) -> RecurrentState:
+        return _filled(model, [(_packed(cache.rnn_state[i]), None) for i in range(len(model.state_shapes()))])
+
+
+def _packed(parts: Sequence[Tensor]) -> Tensor:
+    """One tensor (B, H, N*P + N + 1) of an xLSTM layer's three."""
+    memory, normalizer, stabilizer = parts
+    return torch.cat([memory.flatten(2), normalizer, stabilizer], dim=-1)
+
+
+def _unpacked(packed: Tensor, key_dim: int) -> list[Tensor]:
+    """Inverse of `_packed`."""
+    memory, normalizer, stabilizer = packed.split([packed.shape[-1] - 1 - key_dim, key_dim, 1], dim=-1)
+    return [memory.unflatten(-1, (key_dim, -1)), normalizer, stabilizer]
+
+
+OWN_CACHES: dict[str, type[CacheChannel]] = {"minimax": MiniMaxChannel, "xlstm": XlstmChannel}
+
+
 def channel_of(model: Any) -> CacheChannel:
     """The channel of a model.
 
@@ -219,13 +295,8 @@ def channel_of(model: Any) -> CacheChannel:
     for argument in ("past_key_values", "cache_params"):
         if argument in parameters:
             family = SUPPORTED.get(model_type)
-            return (
-                MiniMaxChannel(argument)
-                if model_type == "minimax"
-                else Mamba1Channel(argument)
-                if family is not None and family.mamba1
-                else CacheChannel(argument)
-            )
+            usual = Mamba1Channel if family is not None and family.mamba1 else CacheChannel
+            return OWN_CACHES.get(model_type, usual)(argument)
     raise ValueError(f"{type(model).__name__} takes no cache, so nothing can carry its states.")
 
 

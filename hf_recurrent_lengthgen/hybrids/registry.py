@@ -47,6 +47,7 @@ SUPPORTED = {
     "qwen3_5_text": Family(DELTA),
     "qwen3_next": Family(DELTA),
     "rwkv": Family("(3, D): numerator, denominator, exponent"),
+    "xlstm": Family("(H, N P + N + 1): memory, normalizer, stabilizer"),
     "zamba": Family(SSD, mamba1=True),
     "zamba2": Family(SSD),
     "zaya": Family("(D,): delayed value of the last token", model_dtype=True),
@@ -59,5 +60,4 @@ REFUSED = {
     "inkling2_text": "it has no recurrent layers, only attention with short convolutions around each",
     "qwen4_exp_text": "its state holds token ids, which are no value that a gradient or noise could change",
     "recurrent_gemma": "it keeps its states as attributes of its modules, where one call overwrites another's",
-    "xlstm": "it keeps its states in a cache of its own that is written in place",
 }

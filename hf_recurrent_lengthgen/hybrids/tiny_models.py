@@ -121,7 +121,7 @@ TINY: dict[str, dict[str, Any]] = {
         "attention_window_size": 16,
     },
     "rwkv": {"context_length": 512, "num_hidden_layers": 2},
-    "xlstm": {"num_heads": 4, "qk_dim_factor": 0.5},
+    "xlstm": {"hidden_size": 64, "num_heads": 8, "qk_dim_factor": 1.0, "v_dim_factor": 1.0, "num_hidden_layers": 2},
     "zamba": {
         "mamba_d_state": 6,
         "mamba_dt_rank": 4,

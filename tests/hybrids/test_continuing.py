@@ -67,7 +67,7 @@ def test_generation_from_a_file_is_generation_from_the_text(model_type: str, tmp
     expected = stock.generate(tokens, **GREEDY)
     for _ in range(2):  # what was read may be asked again
         assert torch.equal(model.generate(tokens[:, length:], **everything, **GREEDY), expected[:, length:])
-    if model_type != "rwkv":
+    if model_type not in ("rwkv", "xlstm"):  # whose stock caches cannot be reordered
         beams = {"num_beams": 3, "num_return_sequences": 2} | GREEDY
         expected = stock.generate(tokens, **beams)
         assert torch.equal(model.generate(tokens[:, length:], **everything, **beams), expected[:, length:])

@@ -26,7 +26,7 @@ from hf_recurrent_lengthgen.hybrids.tiny_models import VOCABULARY, tiny_model
 from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
 
 # One type for each kind of mixer; the others run with the slow tests.
-QUICK = {"falcon_h1", "kimi_linear", "lfm2", "minimax", "nemotron_h", "qwen3_next", "rwkv", "zamba", "zaya"}
+QUICK = {"falcon_h1", "kimi_linear", "lfm2", "minimax", "nemotron_h", "qwen3_next", "rwkv", "xlstm", "zamba", "zaya"}
 TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(SUPPORTED)]
 SLOW_TYPES = [
     pytest.param(name, marks=[] if name == "falcon_h1" else [pytest.mark.slow]) for name in sorted(SUPPORTED)
@@ -137,7 +137,9 @@ def test_single_tokens_have_the_lower_limit_of_the_step_size(model_type: str) ->
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model_type", ["falcon_h1", "jamba", "kimi_linear", "lfm2", "minimax", "qwen3_next", "zaya"])
+@pytest.mark.parametrize(
+    "model_type", ["falcon_h1", "jamba", "kimi_linear", "lfm2", "minimax", "qwen3_next", "xlstm", "zaya"]
+)
 def test_in_bfloat16_states_stay_float32_and_carry(model_type: str) -> None:
     stock, model = (tiny_model(model_type).bfloat16() for _ in range(2))
     stateful(model)

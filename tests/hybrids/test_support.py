@@ -84,4 +84,4 @@ def test_the_command_prints_the_table(monkeypatch: pytest.MonkeyPatch, capsys: p
     support.main()
     shown = support.verdicts(capsys.readouterr().out)
     assert shown["`lfm2`"].startswith("yes")
-    assert shown["`xlstm`"].startswith("no: it keeps its states in a cache of its own")
+    assert shown["`recurrent_gemma`"].startswith("no: it keeps its states as attributes")
