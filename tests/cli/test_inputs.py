@@ -14,11 +14,11 @@ from transformers import (
     AutoModelForCausalLM,
     FalconMambaConfig,
     FalconMambaForCausalLM,
-    JambaConfig,
     Lfm2Config,
     Mamba2ForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    RecurrentGemmaConfig,
 )
 from transformers.utils import logging
 
@@ -80,9 +80,9 @@ def test_a_hybrid_is_wrapped_and_other_models_are_refused_with_the_reason(tmp_pa
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hybrid")
     model = load_model(str(tmp_path / "hybrid"))
     assert len(model.zero_state(2)) == len(model.state_shapes())
-    JambaConfig(**sizes, **heads).save_pretrained(tmp_path / "jamba")
-    with pytest.raises(ValueError, match=r"'jamba', which cannot be given states \(its Mamba-1 mixers ignore"):
-        load_model(str(tmp_path / "jamba"))
+    RecurrentGemmaConfig(**sizes, **heads).save_pretrained(tmp_path / "gemma")
+    with pytest.raises(ValueError, match=r"'recurrent_gemma', which cannot be given states \(it keeps its states as"):
+        load_model(str(tmp_path / "gemma"))
 
 
 def damage_config(folder: Path, **changes: Any) -> None:
