@@ -14,9 +14,10 @@ class StatefulRWKV5Config(StatefulConfigMixin, PreTrainedConfig):
         head_size: Keys and values of each head, N = P.
         num_attention_heads: None, A / head_size, or head_size, as early official files say; it changes nothing.
         head_size_divisor: What outputs are divided by before the norm of each head: as an epsilon
-            layer_norm_epsilon * head_size_divisor**2. Official code before 2024 lacks the division, training had it.
+            1e-5 * head_size_divisor**2. Official code before March 2024 lacks the division, training had it.
         intermediate_size: Width of channel mixing; None for 3.5 * D, rounded down to a multiple of 32.
-        layer_norm_epsilon: Added to variances.
+        layer_norm_epsilon: Added to the variances of the norms before time and channel mixing and of pre_ln. The
+            norm of each head and the last one have 1e-5 of their own, as in the official code.
         rescale_every: Without effect. Official code halves half precision activations by it, which changes no result
             but for rounding.
         initializer_range: Standard deviation of initial weights.

@@ -52,7 +52,7 @@ class StatefulRWKV5TimeMixing(nn.Module):
         self.receptance = nn.Linear(D, A, bias=False)
         self.gate = nn.Linear(D, A, bias=False)
         self.output = nn.Linear(A, D, bias=False)
-        self.ln_x = HeadNorm(A, config.layer_norm_epsilon * config.head_size_divisor**2)
+        self.ln_x = HeadNorm(A, 1e-5 * config.head_size_divisor**2)  # official code: whatever layer_norm_epsilon
 
     def forward(self, x: Tensor, state: LayerState, lengths: Tensor | None = None) -> tuple[Tensor, LayerState]:
         """Run T tokens; arguments as in `StatefulRWKV5Block.forward`, with the time mixing's part of the state."""

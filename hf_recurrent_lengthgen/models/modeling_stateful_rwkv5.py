@@ -63,7 +63,7 @@ class StatefulRWKV5Model(StatefulRWKV5PreTrainedModel, StatefulBackbone):
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(StatefulRWKV5Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.ln_out = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.ln_out = nn.LayerNorm(config.hidden_size)  # official code: 1e-5, whatever layer_norm_epsilon
         self.gradient_checkpointing = False
         self.post_init()
 

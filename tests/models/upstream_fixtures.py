@@ -1,6 +1,7 @@
 """Golden files in tests/models/upstream: what flash-linear-attention's own models give on tiny random weights.
 
 `make_upstream_fixtures.py` wrote them. A model of fla with the fixture's configuration and weights has these results.
+Those of RWKV5_NAMES are of the official RWKV-5 code and by `make_rwkv5_fixture.py`, in the layout of fla's RWKV-6.
 """
 
 import json
@@ -12,7 +13,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 FOLDER = Path(__file__).parent / "upstream"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.safetensors"))
+RWKV5_NAMES = sorted(path.stem for path in FOLDER.glob("rwkv5*.safetensors"))
+NAMES = sorted({path.stem for path in FOLDER.glob("*.safetensors")} - set(RWKV5_NAMES))
 
 
 @dataclass(frozen=True)
