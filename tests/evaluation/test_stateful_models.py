@@ -1,32 +1,21 @@
 """The metrics on a real recurrent model, against plain forward passes over each piece of text."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
+from tests.models.families import GLA, MAMBA, MAMBA2, RWKV6, VOCABULARY, build, variant_id
 
-SEQUENCES, LENGTH, TRAINING_LENGTH, VOCABULARY = 3, 150, 24, 19
+SEQUENCES, LENGTH, TRAINING_LENGTH = 3, 150, 24
 
 
-@pytest.fixture(scope="module")
-def model() -> StatefulMamba2ForCausalLM:
-    torch.manual_seed(0)
-    config = StatefulMamba2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_heads=4,
-        head_dim=8,
-        state_size=8,
-        n_groups=1,
-        chunk_size=16,
-    )
-    model = StatefulMamba2ForCausalLM(config)
-    torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)
-    return model
+@pytest.fixture(scope="module", params=[MAMBA2, MAMBA, GLA, RWKV6], ids=variant_id)
+def model(request: pytest.FixtureRequest) -> Any:
+    return build(request.param).train()
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +23,7 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(1).integers(0, VOCABULARY, (SEQUENCES, LENGTH + 1))
 
 
-def plain_nll(model: StatefulMamba2ForCausalLM, piece: np.ndarray) -> np.ndarray:
+def plain_nll(model: Any, piece: np.ndarray) -> np.ndarray:
     """NLL (S, T) of piece (S, T + 1) by one forward pass from the zero state."""
     ids = torch.from_numpy(piece)
     with torch.no_grad():
@@ -43,9 +32,7 @@ def plain_nll(model: StatefulMamba2ForCausalLM, piece: np.ndarray) -> np.ndarray
 
 
 @pytest.mark.parametrize("chunk_length", [1, 17, 64, None])
-def test_streaming_equals_one_forward_pass(
-    model: StatefulMamba2ForCausalLM, tokens: np.ndarray, chunk_length: int | None
-) -> None:
+def test_streaming_equals_one_forward_pass(model: Any, tokens: np.ndarray, chunk_length: int | None) -> None:
     result = stream_nll(model, tokens, chunk_length=chunk_length, batch_size=2, progress=False)
     np.testing.assert_allclose(result.nll, plain_nll(model, tokens), atol=2e-5)
     with torch.no_grad():
@@ -55,7 +42,7 @@ def test_streaming_equals_one_forward_pass(
         torch.testing.assert_close(layer.conv, expected.conv, atol=2e-5, rtol=1e-4)
 
 
-def test_evaluation_equals_separate_forward_passes(model: StatefulMamba2ForCausalLM, tokens: np.ndarray) -> None:
+def test_evaluation_equals_separate_forward_passes(model: Any, tokens: np.ndarray) -> None:
     result = evaluate_model(
         model, tokens, TRAINING_LENGTH, label="mamba", data_description="random ids", progress=False
     )
@@ -76,7 +63,7 @@ def test_evaluation_equals_separate_forward_passes(model: StatefulMamba2ForCausa
 
 
 @pytest.mark.gpu
-def test_a_model_on_a_gpu_gives_the_same_numbers(model: StatefulMamba2ForCausalLM, tokens: np.ndarray) -> None:
+def test_a_model_on_a_gpu_gives_the_same_numbers(model: Any, tokens: np.ndarray) -> None:
     expected = stream_nll(model, tokens, progress=False).nll
     model.cuda()
     try:

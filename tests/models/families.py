@@ -85,6 +85,8 @@ MAMBA2 = Family(
 )
 
 FAMILIES = [MAMBA2, MAMBA, FALCON_MAMBA, GLA, HGRN2, LINEAR_ATTENTION, RWKV6, RWKV5]
+# For what the shell does alike for all: two kinds of convolution states and none.
+SHELL_FAMILIES = [MAMBA2, GLA, RWKV6]
 VARIANTS = [(family, variant) for family in FAMILIES for variant in family.variants]
 
 

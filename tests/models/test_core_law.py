@@ -31,18 +31,25 @@ def padded(batch_of_patterns: list[str]) -> Tensor:
     return torch.tensor([[letter == "x" for letter in word] for word in batch_of_patterns]).long()
 
 
-@every_variant
+@every_family
 @pytest.mark.parametrize("length", LENGTHS)
-def test_the_pieces_equal_the_whole(family: Family, variant: str, length: int) -> None:
-    model = build(family, torch.float64, **family.variants[variant])
+def test_the_pieces_equal_the_whole(family: Family, length: int) -> None:
+    model = build(family, torch.float64)
     assert_equal_up_to(1e-11, law(model, length, LENGTHS[length]), law(model, length, []))
 
 
+@every_variant
+@pytest.mark.parametrize("length", [3, 65])
+def test_the_pieces_equal_the_whole_in_every_variant(family: Family, variant: str, length: int) -> None:
+    model = build(family, torch.float64, **family.variants[variant])
+    assert_equal_up_to(1e-10, law(model, length, LENGTHS[length]), law(model, length, []))
+
+
 @every_family
-@settings(max_examples=12, deadline=None, database=None, derandomize=True)
+@settings(max_examples=5, deadline=None, database=None, derandomize=True)
 @given(data=st.data())
 def test_any_split_equals_the_whole(family: Family, data: st.DataObject) -> None:
-    length = data.draw(st.integers(2, 150))
+    length = data.draw(st.integers(2, 100))
     cuts = data.draw(st.sets(st.integers(1, length - 1), min_size=1, max_size=5).map(sorted))
     double = build(family, torch.float64)
     assert_equal_up_to(1e-11, law(double, length, cuts), law(double, length, []))
@@ -51,7 +58,7 @@ def test_any_split_equals_the_whole(family: Family, data: st.DataObject) -> None
 
 
 @every_variant
-@pytest.mark.parametrize("length", [1, 3, 70])
+@pytest.mark.parametrize("length", [1, 3, 20])
 def test_the_model_equals_a_loop_over_the_equations(family: Family, variant: str, length: int) -> None:
     model = build(family, torch.float64, **family.variants[variant])
     embeds, state = model.get_input_embeddings()(random_tokens(2, length)), random_state(model, 2)
@@ -106,7 +113,7 @@ PATTERNS = ["..xxxxxxxxx", "xxxxxxxxx..", "x.xx...xxxx", "...........", "xxxxxxx
 
 
 @every_family
-@pytest.mark.parametrize("cuts", [[], [1], [2, 3], [5], [10]], ids=str)
+@pytest.mark.parametrize("cuts", [[], [1, 5], [2, 3, 10]], ids=str)
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train, checkpointed"])
 def test_the_law_holds_with_padding_on_either_side_and_inside(family: Family, cuts: list[int], training: bool) -> None:
     model = build(family, torch.float64).train(training)
@@ -154,7 +161,7 @@ def test_the_law_holds_under_bf16_autocast(family: Family) -> None:
             continue
         scale = value.norm()
         assert (whole[name] - value).norm() < family.autocast_error * scale, name
-        assert (pieces[name] - whole[name]).norm() < 0.03 * scale, name
+        assert (pieces[name] - whole[name]).norm() < family.autocast_error * scale, name
     assert (whole["logits"] - exact["logits"]).norm() > 1e-4 * exact["logits"].norm()  # bf16 was in use
 
 

@@ -11,9 +11,10 @@ from transformers import ByT5Tokenizer, GenerationConfig, TextGenerationPipeline
 from hf_recurrent_lengthgen.models.recurrent_cache import RecurrentCache
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, clone_state, concatenate_rows, take_rows
 
-from .families import FAMILIES, VOCABULARY, Family, build, random_state, random_tokens, variant_id
+from .families import FAMILIES, SHELL_FAMILIES, VOCABULARY, Family, build, random_state, random_tokens, variant_id
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
+shell_families = pytest.mark.parametrize("family", SHELL_FAMILIES, ids=variant_id)
 NEW = 9
 # eos is off: a row that ends early would make tests pass that compare nothing
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
@@ -62,7 +63,7 @@ def test_greedy_generation_is_the_repeated_argmax(family: Family) -> None:
     assert not torch.equal(expected, greedy_by_hand(model, prompt))
 
 
-@every_family
+@shell_families
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cut", [1, 4, 6])
 def test_continuing_from_a_state_equals_the_whole_prompt(family: Family, mode: str, cut: int) -> None:
@@ -77,7 +78,7 @@ def test_continuing_from_a_state_equals_the_whole_prompt(family: Family, mode: s
     assert all(torch.equal(a, b) for x, y in zip(state, before, strict=True) for a, b in zip(x, y, strict=True))
 
 
-@every_family
+@shell_families
 @pytest.mark.parametrize("mode", ["greedy", "beams", "several samples"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_prompts_continue_as_each_row_alone(family: Family, mode: str, side: str) -> None:
@@ -99,7 +100,7 @@ def test_padded_prompts_continue_as_each_row_alone(family: Family, mode: str, si
             assert torch.equal(together[row], alone)
 
 
-@every_family
+@shell_families
 @pytest.mark.parametrize("with_state", [False, True])
 @pytest.mark.parametrize("mode", ["greedy", "beams", "several samples"])
 def test_embeddings_can_be_the_prompt(family: Family, mode: str, with_state: bool) -> None:
@@ -123,7 +124,7 @@ def test_the_state_after_generation_has_read_all_but_the_last_token(family: Fami
             torch.testing.assert_close(part, true_part)
 
 
-@every_family
+@shell_families
 def test_a_chat_goes_on_turn_by_turn_as_in_one_prompt(family: Family) -> None:
     """By the returned state, with only the new tokens, and by the returned cache, with the whole text."""
     model = model_of(family)
@@ -142,7 +143,7 @@ def test_a_chat_goes_on_turn_by_turn_as_in_one_prompt(family: Family) -> None:
         state, cache = by_state.past_key_values.state, by_cache.past_key_values
 
 
-@every_family
+@shell_families
 def test_a_cache_of_ones_own_is_advanced_in_place(family: Family) -> None:
     model, tokens, cache = model_of(family), random_tokens(2, 9), RecurrentCache()
     for piece in tokens.split([4, 1, 4], 1):
@@ -173,7 +174,7 @@ def test_rows_of_a_cache_are_repeated_selected_and_reordered(family: Family) -> 
         cache.crop(1)
 
 
-@every_family
+@shell_families
 def test_peft_wrapped_models_generate_from_a_state(family: Family) -> None:
     model, text = model_of(family), random_tokens(2, 6)
     peft_model = get_peft_model(
@@ -190,7 +191,7 @@ def test_peft_wrapped_models_generate_from_a_state(family: Family) -> None:
         assert not torch.equal(greedy_by_hand(peft_model, text), expected)
 
 
-@every_family
+@shell_families
 def test_the_text_generation_pipeline_runs(family: Family) -> None:
     tokenizer = ByT5Tokenizer()
     model = build(family, torch.float64, vocab_size=384)
@@ -205,7 +206,7 @@ def test_the_text_generation_pipeline_runs(family: Family) -> None:
     assert results[1][0]["generated_token_ids"][-NEW:] == greedy_by_hand(model, prompt)[0].tolist()
 
 
-@every_family
+@shell_families
 def test_generation_settings_and_limits_are_honored_with_a_state(family: Family) -> None:
     model, prompt = model_of(family), random_tokens(1, 3)
     state = random_state(model, 1)
@@ -219,7 +220,7 @@ def test_generation_settings_and_limits_are_honored_with_a_state(family: Family)
     assert int(expected.max()) < VOCABULARY
 
 
-@every_family
+@shell_families
 def test_what_generate_cannot_do_is_refused(family: Family) -> None:
     model, prompt = model_of(family), random_tokens(2, 3)
     state = random_state(model, 2)
@@ -247,7 +248,7 @@ def test_what_generate_cannot_do_is_refused(family: Family) -> None:
         generate(model, prompt, past_key_values=read)
 
 
-@every_family
+@shell_families
 def test_a_model_refuses_a_state_and_a_cache_at_once_or_a_foreign_cache(family: Family) -> None:
     model, prompt, state = model_of(family), random_tokens(2, 3), random_state(model_of(family), 2)
     for run in (model, model.base_model):

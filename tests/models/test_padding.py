@@ -9,9 +9,10 @@ from torch.nn.functional import cross_entropy
 from hf_recurrent_lengthgen.models.padding import Padding
 from hf_recurrent_lengthgen.models.recurrent_state import take_rows
 
-from .families import FAMILIES, Family, build, random_state, random_tokens, variant_id
+from .families import FAMILIES, SHELL_FAMILIES, Family, build, random_state, random_tokens, variant_id
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
+shell_families = pytest.mark.parametrize("family", SHELL_FAMILIES, ids=variant_id)
 
 
 def test_real_tokens_move_to_the_front_in_order_and_back() -> None:
@@ -53,14 +54,14 @@ def test_a_row_of_padding_only_leaves_its_state_bit_for_bit(family: Family) -> N
         assert not torch.equal(final[0].recurrent[1], state[0].recurrent[1])
 
 
-@every_family
+@shell_families
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32], ids=str)
 def test_a_mask_of_ones_changes_nothing(family: Family, dtype: torch.dtype) -> None:
     model, tokens = build(family), random_tokens(2, 5)
     assert torch.equal(model(tokens, attention_mask=torch.ones(2, 5, dtype=dtype)).logits, model(tokens).logits)
 
 
-@every_family
+@shell_families
 def test_a_boolean_and_a_float_mask_mean_the_same_as_integers(family: Family) -> None:
     model, tokens, mask = build(family), random_tokens(2, 5), torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 0, 0]])
     expected = model(tokens, attention_mask=mask).logits
@@ -68,7 +69,7 @@ def test_a_boolean_and_a_float_mask_mean_the_same_as_integers(family: Family) ->
     assert torch.equal(model(tokens, attention_mask=mask.float()).logits, expected)
 
 
-@every_family
+@shell_families
 @pytest.mark.parametrize("mask_dtype", [torch.int64, torch.bool], ids=str)
 def test_the_loss_of_padded_rows_is_that_of_the_rows_alone(family: Family, mask_dtype: torch.dtype) -> None:
     """Every label is predicted from the real token before it; a first token has none."""
@@ -91,7 +92,7 @@ def test_the_loss_of_padded_rows_is_that_of_the_rows_alone(family: Family, mask_
     assert torch.equal(labels, tokens.masked_fill(~mask, -100))
 
 
-@every_family
+@shell_families
 def test_the_last_logit_of_a_right_padded_row_is_that_of_its_last_token(family: Family) -> None:
     model, tokens = build(family, torch.float64), random_tokens(2, 5)
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
@@ -100,7 +101,7 @@ def test_the_last_logit_of_a_right_padded_row_is_that_of_its_last_token(family: 
     torch.testing.assert_close(kept[1, 0], model(tokens[1:]).logits[0, -1])
 
 
-@every_family
+@shell_families
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
@@ -116,7 +117,7 @@ def test_a_mask_of_another_kind_is_refused(family: Family, mask: torch.Tensor, m
         build(family)(random_tokens(2, 5), attention_mask=mask)
 
 
-@every_family
+@shell_families
 def test_arguments_that_do_not_fit_together_are_refused(family: Family) -> None:
     model, tokens = build(family), random_tokens(2, 5)
     embeds = model.get_input_embeddings()(tokens)
@@ -135,7 +136,7 @@ def test_arguments_that_do_not_fit_together_are_refused(family: Family) -> None:
         model(tokens, labels=tokens[:, :4])
 
 
-@every_family
+@shell_families
 def test_outputs_can_be_left_out_selected_or_a_tuple(family: Family) -> None:
     model, tokens = build(family), random_tokens(2, 5)
     full = model(tokens, labels=tokens, output_hidden_states=True)
@@ -155,7 +156,7 @@ def test_outputs_can_be_left_out_selected_or_a_tuple(family: Family) -> None:
     assert torch.equal(hidden[1], first)
 
 
-@every_family
+@shell_families
 def test_hidden_states_of_padded_rows_stand_at_their_tokens(family: Family) -> None:
     model, tokens = build(family, torch.float64), random_tokens(1, 5)
     mask = torch.tensor([[0, 1, 0, 1, 1]])
