@@ -5,6 +5,25 @@ from typing import Any, ClassVar
 
 CODE_FORMAT_VERSION = 1
 SCAN_BACKEND_SETTINGS = ("auto", "torch", "kernel")
+# of all families; what a family lacks, or has as None, is passed over
+POSITIVE_FIELDS = (
+    "attention_hidden_size",
+    "conv_kernel",
+    "conv_size",
+    "expand",
+    "gate_low_rank_dim",
+    "head_size",
+    "head_size_divisor",
+    "hidden_ratio",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "proj_low_rank_dim",
+    "state_size",
+    "time_step_rank",
+    "training_length",
+    "vocab_size",
+)
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -44,3 +63,7 @@ class StatefulConfigMixin:
             )
         if self.scan_backend not in SCAN_BACKEND_SETTINGS:
             raise ValueError(f"scan_backend must be one of {SCAN_BACKEND_SETTINGS}, got {self.scan_backend!r}.")
+        for name in POSITIVE_FIELDS:
+            value = getattr(self, name, None)
+            if isinstance(value, (int, float)) and value <= 0:
+                raise ValueError(f"{name} must be above 0, got {value}.")

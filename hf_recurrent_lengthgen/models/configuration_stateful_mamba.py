@@ -1,5 +1,7 @@
 """Configuration of Mamba-1 and FalconMamba with an initial and a final state."""
 
+from typing import Any
+
 from transformers import MambaConfig
 
 from .configuration_stateful import StatefulConfigMixin
@@ -19,6 +21,13 @@ class StatefulMambaConfig(StatefulConfigMixin, MambaConfig):
     model_type = "stateful_mamba"
 
     mixer_rms_eps: float | None = None
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in Transformers; official FalconMamba files have no `mixer_rms_eps`, which means 1e-6 there."""
+        if config_dict.get("model_type") == "falcon_mamba":
+            config_dict = {"mixer_rms_eps": 1e-6} | config_dict | {"model_type": cls.model_type}
+        return super().from_dict(config_dict, **kwargs)
 
     def check(self) -> None:
         """See `StatefulConfigMixin.check`; also what has only one or two implementations, and sizes."""

@@ -51,18 +51,7 @@ class MixerMLPBlock(GradientCheckpointingLayer):
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None, *inputs: Tensor
     ) -> tuple[Tensor, LayerState]:
-        """Run T tokens from a state.
-
-        Args:
-            hidden_states: (B, T, D).
-            state: State before the first token.
-            lengths: Number of real tokens in each row, (B,), the rest is padding on the right; None if
-                there is no padding.
-            inputs: What else the mixer takes.
-
-        Returns:
-            Outputs (B, T, D) and the state after the last real token of each row.
-        """
+        """See `StatefulBackbone`."""
         output, state = self.attn(self.attn_norm(hidden_states), state, lengths, *inputs)
         hidden_states = hidden_states + output
         return hidden_states + self.mlp(self.mlp_norm(hidden_states)), state

@@ -72,7 +72,7 @@ class StatefulGLAMixer(nn.Module):
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:
-        """See `MixerMLPBlock.forward`."""
+        """See `StatefulBackbone`."""
         config = self.config
         taps = config.conv_size if config.use_short_conv else 0
         backend = choose_backend(config.scan_backend, hidden_states, chunk_gla is not None, taps, self.conv_channels)

@@ -51,7 +51,7 @@ class StatefulHGRN2Mixer(nn.Module):
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None, *lower_bound: Tensor
     ) -> tuple[Tensor, LayerState]:
-        """See `MixerMLPBlock.forward`; `lower_bound` (D,) of the forget gates, none for 0."""
+        """See `StatefulBackbone`; `lower_bound` (D,) of the forget gates, none for 0."""
         config = self.config
         taps, channels = (config.conv_size, 3 * config.hidden_size) if config.use_short_conv else (0, 0)
         backend = choose_backend(config.scan_backend, hidden_states, chunk_gla is not None, taps, channels)

@@ -100,7 +100,7 @@ class StatefulLinearAttentionMixer(nn.Module):
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:
-        """See `MixerMLPBlock.forward`."""
+        """See `StatefulBackbone`."""
         config = self.config
         backend = choose_backend(config.scan_backend, hidden_states, chunk_gla is not None)
         q = self.feature_map_q(self.q_proj(hidden_states).unflatten(-1, (self.heads, -1)))

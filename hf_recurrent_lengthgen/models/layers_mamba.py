@@ -9,17 +9,15 @@ module, so that adapters on it train, and computes convolution, steps and recurr
 convolution in that of its kernel with it).
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu, softplus
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .causal_conv import CausalConv1d, causal_conv1d_fn, refuse_adapters
 from .configuration_stateful_mamba import StatefulMambaConfig
-from .norms import RMSNorm, rms_normalize
+from .layers_block import init_mamba_mixer
+from .norms import rms_normalize
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState, state_dtype
 from .scan_backends import check_backend_setting, resolve_backend
@@ -80,17 +78,7 @@ class StatefulMambaMixer(nn.Module):
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:
-        """Run T tokens from a state.
-
-        Args:
-            hidden_states: (B, T, hidden_size).
-            state: State before the first token.
-            lengths: Number of real tokens in each row, (B,), the rest is padding on the right; None if
-                there is no padding.
-
-        Returns:
-            Outputs (B, T, hidden_size) and the state after the last real token of each row.
-        """
+        """See `StatefulBackbone`."""
         refuse_adapters(conv1d=self.conv1d)
         backend = resolve_backend(
             self.config.scan_backend,
@@ -113,43 +101,13 @@ class StatefulMambaMixer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialize as Transformers does: A = -(1..N), D = 1, log-uniform steps, Kaiming weights."""
+        """Initialize as Transformers does: A = -(1..N), and see `init_mamba_mixer`."""
         config = self.config
         rates = torch.arange(1, self.state_size + 1, device=self.A_log.device, dtype=torch.float32)
         init.copy_(self.A_log, rates.log().expand_as(self.A_log))
-        init.ones_(self.D)
         spread = self.time_step_rank**-0.5 * config.time_step_scale
         if config.time_step_init_scheme == "constant":
             init.constant_(self.dt_proj.weight, spread)
         else:
             init.uniform_(self.dt_proj.weight, -spread, spread)
-        low, high = math.log(config.time_step_min), math.log(config.time_step_max)
-        dt = torch.rand(len(self.D), device=self.D.device, dtype=torch.float32) * (high - low) + low
-        dt = dt.exp().clamp(min=config.time_step_floor)
-        init.copy_(self.dt_proj.bias, dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
-        init.kaiming_uniform_(self.conv1d.weight, a=math.sqrt(5))
-        if self.conv1d.bias is not None:
-            init.zeros_(self.conv1d.bias)
-        init.kaiming_uniform_(self.out_proj.weight, a=math.sqrt(5))
-        if config.rescale_prenorm_residual and not getattr(self.out_proj.weight, "_is_hf_initialized", False):
-            self.out_proj.weight /= math.sqrt(config.num_hidden_layers)
-
-
-class StatefulMambaBlock(GradientCheckpointingLayer):
-    """Pre-norm residual block around the mixer."""
-
-    def __init__(self, config: StatefulMambaConfig) -> None:
-        super().__init__()
-        self.state_shape = mamba_layer_shape(config)
-        self.residual_in_fp32 = config.residual_in_fp32
-        self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
-        self.mixer = StatefulMambaMixer(config)
-
-    def forward(
-        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
-    ) -> tuple[Tensor, LayerState]:
-        """See `StatefulMambaMixer.forward`."""
-        normed = self.norm(hidden_states.to(self.norm.weight.dtype))
-        residual = hidden_states.to(state_dtype(hidden_states.dtype)) if self.residual_in_fp32 else hidden_states
-        output, state = self.mixer(normed, state, lengths)
-        return residual + output, state
+        init_mamba_mixer(self, config, self.dt_proj.bias)

@@ -7,19 +7,17 @@ Different from `transformers.models.mamba2`: the mixer takes and returns a `Laye
 rows by their lengths, and computes convolution and recurrence in full precision (in that of the kernels with them).
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .causal_conv import CausalConv1d, causal_conv1d_fn, refuse_adapters
 from .configuration_stateful_mamba2 import StatefulMamba2Config
-from .norms import GatedRMSNorm, RMSNorm
+from .layers_block import init_mamba_mixer
+from .norms import GatedRMSNorm
 from .padding import zero_past_end
-from .recurrent_state import LayerShape, LayerState, state_dtype
+from .recurrent_state import LayerShape, LayerState
 from .scan_backends import check_backend_setting, resolve_backend
 from .scan_ssd import mamba_chunk_scan_combined, scan_ssd
 
@@ -72,17 +70,7 @@ class StatefulMamba2Mixer(nn.Module):
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:
-        """Run T tokens from a state.
-
-        Args:
-            hidden_states: (B, T, D).
-            state: State before the first token.
-            lengths: Number of real tokens in each row, (B,), the rest is padding on the right; None if
-                there is no padding.
-
-        Returns:
-            Outputs (B, T, D) and the state after the last real token of each row.
-        """
+        """See `StatefulBackbone`."""
         refuse_adapters(conv1d=self.conv1d)
         backend = resolve_backend(
             self.config.scan_backend,
@@ -113,37 +101,7 @@ class StatefulMamba2Mixer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialize as Transformers does: A = -(1..H), D = 1, log-uniform steps, Kaiming weights."""
-        config = self.config
-        heads = torch.arange(1, config.num_heads + 1, device=self.A_log.device, dtype=torch.float32)
+        """Initialize as Transformers does: A = -(1..H), and see `init_mamba_mixer`."""
+        heads = torch.arange(1, self.num_heads + 1, device=self.A_log.device, dtype=torch.float32)
         init.copy_(self.A_log, heads.log())
-        init.ones_(self.D)
-        low, high = math.log(config.time_step_min), math.log(config.time_step_max)
-        dt = (torch.rand_like(heads) * (high - low) + low).exp().clamp(min=config.time_step_floor)
-        init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
-        init.kaiming_uniform_(self.conv1d.weight, a=math.sqrt(5))
-        if self.conv1d.bias is not None:
-            init.zeros_(self.conv1d.bias)
-        init.kaiming_uniform_(self.out_proj.weight, a=math.sqrt(5))
-        if config.rescale_prenorm_residual and not getattr(self.out_proj.weight, "_is_hf_initialized", False):
-            self.out_proj.weight /= math.sqrt(config.num_hidden_layers)
-
-
-class StatefulMamba2Block(GradientCheckpointingLayer):
-    """Pre-norm residual block around the mixer."""
-
-    def __init__(self, config: StatefulMamba2Config) -> None:
-        super().__init__()
-        self.state_shape = mamba2_layer_shape(config)
-        self.residual_in_fp32 = config.residual_in_fp32
-        self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
-        self.mixer = StatefulMamba2Mixer(config)
-
-    def forward(
-        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
-    ) -> tuple[Tensor, LayerState]:
-        """See `StatefulMamba2Mixer.forward`."""
-        normed = self.norm(hidden_states.to(self.norm.weight.dtype))
-        residual = hidden_states.to(state_dtype(hidden_states.dtype)) if self.residual_in_fp32 else hidden_states
-        output, state = self.mixer(normed, state, lengths)
-        return residual + output, state
+        init_mamba_mixer(self, self.config, self.dt_bias)

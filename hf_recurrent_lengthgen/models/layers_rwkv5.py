@@ -55,7 +55,7 @@ class StatefulRWKV5TimeMixing(nn.Module):
         self.ln_x = HeadNorm(A, 1e-5 * config.head_size_divisor**2)  # official code: whatever layer_norm_epsilon
 
     def forward(self, x: Tensor, state: LayerState, lengths: Tensor | None = None) -> tuple[Tensor, LayerState]:
-        """Run T tokens; arguments as in `StatefulRWKV5Block.forward`, with the time mixing's part of the state."""
+        """Run T tokens; arguments as in `StatefulBackbone`, with the time mixing's part of the state."""
         backend = choose_backend(self.config.scan_backend, x, chunk_rwkv6 is not None)
         shifted, shift_state = token_shift(x, state.conv, lengths)
         wide = state.recurrent.dtype
@@ -137,17 +137,7 @@ class StatefulRWKV5Block(GradientCheckpointingLayer):
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:
-        """Run T tokens from a state.
-
-        Args:
-            hidden_states: (B, T, D).
-            state: State before the first token.
-            lengths: Number of real tokens in each row, (B,), the rest is padding on the right; None if
-                there is no padding.
-
-        Returns:
-            Outputs (B, T, D) and the state after the last real token of each row.
-        """
+        """See `StatefulBackbone`."""
         attention_shift, feed_forward_shift = state.conv.chunk(2, dim=1)
         if self.first:
             hidden_states = self.pre_ln(hidden_states)

@@ -102,7 +102,7 @@ class StatefulRWKV6TimeMixing(nn.Module):
         self.o_proj = nn.Linear(values, D, bias=False)
 
     def forward(self, x: Tensor, state: LayerState, lengths: Tensor | None = None) -> tuple[Tensor, LayerState]:
-        """Run T tokens; arguments as in `StatefulRWKV6Block.forward`, with the time mixing's part of the state."""
+        """Run T tokens; arguments as in `StatefulBackbone`, with the time mixing's part of the state."""
         backend = choose_backend(self.config.scan_backend, x, chunk_rwkv6 is not None)
         shifted, shift_state = token_shift(x, state.conv, lengths)
         delta = shifted - x
@@ -179,17 +179,7 @@ class StatefulRWKV6Block(GradientCheckpointingLayer):
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:
-        """Run T tokens from a state.
-
-        Args:
-            hidden_states: (B, T, D).
-            state: State before the first token.
-            lengths: Number of real tokens in each row, (B,), the rest is padding on the right; None if
-                there is no padding.
-
-        Returns:
-            Outputs (B, T, D) and the state after the last real token of each row.
-        """
+        """See `StatefulBackbone`."""
         attn_shift, ffn_shift = state.conv.chunk(2, dim=1)
         hidden_states = self.pre_norm(hidden_states)
         output, (recurrent, attn_shift) = self.attn(

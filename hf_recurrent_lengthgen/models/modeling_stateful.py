@@ -150,9 +150,16 @@ class StatefulPreTrainedModel(PreTrainedModel):
 
 
 class StatefulBackbone(StatefulPreTrainedModel):
-    """Embeddings, blocks and final norm. A family sets `embeddings`, `layers` and `final_norm`.
+    """Embeddings, layers and final norm. A family sets `embeddings`, `layers` and `final_norm`.
 
-    Each of `layers` takes (hidden states, state, lengths), returns (hidden states, state), and has a `state_shape`.
+    Each of `layers` has a `state_shape`, a `LayerShape`, and runs T tokens from a state. It takes
+
+        hidden_states: (B, T, D).
+        state: `LayerState` before the first token.
+        lengths: Number of real tokens in each row, (B,), the rest is padding on the right; None if there is none.
+        and what `layer_inputs` gives it,
+
+    and returns outputs (B, T, D) and the `LayerState` after the last real token of each row.
     """
 
     embeddings: nn.Module

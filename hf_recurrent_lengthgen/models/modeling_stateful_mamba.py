@@ -13,7 +13,8 @@ from .atomic_files import replacing
 from .causal_conv import causal_conv
 from .configuration_stateful import StatefulConfigMixin
 from .configuration_stateful_mamba import StatefulMambaConfig
-from .layers_mamba import StatefulMambaBlock
+from .layers_block import MixerBlock
+from .layers_mamba import StatefulMambaMixer, mamba_layer_shape
 from .modeling_stateful import StatefulBackbone, StatefulForCausalLM, StatefulPreTrainedModel
 from .norms import RMSNorm
 from .padding import Padding
@@ -45,7 +46,7 @@ class StatefulMambaPreTrainedModel(StatefulPreTrainedModel):
 
     config_class = StatefulMambaConfig
     config: StatefulMambaConfig
-    _no_split_modules = ["StatefulMambaBlock"]  # noqa: RUF012
+    _no_split_modules = ["MixerBlock"]  # noqa: RUF012
 
 
 class StatefulMambaModel(StatefulMambaPreTrainedModel, StatefulBackbone):
@@ -54,7 +55,10 @@ class StatefulMambaModel(StatefulMambaPreTrainedModel, StatefulBackbone):
     def __init__(self, config: StatefulMambaConfig) -> None:
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(StatefulMambaBlock(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            MixerBlock(config, StatefulMambaMixer(config), mamba_layer_shape(config))
+            for _ in range(config.num_hidden_layers)
+        )
         self.norm_f = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
         self.gradient_checkpointing = False
         self.post_init()

@@ -11,7 +11,8 @@ from .atomic_files import replacing
 from .causal_conv import causal_conv
 from .configuration_stateful import StatefulConfigMixin
 from .configuration_stateful_mamba2 import StatefulMamba2Config
-from .layers_mamba2 import StatefulMamba2Block
+from .layers_block import MixerBlock
+from .layers_mamba2 import StatefulMamba2Mixer, mamba2_layer_shape
 from .modeling_stateful import StatefulBackbone, StatefulForCausalLM, StatefulPreTrainedModel
 from .norms import RMSNorm
 from .padding import Padding
@@ -43,7 +44,7 @@ class StatefulMamba2PreTrainedModel(StatefulPreTrainedModel):
 
     config_class = StatefulMamba2Config
     config: StatefulMamba2Config
-    _no_split_modules = ["StatefulMamba2Block"]  # noqa: RUF012
+    _no_split_modules = ["MixerBlock"]  # noqa: RUF012
 
 
 class StatefulMamba2Model(StatefulMamba2PreTrainedModel, StatefulBackbone):
@@ -52,7 +53,10 @@ class StatefulMamba2Model(StatefulMamba2PreTrainedModel, StatefulBackbone):
     def __init__(self, config: StatefulMamba2Config) -> None:
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(StatefulMamba2Block(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            MixerBlock(config, StatefulMamba2Mixer(config), mamba2_layer_shape(config))
+            for _ in range(config.num_hidden_layers)
+        )
         self.norm_f = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
         self.gradient_checkpointing = False
         self.post_init()
