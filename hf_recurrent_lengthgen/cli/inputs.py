@@ -79,10 +79,8 @@ def load_model(name: str, trust_remote_code: bool = False) -> PreTrainedModel:
         model_type = settings.get("model_type")
         if model_type in STATEFUL_CLASSES:
             loader = STATEFUL_CLASSES[model_type]
-            settings = {
-                key: v for key, v in settings.items() if key not in ("model_type", "architectures", "auto_map")
-            }
-            loading["config"] = loader.config_class(**settings)
+            settings = {key: v for key, v in settings.items() if key not in ("architectures", "auto_map")}
+            loading["config"] = loader.config_class.from_dict(settings)
         else:
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
             model_type = config.model_type

@@ -50,6 +50,12 @@ class StatefulConfigMixin:
         super().__post_init__(**kwargs)  # type: ignore[misc]
         self.check()
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in Transformers; a file of the upstream model type makes a configuration of this one."""
+        model_type = cls.model_type  # type: ignore[attr-defined]
+        return super().from_dict(config_dict | {"model_type": model_type}, **kwargs)  # type: ignore[misc]
+
     def check(self) -> None:
         """Refuse what the stateful classes cannot honor; models call it too: early 5.x configs have no hook.
 

@@ -24,9 +24,9 @@ class StatefulMambaConfig(StatefulConfigMixin, MambaConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in Transformers; official FalconMamba files have no `mixer_rms_eps`, which means 1e-6 there."""
+        """As in Transformers; a FalconMamba file may lack `mixer_rms_eps`, which means 1e-6 there."""
         if config_dict.get("model_type") == "falcon_mamba":
-            config_dict = {"mixer_rms_eps": 1e-6} | config_dict | {"model_type": cls.model_type}
+            config_dict = {"mixer_rms_eps": 1e-6} | config_dict
         return super().from_dict(config_dict, **kwargs)
 
     def check(self) -> None:

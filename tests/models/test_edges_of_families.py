@@ -1,0 +1,41 @@
+"""Settings and values at the edge of what the families take."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import FalconMambaConfig, FalconMambaForCausalLM
+
+from hf_recurrent_lengthgen.models import STATEFUL_CLASSES, StatefulMambaConfig, StatefulMambaForCausalLM
+
+from .families import FAMILIES
+from .family import TINY, Family
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("value", [0, -8])
+def test_sizes_that_are_not_positive_are_refused_by_name(family: Family, value: int) -> None:
+    sizes = {"hidden_size", "num_hidden_layers", "intermediate_size", "conv_size", "state_size", "training_length"}
+    for name in sizes & set(family.config().to_dict()):
+        with pytest.raises(ValueError, match=name):
+            family.causal_lm_class(family.config(**{name: value}))
+
+
+def test_a_falcon_mamba_file_without_epsilon_has_its_norms(tmp_path: Path) -> None:
+    stock = FalconMambaForCausalLM(FalconMambaConfig(**TINY, state_size=4)).eval()
+    stock.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    del config["mixer_rms_eps"]
+    file.write_text(json.dumps(config))
+    model = StatefulMambaForCausalLM.from_pretrained(tmp_path, config=StatefulMambaConfig.from_pretrained(tmp_path))
+    tokens = torch.arange(9)[None]
+    torch.testing.assert_close(model(tokens).logits, stock(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(STATEFUL_CLASSES))
+def test_a_config_from_an_upstream_file_has_our_type(name: str) -> None:
+    config_class: Any = STATEFUL_CLASSES[name].config_class
+    assert config_class.from_dict({"model_type": name}).model_type == config_class.model_type
