@@ -5,14 +5,15 @@
 - The Mamba-1 mixers (Mamba, FalconMamba, Jamba, Zamba) drop the recurrent state when they read several tokens, because
   their scan takes none. They run with our scan instead.
 
-Functions of the stock modules are exchanged for the time of one forward pass; calls that have nothing to do with our
-states go on to the stock ones.
+Functions of the stock modules are exchanged for the time and the thread of one forward pass; calls that have nothing
+to do with our states go on to the stock ones.
 """
 
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -28,15 +29,41 @@ from hf_recurrent_lengthgen.models.scan_selective import scan_selective, selecti
 STEP, SCAN = "mamba2_selective_state_update", "mamba_selective_scan"
 
 
+class _Exchanged:
+    """A function of a stock module while any thread has it exchanged; in other threads, it is the stock one."""
+
+    lock = threading.Lock()
+
+    def __init__(self, stock: Any) -> None:
+        self.stock, self.users, self.of_thread = stock, 0, threading.local()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.of_thread, "function", self.stock)(*args, **kwargs)
+
+
 @contextmanager
 def _exchanged(files: Iterable[ModuleType], name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
-    """Put `replacement(stock function)` into every module that has a function of this name."""
-    with ExitStack() as stack:
+    """Put `replacement(stock function)` into every module that has a function of this name, for this thread."""
+    exchanged = []
+    try:
         for file in files:
-            stock = getattr(file, name)
-            stack.callback(setattr, file, name, stock)
-            setattr(file, name, replacement(stock))
+            with _Exchanged.lock:
+                switch = getattr(file, name)
+                if not isinstance(switch, _Exchanged):
+                    switch = _Exchanged(switch)
+                    setattr(file, name, switch)
+                switch.users += 1
+            before = getattr(switch.of_thread, "function", switch.stock)
+            switch.of_thread.function = replacement(before)
+            exchanged.append((file, switch, before))
         yield
+    finally:
+        for file, switch, before in reversed(exchanged):
+            switch.of_thread.function = before
+            with _Exchanged.lock:
+                switch.users -= 1
+                if not switch.users:
+                    setattr(file, name, switch.stock)
 
 
 @contextmanager
