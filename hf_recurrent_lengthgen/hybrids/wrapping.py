@@ -205,14 +205,13 @@ class StatefulMixin:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         classes = type(self).__mro__
-        return _restored, (classes[classes.index(StatefulMixin) + 1], self.__dict__)
+        # attributes apart, for hooks may refer to the model
+        return _empty, (classes[classes.index(StatefulMixin) + 1],), self.__dict__
 
 
-def _restored(stock: type, attributes: dict[str, Any]) -> Any:
-    """A copy of a stateful model, when copied or unpickled."""
-    model = _stateful_class(stock).__new__(_stateful_class(stock))
-    model.__dict__.update(attributes)
-    return model
+def _empty(stock: type) -> Any:
+    """A stateful model without attributes, when one is copied or unpickled."""
+    return _stateful_class(stock).__new__(_stateful_class(stock))
 
 
 @functools.cache
@@ -395,6 +394,11 @@ def stateful(model: PreTrainedModel) -> Any:
     if "initial_state" in inspect.signature(model.forward).parameters:
         return model
     stock: Any = type(model)
+    if any("forward" in vars(module) for module in (model, model.base_model)):
+        raise ValueError(
+            f"{stock.__name__} has its forward replaced on the object, as hooks of accelerate do (device_map over "
+            "several devices, offloading), which would drop the states: call stateful(model) before."
+        )
     model_type = model.config.get_text_config(decoder=True).model_type
     for refused in (model.config.model_type, model_type):
         if refused in REFUSED:
