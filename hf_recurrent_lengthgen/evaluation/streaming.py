@@ -197,8 +197,8 @@ def stream_nll(
 ) -> StreamNll:
     """Position-wise NLL of whole streams ("Unexplored states", Definition 3.1), of any length.
 
-    Memory grows only by the 4 bytes per token of the result. The pieces do not change the values beyond
-    rounding.
+    Memory grows only by the 4 bytes per token of the result, and in hybrids by the keys and values of their
+    attention. The pieces do not change the values beyond rounding.
 
     Args:
         model: A model whose forward takes `initial_state` and returns `logits` (B, T, V) and `final_state`;
