@@ -10,17 +10,20 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from hf_recurrent_lengthgen.hybrids.verify import evaluating
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.models.recurrent_state import (
     LayerState,
     RecurrentState,
     check_finite_state,
     check_state,
+    state_batch_size,
     state_dtype,
 )
 
@@ -40,6 +43,9 @@ def save_hybrid_state(
         state: State after the text; must be finite.
         attention_cache: The attention cache after the same text; None for a model without attention layers.
         metadata: Free text fields kept beside it, for instance the model it belongs to.
+
+    Raises:
+        ValueError: for values that are not finite, and rows that are not those of the state.
     """
     check_finite_state(state, "state")
     layers: list[Any] = [] if attention_cache is None else attention_cache.layers
@@ -47,6 +53,11 @@ def save_hybrid_state(
     lengths = {}
     for index, layer in enumerate(layers):
         if getattr(layer, "keys", None) is not None:
+            if len(layer.keys) != state_batch_size(state) or not bool(layer.keys.isfinite().all()):
+                raise ValueError(
+                    f"attention_cache must have finite keys of the {state_batch_size(state)} rows of the state, got "
+                    f"{tuple(layer.keys.shape)} in layer {index}: give the one that has read the same text."
+                )
             tensors |= {f"layers.{index}.keys": layer.keys, f"layers.{index}.values": layer.values}
             lengths[index] = layer.get_seq_length()
     header = {
@@ -82,12 +93,20 @@ def load_hybrid_state(path: str | os.PathLike[str], model: Any) -> tuple[Recurre
             f"{name} holds no state with keys and values: its format is {header.get('format')!r}. Read a state alone "
             "with load_state."
         )
-    if int(header["format_version"]) > FORMAT_VERSION:
+    version = header.get("format_version", "")
+    if not version.isdecimal() or int(version) > FORMAT_VERSION:
         raise ValueError(
-            f"{name} has format version {header['format_version']}, this code reads up to {FORMAT_VERSION}: "
+            f"{name} has format version {version!r}, this code reads up to {FORMAT_VERSION}: "
             "update hf_recurrent_lengthgen."
         )
-    shapes, lengths = model.state_shapes(), {int(k): n for k, n in json.loads(header["lengths"]).items()}
+    try:
+        lengths = {int(k): int(n) for k, n in json.loads(header["lengths"]).items()}
+        metadata = dict(json.loads(header["metadata"]))
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{name} has a damaged header ({error!r}): write it again.") from error
+    if not hasattr(model, "state_shapes"):
+        raise ValueError(f"load_hybrid_state needs a model from stateful(model), got {type(model).__name__}.")
+    shapes = model.state_shapes()
     attention_cache = model.new_attention_cache()
     layers: list[Any] = [] if attention_cache is None else attention_cache.layers
     expected = {f"layers.{i}.{k}" for i in range(len(shapes)) for k in LayerState._fields}
@@ -98,12 +117,36 @@ def load_hybrid_state(path: str | os.PathLike[str], model: Any) -> tuple[Recurre
             f"{sorted(set(tensors) - expected)} too many. The attention cache of a text must be saved with its state."
         )
     state = tuple(LayerState(*(tensors[f"layers.{i}.{k}"] for k in LayerState._fields)) for i in range(len(shapes)))
-    rows = state[0].recurrent.shape[0]
+    rows = len(state[0].recurrent) if state[0].recurrent.ndim else 0
     state = check_state(state, shapes, rows, model.device, state_dtype(model.dtype), name)
     check_finite_state(state, name)
+    samples, longest = _of_one_token(model), max(lengths.values(), default=0)
     for index in model._layout.attending:
-        layer = layers[index]
-        layer.update(tensors[f"layers.{index}.keys"], tensors[f"layers.{index}.values"])
-        if hasattr(layer, "cumulative_length"):
-            layer.cumulative_length = lengths[index]
-    return state, attention_cache, json.loads(header["metadata"])
+        layer, sample = layers[index], samples[index]
+        keys, values = tensors[f"layers.{index}.keys"], tensors[f"layers.{index}.values"]
+        for part, expected in ((keys, sample.keys), (values, sample.values)):
+            fits = part.ndim == 4 and part.shape == (rows, expected.shape[1], keys.shape[2], expected.shape[3])
+            if not (fits and part.is_floating_point() and bool(part.isfinite().all())):
+                raise ValueError(
+                    f"{name}: layer {index} has keys or values of shape {tuple(part.shape)} and {part.dtype}, "
+                    f"expected finite ones of ({rows}, {expected.shape[1]}, tokens, {expected.shape[3]})."
+                )
+        layer.update(keys.to(sample.keys.dtype), values.to(sample.values.dtype))
+        length = lengths.get(index, -1)
+        windowed = hasattr(layer, "cumulative_length")
+        if length != longest or length < keys.shape[2] or (not windowed and length != keys.shape[2]):
+            raise ValueError(f"{name}: layer {index} has the keys of {keys.shape[2]} tokens and says {lengths}.")
+        if windowed:
+            layer.cumulative_length = length
+    return state, attention_cache, metadata
+
+
+def _of_one_token(model: Any) -> list[Any]:
+    """The layers of an attention cache that has read one token, whose keys and values show sizes and dtypes."""
+    cache = model.new_attention_cache()
+    if cache is None:
+        return []
+    with evaluating(model):
+        token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        model(input_ids=token, attention_cache=cache)
+    return list(cache.layers)

@@ -247,11 +247,8 @@ def load_state(
             f"{path} has state format version {version!r}, this code reads up to {STATE_FORMAT_VERSION}: "
             "update hf_recurrent_lengthgen."
         )
-    expected = {
-        f"layers.{index}.{part}"
-        for index in range(int(layers) if layers.isdecimal() else 0)
-        for part in LayerState._fields
-    }
+    count = min(int(layers), len(tensors)) if layers.isdecimal() else 0  # a damaged number must not take memory
+    expected = {f"layers.{index}.{part}" for index in range(count) for part in LayerState._fields}
     if not expected or set(tensors) != expected:
         raise ValueError(
             f"{path} does not hold the parts of {layers!r} layers: missing {sorted(expected - set(tensors))}, "
@@ -263,7 +260,7 @@ def load_state(
     if wrong:
         raise ValueError(f"{path} has parts that are not float32 or float64: {wrong}.")
     state = tuple(
-        LayerState(*(tensors[f"layers.{index}.{part}"] for part in LayerState._fields)) for index in range(int(layers))
+        LayerState(*(tensors[f"layers.{index}.{part}"] for part in LayerState._fields)) for index in range(count)
     )
     if len(rows := {tensor.shape[:1] for tensor in tensors.values()}) > 1:
         raise ValueError(f"{path} has parts with different numbers of rows: {sorted(rows)}.")

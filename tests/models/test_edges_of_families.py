@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import FalconMambaConfig, FalconMambaForCausalLM
 
 from hf_recurrent_lengthgen.models import STATEFUL_CLASSES, StatefulMambaConfig, StatefulMambaForCausalLM
+from hf_recurrent_lengthgen.models.recurrent_state import LayerShape, load_state, save_state, zero_state
 
 from .families import FAMILIES
 from .family import TINY, Family
@@ -39,3 +42,15 @@ def test_a_falcon_mamba_file_without_epsilon_has_its_norms(tmp_path: Path) -> No
 def test_a_config_from_an_upstream_file_has_our_type(name: str) -> None:
     config_class: Any = STATEFUL_CLASSES[name].config_class
     assert config_class.from_dict({"model_type": name}).model_type == config_class.model_type
+
+
+def test_a_damaged_number_of_layers_is_refused_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "state"
+    save_state(file, zero_state([LayerShape((2,), (0,))], 1))
+    with safe_open(file, framework="pt") as saved:
+        header = saved.metadata()
+        tensors = {key: saved.get_tensor(key) for key in saved.keys()}
+    save_file(tensors, file, header | {"num_layers": "1000000"})
+    with pytest.raises(ValueError, match="1000000") as refusal:
+        load_state(file)
+    assert len(str(refusal.value)) < 1000
