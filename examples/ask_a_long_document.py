@@ -4,7 +4,7 @@
     python examples/ask_a_long_document.py --model demo-output/cured --document book.txt --ask "Who" --ask "Where"
 
 The state has the same size for every document, and another process or machine can continue from its file. A second run
-finds the file and asks at once. Works with every checkpoint of this package.
+finds the file and asks at once. Works with every checkpoint of this package; for a stock hybrid, stateful_hybrid.py.
 """
 
 import argparse
