@@ -1,5 +1,7 @@
 """Recurrent language models that keep working beyond their training length."""
 
+from .hybrids import stateful
+from .loading import load_model
 from .models import (
     StatefulGLAConfig,
     StatefulGLAForCausalLM,
@@ -62,8 +64,10 @@ __all__ = [
     "concatenate_rows",
     "detach_state",
     "keep_rows",
+    "load_model",
     "load_state",
     "save_state",
     "state_statistics",
+    "stateful",
     "take_rows",
 ]

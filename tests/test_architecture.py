@@ -15,14 +15,15 @@ PACKAGE = "hf_recurrent_lengthgen"
 MAY_IMPORT = {
     "models": (),
     "hybrids": ("models",),
+    "loading": ("models", "hybrids"),
     "surgery": ("models",),
     "data": ("models",),
     "evaluation": ("models",),
     "evaluation.results": (),
     "plotting": ("evaluation.results",),
     "trainers": ("models", "hybrids", "surgery", "data", "evaluation"),
-    "cli": ("", "models", "hybrids", "surgery", "data", "evaluation", "plotting", "trainers"),
-    "": ("models", "hybrids", "surgery", "data", "evaluation", "plotting", "trainers"),
+    "cli": ("", "models", "hybrids", "loading", "surgery", "data", "evaluation", "plotting", "trainers"),
+    "": ("models", "hybrids", "loading", "surgery", "data", "evaluation", "plotting", "trainers"),
 }
 
 # Transformers installs nothing for remote code: what stands outside `try` must be there with Transformers.

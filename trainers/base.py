@@ -220,8 +220,8 @@ def _check_model(model: Any) -> None:
     missing = {"initial_state", "output_final_state"} - set(inspect.signature(base.forward).parameters)
     if missing:
         raise ValueError(
-            f"{type(base).__name__} takes no {sorted(missing)}, so it cannot be given states. Load it with a stateful "
-            "class, for instance StatefulMamba2ForCausalLM.from_pretrained(...)."
+            f"{type(base).__name__} takes no {sorted(missing)}, so it cannot be given states. Load it with "
+            "hf_recurrent_lengthgen.load_model(...), or wrap it with stateful(model)."
         )
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, load_model, load_stream, load_tokenizer, token_unit
+from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, load_stream, load_tokenizer, token_unit
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.data import evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
 from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison
 from hf_recurrent_lengthgen.evaluation.streaming import check_stateful, check_tokens
+from hf_recurrent_lengthgen.loading import load_model
 
 DESCRIPTION = """\
 Measure language models beyond their training length T: loss by position, what the context beyond T does to
@@ -29,7 +30,10 @@ def _parser() -> argparse.ArgumentParser:
         "lengthgen evaluate", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "models", nargs="+", metavar="MODEL", help="checkpoint folder or Hub name: ours, or a Mamba-2 of Transformers"
+        "models",
+        nargs="+",
+        metavar="MODEL",
+        help="checkpoint folder or Hub name: ours, a stock one of these families, or a hybrid",
     )
     parser.add_argument("--output", default="evaluation", help="folder for the results (default: %(default)s)")
     parser.add_argument("--data", default="stdlib", help=f"text to evaluate on (default: %(default)s): {DATA_HELP}")

@@ -1,28 +1,19 @@
 """Models, tokenizers and token streams from what a person types."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import datasets
-import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.data import byte_tokenizer, load_texts, standard_library_corpus, token_stream
-from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
-from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
+from hf_recurrent_lengthgen.loading import quiet_transformers
 
 STANDARD_LIBRARY = "stdlib"
 DATA_HELP = (
@@ -41,72 +32,18 @@ class Stream(NamedTuple):
 @contextmanager
 def quiet_libraries(*what: Literal["warnings", "bars"]) -> Iterator[None]:
     """Silence warnings of Transformers, or progress bars of Transformers and datasets; afterwards all is as before."""
-    level = logging.get_verbosity()
     bars, data_bars = logging.is_progress_bar_enabled(), not datasets.are_progress_bars_disabled()
-    if "warnings" in what:
-        logging.set_verbosity_error()
     if "bars" in what:
         logging.disable_progress_bar()
         datasets.disable_progress_bars()
     try:
-        yield
+        with quiet_transformers() if "warnings" in what else nullcontext():
+            yield
     finally:
-        logging.set_verbosity(level)
         if "bars" in what and bars:
             logging.enable_progress_bar()
         if "bars" in what and data_bars:
             datasets.enable_progress_bars()
-
-
-def load_model(name: str, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Load a language model that takes states, with float32 weights.
-
-    Our checkpoints load as they are; those of Transformers and fla load into our class of the same parameter names;
-    hybrids and other recurrent models of Transformers are wrapped by `stateful`.
-
-    Raises:
-        ValueError: for a folder that holds no checkpoint, an architecture that cannot be given states, damaged
-            weights, and weights that are missing, left over or of other shapes than the config says.
-    """
-    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-        raise ValueError(f"{name} holds no config.json, so it is no checkpoint.")
-    # the small steps of post-training vanish in bfloat16 weights; --bf16 is for computing
-    loading: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": torch.float32}
-    loader: Any = AutoModelForCausalLM
-    wrap = False
-    try:
-        settings, _ = PreTrainedConfig.get_config_dict(name)
-        model_type = settings.get("model_type")
-        if model_type in STATEFUL_CLASSES:
-            loader = STATEFUL_CLASSES[model_type]
-            settings = {key: v for key, v in settings.items() if key not in ("architectures", "auto_map")}
-            loading["config"] = loader.config_class.from_dict(settings)
-        else:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-            model_type = config.model_type
-    except OSError as error:
-        raise ValueError(f"{name} is no checkpoint folder here, and no model on the Hub: {error}") from error
-    if str(model_type).startswith("stateful_"):
-        loading["trust_remote_code"] = trust_remote_code
-    elif model_type not in STATEFUL_CLASSES:
-        if model_type not in SUPPORTED:
-            reason = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
-            raise ValueError(
-                f"{name} is of type {model_type!r}, which cannot be given states{reason}. Possible are checkpoints "
-                f"of this package, {', '.join(sorted(STATEFUL_CLASSES))}, {', '.join(sorted(SUPPORTED))}."
-            )
-        wrap = True
-    try:
-        # Its warning about the weights becomes an error below.
-        with quiet_libraries("warnings"):
-            model, found = loader.from_pretrained(name, **loading)
-    except SafetensorError as error:
-        raise ValueError(f"The weights in {name} are damaged ({error}): copy or download them again.") from error
-    problems = {what: sorted(map(str, found[f"{what}_keys"])) for what in ("missing", "unexpected", "mismatched")}
-    if any(problems.values()):
-        told = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
-        raise ValueError(f"The weights in {name} do not fit its config.json, {told}.")
-    return stateful(model) if wrap else model
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -8,9 +8,10 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_recurrent_lengthgen.cli.inputs import load_model, load_stream, load_tokenizer
+from hf_recurrent_lengthgen.cli.inputs import load_stream, load_tokenizer
 from hf_recurrent_lengthgen.cli.options import RunArguments, RunParser
 from hf_recurrent_lengthgen.data import PackedBlocks
+from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer, ZeroStateTrainer
 

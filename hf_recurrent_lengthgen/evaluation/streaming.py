@@ -57,8 +57,8 @@ def check_stateful(model: nn.Module) -> int:
     if "initial_state" not in inspect.signature(model.forward).parameters:
         raise ValueError(
             f"{type(model).__name__}.forward takes no initial_state, so its state cannot be carried from "
-            "chunk to chunk. Give a model whose forward takes initial_state and returns final_state, for "
-            "instance StatefulMamba2ForCausalLM; of a PEFT wrapper, give model.get_base_model()."
+            "chunk to chunk. Load it with hf_recurrent_lengthgen.load_model(...), or wrap it with stateful(model); "
+            "of a PEFT wrapper, give model.get_base_model()."
         )
     config: Any = model.config
     return int(config.vocab_size)

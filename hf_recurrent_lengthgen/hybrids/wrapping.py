@@ -2,7 +2,7 @@
 
     model = stateful(AutoModelForCausalLM.from_pretrained("tiiuae/Falcon-H1-0.5B-Base"))
     first = model(input_ids=one, output_final_state=True)
-    second = model(input_ids=two, initial_state=first.final_state, output_final_state=True)
+    second = model(input_ids=two, initial_state=first.final_state)
 
 The model stays the same object with the same parameters, names and configuration; only its class changes, to a
 subclass with the name and module of the stock class. Called without `initial_state` and `output_final_state` it is
@@ -110,12 +110,13 @@ class StatefulMixin:
     def _forward(
         self: Any,
         initial_state: RecurrentState | None,
-        output_final_state: bool,
+        output_final_state: bool | None,
         attention_cache: Cache | None,
         arguments: dict[str, Any],
     ) -> Any:
         if initial_state is None and not output_final_state and attention_cache is None:
             return super().forward(**arguments)  # type: ignore[misc]
+        output_final_state = True if output_final_state is None else output_final_state
         channel = channel_of(self)
         batch_size, length = _check_arguments(channel.argument, arguments)
         if attention_cache is not None:
@@ -220,14 +221,14 @@ def _stateful_class(stock: Any) -> Any:
     signature = inspect.signature(stock.forward)
     parameters = list(signature.parameters.values())
     catch_all = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
-    defaults = {"initial_state": None, "output_final_state": False, "attention_cache": None}
+    defaults = {"initial_state": None, "output_final_state": None, "attention_cache": None}
     added = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=v) for k, v in defaults.items()]
 
     def forward(
         self: Any,
         *args: Any,
         initial_state: RecurrentState | None = None,
-        output_final_state: bool = False,
+        output_final_state: bool | None = None,
         attention_cache: Cache | None = None,
         **kwargs: Any,
     ) -> Any:

@@ -31,16 +31,7 @@ CAUSAL_LM_CLASSES = (
 )
 
 # Upstream checkpoints whose parameters our class takes as they are, by the model type in their config.json.
-STATEFUL_CLASSES = {
-    "falcon_mamba": StatefulMambaForCausalLM,
-    "gla": StatefulGLAForCausalLM,
-    "hgrn2": StatefulHGRN2ForCausalLM,
-    "linear_attn": StatefulLinearAttentionForCausalLM,
-    "mamba": StatefulMambaForCausalLM,
-    "mamba2": StatefulMamba2ForCausalLM,
-    "rwkv5": StatefulRWKV5ForCausalLM,
-    "rwkv6": StatefulRWKV6ForCausalLM,
-}
+STATEFUL_CLASSES = {upstream: cls for cls in CAUSAL_LM_CLASSES for upstream in cls.config_class.upstream_types}
 
 for _class in CAUSAL_LM_CLASSES:
     AutoConfig.register(_class.config_class.model_type, _class.config_class)

@@ -40,6 +40,7 @@ class StatefulConfigMixin:
     """
 
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["final_state", "past_key_values"]
+    upstream_types: ClassVar[tuple[str, ...]] = ()  # model types whose files have the same fields and weights
 
     scan_backend: str = "auto"
     training_length: int | None = None
@@ -52,9 +53,18 @@ class StatefulConfigMixin:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in Transformers; a file of the upstream model type makes a configuration of this one."""
-        model_type = cls.model_type  # type: ignore[attr-defined]
-        return super().from_dict(config_dict | {"model_type": model_type}, **kwargs)  # type: ignore[misc]
+        """As in Transformers; a file of an upstream model type makes a configuration of this one.
+
+        Raises:
+            ValueError: for a file of another model type, whose weights would be left out.
+        """
+        own = cls.model_type  # type: ignore[attr-defined]
+        if (given := config_dict.get("model_type", own)) not in (own, *cls.upstream_types):
+            raise ValueError(
+                f"{cls.__name__} takes files of the model types {[own, *cls.upstream_types]}, got {given!r}: "
+                "hf_recurrent_lengthgen.load_model chooses the class for a checkpoint."
+            )
+        return super().from_dict(config_dict | {"model_type": own}, **kwargs)  # type: ignore[misc]
 
     def check(self) -> None:
         """Refuse what the stateful classes cannot honor; models call it too: early 5.x configs have no hook.

@@ -1,5 +1,7 @@
 """Configuration of GLA with an initial and a final state."""
 
+from typing import ClassVar
+
 from .configuration_fla import FlaConfigMixin as FlaConfigMixin
 from .configuration_fla import GatedLinearAttentionConfig
 from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
@@ -21,6 +23,7 @@ class StatefulGLAConfig(GatedLinearAttentionConfig):
     """
 
     model_type = "stateful_gla"
+    upstream_types: ClassVar[tuple[str, ...]] = ("gla",)
 
     expand_k: int | float = 0.5
     feature_map: str | None = None

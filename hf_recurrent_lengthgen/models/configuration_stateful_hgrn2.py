@@ -1,5 +1,7 @@
 """Configuration of HGRN-2 with an initial and a final state."""
 
+from typing import ClassVar
+
 from transformers import PreTrainedConfig
 
 from .configuration_fla import FlaConfigMixin
@@ -19,6 +21,7 @@ class StatefulHGRN2Config(FlaConfigMixin, PreTrainedConfig):
     """
 
     model_type = "stateful_hgrn2"
+    upstream_types: ClassVar[tuple[str, ...]] = ("hgrn2",)
 
     num_heads: int | None = None  # type: ignore[assignment]
     expand_ratio: int | None = 128

@@ -1,5 +1,7 @@
 """Configuration of linear attention with an initial and a final state."""
 
+from typing import ClassVar
+
 from .configuration_fla import FlaConfigMixin as FlaConfigMixin
 from .configuration_fla import GatedLinearAttentionConfig
 from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
@@ -19,6 +21,7 @@ class StatefulLinearAttentionConfig(GatedLinearAttentionConfig):
     """
 
     model_type = "stateful_linear_attention"
+    upstream_types: ClassVar[tuple[str, ...]] = ("linear_attn",)
 
     feature_map: str = "elementwise_product"
     tie_feature_map_qk: bool = False

@@ -1,6 +1,6 @@
 """Configuration of Mamba-1 and FalconMamba with an initial and a final state."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import MambaConfig
 
@@ -19,6 +19,7 @@ class StatefulMambaConfig(StatefulConfigMixin, MambaConfig):
     """
 
     model_type = "stateful_mamba"
+    upstream_types: ClassVar[tuple[str, ...]] = ("mamba", "falcon_mamba")
 
     mixer_rms_eps: float | None = None
 

@@ -1,5 +1,7 @@
 """Configuration of Mamba-2 with an initial and a final state."""
 
+from typing import ClassVar
+
 from transformers import Mamba2Config
 
 from .configuration_stateful import StatefulConfigMixin
@@ -13,6 +15,7 @@ class StatefulMamba2Config(StatefulConfigMixin, Mamba2Config):
     """
 
     model_type = "stateful_mamba2"
+    upstream_types: ClassVar[tuple[str, ...]] = ("mamba2",)
 
     def check(self) -> None:
         """See `StatefulConfigMixin.check`; also the activation and sizes that do not go together."""

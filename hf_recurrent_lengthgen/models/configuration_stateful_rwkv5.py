@@ -1,5 +1,7 @@
 """Configuration of RWKV-5 with an initial and a final state."""
 
+from typing import ClassVar
+
 from transformers import PreTrainedConfig
 
 from .configuration_stateful import StatefulConfigMixin
@@ -24,6 +26,7 @@ class StatefulRWKV5Config(StatefulConfigMixin, PreTrainedConfig):
     """
 
     model_type = "stateful_rwkv5"
+    upstream_types: ClassVar[tuple[str, ...]] = ("rwkv5",)
 
     vocab_size: int = 65536
     hidden_size: int = 768

@@ -23,6 +23,7 @@ class StatefulRWKV6Config(FlaConfigMixin, PreTrainedConfig):
     """
 
     model_type = "stateful_rwkv6"
+    upstream_types: ClassVar[tuple[str, ...]] = ("rwkv6",)
     activations: ClassVar[tuple[str, ...]] = ("sqrelu",)
 
     expand_k: int | float = 0.5

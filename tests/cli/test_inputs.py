@@ -22,9 +22,15 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM, StatefulMambaForCausalLM
-from hf_recurrent_lengthgen.cli.inputs import load_model, load_stream, load_tokenizer, quiet_libraries, token_unit
+from hf_recurrent_lengthgen import (
+    StatefulGLAConfig,
+    StatefulGLAForCausalLM,
+    StatefulMamba2ForCausalLM,
+    StatefulMambaForCausalLM,
+)
+from hf_recurrent_lengthgen.cli.inputs import load_stream, load_tokenizer, quiet_libraries, token_unit
 from hf_recurrent_lengthgen.data import byte_tokenizer
+from hf_recurrent_lengthgen.loading import load_model
 from tests.models.families import TRANSFORMERS
 from tests.models.upstream_fixtures import load_fixture
 
@@ -87,6 +93,15 @@ def test_a_hybrid_is_wrapped_and_other_models_are_refused_with_the_reason(tmp_pa
     RecurrentGemmaConfig(**sizes, **heads).save_pretrained(tmp_path / "gemma")
     with pytest.raises(ValueError, match=r"'recurrent_gemma', which cannot be given states \(it keeps its states as"):
         load_model(str(tmp_path / "gemma"))
+
+
+def test_weights_of_another_family_are_refused_with_the_way_to_load_them(tmp_path: Path) -> None:
+    StatefulGLAForCausalLM(
+        StatefulGLAConfig(vocab_size=9, hidden_size=8, num_heads=2, num_hidden_layers=1, intermediate_size=8)
+    ).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"StatefulMambaConfig takes .* 'mamba'.*, got 'stateful_gla': .*load_model"):
+        StatefulMambaForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(load_model(str(tmp_path)), StatefulGLAForCausalLM)
 
 
 def damage_config(folder: Path, **changes: Any) -> None:

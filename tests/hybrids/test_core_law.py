@@ -87,7 +87,7 @@ def test_without_keys_attention_is_block_diagonal_and_positions_restart(model_ty
     tokens, lengths = random_tokens(2, 13), (5, 1, 7)
     state, outputs = None, []
     for piece in tokens.split(lengths, dim=1):
-        output = model(input_ids=piece, initial_state=state, output_final_state=True)
+        output = model(input_ids=piece, initial_state=state, output_final_state=True if state is None else None)
         state = output.final_state
         outputs.append(output.logits)
     # Transformers takes positions that restart for packed sequences, whose attention it keeps apart.

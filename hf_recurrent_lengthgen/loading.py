@@ -1,0 +1,82 @@
+"""One function for the checkpoints of all families."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import logging
+
+from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
+from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence warnings of Transformers."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def load_model(name: str, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+    """Load a language model that takes states, whatever its family.
+
+    Our checkpoints load as they are; those of Transformers and fla load into our class of the same parameter names;
+    hybrids and other recurrent models of Transformers are wrapped by `stateful`.
+
+    Args:
+        name: Checkpoint folder, or a name on the Hub.
+        trust_remote_code: Whether code of the checkpoint may run, where it is of a type this package does not know.
+        dtype: Of the weights. The small steps of post-training vanish in bfloat16 weights; compute in bfloat16 with
+            autocast (`bf16=True` of the trainers).
+
+    Raises:
+        ValueError: for a folder that holds no checkpoint, an architecture that cannot be given states, damaged
+            weights, and weights that are missing, left over or of other shapes than the config says.
+    """
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        raise ValueError(f"{name} holds no config.json, so it is no checkpoint.")
+    loading: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
+    loader: Any = AutoModelForCausalLM
+    wrap = False
+    try:
+        settings, _ = PreTrainedConfig.get_config_dict(name)
+        model_type = settings.get("model_type")
+        if model_type in STATEFUL_CLASSES:
+            loader = STATEFUL_CLASSES[model_type]
+            settings = {key: v for key, v in settings.items() if key not in ("architectures", "auto_map")}
+            loading["config"] = loader.config_class.from_dict(settings)
+        else:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            model_type = config.model_type
+    except OSError as error:
+        raise ValueError(f"{name} is no checkpoint folder here, and no model on the Hub: {error}") from error
+    if str(model_type).startswith("stateful_"):
+        loading["trust_remote_code"] = trust_remote_code
+    elif model_type not in STATEFUL_CLASSES:
+        if model_type not in SUPPORTED:
+            reason = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
+            raise ValueError(
+                f"{name} is of type {model_type!r}, which cannot be given states{reason}. Possible are checkpoints "
+                f"of this package, {', '.join(sorted(STATEFUL_CLASSES))}, {', '.join(sorted(SUPPORTED))}."
+            )
+        wrap = True
+    try:
+        # Its warning about the weights becomes an error below.
+        with quiet_transformers():
+            model, found = loader.from_pretrained(name, **loading)
+    except SafetensorError as error:
+        raise ValueError(f"The weights in {name} are damaged ({error}): copy or download them again.") from error
+    problems = {what: sorted(map(str, found[f"{what}_keys"])) for what in ("missing", "unexpected", "mismatched")}
+    if any(problems.values()):
+        told = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
+        raise ValueError(f"The weights in {name} do not fit its config.json, {told}.")
+    return stateful(model) if wrap else model
