@@ -10,6 +10,7 @@ finds the file and asks at once. Works with every checkpoint of this package; fo
 import argparse
 import hashlib
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -28,13 +29,28 @@ parser.add_argument("--ask", action="append", help="a prompt, may be repeated (d
 parser.add_argument("--tokens", type=int, default=40, help="tokens of each answer (default: %(default)s)")
 options = parser.parse_args()
 prompts = options.ask or ["\n    def ", "\nclass ", "\nimport "]
+if min(options.length, options.tokens) < 1 or not all(prompts):
+    parser.error("--length and --tokens must be at least 1, and --ask must not be empty")
+if options.document is not None and not options.document.is_file():
+    parser.error(f"--document {options.document} is no file")
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """What tells one list of tensors from another."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.detach().contiguous().view(torch.uint8).numpy())
+    return sha.hexdigest()
+
 
 model = AutoModelForCausalLM.from_pretrained(options.model).eval()
 tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left")
 texts = standard_library_corpus().texts("validation") if options.document is None else [options.document.read_text()]
 document = "\n".join(texts)[: 8 * options.length]
 ids = tokenizer(document, add_special_tokens=False, return_tensors="pt").input_ids[:, : options.length]
-read = {"model": options.model, "sha256 of the tokens": hashlib.sha256(ids.numpy().tobytes()).hexdigest()}
+if ids.shape[1] == 0:
+    parser.error(f"--document {options.document} is empty")
+read = {"sha256 of the weights": digest(model.parameters()), "sha256 of the tokens": digest([ids])}
 
 # Once: read piece by piece, so that memory does not grow with the document.
 if not options.state.exists():

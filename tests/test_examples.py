@@ -72,7 +72,7 @@ def test_a_document_is_read_once_and_asked_from_the_file(
     answers = shown.split("'The end': ")[1]
     layers, metadata = load_state(state)
     assert len(layers) == 2
-    assert metadata["model"] == str(checkpoint)
+    assert list(metadata) == ["sha256 of the weights", "sha256 of the tokens"]
     run_example("ask_a_long_document.py", monkeypatch, *arguments, "--ask", "The end", "--ask", "or")
     again = capsys.readouterr().out
     assert "Read " not in again
@@ -80,6 +80,19 @@ def test_a_document_is_read_once_and_asked_from_the_file(
     text.write_text("another text" * 1000)
     with pytest.raises(SystemExit, match="comes from another model or document"):
         run_example("ask_a_long_document.py", monkeypatch, *arguments)
+    text.write_text("abc" * 2000)
+    StatefulMamba2ForCausalLM(StatefulMamba2Config.from_pretrained(checkpoint)).save_pretrained(checkpoint)
+    with pytest.raises(SystemExit, match="comes from another model or document"):  # trained again in its folder
+        run_example("ask_a_long_document.py", monkeypatch, *arguments)
+
+
+@pytest.mark.parametrize("wrong", [("--length", 0), ("--tokens", 0), ("--ask", ""), ("--document", "missing.txt")])
+def test_a_document_is_asked_for_properly(
+    wrong: tuple[str, object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run_example("ask_a_long_document.py", monkeypatch, *wrong)
+    assert wrong[0] in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.skipif(not hasattr(Cache, "get_recurrent_state"), reason="hybrids need Transformers 5.21 or newer")
