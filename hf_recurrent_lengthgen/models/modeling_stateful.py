@@ -220,8 +220,8 @@ class StatefulBackbone(StatefulPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         hidden_states = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         batch_size, length, _ = hidden_states.shape
-        if length == 0:
-            raise ValueError("The input has no tokens; give at least one.")
+        if 0 in (batch_size, length):
+            raise ValueError(f"The input has {batch_size} rows of {length} tokens: give at least one of each.")
 
         padding = self._padding(attention_mask, batch_size, length)
         if padding is not None:

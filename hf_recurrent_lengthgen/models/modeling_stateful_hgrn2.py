@@ -70,7 +70,8 @@ class StatefulHGRN2Model(StatefulHGRN2PreTrainedModel, StatefulBackbone):
         if not self.config.use_lower_bound:
             return super().layer_inputs()
         shares = self.lower_bounds.to(state_dtype(self.lower_bounds.dtype)).softmax(0)
-        return [(), *((bound,) for bound in shares[1:].cumsum(0))]
+        limits = torch.finfo(shares.dtype)  # rounding reaches 0 and 1, where the layer's logarithms have no gradient
+        return [(), *((bound.clamp(limits.tiny, 1 - limits.eps),) for bound in shares[1:].cumsum(0))]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

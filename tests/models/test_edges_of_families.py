@@ -15,6 +15,7 @@ from hf_recurrent_lengthgen.models.recurrent_state import LayerShape, load_state
 
 from .families import FAMILIES
 from .family import TINY, Family
+from .family_fla import HGRN2
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -54,3 +55,20 @@ def test_a_damaged_number_of_layers_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="1000000") as refusal:
         load_state(file)
     assert len(str(refusal.value)) < 1000
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_inputs_without_rows_or_tokens_are_refused(shape: tuple[int, int]) -> None:
+    model = HGRN2.causal_lm_class(HGRN2.config())
+    with pytest.raises(ValueError, match=f"{shape[0]} rows of {shape[1]} tokens"):
+        model(torch.zeros(shape, dtype=torch.long))
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_lower_bounds_have_gradients_also_where_they_round_to_0_or_1(layer: int) -> None:
+    model = HGRN2.causal_lm_class(HGRN2.config(num_hidden_layers=3))
+    with torch.no_grad():
+        model.model.lower_bounds[layer] = -200.0
+    tokens = torch.arange(18).view(2, 9)
+    model(tokens, labels=tokens).loss.backward()
+    assert model.model.lower_bounds.grad.isfinite().all()
