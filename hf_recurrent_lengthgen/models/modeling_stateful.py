@@ -221,7 +221,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         hidden_states = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         batch_size, length, _ = hidden_states.shape
         if 0 in (batch_size, length):
-            raise ValueError(f"The input has {batch_size} rows of {length} tokens: give at least one of each.")
+            raise ValueError(f"The input has no tokens, but {batch_size} rows of {length}: give at least one of each.")
 
         padding = self._padding(attention_mask, batch_size, length)
         if padding is not None:
