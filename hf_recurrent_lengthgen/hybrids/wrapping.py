@@ -378,9 +378,9 @@ def stateful(model: PreTrainedModel) -> Any:
             taken if `verify_stateful` passes on it. Not a PEFT wrapper: wrap first, add adapters then.
 
     Returns:
-        The same object. Its `forward` takes `initial_state`, `output_final_state` and `attention_cache` and returns
-        `final_state`, its `generate` takes `initial_state` and `attention_cache`; it has the methods of
-        `StatefulMixin`.
+        The same object. Its `forward` takes `initial_state`, `attention_cache` and `output_final_state` (by default
+        true where one of the others is given) and returns `final_state`, its `generate` takes `initial_state` and
+        `attention_cache`; it has the methods of `StatefulMixin`.
 
     Raises:
         ValueError: with the reason, if the model's states cannot be carried.

@@ -76,7 +76,9 @@ def test_outputs_have_the_loss_and_the_state_and_no_cache(model: Any) -> None:
     assert relative_error([output.loss], [STOCK(TOKENS, labels=TOKENS).loss]) < 1e-5
     assert output["final_state"] is output.final_state
     assert output.past_key_values is None
-    assert model(TOKENS, initial_state=model.zero_state(2)).final_state is None
+    state = model.zero_state(2)
+    assert model(TOKENS, initial_state=state).final_state is not None
+    assert model(TOKENS, initial_state=state, output_final_state=False).final_state is None
     as_tuple = model(TOKENS, output_final_state=True, return_dict=False)
     assert torch.equal(as_tuple[0], output.logits)
     assert all(map(torch.equal, parts(as_tuple[-1]), parts(output.final_state)))
