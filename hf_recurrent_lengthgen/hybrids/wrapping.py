@@ -356,7 +356,7 @@ def _layout_of(model: Any) -> _Layout:
             raise ValueError(f"{type(model).__name__} has no recurrent layers: there is no state to carry.")
         zero = zero_state(shapes, 1, model.device, dtype)
         from_zero = model._carry(channel.carrier(model, zero, True, None), {"input_ids": token})
-    if model.device.type != "meta" and not close(from_zero[0], from_nothing[0]):
+    if model.device.type != "meta" and not close(from_zero[0], from_nothing[0], model.dtype):
         raise ValueError(f"{type(model).__name__} starts from a state that is not zero, which is not supported.")
     return _Layout(shapes, tuple(carrier.dropped_columns), tuple(sorted(carrier.attending)))
 

@@ -101,3 +101,9 @@ def test_a_cache_of_other_rows_is_not_saved(tmp_path: Path) -> None:
         model(TOKENS, output_final_state=True, attention_cache=cache)
     with pytest.raises(ValueError, match="read the same text"):
         save_hybrid_state(tmp_path / "state", model.zero_state(1), cache)
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "mamba2", "nemotron_h"])  # the last two widen their logits
+def test_half_precision_models_are_wrapped(name: str) -> None:
+    model: Any = stateful(tiny_model(name).to(torch.bfloat16))
+    assert model(TOKENS, output_final_state=True).final_state[0].recurrent.dtype == torch.float32
