@@ -72,6 +72,7 @@ class StatefulConfigMixin:
         Raises:
             ValueError: naming the field, its value and what is allowed.
         """
+        vars(self).pop("model_type", None)  # of the upstream config whose to_dict() was given: PEFT goes by it
         if self.code_format_version > CODE_FORMAT_VERSION:
             raise ValueError(
                 f"This checkpoint has code format version {self.code_format_version}, the code at hand reads up to "

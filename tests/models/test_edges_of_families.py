@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import FalconMambaConfig, FalconMambaForCausalLM
+from transformers import FalconMambaConfig, FalconMambaForCausalLM, MambaConfig
 
 from hf_recurrent_lengthgen.models import STATEFUL_CLASSES, StatefulMambaConfig, StatefulMambaForCausalLM
 from hf_recurrent_lengthgen.models.recurrent_state import LayerShape, load_state, save_state, zero_state
@@ -72,3 +72,8 @@ def test_lower_bounds_have_gradients_also_where_they_round_to_0_or_1(layer: int)
     tokens = torch.arange(18).view(2, 9)
     model(tokens, labels=tokens).loss.backward()
     assert model.model.lower_bounds.grad.isfinite().all()
+
+
+def test_a_config_from_upstream_fields_has_our_type() -> None:
+    config = StatefulMambaConfig(**MambaConfig(**TINY).to_dict())
+    assert config.model_type == "stateful_mamba"  # as "mamba", PEFT refuses adapters on out_proj
