@@ -110,7 +110,17 @@ class Mamba1Carrier(StateCarrier):
 
 @contextmanager
 def scans_from_state(model: nn.Module, carrier: Mamba1Carrier) -> Iterator[None]:
-    """Let Mamba-1 mixers scan from the carrier's states."""
+    """Let Mamba-1 mixers scan from the carrier's states.
+
+    Raises:
+        ValueError: for an adapter on a `dt_proj`, whose weight the stock mixers read past the adapter.
+    """
+    for name, module in model.named_modules():
+        if name.endswith("dt_proj") and hasattr(module, "base_layer"):
+            raise ValueError(
+                f"The adapter on {name} has no effect, since {type(model).__name__} reads the weight past it: take "
+                "dt_proj out of the adapter's targets, or load a Mamba or FalconMamba with load_model."
+            )
     files = {sys.modules[type(module).__module__] for module in model.modules()}
     with _exchanged((file for file in files if hasattr(file, SCAN)), SCAN, lambda stock: _scan_of(carrier, stock)):
         yield

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import MambaConfig, MambaForCausalLM
 
 from hf_recurrent_lengthgen.hybrids import load_hybrid_state, save_hybrid_state, stateful
 from hf_recurrent_lengthgen.hybrids.tiny_models import VOCABULARY, tiny_model
@@ -107,3 +109,10 @@ def test_a_cache_of_other_rows_is_not_saved(tmp_path: Path) -> None:
 def test_half_precision_models_are_wrapped(name: str) -> None:
     model: Any = stateful(tiny_model(name).to(torch.bfloat16))
     assert model(TOKENS, output_final_state=True).final_state[0].recurrent.dtype == torch.float32
+
+
+def test_an_adapter_that_the_stock_mixer_reads_past_is_refused() -> None:
+    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=8, state_size=4, num_hidden_layers=1)
+    model = get_peft_model(stateful(MambaForCausalLM(config)), LoraConfig(r=2, target_modules=["dt_proj"]))
+    with pytest.raises(ValueError, match=r"adapter on .*dt_proj has no effect, since MambaForCausalLM"):
+        model(input_ids=TOKENS, output_final_state=True)
