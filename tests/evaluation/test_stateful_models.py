@@ -10,7 +10,7 @@ from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from tests.models.families import GLA, MAMBA, MAMBA2, RWKV6, VOCABULARY, build, variant_id
 
-SEQUENCES, LENGTH, TRAINING_LENGTH = 3, 150, 24
+SEQUENCES, LENGTH, TRAINING_LENGTH = 3, 90, 24
 
 
 @pytest.fixture(scope="module", params=[MAMBA2, MAMBA, GLA, RWKV6], ids=variant_id)
@@ -53,7 +53,7 @@ def test_evaluation_equals_separate_forward_passes(model: Any, tokens: np.ndarra
         start = (position - half) // half * half
         truncated = plain_nll(model, tokens[:, start : position + 2])[:, -1]
         harm[:, position - TRAINING_LENGTH] = full[:, position] - truncated
-    assert np.abs(harm).max() > 1e-3  # the model does look further back than the kept context
+    assert np.abs(harm).max() > 2e-4  # the model does look further back than the kept context
     np.testing.assert_allclose(result.harm.curves.fine.mean, harm.mean(0), atol=4e-5)
     assert result.harm.last.mean == pytest.approx(harm[:, LENGTH // 2 - TRAINING_LENGTH :].mean(), abs=1e-5)
     starts = range(0, LENGTH - TRAINING_LENGTH + 1, half)

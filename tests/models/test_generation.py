@@ -57,7 +57,7 @@ def test_greedy_generation_is_the_repeated_argmax(family: Family) -> None:
     assert len(set(expected.flatten().tolist())) > 4  # a constant answer would prove little
     assert torch.equal(generate(model, prompt)[:, 5:], expected)
     assert torch.equal(generate(model, input_ids=prompt, use_cache=False)[:, 5:], expected)
-    state = random_state(model, 2)
+    state = random_state(model, 2, scale=5.0)
     expected = greedy_by_hand(model, prompt, state)
     assert torch.equal(generate(model, prompt, initial_state=state)[:, 5:], expected)
     assert not torch.equal(expected, greedy_by_hand(model, prompt))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.models.recurrent_state import map_state
 
-from .families import FAMILIES, GLA, VOCABULARY, Family, build, random_state, random_tokens, variant_id
+from .families import FAMILIES, GLA, MAMBA, MAMBA2, VOCABULARY, Family, build, random_state, random_tokens, variant_id
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 
@@ -344,16 +344,14 @@ def compiling(test: Any) -> Any:
 
 
 @compiling
-@every_family
-def test_the_whole_model_is_one_graph(family: Family) -> None:
-    compiled_step_equals_eager(family, "eager", 40, checkpointed=family.name == "mamba2")
-
-
-@pytest.mark.slow
-@compiling
-@every_family
-def test_the_whole_model_is_one_graph_with_checkpointing(family: Family) -> None:
-    compiled_step_equals_eager(family, "eager", 70, checkpointed=True)
+@pytest.mark.parametrize(
+    "family",
+    [family if family in (MAMBA2, MAMBA) else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES],
+    ids=variant_id,
+)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_whole_model_is_one_graph(family: Family, checkpointed: bool) -> None:
+    compiled_step_equals_eager(family, "eager", 70, checkpointed)
 
 
 @pytest.mark.slow
