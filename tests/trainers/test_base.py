@@ -334,7 +334,7 @@ def test_the_base_class_cannot_be_used_on_its_own(toys: ModuleType, tmp_path: Pa
 def test_a_model_that_takes_no_state_is_refused(toys: ModuleType, make_config: MakeConfig) -> None:
     sizes = {"vocab_size": 17, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 1}
     stock = Mamba2ForCausalLM(Mamba2Config(num_heads=2, head_dim=8, n_groups=1, **sizes))
-    with pytest.raises(ValueError, match=r"Mamba2ForCausalLM takes no .*initial_state.*StatefulMamba2ForCausalLM"):
+    with pytest.raises(ValueError, match=r"Mamba2ForCausalLM takes no .*initial_state.*load_model"):
         StatePassingTrainer(stock, make_config(), train_dataset=toys.sequences(4))
 
 
