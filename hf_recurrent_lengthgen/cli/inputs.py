@@ -6,10 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import datasets
 from torch import Tensor
-from transformers import (
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.data import byte_tokenizer, load_texts, standard_library_corpus, token_stream

@@ -161,7 +161,7 @@ def test_the_law_holds_under_bf16_autocast(family: Family) -> None:
             continue
         scale = value.norm()
         assert (whole[name] - value).norm() < family.autocast_error * scale, name
-        assert (pieces[name] - whole[name]).norm() < family.autocast_error * scale, name
+        assert (pieces[name] - whole[name]).norm() < 0.6 * family.autocast_error * scale, name
     assert (whole["logits"] - exact["logits"]).norm() > 1e-4 * exact["logits"].norm()  # bf16 was in use
 
 
