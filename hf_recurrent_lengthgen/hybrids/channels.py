@@ -49,10 +49,8 @@ class CacheChannel:
         self, model: Any, state: RecurrentState | None, single_token: bool, attention: Cache | None
     ) -> Carrier:
         """A carrier with `state` before the tokens; keys and values go to `attention`, if given."""
-        config = _text_config(model)
-        family = SUPPORTED.get(config.model_type)
-        dtype = model.dtype if family is not None and family.model_dtype else None
-        return self.carrier_class()(config.num_hidden_layers, state, single_token, attention, dtype)
+        layers = _text_config(model).num_hidden_layers
+        return self.carrier_class()(layers, state, single_token, attention, _rounded_to(model))
 
     def carrier_class(self) -> type[StateCarrier]:
         """The class of the carrier."""
@@ -68,12 +66,10 @@ class CacheChannel:
         stock_layers: list[Any] = cache.layers
         layers = zip(stock_layers, state, model._layout.shapes, model._layout.dropped_columns, strict=True)
         for layer, (recurrent, conv), shape, dropped in layers:
-            family = SUPPORTED.get(_text_config(model).model_type)
             if shape.conv != (0,):
                 layer.update_conv_state(F.pad(conv, (dropped, 0)).to(model.dtype))
             if shape.recurrent != (0,):
-                dtype = model.dtype if family is not None and family.model_dtype else recurrent.dtype
-                layer.update_recurrent_state(recurrent.to(dtype))
+                layer.update_recurrent_state(recurrent.to(_rounded_to(model) or recurrent.dtype))
         return cache
 
     def from_cache(self, model: Any, cache: Any) -> RecurrentState:
@@ -90,6 +86,12 @@ class CacheChannel:
             conv = cache.layers[index].conv_states[0] if shape.conv != (0,) else None
             state.append((recurrent, None if conv is None else conv[..., dropped:]))
         return _filled(model, state)
+
+
+def _rounded_to(model: Any) -> torch.dtype | None:
+    """The dtype that the model rounds its recurrent states to; None if it keeps them as they are."""
+    family = SUPPORTED.get(_text_config(model).model_type)
+    return model.dtype if family is not None and family.model_dtype else None
 
 
 class Mamba1Channel(CacheChannel):
