@@ -325,6 +325,7 @@ class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
         **unsupported: Any,
     ) -> StatefulCausalLMOutput | tuple:
         """Run T tokens from a state; arguments as in `StatefulBackbone.forward`, and:
@@ -332,17 +333,20 @@ class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
         Args:
             labels: (B, T), shifted inside as in Transformers; -100 is ignored. With padding on the left, the
                 first real token of a row has nothing before it and is not scored.
+            shift_labels: (B, T), labels that are shifted already, as Transformers' losses know them: the target of
+                output t stands at t. So a piece of a text can be scored on the token after it. `labels` are not
+                used then. Outputs before the first real token of a row are not scored.
             logits_to_keep: Compute only the last so many logits, or those at the given positions; 0 for all.
             num_items_in_batch: Tokens to divide the summed loss by, as Trainer passes it.
 
         Raises:
-            ValueError: for labels together with `logits_to_keep`, and as in `StatefulBackbone.forward`.
+            ValueError: for labels of either kind together with `logits_to_keep`, and as in `StatefulBackbone.forward`.
         """
         _refuse_unsupported(unsupported)
         keep_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep must be 0 (all), a positive number or positions, got {logits_to_keep}.")
-        if labels is not None and not keep_all:
+        if not (labels is None and shift_labels is None) and not keep_all:
             raise ValueError("labels need all logits: drop logits_to_keep.")
         output = self._backbone(
             input_ids,
@@ -365,18 +369,23 @@ class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
         logits = logits.to(state_dtype(logits.dtype))
 
         loss = None
-        if labels is not None:
-            if labels.shape != logits.shape[:2]:
-                raise ValueError(f"labels must have shape {tuple(logits.shape[:2])}, got {tuple(labels.shape)}.")
+        if not (labels is None and shift_labels is None):
+            for name, given in (("labels", labels), ("shift_labels", shift_labels)):
+                if given is not None and given.shape != logits.shape[:2]:
+                    raise ValueError(f"{name} must have shape {tuple(logits.shape[:2])}, got {tuple(given.shape)}.")
             if attention_mask is not None:
                 real = attention_mask.long()
-                nothing_before = real.cumsum(1) - real == 0
-                labels = labels.masked_fill(nothing_before, -100)
+                seen = real.cumsum(1)
+                if shift_labels is not None:
+                    shift_labels = shift_labels.masked_fill(seen == 0, -100)
+                elif labels is not None:
+                    labels = labels.masked_fill(seen - real == 0, -100)
             loss = self.loss_function(
                 logits=logits,
                 labels=labels,
                 vocab_size=logits.shape[-1],
                 num_items_in_batch=num_items_in_batch,
+                **({} if shift_labels is None else {"shift_labels": shift_labels.contiguous()}),
             )
         result = StatefulCausalLMOutput(
             loss=loss,
