@@ -1,0 +1,227 @@
+"""Long-short misalignment: how far predictions move when the same context is cut a little shorter.
+
+"Output Alignment: A Top-down Approach to Length Generalization", section 4.1. Glossary: a, b logits (..., V);
+p = softmax(a), q = softmax(b); normalizer = log sum exp of the logits, so log p = a - normalizer;
+expected (2, ...) = (E_p[log q], E_q[log p]).
+
+The symmetric cross-entropy of a distribution with itself is twice its entropy, not zero: a misalignment is
+compared between models on the same text, never with zero. It also falls when a model becomes more certain.
+"""
+
+import inspect
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE, t_interval
+from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, evaluation_mode, progress_bar
+
+LOGITS_PER_CHUNK = {"cpu": 2**19, "accelerator": 2**25}
+"""Most logits worked on at once unless the caller chooses: a CPU's cache, and enough to fill an accelerator."""
+
+
+def chunk_positions(logits: Tensor, chunk_size: int | None) -> int:
+    """Positions worked on at once: the caller's, or as many as `LOGITS_PER_CHUNK` allows, at least 1."""
+    if chunk_size is None:
+        limit = LOGITS_PER_CHUNK["cpu" if logits.device.type == "cpu" else "accelerator"]
+        return max(1, limit // logits.shape[-1])
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1 position, or None to choose by memory; got {chunk_size}.")
+    return chunk_size
+
+
+def blocks(shape: Sequence[int], chunk: int) -> Iterator[tuple[int | slice, ...]]:
+    """Indices that cut positions of a shape into runs of at most `chunk` along the last axis, without a copy."""
+    if not shape:
+        yield ()
+        return
+    for row in itertools.product(*map(range, shape[:-1])):
+        for start in range(0, shape[-1], chunk):
+            yield (*row, slice(start, min(start + chunk, shape[-1])))
+
+
+def log_normalizers(logits: Tensor, chunk: int) -> Tensor:
+    """log sum exp over the vocabulary, (..., V) -> (...), float64 for float64 logits and float32 for others."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    result = torch.empty(logits.shape[:-1], dtype=dtype, device=logits.device)
+    for at in blocks(result.shape, chunk):
+        result[at] = logits[at].to(dtype).logsumexp(-1)
+    return result
+
+
+def expected_logs(a: Tensor, b: Tensor, normalizer_a: Tensor, normalizer_b: Tensor, chunk: int) -> Tensor:
+    """E_p[log q] and E_q[log p] as (2, ...); minus their sum is Eq. 1."""
+    result = torch.empty((2, *normalizer_a.shape), dtype=normalizer_a.dtype, device=a.device)
+    for at in blocks(normalizer_a.shape, chunk):
+        log_p, log_q = a[at] - normalizer_a[at][..., None], b[at] - normalizer_b[at][..., None]
+        result[0][at] = log_p.exp().mul_(log_q).sum(-1)
+        result[1][at] = log_q.exp_().mul_(log_p).sum(-1)
+    return result
+
+
+def sce_gradients(log_p: Tensor, log_q: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of Eq. 1 for the logits a and b of some positions.
+
+    For a it is p - q - p (log q - E_p[log q]); for b the same with the roles exchanged.
+
+    Args:
+        log_p, log_q: Log-probabilities (..., V), overwritten.
+        expected: (2, ...) of `expected_logs`.
+    """
+    p, q = log_p.exp(), log_q.exp()
+    for_a = log_q.neg_().add_(1 + expected[0][..., None]).mul_(p).sub_(q)
+    for_b = log_p.neg_().add_(1 + expected[1][..., None]).mul_(q).sub_(p)
+    return for_a, for_b
+
+
+class _SymmetricCrossEntropy(torch.autograd.Function):
+    """Keeps the logits and numbers per position; probabilities are made again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, chunk: int) -> Tensor:
+        normalizer_a, normalizer_b = log_normalizers(a, chunk), log_normalizers(b, chunk)
+        expected = expected_logs(a, b, normalizer_a, normalizer_b, chunk)
+        ctx.save_for_backward(a, b, normalizer_a, normalizer_b, expected)
+        ctx.chunk = chunk
+        return -expected.sum(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        a, b, normalizer_a, normalizer_b, expected = ctx.saved_tensors
+        results = [
+            torch.empty_like(x) if needed else None for x, needed in zip((a, b), ctx.needs_input_grad[:2], strict=True)
+        ]
+        for at in blocks(upstream.shape, ctx.chunk):
+            log_p, log_q = a[at] - normalizer_a[at][..., None], b[at] - normalizer_b[at][..., None]
+            for result, piece in zip(results, sce_gradients(log_p, log_q, expected[:, *at]), strict=True):
+                if result is not None:
+                    result[at] = piece.mul_(upstream[at][..., None])
+        return results[0], results[1], None
+
+
+def symmetric_cross_entropy(logits_a: Tensor, logits_b: Tensor, chunk_size: int | None = None) -> Tensor:
+    """-(<p, log q> + <q, log p>) in nats at each position (Eq. 1), differentiable once in both arguments.
+
+    Args:
+        logits_a, logits_b: Finite logits (..., V) of one shape and dtype.
+        chunk_size: Positions whose probabilities exist at the same time; by default `LOGITS_PER_CHUNK`.
+
+    Returns:
+        (...), float64 for float64 logits and float32 for others; gradients have the dtype of the logits.
+
+    Raises:
+        ValueError: for different shapes or dtypes, an empty vocabulary, integers, or chunk_size < 1.
+    """
+    for name, logits in (("logits_a", logits_a), ("logits_b", logits_b)):
+        if logits.dim() < 1 or logits.shape[-1] < 1 or not logits.is_floating_point():
+            raise ValueError(
+                f"{name} must be floating-point logits (..., vocabulary), got {logits.dtype} of shape "
+                f"{tuple(logits.shape)}."
+            )
+    if logits_a.shape != logits_b.shape or logits_a.dtype != logits_b.dtype:
+        raise ValueError(
+            "logits_a and logits_b must have one shape and dtype, got "
+            f"{tuple(logits_a.shape)} {logits_a.dtype} and {tuple(logits_b.shape)} {logits_b.dtype}."
+        )
+    return _SymmetricCrossEntropy.apply(logits_a, logits_b, chunk_positions(logits_a, chunk_size))
+
+
+class Misalignment(NamedTuple):
+    """Mean over sequences in nats and its two-sided interval (None below 2 sequences); each sequence's, (S,)."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    by_sequence: np.ndarray
+
+
+class ContextPair(NamedTuple):
+    """Two contexts tokens[end - length : end] of one sequence."""
+
+    end: int
+    lengths: tuple[int, int]
+
+
+def context_pairs(available: int, training_length: int, samples: int, seed: int, sequence: int) -> list[ContextPair]:
+    """The random draws of `long_short_misalignment` for one sequence of `available` tokens.
+
+    They are keyed by seed and number of the sequence: other sequences do not change them.
+    """
+    generator = np.random.default_rng((seed, sequence))
+    lengths = np.arange((training_length + 1) // 2, training_length + 1)
+    return [
+        ContextPair(
+            int(generator.integers(training_length, available + 1)),
+            tuple(generator.choice(lengths, 2, replace=False).tolist()),
+        )
+        for _ in range(samples)
+    ]
+
+
+@torch.inference_mode()
+def long_short_misalignment(
+    model: nn.Module,
+    tokens: Tokens,
+    training_length: int,
+    *,
+    samples: int = 8,
+    seed: int = 0,
+    confidence: float = CONFIDENCE,
+    progress: bool = True,
+) -> Misalignment:
+    """E over x, l1, l2 of the symmetric cross-entropy of the predictions after x[-l1:] and after x[-l2:] (Eq. 2).
+
+    The paper leaves open how x is cut from a text. Here each sample draws the end of x uniformly among the
+    positions with at least T = training_length tokens before them, and l1, l2 uniformly among the pairs of
+    different integers in [T/2, T]: different, because section 5.3 takes their distance from 1 on. Both contexts
+    end at the same token, and only the prediction of the next token is compared.
+
+    Each context is a forward pass of its own, without padding and from the zero state: so it is exact for any
+    causal model, also where position encodings depend on the length. The model is put into evaluation mode.
+
+    Args:
+        model: A causal language model: `model(input_ids)` has `logits` (1, T, V).
+        tokens: Token ids (S, L) with L >= training_length.
+        training_length: T, the longest context of training, in tokens.
+        samples: Pairs of contexts for each sequence; their mean is the sequence's value.
+        seed: Of the draws.
+        confidence: Of the interval over sequences.
+        progress: Show a progress bar.
+
+    Raises:
+        ValueError: for T < 2, samples < 1, a negative seed, tokens too short, outside the vocabulary or of a wrong
+            type, and for logits that are not finite.
+    """
+    for name, value, least in (("training_length", training_length, 2), ("samples", samples, 1), ("seed", seed, 0)):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}.")
+    config: Any = model.config
+    array = check_tokens(tokens, int(config.vocab_size), training_length - 1)
+    device = next(model.parameters()).device
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    draws = [context_pairs(array.shape[1], training_length, samples, seed, i) for i in range(len(array))]
+    total = sum(sum(lengths) for pairs in draws for _, lengths in pairs)
+    values = np.empty((len(array), samples))
+    with evaluation_mode(model), progress_bar(total, "context pairs", progress) as bar:
+        for sequence, pairs in enumerate(draws):
+            for sample, (end, lengths) in enumerate(pairs):
+                contexts = [array[sequence, end - length : end].astype(np.int64) for length in lengths]
+                after = [model(torch.from_numpy(x)[None].to(device), **last).logits[0, -1] for x in contexts]
+                nats = symmetric_cross_entropy(*after).item()
+                if not np.isfinite(nats):
+                    raise ValueError(
+                        f"The predictions of {type(model).__name__} in sequence {sequence} after the {lengths[0]} and "
+                        f"the {lengths[1]} tokens that end before position {end} are not finite, or too far apart."
+                    )
+                values[sequence, sample] = nats
+                bar.update(sum(lengths))
+    by_sequence = values.mean(1)
+    interval = t_interval(by_sequence, confidence)
+    low, high = (None if bound is None else float(bound) for bound in (interval.low, interval.high))
+    return Misalignment(float(interval.mean), low, high, by_sequence)
