@@ -1,0 +1,227 @@
+"""BABILong-style tasks from local files: the facts of a bAbI question spread through background text.
+
+bAbI is Weston et al. 2016 (arXiv:1502.05698), BABILong Kuratov et al. 2024 (arXiv:2406.10149). "Unexplored states"
+(Buitrago & Gu 2025, arXiv:2507.02782), B.3 fine-tunes on qa1 to qa10 for one epoch without any intervention, after
+the post-training, and also evaluates with examples in the prompt (few-shot). The prompt's words are ours:
+
+    Text: sentence fact sentence sentence fact sentence
+    Question: Where is Mary?
+    Answer: bathroom.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from hf_recurrent_lengthgen.data.tasks.answers import Task, encode, encode_answer, encode_next, training_item
+
+BABILONG_TASKS = tuple(range(1, 11))
+_LONGEST_SENTENCE = 40  # words; text without periods is cut there, so that facts find places between
+
+
+class BabiQuestion(NamedTuple):
+    """One question.
+
+    Attributes:
+        facts: All statements of its story that come before it.
+        question: With its question mark.
+        answer: One word, or several with commas between.
+        supporting: Which `facts` it rests on, counted from 0.
+    """
+
+    facts: tuple[str, ...]
+    question: str
+    answer: str
+    supporting: tuple[int, ...]
+
+
+def babi_files(folder: str | Path, split: str = "train", tasks: Sequence[int] = BABILONG_TASKS) -> list[Path]:
+    """Files of the official archive's folder (such as tasks_1-20_v1-2/en-10k), by task: qa1_..._train.txt.
+
+    Raises:
+        ValueError: if a task has no file or several.
+    """
+    found = []
+    for task in tasks:
+        files = sorted(Path(folder).glob(f"qa{task}_*_{split}.txt"))
+        if len(files) != 1:
+            raise ValueError(f"{folder} holds {len(files)} files qa{task}_*_{split}.txt, but must hold one")
+        found += files
+    return found
+
+
+def read_babi(path: str | Path) -> list[BabiQuestion]:
+    """Questions of a bAbI file: lines "1 A fact." and "3 A question? <tab> answer <tab> 1", each story from 1.
+
+    Raises:
+        ValueError: naming file and line, for anything else; for a file that is not there or has no question.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}; give a text file in bAbI's format") from error
+    questions: list[BabiQuestion] = []
+    facts: dict[int, str] = {}  # of this story, by line number in it
+    last = 0
+    for line_number, line in enumerate(lines, start=1):
+        place = f"{path}, line {line_number}"
+        matched = re.fullmatch(r"(\d+) (.*\S.*)", line)
+        if matched is None:
+            raise ValueError(f"{place}: expected a number, a space and text, got {line!r}")
+        number, text = int(matched[1]), matched[2]
+        if number == 1:
+            facts = {}
+        elif number != last + 1 or last == 0:
+            raise ValueError(f"{place}: expected number {last + 1}, or 1 for a new story, got {number}")
+        last = number
+        if "\t" in text:
+            questions.append(_question(place, text, facts))
+        else:
+            facts[number] = text.strip()
+    if not questions:
+        raise ValueError(f"{path} holds no question; a question has tabs before its answer and its supporting facts")
+    return questions
+
+
+def _question(place: str, text: str, facts: dict[int, str]) -> BabiQuestion:
+    fields = [field.strip() for field in text.split("\t")]
+    if len(fields) != 3 or not fields[0] or not fields[1]:
+        raise ValueError(f"{place}: expected question, tab, answer, tab, supporting facts; got {text!r}")
+    question, answer, numbers = fields
+    if not facts:
+        raise ValueError(f"{place}: the question {question!r} has no facts before it in its story")
+    order = {number: index for index, number in enumerate(facts)}
+    supporting = [int(number) if number.isdecimal() else 0 for number in numbers.split()]
+    if not supporting or not all(number in order for number in supporting):
+        raise ValueError(f"{place}: supporting facts must be numbers of earlier facts of the story, got {numbers!r}")
+    return BabiQuestion(tuple(facts.values()), question, answer, tuple(order[number] for number in supporting))
+
+
+def sentences(texts: Iterable[str]) -> list[str]:
+    """Sentences in order, with single spaces, cut after 40 words; a sentence ends at . ! or ? before a space."""
+    found = []
+    for text in texts:
+        for sentence in re.split(r"(?<=[.!?])\s+", text):
+            words = sentence.split()
+            for start in range(0, len(words), _LONGEST_SENTENCE):
+                found.append(" ".join(words[start : start + _LONGEST_SENTENCE]))
+    return found
+
+
+class BabilongPrompts(Dataset[dict[str, Tensor]]):
+    """bAbI questions hidden in background text, each exactly `length` tokens long, each once.
+
+    Background sentences follow each other as in their texts from a random one on; the last is cut. The facts stand in
+    order at uniformly random places between them. Both depend on the seed and the item's number alone. Questions
+    whose facts do not fit into `length` are left out.
+
+    An item is `{"input_ids": (length,), "labels": (length,)}`, int64; labels are -100 but on the answer and the
+    period after it (which is ours, as in passkey training), and the model shifts them.
+
+    Args:
+        tokenizer: any of Transformers.
+        questions: of `read_babi`.
+        background: Texts without bAbI's facts, such as books; the first text follows the last.
+        length: Tokens of a sample.
+        seed: Seed of places and background, at least 0.
+        shots: Questions that stand solved before the text, without background, for evaluation.
+
+    Attributes:
+        left_out: How many questions do not fit.
+
+    Raises:
+        ValueError: if no question fits, the background has no sentence, or the seed is negative.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        questions: Sequence[BabiQuestion],
+        background: Iterable[str],
+        length: int,
+        seed: int = 0,
+        shots: Sequence[BabiQuestion] = (),
+    ) -> None:
+        if seed < 0:
+            raise ValueError(f"seed is {seed}, but must be at least 0")
+        self.length, self.seed = length, seed
+        self._tokenizer = tokenizer
+        self._known: dict[str, list[int]] = {}  # bAbI has few different sentences
+        pieces = [encode_next(tokenizer, f" {sentence}") for sentence in sentences(background)]
+        if not pieces:
+            raise ValueError("the background texts hold no sentence; give some text")
+        self._background = torch.tensor([token for piece in pieces for token in piece])
+        self._ends = np.cumsum([len(piece) for piece in pieces])
+        self._head = self._shots(shots)
+        rooms = [length - self._length_without_background(question) for question in questions]
+        self.questions = [question for question, room in zip(questions, rooms, strict=True) if room >= 0]
+        self.left_out = len(questions) - len(self.questions)
+        if not self.questions:
+            least = length - max(rooms) if rooms else 0
+            raise ValueError(
+                f"none of {len(questions)} questions fits into {length} tokens, the shortest needs {least}; give a "
+                "larger length, fewer shots, or other questions"
+            )
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return training_item(self.task(index))
+
+    def task(self, index: int) -> Task:
+        """Prompt and answer of item `index`."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"question {index} of {len(self)}")
+        index %= len(self)
+        question = self.questions[index]
+        generator = np.random.default_rng([self.seed, index])
+        body = self._take(generator, self.length - self._length_without_background(question))
+        places = np.sort(generator.integers(0, len(body) + 1, len(question.facts)))
+        for fact, place in reversed(list(zip(question.facts, places.tolist(), strict=True))):
+            body.insert(place, self._tokens(f" {fact}"))
+        pieces = [self._head, *body, self._tokens(_ending(question))]
+        answer, scored = encode_answer(self._tokenizer, question.answer)
+        return Task(torch.tensor([token for piece in pieces for token in piece]), torch.tensor(answer), scored)
+
+    def _take(self, generator: np.random.Generator, room: int) -> list[list[int]]:
+        """Sentences of `room` tokens together, from a random one on."""
+        taken: list[list[int]] = []
+        sentence = int(generator.integers(len(self._ends)))
+        while room > 0:
+            start = self._ends[sentence - 1] if sentence else 0
+            piece = self._background[start : self._ends[sentence]][:room].tolist()
+            taken.append(piece)
+            room -= len(piece)
+            sentence = (sentence + 1) % len(self._ends)
+        return taken
+
+    def _shots(self, shots: Sequence[BabiQuestion]) -> list[int]:
+        head = encode(self._tokenizer, "Text:")
+        for shot in shots:
+            for fact in shot.facts:
+                head = head + self._tokens(f" {fact}")
+            head = head + self._tokens(_ending(shot)) + encode_answer(self._tokenizer, shot.answer)[0]
+            head = head + self._tokens("\n\nText:")
+        return head
+
+    def _length_without_background(self, question: BabiQuestion) -> int:
+        facts = sum(len(self._tokens(f" {fact}")) for fact in question.facts)
+        answer = len(self._tokens(f" {question.answer}."))
+        return len(self._head) + facts + len(self._tokens(_ending(question))) + answer
+
+    def _tokens(self, text: str) -> list[int]:
+        if text not in self._known:
+            self._known[text] = encode_next(self._tokenizer, text)
+        return self._known[text]
+
+
+def _ending(question: BabiQuestion) -> str:
+    return f"\nQuestion: {question.question}\nAnswer:"

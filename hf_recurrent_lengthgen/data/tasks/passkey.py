@@ -1,0 +1,191 @@
+"""Passkey retrieval: a number hidden in repeated sentences (Mohtashami & Jaggi, arXiv:2305.16300).
+
+As in "Unexplored states" (Buitrago & Gu 2025, arXiv:2507.02782), B.4 and Figure 8: 5-digit keys, a random depth for
+each sample, filler cut so that all samples are equally long, loss only on the key and the period after it. The
+figure shows a key of 4 digits and the text 5; keys have 5 here. The other prompt is that of "Stuffed Mamba" (Chen et
+al. 2024, arXiv:2410.07145), B.1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from hf_recurrent_lengthgen.data.tasks.answers import (
+    Task,
+    encode,
+    encode_answer,
+    encode_next,
+    right_answers,
+    training_item,
+)
+
+_FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+
+
+@dataclass(frozen=True)
+class PasskeyStyle:
+    """Texts of a prompt: `head`, filler, `needle`, filler, `question`; the key stands where `{key}` does.
+
+    Attributes:
+        between: What stands between two repetitions of the filler.
+    """
+
+    head: str
+    needle: str
+    question: str
+    between: str
+
+
+PASSKEY_STYLES = {
+    # arXiv:2507.02782, Figure 8, in the words of Mohtashami & Jaggi
+    "pass key": PasskeyStyle(
+        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz "
+        "you about the important information there.",
+        "The pass key is {key}. Remember it. {key} is the pass key.",
+        "What is the pass key? The pass key is",
+        " ",
+    ),
+    # arXiv:2410.07145, B.1
+    "passkey": PasskeyStyle(
+        "There is important info hidden inside a lot of irrelevant text. Find it and memorize it.",
+        "The passkey is {key}. Remember it. {key} is the passkey.",
+        "What is the passkey? The passkey is",
+        "\n",
+    ),
+}
+
+
+class _Template:
+    """The pieces of all prompts of one length as token ids; the paragraphs stand on lines of their own."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, length: int, style: str) -> None:
+        if style not in PASSKEY_STYLES:
+            raise ValueError(f"style is {style!r}, but must be one of {sorted(PASSKEY_STYLES)}")
+        self.tokenizer, self.length, self.texts = tokenizer, length, PASSKEY_STYLES[style]
+        self.head = encode(tokenizer, self.texts.head)
+        self.question = encode_next(tokenizer, f"\n{self.texts.question}")
+        again = encode_next(tokenizer, self.texts.between + _FILLER)
+        self.filler = encode_next(tokenizer, f"\n{_FILLER}") + again * (max(length, 0) // len(again) + 1)
+
+    def fill(self, depth: float, key: str) -> Task:
+        """See `passkey_prompt`."""
+        if not 0 <= depth <= 1:
+            raise ValueError(f"depth is {depth}, but must be from 0 (start) to 1 (end)")
+        if not (key.isascii() and key.isdigit()):
+            raise ValueError(f"the key is {key!r}, but must be digits")
+        needle = encode_next(self.tokenizer, f"\n{self.texts.needle.format(key=key)}")
+        answer, scored = encode_answer(self.tokenizer, key)
+        shortest = len(self.head) + len(needle) + len(self.question) + len(answer)
+        room = self.length - shortest
+        if room < 0:
+            raise ValueError(f"length is {self.length}, but a passkey prompt without filler has {shortest} tokens")
+        before = round(depth * room)
+        # both stretches of filler begin with its first sentence and are cut at their end
+        prompt = self.head + self.filler[:before] + needle + self.filler[: room - before] + self.question
+        return Task(torch.tensor(prompt), torch.tensor(answer), scored)
+
+
+def _random_key(generator: np.random.Generator) -> str:
+    return str(generator.integers(10_000, 100_000))
+
+
+def passkey_prompt(
+    tokenizer: PreTrainedTokenizerBase, length: int, depth: float, key: str, style: str = "pass key"
+) -> Task:
+    """One prompt up to "The pass key is" and its answer, of `length` tokens together.
+
+    Args:
+        depth: Share of the filler that stands before the key, from 0 to 1.
+        key: Its digits.
+        style: "pass key" (arXiv:2507.02782) or "passkey" (arXiv:2410.07145).
+
+    Raises:
+        ValueError: for a length that is too short, and a wrong depth, key or style.
+    """
+    return _Template(tokenizer, length, style).fill(depth, key)
+
+
+class PasskeyPrompts(Dataset[dict[str, Tensor]]):
+    """Training samples of exactly `length` tokens; item i depends on the seed and i alone, whoever asks for it.
+
+    An item is `{"input_ids": (length,), "labels": (length,)}`, int64; labels are -100 but on the key and the period
+    after it, and the model shifts them. The key is uniform in 10000..99999, the depth in [0, 1].
+
+    Args:
+        tokenizer: any of Transformers.
+        length: Tokens of a sample.
+        samples: How many there are.
+        seed: Seed of keys and depths, at least 0.
+        style: See `passkey_prompt`.
+
+    Raises:
+        ValueError: for a length that is too short for a prompt, no samples, a negative seed, or an unknown style.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        samples: int,
+        seed: int = 0,
+        style: str = "pass key",
+    ) -> None:
+        if samples < 1 or seed < 0:
+            raise ValueError(f"samples must be at least 1 and seed at least 0, got {samples} and {seed}")
+        self.samples, self.seed = samples, seed
+        self._template = _Template(tokenizer, length, style)
+        self.task(0)  # a length that is too short is found now
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def task(self, index: int) -> Task:
+        """Prompt and answer of item `index`."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        generator = np.random.default_rng([self.seed, index % len(self)])
+        return self._template.fill(generator.uniform(), _random_key(generator))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return training_item(self.task(index))
+
+
+def passkey_accuracy(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    depths: Sequence[float],
+    samples: int,
+    seed: int = 0,
+    style: str = "pass key",
+    batch_size: int = 1,
+    chunk_length: int | None = None,
+) -> dict[float, float]:
+    """Share of keys that greedy decoding gives, for each depth; see `right_answers` for how this is found.
+
+    Args:
+        length: Tokens of prompt, key and period.
+        depths: Shares of the filler before the key.
+        samples: Random keys for each depth.
+        seed: Their seed, at least 0.
+        style: See `passkey_prompt`.
+        batch_size: Rows of a forward pass.
+        chunk_length: Tokens of a forward pass; see `right_answers`.
+
+    Raises:
+        ValueError: as `passkey_prompt` and `right_answers` raise, and for no depths, no samples or a negative seed.
+    """
+    if not depths or samples < 1 or seed < 0:
+        raise ValueError(f"give depths, at least 1 sample and a seed from 0, got {depths}, {samples} and {seed}")
+    template = _Template(tokenizer, length, style)
+    accuracy = {}
+    for place, depth in enumerate(depths):
+        keys = [_random_key(np.random.default_rng([seed, place, number])) for number in range(samples)]
+        right = right_answers(model, [template.fill(depth, key) for key in keys], batch_size, chunk_length)
+        accuracy[depth] = sum(right) / samples
+    return accuracy

@@ -1,0 +1,192 @@
+"""bAbI files, and their facts hidden in other text."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from hf_recurrent_lengthgen.data import byte_tokenizer
+from hf_recurrent_lengthgen.data.tasks import BabilongPrompts, BabiQuestion, babi_files, read_babi, right_answers
+from hf_recurrent_lengthgen.data.tasks.babilong import sentences
+
+QA1 = """\
+1 Mary moved to the bathroom.
+2 John went to the hallway.
+3 Where is Mary? \tbathroom\t1
+4 Mary got the milk there.
+5 What is Mary carrying? \tmilk,football\t4 1
+1 Sandra went to the office.
+2 Is Sandra in the office? \tyes\t1
+"""
+BACKGROUND = ["It was a dark night. The rain fell in  torrents!\nNobody came? ", "A dog barked. The end."]
+STORY = ("Mary moved to the bathroom.", "John went to the hallway.")
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> list[BabiQuestion]:
+    (tmp_path / "qa.txt").write_text(QA1)
+    return read_babi(tmp_path / "qa.txt")
+
+
+def test_questions_have_the_facts_before_them(questions: list[BabiQuestion]) -> None:
+    assert questions == [
+        BabiQuestion(STORY, "Where is Mary?", "bathroom", (0,)),
+        BabiQuestion((*STORY, "Mary got the milk there."), "What is Mary carrying?", "milk,football", (2, 0)),
+        BabiQuestion(("Sandra went to the office.",), "Is Sandra in the office?", "yes", (0,)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("Mary moved.", "expected a number, a space and text, got 'Mary moved.'"),
+        ("", "expected a number"),
+        ("3", "expected a number"),
+        ("4 Mary moved.", "expected number 3, or 1 for a new story, got 4"),
+        ("2 Mary moved.", "expected number 3, or 1 for a new story, got 2"),
+        ("3 Where is Mary? \tbathroom", "expected question, tab, answer, tab, supporting facts"),
+        ("3 Where is Mary? \t\t1", "expected question, tab, answer"),
+        ("3 Where is Mary? \tbathroom\t1\t2", "expected question, tab, answer"),
+        ("3 Where is Mary? \tbathroom\t3", "must be numbers of earlier facts of the story, got '3'"),
+        ("3 Where is Mary? \tbathroom\tone", "got 'one'"),
+        ("3 Where is Mary? \tbathroom\t", "got ''"),
+        ("1 Where is Mary? \tbathroom\t1", "has no facts before it"),
+    ],
+)
+def test_a_wrong_line_is_named(line: str, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "qa.txt"
+    path.write_text("1 Mary moved to the bathroom.\n2 John went to the hallway.\n" + line + "\n3 Mary slept.\n")
+    with pytest.raises(ValueError, match=r"qa\.txt, line 3: ") as raised:
+        read_babi(path)
+    assert complaint in str(raised.value)
+
+
+def test_a_file_must_be_there_begin_with_1_and_ask_something(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot read"):
+        read_babi(tmp_path / "missing.txt")
+    (tmp_path / "qa.txt").write_text("2 Mary slept.\n")
+    with pytest.raises(ValueError, match="line 1: expected number 1"):
+        read_babi(tmp_path / "qa.txt")
+    (tmp_path / "qa.txt").write_text("1 Mary slept.\n")
+    with pytest.raises(ValueError, match="holds no question"):
+        read_babi(tmp_path / "qa.txt")
+    (tmp_path / "qa.txt").write_bytes(b"1 \xff\n")
+    with pytest.raises(ValueError, match="cannot read"):
+        read_babi(tmp_path / "qa.txt")
+
+
+def test_files_of_the_archive_by_task(tmp_path: Path) -> None:
+    for name in ("qa1_single-supporting-fact", "qa10_indefinite-knowledge", "qa2_two-supporting-facts"):
+        for split in ("train", "test"):
+            (tmp_path / f"{name}_{split}.txt").write_text(QA1)
+    names = [path.name for path in babi_files(tmp_path, tasks=(1, 2, 10))]
+    assert names == [
+        "qa1_single-supporting-fact_train.txt",
+        "qa2_two-supporting-facts_train.txt",
+        "qa10_indefinite-knowledge_train.txt",
+    ]
+    with pytest.raises(ValueError, match=r"holds 0 files qa3_\*_test.txt"):
+        babi_files(tmp_path, "test", tasks=(1, 3))
+
+
+def test_sentences() -> None:
+    assert sentences(BACKGROUND) == [
+        "It was a dark night.",
+        "The rain fell in torrents!",
+        "Nobody came?",
+        "A dog barked.",
+        "The end.",
+    ]
+    assert sentences(["w " * 90]) == [" ".join(["w"] * 40)] * 2 + [" ".join(["w"] * 10)]
+    assert sentences([" \n "]) == []
+
+
+def test_facts_stand_in_order_between_consecutive_sentences(questions: list[BabiQuestion]) -> None:
+    prompts = BabilongPrompts(byte_tokenizer(), questions, BACKGROUND, 300, seed=1)
+    firsts = set()
+    for index in range(3):
+        item = prompts[index]
+        assert item["input_ids"].shape == item["labels"].shape == (300,)
+        text = bytes((item["input_ids"] - 3).tolist()).decode()
+        question = questions[index]
+        ending = f"\nQuestion: {question.question}\nAnswer: {question.answer}."
+        assert text.startswith("Text: ")
+        assert text.endswith(ending)
+        body = text.removeprefix("Text:").removesuffix(ending)
+        for fact in question.facts:
+            before, _, after = body.partition(f" {fact}")
+            assert body == f"{before} {fact}{after}"
+            body = before + after
+        circle = " " + " ".join(sentences(BACKGROUND))
+        assert (circle * 8).find(body) >= 0  # consecutive, the first text after the last, cut at the end
+        firsts.add(text[:30])
+        scored = item["labels"] != -100
+        answer = f" {question.answer}."
+        assert int(scored.sum()) == len(answer)
+        assert bytes((item["labels"][scored] - 3).tolist()).decode() == answer
+    assert len(firsts) > 1
+
+
+def test_facts_go_everywhere() -> None:
+    question = BabiQuestion(("F1.", "F2."), "Q?", "a", (0,))
+    prompts = BabilongPrompts(byte_tokenizer(), [question] * 400, ["B."], 60)
+    # 60 - 5 - 2 * 4 - 21 - 3 = 23 bytes of background are 8 sentences, the last without period: 9 places
+    counts = torch.zeros(9, 9)
+    for index in range(400):
+        text = bytes((prompts.task(index).prompt - 3).tolist()).decode()
+        first, second = text.index("F1."), text.index("F2.")
+        assert first < second
+        counts[text[:first].count("B"), text[:second].count("B")] += 1
+    assert bool((counts.triu() == counts).all())
+    # two independent uniform places, sorted: 1/81 on the diagonal and 2/81 above it
+    expected = (torch.ones(9, 9).triu() + torch.ones(9, 9).triu(1)) * 400 / 81
+    chi_squared = ((counts - expected) ** 2 / expected)[expected > 0].sum()
+    assert chi_squared < 78.7  # 44 degrees of freedom, p = 0.001
+
+
+def test_samples_depend_on_seed_and_index_alone(
+    questions: list[BabiQuestion], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    one, again, other = (BabilongPrompts(tokenizer, questions, BACKGROUND, 300, seed=seed) for seed in (1, 1, 2))
+    for index in (2, 0, 1):
+        assert one[index]["input_ids"].shape == (300,)
+        assert torch.equal(one[index]["input_ids"], again[index]["input_ids"])
+    assert any(not torch.equal(one[index]["input_ids"], other[index]["input_ids"]) for index in range(3))
+    assert torch.equal(one[-1]["input_ids"], one[2]["input_ids"])
+    with pytest.raises(IndexError):
+        one[3]
+
+
+def test_solved_examples_stand_first(questions: list[BabiQuestion]) -> None:
+    prompts = BabilongPrompts(byte_tokenizer(), questions[2:], BACKGROUND, 300, shots=questions[:1])
+    task = prompts.task(0)
+    assert len(task.prompt) + len(task.answer) == 300
+    expected = f"Text: {STORY[0]} {STORY[1]}\nQuestion: Where is Mary?\nAnswer: bathroom.\n\nText: "
+    assert bytes((task.prompt - 3).tolist()).decode().startswith(expected)
+    assert task.scored == len(" yes")
+
+
+def test_questions_that_do_not_fit_are_counted(questions: list[BabiQuestion]) -> None:
+    shortest = len("Text: Sandra went to the office.\nQuestion: Is Sandra in the office?\nAnswer: yes.")
+    prompts = BabilongPrompts(byte_tokenizer(), questions, BACKGROUND, shortest)
+    assert (len(prompts), prompts.left_out) == (1, 2)
+    assert len(prompts[0]["input_ids"]) == shortest
+    with pytest.raises(ValueError, match=f"none of 3 questions fits into {shortest - 1} tokens, .* needs {shortest}"):
+        BabilongPrompts(byte_tokenizer(), questions, BACKGROUND, shortest - 1)
+
+
+def test_wrong_use_is_refused(questions: list[BabiQuestion]) -> None:
+    with pytest.raises(ValueError, match="hold no sentence"):
+        BabilongPrompts(byte_tokenizer(), questions, [" "], 300)
+    with pytest.raises(ValueError, match="seed is -1"):
+        BabilongPrompts(byte_tokenizer(), questions, BACKGROUND, 300, seed=-1)
+    with pytest.raises(ValueError, match="none of 0 questions"):
+        BabilongPrompts(byte_tokenizer(), [], BACKGROUND, 300)
+
+
+def test_answers_of_a_model_that_knows_none(questions: list[BabiQuestion], reader: Callable[[int], nn.Module]) -> None:
+    prompts = BabilongPrompts(byte_tokenizer(), questions, BACKGROUND, 300)
+    assert right_answers(reader(0), [prompts.task(index) for index in range(3)], batch_size=3) == [False] * 3

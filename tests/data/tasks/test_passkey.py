@@ -1,0 +1,204 @@
+"""Passkey prompts: their words, lengths, labels and randomness, and which answers count."""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
+
+from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.data import byte_tokenizer
+from hf_recurrent_lengthgen.data.tasks import PasskeyPrompts, passkey_accuracy, passkey_prompt, right_answers
+from hf_recurrent_lengthgen.data.tasks.answers import _last_logits
+
+HEAD = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there."
+)
+SENTENCES = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+
+
+def text_of(ids: Tensor) -> str:
+    """Of the byte tokenizer's ids."""
+    return bytes((ids - 3).tolist()).decode()
+
+
+def test_the_prompt_of_figure_8() -> None:
+    needle, question = (
+        "The pass key is 33271. Remember it. 33271 is the pass key.",
+        "What is the pass key? The pass key is",
+    )
+    prompt = f"{HEAD}\n{SENTENCES} The gra\n{needle}\n{SENTENCES} The gra\n{question}"
+    task = passkey_prompt(byte_tokenizer(), len(prompt) + 7, 0.5, "33271")
+    assert text_of(task.prompt) == prompt
+    assert text_of(task.answer) == " 33271."
+    assert text_of(task.answer[: task.scored]) == " 33271"
+
+
+def test_the_prompt_of_stuffed_mamba() -> None:
+    prompt = (
+        "There is important info hidden inside a lot of irrelevant text. Find it and memorize it.\n"
+        f"{SENTENCES}\nThe grass\nThe passkey is 34847. Remember it. 34847 is the passkey.\n"
+        "What is the passkey? The passkey is"
+    )
+    task = passkey_prompt(byte_tokenizer(), len(prompt) + 7, 1, "34847", style="passkey")
+    assert text_of(task.prompt) == prompt
+
+
+def test_samples_have_one_length_and_labels_on_key_and_period(tokenizer: PreTrainedTokenizerBase) -> None:
+    samples = PasskeyPrompts(tokenizer, 300, 12)
+    keys = []
+    for index in range(len(samples)):
+        item = samples[index]
+        assert item["input_ids"].shape == item["labels"].shape == (300,)
+        assert item["input_ids"].dtype == item["labels"].dtype == torch.int64
+        scored = item["labels"] != -100
+        answer = item["input_ids"][scored]
+        assert torch.equal(item["labels"][scored], answer)
+        assert bool(scored[-len(answer) :].all())  # the end of the row, and nothing else
+        text = tokenizer.decode(item["input_ids"])
+        key = tokenizer.decode(answer).strip().removesuffix(".")
+        assert len(key) == 5
+        assert text.count(f"The pass key is {key}. Remember it. {key} is the pass key.") == 1
+        assert text.endswith(f"What is the pass key? The pass key is {key}.")
+        keys.append(key)
+    assert len(set(keys)) == 12
+
+
+def test_pieces_are_tokenized_as_the_whole_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    needle = "The pass key is 12345. Remember it. 12345 is the pass key."
+    question = "What is the pass key? The pass key is 12345."
+    whole = f"{HEAD}\n{SENTENCES} {SENTENCES}\n{needle}\n{SENTENCES} {SENTENCES}\n{question}"
+    ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
+    task = passkey_prompt(tokenizer, len(ids), 0.5, "12345")
+    assert torch.cat([task.prompt, task.answer]).tolist() == ids
+
+
+def test_samples_depend_on_seed_and_index_alone() -> None:
+    samples = PasskeyPrompts(byte_tokenizer(), 400, 40, seed=3)
+    read = [samples[index]["input_ids"] for index in range(40)]
+    again = PasskeyPrompts(byte_tokenizer(), 400, 1000, seed=3)
+    assert all(torch.equal(again[index]["input_ids"], read[index]) for index in reversed(range(40)))
+    other = PasskeyPrompts(byte_tokenizer(), 400, 40, seed=4)
+    assert not any(torch.equal(other[index]["input_ids"], read[index]) for index in range(40))
+    copy = pickle.loads(pickle.dumps(samples))  # what a worker gets
+    assert torch.equal(copy[7]["input_ids"], read[7])
+    assert torch.equal(samples[-1]["input_ids"], read[39])
+    places = [text_of(ids).index("The pass key is") for ids in read]
+    assert len(set(places)) > 20
+    assert max(places) - min(places) > 0.7 * (400 - 270)
+    with pytest.raises(IndexError):
+        samples[40]
+
+
+def test_worker_processes_read_the_same_samples() -> None:
+    samples = PasskeyPrompts(byte_tokenizer(), 280, 6)
+    batches = list(DataLoader(samples, batch_size=2, num_workers=2))
+    read = torch.cat([batch["input_ids"] for batch in batches])
+    assert torch.equal(read, torch.stack([samples[index]["input_ids"] for index in range(6)]))
+
+
+def greedy(model: Any, prompt: Tensor, count: int) -> Tensor:
+    ids = prompt[None]
+    for _ in range(count):
+        ids = torch.cat([ids, model(input_ids=ids, logits_to_keep=1).logits[:, -1:].argmax(-1)], dim=1)
+    return ids[0, -count:]
+
+
+@pytest.mark.parametrize("chunk_length", [None, 1, 50, 1000])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_accuracy_by_depth_is_that_of_greedy_decoding(
+    chunk_length: int | None, batch_size: int, reader: Callable[[int], nn.Module]
+) -> None:
+    model, depths = reader(200).train(), [0.0, 0.4, 0.8, 1.0]
+    found = passkey_accuracy(model, byte_tokenizer(), 500, depths, 3, batch_size=batch_size, chunk_length=chunk_length)
+    expected = {}
+    for depth in depths:
+        task = passkey_prompt(byte_tokenizer(), 500, depth, "54321")
+        expected[depth] = float(torch.equal(greedy(model, task.prompt, 6), task.answer[:6]))
+    assert found == expected == {0.0: 0.0, 0.4: 0.0, 0.8: 1.0, 1.0: 1.0}
+    assert model.training
+    assert chunk_length is None or max(model.lengths[:3]) <= max(chunk_length, 7)
+
+
+class OneDigitWrong(nn.Module):
+    """Is right but for one token of the answer."""
+
+    def __init__(self, right: Tensor, place: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.targets = right.roll(-1)
+        self.targets[place - 1] += 1
+
+    def forward(self, input_ids: Tensor, logits_to_keep: int) -> Any:
+        class Output:
+            logits = nn.functional.one_hot(self.targets[: input_ids.shape[1]], 384)[None, -logits_to_keep:]
+
+        return Output
+
+
+@pytest.mark.parametrize(("place", "right"), [(-7, False), (-6, False), (-2, False), (-1, True), (-8, True)])
+def test_each_token_of_the_key_counts_and_nothing_else(place: int, right: bool) -> None:
+    task = passkey_prompt(byte_tokenizer(), 400, 0.5, "54321")
+    model = OneDigitWrong(torch.cat([task.prompt, task.answer]), place)
+    assert right_answers(model, [task]) == [right]
+
+
+def test_wrong_use_is_refused(reader: Callable[[int], nn.Module], merging_tokenizer: Any) -> None:
+    tokenizer = byte_tokenizer()
+    needle, question = "The pass key is 12345. Remember it. 12345 is the pass key.", "What is the pass key?"
+    shortest = len(f"{HEAD}\n{needle}\n{question} The pass key is 12345.")
+    assert len(passkey_prompt(tokenizer, shortest, 0.3, "12345").prompt) == shortest - 7
+    with pytest.raises(ValueError, match=f"length is {shortest - 1}, .* has {shortest} tokens"):
+        PasskeyPrompts(tokenizer, shortest - 1, 1)
+    with pytest.raises(ValueError, match=r"depth is 1\.1"):
+        passkey_prompt(tokenizer, 400, 1.1, "12345")
+    with pytest.raises(ValueError, match="must be digits"):
+        passkey_prompt(tokenizer, 400, 0, "12 45")
+    with pytest.raises(ValueError, match="style is 'other', but must be one of"):
+        PasskeyPrompts(tokenizer, 400, 1, style="other")
+    with pytest.raises(ValueError, match="samples must be at least 1"):
+        PasskeyPrompts(tokenizer, 400, 0)
+    with pytest.raises(ValueError, match="seed at least 0"):
+        PasskeyPrompts(tokenizer, 400, 1, seed=-1)
+    with pytest.raises(ValueError, match="give depths"):
+        passkey_accuracy(reader(1), tokenizer, 400, [], 1)
+    with pytest.raises(ValueError, match="merges"):
+        passkey_prompt(merging_tokenizer, 400, 0, "12345")
+    tasks = [passkey_prompt(tokenizer, length, 0, "12345") for length in (400, 401)]
+    with pytest.raises(ValueError, match="one length"):
+        right_answers(reader(1), tasks)
+    with pytest.raises(ValueError, match="takes no initial_state, so chunk_length must be None"):
+        right_answers(OneDigitWrong(torch.zeros(400), -1), tasks[:1], chunk_length=8)
+    with pytest.raises(ValueError, match="must be at least 1, got 0"):
+        right_answers(reader(1), tasks[:1], batch_size=0)
+
+
+@pytest.fixture(scope="module")
+def tiny_model() -> StatefulMamba2ForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_heads": 2, "head_dim": 8, "state_size": 4, "n_groups": 1, "num_hidden_layers": 2}
+    return StatefulMamba2ForCausalLM(StatefulMamba2Config(vocab_size=384, **sizes))
+
+
+def test_the_loss_of_a_model_is_that_of_key_and_period(tiny_model: StatefulMamba2ForCausalLM) -> None:
+    samples = PasskeyPrompts(byte_tokenizer(), 300, 2)
+    item = samples[1]
+    outputs = tiny_model(input_ids=item["input_ids"][None], labels=item["labels"][None])
+    logs = outputs.logits[0].log_softmax(-1)
+    expected = -sum(logs[place - 1, item["input_ids"][place]] for place in range(293, 300)) / 7
+    torch.testing.assert_close(outputs.loss, expected)
+
+
+@pytest.mark.parametrize("chunk_length", [1, 64, 293, 500])
+def test_chunks_of_a_model_with_a_state_give_the_same_logits(
+    chunk_length: int, tiny_model: StatefulMamba2ForCausalLM
+) -> None:
+    ids = torch.stack([PasskeyPrompts(byte_tokenizer(), 300, 2)[index]["input_ids"] for index in range(2)])
+    whole = _last_logits(tiny_model, ids, 7, None)
+    assert whole.shape == (2, 7, 384)
+    torch.testing.assert_close(_last_logits(tiny_model, ids, 7, chunk_length), whole, rtol=0, atol=1e-5)
