@@ -1,17 +1,26 @@
-"""Text to training blocks: corpora and files -> one token stream -> packed blocks or evaluation sequences."""
+"""Text to training data: corpora, files -> one token stream -> blocks, continued chunks or evaluation sequences."""
 
+from .continued import ChunkKey, ContinuedChunks, ContinuedStream, LaneSampler, keep_long_documents
 from .corpora import Corpus, Document, load_texts, standard_library_corpus
 from .packing import IGNORED_LABEL, PackedBlocks, evaluation_sequences
+from .segments import Segments, split_at_resets
 from .tokens import byte_tokenizer, token_stream
 
 __all__ = [
     "IGNORED_LABEL",
+    "ChunkKey",
+    "ContinuedChunks",
+    "ContinuedStream",
     "Corpus",
     "Document",
+    "LaneSampler",
     "PackedBlocks",
+    "Segments",
     "byte_tokenizer",
     "evaluation_sequences",
+    "keep_long_documents",
     "load_texts",
+    "split_at_resets",
     "standard_library_corpus",
     "token_stream",
 ]

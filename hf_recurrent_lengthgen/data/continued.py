@@ -1,0 +1,398 @@
+"""Data for truncated backpropagation through time: row i of a step continues row i of the step before.
+
+A lane is one row of the global batch over time, slots of gradient accumulation included. `ContinuedChunks` cuts one
+token stream into chunks and `LaneSampler` puts them in the order of lanes; `ContinuedStream` gives the same items
+from documents that are read one after the other. An item with T = length and l = lookahead is
+
+    input_ids     (T + l,) int64
+    labels        (T + l,) int64, the input_ids
+    shift_labels  (T + l,) int64, the token after each input token, -100 where it must not be predicted
+    state_resets  (T + l,) bool, True at tokens before which the state is zero
+
+Chunks of a lane are T tokens apart, so the target of a chunk's last token is the next chunk's first token; the l
+extra tokens overlap the next chunk. arXiv:2410.07145, "Truncated Backpropagation Through Time": the state is
+carried over 12 chunks by default, across the borders of documents.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+import datasets
+import torch
+from datasets.distributed import split_dataset_by_node
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+
+from .packing import IGNORED_LABEL, _check_stream
+
+Item = dict[str, Tensor]
+_FROM_DATASETS = (datasets.Dataset, datasets.IterableDataset)
+
+
+class ChunkKey(NamedTuple):
+    """A chunk as `LaneSampler` asks for it.
+
+    The flag is in the key and not in the dataset, because data workers hold copies of the dataset.
+    """
+
+    chunk: int
+    begins: bool  # whether the state is zero before the chunk
+
+
+class ContinuedChunks(Dataset[Item]):
+    """Chunks of T tokens of one stream, each continuing the one before; items as in the module's docstring.
+
+    Item i is the chunk at token i T; it begins with a zero state when i is a multiple of `chunks_before_reset`.
+    Item ChunkKey(i, begins) is the same chunk, begun or not as the key says. Tensors may be views of the
+    stream: copy before writing into one (collators do).
+
+    Args:
+        stream: (n,) int64 with `separator_id` after each document, as `token_stream` makes it.
+        length: T, at least 1.
+        chunks_before_reset: chunks of one sequence: the state is carried over so many. None for no reset but
+            at the first chunk of each lane.
+        reset_at_document: also reset at the first token of each document, wherever it is in a chunk; the
+            token before it does not predict it (target -100).
+        separator_id: the token that ends documents; `reset_at_document` needs it, else it is not used.
+        lookahead: l, extra tokens at the end of each item that are also the beginning of the next chunk.
+
+    Attributes:
+        dropped_tokens: tokens at the end of the stream that no chunk begins with or has in its T tokens; the
+            first l + 1 of them are the last chunk's lookahead and target.
+
+    Raises:
+        ValueError: a stream that is not one row of int64 or too short for one chunk, a number that is too
+            small, or `reset_at_document` without a separator that is in the stream.
+    """
+
+    def __init__(
+        self,
+        stream: Tensor,
+        length: int,
+        chunks_before_reset: int | None = 12,
+        reset_at_document: bool = False,
+        separator_id: int | None = None,
+        lookahead: int = 0,
+    ) -> None:
+        _check_stream(stream)
+        _check_layout(length, chunks_before_reset, lookahead)
+        if reset_at_document and (separator_id is None or not bool(stream.eq(separator_id).any())):
+            raise ValueError(
+                f"separator_id is {separator_id}, which is nowhere in the stream, so reset_at_document would never "
+                "reset; give the token that ends its documents, or reset_at_document=False"
+            )
+        chunks = (len(stream) - lookahead - 1) // length
+        if chunks < 1:
+            raise ValueError(
+                f"the stream has {len(stream)} tokens, but one chunk of length {length} with lookahead {lookahead} "
+                f"and its last target needs {length + lookahead + 1}; give more data or a smaller length"
+            )
+        self.stream = stream
+        self.length = length
+        self.chunks_before_reset = chunks_before_reset
+        self.reset_at_document = reset_at_document
+        self.separator_id = separator_id
+        self.lookahead = lookahead
+        self.dropped_tokens = len(stream) - chunks * length
+        self._chunks = chunks
+
+    def __len__(self) -> int:
+        return self._chunks
+
+    @property
+    def chunks_of_sequence(self) -> int:
+        """`chunks_before_reset`, or all chunks where it is None."""
+        return self.chunks_before_reset or len(self)
+
+    def __getitem__(self, key: int | ChunkKey) -> Item:
+        index = key.chunk if isinstance(key, ChunkKey) else key
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"chunk {index} of {len(self)}")
+        index %= len(self)
+        begins = key.begins if isinstance(key, ChunkKey) else index % self.chunks_of_sequence == 0
+        start = index * self.length
+        stop = start + self.length + self.lookahead + 1
+        return _item(self.stream[start:stop], self._document_starts(start, stop), begins)
+
+    def _document_starts(self, start: int, stop: int) -> Tensor | None:
+        """(stop - start,) bool: the tokens after separators and the stream's first; None without reset."""
+        if not self.reset_at_document:
+            return None
+        assert self.separator_id is not None
+        if start > 0:
+            return self.stream[start - 1 : stop - 1].eq(self.separator_id)
+        return torch.cat([torch.tensor([True]), self.stream[: stop - 1].eq(self.separator_id)])
+
+
+class LaneSampler(Sampler[ChunkKey]):
+    """Keys of `ContinuedChunks`, time-major: each `lanes` of them are one step, and lane j of a step continues lane j
+    of the step before, until its sequence ends and another begins.
+
+    The sequences are put in random order by (seed, epoch), laid end to end and cut into `lanes` equally long
+    stretches, one for each lane; the stretches get their lanes at random. A lane begins with a zero state, so a
+    sequence that lies across two stretches is two sequences. With chunks_before_reset=None each lane is one
+    contiguous stretch of the stream. An epoch has every chunk at most once.
+
+    With batches of B rows, `lanes` = B x processes x slots of gradient accumulation: consecutive batches are those
+    of process 0, 1, ... in slot 0, then those of slot 1, which is how accelerate deals batches to processes.
+
+    Args:
+        dataset: the chunks.
+        lanes: number of lanes, at least 1.
+        seed: the same on every process.
+
+    Attributes:
+        steps: steps of an epoch, number of chunks // lanes.
+        dropped_chunks: chunks left out of an epoch, number of chunks % lanes: the last of the random order, which
+            are others in each epoch unless `chunks_before_reset` is None.
+
+    Raises:
+        ValueError: fewer chunks than lanes (says what would fit).
+    """
+
+    def __init__(self, dataset: ContinuedChunks, lanes: int, seed: int) -> None:
+        if lanes < 1:
+            raise ValueError(f"lanes is {lanes}, but must be at least 1")
+        if len(dataset) < lanes:
+            spare = len(dataset.stream) - dataset.lookahead - 1
+            shorter = f", a length of {spare // lanes}" if spare >= lanes else ""
+            raise ValueError(
+                f"the stream has {len(dataset)} chunks of {dataset.length} tokens, but {lanes} lanes "
+                "(batch size x processes x accumulation slots) need one each: "
+                f"{len(dataset)} lanes{shorter} or more data would fit"
+            )
+        self.dataset = dataset
+        self.lanes = lanes
+        self.seed = seed
+        self.epoch = 0
+        self.steps, self.dropped_chunks = divmod(len(dataset), lanes)
+
+    def __len__(self) -> int:
+        return self.steps * self.lanes
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use the order of this epoch from the next iteration on."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[ChunkKey]:
+        size, chunks = self.dataset.chunks_of_sequence, len(self.dataset)
+        digest = hashlib.blake2b(f"{self.seed}/{self.epoch}".encode(), digest_size=8).digest()
+        random = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        sequences = torch.randperm(-(-chunks // size), generator=random)
+        order = (sequences[:, None] * size + torch.arange(size)).flatten()
+        order = order[order < chunks][: len(self)]  # the stream's last sequence may be shorter
+        stretches = order.view(self.lanes, self.steps)[torch.randperm(self.lanes, generator=random)]
+        for step, indices in enumerate(stretches.unbind(1)):
+            for index in indices.tolist():
+                yield ChunkKey(index, step == 0 or index % size == 0)
+
+
+class ContinuedStream(IterableDataset[Item]):
+    """The items of `ContinuedChunks` from documents that are read one after the other, without end.
+
+    Each process reads its own share of the documents and fills its own lanes: a lane that needs tokens takes the
+    next document, with a separator after it. Items come step by step, and in a step lane by lane, so batches of B
+    rows are the B rows of slot 0, of slot 1, and so on. All lanes reset in the same steps.
+
+    At the end of the documents they are read again as the next epoch, so Trainer needs `max_steps`, and sees one
+    epoch. Every iteration begins at the first document: skipping batches gives exactly what would have come.
+
+    accelerate must not deal the items out once more: `prepare_data_loader(loader, num_processes=1,
+    process_index=0)`, without `dispatch_batches`.
+
+    Args:
+        documents: a `datasets.Dataset` or `datasets.IterableDataset` with the column "input_ids", whole and not
+            yet split by process (and shuffled with a fixed seed, if at all), or anything that can be iterated
+            again and again and gives one document at a time as a list of ids or an (n,) int64 tensor.
+        length: T, at least 1.
+        rows: lanes of this process, its batch size x slots of gradient accumulation.
+        separator_id: the token to put after each document. An empty document gives only its separator.
+        chunks_before_reset: steps of a sequence; None for a reset at the first step only.
+        reset_at_document: as in `ContinuedChunks`.
+        lookahead: as in `ContinuedChunks`.
+        process_index: this process.
+        num_processes: all processes. `datasets` objects are shared out by `split_dataset_by_node`, others by
+            turns: document i belongs to process i % num_processes. In later epochs `datasets` may deal the
+            documents of several shards differently; in each epoch every document has one process.
+        minimum_document_tokens: documents with fewer, the separator not counted, are left out (4K in
+            arXiv:2410.07145).
+
+    Raises:
+        ValueError: at construction for numbers that are too small, documents that can be read only once or a missing
+            column; while reading for documents that are no ids, for a pass over the documents without a
+            token, and for more than one data worker, where every worker would read all documents.
+    """
+
+    def __init__(
+        self,
+        documents: datasets.Dataset | datasets.IterableDataset | Iterable[Tensor | Sequence[int]],
+        length: int,
+        rows: int,
+        *,
+        separator_id: int,
+        chunks_before_reset: int | None = 12,
+        reset_at_document: bool = False,
+        lookahead: int = 0,
+        process_index: int = 0,
+        num_processes: int = 1,
+        minimum_document_tokens: int = 0,
+    ) -> None:
+        _check_layout(length, chunks_before_reset, lookahead)
+        if rows < 1:
+            raise ValueError(f"rows is {rows}, but must be at least 1")
+        if not 0 <= process_index < num_processes:
+            raise ValueError(
+                f"process_index is {process_index}, but must be 0 to {num_processes - 1} for {num_processes} processes"
+            )
+        if minimum_document_tokens < 0:
+            raise ValueError(f"minimum_document_tokens is {minimum_document_tokens}, but must be at least 0")
+        if iter(documents) is documents:
+            raise ValueError(
+                f"documents is a {type(documents).__name__}, which can be read only once, but every epoch reads "
+                "it again; give a list or datasets.IterableDataset.from_generator"
+            )
+        names = getattr(documents, "column_names", None)
+        if isinstance(documents, _FROM_DATASETS) and names is not None and "input_ids" not in names:
+            raise ValueError(f"documents has the columns {names}, but needs 'input_ids'; tokenize the texts first")
+        self.documents = documents
+        self.length = length
+        self.rows = rows
+        self.separator_id = separator_id
+        self.chunks_before_reset = chunks_before_reset
+        self.reset_at_document = reset_at_document
+        self.lookahead = lookahead
+        self.process_index = process_index
+        self.num_processes = num_processes
+        self.minimum_document_tokens = minimum_document_tokens
+
+    def __iter__(self) -> Iterator[Item]:
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise ValueError(
+                f"{worker.num_workers} data workers would each read all documents; "
+                "use dataloader_num_workers 0 or 1 (num_workers of DataLoader)"
+            )
+        documents = self._endless_documents()
+        size = self.length + self.lookahead + 1
+        lanes = [_Lane() for _ in range(self.rows)]
+        for step in count():
+            begins = step == 0 if self.chunks_before_reset is None else step % self.chunks_before_reset == 0
+            for lane in lanes:
+                lane.read(documents, size)
+                yield _item(lane.tokens[:size], lane.starts[:size] if self.reset_at_document else None, begins)
+                lane.drop(self.length)
+
+    def _endless_documents(self) -> Iterator[Tensor]:
+        """(n + 1,) int64: each document of this process with its separator, epoch after epoch."""
+        separator = torch.tensor([self.separator_id])
+        share: Any = None
+        if isinstance(self.documents, _FROM_DATASETS):
+            share = split_dataset_by_node(self.documents, self.process_index, self.num_processes)
+        for epoch in count():
+            if share is None:
+                rows: Iterator[Any] = islice(self.documents, self.process_index, None, self.num_processes)
+            else:
+                if hasattr(share, "set_epoch"):
+                    share.set_epoch(epoch)
+                rows = (row.get("input_ids") for row in share)
+            found = False
+            for number, row in enumerate(rows):
+                ids = _token_ids(row, number)
+                if len(ids) >= self.minimum_document_tokens:
+                    found = found or len(ids) > 0
+                    yield torch.cat([ids, separator])
+            if not found:
+                raise ValueError(
+                    f"process {self.process_index} of {self.num_processes} read all its documents and found no token "
+                    f"in documents of at least {self.minimum_document_tokens} tokens; give more documents, a smaller "
+                    "minimum_document_tokens or fewer processes"
+                )
+
+
+class _Lane:
+    """What a lane has read and not given out: tokens (n,) int64; starts (n,) bool, True where a document starts."""
+
+    def __init__(self) -> None:
+        self.tokens = torch.empty(0, dtype=torch.int64)
+        self.starts = torch.empty(0, dtype=torch.bool)
+
+    def read(self, documents: Iterator[Tensor], size: int) -> None:
+        """Take documents until there are `size` tokens."""
+        taken, missing = [], size - len(self.tokens)
+        while missing > 0:
+            taken.append(next(documents))
+            missing -= len(taken[-1])
+        starts = [torch.arange(len(document)) == 0 for document in taken]
+        if taken:
+            self.tokens, self.starts = torch.cat([self.tokens, *taken]), torch.cat([self.starts, *starts])
+
+    def drop(self, size: int) -> None:
+        self.tokens, self.starts = self.tokens[size:], self.starts[size:]
+
+
+def keep_long_documents(stream: Tensor, separator_id: int, minimum_tokens: int) -> Tensor:
+    """The stream without its short documents and their separators (arXiv:2410.07145: without those under 4K tokens).
+
+    Args:
+        stream: (n,) int64 with `separator_id` after each document; the last one may lack it.
+        separator_id: the token that ends documents.
+        minimum_tokens: tokens that a document must have at least, separator not counted.
+
+    Returns:
+        (at most n,) int64.
+
+    Raises:
+        ValueError: a stream that is not one row of int64, or no document is that long (says what the longest has).
+    """
+    _check_stream(stream)
+    separators = stream.eq(separator_id).nonzero()[:, 0]
+    lengths = separators.diff(prepend=torch.tensor([-1])) - 1
+    last = len(stream) - int(lengths.sum()) - len(lengths)
+    spans = torch.cat([lengths + 1, torch.tensor([last])])
+    lengths = torch.cat([lengths, torch.tensor([last])])
+    kept = stream[(lengths >= minimum_tokens).repeat_interleave(spans)]
+    if not len(kept):
+        raise ValueError(
+            f"no document of the stream has {minimum_tokens} tokens, the longest has {int(lengths.max())}; "
+            "give longer documents or a smaller minimum"
+        )
+    return kept
+
+
+def _item(tokens: Tensor, document_starts: Tensor | None, begins: bool) -> Item:
+    """An item from its tokens and the one after them, (T + l + 1,); document_starts (T + l + 1,) where they reset."""
+    targets = tokens[1:]
+    resets = torch.zeros(len(targets), dtype=torch.bool)
+    if document_starts is not None:
+        targets = targets.masked_fill(document_starts[1:], IGNORED_LABEL)
+        resets |= document_starts[:-1]
+    if begins:
+        resets[0] = True
+    return {"input_ids": tokens[:-1], "labels": tokens[:-1], "shift_labels": targets, "state_resets": resets}
+
+
+def _check_layout(length: int, chunks_before_reset: int | None, lookahead: int) -> None:
+    if length < 1:
+        raise ValueError(f"length is {length}, but a chunk needs at least 1 token")
+    if chunks_before_reset is not None and chunks_before_reset < 1:
+        raise ValueError(f"chunks_before_reset is {chunks_before_reset}, but must be at least 1, or None for no reset")
+    if lookahead < 0:
+        raise ValueError(f"lookahead is {lookahead}, but must be at least 0")
+
+
+def _token_ids(document: Any, number: int) -> Tensor:
+    """One document's ids as (n,) int64."""
+    try:
+        ids = torch.as_tensor(document)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"document {number} is a {type(document).__name__} that is no row of ids ({error}); "
+            "give lists of ids or int64 tensors, in `datasets` objects as the column 'input_ids'"
+        ) from error
+    if ids.shape == (0,):
+        return ids.long()  # an empty list has no dtype of its own
+    if ids.ndim != 1 or ids.dtype != torch.int64:
+        raise ValueError(f"document {number} is {tuple(ids.shape)} {ids.dtype}, but must be one row of int64 ids")
+    return ids

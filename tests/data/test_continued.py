@@ -1,0 +1,513 @@
+"""Continued chunks: nothing is lost or read twice between chunks, rows continue, and resets are where they belong."""
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from accelerate import skip_first_batches
+from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader
+from transformers import default_data_collator
+
+from hf_recurrent_lengthgen.data import (
+    ChunkKey,
+    ContinuedChunks,
+    ContinuedStream,
+    LaneSampler,
+    keep_long_documents,
+)
+
+EOS = 1
+Item = dict[str, Tensor]
+
+
+def lists(item: Item) -> dict[str, list[int]]:
+    return {name: tensor.tolist() for name, tensor in item.items()}
+
+
+def test_chunks_by_hand_carry_across_documents() -> None:
+    chunks = ContinuedChunks(torch.tensor([5, 6, 1, 7, 8, 9, 1, 4]), length=2, chunks_before_reset=2)
+    assert [lists(chunks[i]) for i in range(len(chunks))] == [
+        {"input_ids": [5, 6], "labels": [5, 6], "shift_labels": [6, 1], "state_resets": [True, False]},
+        {"input_ids": [1, 7], "labels": [1, 7], "shift_labels": [7, 8], "state_resets": [False, False]},
+        {"input_ids": [8, 9], "labels": [8, 9], "shift_labels": [9, 1], "state_resets": [True, False]},
+    ]
+    assert chunks.dropped_tokens == 2
+    assert chunks[0]["state_resets"].dtype == torch.bool
+    assert {chunks[0][name].dtype for name in ("input_ids", "labels", "shift_labels")} == {torch.int64}
+
+
+def test_chunks_by_hand_reset_at_documents() -> None:
+    # two documents, an empty one, and one that begins at a chunk's first token
+    stream = torch.tensor([5, 6, EOS, 7, EOS, EOS, 8, 9, 4, EOS])
+    chunks = ContinuedChunks(stream, 3, None, reset_at_document=True, separator_id=EOS)
+    assert [lists(chunks[i]) for i in range(len(chunks))] == [
+        {"input_ids": [5, 6, 1], "labels": [5, 6, 1], "shift_labels": [6, 1, -100], "state_resets": [1, 0, 0]},
+        {"input_ids": [7, 1, 1], "labels": [7, 1, 1], "shift_labels": [1, -100, -100], "state_resets": [1, 0, 1]},
+        {"input_ids": [8, 9, 4], "labels": [8, 9, 4], "shift_labels": [9, 4, 1], "state_resets": [1, 0, 0]},
+    ]
+
+
+def test_lookahead_by_hand_overlaps_the_next_chunk() -> None:
+    stream = torch.tensor([5, 6, EOS, 7, 8, 9, 4])
+    chunks = ContinuedChunks(stream, 2, 2, reset_at_document=True, separator_id=EOS, lookahead=2)
+    assert [lists(chunks[i]) for i in range(len(chunks))] == [
+        {
+            "input_ids": [5, 6, 1, 7],
+            "labels": [5, 6, 1, 7],
+            "shift_labels": [6, 1, -100, 8],
+            "state_resets": [1, 0, 0, 1],
+        },
+        {
+            "input_ids": [1, 7, 8, 9],
+            "labels": [1, 7, 8, 9],
+            "shift_labels": [-100, 8, 9, 4],
+            "state_resets": [0, 1, 0, 0],
+        },
+    ]
+    assert chunks.dropped_tokens == 3
+    assert len(ContinuedChunks(stream[:-1], 2, lookahead=2)) == 1
+
+
+@given(
+    stream=st.lists(st.integers(1, 4), min_size=2, max_size=60),
+    length=st.integers(1, 9),
+    chunks_before_reset=st.none() | st.integers(1, 4),
+    reset=st.booleans(),
+    lookahead=st.integers(0, 5),
+)
+@settings(max_examples=200, deadline=None)
+def test_chunks_are_the_stream_read_token_by_token(
+    stream: list[int], length: int, chunks_before_reset: int | None, reset: bool, lookahead: int
+) -> None:
+    stream[0] = EOS
+    arguments: Any = (torch.tensor(stream), length, chunks_before_reset, reset, EOS, lookahead)
+    if len(stream) < length + lookahead + 1:
+        with pytest.raises(ValueError, match=f"needs {length + lookahead + 1}; give more data"):
+            ContinuedChunks(*arguments)
+        return
+    chunks = ContinuedChunks(*arguments)
+    for number in range(len(chunks)):
+        item = lists(chunks[number])
+        for t in range(length + lookahead):
+            place = number * length + t
+            assert item["input_ids"][t] == item["labels"][t] == stream[place]
+            document_starts = place == 0 or stream[place - 1] == EOS
+            begins = t == 0 and (number % chunks_before_reset == 0 if chunks_before_reset else number == 0)
+            assert item["state_resets"][t] == (begins or (reset and document_starts))
+            target_starts_document = stream[place] == EOS
+            assert item["shift_labels"][t] == (-100 if reset and target_starts_document else stream[place + 1])
+        assert {len(values) for values in item.values()} == {length + lookahead}
+    read = torch.cat([chunks[number]["input_ids"][:length] for number in range(len(chunks))]).tolist()
+    assert read + stream[len(stream) - chunks.dropped_tokens :] == stream
+    assert chunks.dropped_tokens <= length + lookahead
+
+
+def test_the_key_says_whether_a_chunk_begins_a_sequence() -> None:
+    chunks = ContinuedChunks(torch.arange(9), 2, 2)
+    for chunk, begins in itertools.product(range(4), (True, False)):
+        item = chunks[ChunkKey(chunk, begins)]
+        assert item["state_resets"].tolist() == [begins, False]
+        assert item["input_ids"].tolist() == [2 * chunk, 2 * chunk + 1]
+    assert lists(chunks[-1]) == lists(chunks[3])
+    for key in (4, -5, ChunkKey(4, True)):
+        with pytest.raises(IndexError):
+            chunks[key]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stream": torch.zeros(9)}, "float32, but must be one row of int64"),
+        ({"stream": torch.zeros(3, 3, dtype=torch.int64)}, r"\(3, 3\)"),
+        ({"length": 0}, "length is 0"),
+        ({"length": 9}, "has 9 tokens, but one chunk of length 9 with lookahead 0 .* needs 10"),
+        ({"lookahead": 7}, "needs 10"),
+        ({"lookahead": -1}, "lookahead is -1"),
+        ({"chunks_before_reset": 0}, "chunks_before_reset is 0, but must be at least 1, or None"),
+        ({"reset_at_document": True}, "separator_id is None, which is nowhere in the stream"),
+        ({"reset_at_document": True, "separator_id": 77}, "separator_id is 77, which is nowhere in the stream"),
+    ],
+)
+def test_unusable_chunks_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ContinuedChunks(**({"stream": torch.arange(9), "length": 2} | arguments))
+
+
+def test_lanes_by_hand_are_stretches_of_the_stream() -> None:
+    sampler = LaneSampler(ContinuedChunks(torch.arange(18), 2, None), lanes=3, seed=0)
+    keys = list(sampler)
+    assert (sampler.steps, sampler.dropped_chunks, len(sampler), len(keys)) == (2, 2, 6, 6)
+    assert [key.begins for key in keys] == [True] * 3 + [False] * 3
+    assert sorted(key.chunk for key in keys[:3]) == [0, 2, 4]
+    assert [key.chunk for key in keys[3:]] == [key.chunk + 1 for key in keys[:3]]
+
+
+@given(
+    chunks=st.integers(1, 60),
+    lanes=st.integers(1, 7),
+    chunks_before_reset=st.none() | st.integers(1, 5),
+    epoch=st.integers(0, 3),
+)
+@settings(max_examples=200, deadline=None)
+def test_lanes_continue_until_a_sequence_ends(
+    chunks: int, lanes: int, chunks_before_reset: int | None, epoch: int
+) -> None:
+    dataset = ContinuedChunks(torch.arange(chunks + 1), 1, chunks_before_reset)
+    if chunks < lanes:
+        with pytest.raises(ValueError, match=f"has {chunks} chunks of 1 tokens, but {lanes} lanes"):
+            LaneSampler(dataset, lanes, seed=3)
+        return
+    sampler = LaneSampler(dataset, lanes, seed=3)
+    sampler.set_epoch(epoch)
+    keys = list(sampler)
+    assert len(keys) == len(sampler) == sampler.steps * lanes == chunks - sampler.dropped_chunks
+    assert len({key.chunk for key in keys}) == len(keys)
+    assert sampler.dropped_chunks < lanes
+    for lane in range(lanes):
+        carried = 0
+        for before, key in itertools.pairwise([None, *keys[lane::lanes]]):
+            if key.begins:
+                carried = 0
+            else:
+                assert before is not None
+                assert key.chunk == before.chunk + 1
+            carried += 1
+            assert carried <= (chunks_before_reset or chunks)
+            is_first = chunks_before_reset is not None and key.chunk % chunks_before_reset == 0
+            assert key.begins == (before is None or is_first)
+
+
+def test_order_is_that_of_seed_and_epoch() -> None:
+    def order(seed: int, epoch: int) -> list[ChunkKey]:
+        sampler = LaneSampler(ContinuedChunks(torch.arange(101), 2, 4), lanes=3, seed=seed)
+        sampler.set_epoch(epoch)
+        assert list(sampler) == list(sampler)
+        return list(sampler)
+
+    assert order(0, 1) == order(0, 1)
+    orders = [order(seed, epoch) for seed, epoch in itertools.product(range(3), range(3))]
+    assert all(a != b for a, b in itertools.combinations(orders, 2))
+    dropped = [{*range(50)} - {key.chunk for key in keys} for keys in orders]
+    assert len(set(map(frozenset, dropped))) > 1
+    stretches = [[key.chunk for key in LaneSampler(ContinuedChunks(torch.arange(101), 2, None), 3, s)] for s in (0, 5)]
+    assert stretches[0] != stretches[1]
+
+
+def test_too_little_data_says_what_would_fit() -> None:
+    dataset = ContinuedChunks(torch.arange(21), 5)
+    with pytest.raises(ValueError, match=r"4 chunks of 5 tokens, but 6 lanes .* 4 lanes, a length of 3 or more data"):
+        LaneSampler(dataset, 6, 0)
+    assert LaneSampler(ContinuedChunks(torch.arange(21), 3), 6, 0).steps == 1
+    assert LaneSampler(dataset, 4, 0).steps == 1
+    with pytest.raises(ValueError, match=r"30 lanes .* need one each: 4 lanes or more data"):
+        LaneSampler(dataset, 30, 0)
+    with pytest.raises(ValueError, match="lanes is 0"):
+        LaneSampler(dataset, 0, 0)
+
+
+PROCESSES, BATCH, SLOTS = 2, 3, 2
+LANES = PROCESSES * BATCH * SLOTS
+
+
+def process_loader(process: int, workers: int = 0, chunks_before_reset: int | None = 3) -> tuple[Any, LaneSampler]:
+    """What accelerate gives to one process, and the sampler in it."""
+    dataset = ContinuedChunks(torch.arange(4 * 10 * LANES + 17), 4, chunks_before_reset, lookahead=1)
+    sampler = LaneSampler(dataset, LANES, seed=1)
+    loader = DataLoader(
+        dataset,
+        batch_size=BATCH,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=workers,
+        collate_fn=default_data_collator,
+    )
+    return prepare_data_loader(loader, num_processes=PROCESSES, process_index=process, put_on_device=False), sampler
+
+
+def test_accelerate_gives_each_process_its_lanes() -> None:
+    _, sampler = process_loader(0)
+    keys = list(sampler)
+    for process in range(PROCESSES):
+        shard = BatchSamplerShard(BatchSampler(sampler, BATCH, drop_last=True), PROCESSES, process)
+        batches = list(shard)
+        assert len(batches) == len(shard) == sampler.steps * SLOTS
+        for step, slot in itertools.product(range(sampler.steps), range(SLOTS)):
+            first = step * LANES + (slot * PROCESSES + process) * BATCH
+            assert batches[step * SLOTS + slot] == keys[first : first + BATCH]
+
+
+@pytest.mark.parametrize("chunks_before_reset", [3, None])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_of_a_process_continue_in_every_epoch(workers: int, chunks_before_reset: int | None) -> None:
+    for process in range(PROCESSES if workers == 0 else 1):
+        loader, _ = process_loader(process, workers, chunks_before_reset)
+        for _epoch in range(2):
+            last: list[Any] = [None] * SLOTS
+            for number, batch in enumerate(loader):
+                begins = batch["state_resets"][:, 0]
+                assert not batch["state_resets"][:, 1:].any()
+                previous, last[number % SLOTS] = last[number % SLOTS], batch
+                if previous is None:
+                    assert begins.all()
+                    continue
+                goes_on = batch["input_ids"][:, 0] == previous["input_ids"][:, 3] + 1
+                assert goes_on[~begins].all()
+                # targets and lookahead come from the same text, whether the state is carried or not
+                assert torch.equal(previous["shift_labels"][:, 3], previous["input_ids"][:, 4])
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("skipped", [1, 2, 7])
+def test_skipping_batches_continues_exactly_in_every_epoch(epoch: int, skipped: int) -> None:
+    for process in range(PROCESSES):
+        loader, _ = process_loader(process)
+        whole = [[batch["input_ids"].tolist() for batch in loader] for _ in range(2)][epoch]
+        resumed, sampler = process_loader(process)
+        # accelerate does not reach the sampler through the skipping: whoever resumes sets its epoch
+        sampler.set_epoch(epoch)
+        rest = [batch["input_ids"].tolist() for batch in skip_first_batches(resumed, skipped)]
+        assert rest == whole[skipped:]
+
+
+def test_an_epoch_of_all_processes_has_every_chunk_at_most_once() -> None:
+    firsts = [
+        first
+        for process in range(PROCESSES)
+        for batch in process_loader(process)[0]
+        for first in batch["input_ids"][:, 0].tolist()
+    ]
+    assert len(firsts) == len(set(firsts)) == 10 * LANES
+    _, sampler = process_loader(0)
+    assert len(sampler.dataset) - len(firsts) == sampler.dropped_chunks == 3
+
+
+def documents(sizes: list[int]) -> list[list[int]]:
+    """Documents of ids that occur once, from 10 on."""
+    ids = itertools.count(10)
+    return [[next(ids) for _ in range(size)] for size in sizes]
+
+
+def stream_of(source: Any, **changes: Any) -> ContinuedStream:
+    arguments: dict[str, Any] = {"length": 3, "rows": 2, "separator_id": EOS, "chunks_before_reset": 2}
+    return ContinuedStream(source, **(arguments | changes))
+
+
+def take(stream: ContinuedStream, number: int) -> list[Item]:
+    return list(itertools.islice(stream, number))
+
+
+def test_stream_by_hand() -> None:
+    # lane 0 takes 10 11, 12 and then 17; lane 1 takes 13 14 15 16 and then 10 11 again
+    stream = stream_of([[10, 11], [12], [13, 14, 15, 16], [17]], reset_at_document=True)
+    assert [lists(item) for item in take(stream, 4)] == [
+        {"input_ids": [10, 11, 1], "labels": [10, 11, 1], "shift_labels": [11, 1, -100], "state_resets": [1, 0, 0]},
+        {"input_ids": [13, 14, 15], "labels": [13, 14, 15], "shift_labels": [14, 15, 16], "state_resets": [1, 0, 0]},
+        {"input_ids": [12, 1, 17], "labels": [12, 1, 17], "shift_labels": [1, -100, 1], "state_resets": [1, 0, 1]},
+        {"input_ids": [16, 1, 10], "labels": [16, 1, 10], "shift_labels": [1, -100, 11], "state_resets": [0, 0, 1]},
+    ]
+    assert [lists(item)["state_resets"] for item in take(stream_of([[10] * 50]), 8)] == [
+        [begins, False, False] for begins in (True, True, False, False) * 2
+    ]
+    endless = take(stream_of([[10] * 50], chunks_before_reset=None), 40)
+    assert [bool(item["state_resets"].any()) for item in endless] == [True] * 2 + [False] * 38
+
+
+@given(
+    sizes=st.lists(st.integers(0, 20), min_size=1, max_size=12),
+    length=st.integers(1, 7),
+    rows=st.integers(1, 3),
+    reset=st.booleans(),
+    lookahead=st.integers(0, 4),
+    minimum=st.integers(0, 6),
+)
+@settings(max_examples=150, deadline=None)
+def test_each_lane_of_a_stream_is_whole_documents_read_token_by_token(
+    sizes: list[int], length: int, rows: int, reset: bool, lookahead: int, minimum: int
+) -> None:
+    source = documents(sizes)
+    stream = stream_of(
+        source,
+        length=length,
+        rows=rows,
+        reset_at_document=reset,
+        lookahead=lookahead,
+        minimum_document_tokens=minimum,
+    )
+    kept = [document for document in source if len(document) >= minimum]
+    if not any(kept):
+        with pytest.raises(ValueError, match="found no token in documents of at least"):
+            take(stream, 1000)
+        return
+    steps = 12
+    items = take(stream, steps * rows)
+    assert {tensor.shape for item in items for tensor in item.values()} == {(length + lookahead,)}
+    for lane in range(rows):
+        chunks = items[lane::rows]
+        ids = [token for item in chunks for token in item["input_ids"][:length].tolist()]
+        # every document begins at its first token and is read to its separator
+        for before, token in itertools.pairwise([EOS, *ids]):
+            following = {document[0] if document else EOS for document in kept}
+            if before != EOS:
+                document = next(document for document in kept if before in document)
+                following = {[*document, EOS][document.index(before) + 1]}
+            assert token in following
+        for step, (item, after) in enumerate(itertools.pairwise(chunks)):
+            text = torch.cat([item["input_ids"], item["shift_labels"][-1:]])
+            known = item["shift_labels"] != -100
+            assert torch.equal(item["shift_labels"][known], text[1:][known])
+            assert torch.equal(~known, (item["input_ids"] == EOS) & reset)
+            overlap = min(lookahead, length)
+            assert torch.equal(item["input_ids"][length : length + overlap], after["input_ids"][:overlap])
+            if not lookahead and known[-1]:
+                assert item["shift_labels"][-1] == after["input_ids"][0]
+            before = ids[step * length - 1] if step else EOS
+            follows_separator = [token == EOS for token in [before, *item["input_ids"].tolist()[:-1]]]
+            assert item["state_resets"].tolist() == [
+                (reset and follows) or (t == 0 and step % 2 == 0) for t, follows in enumerate(follows_separator)
+            ]
+
+
+def test_all_documents_are_read_in_order_and_again_without_end() -> None:
+    source = documents([4, 7, 0, 5, 6, 1])
+    items = take(stream_of(source, length=2, rows=1), 60)
+    once = [token for document in source for token in [*document, EOS]]
+    assert [token for item in items for token in item["input_ids"].tolist()] == (5 * once)[:120]
+
+
+SOURCES = {
+    "lists": lambda rows: rows,
+    "tensors": lambda rows: [torch.tensor(row) for row in rows],
+    "map-style": lambda rows: datasets.Dataset.from_dict({"input_ids": rows, "text": ["x"] * len(rows)}),
+    "map-style in torch format": lambda rows: datasets.Dataset.from_dict({"input_ids": rows}).with_format("torch"),
+    "streaming": lambda rows: datasets.Dataset.from_dict({"input_ids": rows}).to_iterable_dataset(),
+    "streaming in 2 shards": lambda rows: datasets.Dataset.from_dict({"input_ids": rows}).to_iterable_dataset(2),
+    "from a generator": lambda rows: datasets.IterableDataset.from_generator(rows_of, gen_kwargs={"rows": rows}),
+}
+
+
+def rows_of(rows: list[list[int]]) -> Iterator[dict[str, list[int]]]:
+    for row in rows:
+        yield {"input_ids": row, "length": [len(row)]}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_processes_share_the_documents_of_every_source(kind: str) -> None:
+    rows = documents([5] * 8)
+    source = SOURCES[kind](rows)
+    seen = []
+    for process in range(2):
+        items = take(stream_of(source, rows=1, process_index=process, num_processes=2), 8)
+        seen.append({token for item in items for token in item["input_ids"].tolist()} - {EOS})
+    assert not seen[0] & seen[1]
+    assert seen[0] | seen[1] == {token for row in rows for token in row}
+    whole = [token for item in take(stream_of(source, rows=1), 16) for token in item["input_ids"].tolist()]
+    assert whole == [token for row in rows for token in [*row, EOS]]
+    if kind in ("lists", "tensors"):
+        assert {10, 20} <= seen[0]  # documents 0 and 2
+        assert {15, 25} <= seen[1]
+
+
+def test_epochs_of_a_shuffled_stream_differ_and_every_iteration_is_the_same() -> None:
+    source = datasets.Dataset.from_dict({"input_ids": documents([3] * 16)}).to_iterable_dataset()
+    stream = stream_of(source.shuffle(seed=0, buffer_size=16), length=4, rows=1, minimum_document_tokens=1)
+    tokens = torch.stack([item["input_ids"] for item in take(stream, 3 * 16)])[:, 0].view(3, 16)
+    assert (tokens.sort().values == tokens[0].sort().values).all()
+    assert not torch.equal(tokens[0], tokens[1])
+    assert not torch.equal(tokens[1], tokens[2])
+    again = torch.stack([item["input_ids"] for item in take(stream, 3 * 16)])[:, 0].view(3, 16)
+    assert torch.equal(again, tokens)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loader_of_a_stream_gives_slots_and_continues_after_skipping(workers: int) -> None:
+    stream = stream_of(documents([5, 14, 3, 8]), rows=BATCH * SLOTS, process_index=1, num_processes=2)
+    loader = DataLoader(stream, batch_size=BATCH, num_workers=workers, collate_fn=default_data_collator)
+    prepared = prepare_data_loader(loader, num_processes=1, process_index=0)
+    batches = list(itertools.islice(prepared, 20))
+    items = take(stream, 20 * BATCH)
+    for number, batch in enumerate(batches):
+        rows = items[number * BATCH : (number + 1) * BATCH]
+        for name, tensor in batch.items():
+            assert torch.equal(tensor, torch.stack([row[name] for row in rows]))
+    for slot, row in itertools.product(range(SLOTS), range(BATCH)):
+        for before, after in itertools.pairwise(batches[slot::SLOTS]):
+            assert before["shift_labels"][row, -1] == after["input_ids"][row, 0]
+    rest = itertools.islice(skip_first_batches(prepared, 7), 13)
+    assert [batch["input_ids"].tolist() for batch in rest] == [batch["input_ids"].tolist() for batch in batches[7:]]
+
+
+def test_more_than_one_data_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # in a real worker torch takes 5 seconds to end each worker after its error
+    monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", SimpleNamespace(id=0, num_workers=2))
+    with pytest.raises(ValueError, match=r"2 data workers would each read all documents; use .* 0 or 1"):
+        next(iter(stream_of(documents([9]))))
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "message"),
+    [
+        (iter([[1]]), {}, "list_iterator, which can be read only once"),
+        ([[1]], {"length": 0}, "length is 0"),
+        ([[1]], {"rows": 0}, "rows is 0"),
+        ([[1]], {"lookahead": -1}, "lookahead is -1"),
+        ([[1]], {"chunks_before_reset": 0}, "chunks_before_reset is 0"),
+        ([[1]], {"process_index": 2, "num_processes": 2}, "process_index is 2, but must be 0 to 1"),
+        ([[1]], {"minimum_document_tokens": -1}, "minimum_document_tokens is -1"),
+        (datasets.Dataset.from_dict({"text": ["a"]}), {}, r"columns \['text'\], but needs 'input_ids'"),
+    ],
+)
+def test_unusable_stream_is_refused(source: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        stream_of(source, **changes)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ([[5, 6], torch.zeros(3)], r"document 1 is \(3,\) torch.float32, but must be one row of int64"),
+        ([[5, 6], torch.zeros(3, dtype=torch.int32)], r"document 1 is \(3,\) torch.int32"),
+        ([[5, 6], [[7]]], r"document 1 is \(1, 1\)"),
+        ([[5, 6], [True]], "torch.bool"),
+        ([[5, 6], "text"], "document 1 is a str that is no row of ids"),
+        ([[5, 6], None], "document 1 is a NoneType"),
+        (datasets.Dataset.from_dict({"a": [1]}).to_iterable_dataset().map(lambda row: row), "NoneType|needs 'input"),
+        ([], "found no token"),
+        ([[], []], "found no token"),
+        (torch.zeros(0, 3, dtype=torch.int64), "found no token"),
+    ],
+)
+def test_documents_that_are_no_ids_are_refused(source: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        take(stream_of(source, rows=1), 3)
+
+
+def test_a_process_without_a_document_is_told() -> None:
+    with pytest.raises(ValueError, match=r"process 1 of 2 .* fewer processes"):
+        take(stream_of([[5, 6, 7]], process_index=1, num_processes=2), 1)
+
+
+def test_long_documents_are_kept() -> None:
+    short, empty, longer, last = [3, 4], [], [5, 6, 7, 8], [9, 3, 4]
+
+    def stream(*documents: list[int]) -> Tensor:
+        return torch.tensor([token for document in documents for token in [*document, EOS]])
+
+    whole = stream(short, empty, longer, last)
+    assert keep_long_documents(whole, EOS, 3).tolist() == stream(longer, last).tolist()
+    assert keep_long_documents(whole, EOS, 1).tolist() == stream(short, longer, last).tolist()
+    assert keep_long_documents(whole, EOS, 0).tolist() == whole.tolist()
+    # the last document may have no separator
+    assert keep_long_documents(torch.tensor([5, EOS, 6, 7]), EOS, 2).tolist() == [6, 7]
+    assert keep_long_documents(torch.tensor([5, 8, EOS, 6]), EOS, 2).tolist() == [5, 8, EOS]
+    with pytest.raises(ValueError, match="has 5 tokens, the longest has 4"):
+        keep_long_documents(whole, EOS, 5)
+    with pytest.raises(ValueError, match="one row of int64"):
+        keep_long_documents(whole.float(), EOS, 1)
