@@ -1,18 +1,52 @@
 """Trainers that choose the initial state of training sequences; imported as hf_recurrent_lengthgen.trainers."""
 
+from hf_recurrent_lengthgen.trainers.alignment_config import AlignmentConfig
+from hf_recurrent_lengthgen.trainers.alignment_trainer import AlignmentTrainer
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
+from hf_recurrent_lengthgen.trainers.fitted_noise_config import FittedNoiseConfig
+from hf_recurrent_lengthgen.trainers.fitted_noise_trainer import FittedNoiseTrainer
+from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource, PassedStates, ZeroStates
+from hf_recurrent_lengthgen.trainers.learned_state_config import LearnedStateConfig
+from hf_recurrent_lengthgen.trainers.learned_state_trainer import LearnedStateTrainer
+from hf_recurrent_lengthgen.trainers.learned_states import LearnedState, LearnedStates
+from hf_recurrent_lengthgen.trainers.mixed_states import MixedStates
+from hf_recurrent_lengthgen.trainers.mixed_states_config import MixedStatesConfig
+from hf_recurrent_lengthgen.trainers.mixed_states_trainer import MixedStatesTrainer
+from hf_recurrent_lengthgen.trainers.noise_states import FittedNoise, RandomNoise
+from hf_recurrent_lengthgen.trainers.random_noise_config import RandomNoiseConfig
+from hf_recurrent_lengthgen.trainers.random_noise_trainer import RandomNoiseTrainer
 from hf_recurrent_lengthgen.trainers.state_passing_config import StatePassingConfig
 from hf_recurrent_lengthgen.trainers.state_passing_trainer import StatePassingTrainer
+from hf_recurrent_lengthgen.trainers.tbtt_config import TbttConfig
+from hf_recurrent_lengthgen.trainers.tbtt_trainer import TbttTrainer
 from hf_recurrent_lengthgen.trainers.zero_state_trainer import ZeroStateTrainer
 
 __all__ = [
+    "AlignmentConfig",
+    "AlignmentTrainer",
     "BatchPlace",
+    "FittedNoise",
+    "FittedNoiseConfig",
+    "FittedNoiseTrainer",
+    "InitialStateConfig",
     "InitialStateSource",
     "InitialStateTrainer",
+    "LearnedState",
+    "LearnedStateConfig",
+    "LearnedStateTrainer",
+    "LearnedStates",
+    "MixedStates",
+    "MixedStatesConfig",
+    "MixedStatesTrainer",
     "PassedStates",
+    "RandomNoise",
+    "RandomNoiseConfig",
+    "RandomNoiseTrainer",
     "StatePassingConfig",
     "StatePassingTrainer",
+    "TbttConfig",
+    "TbttTrainer",
     "ZeroStateTrainer",
     "ZeroStates",
 ]

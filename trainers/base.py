@@ -1,23 +1,33 @@
-"""The one place that threads initial states through `transformers.Trainer`.
+"""The one place that threads initial states and losses through `transformers.Trainer`.
 
-A method is a source of initial states (`initial_states.py`) and a config. The loss stays Trainer's: this class puts
-`initial_state` into the inputs of the training batches and shows the outputs' `final_state` to the source.
-Evaluation uses the zero state.
+A method is a source of initial states (`initial_states.py`) and a config. This class puts `initial_state` into the
+inputs of the training batches and shows the outputs' `final_state` to the source. The loss stays Trainer's, or is the
+output alignment loss through Trainer's own `compute_loss_func`. Evaluation uses the zero state, unless a source says
+otherwise.
 """
 
-import inspect
 import os
+import signal
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.data import IterableDataset, RandomSampler
+from accelerate.data_loader import prepare_data_loader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, has_length
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen.models.recurrent_state import check_finite_state
+from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream, LaneSampler
+from hf_recurrent_lengthgen.data.segments import split_at_resets
+from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, detach_state, keep_rows
+from hf_recurrent_lengthgen.trainers.alignment import AlignedBatch, AlignmentSettings
+from hf_recurrent_lengthgen.trainers.broken_states import broken_rows, describe_broken, part_norms, recurrent_rms
 from hf_recurrent_lengthgen.trainers.checkpoints import (
     TRAINER_STATE_FILE,
     begin_save,
@@ -27,16 +37,36 @@ from hf_recurrent_lengthgen.trainers.checkpoints import (
     save_initial_states,
     what_is_missing,
 )
+from hf_recurrent_lengthgen.trainers.checks import (
+    check_arguments,
+    check_continued_data,
+    check_model,
+    check_shuffled,
+    count_parameters,
+    keep_states_in_full_precision,
+    takes_states,
+)
+from hf_recurrent_lengthgen.trainers.chunked_backprop import check_chunkable, forward_in_chunks, innermost_model
+from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
+from hf_recurrent_lengthgen.trainers.interrupts import InterruptCallback
+from hf_recurrent_lengthgen.trainers.row_layout import RowLayout, share_of_zero_rows
+from hf_recurrent_lengthgen.trainers.step_logs import StepLogs
 
 logger = logging.get_logger(__name__)
 
+EXTRA_COLUMNS = ("shift_labels", "state_resets")
 
-class _SlotCounter(TrainerCallback):
-    """Counts the micro-batches of an optimizer step."""
 
-    def __init__(self) -> None:
+class _StepCallback(TrainerCallback):
+    """Counts the micro-batches of an optimizer step, and tells when epochs begin and steps end."""
+
+    def __init__(self, trainer: "InitialStateTrainer") -> None:
         self.slot = 0
+        self._trainer = trainer
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._trainer.begin_epoch(int(state.epoch or 0))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.slot = 0
@@ -44,23 +74,39 @@ class _SlotCounter(TrainerCallback):
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.slot += 1
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._trainer.initial_states.end_step()
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """Where a micro-batch stands, how its rows are laid out, and its part in the alignment loss."""
+
+    place: BatchPlace
+    layout: RowLayout
+    alignment: AlignedBatch | None = None
+
 
 class InitialStateTrainer(Trainer, ABC):
     """`Trainer` for models that take `initial_state` and return `final_state`. Takes Trainer's arguments.
 
     Subclasses say where initial states come from (`initial_state_source`) and which config they need
-    (`config_class`). Checkpoints also hold the source's state, so that a resumed run continues bit for bit.
+    (`config_class`). Checkpoints also hold the source's state, so that a resumed run continues bit for bit. SIGINT
+    and SIGTERM end the run after the current step, with a checkpoint.
 
     Raises:
         ValueError: at construction, if the model cannot take states, if the arguments are of another class, or for
             settings under which states would be lost or mixed up.
     """
 
-    config_class: type[TrainingArguments] = TrainingArguments
+    config_class: type[InitialStateConfig] = InitialStateConfig
+    needs_states = True
     needs_shuffled_data = False
+    needs_continued_data = False
+    args: InitialStateConfig
 
     def __init__(
-        self, model: nn.Module | None = None, args: TrainingArguments | None = None, *positional: Any, **keyword: Any
+        self, model: nn.Module | None = None, args: InitialStateConfig | None = None, *positional: Any, **keyword: Any
     ) -> None:
         if args is None:
             args = self.config_class("tmp_trainer")
@@ -70,60 +116,264 @@ class InitialStateTrainer(Trainer, ABC):
                 f"TrainingArguments; got {type(args).__name__}."
             )
         super().__init__(model, args, *positional, **keyword)
-        _check_model(self.model)
-        _check_arguments(args)
+        assert isinstance(self.model, nn.Module)
+        self._takes_states = takes_states(self.model)
+        if self.needs_states:
+            check_model(self.model)
+        check_arguments(args)
+        keep_states_in_full_precision(self.accelerator.state)
         self.output_dir = str(args.output_dir)
-        if self.needs_shuffled_data:
-            self._check_shuffled()
+        self._align: AlignmentSettings | None = None
+        if args.alignment_alpha:
+            self._align = AlignmentSettings.of(args, self.model, self.compute_loss_func)
+            self.compute_loss_func = self._aligned_loss
+        if args.bptt_chunk_length is not None:
+            check_chunkable(innermost_model(self.model))
+        if self.train_dataset is not None:
+            self._check_train_data()
+        self._model_description = f"{type(self.model).__name__} with {count_parameters(self.model):,} parameters"
         self.initial_states = self.initial_state_source()
-        self._slots = _SlotCounter()
-        self.add_callback(self._slots)
+        self.initial_states.sum_over_processes = partial(self.accelerator.reduce, reduction="sum")
+        self._micro_batches: list[_MicroBatch] = []
+        self._aligned: AlignedBatch | None = None
+        self._overlap_items = 0
+        self._evaluation_batches = 0
+        self._logs = StepLogs()
+        self._lanes: LaneSampler | None = None
+        self._steps = _StepCallback(self)
+        self._interrupts = InterruptCallback(self._any_process)
+        self.add_callback(self._steps)
+        self.add_callback(self._interrupts)
 
     @abstractmethod
     def initial_state_source(self) -> InitialStateSource:
         """The source of initial states, made from `self.args`."""
+
+    # --- batches ---
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
+        """Trainer's micro-batches of a step; rows are cut at resets or cropped in pairs before labels are counted."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        prepared = [self._lay_out(batch, slot) for slot, batch in enumerate(batches)]
+        self._micro_batches = [micro_batch for _, micro_batch in prepared]
+        self._overlap_items = sum(m.alignment.overlap for m in self._micro_batches if m.alignment is not None)
+        if self._align is not None and self.args.world_size > 1 and self.args.average_tokens_across_devices:
+            everywhere = self.accelerator.reduce(torch.tensor(self._overlap_items, device=device), "sum")
+            self._overlap_items = int(everywhere)
+        if any(new is not old for (new, _), old in zip(prepared, batches, strict=True)):
+            batches = [batch for batch, _ in prepared]
+            num_items = self._get_num_items_in_batch(batches, device)
+        return batches, num_items
+
+    def _lay_out(self, batch: dict[str, Any], slot: int) -> tuple[dict[str, Any], _MicroBatch]:
+        """The inputs of the model for a micro-batch, and how its rows went into them."""
+        rows = _rows(batch)
+        first_row = self.args.process_index * self._train_batch_size
+        place = BatchPlace(self.args.seed, self.state.global_step, slot, first_row, rows)
+        if self._align is None and "state_resets" not in batch:
+            return batch, _MicroBatch(place, RowLayout(rows))
+        inputs = dict(batch)
+        resets = inputs.pop("state_resets", None)
+        if bool((inputs.get("attention_mask", torch.ones(1)) == 1).all()):
+            inputs.pop("attention_mask", None)
+        if self._align is None:
+            cut = split_at_resets(inputs, resets)
+            layout = RowLayout(_rows(cut.inputs), cut.first, cut.last, cut.continues)
+            return cut.inputs, _MicroBatch(place, layout)
+        if resets is not None and bool(resets[:, 1:].any()):
+            raise ValueError("The alignment loss compares texts that go on: use it without reset_at_document.")
+        alignment = self._align.crop(inputs, place)
+        layout = RowLayout(2 * rows, continues=None if resets is None else ~resets[:, 0], crops=2)
+        return alignment.inputs, _MicroBatch(place, layout, alignment)
+
+    # --- loss ---
 
     def compute_loss(
         self,
         model: nn.Module,
         inputs: dict[str, Any],
         return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Trainer's loss, from the source's initial states in training and from the zero state in evaluation.
+        """Trainer's loss, from the source's initial states in training.
 
         Raises:
-            ValueError: if the training loss or a final state is not finite.
+            ValueError: if the training loss is not finite, or a final state is broken and `broken_states` is "stop".
         """
         if not model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
-        place = self._place(inputs)
-        inputs = {**inputs, "initial_state": self.initial_states.initial_state(place), "output_final_state": True}
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch=num_items_in_batch)
+            with self._without_alignment():
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        if self._micro_batches:
+            micro_batch = self._micro_batches[self._steps.slot]
+        else:  # called by hand, outside of `train`
+            inputs, micro_batch = self._lay_out(inputs, 0)
+            self._overlap_items = 0 if micro_batch.alignment is None else micro_batch.alignment.overlap
+        place, layout = micro_batch.place, micro_batch.layout
+        if self._takes_states:
+            state = self.initial_states.initial_state(place)
+            self._logs.add(zero_states=share_of_zero_rows(state, layout.continues))
+            inputs = {**inputs, "initial_state": layout.spread(state), "output_final_state": True}
+        if self._align is not None:
+            self._aligned = micro_batch.alignment
+            inputs = {name: value for name, value in inputs.items() if name != "shift_labels"}  # Trainer counted them
+        with self._in_chunks(model):
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch=num_items_in_batch)
         if not torch.isfinite(loss):
             raise ValueError(
                 f"The loss of step {place.step}, micro-batch {place.slot} is {loss.item()}. "
                 f"{self._resume_hint()} Lower the learning rate or clip gradients (max_grad_norm) and look for a "
                 "batch without labels."
             )
-        try:
-            check_finite_state(outputs["final_state"], f"final_state of step {place.step}, micro-batch {place.slot}")
-        except ValueError as error:
-            raise ValueError(f"{error} {self._resume_hint()}") from error
-        self.initial_states.observe(place, outputs["final_state"])
+        if self._takes_states:
+            final_state = self._checked(detach_state(layout.collect(outputs["final_state"])), place)
+            self.initial_states.observe(place, final_state)
         return (loss, outputs) if return_outputs else loss
+
+    def _checked(self, state: RecurrentState, place: BatchPlace) -> RecurrentState:
+        """The final states of a micro-batch, after dealing with broken ones."""
+        norms, limit = part_norms(state), self.args.max_state_rms
+        broken = broken_rows(state, norms, limit)
+        if bool(broken.any()):
+            what = (
+                f"final_state of step {place.step}, micro-batch {place.slot}: {describe_broken(state, norms, limit)}"
+            )
+            if self.args.broken_states == "stop":
+                raise ValueError(f"{what}. {self._resume_hint()} broken_states='reset' would go on from zero.")
+            logger.warning(f"{what}. These rows go on from the zero state.")
+            state = keep_rows(state, ~broken)
+            norms = part_norms(state)
+        rms = recurrent_rms(state, norms)
+        self._logs.add(state_rms=rms.mean(), state_rms_max=rms.max(), reset_states=broken.double().mean())
+        return state
+
+    def _in_chunks(self, model: nn.Module) -> AbstractContextManager[None]:
+        if self.args.bptt_chunk_length is None:
+            return nullcontext()
+        return forward_in_chunks(model, self.args.bptt_chunk_length, self.args.bptt_window)
+
+    def _aligned_loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        assert self._align is not None
+        assert self._aligned is not None
+        loss, misalignment = self._align.loss(
+            outputs["logits"], labels, num_items_in_batch, self._aligned, self._overlap_items
+        )
+        self._logs.add(misalignment=misalignment)
+        return loss
+
+    @contextmanager
+    def _without_alignment(self) -> Iterator[None]:
+        function = self.compute_loss_func
+        if self._align is not None:
+            self.compute_loss_func = None
+        try:
+            yield
+        finally:
+            self.compute_loss_func = function
+
+    # --- evaluation ---
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's."""
+        self._evaluation_batches = 0
+        return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Trainer's, without final states, which would count as predictions."""
-        return super().prediction_step(model, {**inputs, "output_final_state": False}, *args, **kwargs)
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Trainer's, from the source's state for evaluation, without final states, which would count as predictions.
+
+        Raises:
+            ValueError: for rows with resets inside, which belong to training.
+        """
+        inputs = dict(inputs)
+        resets = inputs.pop("state_resets", None)
+        if resets is not None and bool(resets[:, 1:].any()):
+            raise ValueError(
+                "The evaluation data reset states inside rows (reset_at_document), which only training does: evaluate "
+                "on PackedBlocks."
+            )
+        if self._takes_states:
+            first_row = self.args.process_index * self.args.eval_batch_size
+            place = BatchPlace(
+                self.args.seed, self.state.global_step, self._evaluation_batches, first_row, _rows(inputs)
+            )
+            state = self.initial_states.evaluation_state(place)
+            plain = (
+                None if state is None else tuple(tuple(layer) for layer in state)
+            )  # Trainer moves plain tuples only
+            inputs |= {"initial_state": plain, "output_final_state": False}
+            self._evaluation_batches += 1
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Trainer's, with what the method does beside the training loss."""
+        if "loss" in logs:
+            logs |= self._logs.take(lambda own: self.accelerator.gather(own[None].to(self.accelerator.device)).cpu())
+            logs |= self.initial_states.logs()
+        super().log(logs, *args, **kwargs)
+
+    # --- data ---
+
+    def _check_train_data(self) -> None:
+        """Raise a `ValueError` for data whose rows do not suit the source."""
+        dataset = self.train_dataset
+        continued = isinstance(dataset, ContinuedChunks | ContinuedStream)
+        if self.needs_continued_data or continued:
+            check_continued_data(type(self).__name__, dataset, self.args, self._align)
+        if self.needs_shuffled_data:
+            check_shuffled(type(self).__name__, dataset, self.args, None if continued else self._get_train_sampler)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Tell the sampler of continued rows, which Trainer forgets when it resumes on several processes."""
+        if self._lanes is not None:
+            self._lanes.set_epoch(epoch)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if isinstance(dataset, ContinuedChunks):
+            lanes = self.args.world_size * self._train_batch_size * self.args.gradient_accumulation_steps
+            self._lanes = LaneSampler(
+                dataset, lanes, self.args.seed if self.args.data_seed is None else self.args.data_seed
+            )
+            return self._lanes
+        return super()._get_train_sampler(train_dataset)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Trainer's; a `ContinuedStream` already holds the rows of this process only."""
+        if not isinstance(self.train_dataset, ContinuedStream):
+            return super().get_train_dataloader()
+        loader = DataLoader(
+            self.train_dataset,
+            batch_size=self._train_batch_size,
+            collate_fn=self._get_collator_with_removed_columns(self.data_collator, description="Training"),
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+        return prepare_data_loader(
+            loader,
+            self.accelerator.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=True,
+            dispatch_batches=False,
+        )
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        known: list[str] = self._signature_columns or []
+        self._signature_columns = list(dict.fromkeys([*known, *EXTRA_COLUMNS]))  # type: ignore[assignment]
+
+    # --- running, saving and resuming ---
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train; `resume_from_checkpoint=True` takes the newest checkpoint that is complete.
 
         Raises:
             ValueError: if there is none, or the given folder is not complete or already has all `max_steps`.
+            KeyboardInterrupt: after SIGINT, when the current step is done and a checkpoint is written.
+            SystemExit: likewise after SIGTERM.
         """
         output_dir = self.output_dir
         if resume_from_checkpoint is True:
@@ -141,6 +391,10 @@ class InitialStateTrainer(Trainer, ABC):
                     f"Cannot resume from {resume_from_checkpoint}: {missing}. "
                     f"The newest complete checkpoint in {output_dir} is {newest_complete_checkpoint(output_dir)}."
                 )
+        if resume_from_checkpoint:
+            # Before Trainer, so that what changed is named and no weights are loaded into another model.
+            path = initial_states_file(resume_from_checkpoint, self.args.process_index)
+            load_initial_states(path, self._run_description())
         if resume_from_checkpoint and self.args.max_steps > 0:
             state_file = os.path.join(resume_from_checkpoint, TRAINER_STATE_FILE)
             step = TrainerState.load_from_json(state_file).global_step
@@ -151,16 +405,29 @@ class InitialStateTrainer(Trainer, ABC):
                 )
         self.initial_states.reset()
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            with self._interrupts.listening():
+                output: TrainOutput = super().train(resume_from_checkpoint, *args, **kwargs)
         except KeyboardInterrupt:
-            if self.is_world_process_zero():
-                print(f"\nInterrupted after step {self.state.global_step}. {self._resume_hint()}")
+            self._say_interrupted()
             raise
+        finally:
+            self._micro_batches = []
+        if self._interrupts.stopped:
+            self._say_interrupted()
+            if self._interrupts.received == signal.SIGTERM:
+                raise SystemExit(128 + signal.SIGTERM)
+            raise KeyboardInterrupt
+        return output
 
-    def _place(self, inputs: dict[str, Any]) -> BatchPlace:
-        rows = next(value for key, value in inputs.items() if key in ("input_ids", "inputs_embeds")).shape[0]
-        first_row = self.args.process_index * self._train_batch_size
-        return BatchPlace(self.args.seed, self.state.global_step, self._slots.slot, first_row, rows)
+    def _say_interrupted(self) -> None:
+        if self.is_world_process_zero():
+            print(f"\nInterrupted after step {self.state.global_step}. {self._resume_hint()}", flush=True)
+
+    def _any_process(self, condition: bool) -> bool:
+        if self.args.world_size == 1:
+            return condition
+        flag = torch.tensor(float(condition), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(flag, "sum") > 0)
 
     def _resume_hint(self) -> str:
         newest = newest_complete_checkpoint(self.output_dir)
@@ -168,10 +435,13 @@ class InitialStateTrainer(Trainer, ABC):
             return f"There is no complete checkpoint in {self.output_dir} yet."
         return f"The newest complete checkpoint is {newest}: train(resume_from_checkpoint=True) continues from it."
 
-    def _run_description(self) -> dict[str, str | int]:
+    def _run_description(self) -> dict[str, Any]:
         return {
+            "trainer": type(self).__name__,
+            "model": self._model_description,
             "source": type(self.initial_states).__name__,
-            **{name: value for name, value in vars(self.initial_states).items() if not name.startswith("_")},
+            **self.args.method_settings(),
+            **self.initial_states.settings(),
             "seed": self.args.seed,
             "num_processes": self.args.world_size,
             "per_device_train_batch_size": self.args.per_device_train_batch_size,
@@ -200,43 +470,7 @@ class InitialStateTrainer(Trainer, ABC):
             tensors = load_initial_states(path, self._run_description())
             self.initial_states.load_state_dict(tensors, self.args.device)
 
-    def _check_shuffled(self) -> None:
-        if self.train_dataset is None or getattr(self.args, "assume_shuffled", False):
-            return
-        if isinstance(self.train_dataset, IterableDataset) or not has_length(self.train_dataset):
-            raise ValueError(
-                f"{type(self).__name__} passes states between different sequences, so the data must be shuffled; "
-                "a stream cannot be checked. Shuffle it and set assume_shuffled=True."
-            )
-        if not isinstance(self._get_train_sampler(), RandomSampler):
-            raise ValueError(
-                f"{type(self).__name__} passes states between different sequences, so the data must be shuffled: use "
-                "Trainer's default random sampler, or set assume_shuffled=True if the data are shuffled already."
-            )
 
-
-def _check_model(model: Any) -> None:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    missing = {"initial_state", "output_final_state"} - set(inspect.signature(base.forward).parameters)
-    if missing:
-        raise ValueError(
-            f"{type(base).__name__} takes no {sorted(missing)}, so it cannot be given states. Load it with "
-            "hf_recurrent_lengthgen.load_model(...), or wrap it with stateful(model)."
-        )
-
-
-def _check_arguments(args: TrainingArguments) -> None:
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"{args.n_gpu} GPUs in one process (DataParallel) would mix up carried states: start one process for each "
-            "GPU with accelerate launch or torchrun, or set CUDA_VISIBLE_DEVICES."
-        )
-    if args.auto_find_batch_size:
-        raise ValueError("auto_find_batch_size is not supported: carried states belong to one batch size. Give it.")
-    if args.label_smoothing_factor:
-        raise ValueError("label_smoothing_factor is not supported: Trainer would smooth against unshifted labels.")
-    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
-        if (getattr(args, name, None) or {}).get("use_reentrant"):
-            raise ValueError(
-                "Reentrant activation checkpointing loses gradients through recurrent states: set use_reentrant=False."
-            )
+def _rows(batch: dict[str, Any]) -> int:
+    rows: int = next(value for key, value in batch.items() if key in ("input_ids", "inputs_embeds")).shape[0]
+    return rows

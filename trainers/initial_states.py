@@ -10,7 +10,9 @@ processes with two rows each make the choices of one process with four.
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +22,6 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     RecurrentState,
     clone_state,
     concatenate_rows,
-    detach_state,
     keep_rows,
     map_state,
     state_batch_size,
@@ -28,6 +29,12 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     take_rows,
     zero_conv,
 )
+
+
+def keyed_generator(*key: int | str, device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator whose numbers depend on `key` only."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
 
 
 @dataclass(frozen=True)
@@ -48,11 +55,9 @@ class BatchPlace:
     first_row: int
     rows: int
 
-    def row_generator(self, row: int, purpose: str) -> torch.Generator:
-        """A CPU generator for one row (0 to rows - 1) and purpose, the same on every process layout."""
-        key = f"{self.seed}/{self.step}/{self.slot}/{self.first_row + row}/{purpose}"
-        digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    def row_generator(self, row: int, purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
+        """A generator for one row (0 to rows - 1) and purpose, the same on every process layout."""
+        return keyed_generator(self.seed, self.step, self.slot, self.first_row + row, purpose, device=device)
 
     def uniform(self, purpose: str) -> Tensor:
         """One number in [0, 1) for each row, (rows,)."""
@@ -65,13 +70,26 @@ class InitialStateSource(ABC):
     Public attributes are its settings, plain numbers and words that a resumed run must share.
     """
 
+    sum_over_processes: Callable[[Tensor], Tensor] = staticmethod(lambda tensor: tensor)
+    """Adds a tensor up over all processes; the trainer sets it."""
+
+    def settings(self) -> dict[str, Any]:
+        """The settings by name."""
+        return {name: value for name, value in vars(self).items() if name[0] != "_" and not callable(value)}
+
     @abstractmethod
     def initial_state(self, place: BatchPlace) -> RecurrentState | None:
         """Initial states for the rows of a micro-batch; None is the zero state."""
 
-    @abstractmethod
-    def observe(self, place: BatchPlace, final_state: RecurrentState) -> None:
-        """See the final states of the micro-batch at `place`, with their gradient history."""
+    def evaluation_state(self, place: BatchPlace) -> RecurrentState | None:
+        """Initial states for the rows of a batch of an evaluation: the zero state, unless a source says otherwise."""
+        return None
+
+    def observe(self, place: BatchPlace, final_state: RecurrentState) -> None:  # noqa: B027
+        """See the final states of the micro-batch at `place`, without gradient history. By default nothing is kept."""
+
+    def end_step(self) -> None:  # noqa: B027
+        """The optimizer step is over: what was observed in its micro-batches may be put together."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -85,15 +103,16 @@ class InitialStateSource(ABC):
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
         """Take back what `state_dict` gave."""
 
+    def logs(self) -> dict[str, float]:
+        """What is worth a line in the training log."""
+        return {}
+
 
 class ZeroStates(InitialStateSource):
     """Every sequence starts from zero: plain training."""
 
     def initial_state(self, place: BatchPlace) -> None:
         """None, the zero state."""
-
-    def observe(self, place: BatchPlace, final_state: RecurrentState) -> None:
-        """Nothing is kept."""
 
     def reset(self) -> None:
         """There is nothing to forget."""
@@ -107,7 +126,10 @@ class ZeroStates(InitialStateSource):
 
 
 class PassedStates(InitialStateSource):
-    """State passing (section 4.4): the final state of the same row of the previous step, a different sequence.
+    """The final state of the same row of the previous step.
+
+    With shuffled rows that is state passing (section 4.4), the state of a different sequence; with rows that continue
+    one another it is truncated backpropagation through time (section 4.5).
 
     Each micro-batch slot of gradient accumulation carries its own states, so that a step's states come from the
     step before. A smaller batch (the last of an epoch) uses and replaces the states of its first rows; the other
@@ -134,8 +156,8 @@ class PassedStates(InitialStateSource):
         return keep_rows(_resize_rows(carried, place.rows), place.uniform("drop") >= self.drop_probability)
 
     def observe(self, place: BatchPlace, final_state: RecurrentState) -> None:
-        """Carry the final states, detached."""
-        state = clone_state(detach_state(final_state))
+        """Carry the final states."""
+        state = clone_state(final_state)
         if not self.carry_conv_state:
             state = zero_conv(state)
         carried = self._carried.get(place.slot)

@@ -2,16 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from transformers import TrainingArguments
+from hf_recurrent_lengthgen.trainers.initial_state_config import CarriedStateConfig
 
 
 @dataclass
-class StatePassingConfig(TrainingArguments):
-    """`TrainingArguments` and the settings of state passing (arXiv:2507.02782, section 4.4).
-
-    Raises:
-        ValueError: if `state_drop_probability` is not between 0 and 1.
-    """
+class StatePassingConfig(CarriedStateConfig):
+    """`TrainingArguments` and the settings of state passing (arXiv:2507.02782, section 4.4)."""
 
     state_drop_probability: float = field(
         default=0.1,
@@ -20,10 +16,6 @@ class StatePassingConfig(TrainingArguments):
             "for each sequence on its own. Default 0.1, as in section 4.4."
         },
     )
-    carry_conv_state: bool = field(
-        default=True,
-        metadata={"help": "Whether the short-convolution part of the state is passed too (else it starts from zero)."},
-    )
     assume_shuffled: bool = field(
         default=False,
         metadata={
@@ -31,8 +23,3 @@ class StatePassingConfig(TrainingArguments):
             "Passed states must come from other sequences."
         },
     )
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.state_drop_probability <= 1.0:
-            raise ValueError(f"state_drop_probability must be between 0 and 1, got {self.state_drop_probability}.")
-        super().__post_init__()

@@ -5,7 +5,9 @@ from hf_recurrent_lengthgen.trainers.initial_states import ZeroStates
 
 
 class ZeroStateTrainer(InitialStateTrainer):
-    """`Trainer` from the zero state, with the resume and the checks of `InitialStateTrainer`."""
+    """`Trainer` from the zero state, with the resume, the checks and the options of `InitialStateTrainer`."""
+
+    needs_states = False
 
     def initial_state_source(self) -> ZeroStates:
         """Always zero."""

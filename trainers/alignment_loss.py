@@ -1,0 +1,237 @@
+"""Cross-entropy plus output alignment, L* = L_train + alpha L_misalign: pure functions, no Trainer in sight.
+
+"Output Alignment: A Top-down Approach to Length Generalization", Eq. 4 and section 4.2. A step takes rows of
+T + l_extra tokens and runs the first T and the last T as two crops, 2B rows. Both are trained on, and where
+both have read at least T/2 tokens of their own, their predictions after the same token are pulled together by
+the symmetric cross-entropy of Eq. 1 (the listing of appendix D pairs output 1 with itself, a slip).
+
+With h = T // 2, the overlap is [h + l_extra, T) in crop 1 and [h, T - l_extra) in crop 2. It has T - h - l_extra
+positions, so l_extra is at most T - h - 1; the paper's T/2 would leave none.
+"""
+
+import hashlib
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hf_recurrent_lengthgen.evaluation.misalignment import (
+    blocks,
+    chunk_positions,
+    expected_logs,
+    log_normalizers,
+    sce_gradients,
+)
+from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace
+
+IGNORED = -100
+"""Target that is not scored."""
+
+
+def largest_extra(length: int) -> int:
+    """The largest l_extra that leaves one position of overlap in crops of T = `length` tokens."""
+    return length - length // 2 - 1
+
+
+def overlap_positions(rows: int, length: int, extra: int) -> int:
+    """Pairs of positions that the misalignment averages over: rows (T - T // 2 - l_extra).
+
+    Args:
+        rows: B, rows before they become two crops.
+        length: T, in tokens.
+        extra: l_extra, in tokens.
+
+    Raises:
+        ValueError: for an l_extra below 1 or one that leaves no overlap.
+    """
+    if not 1 <= extra <= largest_extra(length):
+        raise ValueError(
+            f"l_extra must be between 1 and {largest_extra(length)} for crops of {length} tokens, got {extra}: "
+            "otherwise no token has half a crop before it in both crops."
+        )
+    return rows * (length - length // 2 - extra)
+
+
+def sample_extra(place: BatchPlace, low: int, high: int) -> int:
+    """l_extra, uniform in {low, ..., high} and keyed by (seed, step, slot): the same on every process.
+
+    Raises:
+        ValueError: unless 1 <= low <= high.
+    """
+    if not 1 <= low <= high:
+        raise ValueError(f"The range of l_extra must have 1 <= smallest <= largest, got {low} to {high}.")
+    digest = hashlib.blake2b(f"{place.seed}/{place.step}/{place.slot}/extra".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return int(torch.randint(low, high + 1, (), generator=generator))
+
+
+def two_crops(inputs: dict[str, Any], length: int, extra: int) -> dict[str, Any]:
+    """A batch of B rows of at least T + l_extra tokens as 2B rows of T: tokens [0, T), then [l_extra, T + l_extra).
+
+    Every tensor of shape (B, S, ...) is cropped like `input_ids` (B, S); numbers and other values stay. Labels are
+    cropped, not shifted: without `shift_labels` each crop is scored on its own T - 1 next tokens.
+
+    Raises:
+        ValueError: for rows that are too short, tensors of another shape, an attention_mask with zeros, position_ids
+            or state_resets, and as `overlap_positions`.
+    """
+    rows, available = inputs["input_ids"].shape
+    overlap_positions(rows, length, extra)
+    if available < length + extra:
+        raise ValueError(
+            f"Rows of {available} tokens are too short for crops of {length} tokens that are {extra} apart: "
+            f"give at least {length + extra} tokens in each row."
+        )
+    for name in ("position_ids", "state_resets"):
+        if inputs.get(name) is not None:
+            raise ValueError(f"Both crops start at position 0 and from the same state: leave {name} out of the batch.")
+    mask = inputs.get("attention_mask")
+    if mask is not None and not bool(mask[:, : length + extra].all()):
+        raise ValueError(
+            "attention_mask has zeros, but the alignment loss compares the crops by their position in the row, and "
+            "padding is no context: pack the text into rows without padding."
+        )
+    cropped = {}
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            if value.shape[:2] != (rows, available):
+                raise ValueError(
+                    f"{name} of shape {tuple(value.shape)} cannot be cropped: tensors of the batch must begin with "
+                    f"the shape {(rows, available)} of input_ids."
+                )
+            value = torch.cat([value[:, :length], value[:, extra : extra + length]])
+        cropped[name] = value
+    return cropped
+
+
+def shifted_targets(inputs: dict[str, Any]) -> Tensor:
+    """The target of each output, (B, T): `shift_labels`, else `labels` (B, T) moved one to the left.
+
+    Raises:
+        ValueError: without either.
+    """
+    for name in ("shift_labels", "labels"):
+        if inputs.get(name) is not None:
+            return inputs[name] if name == "shift_labels" else F.pad(inputs[name][:, 1:], (0, 1), value=IGNORED)
+    raise ValueError("The batch has neither labels nor shift_labels to be scored on: give one of them.")
+
+
+class AlignedLoss(NamedTuple):
+    """`loss` = `cross_entropy` + alpha * `misalignment`, scalars in nats; the last two are for logs, without history.
+
+    Given `num_items` and `overlap_items`, each is this micro-batch's share: over all micro-batches and processes
+    they add up to the step's means.
+    """
+
+    loss: Tensor
+    cross_entropy: Tensor
+    misalignment: Tensor
+
+
+class _AlignedCrossEntropy(torch.autograd.Function):
+    """Keeps the logits and numbers per position; its one tensor of their size is the gradient it returns."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        extra: int,
+        alpha: float,
+        num_items: Tensor | int,
+        overlap_items: Tensor | int,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        normalizers = log_normalizers(logits, chunk)
+        scored = targets != IGNORED
+        indices = targets.where(scored, 0)
+        hit = logits.gather(-1, indices[..., None])[..., 0]
+        cross_entropy = (normalizers - hit).where(scored, 0).sum() / num_items
+        expected = expected_logs(*_overlap(logits, extra), *_overlap(normalizers, extra), chunk)
+        misalignment = -expected.sum() / overlap_items
+        ctx.save_for_backward(logits, normalizers, indices, scored, expected)
+        ctx.settings = extra, alpha, num_items, overlap_items, chunk
+        ctx.mark_non_differentiable(cross_entropy, misalignment)
+        return cross_entropy + alpha * misalignment, cross_entropy, misalignment
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        logits, normalizers, indices, scored, expected = ctx.saved_tensors
+        extra, alpha, num_items, overlap_items, chunk = ctx.settings
+        gradient = torch.empty_like(logits)
+        weights = scored * (upstream / num_items)
+        for at in blocks(scored.shape, chunk):
+            weight = weights[at][..., None]
+            piece = (logits[at] - normalizers[at][..., None]).exp_().mul_(weight)
+            gradient[at] = piece.scatter_add_(-1, indices[at][..., None], -weight)
+        share = upstream * alpha / overlap_items
+        pairs = tuple(zip(*(_overlap(x, extra) for x in (logits, normalizers, gradient)), strict=True))
+        for at in blocks(expected.shape[1:], chunk):
+            log_p, log_q = (x[at] - normalizer[at][..., None] for x, normalizer, _ in pairs)
+            for (_, _, result), piece in zip(pairs, sce_gradients(log_p, log_q, expected[:, *at]), strict=True):
+                result[at] += piece.mul_(share)
+        return gradient, *(None,) * 6
+
+
+def _overlap(x: Tensor, extra: int) -> tuple[Tensor, Tensor]:
+    """The positions of x (2B, T, ...) in the overlap, as views (B, T - T // 2 - l_extra, ...): crop 1, crop 2."""
+    rows, half = len(x) // 2, x.shape[1] // 2
+    return x[:rows, half + extra :], x[rows:, half : x.shape[1] - extra]
+
+
+def aligned_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    extra: int,
+    *,
+    alpha: float,
+    num_items: Tensor | int | None = None,
+    overlap_items: Tensor | int | None = None,
+    chunk_size: int | None = None,
+) -> AlignedLoss:
+    """Cross-entropy of two crops plus alpha times the mean symmetric cross-entropy of their overlap (Eq. 4).
+
+    Memory: the forward pass makes no second tensor of the size of the logits, the backward pass one, the
+    gradient; all else is chunk by chunk or one number per position.
+
+    Under gradient accumulation and on several processes both parts are sums over what was counted for the whole
+    step: cross-entropy = sum over targets / num_items, misalignment = sum over overlap / overlap_items. Count
+    `overlap_items` over the same micro-batches and processes as Trainer counts num_items_in_batch, by adding up
+    `overlap_positions`; a factor that Trainer applies to undo its averaging over processes then fits both. Where
+    Trainer gives no num_items_in_batch it divides the loss by the number of micro-batches: leave both None.
+
+    Args:
+        logits: Finite logits (2B, T, V) for the rows of `two_crops`: crop 1 of each row first, then crop 2.
+        targets: Shifted targets (2B, T), -100 where nothing is scored (`shifted_targets`).
+        extra: l_extra in tokens, 1 to `largest_extra(T)`.
+        alpha: Weight of the misalignment, at least 0; the paper finds 0.1 to 0.3 good and 0.5 harmful.
+        num_items: Targets to divide by; None for the scored ones of this call.
+        overlap_items: Overlap positions to divide by; None for those of this call.
+        chunk_size: Positions whose probabilities exist at the same time; by default `LOGITS_PER_CHUNK`.
+
+    Returns:
+        Scalars in float32, float64 for float64 logits. The gradient has the dtype of the logits.
+
+    Raises:
+        ValueError: for shapes that do not fit, alpha < 0, chunk_size < 1, and as `overlap_positions`.
+    """
+    if logits.dim() != 3 or len(logits) % 2 or targets.shape != logits.shape[:2]:
+        raise ValueError(
+            "The alignment loss takes logits (2B, T, V) of two crops and targets (2B, T), got shapes "
+            f"{tuple(logits.shape)} and {tuple(targets.shape)}."
+        )
+    if alpha < 0:
+        raise ValueError(f"alpha must be at least 0, got {alpha}.")
+    own_overlap = overlap_positions(len(logits) // 2, logits.shape[1], extra)
+    num_items = (targets != IGNORED).sum() if num_items is None else num_items
+    overlap_items = own_overlap if overlap_items is None else overlap_items
+    num_items, overlap_items = (
+        x.to(logits.device) if isinstance(x, Tensor) else x for x in (num_items, overlap_items)
+    )
+    chunk = chunk_positions(logits, chunk_size)
+    return AlignedLoss(
+        *_AlignedCrossEntropy.apply(logits, targets.to(logits.device), extra, alpha, num_items, overlap_items, chunk)
+    )

@@ -1,0 +1,44 @@
+"""States that hold NaN, are infinite, or exploded."""
+
+import torch
+from torch import Tensor
+
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+
+
+def part_norms(state: RecurrentState) -> Tensor:
+    """Euclidean norms of the parts of a state, (layers, 2, B); not finite where a value is not."""
+    return torch.stack(
+        [torch.stack([torch.linalg.vector_norm(part.flatten(1), dim=1) for part in layer]) for layer in state]
+    )
+
+
+def recurrent_rms(state: RecurrentState, norms: Tensor) -> Tensor:
+    """Root mean square of the recurrent part per layer and row, (layers, B), from its `part_norms`."""
+    sizes = [layer.recurrent[0].numel() for layer in state]
+    return norms[:, 0] / norms.new_tensor(sizes).sqrt()[:, None]
+
+
+def broken_rows(state: RecurrentState, norms: Tensor, max_rms: float | None) -> Tensor:
+    """Rows with a value that is not finite or a layer above `max_rms`, (B,)."""
+    broken = ~norms.isfinite().all(0).all(0)
+    if max_rms is not None:
+        broken = broken | (recurrent_rms(state, norms) > max_rms).any(0)
+    return broken
+
+
+def describe_broken(state: RecurrentState, norms: Tensor, max_rms: float | None) -> str:
+    """What is wrong with the first broken layer, and in which rows."""
+    rms = recurrent_rms(state, norms)
+    for index in range(len(state)):
+        for part, name in enumerate(LayerState._fields):
+            rows = (~norms[index, part].isfinite()).nonzero().flatten().tolist()
+            if rows:
+                return f"layer {index}, part '{name}' has NaN or infinite values in rows {rows}"
+        if max_rms is not None and bool((rms[index] > max_rms).any()):
+            rows = (rms[index] > max_rms).nonzero().flatten().tolist()
+            return (
+                f"layer {index} has exploded in rows {rows}: its recurrent state has a root mean square of "
+                f"{float(rms[index].max()):.3g}, max_state_rms is {max_rms:g}"
+            )
+    raise AssertionError("no broken state to describe")

@@ -1,0 +1,157 @@
+"""What a trainer refuses, with the reason, before anything is trained."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils.data import IterableDataset, RandomSampler
+from transformers import TrainingArguments
+from transformers.trainer_utils import has_length
+
+from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream
+from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
+from hf_recurrent_lengthgen.trainers.alignment import AlignmentSettings
+
+STATE_ARGUMENTS = {"initial_state", "output_final_state"}
+
+
+def base_of(model: Any) -> Any:
+    """The model itself, without PEFT."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def takes_states(model: Any) -> bool:
+    """Whether a model takes `initial_state` and returns `final_state`."""
+    return set(inspect.signature(base_of(model).forward).parameters) >= STATE_ARGUMENTS
+
+
+def check_model(model: Any) -> None:
+    """Raise a `ValueError` for a model that cannot be given states."""
+    base = base_of(model)
+    missing = STATE_ARGUMENTS - set(inspect.signature(base.forward).parameters)
+    if missing:
+        raise ValueError(
+            f"{type(base).__name__} takes no {sorted(missing)}, so it cannot be given states. Load it with "
+            "hf_recurrent_lengthgen.load_model(...), or wrap it with stateful(model)."
+        )
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Raise a `ValueError` for arguments under which states would be lost or mixed up."""
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs in one process (DataParallel) would mix up carried states: start one process for each "
+            "GPU with accelerate launch or torchrun, or set CUDA_VISIBLE_DEVICES."
+        )
+    if args.auto_find_batch_size:
+        raise ValueError("auto_find_batch_size is not supported: carried states belong to one batch size. Give it.")
+    if args.label_smoothing_factor:
+        raise ValueError("label_smoothing_factor is not supported: Trainer would smooth against unshifted labels.")
+    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        if (getattr(args, name, None) or {}).get("use_reentrant"):
+            raise ValueError(
+                "Reentrant activation checkpointing loses gradients through recurrent states: set use_reentrant=False."
+            )
+    if getattr(args.accelerator_config, "split_batches", False):
+        raise ValueError(
+            "accelerator_config split_batches is not supported: rows would change their process. Leave it out and "
+            "give per_device_train_batch_size."
+        )
+
+
+def check_shuffled(trainer: str, dataset: Any, args: Any, make_sampler: Callable[[], Any] | None) -> None:
+    """Raise a `ValueError` for data that are known to come in order; `make_sampler` is None if their rows continue."""
+    if make_sampler is None:
+        raise ValueError(
+            f"{trainer} passes states between different sequences, but the rows of a {type(dataset).__name__} "
+            "continue one another: train on it with TbttTrainer."
+        )
+    if getattr(args, "assume_shuffled", False):
+        return
+    if isinstance(dataset, IterableDataset) or not has_length(dataset):
+        raise ValueError(
+            f"{trainer} passes states between different sequences, so the data must be shuffled; "
+            "a stream cannot be checked. Shuffle it and set assume_shuffled=True."
+        )
+    if not isinstance(make_sampler(), RandomSampler):
+        raise ValueError(
+            f"{trainer} passes states between different sequences, so the data must be shuffled: use "
+            "Trainer's default random sampler, or set assume_shuffled=True if the data are shuffled already."
+        )
+
+
+def check_continued_data(
+    trainer: str, dataset: Any, args: TrainingArguments, alignment: AlignmentSettings | None
+) -> None:
+    """Raise a `ValueError` unless rows continue those of the step before, and stay in their places."""
+    if not isinstance(dataset, ContinuedChunks | ContinuedStream):
+        raise ValueError(
+            f"{trainer} needs rows that continue those of the step before: give a ContinuedChunks or ContinuedStream "
+            f"of hf_recurrent_lengthgen.data as train_dataset, got {type(dataset).__name__}."
+        )
+    if args.ignore_data_skip:
+        raise ValueError(
+            "ignore_data_skip would continue carried states with other texts after a resume: leave it out."
+        )
+    strategy = getattr(args, "train_sampling_strategy", "random")
+    if str(getattr(strategy, "value", strategy)) not in ("random", "sequential"):
+        raise ValueError(
+            f"train_sampling_strategy {strategy!r} would part rows that continue one another: leave it out."
+        )
+    if isinstance(dataset, ContinuedStream):
+        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        wanted = {"rows": rows, "process_index": args.process_index, "num_processes": args.world_size}
+        wrong = {name: value for name, value in wanted.items() if getattr(dataset, name) != value}
+        if wrong:
+            given = {name: getattr(dataset, name) for name in wrong}
+            raise ValueError(f"The ContinuedStream was made with {given}, but this run needs {wrong}.")
+        if args.max_steps <= 0:
+            raise ValueError("A ContinuedStream never ends: give max_steps.")
+    needed = 0 if alignment is None else alignment.max_extra
+    if alignment is not None and alignment.length != dataset.length:
+        raise ValueError(
+            f"alignment_length must be the length of the chunks, {dataset.length}, so that the next chunk continues "
+            f"the first crop; got {alignment.length}."
+        )
+    if dataset.lookahead != needed:
+        raise ValueError(
+            f"The chunks have lookahead={dataset.lookahead}, this run needs {needed}"
+            f"{' (alignment_max_extra)' if needed else ': only the alignment loss reads ahead'}."
+        )
+
+
+def zero_state_of(trainer: Any) -> Callable[[int], RecurrentState]:
+    """Makes the zero state of a trainer's model for a number of rows.
+
+    Raises:
+        ValueError: for a model that cannot.
+    """
+    if not hasattr(base_of(trainer.model), "zero_state"):
+        raise ValueError(
+            f"{type(base_of(trainer.model)).__name__} has no method zero_state(rows), which says what shape noise "
+            "must have. Load the model with hf_recurrent_lengthgen.load_model(...), or wrap it with stateful(model)."
+        )
+    return lambda rows: base_of(trainer.model).zero_state(rows)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Number of parameters, with those that are not trained."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def keep_states_in_full_precision(accelerator_state: Any) -> None:
+    """Let FSDP cast weights but not states, which its default policy would cast at every module.
+
+    Raises:
+        ValueError: for the first version of FSDP, which was never tried with states.
+    """
+    plugin = getattr(accelerator_state, "fsdp_plugin", None)
+    if plugin is None:
+        return
+    if getattr(plugin, "fsdp_version", 1) != 2:
+        raise ValueError("FSDP version 1 is not supported: set fsdp_version: 2 in the accelerate config.")
+    policy = plugin.mixed_precision_policy
+    if policy is not None and getattr(policy, "cast_forward_inputs", False):
+        plugin.mixed_precision_policy = dataclasses.replace(policy, cast_forward_inputs=False)

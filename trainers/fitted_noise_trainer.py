@@ -1,0 +1,25 @@
+"""Post-training from noise that resembles final states."""
+
+from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
+from hf_recurrent_lengthgen.trainers.checks import zero_state_of
+from hf_recurrent_lengthgen.trainers.fitted_noise_config import FittedNoiseConfig
+from hf_recurrent_lengthgen.trainers.noise_states import FittedNoise
+
+
+class FittedNoiseTrainer(InitialStateTrainer):
+    """`Trainer` from noise with mean and variance of final states (arXiv:2507.02782, section 4.3).
+
+    trainer = FittedNoiseTrainer(model, FittedNoiseConfig("out"), train_dataset=blocks)
+    trainer.train()
+    trainer.initial_states.statistics[0].mean  # of layer 0, one for each head
+    """
+
+    config_class = FittedNoiseConfig
+    args: FittedNoiseConfig
+
+    def initial_state_source(self) -> FittedNoise:
+        """Noise per layer and head."""
+        args = self.args
+        return FittedNoise(
+            zero_state_of(self), args.fitted_noise_beta, args.fitted_noise_groups, args.noise_at_evaluation
+        )

@@ -1,0 +1,152 @@
+"""Settings that every method shares."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from transformers import TrainingArguments
+
+
+@dataclass
+class InitialStateConfig(TrainingArguments):
+    """`TrainingArguments` and what goes with every source of initial states.
+
+    Raises:
+        ValueError: for values out of range and for options that do not go together.
+    """
+
+    # Parameters that control the loss of "Output Alignment: A Top-Down Approach to Length Generalization"
+    alignment_alpha: float = field(
+        default=0.0,
+        metadata={
+            "help": "Weight alpha of the output alignment loss (Output Alignment, Eq. 4). In the paper 0.1 to 0.3 are "
+            "good, 0.5 and more hurts. Default 0: off."
+        },
+    )
+    alignment_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Length T in tokens of the two crops that are aligned. The rows must hold T + alignment_max_extra "
+            "tokens. Default: as long as the rows allow."
+        },
+    )
+    alignment_min_extra: int = field(
+        default=1, metadata={"help": "Smallest shift l_extra between the two crops, in tokens. Default 1."}
+    )
+    alignment_max_extra: int | None = field(
+        default=None,
+        metadata={"help": "Largest shift l_extra between the two crops, in tokens. Default: T/2 - 1."},
+    )
+
+    # Parameters that control backpropagation through chunks
+    bptt_chunk_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Run each row in chunks of so many tokens and recompute their activations in the backward pass: "
+            "rows may be longer than memory allows, gradients through the state stay exact. Default: rows at once."
+        },
+    )
+    bptt_window: int | None = field(
+        default=None,
+        metadata={"help": "Chunks after which the gradient through the state is cut. Default: never."},
+    )
+
+    # Parameters that control what happens to states that break
+    broken_states: Literal["stop", "reset"] = field(
+        default="stop",
+        metadata={
+            "help": "What to do with final states that hold NaN or infinite values, or exceed max_state_rms: stop the "
+            "run, or reset these rows to zero and warn. A loss that is not finite always stops the run."
+        },
+    )
+    max_state_rms: float | None = field(
+        default=None,
+        metadata={
+            "help": "Root mean square of a layer's recurrent state, per row, above which it counts as exploded. "
+            "Default: no limit."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.alignment_alpha < float("inf"):
+            raise ValueError(f"alignment_alpha must be a finite number of at least 0, got {self.alignment_alpha}.")
+        unused = [
+            name
+            for name in ("alignment_length", "alignment_min_extra", "alignment_max_extra")
+            if getattr(self, name) != _default(name)
+        ]
+        if not self.alignment_alpha and unused:
+            raise ValueError(f"{unused} need alignment_alpha above 0, for instance 0.1.")
+        for name in ("alignment_length", "alignment_min_extra", "alignment_max_extra", "bptt_chunk_length"):
+            _at_least_one(name, getattr(self, name))
+        _at_least_one("bptt_window", self.bptt_window)
+        if self.alignment_max_extra is not None and self.alignment_max_extra < self.alignment_min_extra:
+            raise ValueError(
+                f"alignment_max_extra is {self.alignment_max_extra}, below alignment_min_extra "
+                f"{self.alignment_min_extra}."
+            )
+        if self.bptt_window is not None and self.bptt_chunk_length is None:
+            raise ValueError("bptt_window counts chunks: give bptt_chunk_length, too.")
+        if self.bptt_chunk_length is not None and self.alignment_alpha:
+            raise ValueError("bptt_chunk_length keeps no logits, which alignment_alpha needs: use one of them.")
+        if self.bptt_chunk_length is not None and self.torch_compile:
+            raise ValueError("bptt_chunk_length does not work with torch_compile: use one of them.")
+        if self.broken_states not in ("stop", "reset"):
+            raise ValueError(f"broken_states must be 'stop' or 'reset', got {self.broken_states!r}.")
+        if self.max_state_rms is not None and not self.max_state_rms > 0:
+            raise ValueError(f"max_state_rms must be above 0, got {self.max_state_rms}.")
+        super().__post_init__()
+
+    def method_settings(self) -> dict[str, Any]:
+        """The settings that `TrainingArguments` does not have."""
+        stock = {item.name for item in fields(TrainingArguments)}
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in stock}
+
+
+@dataclass
+class CarriedStateConfig(InitialStateConfig):
+    """What state passing and TBTT share.
+
+    Raises:
+        ValueError: if `state_drop_probability` is not between 0 and 1, and as `InitialStateConfig`.
+    """
+
+    state_drop_probability: float = field(
+        default=0.0,
+        metadata={
+            "help": "Probability that a training sequence starts from the zero state instead of a carried one, drawn "
+            "for each sequence on its own. Default 0."
+        },
+    )
+    carry_conv_state: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether the short-convolution part of the state is carried too (else it starts from zero)."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.state_drop_probability <= 1.0:
+            raise ValueError(f"state_drop_probability must be between 0 and 1, got {self.state_drop_probability}.")
+        super().__post_init__()
+
+
+@dataclass
+class NoiseConfig(InitialStateConfig):
+    """What both kinds of noise share."""
+
+    noise_at_evaluation: bool = field(
+        default=False,
+        metadata={
+            "help": "Start evaluation from noise, too: an ablation, which hurts the first tokens (arXiv:2507.02782, "
+            "section 4.2)."
+        },
+    )
+
+
+def _default(name: str) -> Any:
+    return InitialStateConfig.__dataclass_fields__[name].default
+
+
+def _at_least_one(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}.")

@@ -1,0 +1,57 @@
+"""Interrupts that wait for the end of the step and write a checkpoint."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class InterruptCallback(TrainerCallback):
+    """Ends training after the step in which a signal arrived, with a checkpoint.
+
+    Args:
+        any_process: Whether a condition holds in any process, so that all of them stop after the same step.
+
+    Attributes:
+        received: The signal that arrived, or None.
+        stopped: Whether training ended because of it.
+    """
+
+    def __init__(self, any_process: Callable[[bool], bool]) -> None:
+        self._any_process = any_process
+        self.received: int | None = None
+        self.stopped = False
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._any_process(self.received is not None):
+            self.stopped = control.should_save = control.should_training_stop = True
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take over SIGINT and SIGTERM once; a second signal does what it did before. Only in the main thread."""
+        self.received, self.stopped = None, False
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+
+        def note(number: int, frame: Any) -> None:
+            self.received = number
+            for each, handler in before.items():
+                signal.signal(each, handler)
+            print(
+                "\nInterrupted: finishing this step and writing a checkpoint. Once more to stop at once.", flush=True
+            )
+
+        for number in SIGNALS:
+            signal.signal(number, note)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,79 @@
+"""Training an initial state."""
+
+import os
+from typing import Any
+
+from torch import nn
+
+from hf_recurrent_lengthgen.models.recurrent_state import (
+    RecurrentState,
+    clone_state,
+    detach_state,
+    save_state,
+    state_dtype,
+)
+from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
+from hf_recurrent_lengthgen.trainers.checks import base_of, check_model
+from hf_recurrent_lengthgen.trainers.learned_state_config import LearnedStateConfig
+from hf_recurrent_lengthgen.trainers.learned_states import LearnedState, LearnedStates
+
+LEARNED_STATE_FILE = "learned_state.safetensors"
+
+
+class LearnedStateTrainer(InitialStateTrainer):
+    """`Trainer` that learns the initial state of all sequences, by default with the model's weights frozen.
+
+    `save_model` writes `learned_state.safetensors`, one row that `load_state` reads:
+
+        state, _ = load_state("out/learned_state.safetensors")
+        model.generate(**prompt, initial_state=state)
+
+    Raises:
+        ValueError: with `model_init` or under FSDP, and as `InitialStateTrainer`.
+    """
+
+    config_class = LearnedStateConfig
+    args: LearnedStateConfig
+
+    def __init__(self, model: nn.Module | None = None, *positional: Any, **keyword: Any) -> None:
+        if model is None:
+            raise ValueError(
+                "LearnedStateTrainer attaches the state to the model it is given: give model, not model_init."
+            )
+        check_model(model)
+        args = positional[0] if positional else keyword.get("args")
+        learns = args if isinstance(args, LearnedStateConfig) else None
+        if learns is None or not learns.train_model:
+            model.requires_grad_(False)
+        base = base_of(model)
+        learn_conv = learns is None or learns.learn_conv_state
+        self._learned = LearnedState(base.state_shapes(), state_dtype(base.dtype), learn_conv).to(base.device)
+        # A part of the model, so that optimizer, DDP and clipping see it; its file is its own.
+        model.learned_state = self._learned
+        names = {f"learned_state.{name}" for name in self._learned.state_dict()}
+        base._keys_to_ignore_on_save = set(getattr(base, "_keys_to_ignore_on_save", None) or ()) | names
+        super().__init__(model, *positional, **keyword)
+        if self.is_fsdp_enabled:
+            raise ValueError("A learned state is used outside of the layers that FSDP gathers: use DDP.")
+
+    def initial_state_source(self) -> LearnedStates:
+        """The learned state."""
+        return LearnedStates(self._learned)
+
+    def learned_state(self) -> RecurrentState:
+        """The state as it is now, one row without gradient history."""
+        return clone_state(detach_state(self._learned()))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        folder = str(self.args.output_dir) if output_dir is None else output_dir
+        if self.args.train_model:
+            super()._save(output_dir, state_dict)
+        os.makedirs(folder, exist_ok=True)
+        model = str(getattr(getattr(self.model, "config", None), "name_or_path", ""))
+        save_state(os.path.join(folder, LEARNED_STATE_FILE), self.learned_state(), {"model": model})
+        if not self.args.train_model and self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.args.train_model:  # the learned state comes back with the initial states
+            super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -1,0 +1,51 @@
+"""Settings of mixtures."""
+
+import json
+from dataclasses import dataclass, field
+
+from hf_recurrent_lengthgen.trainers.fitted_noise_config import FittedNoiseConfig
+from hf_recurrent_lengthgen.trainers.initial_state_config import CarriedStateConfig
+from hf_recurrent_lengthgen.trainers.mixed_states import check_probabilities
+from hf_recurrent_lengthgen.trainers.random_noise_config import RandomNoiseConfig
+
+SOURCES = ("zero", "state_passing", "tbtt", "random_noise", "fitted_noise")
+
+
+@dataclass
+class MixedStatesConfig(CarriedStateConfig, FittedNoiseConfig, RandomNoiseConfig):
+    """`TrainingArguments`, the probabilities of a mixture of sources, and the settings of these sources.
+
+    Raises:
+        ValueError: for unknown sources, probabilities that do not add up to 1, options of sources without a share,
+            and as the configs of the sources.
+    """
+
+    mixture: dict[str, float] | str | None = field(
+        default=None,
+        metadata={
+            "help": f"Probability of each source of initial states, drawn for every sequence: {', '.join(SOURCES)}. "
+            'Required, for instance {"zero": 0.1, "state_passing": 0.45, "fitted_noise": 0.45}.'
+        },
+    )
+    assume_shuffled: bool = field(
+        default=False,
+        metadata={"help": "State that the training data arrive shuffled, as for state passing."},
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.mixture, str):
+            self.mixture = json.loads(self.mixture)
+        if not isinstance(self.mixture, dict) or set(self.mixture) - set(SOURCES):
+            raise ValueError(f"mixture must give probabilities to some of {list(SOURCES)}, got {self.mixture!r}.")
+        check_probabilities(self.mixture)
+        if {"state_passing", "tbtt"} <= set(self.mixture):
+            raise ValueError(
+                "mixture: state_passing needs shuffled rows and tbtt rows that continue; take one of them."
+            )
+        if self.state_drop_probability:
+            raise ValueError("In a mixture, zero states have their own share: give 'zero' a probability.")
+        if ("random_noise" in self.mixture) != (self.noise_sigma is not None):
+            raise ValueError("noise_sigma goes with random_noise in the mixture: give both or none.")
+        if self.noise_at_evaluation:
+            raise ValueError("noise_at_evaluation is an ablation of a single kind of noise, not of mixtures.")
+        super().__post_init__()

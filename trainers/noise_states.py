@@ -1,0 +1,199 @@
+"""Initial states drawn from Gaussians (arXiv:2507.02782, sections 4.2 and 4.3).
+
+Every row has a generator of its own, so that its noise depends on (seed, step, slot, global row) only. The states of
+short convolutions and token shifts start from zero. CPU and GPU generators give different numbers.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, LayerStatistics, RecurrentState
+from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
+
+ZeroState = Callable[[int], RecurrentState]
+"""Makes the zero state of a model for a number of rows."""
+
+
+def standard_normal(place: BatchPlace, zero: RecurrentState) -> RecurrentState:
+    """The zero state `zero`, its recurrent parts replaced by independent standard normal numbers."""
+    device, dtype = zero[0].recurrent.device, zero[0].recurrent.dtype
+    sizes = [layer.recurrent[0].numel() for layer in zero]
+    rows = [
+        torch.randn(sum(sizes), generator=place.row_generator(row, "noise", device), device=device, dtype=dtype)
+        for row in range(place.rows)
+    ]
+    parts = torch.stack(rows).split(sizes, dim=1)
+    return tuple(
+        LayerState(part.reshape_as(layer.recurrent), layer.conv) for part, layer in zip(parts, zero, strict=True)
+    )
+
+
+class _Noise(InitialStateSource):
+    """What both kinds of noise share.
+
+    Args:
+        zero_state: Makes the zero state of the model.
+        at_evaluation: Start evaluation from noise, too: an ablation, which the paper found to hurt the first tokens.
+    """
+
+    def __init__(self, zero_state: ZeroState, at_evaluation: bool) -> None:
+        self.at_evaluation = at_evaluation
+        self._zero_state = zero_state
+
+    def evaluation_state(self, place: BatchPlace) -> RecurrentState | None:
+        """Noise if the ablation is on, else the zero state."""
+        return self.initial_state(place) if self.at_evaluation else None
+
+
+class RandomNoise(_Noise):
+    """Every element of the recurrent state is drawn from N(0, sigma^2) (section 4.2).
+
+    Args:
+        sigma: Standard deviation, above 0. The paper sweeps it for each model, so it has no default.
+        zero_state: Makes the zero state of the model.
+        at_evaluation: Start evaluation from noise, too.
+    """
+
+    def __init__(self, sigma: float, zero_state: ZeroState, at_evaluation: bool = False) -> None:
+        if not 0.0 < sigma < float("inf"):
+            raise ValueError(f"noise_sigma must be a finite number above 0, got {sigma}.")
+        super().__init__(zero_state, at_evaluation)
+        self.sigma = sigma
+
+    def initial_state(self, place: BatchPlace) -> RecurrentState:
+        """Fresh noise for every row."""
+        noise = standard_normal(place, self._zero_state(place.rows))
+        return tuple(LayerState(layer.recurrent.mul_(self.sigma), layer.conv) for layer in noise)
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+        """There is nothing to take back."""
+
+
+class FittedNoise(_Noise):
+    """Noise with the moving mean and variance of final states, per layer and head (section 4.3, Eq. 5 and 6).
+
+        mean     <- (1 - beta) Mean(h_T)     + beta mean
+        variance <- (1 - beta) Variance(h_T) + beta variance
+
+    Mean and (population) variance are taken over the sequences of a step, of all micro-batches and processes, the
+    head dim and the state dim. The first step starts from zero, and its states initialize the statistics.
+
+    Args:
+        zero_state: Makes the zero state of the model.
+        beta: Weight of the past, 0.1 in the paper.
+        groups: Groups of heads that share statistics, a divisor of their number; by default every head has its own.
+            Mamba-1 has no heads: its channels take their place.
+        at_evaluation: Start evaluation from noise, too.
+    """
+
+    def __init__(
+        self, zero_state: ZeroState, beta: float = 0.1, groups: int | None = None, at_evaluation: bool = False
+    ) -> None:
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"fitted_noise_beta must be at least 0 and below 1, got {beta}.")
+        if groups is not None and groups < 1:
+            raise ValueError(f"fitted_noise_groups must be at least 1, got {groups}.")
+        super().__init__(zero_state, at_evaluation)
+        self.beta, self.groups = beta, groups
+        self._statistics: tuple[LayerStatistics, ...] | None = None
+        self._sums: list[Tensor] | None = None
+
+    @property
+    def statistics(self) -> tuple[LayerStatistics, ...] | None:
+        """Mean and variance of every layer, (groups,) each in float32; None before the first step is over."""
+        return self._statistics
+
+    def initial_state(self, place: BatchPlace) -> RecurrentState | None:
+        """Fresh noise for every row; the zero state before the first step is over."""
+        if self._statistics is None:
+            return None
+        state = []
+        noise = standard_normal(place, self._zero_state(place.rows))
+        for layer, (mean, variance) in zip(noise, self._statistics, strict=True):
+            grouped = layer.recurrent.reshape(place.rows, len(mean), -1)
+            fitted = mean[:, None] + variance.sqrt()[:, None] * grouped
+            state.append(LayerState(fitted.to(grouped).reshape_as(layer.recurrent), layer.conv))
+        return tuple(state)
+
+    def observe(self, place: BatchPlace, final_state: RecurrentState) -> None:
+        """Add the states to those of the step."""
+        sums = [_sums(layer.recurrent, self.groups) for layer in final_state]
+        if self._sums is not None:
+            sums = [old + new for old, new in zip(self._sums, sums, strict=True)]
+        self._sums = sums
+
+    def end_step(self) -> None:
+        """Move the statistics towards those of the step (Eq. 5 and 6)."""
+        if self._sums is None:
+            return
+        sizes = [len(sums) for sums in self._sums]
+        total = self.sum_over_processes(torch.cat(self._sums)).split(sizes)
+        self._sums = None
+        fresh = [_moments(sums) for sums in total]
+        if self._statistics is not None:
+            fresh = [
+                LayerStatistics(*((1 - self.beta) * new + self.beta * old for new, old in zip(*pair, strict=True)))
+                for pair in zip(fresh, self._statistics, strict=True)
+            ]
+        self._statistics = tuple(fresh)
+
+    def reset(self) -> None:
+        """Forget the statistics."""
+        self._statistics, self._sums = None, None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Statistics as `layers.{layer}.mean` and `layers.{layer}.variance`, (groups,) each."""
+        return {
+            f"layers.{index}.{name}": value.cpu()
+            for index, layer in enumerate(self._statistics or ())
+            for name, value in zip(LayerStatistics._fields, layer, strict=True)
+        }
+
+    def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+        """Take back what `state_dict` gave.
+
+        Raises:
+            ValueError: if a layer's statistics are missing or something else is there.
+        """
+        self.reset()
+        layers = len(tensors) // 2
+        names = [[f"layers.{index}.{name}" for name in LayerStatistics._fields] for index in range(layers)]
+        if {name for layer in names for name in layer} != set(tensors):
+            raise ValueError(f"These are not the statistics of fitted noise: {sorted(tensors)[:4]}.")
+        if tensors:
+            self._statistics = tuple(LayerStatistics(*(tensors[name].to(device) for name in layer)) for layer in names)
+
+    def logs(self) -> dict[str, float]:
+        """Root mean square of the means, and mean and largest of the standard deviations, over layers and heads."""
+        if self._statistics is None:
+            return {}
+        means = torch.cat([layer.mean for layer in self._statistics])
+        deviations = torch.cat([layer.variance for layer in self._statistics]).sqrt()
+        values = torch.stack([means.square().mean().sqrt(), deviations.mean(), deviations.max()]).tolist()
+        return dict(zip(("fitted_mean_rms", "fitted_std", "fitted_std_max"), values, strict=True))
+
+
+def _sums(recurrent: Tensor, groups: int | None) -> Tensor:
+    """Count, sum and sum of squares of every group of heads, (groups, 3) in float64."""
+    heads = recurrent.shape[1]
+    groups = heads if groups is None else groups
+    if heads % groups:
+        raise ValueError(f"fitted_noise_groups must divide the {heads} heads (channels in Mamba-1), got {groups}.")
+    values = recurrent.reshape(len(recurrent), groups, -1).transpose(0, 1).reshape(groups, -1).double()
+    count = values.new_full((groups,), values.shape[1])
+    return torch.stack([count, values.sum(1), values.square().sum(1)], 1)
+
+
+def _moments(sums: Tensor) -> LayerStatistics:
+    count, total, squares = sums.unbind(1)
+    mean = total / count
+    return LayerStatistics(mean.float(), (squares / count - mean.square()).clamp(min=0).float())

@@ -1,0 +1,28 @@
+"""Post-training from noise of one given size."""
+
+from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
+from hf_recurrent_lengthgen.trainers.checks import zero_state_of
+from hf_recurrent_lengthgen.trainers.noise_states import RandomNoise
+from hf_recurrent_lengthgen.trainers.random_noise_config import RandomNoiseConfig
+
+
+class RandomNoiseTrainer(InitialStateTrainer):
+    """`Trainer` in which every sequence starts from N(0, sigma^2) (arXiv:2507.02782, section 4.2).
+
+        trainer = RandomNoiseTrainer(model, RandomNoiseConfig("out", noise_sigma=0.3), train_dataset=blocks)
+
+    Raises:
+        ValueError: without `noise_sigma`, and as `InitialStateTrainer`.
+    """
+
+    config_class = RandomNoiseConfig
+    args: RandomNoiseConfig
+
+    def initial_state_source(self) -> RandomNoise:
+        """Independent noise."""
+        if self.args.noise_sigma is None:
+            raise ValueError(
+                "noise_sigma is missing: give the standard deviation of the initial states. The size that a model's "
+                "states have in use is logged as state_rms; sweep_sigma compares several values."
+            )
+        return RandomNoise(self.args.noise_sigma, zero_state_of(self), self.args.noise_at_evaluation)

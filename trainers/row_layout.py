@@ -1,0 +1,66 @@
+"""How the rows of a batch become the rows that the model sees, and back.
+
+Truncated backpropagation resets states at given tokens; the alignment loss runs two crops of every row. Both only
+change which rows there are, so a source of initial states still sees one state for each row of the batch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_recurrent_lengthgen.models.recurrent_state import (
+    RecurrentState,
+    concatenate_rows,
+    keep_rows,
+    map_state,
+    take_rows,
+)
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """B rows of a batch as R rows of the model.
+
+    Attributes:
+        rows: R.
+        first: Row of the model that starts row i of the batch, (B,); None if the rows are the same.
+        last: Row of the model that ends row i of the batch, (B,).
+        continues: Rows of the batch that start from the given state and not from zero, (B,); None for all.
+        crops: How often the rows are repeated with the same initial state; the final states are those of the first.
+    """
+
+    rows: int
+    first: Tensor | None = None
+    last: Tensor | None = None
+    continues: Tensor | None = None
+    crops: int = 1
+
+    def spread(self, state: RecurrentState | None) -> RecurrentState | None:
+        """Initial states for the R rows of the model from those of the B rows of the batch."""
+        if state is None:
+            return None
+        if self.continues is not None:
+            state = keep_rows(state, self.continues)
+        if self.first is not None:
+            first = self.first
+
+            def place_rows(part: Tensor) -> Tensor:
+                return part.new_zeros(self.rows, *part.shape[1:]).index_copy(0, first.to(part.device), part)
+
+            state = map_state(place_rows, state)
+        return concatenate_rows([state] * self.crops) if self.crops > 1 else state
+
+    def collect(self, state: RecurrentState) -> RecurrentState:
+        """Final states of the B rows of the batch from those of the R rows of the model."""
+        if self.last is not None:
+            return take_rows(state, self.last)
+        return take_rows(state, slice(self.rows // self.crops)) if self.crops > 1 else state
+
+
+def share_of_zero_rows(state: RecurrentState | None, continues: Tensor | None) -> Tensor:
+    """Share of the rows of a batch that start from zero, judged by the first layer."""
+    if state is None:
+        return torch.ones(())
+    starts = state[0].recurrent.detach().flatten(1).any(1)
+    return 1 - (starts if continues is None else starts & continues.to(starts.device)).double().mean()

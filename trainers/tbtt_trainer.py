@@ -1,0 +1,23 @@
+"""Training on texts cut into chunks, with the state carried from chunk to chunk."""
+
+from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
+from hf_recurrent_lengthgen.trainers.initial_states import PassedStates
+from hf_recurrent_lengthgen.trainers.tbtt_config import TbttConfig
+
+
+class TbttTrainer(InitialStateTrainer):
+    """`Trainer` with truncated backpropagation through time (arXiv:2507.02782, section 4.5; Stuffed Mamba, F).
+
+    Row i of a step continues row i of the step before; gradients stop between them:
+
+        chunks = ContinuedChunks(stream, length=2048)
+        trainer = TbttTrainer(model, TbttConfig("out"), train_dataset=chunks)
+    """
+
+    config_class = TbttConfig
+    needs_continued_data = True
+    args: TbttConfig
+
+    def initial_state_source(self) -> PassedStates:
+        """The final states of the previous step."""
+        return PassedStates(self.args.state_drop_probability, self.args.carry_conv_state)
