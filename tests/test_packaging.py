@@ -90,10 +90,16 @@ def test_the_wheel_holds_every_module_once(built: Built) -> None:
     assert f"{PACKAGE}/trainers/__init__.py" in modules
 
 
-def test_the_wheel_holds_types_license_and_nothing_else(built: Built) -> None:
+def test_the_wheel_holds_recipes_types_license_and_nothing_else(built: Built) -> None:
     others = {name for name in built.wheel_files if not name.endswith(".py")}
+    recipes = {
+        path.relative_to(built.source).as_posix()
+        for path in (built.source / PACKAGE / "recipes").rglob("*")
+        if path.suffix in (".json", ".md", ".yaml")
+    }
+    assert len(recipes) > 20
     names = ["METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"]
-    assert others == {f"{PACKAGE}/py.typed", *(f"{built.info}/{name}" for name in names)}
+    assert others == recipes | {f"{PACKAGE}/py.typed", *(f"{built.info}/{name}" for name in names)}
     assert {name.partition("/")[0] for name in built.wheel_files} == {PACKAGE, built.info}
 
 

@@ -1,0 +1,261 @@
+"""Every recipe is accepted by the command, and says what the papers say."""
+
+import json
+import re
+import runpy
+import shlex
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, get_scheduler
+
+import hf_recurrent_lengthgen  # noqa: F401  (registers the model types)
+from hf_recurrent_lengthgen.cli.options import RunArguments
+from hf_recurrent_lengthgen.recipes import RECIPES, copy_recipes
+
+FILES = sorted(RECIPES.glob("*/*.yaml"))
+MODELS = sorted(RECIPES.glob("models/*.json"))
+COMMANDS = re.findall(r"^\|.*\| `lengthgen (train .*)` \|$", (RECIPES / "README.md").read_text(), flags=re.MULTILINE)
+TOKENS_PER_STEP = 2**19
+
+# arXiv:2507.02782, Table 2 by the names of the paper
+LEARNING_RATES = {
+    "mamba-130m": 6e-4,
+    "mamba-350m": 3e-4,
+    "mamba2-45m": 1e-3,
+    "mamba2-85m": 1e-3,
+    "mamba2-130m": 6e-4,
+    "mamba2-350m": 3e-4,
+    "mamba2-780m": 2.5e-4,
+    "mamba2-1.3b": 2e-4,
+    "gla-70m": 1e-3,
+    "gla-120m": 6e-4,
+    "gla-360m": 3e-4,
+}
+# layers, width, number and size of heads (state size N for Mamba-1); heads of Mamba-2 as in arXiv:2410.07145, Table 2
+SIZES = {
+    "mamba-130m": (24, 768, None, 16),
+    "mamba-350m": (48, 1024, None, 16),
+    "mamba2-36m": (6, 512, 16, 64),
+    "mamba2-45m": (12, 512, 16, 64),
+    "mamba2-85m": (12, 768, 24, 64),
+    "mamba2-130m": (24, 768, 24, 64),
+    "mamba2-350m": (48, 1024, 32, 64),
+    "mamba2-780m": (48, 1536, 48, 64),
+    "mamba2-1.3b": (48, 2048, 64, 64),
+    "gla-70m": (6, 512, 4, 128),
+    "gla-120m": (6, 768, 4, 192),
+    "gla-360m": (20, 1024, 4, 256),
+    "rwkv6-70m": (6, 512, 4, 128),
+}
+# arXiv:2410.07145, Table 2: elements of the state
+STATE_SIZES = {
+    "mamba2-36m": 0.8e6,
+    "mamba2-45m": 1.6e6,
+    "mamba2-85m": 2.4e6,
+    "mamba2-130m": 4.8e6,
+    "mamba2-350m": 12.9e6,
+    "mamba2-780m": 19.3e6,
+}
+# billions of tokens: Figures 2, 3, 10 and 11 of arXiv:2507.02782, else 200 per parameter of the name; arXiv:2509.22630
+TOKENS = {
+    "mamba2-45m": 22.5,
+    "mamba2-85m": 34,
+    "mamba2-130m": 25,
+    "gla-70m": 34,
+    "rwkv6-70m": 35,
+    "mamba2-85m-1024": 34,
+    "mamba2-45m-warmup-10": 9,
+    "mamba2-45m-warmup-25": 9,
+    "mamba-130m": 26,
+    "mamba-350m": 70,
+    "mamba2-350m": 70,
+    "mamba2-780m": 156,
+    "mamba2-1.3b": 260,
+    "gla-120m": 24,
+    "gla-360m": 72,
+    "rwkv6-70m-state-passing": 0.25,
+    "statex-mamba2-1.3b-trained": 10,
+    "statex-gla-1.3b-trained": 10,
+    "vanilla-mamba2-1.3b": 10,
+    "vanilla-gla-1.3b": 10,
+}
+
+
+def meta_model(path: Path) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_models_have_the_sizes_and_the_parameters_of_their_names(path: Path) -> None:
+    model = meta_model(path)
+    config = model.config
+    layers, width, heads, size = SIZES[path.stem]
+    assert (config.num_hidden_layers, config.hidden_size) == (layers, width)
+    if heads is None:
+        assert config.state_size == size
+    elif config.model_type == "stateful_mamba2":
+        assert (config.num_heads, config.head_dim, config.state_size) == (heads, size, 128)
+        if path.stem in STATE_SIZES:
+            taps = (heads * size + 2 * 128) * 3  # the last 3 tokens' inputs of the convolution count, too
+            assert abs(layers * (heads * size * 128 + taps) - STATE_SIZES[path.stem]) < 0.06e6
+    else:
+        assert (config.num_heads, config.hidden_size // config.num_heads) == (heads, size)
+    number, unit = re.fullmatch(r".*-([\d.]+)([mb])", path.stem).groups()  # type: ignore[union-attr]
+    named = float(number) * {"m": 1e6, "b": 1e9}[unit]
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    # official names are rough: "350m" are 370m
+    assert abs(parameters / named - 1) < (0.07 if "350m" in path.stem else 0.035), parameters
+    assert model.config.vocab_size >= 50277  # tokens of EleutherAI/gpt-neox-20b
+    known = set(type(config)().to_dict()) | set(vars(config))
+    assert json.loads(path.read_text()).keys() <= known
+
+
+def test_the_parameter_counts_of_the_readme() -> None:
+    counts = [
+        sum(parameter.numel() for parameter in meta_model(RECIPES / f"models/mamba2-{name}.json").parameters())
+        for name in ("36m", "45m", "85m")
+    ]
+    assert [f"{count / 1e6:.1f}M" for count in counts] == ["36.1M", "46.4M", "83.8M"]
+    assert "36.1M, 46.4M and 83.8M" in (RECIPES / "README.md").read_text()
+
+
+METHOD_OPTIONS = {
+    *("alignment_alpha", "chunks_before_reset", "fitted_noise_beta", "minimum_document_tokens", "noise_sigma"),
+    *("state_drop_probability", "task", "task_files"),
+}
+KNOWN = {item.name for kind in (RunArguments, TrainingArguments) for item in fields(kind)} | METHOD_OPTIONS
+
+
+def values_of(arguments: str) -> dict[str, Any]:
+    """Options of "train FILE --flag value ..." as the command reads them: flags win over the file."""
+    _, file, *flags = shlex.split(arguments)
+    values: dict[str, Any] = yaml.load((RECIPES / file).read_text(), Loader=yaml.BaseLoader)
+    values.update({flag.removeprefix("--"): value for flag, value in zip(flags[::2], flags[1::2], strict=True)})
+    assert values.keys() <= KNOWN
+    return values
+
+
+RUNS = {values_of(arguments)["output_dir"].removeprefix("output/"): values_of(arguments) for arguments in COMMANDS}
+
+
+def test_every_file_is_in_the_readme_and_no_run_writes_over_another() -> None:
+    used = {shlex.split(arguments)[1] for arguments in COMMANDS}
+    assert used == {path.relative_to(RECIPES).as_posix() for path in FILES}
+    assert len(RUNS) == len(COMMANDS) > 35
+
+
+@pytest.mark.parametrize("values", RUNS.values(), ids=RUNS)
+def test_models_are_files_here_official_checkpoints_or_results_of_other_runs(values: dict[str, Any]) -> None:
+    model = values["model"]
+    expanded = {"output/statex-mamba2-1.3b", "output/statex-gla-1.3b"}  # by state expansion
+    assert (
+        (RECIPES / model).is_file()
+        or model in expanded
+        or model.removeprefix("output/") in RUNS
+        or re.fullmatch(
+            r"AntonV/mamba2-(130m|370m|780m|1\.3b)-hf|state-spaces/mamba-[13]\d0m-hf|fla-hub/gla-.*", model
+        )
+    )
+
+
+def paper_name(model: str) -> str:
+    name = Path(model).name.removesuffix(".json").removesuffix("-hf")
+    return re.sub(r"-state-passing$|-tbtt$", "", name).replace("370m", "350m")
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_batches_learning_rates_and_lengths_are_the_papers(run: str) -> None:
+    values = RUNS[run]
+    rows = int(values["per_device_train_batch_size"]) * int(values["gradient_accumulation_steps"])
+    name, rate = paper_name(values["model"]), float(values["learning_rate"])
+    if run.startswith("alignment"):
+        assert rows == 64
+        return
+    assert rows * int(values["block_length"]) == TOKENS_PER_STEP
+    if run in TOKENS:
+        assert int(values["max_steps"]) == round(TOKENS[run] * 1e9 / TOKENS_PER_STEP)
+    if "statex" in run or "vanilla" in run:
+        assert (rate, values["lr_scheduler_type"], values["warmup_steps"]) == (3e-4, "cosine", "0.05")
+    elif run.startswith("stuffed"):
+        assert rate in (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3)
+        assert (values["weight_decay"], values["max_grad_norm"], values["chunks_before_reset"]) == ("0.1", "1.0", "12")
+    else:
+        expected = LEARNING_RATES.get(name, LEARNING_RATES["gla-70m"] if name == "rwkv6-70m" else None)
+        assert expected is not None
+        assert rate == pytest.approx(expected if values["model"].endswith(".json") else expected / 10)
+        assert values["warmup_steps"] == ("0.25" if run.endswith("warmup-25") else "0.1")
+        assert (values["lr_scheduler_type"], values["lr_scheduler_kwargs"]) == (
+            "cosine_with_min_lr",
+            {"min_lr": "1e-5"},
+        )
+        assert (values["adam_beta1"], values["adam_beta2"], values["max_grad_norm"]) == ("0.9", "0.95", "1.0")
+    contexts = {"gla-70m": "512", "gla-120m": "512", "gla-360m": "512", "rwkv6-70m": "256"}
+    if not re.search("1024|warmup|statex|vanilla", run):
+        assert values["block_length"] == contexts.get(name, "2048")
+
+
+def test_every_pre_training_of_table_2_and_every_intervention_is_there() -> None:
+    assert LEARNING_RATES.keys() <= RUNS.keys()
+    steps = {run: values["max_steps"] for run, values in RUNS.items() if run.startswith("mamba2-130m-")}
+    assert steps == {
+        "mamba2-130m-state-passing": "100",
+        "mamba2-130m-tbtt": "100",
+        "mamba2-130m-fitted-noise": "100",
+        "mamba2-130m-random-noise": "100",
+        "mamba2-130m-state-passing-500": "500",
+    }
+    assert RUNS["mamba-130m-state-passing"]["max_steps"] == RUNS["passkey-plain"]["max_steps"] == "1000"
+    assert RUNS["babilong"]["num_train_epochs"] == "1"
+    assert RUNS["babilong"]["intervention"] == RUNS["passkey-plain"]["intervention"] == "none"
+    different = {"intervention", "output_dir", "fitted_noise_beta"}
+    pair = [
+        {k: v for k, v in RUNS[f"passkey-{kind}"].items() if k not in different} for kind in ("plain", "fitted-noise")
+    ]
+    assert pair[0] == pair[1]  # a control differs in the intervention alone
+
+
+def test_warmup_stable_decay_is_that_of_the_paper() -> None:
+    values = RUNS["stuffed-mamba2-36m"]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    options = values["lr_scheduler_kwargs"]
+    schedule = get_scheduler(
+        values["lr_scheduler_type"],
+        optimizer,
+        num_warmup_steps=int(values["warmup_steps"]),
+        num_training_steps=int(values["max_steps"]),
+        scheduler_specific_kwargs={
+            "num_decay_steps": int(options["num_decay_steps"]),
+            "decay_type": options["decay_type"],
+        },
+    )
+    factor = schedule.lr_lambdas[0]
+    steps = [0, 500, 1000, 450_000, 475_000, 487_500, 500_000]
+    assert [factor(step) for step in steps] == pytest.approx([0, 0.5, 1, 1, 0.5, 0.25, 0])
+
+
+def test_a_copy_holds_the_recipes_alone(tmp_path: Path) -> None:
+    copied = copy_recipes(tmp_path / "mine")
+    names = {path.relative_to(copied).as_posix() for path in copied.rglob("*") if path.is_file()}
+    assert names == {"README.md"} | {path.relative_to(RECIPES).as_posix() for path in [*FILES, *MODELS]}
+    with pytest.raises(ValueError, match="mine exists: give a new folder"):
+        copy_recipes(tmp_path / "mine")
+
+
+def test_the_command_that_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["recipes", "mine"])
+    runpy.run_module("hf_recurrent_lengthgen.recipes", run_name="__main__")
+    assert capsys.readouterr().out == "Copied to mine. Next: its README.md\n"
+    assert (tmp_path / "mine" / "pretraining" / "mamba2.yaml").is_file()
+    with pytest.raises(SystemExit):
+        runpy.run_module("hf_recurrent_lengthgen.recipes", run_name="__main__")
+    assert "mine exists" in capsys.readouterr().err
