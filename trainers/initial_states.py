@@ -22,6 +22,7 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     RecurrentState,
     clone_state,
     concatenate_rows,
+    detach_state,
     keep_rows,
     map_state,
     state_batch_size,
@@ -157,7 +158,7 @@ class PassedStates(InitialStateSource):
 
     def observe(self, place: BatchPlace, final_state: RecurrentState) -> None:
         """Carry the final states."""
-        state = clone_state(final_state)
+        state = clone_state(detach_state(final_state))
         if not self.carry_conv_state:
             state = zero_conv(state)
         carried = self._carried.get(place.slot)

@@ -325,24 +325,25 @@ class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
-        shift_labels: Tensor | None = None,
-        **unsupported: Any,
+        **others: Any,
     ) -> StatefulCausalLMOutput | tuple:
         """Run T tokens from a state; arguments as in `StatefulBackbone.forward`, and:
 
         Args:
             labels: (B, T), shifted inside as in Transformers; -100 is ignored. With padding on the left, the
                 first real token of a row has nothing before it and is not scored.
-            shift_labels: (B, T), labels that are shifted already, as Transformers' losses know them: the target of
-                output t stands at t. So a piece of a text can be scored on the token after it. `labels` are not
-                used then. Outputs before the first real token of a row are not scored.
             logits_to_keep: Compute only the last so many logits, or those at the given positions; 0 for all.
             num_items_in_batch: Tokens to divide the summed loss by, as Trainer passes it.
+            others: `shift_labels` (B, T), labels that are shifted already, as Transformers' losses know them: the
+                target of output t stands at t, so that a piece of a text can be scored on the token after it. `labels`
+                are not used then. Outputs before the first real token of a row are not scored. (By a name in the
+                signature, Trainer would take them for labels that every batch has.) Nothing else is taken.
 
         Raises:
             ValueError: for labels of either kind together with `logits_to_keep`, and as in `StatefulBackbone.forward`.
         """
-        _refuse_unsupported(unsupported)
+        shift_labels: Tensor | None = others.pop("shift_labels", None)
+        _refuse_unsupported(others)
         keep_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep must be 0 (all), a positive number or positions, got {logits_to_keep}.")
