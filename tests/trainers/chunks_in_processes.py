@@ -1,0 +1,131 @@
+"""Gradients of a sequence in two processes (gloo) with one row each: `python chunks_in_processes.py FILE KIND ...`.
+
+A KIND says what wraps the model (`wrap`). Process 0 writes to FILE, for each of them, the gradients summed over rows.
+"""
+
+import os
+import sys
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, map_state
+from hf_recurrent_lengthgen.trainers.chunked_backprop import forward_in_chunks
+
+CHUNK_LENGTH, LENGTH = 5, 13
+
+
+def model_and_inputs(dtype: torch.dtype = torch.float64) -> tuple[Any, dict[str, Any]]:
+    """A model and two rows, with a state before them."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 17, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 2}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = StatefulMamba2Config(num_heads=2, head_dim=8, n_groups=1, **sizes, **special)
+    model = StatefulMamba2ForCausalLM(config).to(dtype).train()
+    ids = torch.randint(3, 17, (2, LENGTH))
+    state = tuple(LayerState(*(torch.randn(part.shape).to(part) for part in layer)) for layer in model.zero_state(2))
+    inputs = {"input_ids": ids, "labels": ids, "initial_state": state, "num_items_in_batch": 2 * (LENGTH - 1)}
+    return model, inputs
+
+
+def gradients(model: nn.Module, loss: Tensor, state: Any, initial_state: Any) -> dict[str, Tensor]:
+    """Gradients of a loss and a function of a final state, by the parameters and the initial state; then forgotten."""
+    (loss + sum(part.sin().sum() for layer in state for part in layer)).backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for index, part in enumerate(part for layer in initial_state for part in layer):
+        found[f"state {index}"], part.grad = part.grad, None
+    model.zero_grad()
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
+def loop(model: Any, inputs: dict[str, Any], chunk_length: int, window: int) -> tuple[Tensor, Any]:
+    """Loss and final state of chunks by plain calls of the model, the state detached after every `window` of them."""
+    ids, labels, state = inputs["input_ids"], inputs["labels"], inputs["initial_state"]
+    loss: Any = 0
+    for index, start in enumerate(range(0, ids.shape[1], chunk_length)):
+        if index and index % window == 0:
+            state = map_state(Tensor.detach, state)
+        output = model(input_ids=ids[:, start : start + chunk_length], initial_state=state)
+        targets = labels[:, start + 1 : start + chunk_length + 1]  # one less in the last chunk
+        logits = output.logits[:, : targets.shape[1]].float()  # as in the loss of Transformers
+        loss = loss + cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        state = output.final_state
+    return loss / inputs["num_items_in_batch"], state
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Activation checkpointing inside the model, without its switch, whose name depends on the version."""
+    for layer in model.backbone.layers:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+
+
+def wrap(model: Any, kind: str) -> Any:
+    """The model in DDP, or its layers and itself sharded."""
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    if kind == "fsdp_checkpointed":
+        checkpoint_layers(model)
+    param_dtype = torch.bfloat16 if kind == "fsdp_bfloat16" else None
+    # with cast_forward_inputs, states would be rounded at every layer
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, cast_forward_inputs=False)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.backbone.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def over_processes(name: str, gradient: Tensor) -> Tensor:
+    """The sum of a parameter's gradient, of which the wrappers made a mean; both rows of a state's."""
+    if name.startswith("state"):
+        rows = [torch.empty_like(gradient) for _ in range(2)]
+        dist.all_gather(rows, gradient)
+        return torch.cat(rows)
+    return 2 * (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
+
+
+def run(kind: str) -> dict[str, dict[str, Tensor]]:
+    """Gradients of one pass over the sequence, of chunks, and of chunks in windows of two."""
+    model, inputs = model_and_inputs(torch.float32 if kind == "fsdp_bfloat16" else torch.float64)
+    mine = slice(dist.get_rank(), dist.get_rank() + 1)
+    inputs |= {key: inputs[key][mine] for key in ("input_ids", "labels")}
+    inputs["initial_state"] = map_state(lambda part: part[mine].clone().requires_grad_(), inputs["initial_state"])
+    wrapped, result = wrap(model, kind), {}
+    windows: dict[str, int | None] = {"chunks": None, "windows": 2}
+    for name in ("whole", *windows):
+        with nullcontext() if name == "whole" else forward_in_chunks(wrapped, CHUNK_LENGTH, windows[name]):
+            output = wrapped(**inputs)
+        found = gradients(wrapped, output["loss"], output["final_state"], inputs["initial_state"])
+        result[name] = {key.removeprefix("module."): over_processes(key, value) for key, value in found.items()}
+    return result
+
+
+def main() -> None:
+    file, *kinds = sys.argv[1:]
+    children = []
+    for rank in range(2):  # forked after the imports, which take most of the time
+        if (child := os.fork()) == 0:
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo", f"file://{file}.store", rank=rank, world_size=2)
+            result = {kind: run(kind) for kind in kinds}
+            if rank == 0:
+                torch.save(result, file)
+            dist.destroy_process_group()
+            sys.exit()
+        children.append(child)
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""A sequence in chunks has the loss, final state and gradients of the whole one, or of a loop that stops them."""
+
+import copy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import Trainer, TrainingArguments
+from transformers.cache_utils import Cache
+
+from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.hybrids.tiny_models import tiny_model
+from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state
+from hf_recurrent_lengthgen.trainers.chunked_backprop import chunked_forward, forward_in_chunks
+from tests.models.families import (
+    FAMILIES,
+    MAMBA2,
+    VOCABULARY,
+    Family,
+    build,
+    random_state,
+    random_tokens,
+    variant_id,
+)
+from tests.trainers import chunks_in_processes
+from tests.trainers.chunks_in_processes import checkpoint_layers, gradients, loop
+
+LENGTH, CHUNK_LENGTH = 23, 5
+TOLERANCE: dict[torch.dtype, dict[str, float]] = {
+    torch.float64: {"rtol": 1e-9, "atol": 1e-9},
+    torch.float32: {"rtol": 1e-3, "atol": 1e-4},
+}
+
+
+def text(labels_after: int = 7) -> dict[str, Any]:
+    """Two rows, the first tokens of which are not scored."""
+    ids = random_tokens(2, LENGTH)
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(LENGTH) < labels_after, -100)}
+
+
+def leaves(state: RecurrentState) -> RecurrentState:
+    return map_state(lambda part: part.detach().clone().requires_grad_(), state)
+
+
+def backward(model: Any, output: Any, state: RecurrentState) -> dict[str, Tensor]:
+    return gradients(model, output["loss"], output["final_state"], state)
+
+
+def close(given: Any, expected: Any, dtype: torch.dtype = torch.float64) -> None:
+    torch.testing.assert_close(given, expected, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
+def test_chunks_are_the_whole_sequence(family: Family, dtype: torch.dtype) -> None:
+    model, inputs = build(family, dtype).train(), text()
+    state = leaves(random_state(model, 2))
+    whole = model(**inputs, initial_state=state)
+    expected = backward(model, whole, state)
+    with forward_in_chunks(model, CHUNK_LENGTH):
+        chunks = model(**inputs, initial_state=state)
+    assert chunks.logits is None
+    torch.testing.assert_close(chunks.loss, whole.loss, rtol=1e-6, atol=0.0)
+    close(chunks.final_state, whole.final_state, dtype)
+    found = backward(model, chunks, state)
+    assert {name for name in found if not name.startswith("state")} == {name for name, _ in model.named_parameters()}
+    close(found, expected, dtype)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5])
+def test_a_window_stops_the_gradient_as_a_loop_that_detaches(window: int) -> None:
+    model, ids = build(MAMBA2, torch.float64).train(), random_tokens(2, LENGTH)
+    inputs = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(30)}
+    state = leaves(random_state(model, 2))
+    loss, final_state = loop(model, {**inputs, "initial_state": state}, CHUNK_LENGTH, window)
+    chunks = chunked_forward(model.forward, {**inputs, "initial_state": state}, CHUNK_LENGTH, window)
+    torch.testing.assert_close(chunks.loss, loss, rtol=1e-6, atol=0.0)
+    close(chunks.final_state, final_state)
+    close(backward(model, chunks, state), gradients(model, loss, final_state, state))
+
+
+def test_shifted_targets_and_no_state_at_the_start() -> None:
+    model, inputs = build(MAMBA2).train(), text()
+    del inputs["labels"]
+    inputs["shift_labels"] = random_tokens(2, LENGTH, seed=5)
+    chunks = chunked_forward(model.forward, inputs, CHUNK_LENGTH)
+    logits = model(inputs["input_ids"]).logits
+    torch.testing.assert_close(chunks.loss, F.cross_entropy(logits.flatten(0, 1), inputs["shift_labels"].flatten()))
+    without = chunked_forward(model.forward, {**inputs, "output_final_state": False}, CHUNK_LENGTH)
+    assert without.final_state is None
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_padding_counts_as_in_the_whole_sequence(side: str) -> None:
+    model, inputs = build(MAMBA2, torch.float64).train(), text(0)
+    mask = torch.ones_like(inputs["input_ids"])
+    if side in ("left", "both"):
+        mask[0, :12] = 0  # two whole chunks and a part of one
+        mask[1, :3] = 0
+    if side in ("right", "both"):
+        mask[0, 14:] = 0
+    inputs |= {"attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
+    state = leaves(random_state(model, 2))
+    whole = model(**inputs, initial_state=state)
+    chunks = chunked_forward(model.forward, {**inputs, "initial_state": state}, CHUNK_LENGTH)
+    torch.testing.assert_close(chunks.loss, whole.loss, rtol=1e-6, atol=0.0)
+    close(backward(model, chunks, state), backward(model, whole, state))
+
+
+def test_padding_in_a_row_is_refused_only_where_it_is_scored_at_the_beginning_of_a_chunk() -> None:
+    model, inputs = build(MAMBA2).train(), text(0)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][1, 3:7] = 0
+    with pytest.raises(ValueError, match=r"Row 1 has padding with a target at position 5, .* move padding"):
+        chunked_forward(model.forward, inputs, 5)
+    whole, chunks = model(**inputs), chunked_forward(model.forward, inputs, 7)
+    torch.testing.assert_close(chunks.loss, whole.loss)
+
+
+def test_layers_that_are_checkpointed_too_give_the_same() -> None:
+    model, inputs = build(MAMBA2, torch.float64).train(), text()
+    state = leaves(random_state(model, 2))
+    expected = backward(model, model(**inputs, initial_state=state), state)
+    checkpoint_layers(model)
+    close(
+        backward(model, chunked_forward(model.forward, {**inputs, "initial_state": state}, CHUNK_LENGTH), state),
+        expected,
+    )
+
+
+def test_dropout_of_an_adapter_is_the_same_when_computed_again() -> None:
+    torch.manual_seed(0)
+    config = LoraConfig(target_modules=["in_proj"], lora_dropout=0.5, init_lora_weights=False, task_type="CAUSAL_LM")
+    model, inputs = get_peft_model(build(MAMBA2, torch.float64), config).train(), text(0)
+    state = leaves(random_state(model.get_base_model(), 2))
+    inputs |= {"initial_state": state, "num_items_in_batch": 44}
+    torch.manual_seed(3)
+    expected = gradients(model, *loop(model, inputs, CHUNK_LENGTH, LENGTH), state)
+    torch.manual_seed(3)
+    with forward_in_chunks(model, CHUNK_LENGTH):
+        output = model(**inputs)
+    found = backward(model, output, state)
+    assert any("lora_A" in name for name in found)
+    close(found, expected)
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    """An accelerator for bfloat16 on the CPU; its settings are global."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(mixed_precision="bf16", cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["model", "adapter"])
+def test_autocast_of_accelerate_holds_in_chunks_and_when_they_are_computed_again(
+    accelerator: Accelerator, adapter: bool
+) -> None:
+    base = build(MAMBA2).train()
+    model: Any = base
+    if adapter:  # the context of autocast is then around all chunks, not around each
+        lora = LoraConfig(target_modules=["in_proj", "out_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+        model = get_peft_model(base, lora)
+        model.requires_grad_(True)
+    model = accelerator.prepare_model(model)
+    dtypes: list[torch.dtype] = []
+    first = base.backbone.layers[0].mixer.in_proj
+    first.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+    inputs = text(0) | {"num_items_in_batch": 44}
+    inputs["initial_state"] = state = leaves(random_state(base, 2))
+    expected = gradients(model, *loop(model, inputs, CHUNK_LENGTH, LENGTH), state)
+    replaced = vars(base).get("forward")
+    dtypes.clear()
+    with forward_in_chunks(model, CHUNK_LENGTH):
+        output = model(**inputs)
+    assert vars(base).get("forward") is replaced
+    found = backward(model, output, state)
+    assert dtypes == [torch.bfloat16] * 9  # five chunks, four of them once more
+    # Each chunk casts the weights itself in both, so their gradients are summed in float32 alike.
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_model_is_as_before_after_the_block_and_after_an_error_in_it() -> None:
+    model, inputs = build(MAMBA2), text()
+    with forward_in_chunks(model, CHUNK_LENGTH):
+        assert model(**inputs).logits is None
+    assert "forward" not in vars(model)
+    with pytest.raises(ValueError, match="NaN"), forward_in_chunks(model, CHUNK_LENGTH):
+        model(**inputs, initial_state=map_state(lambda part: part * torch.nan, model.zero_state(2)))
+    assert "forward" not in vars(model)
+    assert model(**inputs).logits.shape == (2, LENGTH, VOCABULARY)
+
+
+def test_a_trainer_takes_the_steps_it_takes_on_whole_sequences(tmp_path: Path) -> None:
+    class InChunks(Trainer):
+        def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with forward_in_chunks(model, CHUNK_LENGTH):
+                return super().compute_loss(model, *args, **kwargs)
+
+    rows = [
+        {"input_ids": ids, "labels": ids.masked_fill(torch.arange(LENGTH) <= index, -100)}
+        for index, ids in enumerate(random_tokens(8, LENGTH))
+    ]
+    settings: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    settings |= {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "optim": "sgd"}
+    trained = []
+    for trainer_class in (Trainer, InChunks):
+        model = build(MAMBA2)
+        before = copy.deepcopy(model)
+        arguments = TrainingArguments(str(tmp_path), learning_rate=0.1, **settings)
+        trainer_class(model, arguments, train_dataset=rows).train()
+        trained.append(dict(model.named_parameters()))
+        assert all((old != trained[-1][name]).any() for name, old in before.named_parameters())
+    torch.testing.assert_close(*trained, rtol=1e-4, atol=1e-5)
+
+
+def test_two_processes_have_the_gradients_of_one(tmp_path: Path) -> None:
+    file = tmp_path / "gradients"
+    command = [sys.executable, str(chunks_in_processes.__file__), str(file), "ddp"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = torch.load(file)["ddp"]
+    model, inputs = chunks_in_processes.model_and_inputs()
+    for way, window in (("chunks", LENGTH), ("windows", 2)):
+        inputs["initial_state"] = state = leaves(inputs["initial_state"])
+        expected = gradients(model, *loop(model, inputs, chunks_in_processes.CHUNK_LENGTH, window), state)
+        close(found[way], expected)
+
+
+# torch.compile runs into deprecation warnings of torch itself, and looks at gradients
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning:torch", "ignore:The .grad attribute")
+def test_layers_may_be_compiled_but_not_the_model() -> None:
+    model, inputs = build(MAMBA2, torch.float64).train(), text()
+    state = leaves(random_state(model, 2))
+    expected = backward(model, model(**inputs, initial_state=state), state)
+    with pytest.raises(ValueError, match="compiled as a whole"):
+        forward_in_chunks(torch.compile(model, backend="eager"), CHUNK_LENGTH).__enter__()
+    for layer in model.backbone.layers:
+        layer.compile(backend="eager")
+    with forward_in_chunks(model, CHUNK_LENGTH):
+        output = model(**inputs, initial_state=state)
+    close(backward(model, output, state), expected)
+    model.compile(backend="eager")
+    with pytest.raises(ValueError, match="compiled as a whole"):
+        forward_in_chunks(model, CHUNK_LENGTH).__enter__()
+
+
+@pytest.mark.skipif(not hasattr(Cache, "get_recurrent_state"), reason="stateful needs Transformers 5.21 or newer")
+def test_wrapped_stock_models_go_in_chunks_unless_they_attend() -> None:
+    model, ids = stateful(tiny_model("mamba2")).train(), random_tokens(2, LENGTH)
+    state = leaves(random_state(model, 2, scale=0.1))
+    whole = model(input_ids=ids, labels=ids, initial_state=state)
+    with forward_in_chunks(model, CHUNK_LENGTH):
+        chunks = model(input_ids=ids, labels=ids, initial_state=state)
+    torch.testing.assert_close(chunks.loss, whole.loss)
+    close(backward(model, chunks, state), backward(model, whole, state), torch.float32)
+    with pytest.raises(ValueError, match="FalconH1ForCausalLM has attention layers, which would see their own chunk"):
+        forward_in_chunks(stateful(tiny_model("falcon_h1")), CHUNK_LENGTH).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"chunk_length": 0}, "chunk_length must be a number of tokens from 1, got 0"),
+        ({"chunk_length": 2.5}, "chunk_length must be a number of tokens from 1, got 2.5"),
+        ({"window": 0}, "window must be None for no limit, or a number of chunks from 1, got 0"),
+        ({"labels": None}, "give labels or shift_labels"),
+        ({"input_ids": None}, "Chunks are cut from input_ids"),
+        ({"inputs_embeds": torch.ones(2, LENGTH, 16)}, "Chunks are cut from input_ids"),
+        ({"use_cache": True}, r"takes no \['use_cache'\]: leave it out"),
+        ({"logits_to_keep": torch.tensor([0])}, r"takes no \['logits_to_keep'\]"),
+        ({"return_dict": False}, "takes no return_dict=False"),
+        ({"labels": torch.ones(2, 4)}, r"labels must have the shape of input_ids, \(2, 23\), got \(2, 4\)"),
+        ({"input_ids": torch.ones(2, 0)}, r"at least one row and token, got shape \(2, 0\)"),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+def test_what_cannot_go_in_chunks_is_refused_with_the_reason(changes: dict[str, Any], message: str) -> None:
+    model, arguments = build(MAMBA2), {"chunk_length": CHUNK_LENGTH, "window": None}
+    arguments |= {name: changes.pop(name) for name in list(changes) if name in arguments}
+    inputs = {**text(), "use_cache": False, "output_hidden_states": None, **changes}
+    with pytest.raises(ValueError, match=message), forward_in_chunks(model, **arguments):  # type: ignore[arg-type]
+        model(**inputs)
+
+
+@pytest.mark.parametrize("wrapper", [lambda model: nn.Linear(2, 2), nn.DataParallel], ids=["no model", "wrapper"])
+def test_models_without_the_state_contract_and_other_wrappers_are_refused(wrapper: Any) -> None:
+    with pytest.raises(ValueError, match=r"(Linear|DataParallel) takes no \['initial_state'.*other wrappers"):
+        forward_in_chunks(wrapper(build(MAMBA2)), CHUNK_LENGTH).__enter__()

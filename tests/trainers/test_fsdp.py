@@ -1,0 +1,58 @@
+"""FSDP2 (`fully_shard` on every layer and the model, two gloo processes) with states, whole and in chunks."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_recurrent_lengthgen.models.recurrent_state import map_state
+from tests.trainers import chunks_in_processes
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, Tensor]]]:
+    """For each kind and way to read the sequence, the gradients in two processes."""
+    file = tmp_path_factory.mktemp("fsdp") / "gradients"
+    kinds = ("fsdp", "fsdp_checkpointed", "fsdp_bfloat16")
+    command = [sys.executable, str(chunks_in_processes.__file__), str(file), *kinds]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    gradients: Any = torch.load(file)
+    return gradients
+
+
+@pytest.fixture(scope="module")
+def unsharded() -> dict[str, dict[str, Tensor]]:
+    """The same gradients in one process, with plain calls of the model."""
+    model, inputs = chunks_in_processes.model_and_inputs()
+    found = {}
+    for way, window in (("whole", chunks_in_processes.LENGTH), ("windows", 2)):
+        initial_state = map_state(lambda part: part.detach().clone().requires_grad_(), inputs["initial_state"])
+        inputs["initial_state"] = initial_state
+        loss, state = chunks_in_processes.loop(model, inputs, chunks_in_processes.CHUNK_LENGTH, window)
+        found[way] = chunks_in_processes.gradients(model, loss, state, initial_state)
+    return found | {"chunks": found["whole"]}
+
+
+@pytest.mark.parametrize("way", ["whole", "chunks", "windows"])
+@pytest.mark.parametrize("kind", ["fsdp", "fsdp_checkpointed"])
+def test_a_sharded_model_has_the_gradients_of_one_process(
+    sharded: dict[str, dict[str, dict[str, Tensor]]], unsharded: dict[str, dict[str, Tensor]], kind: str, way: str
+) -> None:
+    assert len(unsharded[way]) == 25
+    torch.testing.assert_close(sharded[kind][way], unsharded[way], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("way", ["whole", "chunks", "windows"])
+def test_weights_in_bfloat16_leave_the_states_in_full_precision(
+    sharded: dict[str, dict[str, dict[str, Tensor]]], unsharded: dict[str, dict[str, Tensor]], way: str
+) -> None:
+    # Were the states rounded, too, the model would refuse them.
+    for name, expected in unsharded[way].items():
+        error = (sharded["fsdp_bfloat16"][way][name] - expected).norm() / expected.norm()
+        assert error < 0.15, (name, error)
