@@ -117,6 +117,9 @@ def test_the_key_says_whether_a_chunk_begins_a_sequence() -> None:
         assert item["state_resets"].tolist() == [begins, False]
         assert item["input_ids"].tolist() == [2 * chunk, 2 * chunk + 1]
     assert lists(chunks[-1]) == lists(chunks[3])
+    # a document starts at the stream's first token, whatever the key says
+    at_documents = ContinuedChunks(torch.tensor([5, EOS, 6]), 2, reset_at_document=True, separator_id=EOS)
+    assert at_documents[ChunkKey(0, False)]["state_resets"].tolist() == [True, False]
     for key in (4, -5, ChunkKey(4, True)):
         with pytest.raises(IndexError):
             chunks[key]
