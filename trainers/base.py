@@ -437,7 +437,6 @@ class InitialStateTrainer(Trainer, ABC):
 
     def _run_description(self) -> dict[str, Any]:
         return {
-            "trainer": type(self).__name__,
             "model": self._model_description,
             "source": type(self.initial_states).__name__,
             **self.args.method_settings(),

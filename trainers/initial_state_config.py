@@ -55,7 +55,7 @@ class InitialStateConfig(TrainingArguments):
         default="stop",
         metadata={
             "help": "What to do with final states that hold NaN or infinite values, or exceed max_state_rms: stop the "
-            "run, or reset these rows to zero and warn. A loss that is not finite always stops the run."
+            "run, or reset these rows to zero and warn. A loss that is not finite always stops the run. Default: stop."
         },
     )
     max_state_rms: float | None = field(
@@ -120,7 +120,8 @@ class CarriedStateConfig(InitialStateConfig):
     carry_conv_state: bool = field(
         default=True,
         metadata={
-            "help": "Whether the short-convolution part of the state is carried too (else it starts from zero)."
+            "help": "Whether the short-convolution part of the state is carried, too (else it starts from zero). "
+            "Default: true."
         },
     )
 

@@ -18,7 +18,10 @@ class LearnedStateConfig(InitialStateConfig):
     )
     learn_conv_state: bool = field(
         default=True,
-        metadata={"help": "Whether the short-convolution part of the state is learned, too (else it stays zero)."},
+        metadata={
+            "help": "Whether the short-convolution part of the state is learned, too (else it stays zero). "
+            "Default: true."
+        },
     )
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ class StatePassingConfig(CarriedStateConfig):
         default=0.1,
         metadata={
             "help": "Probability that a training sequence starts from the zero state instead of a passed one, drawn "
-            "for each sequence on its own. Default 0.1, as in section 4.4."
+            "for each sequence on its own. Default 0.1 in state passing, as in section 4.4, else 0."
         },
     )
     assume_shuffled: bool = field(

@@ -66,9 +66,16 @@ def token_unit(tokenizer: Any) -> str:
     return "byte" if type(tokenizer).__name__ == "ByT5Tokenizer" else "token"
 
 
+def load_documents(data: str, split: str, text_column: str = "text") -> list[str]:
+    """Texts of a data set."""
+    if data == STANDARD_LIBRARY:
+        return list(standard_library_corpus().texts(split))
+    return load_texts(data, split, text_column)
+
+
 def load_stream(data: str, split: str, tokenizer: PreTrainedTokenizerBase, text_column: str = "text") -> Stream:
     """Token stream of a data set with the tokenizer's end-of-sequence token after each document."""
+    description = f"{data}, split {split}"
     if data == STANDARD_LIBRARY:
-        corpus = standard_library_corpus()
-        return Stream(token_stream(corpus.texts(split), tokenizer), f"{corpus.description}, {split} files")
-    return Stream(token_stream(load_texts(data, split, text_column), tokenizer), f"{data}, split {split}")
+        description = f"{standard_library_corpus().description}, {split} files"
+    return Stream(token_stream(load_documents(data, split, text_column), tokenizer), description)

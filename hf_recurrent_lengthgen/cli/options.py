@@ -13,6 +13,34 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_recurrent_lengthgen.cli.inputs import DATA_HELP
+from hf_recurrent_lengthgen.trainers import (
+    FittedNoiseConfig,
+    FittedNoiseTrainer,
+    InitialStateConfig,
+    InitialStateTrainer,
+    LearnedStateConfig,
+    LearnedStateTrainer,
+    MixedStatesConfig,
+    MixedStatesTrainer,
+    RandomNoiseConfig,
+    RandomNoiseTrainer,
+    StatePassingConfig,
+    StatePassingTrainer,
+    TbttConfig,
+    TbttTrainer,
+    ZeroStateTrainer,
+)
+
+Intervention = Literal["none", "random_noise", "fitted_noise", "state_passing", "tbtt", "mixed", "learned"]
+INTERVENTIONS: dict[str, tuple[type[InitialStateTrainer], type[InitialStateConfig]]] = {
+    "none": (ZeroStateTrainer, InitialStateConfig),
+    "random_noise": (RandomNoiseTrainer, RandomNoiseConfig),
+    "fitted_noise": (FittedNoiseTrainer, FittedNoiseConfig),
+    "state_passing": (StatePassingTrainer, StatePassingConfig),
+    "tbtt": (TbttTrainer, TbttConfig),
+    "mixed": (MixedStatesTrainer, MixedStatesConfig),
+    "learned": (LearnedStateTrainer, LearnedStateConfig),
+}
 
 # "Unexplored states" (arXiv:2507.02782), B.2 and Figure 1: post-training of Mamba-2
 PAPER_STEPS = 500
@@ -62,9 +90,13 @@ class RunArguments:
     model: str = field(
         metadata={"help": "Checkpoint folder or Hub name; or a config.json, to train from scratch. Required."}
     )
-    intervention: Literal["none", "state_passing"] = field(
+    intervention: Intervention = field(
         default="state_passing",
-        metadata={"help": "Where initial states come from: none is the zero state, so plain training."},
+        metadata={
+            "help": "Where initial states come from: none is the zero state, so plain training; random_noise and "
+            "fitted_noise draw them; state_passing takes final states of other texts, tbtt (truncated backpropagation "
+            "through time) those of the same text; mixed draws one of these for each sequence; learned trains one."
+        },
     )
     data: str = field(default="stdlib", metadata={"help": f"Training text: {DATA_HELP}"})
     data_split: str = field(default="train", metadata={"help": "Split of the data to train on."})
@@ -82,6 +114,30 @@ class RunArguments:
         metadata={"help": 'Tokenizer folder or name, or "bytes". Default: the model\'s own; bytes from scratch.'},
     )
     block_length: int = field(default=2048, metadata={"help": "Training length T in tokens."})
+    chunks_before_reset: int = field(
+        default=12,
+        metadata={"help": "With tbtt: chunks of block_length after which a state is reset to zero; 0 for never."},
+    )
+    reset_at_document: bool = field(
+        default=False, metadata={"help": "With tbtt: reset states where a document begins, wherever that is in a row."}
+    )
+    minimum_document_tokens: int = field(
+        default=0, metadata={"help": "Leave out documents with fewer tokens (arXiv:2410.07145 uses 4096)."}
+    )
+    task: Literal["text", "passkey", "babilong"] = field(
+        default="text",
+        metadata={
+            "help": "What a row is: text; a passkey prompt; or a question of bAbI hidden in the text of data. In the "
+            "last two only the answer is scored."
+        },
+    )
+    task_files: str | None = field(
+        default=None, metadata={"help": "With babilong: the folder of bAbI's files (qa1_..._train.txt to qa10)."}
+    )
+    task_style: str | None = field(
+        default=None,
+        metadata={"help": 'With passkey: the prompt, "pass key" (arXiv:2507.02782) or "passkey" (arXiv:2410.07145).'},
+    )
     mimetic: bool = field(
         default=False, metadata={"help": "Mimetic initialization before training from scratch (arXiv:2410.11135)."}
     )
@@ -93,25 +149,33 @@ class RunArguments:
     )
 
 
+@dataclass
+class _EveryConfig(StatePassingConfig, MixedStatesConfig, LearnedStateConfig):
+    """The options of all interventions, for the help and the parser; never made."""
+
+
+_METHOD_OPTIONS = {item.name for item in fields(_EveryConfig)} - {item.name for item in fields(TrainingArguments)}
+
+
 class RunParser(HfArgumentParser):
-    """Parser of `RunArguments` and a trainer's arguments.
+    """Parser of `RunArguments` and the arguments of the trainers.
 
     Args:
-        arguments_class: The trainer's arguments.
         everything: Whether the help lists all of TrainingArguments, over a hundred, or those in `MOST_USED`.
     """
 
-    def __init__(self, arguments_class: type[TrainingArguments], everything: bool = False) -> None:
+    def __init__(self, everything: bool = False) -> None:
         self._everything = everything
         self._sections: dict[str, Any] = {}
         self._titles = {
             **dict.fromkeys(_names(TrainingArguments), "other options of transformers.TrainingArguments"),
             **dict.fromkeys(MOST_USED, "training (most used options of transformers.TrainingArguments)"),
-            **dict.fromkeys(_names(arguments_class) - _names(TrainingArguments), "options of the intervention"),
+            **dict.fromkeys(_METHOD_OPTIONS, "options of interventions"),
+            **dict.fromkeys(_names(InitialStateConfig) - _names(TrainingArguments), "options of all interventions"),
             **dict.fromkeys(_names(RunArguments), "what to train"),
         }
         super().__init__(
-            (RunArguments, arguments_class),  # type: ignore[arg-type]
+            (RunArguments, _EveryConfig),  # type: ignore[arg-type]
             prog="lengthgen train",
             usage="lengthgen train [CONFIG.yaml] [--model MODEL] [--output_dir FOLDER] [--OPTION VALUE ...]",
             description=DESCRIPTION,
@@ -121,7 +185,9 @@ class RunParser(HfArgumentParser):
             "--help-all", action="help", help="show the other options of transformers.TrainingArguments, too"
         )
         quiet = {"disable_tqdm": None if sys.stderr.isatty() else True}
-        self.set_defaults(**DEFAULTS, **quiet, max_steps=None, num_train_epochs=None)
+        # Options of methods have defaults in the config of the method; None is "not given".
+        not_given = dict.fromkeys([*_METHOD_OPTIONS, "max_steps", "num_train_epochs"])
+        self.set_defaults(**DEFAULTS, **quiet, **not_given)
 
     def add_argument(self, *flags: str, **options: Any) -> argparse.Action:
         """As in argparse, in the section of the help that the option belongs to."""
@@ -130,8 +196,13 @@ class RunParser(HfArgumentParser):
         if title is None:
             return super().add_argument(*flags, **options)
         options["help"] = MOST_USED.get(name, options.get("help"))
+        if title == "options of interventions":
+            owners = [key for key, (_, config) in INTERVENTIONS.items() if name in _names(config)]
+            options["help"] = f"{options['help']} [{', '.join(owners)}]"
         if title.startswith("other") and not self._everything:
             options["help"] = argparse.SUPPRESS
+        elif name in _METHOD_OPTIONS:
+            pass  # the config of the method has the default, and its help says so
         elif "efault" not in str(options["help"]) and not any(options.get("default") is no for no in (None, False)):
             options["help"] = f"{options['help']} (default: %(default)s)"
         if "type" in options and len(options.get("choices", ())) not in range(1, 5):
@@ -139,7 +210,9 @@ class RunParser(HfArgumentParser):
             options["metavar"] = "BOOL" if "const" in options else known.get(options["type"], "NAME")
         if title not in self._sections:
             self._sections[title] = self.add_argument_group(title)
-        return self._sections[title].add_argument(*flags, **options)
+        action = self._sections[title].add_argument(*flags, **options)
+        action.option_strings = list(flags[:1])  # spellings with "-" are understood, too, but not listed
+        return action
 
     def error(self, message: str) -> Any:
         """As in argparse, with the option that was probably meant."""
@@ -147,8 +220,28 @@ class RunParser(HfArgumentParser):
         hint = f"; {self._nearest(wrong.split()[0])}" if wrong != message and wrong.startswith("--") else ""
         super().error(message + hint)
 
+    def read(
+        self, arguments: Sequence[str], config_file: str | None = None
+    ) -> tuple[RunArguments, InitialStateConfig, type[InitialStateTrainer]]:
+        """What to train, the arguments of the trainer, and its class; flags win over the file.
+
+        Raises:
+            ValueError: for a file that cannot be used, options of other interventions, and as the config raises.
+        """
+        values = self.parse(arguments, config_file)
+        trainer, config = INTERVENTIONS[values["intervention"]]
+        for name in sorted(_METHOD_OPTIONS - _names(config)):
+            if values[name] is not None:
+                owners = [key for key, (_, other) in INTERVENTIONS.items() if name in _names(other)]
+                raise ValueError(
+                    f"{name} is an option of the intervention {' and '.join(owners)}, not of {values['intervention']}."
+                )
+        run = RunArguments(**{name: values[name] for name in _names(RunArguments)})
+        given = {name: value for name, value in values.items() if not (name in _METHOD_OPTIONS and value is None)}
+        return run, config(**{name: given[name] for name in _names(config) & given.keys()}), trainer
+
     def parse(self, arguments: Sequence[str], config_file: str | None = None) -> dict[str, Any]:
-        """Options as a dictionary; flags win over the file.
+        """All options as a dictionary, None for those of methods that are not given; flags win over the file.
 
         Raises:
             ValueError: for a file that cannot be used.

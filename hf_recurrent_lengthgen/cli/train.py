@@ -5,38 +5,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_recurrent_lengthgen.cli.inputs import load_stream, load_tokenizer
+from hf_recurrent_lengthgen.cli.inputs import load_documents, load_stream, load_tokenizer
 from hf_recurrent_lengthgen.cli.options import RunArguments, RunParser
-from hf_recurrent_lengthgen.data import PackedBlocks
+from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks, keep_long_documents
+from hf_recurrent_lengthgen.data.tasks import BabilongPrompts, PasskeyPrompts, babi_files, read_babi
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
-from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer, ZeroStateTrainer
+from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, MixedStatesConfig, TbttConfig
+from hf_recurrent_lengthgen.trainers.alignment_loss import largest_extra
 
-INTERVENTIONS: dict[str, tuple[type[Trainer], type[TrainingArguments]]] = {
-    "none": (ZeroStateTrainer, TrainingArguments),
-    "state_passing": (StatePassingTrainer, StatePassingConfig),
-}
+PASSKEY_SAMPLES, PASSKEY_EVALUATION_SAMPLES = 100_000, 256
+"""Samples of an epoch where max_steps does not say how many there are, and of an evaluation."""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command with its arguments."""
     arguments = list(arguments)
     config_file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
-    parser = RunParser(StatePassingConfig, everything="--help-all" in arguments)
-    values = parser.parse(arguments, config_file)
-    trainer_class, arguments_class = INTERVENTIONS[values["intervention"]]
-    if arguments_class is not StatePassingConfig:
-        parser = RunParser(arguments_class)
-        values = parser.parse(arguments, config_file)
-    settings, training = parser.parse_dict(values)
+    settings, training, trainer_class = RunParser(everything="--help-all" in arguments).read(arguments, config_file)
     train(settings, training, trainer_class)
     return 0
 
 
-def train(settings: RunArguments, training: TrainingArguments, trainer_class: type[Trainer]) -> Trainer:
+def train(settings: RunArguments, training: InitialStateConfig, trainer_class: type[InitialStateTrainer]) -> Trainer:
     """Train as the settings say, and save model and tokenizer to `training.output_dir`.
 
     Raises:
@@ -74,18 +68,19 @@ def train(settings: RunArguments, training: TrainingArguments, trainer_class: ty
             f"The tokenizer has {len(tokenizer)} tokens, the model's vocab_size is {model.config.vocab_size}: give "
             "the model's own tokenizer, or a config.json with a larger vocab_size."
         )
-    blocks = _blocks(settings, settings.data, settings.data_split, tokenizer)
+    _check_task(settings, training)
+    if training.alignment_alpha and training.alignment_length is None:
+        training.alignment_length = settings.block_length
+    rows = _rows(settings, training, tokenizer)
     eval_data = settings.eval_data or ("stdlib" if evaluated and settings.data == "stdlib" else None)
-    eval_blocks = None if eval_data is None else _blocks(settings, eval_data, settings.eval_data_split, tokenizer)
+    eval_rows = None if eval_data is None else _evaluation_rows(settings, eval_data, training, tokenizer)
     model.config.training_length = settings.block_length
     if settings.intervention != "none":
         steps = training.max_steps
         budget = f"{steps} steps" if steps > 0 else f"{training.num_train_epochs:g} epochs"
         done = f"{settings.intervention}, {budget}"
         model.config.interventions = [*(getattr(model.config, "interventions", None) or ()), done]
-    trainer = trainer_class(
-        model, training, train_dataset=blocks, eval_dataset=eval_blocks, processing_class=tokenizer
-    )
+    trainer = trainer_class(model, training, train_dataset=rows, eval_dataset=eval_rows, processing_class=tokenizer)
     trainer.train(resume_from_checkpoint=settings.resume or None)
     trainer.save_model()
     trainer.save_state()
@@ -93,5 +88,80 @@ def train(settings: RunArguments, training: TrainingArguments, trainer_class: ty
     return trainer
 
 
-def _blocks(settings: RunArguments, data: str, split: str, tokenizer: Any) -> PackedBlocks:
-    return PackedBlocks(load_stream(data, split, tokenizer, settings.text_column).tokens, settings.block_length)
+def _check_task(settings: RunArguments, training: InitialStateConfig) -> None:
+    """Refuse options of other data than those that are asked for."""
+    continued = _continues(training)
+    wrong = {
+        "chunks_before_reset": settings.chunks_before_reset != 12 and not continued,
+        "reset_at_document": settings.reset_at_document and not continued,
+        "task_files": (settings.task_files is None) == (settings.task == "babilong"),
+        "task_style": settings.task_style is not None and settings.task != "passkey",
+        "minimum_document_tokens": settings.minimum_document_tokens > 0 and settings.task != "text",
+    }
+    if any(wrong.values()):
+        raise ValueError(
+            f"{[name for name, found in wrong.items() if found]} do not fit task {settings.task} and intervention "
+            f"{settings.intervention}: chunks_before_reset and reset_at_document go with tbtt, task_files with "
+            "babilong (required there), task_style with passkey, minimum_document_tokens with text."
+        )
+    if settings.task != "text" and (continued or training.alignment_alpha):
+        raise ValueError(f"task {settings.task} has rows of its own: it goes with neither tbtt nor alignment_alpha.")
+
+
+def _continues(training: InitialStateConfig) -> bool:
+    return isinstance(training, TbttConfig) or (
+        isinstance(training, MixedStatesConfig) and "tbtt" in (training.mixture or {})
+    )
+
+
+def _lookahead(training: InitialStateConfig) -> int:
+    """Tokens that the alignment loss reads beyond the training length."""
+    if not training.alignment_alpha:
+        return 0
+    assert training.alignment_length is not None
+    return training.alignment_max_extra or largest_extra(training.alignment_length)
+
+
+def _rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
+    """Training data."""
+    if settings.task != "text":
+        return _task_rows(settings, settings.data, settings.data_split, training, tokenizer)
+    stream = load_stream(settings.data, settings.data_split, tokenizer, settings.text_column).tokens
+    if settings.minimum_document_tokens:
+        stream = keep_long_documents(stream, tokenizer.eos_token_id, settings.minimum_document_tokens)
+    lookahead = _lookahead(training)
+    if _continues(training):
+        return ContinuedChunks(
+            stream,
+            settings.block_length,
+            settings.chunks_before_reset or None,
+            settings.reset_at_document,
+            tokenizer.eos_token_id if settings.reset_at_document else None,
+            lookahead,
+        )
+    # A block of n predictions has n + 1 tokens.
+    return PackedBlocks(stream, settings.block_length + max(lookahead - 1, 0))
+
+
+def _evaluation_rows(settings: RunArguments, data: str, training: InitialStateConfig, tokenizer: Any) -> Any:
+    if settings.task != "text":
+        return _task_rows(settings, data, settings.eval_data_split, training, tokenizer)
+    stream = load_stream(data, settings.eval_data_split, tokenizer, settings.text_column).tokens
+    return PackedBlocks(stream, settings.block_length)
+
+
+def _task_rows(settings: RunArguments, data: str, split: str, training: InitialStateConfig, tokenizer: Any) -> Any:
+    """Rows of a task; the keys and places of other splits than the training split come from another seed."""
+    seed = training.seed + (split != settings.data_split)
+    if settings.task == "passkey":
+        rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
+        samples = rows * training.max_steps if training.max_steps > 0 else PASSKEY_SAMPLES
+        style = {} if settings.task_style is None else {"style": settings.task_style}
+        if split != settings.data_split:
+            samples = min(samples, PASSKEY_EVALUATION_SAMPLES)
+        return PasskeyPrompts(tokenizer, settings.block_length, samples, seed, **style)
+    assert settings.task_files is not None
+    files = babi_files(settings.task_files, "train" if split == settings.data_split else "test")
+    questions = [question for file in files for question in read_babi(file)]
+    background = load_documents(data, split, settings.text_column)
+    return BabilongPrompts(tokenizer, questions, background, settings.block_length, seed)

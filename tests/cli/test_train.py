@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
-from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM, load_state
 from hf_recurrent_lengthgen.cli import train as command
 from hf_recurrent_lengthgen.cli.main import main
-from hf_recurrent_lengthgen.cli.options import RunParser
+from hf_recurrent_lengthgen.cli.options import INTERVENTIONS, RunParser
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
 
 TINY = {
@@ -44,8 +44,8 @@ def train(tmp_path: Path, text_file: Path) -> Train:
     return run
 
 
-def parsed(*arguments: str, file: Path | None = None, arguments_class: Any = StatePassingConfig) -> dict[str, Any]:
-    return RunParser(arguments_class).parse(["--model", "m", *arguments], None if file is None else str(file))
+def parsed(*arguments: str, file: Path | None = None) -> dict[str, Any]:
+    return RunParser().parse(["--model", "m", *arguments], None if file is None else str(file))
 
 
 def trained_config(folder: Path) -> dict[str, Any]:
@@ -136,8 +136,10 @@ def test_a_file_gives_options_and_flags_win(tmp_path: Path) -> None:
         "label_names": ["labels", "others"],
     }
     assert {name: values[name] for name in expected} == expected
-    settings, training = RunParser(StatePassingConfig).parse_dict(values | {"output_dir": "o", "use_cpu": True})
+    settings, training, trainer = RunParser().read(["--model", "m", "--use_cpu"], str(tmp_path / "c.yaml"))
     assert (settings.block_length, training.lr_scheduler_kwargs) == (16, {"min_lr": 2e-5})
+    assert trainer is StatePassingTrainer
+    assert not training.carry_conv_state
 
 
 def test_training_from_a_file(checkpoint: Path, text_file: Path, tmp_path: Path) -> None:
@@ -200,7 +202,10 @@ def test_defaults_are_the_papers() -> None:
     assert (values["adam_beta2"], values["warmup_steps"], values["max_grad_norm"]) == (0.95, 0.1, 1.0)
     assert values["lr_scheduler_type"] == "cosine_with_min_lr"
     assert values["lr_scheduler_kwargs"] == {"min_lr": 1e-5}
-    assert (values["block_length"], values["state_drop_probability"]) == (2048, 0.1)
+    assert values["block_length"] == 2048
+    _, training, _ = RunParser().read(["--model", "m", "--output_dir", "o", "--use_cpu"])
+    assert isinstance(training, StatePassingConfig)
+    assert training.state_drop_probability == 0.1
 
 
 def test_epochs_replace_the_default_number_of_steps_and_another_schedule_its_settings() -> None:
@@ -234,7 +239,7 @@ def test_the_help_shows_what_most_people_need_and_all_if_asked(capsys: pytest.Ca
         assert "default: None" not in text.split("other options")[0]
     assert "--torch_compile " not in shown["--help"]
     assert "--torch_compile " in shown["--help-all"]
-    assert len(shown["--help"].splitlines()) < 120
+    assert len(shown["--help"].splitlines()) < 180
 
 
 class Interrupt(TrainerCallback):
@@ -262,7 +267,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
     options = {"model": checkpoint, "max_steps": 5, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.01}
     assert train(**options, output_dir=tmp_path / "whole") == 0
     with monkeypatch.context() as patch:
-        patch.setitem(command.INTERVENTIONS, "state_passing", (InterruptedTrainer, StatePassingConfig))
+        patch.setitem(INTERVENTIONS, "state_passing", (InterruptedTrainer, StatePassingConfig))
         assert train(**options, output_dir=tmp_path / "broken") == 130
     shown = capsys.readouterr()
     assert "checkpoint-2" in shown.out
@@ -371,3 +376,72 @@ def test_a_run_starts_with_its_seed(
     a, b, c = (load_file(tmp_path / name / "model.safetensors")["backbone.embeddings.weight"] for name in names)
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "random_noise": {"noise_sigma": 0.1},
+    "fitted_noise": {"fitted_noise_beta": 0.2},
+    "state_passing": {"alignment_alpha": 0.1},
+    "tbtt": {"chunks_before_reset": 3, "reset_at_document": True},
+    "mixed": {"mixture": '{"zero": 0.5, "tbtt": 0.25, "fitted_noise": 0.25}'},
+}
+
+
+@pytest.mark.parametrize("intervention", METHODS)
+def test_every_intervention_trains_every_weight(
+    train: Train, checkpoint: Path, tmp_path: Path, intervention: str
+) -> None:
+    options = {"intervention": intervention, "learning_rate": 0.01, "warmup_steps": 0} | METHODS[intervention]
+    assert train(model=checkpoint, **options) == 0
+    before, after = load_file(checkpoint / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
+    assert trained_config(tmp_path / "out")["training_length"] == TINY["block_length"]
+
+
+def test_a_learned_state_is_saved_alone(train: Train, checkpoint: Path, tmp_path: Path) -> None:
+    assert train(model=checkpoint, intervention="learned", learning_rate=0.1, warmup_steps=0) == 0
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    state, metadata = load_state(tmp_path / "out" / "learned_state.safetensors")
+    assert all(bool(layer.recurrent.any()) for layer in state)
+    assert metadata["model"] == str(checkpoint)
+
+
+def test_alignment_of_tbtt_reads_ahead(train: Train, checkpoint: Path) -> None:
+    assert train(model=checkpoint, intervention="tbtt", alignment_alpha=0.1, alignment_max_extra=2) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"noise_sigma": 0.1}, "noise_sigma is an option of the intervention random_noise and mixed"),
+        ({"intervention": "random_noise"}, "noise_sigma is missing"),
+        ({"intervention": "mixed"}, "mixture must give probabilities"),
+        ({"chunks_before_reset": 3}, "chunks_before_reset and reset_at_document go with tbtt"),
+        ({"task": "babilong"}, "task_files with babilong"),
+        ({"task": "passkey", "alignment_alpha": 0.1}, "goes with neither tbtt nor alignment_alpha"),
+        ({"alignment_max_extra": 2}, "need alignment_alpha above 0"),
+    ],
+)
+def test_options_of_another_method_are_refused(
+    train: Train, checkpoint: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any], told: str
+) -> None:
+    assert train(model=checkpoint, **options) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_passkeys_are_trained_on_the_key_alone(train: Train, checkpoint: Path, tmp_path: Path) -> None:
+    options = {"task": "passkey", "block_length": 400, "intervention": "fitted_noise"}
+    assert train(model=checkpoint, **options, eval_strategy="steps", eval_steps=1, eval_data="stdlib") == 0
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in history if "eval_loss" in entry] == [1, 2]
+
+
+def test_questions_of_babi_are_hidden_in_text(train: Train, checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "babi"
+    folder.mkdir()
+    for task in range(1, 11):
+        story = "1 Mary moved to the bathroom.\n2 John went to the hall.\n3 Where is Mary? \tbathroom\t1\n"
+        (folder / f"qa{task}_made-up_train.txt").write_text(story)
+    options = {"task": "babilong", "task_files": folder, "block_length": 200, "intervention": "none"}
+    assert train(model=checkpoint, **options) == 0
