@@ -14,6 +14,7 @@ from hf_recurrent_lengthgen.trainers.mixed_states import MixedStates
 from hf_recurrent_lengthgen.trainers.mixed_states_config import MixedStatesConfig
 from hf_recurrent_lengthgen.trainers.mixed_states_trainer import MixedStatesTrainer
 from hf_recurrent_lengthgen.trainers.noise_states import FittedNoise, RandomNoise
+from hf_recurrent_lengthgen.trainers.noise_sweep import sweep_sigma
 from hf_recurrent_lengthgen.trainers.random_noise_config import RandomNoiseConfig
 from hf_recurrent_lengthgen.trainers.random_noise_trainer import RandomNoiseTrainer
 from hf_recurrent_lengthgen.trainers.state_passing_config import StatePassingConfig
@@ -49,4 +50,5 @@ __all__ = [
     "TbttTrainer",
     "ZeroStateTrainer",
     "ZeroStates",
+    "sweep_sigma",
 ]
