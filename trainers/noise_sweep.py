@@ -42,5 +42,6 @@ def sweep_sigma(
         run.output_dir = os.path.join(str(args.output_dir), f"sigma-{sigma:g}")
         trainer = RandomNoiseTrainer(make_model(), run, **trainer_arguments)
         trainer.train()
+        assert isinstance(trainer.model, nn.Module)
         scores[sigma] = score(trainer.model)
     return scores
