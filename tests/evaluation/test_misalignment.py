@@ -116,9 +116,10 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def test_no_probability_tensor_is_kept_or_made() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_probability_tensor_is_kept_or_made(dtype: torch.dtype) -> None:
     positions, vocabulary, chunk = 40, 64, 4
-    a, b = random_pair(positions, vocabulary, dtype=torch.float32)
+    a, b = random_pair(positions, vocabulary, dtype=dtype)
     kept: list[Tensor] = []
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x),
@@ -218,6 +219,7 @@ def test_draws_depend_on_the_seed_and_the_sequence_alone(counter_model: type, ra
     assert values(random_tokens, 0) == values(random_tokens, 0)
     assert values(random_tokens, 0)[:1] == values(random_tokens[:1], 0)
     assert values(random_tokens, 0) != values(random_tokens, 1)
+    assert context_pairs(131, 20, 3, seed=0, sequence=0) != context_pairs(131, 20, 3, seed=0, sequence=1)
 
 
 def tiny_llama() -> nn.Module:
