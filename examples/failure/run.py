@@ -1,0 +1,111 @@
+"""Train base models in different ways and see which of them fail beyond their training length.
+
+After Fig. 2, 3 and 11 of arXiv:2507.02782: training length at equal tokens, tokens seen, and warm-up. The model is the
+base of `lengthgen demo`; one thing is changed at a time. Writes into the output folder: failure.png, failure.md,
+failure.json, and a checkpoint per stage and seed. An interrupted run continues.
+"""
+
+import sys
+from pathlib import Path
+
+from hf_recurrent_lengthgen.plotting.images import save_png
+from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, MUTED, mark_training_lengths, position_axis
+from hf_recurrent_lengthgen.trainers import ZeroStateTrainer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from small_setting import Result, Study, Training, draw, markdown, nll_last, over_seeds, panels, parse
+
+COLORS = ("#56b4e9", "#009e73", "#d55e00", "#7a3b9c")
+LINES = ("solid", (0, (5, 2)), "solid", (0, (1, 1)))
+MULTIPLES = (0.25, 0.5, 1, 2)
+"""Training lengths, in those of the demo."""
+WARMUPS = (0.02, 0.1, 0.25)
+"""Shares of all steps; the demo's is the middle one."""
+
+
+def train(study: Study, seed: int) -> None:
+    """The stages of a seed, the most important first. The base of the demo is one of each series."""
+    study.base(seed)
+    for multiple, warmup in ((0.5, None), (2, None), (None, 0.25), (0.25, None), (None, 0.02)):
+        if multiple is None:
+            train_with(study, seed, f"warmup_{warmup}", 1, warmup)
+        else:
+            train_with(study, seed, f"length_{int(multiple * study.settings.training_length)}", multiple, 0.1)
+
+
+def train_with(study: Study, seed: int, name: str, multiple: float, warmup: float) -> None:
+    """One stage: training length in those of the demo, at equally many tokens a step, and warm-up."""
+    settings = study.settings
+    length, batch = int(settings.training_length * multiple), int(settings.batch_size / multiple)
+    steps, rate = settings.base_steps, settings.base_learning_rate
+    training = Training(steps, rate, batch_size=batch, training_length=length, warmup=warmup)
+    study.run(name, seed, training, ZeroStateTrainer, study.blocks(length))
+
+
+def series(study: Study, seeds: list[int]) -> dict[str, dict[str, dict[int, Result]]]:
+    """What is there: panel -> label -> seed -> measurement."""
+    settings = study.settings
+    step = settings.batch_size * settings.training_length
+    whole = settings.base_steps * step
+    steps = [(f"after {n} steps", f"{n * step / 1e6:.2g} M tokens") for n in study.snapshots]
+    stages = {
+        "Training length": {
+            f"{int(settings.training_length * m)} bytes": (
+                "base" if m == 1 else f"length_{int(settings.training_length * m)}",
+                "measured",
+            )
+            for m in MULTIPLES
+        },
+        "Tokens seen": {label: ("base", key) for key, label in steps}
+        | {f"{whole / 1e6:.2g} M tokens": ("base", "measured")},
+        "Warm-up": {f"{w:.0%} of steps": ("base" if w == 0.1 else f"warmup_{w}", "measured") for w in WARMUPS},
+    }
+    found: dict[str, dict[str, dict[int, Result]]] = {}
+    for panel, labels in stages.items():
+        found[panel] = {}
+        for label, (stage, key) in labels.items():
+            kept = {seed: study.result(stage, seed) for seed in seeds}
+            found[panel][label] = {seed: result[key] for seed, result in kept.items() if result is not None}
+        found[panel] = {label: results for label, results in found[panel].items() if results}
+    return found
+
+
+def report(study: Study, seeds: list[int]) -> None:
+    """Figure, table and numbers of the stages that are there."""
+    found = series(study, seeds)
+    picture, axes = panels([f"{panel}: loss (nats per byte)" for panel in found])
+    length, rows = study.settings.training_length, []
+    for axis, (panel, curves) in zip(axes, found.items(), strict=True):
+        for (label, results), color, line in zip(curves.items(), COLORS, LINES, strict=False):
+            values = list(results.values())
+            draw(axis, values, "nll", length // 8, color=color, linestyle=line, label=label)
+            last = sum(map(nll_last, values)) / len(values)
+            numbers = [over_seeds(values, "harm_last", "+.3f"), format(last, ".3f")]
+            numbers += [over_seeds(values, key) for key in ("in_window", "context_use")]
+            rows.append([panel.lower(), label, ", ".join(map(str, results)), *numbers])
+        position_axis(axis, length // 8, study.length)
+        if panel == "Training length":
+            for multiple, color in zip(MULTIPLES, COLORS, strict=True):
+                axis.axvline(multiple * length, color=color, linewidth=1, linestyle=(0, (2, 2)))
+        else:
+            mark_training_lengths(axis, [length])
+        axis.legend(fontsize=FONT_SIZE - 1, frameon=False, loc="upper left", labelcolor=MUTED)
+    save_png(picture, study.output / "failure.png")
+    start, stop = next(iter(found["Tokens seen"].values()))[seeds[0]]["harm_range"]
+    head = ["varied", "value", "seeds", f"harm at {start:,}-{stop:,}", f"loss at {start:,}-{stop:,}"]
+    table = markdown([*head, "loss inside the training length", "context use"], rows)
+    (study.output / "failure.md").write_text(table, encoding="utf-8")
+    study.write_results(
+        study.output / "failure.json",
+        {f"{panel}: {label}": results for panel, curves in found.items() for label, results in curves.items()},
+    )
+    print(table)
+
+
+if __name__ == "__main__":
+    options = parse(__doc__)
+    study = Study(options)
+    if not options.report:
+        for seed in options.seeds:
+            train(study, seed)
+    report(study, options.seeds)

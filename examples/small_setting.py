@@ -1,0 +1,254 @@
+"""The setting of the studies in `interventions/` and `failure/`: the model and the text of `lengthgen demo`.
+
+A stage is one training run and its measurement. Its folder holds the checkpoint and `stage.json`. A stage that is
+there with the same settings is not run again, so that an interrupted study continues where it stopped.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch.utils.data import Dataset
+from transformers import PrinterCallback, TrainerCallback, set_seed
+
+from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM, load_model
+from hf_recurrent_lengthgen.cli import demo
+from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
+from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
+from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
+from hf_recurrent_lengthgen.evaluation.misalignment import long_short_misalignment
+from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, GRID, INK, MUTED
+from hf_recurrent_lengthgen.surgery import mimetic_initialization
+from hf_recurrent_lengthgen.trainers import InitialStateTrainer, ZeroStateTrainer
+
+SETTINGS = replace(demo.DEFAULTS, cure_steps=200, evaluation_multiple=32, sequences=16)
+TINY = replace(
+    SETTINGS,
+    **{"hidden_size": 16, "head_dim": 16, "state_size": 4, "training_length": 16, "batch_size": 4},
+    **{"base_steps": 2, "cure_steps": 2, "evaluation_multiple": 4, "sequences": 2},
+)
+Result = dict[str, Any]
+
+
+def parse(description: str | None) -> argparse.Namespace:
+    """The options that both studies have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", default="demo-output/studies", help="folder for everything (%(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds in this order (0 1 2)")
+    parser.add_argument("--report", action="store_true", help="train nothing, report on what is there")
+    parser.add_argument("--tiny", action="store_true", help="sizes that show in seconds that the command works")
+    return parser.parse_args()
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a stage trains: `start` is the stage whose model goes on, None for a new one; lengths in tokens."""
+
+    steps: int
+    learning_rate: float
+    start: str | None = None
+    batch_size: int | None = None
+    training_length: int | None = None
+    warmup: float = 0.1
+    snapshots: tuple[int, ...] = ()
+
+
+class Study:
+    """Runs stages into folders of `options.output`."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.settings = TINY if options.tiny else SETTINGS
+        self.output = Path(options.output)
+        self.report_only: bool = options.report
+        tokenizer = byte_tokenizer()
+        self.vocabulary = len(tokenizer)
+        self.stream = load_stream("stdlib", "train", tokenizer).tokens
+        held_out = load_stream("stdlib", "validation", tokenizer)
+        self.length = self.settings.evaluation_multiple * self.settings.training_length
+        self.texts = evaluation_sequences(held_out.tokens, self.settings.sequences, self.length + 1)
+        self.description = f"{self.settings.sequences} texts of {self.length} bytes of {held_out.description}"
+
+    def blocks(self, length: int | None = None) -> PackedBlocks:
+        """Rows that predict `length` tokens."""
+        return PackedBlocks(self.stream, length or self.settings.training_length)
+
+    @property
+    def snapshots(self) -> tuple[int, ...]:
+        """Steps of the base after which it is measured, too: an eighth, a quarter and half of them."""
+        return tuple(sorted({max(1, self.settings.base_steps // part) for part in (8, 4, 2)}))
+
+    def folder(self, name: str, seed: int) -> Path:
+        """Of a stage."""
+        return self.output / f"seed{seed}" / name
+
+    def result(self, name: str, seed: int) -> Result | None:
+        """Of a finished stage."""
+        file = self.folder(name, seed) / "stage.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+    def base(self, seed: int) -> Result | None:
+        """The base model of the demo."""
+        training = Training(self.settings.base_steps, self.settings.base_learning_rate, snapshots=self.snapshots)
+        return self.run("base", seed, training, ZeroStateTrainer, self.blocks())
+
+    def run(
+        self,
+        name: str,
+        seed: int,
+        training: Training,
+        trainer_class: type[InitialStateTrainer],
+        data: Dataset,
+        **options: Any,
+    ) -> Result | None:
+        """Train and measure a stage, or read its result; None if only a report is wanted and there is none."""
+        key = {"settings": asdict(self.settings), "training": asdict(training), "options": options, "seed": seed}
+        key = json.loads(json.dumps(key | {"trainer": trainer_class.__name__, "data": self.description}))
+        kept = self.result(name, seed)
+        if kept is not None and kept["key"] == key:
+            return kept
+        if self.report_only:
+            return None
+        folder, length = self.folder(name, seed), training.training_length or self.settings.training_length
+        batch = training.batch_size or self.settings.batch_size
+        with quiet_libraries("warnings", "bars"):
+            model = load_model(str(self.folder(training.start, seed))) if training.start else self._new(length, seed)
+            arguments = trainer_class.config_class(
+                output_dir=str(folder),
+                max_steps=training.steps,
+                learning_rate=training.learning_rate,
+                per_device_train_batch_size=batch,
+                lr_scheduler_type="cosine",
+                warmup_steps=training.warmup,
+                adam_beta2=0.95,
+                max_grad_norm=1.0,
+                seed=seed,
+                logging_steps=max(1, training.steps // 4),
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                dataloader_pin_memory=False,
+                **options,
+            )
+            trainer = trainer_class(model, arguments, train_dataset=data)
+            trainer.remove_callback(PrinterCallback)
+            trainer.add_callback(_Snapshots(training.snapshots))
+            trainer.train()
+            trainer.save_model()
+            found = {"key": key, "log": [entry for entry in trainer.state.log_history if "loss" in entry]}
+            for step in training.snapshots:
+                at = load_model(str(folder / f"checkpoint-{step}"))
+                found[f"after {step} steps"] = self.measure(at, length, seed)
+            found["measured"] = self.measure(model, length, seed)
+        (folder / "stage.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+        harm = found["measured"]["harm_last"]["mean"]
+        print(f"seed {seed} {name}: loss {float(found['log'][-1]['loss']):.3f}, harm {harm:+.3f}", flush=True)
+        return found
+
+    def _new(self, length: int, seed: int) -> StatefulMamba2ForCausalLM:
+        set_seed(seed)
+        settings = self.settings
+        config = StatefulMamba2Config(
+            vocab_size=self.vocabulary,
+            hidden_size=settings.hidden_size,
+            head_dim=settings.head_dim,
+            num_heads=2 * settings.hidden_size // settings.head_dim,
+            state_size=settings.state_size,
+            num_hidden_layers=settings.num_layers,
+            n_groups=1,
+            **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "tie_word_embeddings": True},
+            training_length=length,
+        )
+        model = StatefulMamba2ForCausalLM(config)
+        mimetic_initialization(model, c=settings.mimetic_c, offset=settings.mimetic_offset)
+        return model
+
+    def measure(self, model: StatefulMamba2ForCausalLM, length: int, seed: int) -> Result:
+        """What the studies keep of an evaluation; nats per byte, positions in bytes."""
+        result = evaluate_model(
+            model, self.texts, length, label="", data_description=self.description, seed=seed, progress=False
+        )
+        position, harm = result.position_wise.coarse, result.harm.curves.coarse
+        return {
+            "nll": {"edges": position.edges, "mean": [round(x, 4) for x in position.mean]},
+            "harm": {"edges": harm.edges, "mean": [round(x, 4) for x in harm.mean]},
+            "harm_last": asdict(result.harm.last),
+            "harm_range": result.harm.last_range,
+            "in_window": asdict(result.in_window.loss),
+            "context_use": asdict(result.in_window.context_use),
+            "misalignment": long_short_misalignment(model, self.texts, length, seed=0, progress=False).mean,
+        }
+
+    def write_results(self, path: Path, found: dict[str, dict[int, Result]]) -> None:
+        """Measurements by stage and seed as JSON, one seed of a stage a line."""
+        stages = []
+        for name, seeds in found.items():
+            rows = ",\n".join(f"{json.dumps(str(seed))}: {json.dumps(result)}" for seed, result in seeds.items())
+            stages.append(f"{json.dumps(name)}: {{\n{rows}}}")
+        setting = json.dumps({"texts": self.description, **asdict(self.settings)})
+        everything = ",\n".join(stages)
+        path.write_text(f'{{"setting": {setting},\n"stages": {{\n{everything}}}}}\n', encoding="utf-8")
+
+
+class _Snapshots(TrainerCallback):
+    """Checkpoints after some steps."""
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        self.steps = set(steps)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_save = state.global_step in self.steps
+
+
+def panels(titles: Sequence[str], width: float = 4.4) -> tuple[Figure, list[Axes]]:
+    """Panels side by side in the look of the package's figures, with room for a legend below."""
+    figure = Figure(figsize=(width * len(titles), 4.1), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(1, len(titles), squeeze=False)[0])
+    for axis, title in zip(axes, titles, strict=True):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.spines[["left", "bottom"]].set_color(MUTED)
+        axis.tick_params(colors=MUTED, labelcolor=INK, labelsize=FONT_SIZE - 1)
+        axis.grid(axis="y", color=GRID, linewidth=0.7)
+        axis.set_title(title, loc="left", fontsize=FONT_SIZE, color=INK)
+    return figure, axes
+
+
+def draw(axis: Axes, found: Sequence[Result], curve: str, first: int, **style: Any) -> None:
+    """The mean over seeds of "nll" or "harm" from `first` tokens of context on, and the band from least to most."""
+    edges = found[0][curve]["edges"]
+    skipped = sum(edge < first - 1 for edge in edges[:-1])
+    x = [((a + 1) * b) ** 0.5 for a, b in pairwise(edges)][skipped:]
+    columns = list(zip(*(result[curve]["mean"][skipped:] for result in found), strict=True))
+    axis.plot(x, [sum(column) / len(column) for column in columns], linewidth=2, **style)
+    axis.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=style["color"], alpha=0.18, lw=0)
+
+
+def over_seeds(found: Sequence[Result], quantity: str, form: str = ".3f") -> str:
+    """Mean and, from two seeds on, least and most of a measured number."""
+    values = [result[quantity]["mean"] if isinstance(result[quantity], dict) else result[quantity] for result in found]
+    text = format(sum(values) / len(values), form)
+    return text if len(values) < 2 else f"{text} ({min(values):{form}} to {max(values):{form}})"
+
+
+def nll_last(result: Result) -> float:
+    """Mean NLL of the positions of the last harm range."""
+    curve, (start, stop) = result["nll"], result["harm_range"]
+    bins = [
+        (b - a, mean)
+        for (a, b), mean in zip(pairwise(curve["edges"]), curve["mean"], strict=True)
+        if start <= a < stop
+    ]
+    return sum(size * mean for size, mean in bins) / sum(size for size, _ in bins)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -1,0 +1,75 @@
+"""The two studies run from end to end in miniature, continue, and report what is there."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_recurrent_lengthgen.cli import inputs
+from hf_recurrent_lengthgen.data import standard_library_corpus
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture
+def small_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty short files instead of the standard library, which takes seconds to read."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(60):
+        lines = (f"value_{index} = {index * number}\n" for index in range(100))
+        (folder / f"file_{number}.py").write_text("".join(lines))
+    corpus = standard_library_corpus(folder)
+    monkeypatch.setattr(inputs, "standard_library_corpus", lambda: corpus)
+
+
+def run_study(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--tiny", *map(str, arguments)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    runpy.run_path(str(EXAMPLES / name / "run.py"), run_name="__main__")
+
+
+@pytest.mark.usefixtures("small_corpus")
+def test_the_interventions_are_compared_and_an_interrupted_study_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--output", tmp_path / "out", "--seeds", 3)
+    run_study("interventions", monkeypatch, *arguments)
+    printed = capsys.readouterr().out
+    table = (tmp_path / "out" / "interventions.md").read_text()
+    assert table in printed
+    assert len(table.splitlines()) == 2 + 16
+    assert (tmp_path / "out" / "interventions.png").read_bytes().startswith(b"\x89PNG")
+    results = json.loads((tmp_path / "out" / "interventions.json").read_text())
+    assert len(results["stages"]) == 16
+    curve = results["stages"]["tbtt_align"]["3"]["nll"]
+    assert len(curve["edges"]) == len(curve["mean"]) + 1
+    assert curve["edges"][-1] == 64
+
+    (tmp_path / "out" / "seed3" / "tbtt" / "stage.json").unlink()
+    run_study("interventions", monkeypatch, *arguments)
+    again = capsys.readouterr().out
+    assert [line for line in again.splitlines() if line.startswith("seed")] == [
+        line for line in printed.splitlines() if line.startswith("seed 3 tbtt:")
+    ]
+    assert (tmp_path / "out" / "interventions.md").read_text() == table
+
+
+@pytest.mark.usefixtures("small_corpus")
+def test_the_failure_study_reports_three_series(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_study("failure", monkeypatch, "--output", tmp_path / "out", "--seeds", 0)
+    results = json.loads((tmp_path / "out" / "failure.json").read_text())
+    series = [name.partition(":")[0] for name in results["stages"]]
+    assert series.count("Training length") == 4
+    assert series.count("Warm-up") == 3
+    assert {"Training length", "Tokens seen", "Warm-up"} == set(series)
+    assert all(set(seeds) == {"0"} for seeds in results["stages"].values())
+    assert "| warm-up | 25% of steps | 0 |" in (tmp_path / "out" / "failure.md").read_text()
+    assert (tmp_path / "out" / "failure.png").is_file()
+    capsys.readouterr()
+    run_study("failure", monkeypatch, "--output", tmp_path / "out", "--seeds", 0, 1, "--report")
+    assert capsys.readouterr().out.startswith("| varied |")
