@@ -1,6 +1,6 @@
 """Speed and memory against Transformers' own CPU path, as ratios within one run.
 
-    python benchmarks/run.py [scan model mamba1 gla rwkv6 trainer stream] [--rounds 7]
+    python benchmarks/run.py [scan model mamba1 gla rwkv6 trainer alignment chunked_backprop stream] [--rounds 7]
 
 Competitors take turns and a ratio is the median over rounds of the ratios, so that a busy machine slows both.
 Memory is measured in processes of their own. README.md in this folder records figures.
@@ -11,45 +11,22 @@ import json
 import os
 import platform
 import statistics
-import tempfile
 import time
-from typing import Any
 
 import numpy as np
 import torch
+from alignment import bench_alignment, peak_of_alignment
+from chunked_backprop import bench_chunked_backprop, peak_of_chunks
 from families import bench_gla, bench_mamba1, bench_rwkv6, peak_of_mamba1, peak_of_scan
 from measure import in_own_process, peak_mib, saved_bytes, take_turns
 from torch import nn
-from transformers import Mamba2Config, Mamba2ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from trainer_steps import DEMO, LENGTH, WIDE, bench_trainer
+from transformers import Mamba2Config, Mamba2ForCausalLM
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.cli.demo import DEFAULTS
-from hf_recurrent_lengthgen.data import PackedBlocks
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
-from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
-
-LENGTH = 2048
-WIDE: dict[str, Any] = {  # the dimensions of Mamba-2 130m in two layers, with a vocabulary too small to matter
-    "hidden_size": 768,
-    "num_heads": 24,
-    "head_dim": 64,
-    "state_size": 128,
-    "n_groups": 1,
-    "num_hidden_layers": 2,
-    "vocab_size": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-DEMO = WIDE | {
-    "hidden_size": DEFAULTS.hidden_size,
-    "num_heads": 2 * DEFAULTS.hidden_size // DEFAULTS.head_dim,
-    "head_dim": DEFAULTS.head_dim,
-    "state_size": DEFAULTS.state_size,
-    "num_hidden_layers": DEFAULTS.num_layers,
-}
 
 
 def bench_scan(rounds: int) -> dict[str, float]:
@@ -144,64 +121,6 @@ def peak_of_pass(name: str) -> dict[str, float]:
     return {"peak_mib": peak_mib()}
 
 
-class StepTimer(TrainerCallback):
-    """Seconds of each optimizer step, without what Trainer does between steps."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.began = 0.0
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.began = time.perf_counter()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.seconds.append(time.perf_counter() - self.began)
-
-
-def bench_trainer(rounds: int) -> dict[str, float]:
-    """A StatePassingTrainer step against a Trainer step: same model, batch and length."""
-    result: dict[str, float] = {}
-    for name, sizes, batch, length in (
-        ("wide", WIDE, 1, LENGTH),
-        ("demo", DEMO, DEFAULTS.batch_size, DEFAULTS.training_length),
-    ):
-        steps = 3 if name == "wide" else 20
-        stream = torch.arange(2 * steps * batch * (length + 1)) % 251
-        medians: dict[str, list[float]] = {"plain": [], "state_passing": []}
-        with tempfile.TemporaryDirectory() as folder:
-            for _ in range(rounds):
-                for method in medians:
-                    torch.manual_seed(0)
-                    model = StatefulMamba2ForCausalLM(StatefulMamba2Config(**sizes))
-                    trainer_class, config_class = (
-                        (Trainer, TrainingArguments)
-                        if method == "plain"
-                        else (StatePassingTrainer, StatePassingConfig)
-                    )
-                    arguments = config_class(
-                        folder,
-                        max_steps=steps + 1,
-                        per_device_train_batch_size=batch,
-                        save_strategy="no",
-                        report_to="none",
-                        logging_strategy="no",
-                        disable_tqdm=True,
-                        dataloader_pin_memory=False,
-                    )
-                    timer = StepTimer()
-                    trainer = trainer_class(
-                        model, arguments, train_dataset=PackedBlocks(stream, length), callbacks=[timer]
-                    )
-                    trainer.train()
-                    medians[method].append(statistics.median(timer.seconds[1:]))
-        seconds = {method: statistics.median(values) for method, values in medians.items()}
-        result |= {f"{name}_{method}_step_ms": value * 1000 for method, value in seconds.items()}
-        result[f"{name}_ratio"] = statistics.median(
-            passed / plain for passed, plain in zip(medians["state_passing"], medians["plain"], strict=True)
-        )
-    return result
-
-
 def bench_stream(rounds: int) -> dict[str, float]:
     """One stream of 1,048,576 tokens against one of 65,536: peak memory and speed."""
     runs: dict[str, list[dict[str, float]]] = {"65536": [], "1048576": []}
@@ -243,11 +162,15 @@ BENCHMARKS = {
     "gla": bench_gla,
     "rwkv6": bench_rwkv6,
     "trainer": bench_trainer,
+    "alignment": bench_alignment,
+    "chunked_backprop": bench_chunked_backprop,
     "stream": bench_stream,
 }
 CALLS = {
     "peak_of_pass": peak_of_pass,
     "stream_of": stream_of,
+    "peak_of_alignment": peak_of_alignment,
+    "peak_of_chunks": peak_of_chunks,
     "peak_of_mamba1": peak_of_mamba1,
     "peak_of_scan": peak_of_scan,
 }
