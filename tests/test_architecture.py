@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "evaluation": ("models",),
     "evaluation.results": (),
     "plotting": ("evaluation.results",),
-    "recipes": (),
+    "recipes": ("data", "trainers"),
     "trainers": ("models", "hybrids", "surgery", "data", "evaluation"),
     "cli": ("", "models", "hybrids", "loading", "surgery", "data", "evaluation", "plotting", "trainers"),
     "": ("models", "hybrids", "loading", "surgery", "data", "evaluation", "plotting", "trainers"),

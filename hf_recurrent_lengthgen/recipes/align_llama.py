@@ -1,0 +1,133 @@
+"""Fine-tune a Transformer with RoPE scaling and LoRA under the output alignment loss ("Output Alignment", 5.1 to 5.3).
+
+    python -m hf_recurrent_lengthgen.recipes.align_llama alignment/llama_interpolation.yaml --data my-texts
+
+`lengthgen train` is for models with a state. This is its counterpart for Llama and others of Transformers with
+`rope_parameters`. The result is a checkpoint of Transformers with the adapters merged in and the scaling in its
+config.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
+
+from hf_recurrent_lengthgen.data import PackedBlocks, load_texts, token_stream
+from hf_recurrent_lengthgen.trainers import AlignmentConfig, AlignmentTrainer
+from hf_recurrent_lengthgen.trainers.alignment_loss import largest_extra
+
+
+@dataclass
+class LlamaArguments:
+    """What to fine-tune, on what, with which RoPE scaling and adapters."""
+
+    model: str = field(metadata={"help": "Checkpoint of Transformers, folder or Hub name."})
+    data: str = field(metadata={"help": "Training text, as for lengthgen train."})
+    data_split: str = field(default="train", metadata={"help": "Split of the data."})
+    text_column: str = field(default="text", metadata={"help": "Column that holds the text."})
+    block_length: int = field(default=4096, metadata={"help": "Training length T in tokens."})
+    rope_type: str = field(
+        default="default",
+        metadata={"help": "As in Transformers: linear is position interpolation; yarn, dynamic, ..."},
+    )
+    rope_factor: float | None = field(default=None, metadata={"help": "How many times longer. Not with default."})
+    rope_theta: float | None = field(default=None, metadata={"help": "Base of RoPE. Default: the model's."})
+    lora_rank: int = field(default=8, metadata={"help": "Rank of the adapters."})
+    lora_alpha: int = field(default=16, metadata={"help": "Their scale is lora_alpha / lora_rank."})
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"], metadata={"help": "What they adapt."}
+    )
+
+
+def scaled_config(settings: LlamaArguments) -> Any:
+    """The model's config with its RoPE scaled.
+
+    Raises:
+        ValueError: for a model without RoPE, and a factor that is missing or not used.
+    """
+    config = AutoConfig.from_pretrained(settings.model)
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict) or "rope_theta" not in rope:
+        raise ValueError(f"{settings.model} ({config.model_type}) has no rope_parameters to scale: give a Llama.")
+    if (settings.rope_factor is None) != (settings.rope_type == "default"):
+        raise ValueError(
+            f"rope_factor goes with a rope_type other than default, got {settings.rope_factor} and "
+            f"{settings.rope_type!r}."
+        )
+    scaled = {"rope_type": settings.rope_type, "rope_theta": settings.rope_theta or rope["rope_theta"]}
+    if settings.rope_factor is not None:
+        scaled |= {
+            "factor": settings.rope_factor,
+            "original_max_position_embeddings": config.max_position_embeddings,
+        }
+    config.rope_parameters = scaled
+    config.max_position_embeddings = max(config.max_position_embeddings, settings.block_length)
+    return config
+
+
+def align(settings: LlamaArguments, training: AlignmentConfig) -> AlignmentTrainer:
+    """Train, and save the merged model and its tokenizer to `training.output_dir`.
+
+    Raises:
+        ValueError: as `scaled_config`, the data and the trainer raise.
+    """
+    set_seed(training.seed)
+    config = scaled_config(settings)
+    dtype = torch.bfloat16 if training.bf16 else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(settings.model, config=config, dtype=dtype)
+    if training.gradient_checkpointing:
+        model.enable_input_require_grads()  # the frozen embeddings come first
+    lora = LoraConfig(
+        r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules=settings.lora_target_modules
+    )
+    adapted: Any = get_peft_model(model, lora)
+    tokenizer = AutoTokenizer.from_pretrained(settings.model)
+    extra = 0
+    if training.alignment_alpha:
+        training.alignment_length = training.alignment_length or settings.block_length
+        extra = training.alignment_max_extra or largest_extra(training.alignment_length)
+    stream = token_stream(load_texts(settings.data, settings.data_split, settings.text_column), tokenizer)
+    # a block of n predictions has n + 1 tokens
+    blocks = PackedBlocks(stream, settings.block_length + max(extra - 1, 0))
+    trainer = AlignmentTrainer(adapted, training, train_dataset=blocks)
+    trainer.train()
+    output = str(training.output_dir)
+    adapted.merge_and_unload().save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    trainer.save_state()
+    return trainer
+
+
+def read(arguments: Sequence[str]) -> tuple[LlamaArguments, AlignmentConfig]:
+    """Options of a YAML file, the first argument, and flags, which win.
+
+    Raises:
+        ValueError: for a file that holds no options.
+    """
+    values = yaml.load(Path(arguments[0]).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    if not isinstance(values, dict):
+        raise ValueError(f"{arguments[0]} must hold options as 'option: value' lines.")
+    flags = []
+    for key, value in values.items():
+        parts = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        flags += [f"--{key}", *parts]
+    parser = HfArgumentParser((LlamaArguments, AlignmentConfig))  # type: ignore[arg-type]
+    parser.set_defaults(report_to="none", logging_steps=10)
+    settings, training = parser.parse_args_into_dataclasses([*flags, *arguments[1:]])
+    return settings, training
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit(f"usage: python -m {__spec__.name} CONFIG.yaml [--OPTION VALUE ...]")
+    try:
+        align(*read(sys.argv[1:]))
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))
