@@ -1,12 +1,10 @@
 """An interrupted run continues bit for bit: after a stop, a kill, a full disk or a broken loss."""
 
 import errno
-import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -123,10 +121,8 @@ def killed_runs(toys: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> d
     # The second run of two in one folder dies while it writes over a checkpoint of the first.
     jobs["overwriting"] = {"die_at_step": 5, "die_in": "optimizer.pt"}
     toys.resumable_trainer(root / "overwriting").train()
-    argument = json.dumps([job | {"output_dir": str(root / name)} for name, job in jobs.items()])
-    done = subprocess.run([sys.executable, str(toys.__file__), argument], capture_output=True, text=True, check=False)
-    statuses = [line for line in done.stdout.splitlines() if line.startswith("status")]
-    assert statuses == [f"status {signal.SIGKILL.value}"] * len(jobs), done.stderr[-2000:]
+    codes = toys.run_jobs([job | {"output_dir": str(root / name)} for name, job in jobs.items()])
+    assert codes == [[-signal.SIGKILL.value]] * len(jobs)
     print("killed at step", random_step)
     return {name: root / name for name in jobs}
 
@@ -163,23 +159,6 @@ def test_a_kill_while_writing_over_an_older_run_is_noticed(
     output_dir = killed_runs["overwriting"]
     assert "trainer_state.json is missing" in str(checkpoints.what_is_missing(output_dir / "checkpoint-6"))
     assert_same(resume(toys, output_dir, str(output_dir / "checkpoint-5")), whole_run[1])
-
-
-def test_an_interrupt_says_how_to_continue(
-    toys: ModuleType, whole_run: tuple[Path, Outcome], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        trainer = toys.resumable_trainer(tmp_path)
-        trainer.add_callback(toys.OnStep(3, lambda: os.kill(os.getpid(), signal.SIGINT)))
-        with pytest.raises(KeyboardInterrupt):
-            trainer.train()
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    told = capsys.readouterr().out
-    assert "Interrupted after step 3." in told
-    assert f"{tmp_path / 'checkpoint-3'}: train(resume_from_checkpoint=True) continues from it" in told
-    assert_same(resume(toys, tmp_path), whole_run[1])
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """Small models, data and runs for the trainer tests.
 
 Also a script that runs training in processes that may die: `python toys.py '[job, ...]'`. Each job is a dictionary of
-the arguments of `run_job` and runs in a process of its own, forked after the imports; under torchrun all jobs run in
-turn in each of its processes.
+the arguments of `run_job` and runs in a process of its own, forked after the imports, or in several that are connected
+as by torchrun (`processes`): when one of them fails, the others are killed. Under torchrun itself all jobs run in turn
+in each of its processes.
 """
 
 import hashlib
@@ -10,10 +11,12 @@ import json
 import os
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +25,30 @@ from transformers.utils import logging
 
 import hf_recurrent_lengthgen.trainers.checkpoints as checkpoints
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
-from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
+from hf_recurrent_lengthgen.trainers import (
+    AlignmentConfig,
+    AlignmentTrainer,
+    FittedNoiseConfig,
+    FittedNoiseTrainer,
+    InitialStateConfig,
+    InitialStateTrainer,
+    LearnedStateConfig,
+    LearnedStateTrainer,
+    MixedStatesConfig,
+    MixedStatesTrainer,
+    RandomNoiseConfig,
+    RandomNoiseTrainer,
+    StatePassingConfig,
+    StatePassingTrainer,
+    TbttConfig,
+    TbttTrainer,
+    ZeroStateTrainer,
+)
 
 VOCABULARY = 17
+SEPARATOR = 2
 QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
 
 
@@ -43,15 +66,19 @@ class SumModel(nn.Module):
         self.seen: list[tuple[bool, list[list[int]], list[float], list[float]]] = []
         self.poisoned_pass: int | None = None
 
+    def zero_state(self, rows: int) -> RecurrentState:
+        return (LayerState(torch.zeros(rows, 1), torch.zeros(rows, 1)),)
+
     def forward(
         self,
         input_ids: Tensor,
         labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
         initial_state: RecurrentState | None = None,
         output_final_state: bool = True,
     ) -> dict[str, Any]:
         rows, tokens = input_ids.shape
-        start = LayerState(torch.zeros(rows, 1), torch.zeros(rows, 1)) if initial_state is None else initial_state[0]
+        start = LayerState(*(self.zero_state(rows) if initial_state is None else initial_state)[0])
         assert not start.recurrent.requires_grad
         self.seen.append(
             (self.training, input_ids.tolist(), start.recurrent[:, 0].tolist(), start.conv[:, 0].tolist())
@@ -87,9 +114,19 @@ def sequences(count: int, length: int = 9, seed: int = 0) -> list[dict[str, Tens
 
 def is_dropped(seed: int, step: int, slot: int, row: int, probability: float) -> bool:
     """Whether state passing starts a row from zero: the first number of a generator keyed by the row's place."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{slot}/{row}/drop".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    return float(torch.rand((), generator=generator)) < probability
+    return keyed_uniform("drop", seed, step, slot, row) < probability
+
+
+def keyed_uniform(purpose: str, seed: int, step: int, slot: int, row: int) -> float:
+    """The first number of a generator keyed by a row's place and a purpose."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{slot}/{row}/{purpose}".encode(), digest_size=8).digest()
+    return float(torch.rand((), generator=torch.Generator().manual_seed(int.from_bytes(digest, "little"))))
+
+
+def keyed_normal(count: int, seed: int, step: int, slot: int, row: int) -> Tensor:
+    """The standard normal numbers of a row's noise, from a generator keyed by the row's place."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{slot}/{row}/noise".encode(), digest_size=8).digest()
+    return torch.randn(count, generator=torch.Generator().manual_seed(int.from_bytes(digest, "little")))
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -113,7 +150,66 @@ class OnStep(TrainerCallback):
             self.action()
 
 
-def resumable_trainer(output_dir: str | Path, batch_size: int = 2, **changes: Any) -> StatePassingTrainer:
+def chunks(count: int, length: int = 9, **layout: Any) -> ContinuedChunks:
+    """Chunks of one random stream, four of which belong together."""
+    ids = token_stream(count * length + 1 + layout.get("lookahead", 0))
+    return ContinuedChunks(ids, length, chunks_before_reset=4, **layout)
+
+
+def token_stream(count: int, seed: int = 0) -> Tensor:
+    """Random ids in documents of about ten."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (count,), generator=generator)
+    return ids.masked_fill(torch.rand(count, generator=generator) < 0.1, SEPARATOR)
+
+
+def stream(rows: int) -> ContinuedStream:
+    """The same without end, for this process and `rows` lanes."""
+    documents = list(token_stream(300).tensor_split(30))
+    place = {"process_index": int(os.environ.get("RANK", 0)), "num_processes": int(os.environ.get("WORLD_SIZE", 1))}
+    return ContinuedStream(documents, 9, rows, separator_id=SEPARATOR, chunks_before_reset=4, **place)
+
+
+class Method(NamedTuple):
+    """A training method: its trainer, what it needs beside the defaults, and data of a number of rows or chunks."""
+
+    trainer: type[InitialStateTrainer]
+    config: type[InitialStateConfig]
+    settings: dict[str, Any]
+    data: Callable[[int], Any]
+
+
+MIXTURE = {"zero": 0.2, "state_passing": 0.4, "fitted_noise": 0.4}
+METHODS = {
+    "zero state": Method(ZeroStateTrainer, InitialStateConfig, {}, sequences),
+    "random noise": Method(RandomNoiseTrainer, RandomNoiseConfig, {"noise_sigma": 0.3}, sequences),
+    "fitted noise": Method(FittedNoiseTrainer, FittedNoiseConfig, {}, sequences),
+    "state passing": Method(StatePassingTrainer, StatePassingConfig, {"state_drop_probability": 0.3}, sequences),
+    "tbtt": Method(TbttTrainer, TbttConfig, {}, chunks),
+    "tbtt by document": Method(
+        TbttTrainer, TbttConfig, {}, lambda count: chunks(count, reset_at_document=True, separator_id=SEPARATOR)
+    ),
+    "tbtt on a stream": Method(TbttTrainer, TbttConfig, {"max_steps": 6}, lambda _: stream(4)),
+    "learned state": Method(LearnedStateTrainer, LearnedStateConfig, {}, sequences),
+    "learned state and model": Method(LearnedStateTrainer, LearnedStateConfig, {"train_model": True}, sequences),
+    "mixture": Method(MixedStatesTrainer, MixedStatesConfig, {"mixture": MIXTURE}, sequences),
+    "alignment": Method(AlignmentTrainer, AlignmentConfig, {}, sequences),
+    "state passing, alignment": Method(StatePassingTrainer, StatePassingConfig, {"alignment_alpha": 0.2}, sequences),
+    "tbtt, alignment": Method(
+        TbttTrainer,
+        TbttConfig,
+        {"alignment_alpha": 0.2, "alignment_length": 9},
+        lambda count: chunks(count, lookahead=4),
+    ),
+    "state passing in chunks": Method(
+        StatePassingTrainer, StatePassingConfig, {"bptt_chunk_length": 4, "bptt_window": 2}, sequences
+    ),
+}
+
+
+def resumable_trainer(
+    output_dir: str | Path, batch_size: int = 2, method: str = "state passing", **changes: Any
+) -> InitialStateTrainer:
     """Two epochs of 4 steps with accumulation, with a checkpoint each; the last batch and last group are smaller."""
     settings: dict[str, Any] = {
         "num_train_epochs": 2,
@@ -123,12 +219,12 @@ def resumable_trainer(output_dir: str | Path, batch_size: int = 2, **changes: An
         "lr_scheduler_type": "cosine",
         "save_steps": 1,
         "logging_steps": 1,
-        "state_drop_probability": 0.3,
         "seed": 3,
     }
     rows = changes.pop("rows", 13)
-    args = StatePassingConfig(str(output_dir), **QUIET | settings | changes)
-    return StatePassingTrainer(tiny_model(), args, train_dataset=sequences(rows))
+    chosen = METHODS[method]
+    args = chosen.config(str(output_dir), **QUIET | settings | chosen.settings | changes)
+    return chosen.trainer(tiny_model(), args, train_dataset=chosen.data(rows))
 
 
 def die_while_writing(what: str) -> None:
@@ -175,15 +271,69 @@ def run_job(
     die_at_step: int | None = None,
     die_in: str | None = None,
     die_in_process: int = 0,
+    interrupt_at_step: int | None = None,
+    number: int = signal.SIGINT,
     **changes: Any,
 ) -> None:
-    """Train; with `die_at_step` die there at once, with `die_in` while writing that part of the next checkpoint."""
+    """Train; with `die_at_step` die there at once, with `die_in` while writing that part of the next checkpoint, and
+    with `interrupt_at_step` send signal `number` there; in process `die_in_process` only."""
     trainer = resumable_trainer(output_dir, **changes)
-    if die_at_step is not None and trainer.args.process_index == die_in_process:
-        trainer.add_callback(
-            OnStep(die_at_step, lambda: die_while_writing(die_in) if die_in else os.kill(os.getpid(), signal.SIGKILL))
-        )
+    if trainer.args.process_index == die_in_process:
+        if die_at_step is not None:
+            trainer.add_callback(
+                OnStep(
+                    die_at_step, lambda: die_while_writing(die_in) if die_in else os.kill(os.getpid(), signal.SIGKILL)
+                )
+            )
+        if interrupt_at_step is not None:
+            trainer.add_callback(OnStep(interrupt_at_step, lambda: os.kill(os.getpid(), number)))
     trainer.train(resume_from_checkpoint=resume)
+
+
+def run_apart(job: dict[str, Any]) -> list[int]:
+    """Run a job in new processes; their exit codes, or minus the number of the signal that ended them."""
+    processes = job.pop("processes", 1)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    ranks: dict[int, int] = {}
+    for rank in range(processes):
+        if (child := os.fork()) == 0:
+            torch.set_num_threads(1)
+            if processes > 1:
+                address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+                os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(processes))
+            try:
+                run_job(**job)
+            except BaseException as error:
+                if not isinstance(error, SystemExit | KeyboardInterrupt):
+                    sys.excepthook(type(error), error, error.__traceback__)
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(error.code if isinstance(error, SystemExit) else 130 - 129 * isinstance(error, Exception))
+            os._exit(0)
+        ranks[child] = rank
+    codes = [0] * processes
+    running = set(ranks)
+    while running:
+        child, status = os.wait()
+        running.discard(child)
+        codes[ranks[child]] = os.waitstatus_to_exitcode(status)
+        if (status and os.WIFSIGNALED(status)) or os.waitstatus_to_exitcode(status) == 1:
+            for other in running:
+                os.kill(other, signal.SIGKILL)
+    return codes
+
+
+def run_jobs(jobs: list[dict[str, Any]], timeout: int = 300) -> list[list[int]]:
+    """Run jobs one after the other in processes of their own; the exit codes of each."""
+    command = [sys.executable, __file__, json.dumps(jobs)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
+    codes = [json.loads(line.removeprefix("codes ")) for line in done.stdout.splitlines() if line.startswith("codes ")]
+    assert len(codes) == len(jobs), done.stderr[-3000:]
+    failed = [job for job, each in zip(jobs, codes, strict=True) if 1 in each and -signal.SIGKILL not in each]
+    assert not failed, f"{failed}: {done.stderr[-3000:]}"
+    return codes
 
 
 def main() -> None:
@@ -191,12 +341,8 @@ def main() -> None:
     for job in json.loads(sys.argv[1]):
         if "WORLD_SIZE" in os.environ:
             run_job(**job)
-        elif os.fork() == 0:
-            torch.set_num_threads(1)
-            run_job(**job)
-            os._exit(0)
         else:
-            print("status", os.wait()[1], flush=True)  # else the next child inherits the buffer and prints it, too
+            print("codes", json.dumps(run_apart(job)), flush=True)  # else the next child prints the buffer, too
 
 
 if __name__ == "__main__":

@@ -1,0 +1,327 @@
+"""Random and fitted noise against hand-computed statistics, keys and moments."""
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from hf_recurrent_lengthgen.trainers import (
+    BatchPlace,
+    FittedNoise,
+    FittedNoiseConfig,
+    FittedNoiseTrainer,
+    RandomNoise,
+    RandomNoiseConfig,
+    RandomNoiseTrainer,
+)
+
+CPU = torch.device("cpu")
+
+
+def place(step: int = 0, slot: int = 0, rows: int = 2, first_row: int = 0, seed: int = 0) -> BatchPlace:
+    return BatchPlace(seed, step, slot, first_row, rows)
+
+
+def zeros(*shape: int) -> Callable[[int], RecurrentState]:
+    """The zero state of two layers with recurrent parts of a shape, the second with a conv part."""
+    return lambda rows: (
+        LayerState(torch.zeros(rows, *shape), torch.zeros(rows, 0)),
+        LayerState(torch.zeros(rows, *shape), torch.zeros(rows, 3, 2)),
+    )
+
+
+def final(*rows: list[list[float]]) -> RecurrentState:
+    """Two layers (B, H, 1, N) of the given heads; the second is ten times the first."""
+    recurrent = torch.tensor(rows)[:, :, None]
+    conv = torch.full((len(rows), 3, 2), 77.0)
+    return LayerState(recurrent, torch.zeros(len(rows), 0)), LayerState(10 * recurrent, conv)
+
+
+# Two rows of two heads of two elements, and the next step's.
+FIRST = [[1.0, 3.0], [0.0, 0.0]], [[5.0, 7.0], [2.0, 2.0]]
+SECOND = [[0.0, 0.0], [1.0, 1.0]], [[0.0, 4.0], [3.0, 3.0]]
+
+
+@pytest.mark.parametrize("slots", [1, 2], ids=["one micro-batch", "a micro-batch for each row"])
+def test_statistics_are_those_computed_by_hand_over_two_steps(slots: int) -> None:
+    source = FittedNoise(zeros(2, 1, 2))
+
+    def step(number: int, rows: tuple[list[list[float]], ...]) -> list[list[float]]:
+        for slot in range(slots):
+            source.observe(place(number, slot, 2 // slots), final(*rows) if slots == 1 else final(rows[slot]))
+        source.end_step()
+        assert source.statistics is not None
+        ten_times = source.statistics[1]
+        torch.testing.assert_close(ten_times.mean, 10 * source.statistics[0].mean)
+        torch.testing.assert_close(ten_times.variance, 100 * source.statistics[0].variance)
+        return [values.tolist() for values in source.statistics[0]]
+
+    # Head 0 is 1, 3, 5, 7: mean 4, variance (9 + 1 + 1 + 9) / 4. Head 1 is 0, 0, 2, 2.
+    assert step(0, FIRST) == [[4.0, 1.0], [5.0, 1.0]]
+    # Head 0 is 0, 0, 0, 4: mean 1, variance 3; head 1 is 1, 1, 3, 3. Nine tenths of these, one tenth of the old.
+    mean, variance = step(1, SECOND)
+    assert mean == pytest.approx([0.9 * 1 + 0.1 * 4, 0.9 * 2 + 0.1 * 1])
+    assert variance == pytest.approx([0.9 * 3 + 0.1 * 5, 1.0])
+
+
+def test_beta_is_the_weight_of_the_past() -> None:
+    source = FittedNoise(zeros(2, 1, 2), beta=0.75)
+    for step, rows in enumerate((FIRST, SECOND)):
+        source.observe(place(step), final(*rows))
+        source.end_step()
+    assert source.statistics is not None
+    assert source.statistics[0].mean.tolist() == pytest.approx([0.25 * 1 + 0.75 * 4, 0.25 * 2 + 0.75 * 1])
+
+
+def test_groups_of_heads_share_statistics() -> None:
+    source = FittedNoise(zeros(2, 1, 2), groups=1)
+    source.observe(place(), final(*FIRST))
+    source.end_step()
+    assert source.statistics is not None
+    # 1, 3, 5, 7, 0, 0, 2, 2: mean 20 / 8, mean of squares 92 / 8.
+    assert [values.tolist() for values in source.statistics[0]] == [[2.5], [11.5 - 6.25]]
+    given = source.initial_state(place(1, rows=3))
+    assert given is not None
+    assert given[0].recurrent.shape == (3, 2, 1, 2)
+    with pytest.raises(ValueError, match=r"must divide the 2 heads .* got 3"):
+        FittedNoise(zeros(2, 1, 2), groups=3).observe(place(), final(*FIRST))
+
+
+def test_all_processes_are_pooled() -> None:
+    source = FittedNoise(zeros(2, 1, 2))
+    sums: list[Tensor] = []
+    other = FittedNoise(zeros(2, 1, 2))
+    other.sum_over_processes = lambda own: sums.append(own) or own
+    other.observe(place(first_row=1, rows=1), final(FIRST[1]))
+    other.end_step()
+    source.sum_over_processes = lambda own: own + sums[0]
+    source.observe(place(rows=1), final(FIRST[0]))
+    source.end_step()
+    assert source.statistics is not None
+    assert [values.tolist() for values in source.statistics[0]] == [[4.0, 1.0], [5.0, 1.0]]
+
+
+def test_a_small_spread_around_a_large_mean_is_not_lost() -> None:
+    values = 1000 + 0.01 * torch.randn(1, 1, 50, 50, generator=torch.Generator().manual_seed(0))
+    source = FittedNoise(zeros(1, 50, 50))
+    source.observe(place(rows=1), (LayerState(values, torch.zeros(1, 0)),))
+    source.end_step()
+    assert source.statistics is not None
+    assert source.statistics[0].variance.item() == pytest.approx(values.double().var(correction=0).item(), rel=1e-3)
+
+
+def test_the_first_step_starts_from_zero_in_all_its_micro_batches() -> None:
+    source = FittedNoise(zeros(2, 1, 2))
+    assert source.initial_state(place()) is None
+    source.observe(place(), final(*FIRST))
+    assert source.initial_state(place(slot=1)) is None
+    source.end_step()
+    before = source.initial_state(place(1, slot=1))
+    source.observe(place(1), final(*SECOND))
+    torch.testing.assert_close(source.initial_state(place(1, slot=1)), before, rtol=0, atol=0)
+
+
+def test_a_step_without_observations_changes_nothing() -> None:
+    source = FittedNoise(zeros(2, 1, 2))
+    source.end_step()
+    assert source.statistics is None
+
+
+@pytest.mark.parametrize("kind", ["random", "fitted"])
+def test_noise_has_the_moments_it_was_given(kind: str) -> None:
+    heads, elements = 2, 60 * 50
+    zero = zeros(heads, 60, 50)
+    if kind == "random":
+        source: RandomNoise | FittedNoise = RandomNoise(0.3, zero)
+        means, deviations = [0.0, 0.0], [0.3, 0.3]
+    else:
+        source = FittedNoise(zero)
+        means, deviations = [4.0, 1.0], [5.0**0.5, 1.0]
+        source.observe(place(), final(*FIRST))
+        source.end_step()
+    state = source.initial_state(place(1, rows=4))
+    assert state is not None
+    for index, layer in enumerate(state):
+        scale = 10.0 if kind == "fitted" and index else 1.0
+        for head in range(heads):
+            values = layer.recurrent[:, head].double()
+            deviation = scale * deviations[head]
+            assert values.mean().item() == pytest.approx(
+                scale * means[head], abs=5 * deviation / (4 * elements) ** 0.5
+            )
+            assert values.std().item() == pytest.approx(deviation, rel=5 / (8 * elements) ** 0.5)
+            within = (values - values.mean()).abs() < deviation
+            assert within.double().mean().item() == pytest.approx(0.6827, abs=0.03)  # a Gaussian's
+    assert not torch.equal(
+        state[0].recurrent / state[0].recurrent.std(), state[1].recurrent / state[1].recurrent.std()
+    )
+    assert state[0].conv.shape == (4, 0)
+    assert not bool(state[1].conv.any())
+
+
+def test_noise_is_that_of_the_row_wherever_it_is() -> None:
+    source = RandomNoise(2.0, zeros(2, 3, 4))
+    together = source.initial_state(place(4, 1, rows=4))
+    apart = [source.initial_state(place(4, 1, rows=2, first_row=first)) for first in (0, 2)]
+    for index in range(2):
+        assert torch.equal(together[index].recurrent, torch.cat([half[index].recurrent for half in apart]))
+    again = source.initial_state(place(4, 1, rows=1, first_row=3))
+    assert torch.equal(together[1].recurrent[3:], again[1].recurrent)
+
+
+def test_noise_differs_between_seeds_steps_slots_and_rows() -> None:
+    source = RandomNoise(1.0, zeros(1, 1, 2))
+    places = [place(), place(seed=1), place(1), place(slot=1), place(first_row=2)]
+    drawn = [value for at in places for value in source.initial_state(at)[0].recurrent[:, 0, 0, 0].tolist()]
+    assert len(set(drawn)) == len(drawn) == 10
+    before = torch.random.get_rng_state()
+    source.initial_state(place())
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_noise_has_the_dtype_of_the_states() -> None:
+    def double(rows: int) -> RecurrentState:
+        return (LayerState(torch.zeros(rows, 2, 1, 2, dtype=torch.float64), torch.zeros(rows, 0)),)
+
+    source = FittedNoise(double)
+    source.observe(place(), final(*FIRST)[:1])
+    source.end_step()
+    for given in (source.initial_state(place(1)), RandomNoise(1.0, double).initial_state(place())):
+        assert given is not None
+        assert given[0].recurrent.dtype == torch.float64
+
+
+def test_statistics_are_given_back_and_forgotten() -> None:
+    source = FittedNoise(zeros(2, 1, 2))
+    assert source.state_dict() == {}
+    source.observe(place(), final(*FIRST))
+    source.end_step()
+    tensors = source.state_dict()
+    assert tensors["layers.0.mean"].tolist() == [4.0, 1.0]
+    assert tensors["layers.1.variance"].tolist() == [500.0, 100.0]
+    assert {value.dtype for value in tensors.values()} == {torch.float32}
+    copy = FittedNoise(zeros(2, 1, 2))
+    copy.load_state_dict(tensors, CPU)
+    torch.testing.assert_close(copy.initial_state(place(1)), source.initial_state(place(1)), rtol=0, atol=0)
+    source.reset()
+    assert source.initial_state(place(2)) is None
+    assert source.logs() == {}
+    with pytest.raises(ValueError, match="not the statistics of fitted noise"):
+        copy.load_state_dict({"slots.0.layers.0.recurrent": torch.zeros(1), "x": torch.zeros(1)}, CPU)
+
+
+# --- in training ---
+
+
+def trained(toys: ModuleType, tmp_path: Path, kind: str, **changes: Any) -> Any:
+    fields = toys.QUIET | {
+        "save_strategy": "no",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "learning_rate": 0.0,
+        "logging_steps": 1,
+        "seed": 5,
+    }
+    items = [{"input_ids": torch.tensor([i + 1, 100 * (i + 1)])} for i in range(8)]
+    if kind == "random":
+        config: Any = RandomNoiseConfig(str(tmp_path), **fields | {"noise_sigma": 0.5} | changes)
+        trainer: Any = RandomNoiseTrainer(toys.SumModel(), config, train_dataset=items, eval_dataset=items[:3])
+    else:
+        config = FittedNoiseConfig(str(tmp_path), **fields | changes)
+        trainer = FittedNoiseTrainer(toys.SumModel(), config, train_dataset=items, eval_dataset=items[:3])
+    trainer.train()
+    return trainer
+
+
+def test_random_noise_starts_every_row_from_its_own_draw(toys: ModuleType, tmp_path: Path) -> None:
+    trainer = trained(toys, tmp_path, "random")
+    draws = [
+        [0.5 * toys.keyed_normal(1, 5, step, slot, row).item() for row in range(2)]
+        for step in range(4)
+        for slot in range(2)
+    ]
+    assert [recurrent for _, _, recurrent, _ in trainer.model.seen] == draws
+    assert all(conv == [0.0, 0.0] for *_, conv in trainer.model.seen)
+
+
+def test_fitted_noise_starts_from_the_statistics_of_the_steps_before(toys: ModuleType, tmp_path: Path) -> None:
+    trainer = trained(toys, tmp_path, "fitted")
+    seen = [(ids, recurrent) for _, ids, recurrent, _ in trainer.model.seen]
+    mean = variance = None
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for step in range(4):
+        ends: list[float] = []
+        for slot in range(2):
+            ids, starts = seen[2 * step + slot]
+            for row in range(2):
+                draw = toys.keyed_normal(1, 5, step, slot, row).item()
+                expected = 0.0 if mean is None or variance is None else mean + variance**0.5 * draw
+                assert starts[row] == pytest.approx(expected, rel=1e-5)
+                ends.append(starts[row] + sum(ids[row]))
+        new = statistics.fmean(ends), statistics.pvariance(ends)
+        if mean is None or variance is None:
+            mean, variance = new
+        else:
+            mean, variance = 0.9 * new[0] + 0.1 * mean, 0.9 * new[1] + 0.1 * variance
+        assert logged[step]["fitted_mean_rms"] == pytest.approx(mean, rel=1e-4)
+        assert logged[step]["fitted_std"] == pytest.approx(variance**0.5, rel=1e-4)
+        assert logged[step]["zero_states"] == (step == 0)
+    torch.testing.assert_close(
+        trainer.initial_states.statistics[0], (torch.tensor([mean]), torch.tensor([variance])), rtol=1e-4, atol=0
+    )
+
+
+@pytest.mark.parametrize("kind", ["random", "fitted"])
+@pytest.mark.parametrize("at_evaluation", [False, True])
+def test_evaluation_starts_from_zero_unless_noise_is_asked_for(
+    toys: ModuleType, tmp_path: Path, kind: str, at_evaluation: bool
+) -> None:
+    trainer = trained(toys, tmp_path, kind, noise_at_evaluation=at_evaluation, per_device_eval_batch_size=2)
+    before = trainer.initial_states.state_dict()
+    results = []
+    for _ in range(2):
+        trainer.model.seen.clear()
+        trainer.evaluate()
+        results.append([start for _, _, recurrent, _ in trainer.model.seen for start in recurrent])
+    assert results[0] == results[1]
+    assert len(set(results[0])) == (3 if at_evaluation else 1)
+    assert (0.0 in results[0]) != at_evaluation
+    torch.testing.assert_close(trainer.initial_states.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sigma", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_sigma_that_is_no_size_is_refused(sigma: float) -> None:
+    with pytest.raises(ValueError, match="noise_sigma must be a finite number above 0"):
+        RandomNoise(sigma, zeros(1, 1, 1))
+
+
+def test_a_missing_sigma_is_asked_for(toys: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"noise_sigma is missing: .*state_rms; sweep_sigma"):
+        trained(toys, tmp_path, "random", noise_sigma=None)
+
+
+@pytest.mark.parametrize("beta", [-0.1, 1.0, float("nan")])
+def test_a_beta_outside_zero_to_one_is_refused(beta: float) -> None:
+    with pytest.raises(ValueError, match="fitted_noise_beta must be at least 0 and below 1"):
+        FittedNoise(zeros(1, 1, 1), beta)
+
+
+def test_groups_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="fitted_noise_groups must be at least 1, got 0"):
+        FittedNoise(zeros(1, 1, 1), groups=0)
+
+
+def test_a_model_without_a_zero_state_is_refused(toys: ModuleType, tmp_path: Path) -> None:
+    class Shapeless(nn.Module):
+        def forward(self, input_ids: Tensor, initial_state: Any = None, output_final_state: bool = True) -> None: ...
+
+    config = FittedNoiseConfig(str(tmp_path), **toys.QUIET)
+    with pytest.raises(ValueError, match=r"Shapeless has no method zero_state\(rows\).*load_model"):
+        FittedNoiseTrainer(Shapeless(), config, train_dataset=toys.sequences(4))

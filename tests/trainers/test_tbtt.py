@@ -1,0 +1,289 @@
+"""TBTT: rows traced with a model that sums, and weights of one long forward pass with stopped gradients."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import ByT5Tokenizer
+
+from hf_recurrent_lengthgen.data import PackedBlocks
+from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream
+from hf_recurrent_lengthgen.models.recurrent_state import clone_state, detach_state
+from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer, TbttConfig, TbttTrainer
+
+SEPARATOR = 2
+
+
+@pytest.fixture
+def tbtt(tmp_path: Path, toys: ModuleType) -> Callable[..., TbttTrainer]:
+    """A trainer with plain SGD and batches of two rows."""
+
+    def make(model: Any, data: Any, **fields: Any) -> TbttTrainer:
+        settings = {
+            "save_strategy": "no",
+            "per_device_train_batch_size": 2,
+            "optim": "sgd",
+            "learning_rate": 0.1,
+            "lr_scheduler_type": "constant",
+            "max_grad_norm": 0.0,
+            "logging_steps": 1,
+        }
+        evaluation = fields.pop("eval_dataset", None)
+        config = TbttConfig(str(tmp_path), **toys.QUIET | settings | fields)
+        return TbttTrainer(model, config, train_dataset=data, eval_dataset=evaluation)
+
+    return make
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_every_token_of_a_lane_is_read_once_and_added_to_its_state(
+    toys: ModuleType, tbtt: Callable[..., TbttTrainer], accumulation: int
+) -> None:
+    length, size, chunks = 5, 3, 24
+    ids = torch.arange(1, chunks * length + 2)  # every token is unique
+    trainer = tbtt(
+        toys.SumModel(),
+        ContinuedChunks(ids, length, chunks_before_reset=size),
+        num_train_epochs=2,
+        learning_rate=0.0,
+        gradient_accumulation_steps=accumulation,
+    )
+    trainer.train()
+    lanes = 2 * accumulation
+    steps = chunks // lanes
+    seen = trainer.model.seen
+    assert len(seen) == 2 * steps * accumulation
+    orders = []
+    for epoch in range(2):
+        read: list[int] = []
+        for slot in range(accumulation):
+            for row in range(2):
+                total = tokens = 0
+                before: list[int] = []
+                for step in range(steps):
+                    _, rows, recurrent, conv = seen[(epoch * steps + step) * accumulation + slot]
+                    start = rows[row][0]
+                    if (start - 1) % (size * length) == 0 or step == 0:
+                        total = tokens = 0
+                    else:
+                        assert start == before[-1] + 1
+                    assert (recurrent[row], conv[row]) == (total, tokens)
+                    before = rows[row]
+                    total, tokens = total + sum(before), tokens + length
+                    read += before
+        assert sorted(read) == list(range(1, chunks * length + 1))
+        orders.append(read)
+    assert orders[0] != orders[1]
+
+
+def tokens_of(count: int, documents: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 17, (count,), generator=generator)
+    return ids.masked_fill(torch.rand(count, generator=generator) < 0.2, SEPARATOR) if documents else ids
+
+
+@pytest.mark.parametrize("size", [None, 3, 1])
+def test_chunks_train_as_one_long_pass_with_the_gradient_stopped_at_the_borders(
+    toys: ModuleType, tbtt: Callable[..., TbttTrainer], size: int | None
+) -> None:
+    length, steps = 7, 6
+    ids = tokens_of(2 * steps * length + 1)
+    model = toys.tiny_model().double()
+    expected = copy.deepcopy(model).train()
+    trainer = tbtt(model, ContinuedChunks(ids, length, chunks_before_reset=size), num_train_epochs=1)
+    trainer.train()
+
+    # The lanes, from the order of the sampler; their targets are the next tokens, over the borders of chunks, too.
+    keys = list(trainer._get_train_sampler())
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    state, losses = None, []
+    for step in range(steps):
+        pair = [key.chunk for key in keys[2 * step : 2 * step + 2]]
+        rows = torch.stack([ids[chunk * length : (chunk + 1) * length + 1] for chunk in pair])
+        if size is not None and state is not None:
+            for row, chunk in enumerate(pair):
+                for part in (part for layer in state for part in layer):
+                    part[row] *= chunk % size != 0
+        output = expected(rows[:, :-1], initial_state=state)
+        loss = F.cross_entropy(output.logits.float().transpose(1, 2), rows[:, 1:])
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        state = clone_state(detach_state(output.final_state))
+    toys.assert_same_weights(toys.weights(model), toys.weights(expected), atol=1e-6)
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx(losses, abs=2e-4)
+
+
+def test_without_steps_between_them_chunks_are_one_forward_pass(
+    toys: ModuleType, tbtt: Callable[..., TbttTrainer]
+) -> None:
+    length, steps = 6, 4
+    ids = tokens_of(2 * steps * length + 1)
+    model = toys.tiny_model().double()
+    data = ContinuedChunks(ids, length, chunks_before_reset=None)
+    trainer = tbtt(model, data, num_train_epochs=1, learning_rate=0.0)
+    trainer.train()
+    lanes = ids[:-1].view(2, -1)
+    targets = ids[1:].view(2, -1)
+    with torch.no_grad():
+        logits = model(lanes).logits
+    losses = [
+        F.cross_entropy(logits[:, at].transpose(1, 2), targets[:, at]).item()
+        for at in (slice(step * length, (step + 1) * length) for step in range(steps))
+    ]
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx(losses, abs=2e-4)
+    alone = F.cross_entropy(model(lanes[:, -length:]).logits.transpose(1, 2), targets[:, -length:]).item()
+    assert abs(alone - losses[-1]) > 1e-3  # so that the carried state can be seen
+
+
+def test_reset_at_document_trains_on_every_document_alone(toys: ModuleType, tbtt: Callable[..., TbttTrainer]) -> None:
+    length, steps = 8, 3
+    ids = tokens_of(2 * steps * length + 1, documents=True)
+    model = toys.tiny_model().double()
+    expected = copy.deepcopy(model).train()
+    data = ContinuedChunks(ids, length, chunks_before_reset=None, reset_at_document=True, separator_id=SEPARATOR)
+    tbtt(model, data, num_train_epochs=1, learning_rate=0.3).train()
+
+    # The state of a lane and its position; a document is run alone, from the border of the last step on.
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.3)
+    lanes = ids[:-1].view(2, -1)
+    states: list[Any] = [None, None]
+    inside = 0
+    for step in range(steps):
+        losses: list[Tensor] = []
+        for lane in range(2):
+            at = step * length
+            while at < (step + 1) * length:
+                row = lanes[lane]
+                if at == 0 or row[at - 1] == SEPARATOR:
+                    states[lane] = None
+                    inside += at % length > 0
+                stop = at + 1
+                while stop < (step + 1) * length and row[stop - 1] != SEPARATOR:
+                    stop += 1
+                output = expected(row[None, at:stop], initial_state=states[lane])
+                following = ids[lane * lanes.shape[1] + at + 1 : lane * lanes.shape[1] + stop + 1]
+                scored = [i for i in range(stop - at) if row[at + i] != SEPARATOR]  # nothing predicts across a border
+                losses += [F.cross_entropy(output.logits[0, i], following[i]) for i in scored]
+                states[lane] = detach_state(output.final_state)
+                at = stop
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert inside > 5
+    toys.assert_same_weights(toys.weights(model), toys.weights(expected), atol=1e-6)
+
+
+def test_a_stream_continues_its_rows(toys: ModuleType, tbtt: Callable[..., TbttTrainer]) -> None:
+    documents = [list(range(100 * i, 100 * i + 7 + i)) for i in range(1, 6)]
+    stream = ContinuedStream(documents, 4, 2, separator_id=SEPARATOR, chunks_before_reset=3)
+    trainer = tbtt(toys.SumModel(), stream, max_steps=7, learning_rate=0.0)
+    trainer.train()
+    for row in range(2):
+        total = 0.0
+        for step, (_, rows, recurrent, conv) in enumerate(trainer.model.seen):
+            total = 0.0 if step % 3 == 0 else total
+            assert (recurrent[row], conv[row]) == (total, 4 * (step % 3))
+            total += sum(rows[row])
+    logged = [entry["zero_states"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == [float(step % 3 == 0) for step in range(7)]
+
+
+def test_a_tokenizer_and_data_workers_change_nothing(toys: ModuleType, tmp_path: Path) -> None:
+    results = []
+    for workers, tokenizer in ((0, None), (2, ByT5Tokenizer())):
+        config = TbttConfig(
+            str(tmp_path),
+            **toys.QUIET,
+            save_strategy="no",
+            per_device_train_batch_size=2,
+            num_train_epochs=2,
+            learning_rate=0.01,
+            dataloader_num_workers=workers,
+        )
+        trainer = TbttTrainer(toys.tiny_model(), config, train_dataset=toys.chunks(12), processing_class=tokenizer)
+        trainer.train()
+        results.append(toys.weights(trainer.model))
+    toys.assert_same_weights(*results)
+
+
+def test_evaluation_reads_blocks_from_zero_or_refuses_resets(
+    toys: ModuleType, tbtt: Callable[..., TbttTrainer]
+) -> None:
+    model = toys.SumModel()
+    blocks = PackedBlocks(torch.arange(3, 33) % 17, 5)
+    trainer = tbtt(model, toys.chunks(8), max_steps=2, eval_dataset=blocks)
+    trainer.train()
+    model.seen.clear()
+    trainer.evaluate()
+    assert {start for _, _, recurrent, _ in model.seen for start in recurrent} == {0.0}
+    by_document = toys.chunks(8, reset_at_document=True, separator_id=SEPARATOR)
+    with pytest.raises(ValueError, match=r"reset states inside rows .*evaluate on PackedBlocks"):
+        trainer.evaluate(by_document)
+
+
+# --- refusals ---
+
+
+def test_data_whose_rows_do_not_continue_are_refused(toys: ModuleType, tbtt: Callable[..., TbttTrainer]) -> None:
+    with pytest.raises(ValueError, match=r"TbttTrainer needs rows that continue .*ContinuedChunks.*got list"):
+        tbtt(toys.tiny_model(), toys.sequences(4))
+
+
+def test_state_passing_refuses_rows_that_continue(toys: ModuleType, tmp_path: Path) -> None:
+    config = StatePassingConfig(str(tmp_path), **toys.QUIET, assume_shuffled=True)
+    with pytest.raises(ValueError, match="train on it with TbttTrainer"):
+        StatePassingTrainer(toys.tiny_model(), config, train_dataset=toys.chunks(8))
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"ignore_data_skip": True}, "ignore_data_skip would continue carried states with other texts"),
+        ({"alignment_alpha": 0.1}, "alignment_length must be the length of the chunks, 9"),
+        ({"alignment_alpha": 0.1, "alignment_length": 9}, r"lookahead=0, this run needs 4 \(alignment_max_extra\)"),
+    ],
+)
+def test_settings_that_part_rows_are_refused(
+    toys: ModuleType, tbtt: Callable[..., TbttTrainer], fields: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        tbtt(toys.tiny_model(), toys.chunks(8), **fields)
+
+
+def test_a_lookahead_that_nothing_reads_is_refused(toys: ModuleType, tbtt: Callable[..., TbttTrainer]) -> None:
+    with pytest.raises(ValueError, match="lookahead=3, this run needs 0: only the alignment loss reads ahead"):
+        tbtt(toys.tiny_model(), toys.chunks(8, lookahead=3))
+
+
+@pytest.mark.parametrize(
+    ("rows", "fields", "told"),
+    [
+        (3, {"max_steps": 2}, r"made with \{'rows': 3\}, but this run needs \{'rows': 2\}"),
+        (2, {"max_steps": 2, "gradient_accumulation_steps": 2}, r"needs \{'rows': 4\}"),
+        (2, {}, "max_steps has to be specified"),
+    ],
+)
+def test_a_stream_made_for_another_run_is_refused(
+    toys: ModuleType, tbtt: Callable[..., TbttTrainer], rows: int, fields: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        tbtt(toys.tiny_model(), toys.stream(rows), **fields)
+
+
+def test_resets_inside_rows_are_refused_with_the_alignment_loss(
+    toys: ModuleType, tbtt: Callable[..., TbttTrainer]
+) -> None:
+    data = toys.chunks(8, reset_at_document=True, separator_id=SEPARATOR, lookahead=4)
+    trainer = tbtt(toys.tiny_model(), data, alignment_alpha=0.1, alignment_length=9, num_train_epochs=1)
+    with pytest.raises(ValueError, match="use it without reset_at_document"):
+        trainer.train()
