@@ -107,8 +107,6 @@ def check_continued_data(
         if wrong:
             given = {name: getattr(dataset, name) for name in wrong}
             raise ValueError(f"The ContinuedStream was made with {given}, but this run needs {wrong}.")
-        if args.max_steps <= 0:
-            raise ValueError("A ContinuedStream never ends: give max_steps.")
     needed = 0 if alignment is None else alignment.max_extra
     if alignment is not None and alignment.length != dataset.length:
         raise ValueError(
