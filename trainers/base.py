@@ -7,6 +7,7 @@ otherwise.
 """
 
 import os
+import re
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -56,6 +57,7 @@ from hf_recurrent_lengthgen.trainers.step_logs import StepLogs
 logger = logging.get_logger(__name__)
 
 EXTRA_COLUMNS = ("shift_labels", "state_resets")
+_NEVER_DECAYED = re.compile(r"(^|\.)(A_log$|learned_state\.)")
 
 
 class _StepCallback(TrainerCallback):
@@ -132,8 +134,7 @@ class InitialStateTrainer(Trainer, ABC):
         if self.train_dataset is not None:
             self._check_train_data()
         self._model_description = f"{type(self.model).__name__} with {count_parameters(self.model):,} parameters"
-        self.initial_states = self.initial_state_source()
-        self.initial_states.sum_over_processes = partial(self.accelerator.reduce, reduction="sum")
+        self._make_source()
         self._micro_batches: list[_MicroBatch] = []
         self._aligned: AlignedBatch | None = None
         self._overlap_items = 0
@@ -148,6 +149,24 @@ class InitialStateTrainer(Trainer, ABC):
     @abstractmethod
     def initial_state_source(self) -> InitialStateSource:
         """The source of initial states, made from `self.args`."""
+
+    def _make_source(self) -> None:
+        self.initial_states = self.initial_state_source()
+        self.initial_states.sum_over_processes = partial(self.accelerator.reduce, reduction="sum")
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        super()._hp_search_setup(trial)
+        if trial is not None:  # the trial may have changed settings of the source
+            self._make_source()
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Trainer's, without parameters of one dimension, Mamba's A_log and a learned state.
+
+        The authors of Mamba decay neither A_log nor D nor biases; Trainer knows biases and norms only.
+        """
+        spared = {name for name, parameter in model.named_parameters() if parameter.ndim < 2}
+        names: list[str] = super().get_decay_parameter_names(model)
+        return [name for name in names if name not in spared and not _NEVER_DECAYED.search(name)]
 
     # --- batches ---
 

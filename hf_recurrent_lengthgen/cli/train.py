@@ -164,4 +164,7 @@ def _task_rows(settings: RunArguments, data: str, split: str, training: InitialS
     files = babi_files(settings.task_files, "train" if split == settings.data_split else "test")
     questions = [question for file in files for question in read_babi(file)]
     background = load_documents(data, split, settings.text_column)
-    return BabilongPrompts(tokenizer, questions, background, settings.block_length, seed)
+    prompts = BabilongPrompts(tokenizer, questions, background, settings.block_length, seed)
+    if prompts.left_out:
+        print(f"{prompts.left_out} of {len(questions)} questions have too many facts for {settings.block_length} tokens.")
+    return prompts

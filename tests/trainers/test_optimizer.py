@@ -1,0 +1,52 @@
+"""Weight decay, and hyperparameter search."""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from transformers import Trainer
+
+from hf_recurrent_lengthgen.trainers import (
+    InitialStateConfig,
+    LearnedStateConfig,
+    LearnedStateTrainer,
+    RandomNoiseConfig,
+    RandomNoiseTrainer,
+    ZeroStateTrainer,
+)
+from tests.models.families import FAMILIES, build
+
+
+def decayed(trainer: ZeroStateTrainer | LearnedStateTrainer) -> set[str]:
+    """Names of the parameters that the optimizer decays."""
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    groups = trainer.create_optimizer().param_groups
+    return {names[id(parameter)] for group in groups if group["weight_decay"] for parameter in group["params"]}
+
+
+def test_only_matrices_of_mamba_are_decayed(toys: ModuleType, tmp_path: Path) -> None:
+    for family in FAMILIES[:2]:  # Mamba-2; Mamba-1, whose A_log is a matrix
+        trainer = ZeroStateTrainer(build(family), InitialStateConfig(str(tmp_path), **toys.QUIET, weight_decay=0.1))
+        found = decayed(trainer)
+        assert any(name.endswith("A_log") for name, _ in trainer.model.named_parameters())
+        assert any(name.endswith("in_proj.weight") for name in found)
+        assert [name for name in found if name.endswith(("A_log", ".D", "bias", "norm.weight"))] == []
+
+
+def test_a_learned_state_is_not_decayed(toys: ModuleType, tmp_path: Path) -> None:
+    config = LearnedStateConfig(str(tmp_path), **toys.QUIET, weight_decay=0.1)
+    assert decayed(LearnedStateTrainer(toys.tiny_model(), config)) == set()
+
+
+def test_a_trial_of_a_search_changes_the_source(
+    toys: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = RandomNoiseTrainer(toys.tiny_model(), RandomNoiseConfig(str(tmp_path), **toys.QUIET, noise_sigma=0.1))
+
+    def stock(self: Trainer, trial: Any) -> None:
+        self.args.noise_sigma = trial["noise_sigma"]
+
+    monkeypatch.setattr(Trainer, "_hp_search_setup", stock)
+    trainer._hp_search_setup({"noise_sigma": 0.7})
+    assert trainer.initial_states.sigma == 0.7
