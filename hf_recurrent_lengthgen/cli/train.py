@@ -166,5 +166,5 @@ def _task_rows(settings: RunArguments, data: str, split: str, training: InitialS
     background = load_documents(data, split, settings.text_column)
     prompts = BabilongPrompts(tokenizer, questions, background, settings.block_length, seed)
     if prompts.left_out:
-        print(f"{prompts.left_out} of {len(questions)} questions have too many facts for {settings.block_length} tokens.")
+        print(f"Left out {prompts.left_out} of {len(questions)} questions, whose facts do not fit into a row.")
     return prompts
