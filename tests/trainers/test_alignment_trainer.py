@@ -1,0 +1,329 @@
+"""The alignment loss in training, against two forward passes and the formula in float64."""
+
+import copy
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, default_data_collator
+
+from hf_recurrent_lengthgen.models.recurrent_state import detach_state
+from hf_recurrent_lengthgen.trainers import (
+    AlignmentConfig,
+    AlignmentTrainer,
+    InitialStateConfig,
+    StatePassingConfig,
+    StatePassingTrainer,
+    TbttConfig,
+    TbttTrainer,
+)
+
+ALPHA, SEED = 0.3, 4
+PLAIN: dict[str, Any] = {
+    "save_strategy": "no",
+    "per_device_train_batch_size": 2,
+    "optim": "sgd",
+    "learning_rate": 0.5,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "logging_steps": 1,
+    "alignment_alpha": ALPHA,
+    "seed": SEED,
+}
+
+
+def extra_by_hand(step: int, slot: int, low: int, high: int) -> int:
+    """l_extra from a generator keyed by the place of the micro-batch, the same for all rows."""
+    digest = hashlib.blake2b(f"{SEED}/{step}/{slot}/extra".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return int(torch.randint(low, high + 1, (), generator=generator))
+
+
+def recording(batches: list[dict[str, Tensor]]) -> Callable[[list[Any]], dict[str, Tensor]]:
+    def collate(items: list[Any]) -> dict[str, Tensor]:
+        batch = default_data_collator(items)
+        batches.append({name: value.clone() for name, value in batch.items()})
+        return batch
+
+    return collate
+
+
+def losses(
+    model: Any, batch: dict[str, Tensor], length: int, extra: int, state: Any = None
+) -> tuple[list[Tensor], list[Tensor], Any]:
+    """Cross-entropy of every target of both crops, SCE of every pair of outputs, final state of the first crop."""
+    entropies, distances, probabilities, final = [], [], [], None
+    for start in (0, extra):
+        ids = batch["input_ids"][:, start : start + length]
+        output = model(ids) if state is None else model(ids, initial_state=state)
+        final = getattr(output, "final_state", None) if start == 0 else final
+        probabilities.append(output.logits.softmax(-1))
+        if "shift_labels" in batch:
+            targets = batch["shift_labels"][:, start : start + length]
+        else:
+            targets = F.pad(batch["labels"][:, start + 1 : start + length], (0, 1), value=-100)
+        entropies += [
+            -probabilities[-1][row, t, targets[row, t]].log()
+            for row in range(len(ids))
+            for t in range(length)
+            if targets[row, t] != -100
+        ]
+    for row in range(len(batch["input_ids"])):
+        for token in range(length // 2 + extra, length):  # both crops have read half a crop before this token
+            p, q = probabilities[0][row, token], probabilities[1][row, token - extra]
+            distances.append(-(p @ q.log() + q @ p.log()))
+    return entropies, distances, final
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("passing", [False, True], ids=["alone", "with state passing"])
+def test_training_is_the_formula_over_two_forward_passes(
+    toys: ModuleType, tmp_path: Path, accumulation: int, passing: bool
+) -> None:
+    length, largest, steps = 8, 3, 3  # rows of 11 tokens
+    model = toys.tiny_model(initializer_range=0.5).double()
+    expected = copy.deepcopy(model).train()
+    batches: list[dict[str, Tensor]] = []
+    fields = toys.QUIET | PLAIN | {"gradient_accumulation_steps": accumulation, "max_steps": steps}
+    kind: Any = StatePassingTrainer if passing else AlignmentTrainer
+    config = (
+        StatePassingConfig(str(tmp_path), **fields, state_drop_probability=0.0)
+        if passing
+        else AlignmentConfig(str(tmp_path), **fields)
+    )
+    data = toys.sequences(12, length=length + largest)
+    trainer = kind(model, config, train_dataset=data, data_collator=recording(batches))
+    trainer.train()
+
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
+    carried: dict[int, Any] = {}
+    extras, logged = [], [entry for entry in trainer.state.log_history if "loss" in entry]
+    for step in range(steps):
+        entropies, distances, means = [], [], []
+        for slot in range(accumulation):
+            extras.append(extra_by_hand(step, slot, 1, largest))
+            batch = batches[step * accumulation + slot]
+            some, pairs, final = losses(expected, batch, length, extras[-1], carried.get(slot))
+            if passing:
+                carried[slot] = detach_state(final)
+            means.append(torch.stack(pairs).mean().item())
+            entropies, distances = entropies + some, distances + pairs
+        loss = torch.stack(entropies).mean() + ALPHA * torch.stack(distances).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert logged[step]["misalignment"] == pytest.approx(sum(means) / len(means), rel=1e-4)
+        assert logged[step]["loss"] == pytest.approx(loss.item(), rel=1e-3)
+    assert len(set(extras)) > 1
+    toys.assert_same_weights(toys.weights(model), toys.weights(expected), atol=1e-7)
+
+
+def test_tbtt_carries_the_state_of_the_first_crop(toys: ModuleType, tmp_path: Path) -> None:
+    length, largest, steps = 9, 4, 4
+    model = toys.tiny_model(initializer_range=0.5).double()
+    expected = copy.deepcopy(model).train()
+    data = toys.chunks(2 * steps, length, lookahead=largest)
+    config = TbttConfig(str(tmp_path), **toys.QUIET, **PLAIN, alignment_length=length, num_train_epochs=1)
+    trainer = TbttTrainer(model, config, train_dataset=data)
+    trainer.train()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
+    keys = list(trainer._get_train_sampler())
+    state = expected.zero_state(2)
+    for step in range(steps):
+        items = [data[key] for key in keys[2 * step : 2 * step + 2]]
+        batch = {name: torch.stack([item[name] for item in items]) for name in items[0]}
+        for row, resets in enumerate(batch["state_resets"]):
+            for part in (part for layer in state for part in layer):
+                part[row] *= not resets[0]
+        entropies, distances, state = losses(expected, batch, length, extra_by_hand(step, 0, 1, largest), state)
+        (torch.stack(entropies).mean() + ALPHA * torch.stack(distances).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state = tuple(type(layer)(*(part.detach().clone() for part in layer)) for layer in state)
+    toys.assert_same_weights(toys.weights(model), toys.weights(expected), atol=1e-7)
+
+
+def llama(**fields: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=17, **sizes, max_position_embeddings=8, initializer_range=0.3, bos_token_id=1, **fields
+    )
+    return LlamaForCausalLM(config)
+
+
+SCALINGS = {
+    "linear": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+    "yarn": {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 8,
+        "rope_theta": 10000.0,
+    },
+    "raised base": {"rope_type": "default", "rope_theta": 500000.0},
+}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_transformer_with_rope_scaling_trains_its_adapters(toys: ModuleType, tmp_path: Path, scaling: str) -> None:
+    base = llama(rope_parameters=SCALINGS[scaling])
+    settings = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(base, settings).double()
+    by_hand = copy.deepcopy(model).train()
+    config = AlignmentConfig(str(tmp_path), **toys.QUIET, **PLAIN, max_steps=2)
+    batches: list[dict[str, Tensor]] = []
+    data = toys.sequences(8, length=11)
+    before = toys.weights(model)
+    AlignmentTrainer(model, config, train_dataset=data, data_collator=recording(batches)).train()
+    after = toys.weights(model)
+    moved = {name for name in before if not torch.equal(after[name], before[name])}
+    assert moved == {name for name in before if "lora_" in name}
+    assert len(moved) == 12
+
+    adapters = [parameter for parameter in by_hand.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(adapters, lr=0.5)
+    for step in range(2):
+        entropies, distances, _ = losses(by_hand, batches[step], 8, extra_by_hand(step, 0, 1, 3))
+        (torch.stack(entropies).mean() + ALPHA * torch.stack(distances).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    toys.assert_same_weights(after, toys.weights(by_hand), atol=1e-6)
+
+
+def test_scaling_of_positions_is_seen_by_the_model() -> None:
+    ids = torch.arange(3, 13)[None]
+    outputs = [llama(rope_parameters=scaling)(ids).logits for scaling in SCALINGS.values()]
+    assert not any(torch.allclose(outputs[0], other, atol=1e-4) for other in outputs[1:])
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens", "length", "low", "high"),
+    [
+        ({}, 12, 8, 1, 3),  # 9 tokens would need 13
+        ({}, 4, 3, 1, 1),
+        ({"alignment_max_extra": 2}, 12, 10, 1, 2),
+        ({"alignment_length": 9, "alignment_min_extra": 2, "alignment_max_extra": 3}, 12, 9, 2, 3),
+    ],
+)
+def test_crops_and_shifts_are_as_long_as_asked(
+    toys: ModuleType, tmp_path: Path, fields: dict[str, int], tokens: int, length: int, low: int, high: int
+) -> None:
+    model = toys.tiny_model()
+    shapes: list[tuple[int, ...]] = []
+    shifts: list[int] = []
+
+    def look(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+        ids = inputs["input_ids"]
+        shapes.append(tuple(ids.shape))
+        first, second = ids[0].tolist(), ids[2].tolist()
+        shifts.extend(by for by in range(1, length) if first[by:] == second[: length - by])
+
+    model.register_forward_pre_hook(look, with_kwargs=True)
+    items = [{"input_ids": torch.arange(tokens) + i % 2, "labels": torch.arange(tokens)} for i in range(24)]
+    config = AlignmentConfig(str(tmp_path), **toys.QUIET | PLAIN | {"learning_rate": 0.0} | fields, max_steps=12)
+    AlignmentTrainer(model, config, train_dataset=items).train()
+    assert set(shapes) == {(4, length)}
+    assert shifts == [extra_by_hand(step, 0, low, high) for step in range(12)]
+    assert {low, high} <= set(shifts) <= set(range(low, high + 1))
+
+
+def test_evaluation_is_plain_cross_entropy_on_whole_rows(toys: ModuleType, tmp_path: Path) -> None:
+    model, data = toys.tiny_model(), toys.sequences(6, length=11)
+    config = AlignmentConfig(str(tmp_path), **toys.QUIET, **PLAIN, max_steps=1, per_device_eval_batch_size=6)
+    trainer = AlignmentTrainer(model, config, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    ids, labels = (torch.stack([item[name] for item in data]) for name in ("input_ids", "labels"))
+    with torch.no_grad():
+        expected = F.cross_entropy(model(ids).logits[:, :-1].transpose(1, 2), labels[:, 1:])
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    entry = next(entry for entry in trainer.state.log_history if "eval_loss" in entry)
+    assert "misalignment" not in entry
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"alignment_alpha": -0.1}, "alignment_alpha must be a finite number of at least 0"),
+        ({"alignment_alpha": float("nan")}, "alignment_alpha must be a finite number of at least 0"),
+        ({"alignment_alpha": 0.0, "alignment_length": 8}, "need alignment_alpha above 0"),
+        ({"alignment_length": 0}, "alignment_length must be at least 1"),
+        ({"alignment_min_extra": 0}, "alignment_min_extra must be at least 1"),
+        (
+            {"alignment_min_extra": 3, "alignment_max_extra": 2},
+            "alignment_max_extra is 2, below alignment_min",
+        ),
+        ({"bptt_chunk_length": 4}, "bptt_chunk_length keeps no logits"),
+    ],
+)
+def test_settings_out_of_range_are_refused(tmp_path: Path, fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        AlignmentConfig(str(tmp_path), **fields)
+
+
+def test_a_shift_that_leaves_no_overlap_is_refused(toys: ModuleType, tmp_path: Path) -> None:
+    config = AlignmentConfig(str(tmp_path), **toys.QUIET, alignment_length=8, alignment_max_extra=4)
+    with pytest.raises(ValueError, match=r"l_extra may lie between 1 and 3.*got 1 to 4"):
+        AlignmentTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4))
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens", "told"),
+    [
+        ({"alignment_length": 9}, 12, "Rows have 12 tokens, but crops of 9 that start up to 4 tokens apart need 13"),
+        ({}, 3, "l_extra may lie between 1 and 0"),
+        ({"alignment_max_extra": 12}, 12, "l_extra may lie between 1 and"),
+    ],
+)
+def test_rows_that_are_too_short_are_refused(
+    toys: ModuleType, tmp_path: Path, fields: dict[str, int], tokens: int, told: str
+) -> None:
+    config = AlignmentConfig(str(tmp_path), **toys.QUIET, **fields)
+    trainer = AlignmentTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4, length=tokens))
+    with pytest.raises(ValueError, match=told):
+        trainer.train()
+
+
+def test_another_loss_is_refused(toys: ModuleType, tmp_path: Path) -> None:
+    config = AlignmentConfig(str(tmp_path), **toys.QUIET)
+    with pytest.raises(ValueError, match="leave compute_loss_func out"):
+        AlignmentTrainer(
+            toys.tiny_model(),
+            config,
+            train_dataset=toys.sequences(4),
+            compute_loss_func=lambda outputs, labels, num_items_in_batch: outputs.logits.sum(),
+        )
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    mixtral = MixtralConfig(vocab_size=17, **sizes, num_key_value_heads=2, num_local_experts=2)
+    mixtral.output_router_logits = True
+    with pytest.raises(ValueError, match="set output_router_logits=False"):
+        AlignmentTrainer(MixtralForCausalLM(mixtral), config, train_dataset=toys.sequences(4))
+
+
+def test_rows_without_labels_or_with_padding_are_refused(toys: ModuleType, tmp_path: Path) -> None:
+    config = AlignmentConfig(str(tmp_path), **toys.QUIET)
+    rows = [{"input_ids": item["input_ids"]} for item in toys.sequences(4, length=12)]
+    with pytest.raises(ValueError, match="neither labels nor shift_labels"):
+        AlignmentTrainer(toys.tiny_model(), config, train_dataset=rows).train()
+    mask = torch.ones(12, dtype=torch.long)
+    mask[-5:] = 0
+    padded = [item | {"attention_mask": mask} for item in toys.sequences(4, length=12)]
+    with pytest.raises(ValueError, match="pack the text into rows without padding"):
+        AlignmentTrainer(toys.tiny_model(), config, train_dataset=padded).train()
+
+
+def test_without_alpha_nothing_is_aligned(toys: ModuleType, tmp_path: Path) -> None:
+    assert InitialStateConfig(str(tmp_path)).alignment_alpha == 0.0
+    config = AlignmentConfig(str(tmp_path), **toys.QUIET | PLAIN | {"alignment_alpha": 0.0}, max_steps=1)
+    trainer = AlignmentTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4))
+    trainer.train()
+    assert "misalignment" not in trainer.state.log_history[0]

@@ -1,0 +1,231 @@
+"""A learned initial state: recovers a planted one, trains alone or with the model, and serves generation."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import ByT5Tokenizer
+
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, load_state, map_state
+from hf_recurrent_lengthgen.trainers import LearnedStateConfig, LearnedStateTrainer
+
+MakeLearner = Callable[..., LearnedStateTrainer]
+
+
+@pytest.fixture
+def learner(toys: ModuleType, tmp_path: Path) -> MakeLearner:
+    """A trainer of four steps on a model whose outputs depend on its state."""
+
+    def make(model: Any = None, data: Any = None, **fields: Any) -> LearnedStateTrainer:
+        settings = {
+            "save_strategy": "no",
+            "per_device_train_batch_size": 2,
+            "max_steps": 4,
+            "learning_rate": 0.05,
+            "logging_steps": 1,
+        }
+        extra = {name: fields.pop(name) for name in ("compute_loss_func", "processing_class") if name in fields}
+        config = LearnedStateConfig(str(tmp_path / "run"), **toys.QUIET | settings | fields)
+        data = toys.sequences(8) if data is None else data
+        return LearnedStateTrainer(
+            strong(toys) if model is None else model, config, train_dataset=data, eval_dataset=data, **extra
+        )
+
+    return make
+
+
+def strong(toys: ModuleType) -> Any:
+    return toys.tiny_model(initializer_range=0.6)
+
+
+def rows_of(state: RecurrentState, rows: int) -> RecurrentState:
+    return map_state(lambda part: part.expand(rows, *part.shape[1:]), state)
+
+
+def test_a_planted_state_is_recovered(toys: ModuleType, learner: MakeLearner) -> None:
+    model = strong(toys).eval()
+    generator = torch.Generator().manual_seed(0)
+    planted: RecurrentState = tuple(
+        LayerState(*(torch.randn(part.shape, generator=generator) for part in layer)) for layer in model.zero_state(1)
+    )
+    ids = torch.stack([item["input_ids"] for item in toys.sequences(48)])
+    with torch.no_grad():
+        teacher = model(ids, initial_state=rows_of(planted, 48)).logits.log_softmax(-1)
+        zero = model(ids).logits.log_softmax(-1)
+
+    def distance(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        """KL divergence from what the model says after the planted state; the labels are numbers of rows."""
+        given = outputs["logits"].log_softmax(-1)
+        return F.kl_div(given, teacher[labels], log_target=True, reduction="sum") / (9 * num_items_in_batch)
+
+    def held_out(state: RecurrentState | None) -> float:
+        with torch.no_grad():
+            given = model(ids[32:], initial_state=None if state is None else rows_of(state, 16)).logits
+        return F.kl_div(given.log_softmax(-1), teacher[32:], log_target=True, reduction="sum").item() / (9 * 16)
+
+    data = [{"input_ids": ids[row], "labels": torch.tensor(row)} for row in range(32)]
+    trainer = learner(
+        model,
+        data,
+        per_device_train_batch_size=16,
+        max_steps=300,
+        logging_steps=50,
+        lr_scheduler_type="cosine",
+        learning_rate=0.1,
+        compute_loss_func=distance,
+    )
+    before = held_out(None)
+    assert before == pytest.approx(F.kl_div(zero[32:], teacher[32:], log_target=True, reduction="sum").item() / 144)
+    trainer.train()
+    assert before > 0.05
+    assert held_out(trainer.learned_state()) < 0.01 * before
+    learned = trainer.learned_state()[0].recurrent.flatten()
+    # Layer 0 sees the same inputs whatever the state, so its state itself can be told.
+    similarity = F.cosine_similarity(learned, planted[0].recurrent.flatten(), dim=0)
+    assert similarity > 0.9
+
+
+def test_one_step_is_gradient_descent_on_the_state(toys: ModuleType, learner: MakeLearner) -> None:
+    model = strong(toys)
+    twin = copy.deepcopy(model).train()
+    item = toys.sequences(1)[0]
+    trainer = learner(
+        model, [item] * 2, max_steps=1, optim="sgd", learning_rate=0.5, lr_scheduler_type="constant", max_grad_norm=0.0
+    )
+    trainer.train()
+    state = tuple(LayerState(*(part.requires_grad_() for part in layer)) for layer in twin.zero_state(1))
+    twin(item["input_ids"][None], labels=item["labels"][None], initial_state=state).loss.backward()
+    expected = tuple(LayerState(*(-0.5 * part.grad for part in layer)) for layer in state)  # type: ignore[operator]
+    torch.testing.assert_close(trainer.learned_state(), expected, rtol=1e-4, atol=1e-7)
+    assert all(bool(part.any()) for layer in expected for part in layer)
+
+
+@pytest.mark.parametrize("learn_conv", [True, False])
+def test_only_the_state_is_trained_and_all_of_it(toys: ModuleType, learner: MakeLearner, learn_conv: bool) -> None:
+    trainer = learner(learn_conv_state=learn_conv)
+    assert not any(bool(part.any()) for layer in trainer.learned_state() for part in layer)
+    trainer.train()
+    start = toys.weights(strong(toys))
+    now = toys.weights(trainer.model)
+    toys.assert_same_weights({name: now[name] for name in start}, start)
+    trained = {name for name, value in trainer.model.named_parameters() if value.requires_grad}
+    parts = ("recurrent", "conv") if learn_conv else ("recurrent",)
+    assert trained == {f"learned_state.{part}.{layer}" for part in parts for layer in range(2)}
+    for layer in trainer.learned_state():
+        assert bool(layer.recurrent.any())
+        assert bool(layer.conv.any()) == learn_conv
+
+
+def test_the_saved_file_is_the_state_alone_and_generates(
+    toys: ModuleType, learner: MakeLearner, tmp_path: Path
+) -> None:
+    trainer = learner(processing_class=ByT5Tokenizer(), learning_rate=1.0)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    names = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert "learned_state.safetensors" in names
+    assert "tokenizer_config.json" in names
+    assert not any(name.startswith(("model", "config", "pytorch")) for name in names)
+    state, _ = load_state(tmp_path / "saved" / "learned_state.safetensors")
+    torch.testing.assert_close(state, trainer.learned_state(), rtol=0, atol=0)
+
+    model = strong(toys).eval()
+    prompt = torch.tensor([[5, 6, 7]])
+    given = model.generate(input_ids=prompt, initial_state=state, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    expected = prompt
+    with torch.no_grad():
+        for _ in range(6):
+            best = model(expected, initial_state=state).logits[:, -1].argmax(-1)
+            expected = torch.cat([expected, best[:, None]], 1)
+    assert given.tolist() == expected.tolist()
+    plain = model.generate(input_ids=prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert given.tolist() != plain.tolist()
+
+
+def test_with_the_model_everything_is_trained_and_saved(
+    toys: ModuleType, learner: MakeLearner, tmp_path: Path
+) -> None:
+    trainer = learner(train_model=True)
+    before = toys.weights(trainer.model)
+    trainer.train()
+    assert [name for name, value in toys.weights(trainer.model).items() if torch.equal(value, before[name])] == []
+    trainer.save_model(str(tmp_path / "saved"))
+    assert not any("learned" in name for name in load_file(tmp_path / "saved" / "model.safetensors"))
+    loaded = type(trainer.model).from_pretrained(tmp_path / "saved")
+    now = toys.weights(trainer.model)
+    toys.assert_same_weights(toys.weights(loaded), {name: now[name] for name in toys.weights(loaded)})
+    state, metadata = load_state(tmp_path / "saved" / "learned_state.safetensors")
+    torch.testing.assert_close(state, trainer.learned_state(), rtol=0, atol=0)
+    assert "model" in metadata
+
+
+@pytest.mark.parametrize("train_model", [False, True])
+def test_a_resumed_run_learns_the_same_state(
+    toys: ModuleType, learner: MakeLearner, tmp_path: Path, train_model: bool
+) -> None:
+    fields = {"save_strategy": "steps", "save_steps": 2, "train_model": train_model}
+    whole = learner(**fields)
+    whole.train()
+    folder = tmp_path / "run" / "checkpoint-2"
+    assert (folder / "model.safetensors").exists() == train_model
+    state, _ = load_state(folder / "learned_state.safetensors")
+    assert not torch.equal(state[0].recurrent, whole.learned_state()[0].recurrent)
+    resumed = learner(**fields)
+    resumed.train(resume_from_checkpoint=str(folder))
+    torch.testing.assert_close(resumed.learned_state(), whole.learned_state(), rtol=0, atol=0)
+    toys.assert_same_weights(toys.weights(resumed.model), toys.weights(whole.model))
+    resumed.save_model(str(tmp_path / "saved"))
+    state, _ = load_state(tmp_path / "saved" / "learned_state.safetensors")
+    torch.testing.assert_close(state, whole.learned_state(), rtol=0, atol=0)
+
+
+def test_evaluation_starts_from_the_learned_state(toys: ModuleType, learner: MakeLearner) -> None:
+    trainer = learner(learning_rate=1.0, per_device_eval_batch_size=8)
+    data = toys.sequences(8)
+    ids, labels = (torch.stack([item[name] for item in data]) for name in ("input_ids", "labels"))
+    zero = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    given = trainer.evaluate()["eval_loss"]
+    with torch.no_grad():
+        expected = trainer.model(ids, labels=labels, initial_state=rows_of(trainer.learned_state(), 8)).loss.item()
+        assert zero == pytest.approx(trainer.model(ids, labels=labels).loss.item(), rel=1e-5)
+    assert given == pytest.approx(expected, rel=1e-5)
+    assert abs(given - zero) > 1e-2
+
+
+@pytest.mark.parametrize("train_model", [False, True])
+def test_a_state_is_learned_with_or_instead_of_adapters(
+    toys: ModuleType, learner: MakeLearner, tmp_path: Path, train_model: bool
+) -> None:
+    settings = LoraConfig(r=2, target_modules=["in_proj"], task_type="CAUSAL_LM")
+    trainer = learner(get_peft_model(strong(toys), settings), train_model=train_model)
+    before = toys.weights(trainer.model)
+    trainer.train()
+    moved = {name for name, value in toys.weights(trainer.model).items() if not torch.equal(value, before[name])}
+    assert moved == {name for name in before if "learned" in name or (train_model and "lora_" in name)}
+    assert len(moved) == 4 + 4 * train_model
+    trainer.save_model(str(tmp_path / "saved"))
+    names = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert "learned_state.safetensors" in names
+    assert ("adapter_model.safetensors" in names) == train_model
+    state, _ = load_state(tmp_path / "saved" / "learned_state.safetensors")
+    torch.testing.assert_close(state, trainer.learned_state(), rtol=0, atol=0)
+    if train_model:
+        adapter = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+        assert not any("learned" in name for name in adapter)
+
+
+def test_weights_alone_or_model_init_are_refused(toys: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="load_best_model_at_end looks for weights, which are not trained"):
+        LearnedStateConfig(str(tmp_path), load_best_model_at_end=True)
+    config = LearnedStateConfig(str(tmp_path), **toys.QUIET)
+    with pytest.raises(ValueError, match="give model, not model_init"):
+        LearnedStateTrainer(model_init=toys.tiny_model, args=config, train_dataset=toys.sequences(4))
