@@ -45,6 +45,7 @@ from hf_recurrent_lengthgen.trainers.checks import (
     check_shuffled,
     count_parameters,
     keep_states_in_full_precision,
+    layout_of,
     takes_states,
 )
 from hf_recurrent_lengthgen.trainers.chunked_backprop import check_chunkable, forward_in_chunks, innermost_model
@@ -460,6 +461,7 @@ class InitialStateTrainer(Trainer, ABC):
             "source": type(self.initial_states).__name__,
             **self.args.method_settings(),
             **self.initial_states.settings(),
+            **layout_of(self.train_dataset),
             "seed": self.args.seed,
             "num_processes": self.args.world_size,
             "per_device_train_batch_size": self.args.per_device_train_batch_size,

@@ -120,6 +120,14 @@ def check_continued_data(
         )
 
 
+def layout_of(dataset: Any) -> dict[str, Any]:
+    """How rows continue one another, which a resumed run must share; nothing for other data."""
+    if not isinstance(dataset, ContinuedChunks | ContinuedStream):
+        return {}
+    names = ("length", "chunks_before_reset", "reset_at_document", "lookahead")
+    return {f"train_dataset.{name}": getattr(dataset, name) for name in names}
+
+
 def zero_state_of(trainer: Any) -> Callable[[int], RecurrentState]:
     """Makes the zero state of a trainer's model for a number of rows.
 
