@@ -1,6 +1,8 @@
-"""State passing trains every family as a hand-written loop does."""
+"""State passing trains every family as a hand-written loop does, and every method trains all weights of each."""
 
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -46,3 +48,34 @@ def test_state_passing_is_a_loop_that_hands_the_state_on(family: Family, tmp_pat
     for (name, parameter), other in zip(trained.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-4, msg=name)
         assert not torch.equal(parameter, start[name]), name
+
+
+SOURCES: dict[str, dict[str, Any]] = {
+    "random noise": {"noise_sigma": 0.1},
+    "fitted noise": {},
+    "tbtt": {},
+    "learned state and model": {},
+    "mixture": {},
+    "state passing, alignment": {},
+    "state passing in chunks": {},
+}
+
+
+@pytest.mark.parametrize("method", SOURCES)
+@pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
+def test_every_method_trains_every_weight(family: Family, toys: ModuleType, tmp_path: Path, method: str) -> None:
+    chosen = toys.METHODS[method]
+    settings = toys.QUIET | chosen.settings | SOURCES[method]
+    fields = {"per_device_train_batch_size": 2, "max_steps": 2, "learning_rate": 1e-2, "logging_steps": 1}
+    config = chosen.config(str(tmp_path), **settings, **fields, save_strategy="no")
+    trainer = chosen.trainer(build(family), config, train_dataset=chosen.data(16))
+    before = toys.weights(trainer.model)
+    trainer.train()
+    after = toys.weights(trainer.model)
+    trainable = [name for name, value in trainer.model.named_parameters() if value.requires_grad]
+    assert len(trainable) >= len(dict(build(family).named_parameters()))
+    assert [name for name in trainable if torch.equal(after[name], before[name])] == []
+    assert all(bool(value.isfinite().all()) for value in after.values())
+    first, second = (entry["zero_states"] for entry in trainer.state.log_history if "loss" in entry)
+    assert first == (0.0 if method == "random noise" else 1.0)
+    assert second < 1.0

@@ -16,6 +16,9 @@ import transformers
 from packaging.version import Version
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import default_data_collator
+
+from hf_recurrent_lengthgen.data.continued import ContinuedChunks
 
 NEW = Version(transformers.__version__) >= Version("5.23")
 STEPS, ROWS = 6, 24
@@ -123,3 +126,97 @@ def test_a_killed_run_resumes_bit_for_bit_in_its_second_epoch(method: str, runs:
     resumed, log_of_resumed = what_is_left(runs / f"killed {processes}", processes)
     torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
     assert log_of_resumed == log
+
+
+# --- features of Trainer with every method ---
+
+
+class CropDifferently:
+    """A collator that makes every second batch three tokens shorter."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def __call__(self, items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        self.batches += 1
+        batch: dict[str, Tensor] = default_data_collator(items)
+        return {name: value[:, : 9 - 3 * (self.batches % 2)] for name, value in batch.items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_low_precision_clipping_checkpointing_and_other_lengths_go_together(
+    toys: ModuleType, tmp_path: Path, method: str
+) -> None:
+    name = "activation_checkpointing" if NEW else "gradient_checkpointing"
+    continued = "tbtt" in method  # where lengths cannot change
+    results = []
+    for changes in ({}, {name: True}):
+        fields: dict[str, Any] = {"bf16": True, "max_grad_norm": 0.05, "max_steps": 3, "save_strategy": "no"} | changes
+        trainer = toys.resumable_trainer(tmp_path, method=method, **fields)
+        if not continued:
+            trainer.data_collator = CropDifferently()
+        before = toys.weights(trainer.model)
+        trainer.train()
+        after = toys.weights(trainer.model)
+        trainable = [name for name, value in trainer.model.named_parameters() if value.requires_grad]
+        assert trainable
+        assert [name for name in trainable if torch.equal(after[name], before[name])] == []
+        assert all(bool(value.isfinite().all()) for value in after.values())
+        kept = trainer.initial_states.state_dict()
+        assert {value.dtype for value in kept.values()} <= {torch.float32}
+        results.append(after)
+    # Recomputed in the same low precision.
+    toys.assert_same_weights(*results, atol=1e-6)
+
+
+CHANGES = [
+    ("zero state", {"seed": 4}, "seed was 3 and is 4"),
+    ("zero state", {"bptt_chunk_length": 3}, "bptt_chunk_length was None and is 3"),
+    ("random noise", {"noise_sigma": 0.5}, "noise_sigma was 0.3 and is 0.5"),
+    ("fitted noise", {"fitted_noise_beta": 0.5}, "fitted_noise_beta was 0.1 and is 0.5"),
+    ("state passing", {"state_drop_probability": 0.1}, "state_drop_probability was 0.3 and is 0.1"),
+    ("state passing", {"carry_conv_state": False}, "carry_conv_state was True and is False"),
+    ("tbtt", {"length": 8}, r"train_dataset.length was 9 and is 8"),
+    ("tbtt", {"chunks_before_reset": 5}, r"train_dataset.chunks_before_reset was 4 and is 5"),
+    ("learned state", {"train_model": True}, "train_model was False and is True"),
+    ("mixture", {"mixture": {"zero": 0.6, "state_passing": 0.2, "fitted_noise": 0.2}}, "mixture was .* and is"),
+    ("alignment", {"alignment_alpha": 0.2}, "alignment_alpha was 0.1 and is 0.2"),
+    ("alignment", {"alignment_max_extra": 1}, "alignment_max_extra was None and is 1"),
+    ("zero state", {"num_hidden_layers": 3}, "model was 'StatefulMamba2ForCausalLM with .* parameters' and is"),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(toys: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each method of `CHANGES`."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for method in {method for method, _, _ in CHANGES}:
+        toys.resumable_trainer(root / method, method=method, max_steps=1).train()
+    return {method: root / method / "checkpoint-1" for method, _, _ in CHANGES}
+
+
+@pytest.mark.parametrize(("method", "change", "told"), CHANGES)
+def test_a_changed_setting_is_refused_at_resume(
+    toys: ModuleType,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    change: dict[str, Any],
+    told: str,
+) -> None:
+    change = dict(change)
+    if "num_hidden_layers" in change:
+        model = toys.tiny_model(**change)
+        monkeypatch.setattr(toys, "tiny_model", lambda: model)
+        change = {}
+    chosen = toys.METHODS[method]
+    layout = {name: change.pop(name) for name in ("length", "chunks_before_reset") if name in change}
+    if layout:
+        chunks = ContinuedChunks(toys.token_stream(118), **{"length": 9, "chunks_before_reset": 4} | layout)
+        monkeypatch.setitem(toys.METHODS, method, chosen._replace(data=lambda _: chunks))
+    trainer = toys.resumable_trainer(tmp_path, method=method, **change)
+    before = toys.weights(trainer.model)
+    with pytest.raises(ValueError, match=f"Cannot resume exactly from .*{told}.*Set it back, or load the weights"):
+        trainer.train(resume_from_checkpoint=str(checkpoints[method]))
+    toys.assert_same_weights(toys.weights(trainer.model), before)

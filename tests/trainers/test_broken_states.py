@@ -1,0 +1,189 @@
+"""States that are not finite or explode are named, and stop the run or start from zero again; what is logged."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from hf_recurrent_lengthgen.trainers import InitialStateConfig, StatePassingConfig, StatePassingTrainer
+from hf_recurrent_lengthgen.trainers.broken_states import broken_rows, describe_broken, part_norms, recurrent_rms
+from hf_recurrent_lengthgen.trainers.step_logs import StepLogs
+
+
+def state_of_ones(rows: int = 3) -> RecurrentState:
+    """Two layers of four recurrent numbers, the first without a conv part."""
+    ones = torch.ones(rows, 2, 2)
+    return LayerState(ones, torch.zeros(rows, 0)), LayerState(ones.clone(), torch.ones(rows, 5))
+
+
+def found(state: RecurrentState, limit: float | None = None) -> tuple[list[bool], str]:
+    norms = part_norms(state)
+    broken = broken_rows(state, norms, limit)
+    return broken.tolist(), describe_broken(state, norms, limit) if bool(broken.any()) else ""
+
+
+def test_norms_and_root_mean_squares_are_those_computed_by_hand() -> None:
+    state = state_of_ones(2)
+    state[0].recurrent[1] = torch.tensor([[1.0, -1.0], [3.0, 5.0]])
+    norms = part_norms(state)
+    assert norms[:, :, 0].tolist() == [[2.0, 0.0], [2.0, pytest.approx(5**0.5)]]
+    assert recurrent_rms(state, norms).tolist() == [[1.0, 3.0], [1.0, 1.0]]  # (1 + 1 + 9 + 25) / 4 = 9
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_named_by_layer_part_and_rows(value: float) -> None:
+    state = state_of_ones()
+    assert found(state) == ([False] * 3, "")
+    state[1].conv[2, 4] = value
+    assert found(state) == ([False, False, True], "layer 1, part 'conv' has NaN or infinite values in rows [2]")
+    state[1].recurrent[0, 1, 1] = value
+    broken, told = found(state)
+    assert broken == [True, False, True]
+    assert told == "layer 1, part 'recurrent' has NaN or infinite values in rows [0]"
+
+
+def test_an_explosion_is_named_by_layer_rows_and_size() -> None:
+    state = state_of_ones()
+    state[1].recurrent[1] = 30.0
+    assert found(state) == ([False] * 3, "")
+    assert found(state, 30.0) == ([False] * 3, "")
+    broken, told = found(state, 20.0)
+    assert broken == [False, True, False]
+    assert told == (
+        "layer 1 has exploded in rows [1]: its recurrent state has a root mean square of 30, max_state_rms is 20"
+    )
+    state[1].conv[:] = 1e6
+    assert found(state, 40.0)[0] == [False] * 3  # the conv part holds inputs, not sums
+
+
+# --- in training ---
+
+
+@pytest.fixture
+def run(toys: ModuleType, tmp_path: Path) -> Callable[..., StatePassingTrainer]:
+    """A trainer of four steps with two micro-batches of two rows that sum their ids."""
+
+    def make(**fields: Any) -> StatePassingTrainer:
+        settings = {
+            "state_drop_probability": 0.0,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "max_steps": 4,
+            "learning_rate": 0.0,
+            "logging_steps": 1,
+            "save_steps": 1,
+        }
+        items = [{"input_ids": torch.tensor([i + 1, 100 * (i + 1)])} for i in range(16)]
+        config = StatePassingConfig(str(tmp_path), **toys.QUIET | settings | fields)
+        return StatePassingTrainer(toys.SumModel(), config, train_dataset=items)
+
+    return make
+
+
+def starts_and_ends(trainer: StatePassingTrainer) -> list[tuple[list[float], list[float]]]:
+    return [
+        (starts, [start + sum(ids) for start, ids in zip(starts, rows, strict=True)])
+        for _, rows, starts, _ in trainer.model.seen
+    ]
+
+
+def test_the_policy_stop_names_where_it_happened(run: Callable[..., StatePassingTrainer]) -> None:
+    trainer = run()
+    trainer.model.poisoned_pass = 5
+    with pytest.raises(
+        ValueError,
+        match=r"final_state of step 2, micro-batch 1: layer 0, part 'recurrent' has NaN or infinite values in rows "
+        r"\[1\]\. The newest complete checkpoint is .*checkpoint-2.*broken_states='reset' would go on from zero",
+    ):
+        trainer.train()
+
+
+def test_the_policy_reset_goes_on_from_zero_in_that_row_only(
+    run: Callable[..., StatePassingTrainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = run(broken_states="reset")
+    trainer.model.poisoned_pass = 5
+    trainer.train()
+    seen = starts_and_ends(trainer)
+    assert seen[7][0] == [seen[5][1][0], 0.0]
+    assert seen[6][0] == seen[4][1]
+    told = [message for message in caplog.messages if "NaN" in message]
+    assert len(told) == 1
+    assert "step 2, micro-batch 1: layer 0, part 'recurrent'" in told[0]
+    assert "rows [1]. These rows go on from the zero state." in told[0]
+    logged = [entry["reset_states"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == [0.0, 0.0, 0.25, 0.0]
+    zeros = [entry["zero_states"] for entry in trainer.state.log_history if "loss" in entry]
+    assert zeros == [1.0, 0.0, 0.0, 0.25]
+
+
+def test_states_above_the_limit_start_from_zero_again(
+    run: Callable[..., StatePassingTrainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = run(broken_states="reset", max_state_rms=2000.0, max_steps=8)
+    trainer.train()
+    seen = starts_and_ends(trainer)
+    resets = 0
+    for before, after in zip(seen, seen[2:], strict=False):
+        expected = [0.0 if end > 2000 else end for end in before[1]]
+        resets += sum(end > 2000 for end in before[1])
+        assert after[0] == expected
+    assert 0 < resets < 24
+    assert any(
+        "has exploded in rows" in message and "max_state_rms is 2000" in message for message in caplog.messages
+    )
+    with pytest.raises(ValueError, match=r"step \d, micro-batch \d: layer 0 has exploded in rows"):
+        run(max_state_rms=2000.0, max_steps=8).train()
+
+
+def test_a_loss_that_is_not_finite_stops_under_both_policies(run: Callable[..., StatePassingTrainer]) -> None:
+    for policy in ("stop", "reset"):
+        trainer = run(broken_states=policy)
+        trainer.model.weight.data.fill_(math.nan)
+        with pytest.raises(ValueError, match="The loss of step 0, micro-batch 0 is nan"):
+            trainer.train()
+
+
+def test_the_log_has_the_size_of_the_states_and_the_share_of_zero_ones(
+    run: Callable[..., StatePassingTrainer],
+) -> None:
+    trainer = run(state_drop_probability=0.4, logging_steps=2)
+    trainer.train()
+    seen = starts_and_ends(trainer)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == 2
+    for index, entry in enumerate(logged):
+        part = seen[4 * index : 4 * index + 4]
+        starts = [start for starts, _ in part for start in starts]
+        ends = [end for _, ends in part for end in ends]
+        assert entry["zero_states"] == starts.count(0.0) / 8
+        assert entry["state_rms"] == pytest.approx(sum(ends) / 8, rel=1e-4)  # of one number, so its size
+        assert entry["state_rms_max"] == pytest.approx(max(ends), rel=1e-4)
+        assert entry["reset_states"] == 0.0
+
+
+def test_logs_are_means_and_maxima_over_micro_batches_and_processes() -> None:
+    logs = StepLogs()
+    assert logs.take(lambda own: own[None]) == {}
+    for value in (1.0, 3.0):
+        logs.add(size=torch.tensor(value), size_max=torch.tensor(value))
+    assert logs.take(lambda own: torch.stack([own, own + 4])) == {"size": 4.0, "size_max": 7.0}
+    assert logs.take(lambda own: own[None]) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"broken_states": "ignore"}, "broken_states must be 'stop' or 'reset', got 'ignore'"),
+        ({"max_state_rms": 0.0}, "max_state_rms must be above 0"),
+        ({"max_state_rms": math.nan}, "max_state_rms must be above 0"),
+    ],
+)
+def test_policies_that_do_not_exist_are_refused(tmp_path: Path, fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        InitialStateConfig(str(tmp_path), **fields)
