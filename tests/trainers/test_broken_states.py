@@ -134,9 +134,7 @@ def test_states_above_the_limit_start_from_zero_again(
         resets += sum(end > 2000 for end in before[1])
         assert after[0] == expected
     assert 0 < resets < 24
-    assert any(
-        "has exploded in rows" in message and "max_state_rms is 2000" in message for message in caplog.messages
-    )
+    assert any("has exploded in rows" in message and "max_state_rms is 2000" in message for message in caplog.messages)
     with pytest.raises(ValueError, match=r"step \d, micro-batch \d: layer 0 has exploded in rows"):
         run(max_state_rms=2000.0, max_steps=8).train()
 
