@@ -1,12 +1,12 @@
 """The output alignment loss inside a Trainer: which crops, and how the loss scales.
 
-"Output Alignment: A Top-Down Approach to Length Generalization", section 4.2: l_extra is drawn for each micro-batch,
-the same on every process; T + l_extra tokens of each row are read as two crops of T tokens, and their outputs are
-aligned where both have read at least T/2 tokens.
+"Output Alignment: A Top-Down Approach to Length Generalization", section 4.2: l_extra is drawn for each optimizer
+step, the same in all micro-batches and processes; T + l_extra tokens of each row are read as two crops of T tokens,
+and their outputs are aligned where both have read at least T/2 tokens.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -100,7 +100,7 @@ class AlignmentSettings:
                 f"Rows have {tokens} tokens, but crops of {length} that start up to {high} tokens apart need "
                 f"{length + high}: give longer rows, or a smaller alignment_length or alignment_max_extra."
             )
-        extra = sample_extra(place, low, high)
+        extra = sample_extra(replace(place, slot=0), low, high)
         crops = two_crops(inputs, length, extra)
         targets = shifted_targets(crops)
         # Trainer counts targets in `shift_labels`, and hands `labels` to the loss.
