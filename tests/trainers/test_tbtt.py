@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import ByT5Tokenizer
@@ -15,7 +16,14 @@ from transformers import ByT5Tokenizer
 from hf_recurrent_lengthgen.data import PackedBlocks
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream
 from hf_recurrent_lengthgen.models.recurrent_state import clone_state, detach_state
-from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer, TbttConfig, TbttTrainer
+from hf_recurrent_lengthgen.trainers import (
+    InitialStateConfig,
+    StatePassingConfig,
+    StatePassingTrainer,
+    TbttConfig,
+    TbttTrainer,
+    ZeroStateTrainer,
+)
 
 SEPARATOR = 2
 
@@ -214,6 +222,36 @@ def test_a_tokenizer_and_data_workers_change_nothing(toys: ModuleType, tmp_path:
         trainer.train()
         results.append(toys.weights(trainer.model))
     toys.assert_same_weights(*results)
+
+
+def test_documents_and_rows_may_be_columns_of_datasets(
+    toys: ModuleType, tbtt: Callable[..., TbttTrainer], tmp_path: Path
+) -> None:
+    documents = [toys.token_stream(20, seed).tolist() for seed in range(6)]
+    table = Dataset.from_dict({"input_ids": documents, "text": ["x"] * 6})
+    weights = []
+    for given in (documents, table, table.to_iterable_dataset()):
+        stream = ContinuedStream(given, 6, 2, separator_id=SEPARATOR, chunks_before_reset=3)
+        trainer = tbtt(toys.tiny_model(), stream, max_steps=4)
+        trainer.train()
+        weights.append(toys.weights(trainer.model))
+    toys.assert_same_weights(weights[1], weights[0])
+    toys.assert_same_weights(weights[2], weights[0])
+
+    # Targets that are shifted already are kept although no model names them, other columns are not.
+    chunks = toys.chunks(8)
+    rows = [{name: chunks[i][name].tolist() for name in ("input_ids", "shift_labels")} for i in range(8)]
+    logs = []
+    for data in (Dataset.from_list([row | {"text": "x"} for row in rows]), [chunks[i] for i in range(8)]):
+        plain = InitialStateConfig(str(tmp_path), **toys.QUIET, save_strategy="no", max_steps=1, logging_steps=1)
+        other = ZeroStateTrainer(toys.tiny_model(), plain, train_dataset=data)
+        other.train()
+        logs.append(other.state.log_history[0]["loss"])
+    with torch.no_grad():
+        logits = toys.tiny_model()(torch.stack([chunks[i]["input_ids"] for i in range(8)])).logits
+    targets = torch.stack([chunks[i]["shift_labels"] for i in range(8)])
+    expected = F.cross_entropy(logits.transpose(1, 2), targets).item()
+    assert logs == pytest.approx([expected] * 2, rel=1e-3)
 
 
 def test_evaluation_reads_blocks_from_zero_or_refuses_resets(
