@@ -187,6 +187,12 @@ class InitialStateTrainer(Trainer, ABC):
             num_items = self._get_num_items_in_batch(batches, device)
         return batches, num_items
 
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | int | None:
+        """Trainer's, counting `shift_labels` where they are; before 5.23 it would count the `labels` beside them."""
+        counted = [{**b, "labels": b["shift_labels"]} if "shift_labels" in b else b for b in batch_samples]
+        num_items: Tensor | int | None = super()._get_num_items_in_batch(counted, device)
+        return num_items
+
     def _lay_out(self, batch: dict[str, Any], slot: int) -> tuple[dict[str, Any], _MicroBatch]:
         """The inputs of the model for a micro-batch, and how its rows went into them."""
         rows = _rows(batch)
