@@ -40,10 +40,10 @@ def test_the_interventions_are_compared_and_an_interrupted_study_continues(
     printed = capsys.readouterr().out
     table = (tmp_path / "out" / "interventions.md").read_text()
     assert table in printed
-    assert len(table.splitlines()) == 2 + 16
+    assert len(table.splitlines()) == 2 + 19
     assert (tmp_path / "out" / "interventions.png").read_bytes().startswith(b"\x89PNG")
     results = json.loads((tmp_path / "out" / "interventions.json").read_text())
-    assert len(results["stages"]) == 16
+    assert len(results["stages"]) == 19
     curve = results["stages"]["tbtt_align"]["3"]["nll"]
     assert len(curve["edges"]) == len(curve["mean"]) + 1
     assert curve["edges"][-1] == 64

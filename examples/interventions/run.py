@@ -30,18 +30,18 @@ from hf_recurrent_lengthgen.trainers import (
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from small_setting import Result, Study, Training, draw, markdown, nll_last, over_seeds, panels, parse
 
-NOISE = (0.1, 0.3, 1.0)
+NOISE = (0.1, 0.3, 1.0, 3.0, 10.0)
 """Standard deviations of random noise, as fractions of the final states' root mean square under plain training."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A trainer, its options, and whether rows continue each other (TBTT) and hold two crops (alignment)."""
+    """A trainer and its options; TBTT reads chunks that continue each other, `chunks` of them before a reset."""
 
     label: str
     trainer: type[InitialStateTrainer]
     options: dict[str, Any] = field(default_factory=dict)
-    continued: bool = False
+    chunks: int | None = 12
 
 
 def aligned(alpha: float = 0.1, low: int = 1, high: int | None = None) -> dict[str, Any]:
@@ -54,7 +54,7 @@ FIGURE = {
     "control": Method("plain training", ZeroStateTrainer),
     "fitted_noise": Method("fitted noise", FittedNoiseTrainer),
     "state_passing": Method("state passing", StatePassingTrainer),
-    "tbtt": Method("TBTT", TbttTrainer, {}, True),
+    "tbtt": Method("TBTT, reset after 12 chunks", TbttTrainer),
 }
 
 
@@ -68,12 +68,13 @@ def others(length: int) -> dict[str, Method]:
     quarter, half = length // 4, length // 2 - 1
     far, near = aligned(0.1, quarter, half), aligned(0.1, 1, quarter)
     return {
-        "mixture": Method("10 % zero, 45 % passed, 45 % fitted", MixedStatesTrainer, {"mixture": MIXTURE}),
+        "mixture": Method("mixture: 10 % zero, 45 % passed, 45 % fitted", MixedStatesTrainer, {"mixture": MIXTURE}),
         "align_0.1": Method("alignment 0.1", AlignmentTrainer, aligned(0.1)),
         "sp_align": Method("state passing + alignment 0.1", StatePassingTrainer, aligned()),
-        "tbtt_align": Method("TBTT + alignment 0.1", TbttTrainer, aligned(), True),
+        "tbtt_align": Method("TBTT + alignment 0.1", TbttTrainer, aligned()),
         "align_0.3": Method("alignment 0.3", AlignmentTrainer, aligned(0.3)),
         "align_0.5": Method("alignment 0.5", AlignmentTrainer, aligned(0.5)),
+        "tbtt_endless": Method("TBTT without reset", TbttTrainer, chunks=None),
         "align_near": Method(f"alignment 0.1, shifts 1 to {quarter}", AlignmentTrainer, near),
         "align_far": Method(f"alignment 0.1, shifts {quarter} to {half}", AlignmentTrainer, far),
     }
@@ -87,8 +88,8 @@ def train(study: Study, name: str, method: Method, seed: int) -> Result | None:
     if "alignment_alpha" in options:
         options["alignment_length"], batch, extra = length, batch // 2, length // 2 - 1
     data: Dataset = study.blocks(length + extra - 1 if extra else length)
-    if method.continued:
-        data = ContinuedChunks(study.stream, length, lookahead=extra)
+    if method.trainer is TbttTrainer:
+        data = ContinuedChunks(study.stream, length, method.chunks, lookahead=extra)
     training = Training(settings.cure_steps, settings.cure_learning_rate, "base", batch)
     return study.run(name, seed, training, method.trainer, data, **options)
 
