@@ -206,11 +206,12 @@ class _Snapshots(TrainerCallback):
         control.should_save = state.global_step in self.steps
 
 
-def panels(titles: Sequence[str], width: float = 4.4) -> tuple[Figure, list[Axes]]:
-    """Panels side by side in the look of the package's figures, with room for a legend below."""
-    figure = Figure(figsize=(width * len(titles), 4.1), layout="constrained")
+def panels(titles: Sequence[str], columns: int) -> tuple[Figure, list[Axes]]:
+    """Panels row by row in the look of the package's figures."""
+    rows = -(-len(titles) // columns)
+    figure = Figure(figsize=(4.4 * columns, 3.3 * rows + 0.8), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = list(figure.subplots(1, len(titles), squeeze=False)[0])
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis, title in zip(axes, titles, strict=True):
         axis.spines[["top", "right"]].set_visible(False)
         axis.spines[["left", "bottom"]].set_color(MUTED)
@@ -231,8 +232,9 @@ def draw(axis: Axes, found: Sequence[Result], curve: str, first: int, **style: A
 
 
 def over_seeds(found: Sequence[Result], quantity: str, form: str = ".3f") -> str:
-    """Mean and, from two seeds on, least and most of a measured number."""
-    values = [result[quantity]["mean"] if isinstance(result[quantity], dict) else result[quantity] for result in found]
+    """Mean and, from two seeds on, least and most of a measured number, or of "nll_last"."""
+    values = [nll_last(result) if quantity == "nll_last" else result[quantity] for result in found]
+    values = [value["mean"] if isinstance(value, dict) else value for value in values]
     text = format(sum(values) / len(values), form)
     return text if len(values) < 2 else f"{text} ({min(values):{form}} to {max(values):{form}})"
 

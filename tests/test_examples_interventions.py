@@ -68,7 +68,7 @@ def test_the_failure_study_reports_three_series(
     assert series.count("Warm-up") == 3
     assert {"Training length", "Tokens seen", "Warm-up"} == set(series)
     assert all(set(seeds) == {"0"} for seeds in results["stages"].values())
-    assert "| warm-up | 25% of steps | 0 |" in (tmp_path / "out" / "failure.md").read_text()
+    assert "| warm-up | 25 % of steps | 0 |" in (tmp_path / "out" / "failure.md").read_text()
     assert (tmp_path / "out" / "failure.png").is_file()
     capsys.readouterr()
     run_study("failure", monkeypatch, "--output", tmp_path / "out", "--seeds", 0, 1, "--report")

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 from hf_recurrent_lengthgen.plotting.images import save_png
-from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, MUTED, mark_training_lengths, position_axis
+from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, position_axis
 from hf_recurrent_lengthgen.trainers import ZeroStateTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from small_setting import Result, Study, Training, draw, markdown, nll_last, over_seeds, panels, parse
+from small_setting import Result, Study, Training, draw, markdown, over_seeds, panels, parse
 
 COLORS = ("#56b4e9", "#009e73", "#d55e00", "#7a3b9c")
 LINES = ("solid", (0, (5, 2)), "solid", (0, (1, 1)))
@@ -58,7 +58,7 @@ def series(study: Study, seeds: list[int]) -> dict[str, dict[str, dict[int, Resu
         },
         "Tokens seen": {label: ("base", key) for key, label in steps}
         | {f"{whole / 1e6:.2g} M tokens": ("base", "measured")},
-        "Warm-up": {f"{w:.0%} of steps": ("base" if w == 0.1 else f"warmup_{w}", "measured") for w in WARMUPS},
+        "Warm-up": {f"{100 * w:g} % of steps": ("base" if w == 0.1 else f"warmup_{w}", "measured") for w in WARMUPS},
     }
     found: dict[str, dict[str, dict[int, Result]]] = {}
     for panel, labels in stages.items():
@@ -66,38 +66,57 @@ def series(study: Study, seeds: list[int]) -> dict[str, dict[str, dict[int, Resu
         for label, (stage, key) in labels.items():
             kept = {seed: study.result(stage, seed) for seed in seeds}
             found[panel][label] = {seed: result[key] for seed, result in kept.items() if result is not None}
-        found[panel] = {label: results for label, results in found[panel].items() if results}
     return found
 
 
-def report(study: Study, seeds: list[int]) -> None:
-    """Figure, table and numbers of the stages that are there."""
-    found = series(study, seeds)
-    picture, axes = panels([f"{panel}: loss (nats per byte)" for panel in found])
-    length, rows = study.settings.training_length, []
-    for axis, (panel, curves) in zip(axes, found.items(), strict=True):
-        for (label, results), color, line in zip(curves.items(), COLORS, LINES, strict=False):
-            values = list(results.values())
-            draw(axis, values, "nll", length // 8, color=color, linestyle=line, label=label)
-            last = sum(map(nll_last, values)) / len(values)
-            numbers = [over_seeds(values, "harm_last", "+.3f"), format(last, ".3f")]
-            numbers += [over_seeds(values, key) for key in ("in_window", "context_use")]
-            rows.append([panel.lower(), label, ", ".join(map(str, results)), *numbers])
-        position_axis(axis, length // 8, study.length)
+def figure(study: Study, found: dict[str, dict[str, dict[int, Result]]]) -> None:
+    """Loss above, harm below, one column per series."""
+    quantities = {"nll": "loss (nats per byte)", "harm": "harm of extra context"}
+    titles = [f"{panel}: {quantity}" for quantity in quantities.values() for panel in found]
+    picture, axes = panels(titles, len(found))
+    length = study.settings.training_length
+    places = [(curve, panel) for curve in quantities for panel in found]
+    for axis, (curve, panel) in zip(axes, places, strict=True):
+        first = length // 8 if curve == "nll" else length // 4
+        for (label, results), color, line in zip(found[panel].items(), COLORS, LINES, strict=False):
+            if results:
+                draw(axis, list(results.values()), curve, first, color=color, linestyle=line, label=label)
+        position_axis(axis, first, study.length)
         if panel == "Training length":
             for multiple, color in zip(MULTIPLES, COLORS, strict=True):
                 axis.axvline(multiple * length, color=color, linewidth=1, linestyle=(0, (2, 2)))
         else:
             mark_training_lengths(axis, [length])
-        axis.legend(fontsize=FONT_SIZE - 1, frameon=False, loc="upper left", labelcolor=MUTED)
+        if curve == "harm":
+            axis.axhline(0, color=INK, linewidth=1, zorder=0)
+            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, fontsize=FONT_SIZE - 1)
     save_png(picture, study.output / "failure.png")
+
+
+def report(study: Study, seeds: list[int]) -> None:
+    """Figure, table and numbers of the stages that are there."""
+    found = series(study, seeds)
+    figure(study, found)
+    rows = []
+    for panel, curves in found.items():
+        for label, results in curves.items():
+            values = list(results.values())
+            if values:
+                numbers = [over_seeds(values, "harm_last", "+.3f"), over_seeds(values, "nll_last")]
+                numbers += [over_seeds(values, key) for key in ("in_window", "context_use")]
+                rows.append([panel.lower(), label, ", ".join(map(str, results)), *numbers])
     start, stop = next(iter(found["Tokens seen"].values()))[seeds[0]]["harm_range"]
     head = ["varied", "value", "seeds", f"harm at {start:,}-{stop:,}", f"loss at {start:,}-{stop:,}"]
     table = markdown([*head, "loss inside the training length", "context use"], rows)
     (study.output / "failure.md").write_text(table, encoding="utf-8")
     study.write_results(
         study.output / "failure.json",
-        {f"{panel}: {label}": results for panel, curves in found.items() for label, results in curves.items()},
+        {
+            f"{panel}: {label}": results
+            for panel, curves in found.items()
+            for label, results in curves.items()
+            if results
+        },
     )
     print(table)
 

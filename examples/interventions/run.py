@@ -28,7 +28,7 @@ from hf_recurrent_lengthgen.trainers import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from small_setting import Result, Study, Training, draw, markdown, nll_last, over_seeds, panels, parse
+from small_setting import Result, Study, Training, draw, markdown, over_seeds, panels, parse
 
 NOISE = (0.1, 0.3, 1.0, 3.0, 10.0)
 """Standard deviations of random noise, as fractions of the final states' root mean square under plain training."""
@@ -144,7 +144,7 @@ def figure(study: Study, found: dict[str, dict[int, Result]], noise: str) -> Non
         "state_passing": ("state passing", "#0072b2", "solid"),
         "tbtt": ("TBTT", "#009e73", (0, (5, 2))),
     }
-    picture, axes = panels(["Negative log-likelihood (nats per byte)", "Harm of extra context (nats per byte)"])
+    picture, axes = panels(["Negative log-likelihood (nats per byte)", "Harm of extra context (nats per byte)"], 2)
     length = study.settings.training_length
     for axis, curve, first in zip(axes, ("nll", "harm"), (length // 8, length // 2), strict=True):
         for name, (label, color, line) in looks.items():
@@ -167,8 +167,7 @@ def report(study: Study, seeds: list[int]) -> None:
     rows = []
     for name, results in found.items():
         values = list(results.values())
-        last = sum(map(nll_last, values)) / len(values)
-        numbers = [over_seeds(values, "harm_last", "+.3f"), format(last, ".3f")]
+        numbers = [over_seeds(values, "harm_last", "+.3f"), over_seeds(values, "nll_last")]
         numbers += [over_seeds(values, key) for key in ("in_window", "context_use", "misalignment")]
         rows.append([labels(study)[name], ", ".join(map(str, results)), *numbers])
     start, stop = next(iter(next(iter(found.values())).values()))["harm_range"]
