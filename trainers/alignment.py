@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from transformers.utils import logging
 
 from hf_recurrent_lengthgen.trainers.alignment_loss import (
     aligned_cross_entropy,
@@ -21,6 +22,8 @@ from hf_recurrent_lengthgen.trainers.alignment_loss import (
 )
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace
+
+logger = logging.get_logger(__name__)
 
 
 class AlignedBatch(NamedTuple):
@@ -64,7 +67,7 @@ class AlignmentSettings:
             )
         settings = cls(args.alignment_alpha, args.alignment_length, args.alignment_min_extra, args.alignment_max_extra)
         if settings.length is not None:
-            settings._check(settings.length)
+            settings._check(settings.length, f"With alignment_length {settings.length}")
         return settings
 
     @property
@@ -75,11 +78,11 @@ class AlignmentSettings:
     def _range(self, length: int) -> tuple[int, int]:
         return self.min_extra, largest_extra(length) if self.given_max_extra is None else self.given_max_extra
 
-    def _check(self, length: int) -> None:
+    def _check(self, length: int, given: str) -> None:
         low, high = self._range(length)
         if not low <= high <= largest_extra(length):
             raise ValueError(
-                f"With alignment_length {length}, l_extra may lie between 1 and {largest_extra(length)}, so that both "
+                f"{given}, l_extra may lie between 1 and {largest_extra(length)}, so that both "
                 f"crops share tokens with at least T/2 of context; got {low} to {high}."
             )
 
@@ -93,12 +96,17 @@ class AlignmentSettings:
         length = self.length
         if length is None:  # the largest T with T + max_extra <= tokens
             length = next((n for n in range(tokens, 0, -1) if n + self._range(n)[1] <= tokens), 0)
-        self._check(length)
+            self._check(length, f"In rows of {tokens} tokens, so crops of {length}")
         low, high = self._range(length)
         if tokens < length + high:
             raise ValueError(
                 f"Rows have {tokens} tokens, but crops of {length} that start up to {high} tokens apart need "
                 f"{length + high}: give longer rows, or a smaller alignment_length or alignment_max_extra."
+            )
+        if tokens > length + high:
+            logger.warning_once(
+                f"Rows have {tokens} tokens, of which the alignment loss reads {length + high} at most: give shorter "
+                "rows, or a larger alignment_length."
             )
         extra = sample_extra(replace(place, slot=0), low, high)
         crops = two_crops(inputs, length, extra)

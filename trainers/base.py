@@ -12,7 +12,7 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -40,9 +40,12 @@ from hf_recurrent_lengthgen.trainers.checkpoints import (
 )
 from hf_recurrent_lengthgen.trainers.checks import (
     check_arguments,
+    check_config,
     check_continued_data,
+    check_evaluation_data,
     check_model,
     check_shuffled,
+    check_trainable,
     count_parameters,
     keep_states_in_full_precision,
     layout_of,
@@ -106,6 +109,7 @@ class InitialStateTrainer(Trainer, ABC):
     needs_states = True
     needs_shuffled_data = False
     needs_continued_data = False
+    learns_state = False
     args: InitialStateConfig
 
     def __init__(
@@ -113,27 +117,28 @@ class InitialStateTrainer(Trainer, ABC):
     ) -> None:
         if args is None:
             args = self.config_class("tmp_trainer")
-        if not isinstance(args, self.config_class):
-            raise ValueError(
-                f"{type(self).__name__} needs its arguments as {self.config_class.__name__}, which has all fields of "
-                f"TrainingArguments; got {type(args).__name__}."
-            )
+        check_config(type(self), args)
         super().__init__(model, args, *positional, **keyword)
         assert isinstance(self.model, nn.Module)
         self._takes_states = takes_states(self.model)
         if self.needs_states:
             check_model(self.model)
+        check_trainable(self.model, self.learns_state)
         check_arguments(args)
+        if not self._takes_states and (args.broken_states, args.max_state_rms) != ("stop", None):
+            raise ValueError(
+                f"{type(self.model).__name__} has no states that could break: leave broken_states and max_state_rms "
+                "out."
+            )
         keep_states_in_full_precision(self.accelerator.state)
         self.output_dir = str(args.output_dir)
-        self._align: AlignmentSettings | None = None
-        if args.alignment_alpha:
-            self._align = AlignmentSettings.of(args, self.model, self.compute_loss_func)
-            self.compute_loss_func = self._aligned_loss
+        self._own_loss = self.compute_loss_func
+        self._set_up_alignment()
         if args.bptt_chunk_length is not None:
             check_chunkable(innermost_model(self.model))
         if self.train_dataset is not None:
             self._check_train_data()
+        check_evaluation_data(self.eval_dataset)
         self._model_description = f"{type(self.model).__name__} with {count_parameters(self.model):,} parameters"
         self._make_source()
         self._micro_batches: list[_MicroBatch] = []
@@ -151,13 +156,21 @@ class InitialStateTrainer(Trainer, ABC):
     def initial_state_source(self) -> InitialStateSource:
         """The source of initial states, made from `self.args`."""
 
+    def _set_up_alignment(self) -> None:
+        self._align: AlignmentSettings | None = None
+        self.compute_loss_func = self._own_loss
+        if self.args.alignment_alpha:
+            self._align = AlignmentSettings.of(self.args, self.model, self._own_loss)
+            self.compute_loss_func = self._aligned_loss
+
     def _make_source(self) -> None:
         self.initial_states = self.initial_state_source()
         self.initial_states.sum_over_processes = partial(self.accelerator.reduce, reduction="sum")
 
     def _hp_search_setup(self, trial: Any) -> None:
         super()._hp_search_setup(trial)
-        if trial is not None:  # the trial may have changed settings of the source
+        if trial is not None:  # the trial may have changed settings of the method
+            self._set_up_alignment()
             self._make_source()
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -206,13 +219,14 @@ class InitialStateTrainer(Trainer, ABC):
             inputs.pop("attention_mask", None)
         if self._align is None:
             cut = split_at_resets(inputs, resets)
-            layout = RowLayout(_rows(cut.inputs), cut.first, cut.last, cut.continues)
-            return cut.inputs, _MicroBatch(place, layout)
+            place = replace(place, continues=cut.continues)
+            return cut.inputs, _MicroBatch(place, RowLayout(_rows(cut.inputs), cut.first, cut.last))
         if resets is not None and bool(resets[:, 1:].any()):
             raise ValueError("The alignment loss compares texts that go on: use it without reset_at_document.")
         alignment = self._align.crop(inputs, place)
-        layout = RowLayout(2 * rows, continues=None if resets is None else ~resets[:, 0], crops=2)
-        return alignment.inputs, _MicroBatch(place, layout, alignment)
+        if resets is not None:
+            place = replace(place, continues=~resets[:, 0])
+        return alignment.inputs, _MicroBatch(place, RowLayout(2 * rows, crops=2), alignment)
 
     # --- loss ---
 
@@ -239,7 +253,7 @@ class InitialStateTrainer(Trainer, ABC):
         place, layout = micro_batch.place, micro_batch.layout
         if self._takes_states:
             state = self.initial_states.initial_state(place)
-            self._logs.add(zero_states=share_of_zero_rows(state, layout.continues))
+            self._logs.add(zero_states=share_of_zero_rows(state))
             inputs = {**inputs, "initial_state": layout.spread(state), "output_final_state": True}
         if self._align is not None:
             self._aligned = micro_batch.alignment
@@ -253,26 +267,30 @@ class InitialStateTrainer(Trainer, ABC):
                 "batch without labels."
             )
         if self._takes_states:
-            final_state = self._checked(detach_state(layout.collect(outputs["final_state"])), place)
-            self.initial_states.observe(place, final_state)
+            final_state, broken = self._checked(detach_state(layout.collect(outputs["final_state"])), place)
+            self.initial_states.observe(place, final_state, broken)
         return (loss, outputs) if return_outputs else loss
 
-    def _checked(self, state: RecurrentState, place: BatchPlace) -> RecurrentState:
-        """The final states of a micro-batch, after dealing with broken ones."""
+    def _checked(self, state: RecurrentState, place: BatchPlace) -> tuple[RecurrentState, Tensor | None]:
+        """The final states of a micro-batch, broken ones replaced by zero, and which these are, None for none."""
         norms, limit = part_norms(state), self.args.max_state_rms
         broken = broken_rows(state, norms, limit)
-        if bool(broken.any()):
+        self._logs.add(reset_states=broken.double().mean())
+        found = bool(broken.any())
+        if found:
             what = (
                 f"final_state of step {place.step}, micro-batch {place.slot}: {describe_broken(state, norms, limit)}"
             )
             if self.args.broken_states == "stop":
                 raise ValueError(f"{what}. {self._resume_hint()} broken_states='reset' would go on from zero.")
-            logger.warning(f"{what}. These rows go on from the zero state.")
+            logger.warning(f"{what}. The states of these rows are replaced by zero.")
             state = keep_rows(state, ~broken)
-            norms = part_norms(state)
         rms = recurrent_rms(state, norms)
-        self._logs.add(state_rms=rms.mean(), state_rms_max=rms.max(), reset_states=broken.double().mean())
-        return state
+        if found:
+            rms = rms[:, ~broken]
+        if rms.numel():
+            self._logs.add(state_rms=rms.mean(), state_rms_max=rms.max())
+        return state, broken if found else None
 
     def _in_chunks(self, model: nn.Module) -> AbstractContextManager[None]:
         if self.args.bptt_chunk_length is None:
@@ -347,7 +365,7 @@ class InitialStateTrainer(Trainer, ABC):
         dataset = self.train_dataset
         continued = isinstance(dataset, ContinuedChunks | ContinuedStream)
         if self.needs_continued_data or continued:
-            check_continued_data(type(self).__name__, dataset, self.args, self._align)
+            check_continued_data(self, dataset, self._align)
         if self.needs_shuffled_data:
             check_shuffled(type(self).__name__, dataset, self.args, None if continued else self._get_train_sampler)
 
@@ -368,6 +386,8 @@ class InitialStateTrainer(Trainer, ABC):
 
     def get_train_dataloader(self) -> DataLoader:
         """Trainer's; a `ContinuedStream` already holds the rows of this process only."""
+        if self.train_dataset is not None:  # it may have been replaced
+            self._check_train_data()
         if not isinstance(self.train_dataset, ContinuedStream):
             return super().get_train_dataloader()
         loader = DataLoader(
@@ -438,7 +458,7 @@ class InitialStateTrainer(Trainer, ABC):
             raise
         finally:
             self._micro_batches = []
-        if self._interrupts.stopped:
+        if self._any_process(self._interrupts.received is not None):
             self._say_interrupted()
             if self._interrupts.received == signal.SIGTERM:
                 raise SystemExit(128 + signal.SIGTERM)
@@ -469,6 +489,7 @@ class InitialStateTrainer(Trainer, ABC):
             **self.initial_states.settings(),
             **layout_of(self.train_dataset),
             "seed": self.args.seed,
+            "data_seed": self.args.data_seed,
             "num_processes": self.args.world_size,
             "per_device_train_batch_size": self.args.per_device_train_batch_size,
             "gradient_accumulation_steps": self.args.gradient_accumulation_steps,

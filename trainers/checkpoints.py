@@ -8,6 +8,8 @@ from. Here each process writes its file of initial states, in one piece, after e
 
 import json
 import os
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -76,6 +78,22 @@ def begin_save(checkpoint: str | os.PathLike[str]) -> None:
         leftover.unlink()
 
 
+def _is_safetensors(path: Path) -> bool:
+    try:
+        with safe_open(os.fspath(path), framework="pt"):
+            return True
+    except SafetensorError:
+        return False
+
+
+_READERS: dict[str, Callable[[Path], bool]] = {
+    ".safetensors": _is_safetensors,
+    ".pt": zipfile.is_zipfile,
+    ".pth": zipfile.is_zipfile,
+}
+"""Whether a file of this kind is whole: its header, or the directory at the end of a zip archive."""
+
+
 def what_is_missing(checkpoint: str | os.PathLike[str]) -> str | None:
     """Why a checkpoint folder cannot be resumed from, or None if it is complete."""
     folder = Path(checkpoint)
@@ -104,7 +122,10 @@ def what_is_missing(checkpoint: str | os.PathLike[str]) -> str | None:
     missing = [name for name in names if not (folder / name).is_file()]
     if not any(folder.glob("optimizer*")) and not any(folder.glob("global_step*")):  # the latter is DeepSpeed's
         missing.append("optimizer.pt")
-    return f"missing: {', '.join(missing)}" if missing else None
+    if missing:
+        return f"missing: {', '.join(missing)}"
+    damaged = [path.name for path in folder.iterdir() if path.suffix in _READERS and not _READERS[path.suffix](path)]
+    return f"damaged or cut off: {', '.join(sorted(damaged))}" if damaged else None
 
 
 def newest_complete_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:

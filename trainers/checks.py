@@ -1,6 +1,7 @@
 """What a trainer refuses, with the reason, before anything is trained."""
 
 import dataclasses
+import hashlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,15 @@ def check_model(model: Any) -> None:
         raise ValueError(
             f"{type(base).__name__} takes no {sorted(missing)}, so it cannot be given states. Load it with "
             "hf_recurrent_lengthgen.load_model(...), or wrap it with stateful(model)."
+        )
+
+
+def check_config(trainer: type[Any], args: Any) -> None:
+    """Raise a `ValueError` for arguments of another class than a trainer's own."""
+    if not isinstance(args, trainer.config_class):
+        raise ValueError(
+            f"{trainer.__name__} needs its arguments as {trainer.config_class.__name__}, which has all fields of "
+            f"TrainingArguments; got {type(args).__name__}."
         )
 
 
@@ -82,21 +92,44 @@ def check_shuffled(trainer: str, dataset: Any, args: Any, make_sampler: Callable
         )
 
 
-def check_continued_data(
-    trainer: str, dataset: Any, args: TrainingArguments, alignment: AlignmentSettings | None
-) -> None:
-    """Raise a `ValueError` unless rows continue those of the step before, and stay in their places."""
+def check_trainable(model: nn.Module, learns_state: bool) -> None:
+    """Raise a `ValueError` for a model without anything to train, and for what LearnedStateTrainer left in it."""
+    if hasattr(model, "learned_state") and not learns_state:
+        raise ValueError(
+            "The model still has the learned state of a LearnedStateTrainer, which this trainer would not use: keep "
+            "it with save_state(path, trainer.learned_state()), then del model.learned_state."
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "Nothing in the model is to be trained: all parameters are frozen, maybe by LearnedStateTrainer. "
+            "model.requires_grad_(True) undoes it."
+        )
+
+
+def check_evaluation_data(dataset: Any) -> None:
+    """Raise a `ValueError` for rows that continue one another, since each row is evaluated on its own."""
+    for each in dataset.values() if isinstance(dataset, dict) else [dataset]:
+        if isinstance(each, ContinuedChunks | ContinuedStream):
+            raise ValueError(
+                f"Evaluation starts every row anew, but the rows of a {type(each).__name__} continue one another: "
+                "give PackedBlocks as eval_dataset."
+            )
+
+
+def check_continued_data(trainer: Any, dataset: Any, alignment: AlignmentSettings | None) -> None:
+    """Raise a `ValueError` unless rows continue those of the step before, stay in their places and can be reset."""
+    args = trainer.args
     if not isinstance(dataset, ContinuedChunks | ContinuedStream):
         raise ValueError(
-            f"{trainer} needs rows that continue those of the step before: give a ContinuedChunks or ContinuedStream "
-            f"of hf_recurrent_lengthgen.data as train_dataset, got {type(dataset).__name__}."
+            f"{type(trainer).__name__} needs rows that continue those of the step before: give a ContinuedChunks or "
+            f"ContinuedStream of hf_recurrent_lengthgen.data as train_dataset, got {type(dataset).__name__}."
         )
     if args.ignore_data_skip:
         raise ValueError(
             "ignore_data_skip would continue carried states with other texts after a resume: leave it out."
         )
     strategy = getattr(args, "train_sampling_strategy", "random")
-    if str(getattr(strategy, "value", strategy)) not in ("random", "sequential"):
+    if str(getattr(strategy, "value", strategy)) != "random":
         raise ValueError(
             f"train_sampling_strategy {strategy!r} would part rows that continue one another: leave it out."
         )
@@ -107,11 +140,25 @@ def check_continued_data(
         if wrong:
             given = {name: getattr(dataset, name) for name in wrong}
             raise ValueError(f"The ContinuedStream was made with {given}, but this run needs {wrong}.")
+    if dataset.reset_at_document:
+        if not trainer.needs_continued_data:
+            raise ValueError(
+                "reset_at_document sets states to zero inside rows, which goes with TBTT, not with "
+                f"{type(trainer).__name__}: leave it out."
+            )
+        if alignment is not None:
+            raise ValueError("The alignment loss compares texts that go on: use it without reset_at_document.")
+        if hasattr(base_of(trainer.model), "attends"):
+            raise ValueError(
+                f"{type(base_of(trainer.model)).__name__} is wrapped by stateful(), which takes no padding; "
+                "reset_at_document needs it to cut rows where documents begin: leave it out."
+            )
     needed = 0 if alignment is None else alignment.max_extra
     if alignment is not None and alignment.length != dataset.length:
         raise ValueError(
             f"alignment_length must be the length of the chunks, {dataset.length}, so that the next chunk continues "
-            f"the first crop; got {alignment.length}."
+            f"the first crop; got {alignment.length}. The chunks need lookahead=alignment_max_extra, by default "
+            f"T - T // 2 - 1."
         )
     if dataset.lookahead != needed:
         raise ValueError(
@@ -125,7 +172,12 @@ def layout_of(dataset: Any) -> dict[str, Any]:
     if not isinstance(dataset, ContinuedChunks | ContinuedStream):
         return {}
     names = ("length", "chunks_before_reset", "reset_at_document", "lookahead")
-    return {f"train_dataset.{name}": getattr(dataset, name) for name in names}
+    layout = {f"train_dataset.{name}": getattr(dataset, name) for name in names}
+    if isinstance(dataset, ContinuedChunks):
+        sample = dataset.stream[:: max(1, len(dataset.stream) // 4096)]
+        layout["train_dataset.tokens"] = len(dataset.stream)
+        layout["train_dataset.digest"] = hashlib.blake2b(sample.numpy().tobytes(), digest_size=8).hexdigest()
+    return layout
 
 
 def zero_state_of(trainer: Any) -> Callable[[int], RecurrentState]:

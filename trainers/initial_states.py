@@ -11,7 +11,7 @@ processes with two rows each make the choices of one process with four.
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,6 +48,8 @@ class BatchPlace:
         slot: Micro-batch within the step under gradient accumulation, from 0.
         first_row: Global number of the first row: process index times rows per process.
         rows: Rows in this micro-batch.
+        continues: Rows that go on with the text of the step before, (rows,) bool; None for all of them. The states of
+            the others are not carried.
     """
 
     seed: int
@@ -55,6 +57,7 @@ class BatchPlace:
     slot: int
     first_row: int
     rows: int
+    continues: Tensor | None = field(default=None, compare=False)
 
     def row_generator(self, row: int, purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
         """A generator for one row (0 to rows - 1) and purpose, the same on every process layout."""
@@ -86,8 +89,16 @@ class InitialStateSource(ABC):
         """Initial states for the rows of a batch of an evaluation: the zero state, unless a source says otherwise."""
         return None
 
-    def observe(self, place: BatchPlace, final_state: RecurrentState) -> None:  # noqa: B027
-        """See the final states of the micro-batch at `place`, without gradient history. By default nothing is kept."""
+    def observe(  # noqa: B027
+        self, place: BatchPlace, final_state: RecurrentState, broken: Tensor | None = None
+    ) -> None:
+        """See the final states of the micro-batch at `place`, without gradient history. By default nothing is kept.
+
+        Args:
+            place: The micro-batch.
+            final_state: Its final states; those of broken rows are zero.
+            broken: Rows whose states were not finite or exploded, (rows,) bool; None for none.
+        """
 
     def end_step(self) -> None:  # noqa: B027
         """The optimizer step is over: what was observed in its micro-batches may be put together."""
@@ -154,9 +165,12 @@ class PassedStates(InitialStateSource):
         carried = self._carried.get(place.slot)
         if carried is None:
             return None
-        return keep_rows(_resize_rows(carried, place.rows), place.uniform("drop") >= self.drop_probability)
+        keep = place.uniform("drop") >= self.drop_probability
+        if place.continues is not None:
+            keep &= place.continues.cpu()
+        return keep_rows(_resize_rows(carried, place.rows), keep)
 
-    def observe(self, place: BatchPlace, final_state: RecurrentState) -> None:
+    def observe(self, place: BatchPlace, final_state: RecurrentState, broken: Tensor | None = None) -> None:
         """Carry the final states."""
         state = clone_state(detach_state(final_state))
         if not self.carry_conv_state:

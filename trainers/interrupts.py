@@ -1,5 +1,6 @@
 """Interrupts that wait for the end of the step and write a checkpoint."""
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -18,29 +19,35 @@ class InterruptCallback(TrainerCallback):
         any_process: Whether a condition holds in any process, so that all of them stop after the same step.
 
     Attributes:
-        received: The signal that arrived, or None.
-        stopped: Whether training ended because of it.
+        received: The signal that arrived in this process, or None.
     """
 
     def __init__(self, any_process: Callable[[bool], bool]) -> None:
         self._any_process = any_process
         self.received: int | None = None
-        self.stopped = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._any_process(self.received is not None):
-            self.stopped = control.should_save = control.should_training_stop = True
+            control.should_save = control.should_training_stop = True
+            args.save_only_model = False  # or else there would be nothing to resume from
+
+    on_evaluate = on_step_end
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Take over SIGINT and SIGTERM once; a second signal does what it did before. Only in the main thread."""
-        self.received, self.stopped = None, False
+        self.received = None
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.getsignal(number) for number in SIGNALS}
+        owner = os.getpid()
 
         def note(number: int, frame: Any) -> None:
+            if os.getpid() != owner:  # a data worker that was forked from this process
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+                return
             self.received = number
             for each, handler in before.items():
                 signal.signal(each, handler)

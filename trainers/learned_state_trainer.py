@@ -9,11 +9,12 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     RecurrentState,
     clone_state,
     detach_state,
+    load_state,
     save_state,
     state_dtype,
 )
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
-from hf_recurrent_lengthgen.trainers.checks import base_of, check_model
+from hf_recurrent_lengthgen.trainers.checks import base_of, check_config, check_model
 from hf_recurrent_lengthgen.trainers.learned_state_config import LearnedStateConfig
 from hf_recurrent_lengthgen.trainers.learned_states import LearnedState, LearnedStates
 
@@ -33,6 +34,7 @@ class LearnedStateTrainer(InitialStateTrainer):
     """
 
     config_class = LearnedStateConfig
+    learns_state = True
     args: LearnedStateConfig
 
     def __init__(self, model: nn.Module | None = None, *positional: Any, **keyword: Any) -> None:
@@ -42,11 +44,14 @@ class LearnedStateTrainer(InitialStateTrainer):
             )
         check_model(model)
         args = positional[0] if positional else keyword.get("args")
-        learns = args if isinstance(args, LearnedStateConfig) else None
-        if learns is None or not learns.train_model:
+        if args is None:
+            args = LearnedStateConfig("tmp_trainer")
+            keyword["args"] = args
+        check_config(type(self), args)  # before the model is touched
+        if not args.train_model:
             model.requires_grad_(False)
         base = base_of(model)
-        learn_conv = learns is None or learns.learn_conv_state
+        learn_conv = args.learn_conv_state
         self._learned = LearnedState(base.state_shapes(), state_dtype(base.dtype), learn_conv).to(base.device)
         # A part of the model, so that optimizer, DDP and clipping see it; its file is its own.
         model.learned_state = self._learned
@@ -73,6 +78,11 @@ class LearnedStateTrainer(InitialStateTrainer):
         save_state(os.path.join(folder, LEARNED_STATE_FILE), self.learned_state(), {"model": model})
         if not self.args.train_model and self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        best, _ = load_state(os.path.join(str(self.state.best_model_checkpoint), LEARNED_STATE_FILE))
+        self._learned.set(best)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.args.train_model:  # the learned state comes back with the initial states

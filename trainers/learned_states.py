@@ -30,6 +30,13 @@ class LearnedState(nn.Module):
         """The state with one row."""
         return tuple(LayerState(*parts) for parts in zip(self.recurrent, self.conv, strict=True))
 
+    @torch.no_grad()
+    def set(self, state: RecurrentState) -> None:
+        """Take over a state with one row."""
+        for own, given in zip(self(), state, strict=True):
+            for parameter, value in zip(own, given, strict=True):
+                parameter.copy_(value)
+
 
 class LearnedStates(InitialStateSource):
     """Every sequence starts from the same learned state, in evaluation, too.

@@ -44,10 +44,15 @@ class MixedStates(InitialStateSource):
             mixed = _rows_where(chosen == index, given, mixed)
         return mixed
 
-    def observe(self, place: BatchPlace, final_state: RecurrentState) -> None:
+    @property
+    def sources(self) -> dict[str, InitialStateSource]:
+        """The sources by name."""
+        return self._sources
+
+    def observe(self, place: BatchPlace, final_state: RecurrentState, broken: Tensor | None = None) -> None:
         """Show the final states to all sources."""
         for source in self._sources.values():
-            source.observe(place, final_state)
+            source.observe(place, final_state, broken)
 
     def end_step(self) -> None:
         """End the step in all sources."""
@@ -85,8 +90,8 @@ class MixedStates(InitialStateSource):
 
 def check_probabilities(probabilities: Mapping[str, float]) -> None:
     """Raise a `ValueError` unless probabilities are at least 0 and add up to 1."""
-    wrong = [name for name, value in probabilities.items() if not 0.0 <= float(value) <= 1.0]
-    if not probabilities or wrong or abs(sum(map(float, probabilities.values())) - 1.0) > 1e-6:
+    numbers = [value for value in probabilities.values() if isinstance(value, int | float) and 0.0 <= value <= 1.0]
+    if not numbers or len(numbers) < len(probabilities) or abs(sum(numbers) - 1.0) > 1e-6:
         raise ValueError(
             f"The probabilities of a mixture must be at least 0 and add up to 1, got {dict(probabilities)}."
         )

@@ -10,6 +10,14 @@ from hf_recurrent_lengthgen.trainers.random_noise_config import RandomNoiseConfi
 
 SOURCES = ("zero", "state_passing", "tbtt", "random_noise", "fitted_noise")
 
+OPTIONS = {
+    "fitted_noise_beta": {"fitted_noise"},
+    "fitted_noise_groups": {"fitted_noise"},
+    "carry_conv_state": {"state_passing", "tbtt"},
+    "assume_shuffled": {"state_passing"},
+}
+"""Options that belong to some of the sources."""
+
 
 @dataclass
 class MixedStatesConfig(CarriedStateConfig, FittedNoiseConfig, RandomNoiseConfig):
@@ -34,7 +42,12 @@ class MixedStatesConfig(CarriedStateConfig, FittedNoiseConfig, RandomNoiseConfig
 
     def __post_init__(self) -> None:
         if isinstance(self.mixture, str):
-            self.mixture = json.loads(self.mixture)
+            try:
+                self.mixture = json.loads(self.mixture)
+            except ValueError as error:
+                raise ValueError(
+                    f"mixture must be a mapping from sources to probabilities, got {self.mixture!r}."
+                ) from error
         if not isinstance(self.mixture, dict) or set(self.mixture) - set(SOURCES):
             raise ValueError(f"mixture must give probabilities to some of {list(SOURCES)}, got {self.mixture!r}.")
         check_probabilities(self.mixture)
@@ -46,6 +59,12 @@ class MixedStatesConfig(CarriedStateConfig, FittedNoiseConfig, RandomNoiseConfig
             raise ValueError("In a mixture, zero states have their own share: give 'zero' a probability.")
         if ("random_noise" in self.mixture) != (self.noise_sigma is not None):
             raise ValueError("noise_sigma goes with random_noise in the mixture: give both or none.")
+        for name, sources in OPTIONS.items():
+            changed = getattr(self, name) != type(self).__dataclass_fields__[name].default
+            if changed and not sources & set(self.mixture):
+                raise ValueError(
+                    f"{name} goes with {' or '.join(sorted(sources))}, which has no share in the mixture."
+                )
         if self.noise_at_evaluation:
             raise ValueError("noise_at_evaluation is an ablation of a single kind of noise, not of mixtures.")
         super().__post_init__()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, LayerStatistics, RecurrentState
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, LayerStatistics, RecurrentState, take_rows
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
 
 ZeroState = Callable[[int], RecurrentState]
@@ -124,8 +124,10 @@ class FittedNoise(_Noise):
             state.append(LayerState(fitted.to(grouped).reshape_as(layer.recurrent), layer.conv))
         return tuple(state)
 
-    def observe(self, place: BatchPlace, final_state: RecurrentState) -> None:
-        """Add the states to those of the step."""
+    def observe(self, place: BatchPlace, final_state: RecurrentState, broken: Tensor | None = None) -> None:
+        """Add the states to those of the step, but for broken rows."""
+        if broken is not None:
+            final_state = take_rows(final_state, ~broken)
         sums = [_sums(layer.recurrent, self.groups) for layer in final_state]
         if self._sums is not None:
             sums = [old + new for old, new in zip(self._sums, sums, strict=True)]
@@ -138,6 +140,8 @@ class FittedNoise(_Noise):
         sizes = [len(sums) for sums in self._sums]
         total = self.sum_over_processes(torch.cat(self._sums)).split(sizes)
         self._sums = None
+        if not bool(total[0][0, 0] > 0):  # every row of the step was broken
+            return
         fresh = [_moments(sums) for sums in total]
         if self._statistics is not None:
             fresh = [
@@ -188,7 +192,7 @@ def _sums(recurrent: Tensor, groups: int | None) -> Tensor:
     groups = heads if groups is None else groups
     if heads % groups:
         raise ValueError(f"fitted_noise_groups must divide the {heads} heads (channels in Mamba-1), got {groups}.")
-    values = recurrent.reshape(len(recurrent), groups, -1).transpose(0, 1).reshape(groups, -1).double()
+    values = recurrent.transpose(0, 1).reshape(groups, recurrent[:, 0].numel() * heads // groups).double()
     count = values.new_full((groups,), values.shape[1])
     return torch.stack([count, values.sum(1), values.square().sum(1)], 1)
 

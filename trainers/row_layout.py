@@ -12,7 +12,6 @@ from torch import Tensor
 from hf_recurrent_lengthgen.models.recurrent_state import (
     RecurrentState,
     concatenate_rows,
-    keep_rows,
     map_state,
     take_rows,
 )
@@ -26,22 +25,18 @@ class RowLayout:
         rows: R.
         first: Row of the model that starts row i of the batch, (B,); None if the rows are the same.
         last: Row of the model that ends row i of the batch, (B,).
-        continues: Rows of the batch that start from the given state and not from zero, (B,); None for all.
         crops: How often the rows are repeated with the same initial state; the final states are those of the first.
     """
 
     rows: int
     first: Tensor | None = None
     last: Tensor | None = None
-    continues: Tensor | None = None
     crops: int = 1
 
     def spread(self, state: RecurrentState | None) -> RecurrentState | None:
         """Initial states for the R rows of the model from those of the B rows of the batch."""
         if state is None:
             return None
-        if self.continues is not None:
-            state = keep_rows(state, self.continues)
         if self.first is not None:
             first = self.first
 
@@ -58,9 +53,8 @@ class RowLayout:
         return take_rows(state, slice(self.rows // self.crops)) if self.crops > 1 else state
 
 
-def share_of_zero_rows(state: RecurrentState | None, continues: Tensor | None) -> Tensor:
+def share_of_zero_rows(state: RecurrentState | None) -> Tensor:
     """Share of the rows of a batch that start from zero, judged by the first layer."""
     if state is None:
         return torch.ones(())
-    starts = state[0].recurrent.detach().flatten(1).any(1)
-    return 1 - (starts if continues is None else starts & continues.to(starts.device)).double().mean()
+    return 1 - state[0].recurrent.detach().flatten(1).any(1).double().mean()

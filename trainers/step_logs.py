@@ -13,23 +13,26 @@ class StepLogs:
     """
 
     def __init__(self) -> None:
-        self._values: dict[str, list[Tensor]] = {}
+        self._values: dict[str, tuple[Tensor, int]] = {}
 
     def add(self, **values: Tensor) -> None:
         """One scalar for each name."""
         for name, value in values.items():
-            self._values.setdefault(name, []).append(value.detach().float())
+            value = value.detach().float()
+            total, count = self._values.get(name, (value, 0))
+            if count:
+                total = torch.maximum(total, value) if name.endswith("_max") else total + value
+            self._values[name] = total, count + 1
 
     def take(self, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """What was collected, over all processes; `gather` stacks a vector (n,) of every process to (processes, n)."""
         names = sorted(self._values)
         if not names:
             return {}
-        own = torch.stack([_reduce(name, torch.stack(self._values[name]).cpu()) for name in names])
+        own = [
+            total if name.endswith("_max") else total / count for name, (total, count) in sorted(self._values.items())
+        ]
         self._values = {}
-        everyone = gather(own)
-        return {name: float(_reduce(name, everyone[:, index])) for index, name in enumerate(names)}
-
-
-def _reduce(name: str, values: Tensor) -> Tensor:
-    return values.max() if name.endswith("_max") else values.mean()
+        everyone = gather(torch.stack([value.cpu() for value in own]))
+        columns = zip(names, everyone.unbind(1), strict=True)
+        return {name: float(values.max() if name.endswith("_max") else values.mean()) for name, values in columns}

@@ -115,7 +115,7 @@ def test_the_policy_reset_goes_on_from_zero_in_that_row_only(
     told = [message for message in caplog.messages if "NaN" in message]
     assert len(told) == 1
     assert "step 2, micro-batch 1: layer 0, part 'recurrent'" in told[0]
-    assert "rows [1]. These rows go on from the zero state." in told[0]
+    assert "rows [1]. The states of these rows are replaced by zero." in told[0]
     logged = [entry["reset_states"] for entry in trainer.state.log_history if "loss" in entry]
     assert logged == [0.0, 0.0, 0.25, 0.0]
     zeros = [entry["zero_states"] for entry in trainer.state.log_history if "loss" in entry]

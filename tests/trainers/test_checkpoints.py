@@ -1,6 +1,7 @@
 """Complete and incomplete checkpoint folders, made by hand."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,10 @@ def make_checkpoint(output_dir: Path, step: int, processes: int = 1) -> Path:
     folder.mkdir(parents=True)
     for index in range(processes):
         save_initial_states(initial_states_file(folder, index), TENSORS, RUN | {"num_processes": processes})
-        (folder / ("rng_state.pth" if processes == 1 else f"rng_state_{index}.pth")).touch()
-    (folder / "optimizer.pt").touch()
-    (folder / "scheduler.pt").touch()
+        torch.save({}, folder / ("rng_state.pth" if processes == 1 else f"rng_state_{index}.pth"))
+    torch.save({}, folder / "optimizer.pt")
+    torch.save({}, folder / "scheduler.pt")
+    save_file(TENSORS, folder / "model.safetensors")
     TrainerState(global_step=step).save_to_json(str(folder / "trainer_state.json"))
     return folder
 
@@ -148,3 +150,13 @@ def test_the_run_is_readable_without_this_package(tmp_path: Path) -> None:
     raw = path.read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     assert json.loads(header["__metadata__"]["run"]) == RUN
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"])
+@pytest.mark.parametrize("share", [0, 0.5])
+def test_a_file_that_is_cut_off_is_named(tmp_path: Path, name: str, share: float) -> None:
+    older, newer = make_checkpoint(tmp_path, 5), make_checkpoint(tmp_path, 6)
+    path = newer / name
+    os.truncate(path, int(path.stat().st_size * share))
+    assert what_is_missing(newer) == f"damaged or cut off: {name}"
+    assert newest_complete_checkpoint(tmp_path) == older

@@ -14,8 +14,11 @@ import torch
 import transformers
 from packaging.version import Version
 from safetensors.torch import load_file
+from transformers import TrainerCallback
+from transformers.trainer_utils import IntervalStrategy
 
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer
+from hf_recurrent_lengthgen.trainers.checkpoints import newest_complete_checkpoint
 
 STEPS = 8  # of toys.resumable_trainer
 
@@ -147,3 +150,41 @@ def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(toys: M
     for name in ("model.safetensors", "initial_states_0.safetensors", "initial_states_1.safetensors"):
         resumed, whole = (load_file(tmp_path / run / "checkpoint-4" / name) for run in ("run", "whole"))
         torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_last_save_still_ends_the_script(toys: ModuleType, tmp_path: Path, number: int) -> None:
+    trainer = toys.resumable_trainer(tmp_path)
+
+    class SignalInLastSave(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == STEPS:
+                os.kill(os.getpid(), number)
+
+    trainer.add_callback(SignalInLastSave())
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as ended:
+        trainer.train()
+    assert isinstance(ended.value, SystemExit) == (number == signal.SIGTERM)
+
+
+def test_a_signal_in_an_evaluation_stops_right_after_it(toys: ModuleType, tmp_path: Path) -> None:
+    trainer = toys.resumable_trainer(tmp_path, save_strategy="no")
+    trainer.args.eval_strategy, trainer.args.eval_steps = IntervalStrategy.STEPS, 1
+    trainer.eval_dataset = toys.sequences(2)
+    trainer.add_callback(SignalInEvaluation())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.state.global_step == 3
+    assert (tmp_path / "checkpoint-3" / "trainer_state.json").is_file()
+
+
+class SignalInEvaluation(TrainerCallback):
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_weights_alone_would_leave_nothing_to_resume_from(toys: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(toys, tmp_path, 3, signal.SIGINT, save_only_model=True).train()
+    assert newest_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-4"

@@ -319,9 +319,9 @@ def test_groups_below_one_are_refused() -> None:
 
 
 def test_a_model_without_a_zero_state_is_refused(toys: ModuleType, tmp_path: Path) -> None:
-    class Shapeless(nn.Module):
+    class Shapeless(nn.Linear):
         def forward(self, input_ids: Tensor, initial_state: Any = None, output_final_state: bool = True) -> None: ...
 
     config = FittedNoiseConfig(str(tmp_path), **toys.QUIET)
     with pytest.raises(ValueError, match=r"Shapeless has no method zero_state\(rows\).*load_model"):
-        FittedNoiseTrainer(Shapeless(), config, train_dataset=toys.sequences(4))
+        FittedNoiseTrainer(Shapeless(1, 1), config, train_dataset=toys.sequences(4))

@@ -153,7 +153,7 @@ class OnStep(TrainerCallback):
 def chunks(count: int, length: int = 9, **layout: Any) -> ContinuedChunks:
     """Chunks of one random stream, four of which belong together."""
     ids = token_stream(count * length + 1 + layout.get("lookahead", 0))
-    return ContinuedChunks(ids, length, chunks_before_reset=4, **layout)
+    return ContinuedChunks(ids, length, **{"chunks_before_reset": 4} | layout)
 
 
 def token_stream(count: int, seed: int = 0) -> Tensor:

@@ -1,0 +1,221 @@
+"""Combinations that once went wrong without a word."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.utils import logging
+
+from hf_recurrent_lengthgen.models.recurrent_state import load_state
+from hf_recurrent_lengthgen.trainers import (
+    AlignmentConfig,
+    AlignmentTrainer,
+    FittedNoiseConfig,
+    FittedNoiseTrainer,
+    InitialStateConfig,
+    LearnedStateConfig,
+    LearnedStateTrainer,
+    MixedStatesConfig,
+    MixedStatesTrainer,
+    RandomNoiseConfig,
+    RandomNoiseTrainer,
+    StatePassingConfig,
+    StatePassingTrainer,
+    TbttConfig,
+    TbttTrainer,
+    ZeroStateTrainer,
+)
+
+Settings = Callable[..., Any]
+
+
+@pytest.fixture
+def settings(toys: ModuleType, tmp_path: Path) -> Settings:
+    """A config for a few quiet steps."""
+
+    def make(config: type[InitialStateConfig], **fields: Any) -> Any:
+        few = {"max_steps": 3, "logging_steps": 1, "learning_rate": 0.01, "save_strategy": "no"}
+        return config(str(tmp_path / "run"), **toys.QUIET | few | {"per_device_train_batch_size": 2} | fields)
+
+    return make
+
+
+def logged(trainer: Trainer, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def test_resets_end_carried_states_and_leave_noise_and_learned_ones(toys: ModuleType, settings: Settings) -> None:
+    data = toys.chunks(24, chunks_before_reset=1)  # every row begins a text
+    noise = settings(RandomNoiseConfig, noise_sigma=0.3)
+    mixture = settings(MixedStatesConfig, mixture={"tbtt": 0.0, "random_noise": 1.0}, noise_sigma=0.3)
+    shares = {}
+    for trainer in (
+        RandomNoiseTrainer(toys.tiny_model(), noise, train_dataset=data),
+        MixedStatesTrainer(toys.tiny_model(), mixture, train_dataset=data),
+        TbttTrainer(toys.tiny_model(), settings(TbttConfig), train_dataset=data),
+    ):
+        trainer.train()
+        shares[type(trainer).__name__] = logged(trainer, "zero_states")
+    assert shares == {"RandomNoiseTrainer": [0.0] * 3, "MixedStatesTrainer": [0.0] * 3, "TbttTrainer": [1.0] * 3}
+    learner = LearnedStateTrainer(toys.tiny_model(), settings(LearnedStateConfig), train_dataset=data)
+    learner.train()
+    assert all(bool(layer.recurrent.any()) for layer in learner.learned_state())
+
+
+def test_resets_inside_rows_belong_to_tbtt(toys: ModuleType, settings: Settings) -> None:
+    data = toys.chunks(24, reset_at_document=True, separator_id=2)
+    with pytest.raises(ValueError, match="goes with TBTT, not with RandomNoiseTrainer"):
+        RandomNoiseTrainer(toys.tiny_model(), settings(RandomNoiseConfig, noise_sigma=1.0), train_dataset=data)
+
+
+def test_rows_that_continue_are_no_evaluation_data(toys: ModuleType, settings: Settings) -> None:
+    for given in (toys.chunks(8), {"a": toys.chunks(8)}):
+        with pytest.raises(ValueError, match="give PackedBlocks as eval_dataset"):
+            ZeroStateTrainer(toys.tiny_model(), settings(InitialStateConfig), eval_dataset=given)
+
+
+def test_data_that_are_replaced_are_checked(toys: ModuleType, settings: Settings) -> None:
+    trainer = StatePassingTrainer(toys.tiny_model(), settings(StatePassingConfig), train_dataset=toys.sequences(8))
+    trainer.train_dataset = toys.chunks(24)
+    with pytest.raises(ValueError, match="train on it with TbttTrainer"):
+        trainer.train()
+
+
+@pytest.mark.filterwarnings("ignore:mtime may not be reliable:UserWarning")  # checkpoints within a second
+def test_the_best_learned_state_comes_back_with_the_best_weights(
+    toys: ModuleType, settings: Settings, tmp_path: Path
+) -> None:
+    best = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    config = settings(
+        LearnedStateConfig, train_model=True, load_best_model_at_end=True, greater_is_better=True, max_steps=4, **best
+    )
+    data = toys.sequences(8)
+    trainer = LearnedStateTrainer(toys.tiny_model(), config, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    folder = Path(str(trainer.state.best_model_checkpoint))
+    assert folder.name != "checkpoint-4"
+    state, _ = load_state(folder / "learned_state.safetensors")
+    torch.testing.assert_close(trainer.learned_state(), state, rtol=0, atol=0)
+    assert load_file(folder / "model.safetensors").keys() == toys.tiny_model().state_dict().keys()
+
+
+def test_what_a_learner_leaves_in_a_model_is_named(toys: ModuleType, settings: Settings) -> None:
+    model, data = toys.tiny_model(), toys.sequences(8)
+    with pytest.raises(ValueError, match="needs its arguments as LearnedStateConfig"):
+        LearnedStateTrainer(model, settings(StatePassingConfig), train_dataset=data)
+    assert not hasattr(model, "learned_state")
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    LearnedStateTrainer(model, settings(LearnedStateConfig), train_dataset=data).train()
+    with pytest.raises(ValueError, match=r"del model\.learned_state"):
+        ZeroStateTrainer(model, settings(InitialStateConfig), train_dataset=data)
+    del model.learned_state
+    with pytest.raises(ValueError, match=r"model\.requires_grad_\(True\) undoes it"):
+        ZeroStateTrainer(model, settings(InitialStateConfig), train_dataset=data)
+
+
+@pytest.mark.parametrize("changes", [{"max_state_rms": 1.0}, {"broken_states": "reset"}])
+def test_a_model_without_states_has_none_that_break(settings: Settings, changes: dict[str, Any]) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=17, **sizes))
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no states that could break"):
+        AlignmentTrainer(model, settings(AlignmentConfig, **changes))
+
+
+def test_broken_rows_do_not_count_in_fitted_statistics(toys: ModuleType, settings: Settings) -> None:
+    results = []
+    for poisoned in (None, 1):
+        model = toys.SumModel()
+        model.poisoned_pass = poisoned  # row 1
+        config = settings(FittedNoiseConfig, broken_states="reset", learning_rate=0.0, max_steps=2)
+        trainer = FittedNoiseTrainer(model, config, train_dataset=toys.sequences(8))
+        seen: list[Any] = []
+        trainer.initial_states.observe = (
+            lambda place, state, broken, seen=seen, observe=trainer.initial_states.observe: (
+                seen.append((state[0].recurrent.clone(), broken)),
+                observe(place, state, broken),
+            )
+        )
+        trainer.train()
+        results.append((seen, trainer.initial_states.statistics))
+    (_, _), (seen, statistics) = results
+    first, second = seen[0][0], seen[1][0][:1]
+    assert seen[1][1].tolist() == [False, True]
+    for index, moment in enumerate((torch.mean, lambda values: torch.var(values, correction=0))):
+        expected = 0.9 * moment(second) + 0.1 * moment(first)
+        torch.testing.assert_close(statistics[0][index], expected.reshape(1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_of_broken_rows_leaves_the_statistics(toys: ModuleType, settings: Settings) -> None:
+    config = settings(FittedNoiseConfig, broken_states="reset", max_state_rms=1e-9)
+    trainer = FittedNoiseTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(8))
+    trainer.train()
+    assert trainer.initial_states.statistics is None
+    assert logged(trainer, "reset_states") == [1.0] * 3
+    assert logged(trainer, "state_rms") == []
+
+
+def test_another_order_or_text_is_refused_at_resume(toys: ModuleType, settings: Settings, tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    TbttTrainer(toys.tiny_model(), settings(TbttConfig, **saving), train_dataset=toys.chunks(24)).train()
+    for changes, data, told in (
+        ({"data_seed": 5}, toys.chunks(24), "data_seed was None and is 5"),
+        ({}, toys.chunks(23), "train_dataset.tokens was"),
+    ):
+        trainer = TbttTrainer(toys.tiny_model(), settings(TbttConfig, **saving | changes), train_dataset=data)
+        with pytest.raises(ValueError, match=told):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+
+
+def test_a_trial_of_a_search_changes_alpha(
+    toys: ModuleType, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = AlignmentTrainer(toys.tiny_model(), settings(AlignmentConfig), train_dataset=toys.sequences(8))
+    monkeypatch.setattr(Trainer, "_hp_search_setup", lambda self, trial: setattr(self.args, "alignment_alpha", trial))
+    trainer._hp_search_setup(0.5)
+    assert trainer._align is not None
+    assert trainer._align.alpha == 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"mixture": {"zero": 1.0}, "fitted_noise_beta": 0.7}, "fitted_noise_beta goes with fitted_noise"),
+        ({"mixture": {"zero": 1.0}, "carry_conv_state": False}, "carry_conv_state goes with state_passing or tbtt"),
+        ({"mixture": "zero: 1"}, "mixture must be a mapping"),
+        ({"mixture": {"zero": "a"}}, "probabilities of a mixture"),
+    ],
+)
+def test_options_without_a_share_in_the_mixture_are_refused(
+    settings: Settings, changes: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        settings(MixedStatesConfig, **changes)
+
+
+def test_statistics_in_a_mixture_can_be_read(toys: ModuleType, settings: Settings) -> None:
+    config = settings(MixedStatesConfig, mixture={"zero": 0.5, "fitted_noise": 0.5})
+    trainer = MixedStatesTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(8))
+    trainer.train()
+    statistics = trainer.initial_states.sources["fitted_noise"].statistics
+    kept = trainer.initial_states.state_dict()
+    assert torch.equal(statistics[1].mean, kept["fitted_noise.layers.1.mean"])
+
+
+def test_tokens_that_alignment_never_reads_are_told(
+    toys: ModuleType, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(logging.get_logger("hf_recurrent_lengthgen.trainers.alignment"), "warning_once", told.append)
+    config = settings(AlignmentConfig, alignment_length=5)
+    AlignmentTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(8)).train()
+    assert "Rows have 9 tokens, of which the alignment loss reads 7 at most" in told[0]
+
+
+def test_plain_arguments_are_refused(toys: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs its arguments as InitialStateConfig"):
+        ZeroStateTrainer(toys.tiny_model(), TrainingArguments(str(tmp_path), **toys.QUIET))
