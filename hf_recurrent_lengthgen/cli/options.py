@@ -3,8 +3,9 @@
 import argparse
 import difflib
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from typing import Any, Literal
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from hf_recurrent_lengthgen.cli.inputs import DATA_HELP
+from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, STANDARD_LIBRARY
 from hf_recurrent_lengthgen.trainers import (
     FittedNoiseConfig,
     FittedNoiseTrainer,
@@ -55,7 +56,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 MOST_USED = {
-    "output_dir": "Folder for the model and the checkpoints on the way.",
+    "output_dir": "Folder for the model and the checkpoints on the way (default: trainer_output).",
     "learning_rate": "Peak learning rate; in post-training a tenth of that of pre-training.",
     "max_steps": f"Optimizer steps (default: {PAPER_STEPS}, unless num_train_epochs is given).",
     "num_train_epochs": "Passes over the data, instead of max_steps (default: none).",
@@ -65,14 +66,17 @@ MOST_USED = {
     "warmup_steps": "Steps of warm-up, or a fraction of all steps if below 1.",
     "weight_decay": "Weight decay of AdamW.",
     "logging_steps": "Steps between two printed losses.",
-    "eval_strategy": "When to measure eval_loss: no, steps or epoch.",
-    "eval_steps": "Steps between two measurements.",
-    "save_strategy": "When to save a checkpoint to --resume from: no, steps or epoch.",
+    "eval_strategy": "When to measure eval_loss.",
+    "eval_steps": "Steps between two measurements (default: logging_steps).",
+    "save_strategy": "When to save a checkpoint to --resume from.",
     "save_steps": "Steps between two checkpoints.",
     "save_total_limit": "How many checkpoints to keep (default: all).",
     "bf16": "Compute in bfloat16 where it is safe; states stay float32.",
     "seed": "Seed of initialization, data order and state passing.",
     "use_cpu": "Do not use an accelerator.",
+}
+OUR_HELP = MOST_USED | {
+    "alignment_length": "Length T in tokens of the two crops that are aligned. Default: block_length; here no other.",
 }
 DESCRIPTION = """\
 Train or post-train a model that takes initial states. Every option can stand in CONFIG.yaml, as a line
@@ -103,8 +107,8 @@ class RunArguments:
     eval_data: str | None = field(
         default=None,
         metadata={
-            "help": "Text for eval_loss, as for data; needs eval_strategy. Default: the validation files of stdlib "
-            "where that is the training text."
+            "help": "Text for eval_loss, as for data; needs eval_strategy. Default: stdlib where that is the training "
+            "text. Passkeys need none, evaluation has other keys."
         },
     )
     eval_data_split: str = field(default="validation", metadata={"help": "Split of eval_data."})
@@ -132,11 +136,15 @@ class RunArguments:
         },
     )
     task_files: str | None = field(
-        default=None, metadata={"help": "With babilong: the folder of bAbI's files (qa1_..._train.txt to qa10)."}
+        default=None,
+        metadata={
+            "help": "Required with babilong: the folder of bAbI's files qa1_..._train.txt to qa10, and ..._test.txt "
+            "for evaluation."
+        },
     )
     task_style: str | None = field(
         default=None,
-        metadata={"help": 'With passkey: the prompt, "pass key" (arXiv:2507.02782) or "passkey" (arXiv:2410.07145).'},
+        metadata={"help": 'With passkey: "pass key" (prompt of arXiv:2507.02782, default) or "passkey" (2410.07145).'},
     )
     mimetic: bool = field(
         default=False, metadata={"help": "Mimetic initialization before training from scratch (arXiv:2410.11135)."}
@@ -148,6 +156,11 @@ class RunArguments:
         default=False, metadata={"help": "Continue from the newest complete checkpoint in output_dir."}
     )
 
+    @property
+    def from_scratch(self) -> bool:
+        """Whether the model is made of a config.json, with random weights."""
+        return self.model.endswith(".json")
+
 
 @dataclass
 class _EveryConfig(StatePassingConfig, MixedStatesConfig, LearnedStateConfig):
@@ -155,6 +168,46 @@ class _EveryConfig(StatePassingConfig, MixedStatesConfig, LearnedStateConfig):
 
 
 _METHOD_OPTIONS = {item.name for item in fields(_EveryConfig)} - {item.name for item in fields(TrainingArguments)}
+
+
+def continues(training: InitialStateConfig) -> bool:
+    """Whether a row of the training data goes on where that of the step before ended."""
+    return isinstance(training, TbttConfig) or (
+        isinstance(training, MixedStatesConfig) and "tbtt" in (training.mixture or {})
+    )
+
+
+def evaluates(training: InitialStateConfig) -> bool:
+    """Whether eval_loss is measured."""
+    return training.eval_strategy != "no"
+
+
+_Fits = Callable[[RunArguments, InitialStateConfig], bool]
+# What an option that is given goes with, in words and as a check; elsewhere it would do nothing.
+GOES_WITH: dict[str, tuple[str, _Fits]] = {
+    **dict.fromkeys(("data", "data_split"), ("task text or babilong", lambda run, _: run.task != "passkey")),
+    **dict.fromkeys(
+        ("eval_data", "eval_data_split"),
+        (
+            "eval_strategy steps or epoch, and task text or babilong",
+            lambda run, training: evaluates(training) and run.task != "passkey",
+        ),
+    ),
+    "text_column": (
+        f"data or eval_data other than {STANDARD_LIBRARY}",
+        lambda run, _: bool({run.data, run.eval_data} - {STANDARD_LIBRARY, None}),
+    ),
+    **dict.fromkeys(
+        ("chunks_before_reset", "reset_at_document"),
+        ("intervention tbtt, or mixed with tbtt in its mixture", lambda _, training: continues(training)),
+    ),
+    "minimum_document_tokens": ("task text", lambda run, _: run.task == "text"),
+    "task_files": ("task babilong", lambda run, _: run.task == "babilong"),
+    "task_style": ("task passkey", lambda run, _: run.task == "passkey"),
+    **dict.fromkeys(("mimetic_c", "mimetic_offset"), ("mimetic", lambda run, _: run.mimetic)),
+}
+# Defaults of these are in their dataclasses; in the parser, None is "not given".
+_NOT_GIVEN = _METHOD_OPTIONS | GOES_WITH.keys() | {"max_steps", "num_train_epochs"}
 
 
 class RunParser(HfArgumentParser):
@@ -185,9 +238,7 @@ class RunParser(HfArgumentParser):
             "--help-all", action="help", help="show the other options of transformers.TrainingArguments, too"
         )
         quiet = {"disable_tqdm": None if sys.stderr.isatty() else True}
-        # Options of methods have defaults in the config of the method; None is "not given".
-        not_given = dict.fromkeys([*_METHOD_OPTIONS, "max_steps", "num_train_epochs"])
-        self.set_defaults(**DEFAULTS, **quiet, **not_given)
+        self.set_defaults(**DEFAULTS, **quiet, **dict.fromkeys(_NOT_GIVEN))
 
     def add_argument(self, *flags: str, **options: Any) -> argparse.Action:
         """As in argparse, in the section of the help that the option belongs to."""
@@ -195,16 +246,12 @@ class RunParser(HfArgumentParser):
         title = self._titles.get(name)
         if title is None:
             return super().add_argument(*flags, **options)
-        options["help"] = MOST_USED.get(name, options.get("help"))
+        options["help"] = _help(name, flags[0], options)
         if title == "options of interventions":
             owners = [key for key, (_, config) in INTERVENTIONS.items() if name in _names(config)]
             options["help"] = f"{options['help']} [{', '.join(owners)}]"
         if title.startswith("other") and not self._everything:
             options["help"] = argparse.SUPPRESS
-        elif name in _METHOD_OPTIONS:
-            pass  # the config of the method has the default, and its help says so
-        elif "efault" not in str(options["help"]) and not any(options.get("default") is no for no in (None, False)):
-            options["help"] = f"{options['help']} (default: %(default)s)"
         if "type" in options and len(options.get("choices", ())) not in range(1, 5):
             known = {int: "N", float: "X", str: "TEXT"}
             options["metavar"] = "BOOL" if "const" in options else known.get(options["type"], "NAME")
@@ -226,7 +273,8 @@ class RunParser(HfArgumentParser):
         """What to train, the arguments of the trainer, and its class; flags win over the file.
 
         Raises:
-            ValueError: for a file that cannot be used, options of other interventions, and as the config raises.
+            ValueError: for a file that cannot be used, options that would do nothing or contradict each other, and as
+                the config raises.
         """
         values = self.parse(arguments, config_file)
         trainer, config = INTERVENTIONS[values["intervention"]]
@@ -236,21 +284,29 @@ class RunParser(HfArgumentParser):
                 raise ValueError(
                     f"{name} is an option of the intervention {' and '.join(owners)}, not of {values['intervention']}."
                 )
-        run = RunArguments(**{name: values[name] for name in _names(RunArguments)})
-        given = {name: value for name, value in values.items() if not (name in _METHOD_OPTIONS and value is None)}
-        return run, config(**{name: given[name] for name in _names(config) & given.keys()}), trainer
+        given = {name: value for name, value in values.items() if not (name in _NOT_GIVEN and value is None)}
+        run = RunArguments(**{name: given[name] for name in _names(RunArguments) & given.keys()})
+        training = config(**{name: given[name] for name in _names(config) & given.keys()})
+        _check(run, training, set(given))
+        return run, training, trainer
 
     def parse(self, arguments: Sequence[str], config_file: str | None = None) -> dict[str, Any]:
-        """All options as a dictionary, None for those of methods that are not given; flags win over the file.
+        """All options as a dictionary, None for those of `_NOT_GIVEN`; flags win over the file.
 
         Raises:
-            ValueError: for a file that cannot be used.
+            ValueError: for a file that cannot be used, and unless one of max_steps and num_train_epochs counts.
         """
         from_file = [] if config_file is None else self._arguments_of(config_file)
         values = vars(self.parse_args([*from_file, *arguments]))
-        if values["max_steps"] is None:
-            values["max_steps"] = PAPER_STEPS if values["num_train_epochs"] is None else -1
-        if values["num_train_epochs"] is None:
+        steps, epochs = values["max_steps"], values["num_train_epochs"]
+        if steps is None:
+            values["max_steps"] = PAPER_STEPS if epochs is None else -1
+        elif not (steps >= 1 if epochs is None else steps == -1):
+            raise ValueError(
+                f"max_steps is {steps}, num_train_epochs {'not given' if epochs is None else epochs}: give either "
+                "max_steps of at least 1 or num_train_epochs (max_steps -1 takes back that of a file)."
+            )
+        if epochs is None:
             del values["num_train_epochs"]
         if values["lr_scheduler_kwargs"] is None and values["lr_scheduler_type"] == PAPER_SCHEDULE:
             values["lr_scheduler_kwargs"] = dict(PAPER_SCHEDULE_SETTINGS)
@@ -280,6 +336,39 @@ class RunParser(HfArgumentParser):
         wanted = name.partition("=")[0].lstrip("-").replace("-", "_")
         near = difflib.get_close_matches(wanted, self._titles, n=3)
         return f"did you mean {' or '.join(near)}?" if near else "lengthgen train --help-all lists all options"
+
+
+def _help(name: str, flag: str, options: dict[str, Any]) -> str:
+    """The help of an option with its default."""
+    if flag == f"--no_{name}":
+        return f"The same as --{name} false."
+    text, default = str(OUR_HELP.get(name, options.get("help"))), options.get("default")
+    if re.search("[Dd]efault|Required", text) or default is None or (default is False and name not in _NOT_GIVEN):
+        return text
+    return f"{text} (default: {default if name in _NOT_GIVEN else '%(default)s'})"
+
+
+def _check(run: RunArguments, training: InitialStateConfig, given: set[str]) -> None:
+    """Refuse what would do nothing, and what does not go together."""
+    for name, (what, fits) in GOES_WITH.items():
+        if name in given and not fits(run, training):
+            raise ValueError(f"{name} does nothing here: it goes with {what}. Leave it out, or give that.")
+    if run.task == "babilong" and run.task_files is None:
+        raise ValueError("task babilong needs task_files, the folder of bAbI's files.")
+    if run.task != "text" and (continues(training) or training.alignment_alpha):
+        raise ValueError(f"task {run.task} has rows of its own: it goes with neither tbtt nor alignment_alpha.")
+    if run.minimum_document_tokens < 0:
+        raise ValueError(f"minimum_document_tokens must be at least 0, got {run.minimum_document_tokens}.")
+    if training.alignment_length not in (None, run.block_length):
+        raise ValueError(
+            f"alignment_length is {training.alignment_length}, block_length {run.block_length}: both are the training "
+            "length T. Give block_length alone; rows are lengthened for the shift."
+        )
+    if isinstance(training, LearnedStateConfig) and not training.train_model and run.from_scratch:
+        raise ValueError(
+            "The intervention learned saves the state alone, so the random weights of a config.json would be lost: "
+            "give a checkpoint as model, or train_model."
+        )
 
 
 def _names(arguments_class: type[Any]) -> set[str]:

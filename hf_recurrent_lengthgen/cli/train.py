@@ -1,21 +1,24 @@
 """`lengthgen train`: train or post-train a model with any intervention that exists."""
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_recurrent_lengthgen.cli.inputs import load_documents, load_stream, load_tokenizer
-from hf_recurrent_lengthgen.cli.options import RunArguments, RunParser
+from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, load_documents, load_stream, load_tokenizer
+from hf_recurrent_lengthgen.cli.options import RunArguments, RunParser, continues, evaluates
 from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks, keep_long_documents
 from hf_recurrent_lengthgen.data.tasks import BabilongPrompts, PasskeyPrompts, babi_files, read_babi
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
-from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, MixedStatesConfig, TbttConfig
+from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, LearnedStateConfig
 from hf_recurrent_lengthgen.trainers.alignment_loss import largest_extra
+from hf_recurrent_lengthgen.trainers.learned_state_trainer import LEARNED_STATE_FILE
 
 PASSKEY_SAMPLES, PASSKEY_EVALUATION_SAMPLES = 100_000, 256
 """Samples of an epoch where max_steps does not say how many there are, and of an evaluation."""
@@ -44,14 +47,8 @@ def train(settings: RunArguments, training: InitialStateConfig, trainer_class: t
             f"{output} holds checkpoints of an earlier run, which a later --resume would mix up with those of this "
             "one: continue it with --resume, give another output_dir, or remove them."
         )
-    if training.max_steps == 0:
-        raise ValueError("max_steps must be at least 1, or left out for num_train_epochs; got 0.")
-    evaluated = str(getattr(training.eval_strategy, "value", training.eval_strategy)) != "no"
-    if settings.eval_data and not evaluated:
-        raise ValueError("eval_data needs eval_strategy: steps or epoch.")
     set_seed(training.seed)
-    from_scratch = settings.model.endswith(".json")
-    if from_scratch:
+    if settings.from_scratch:
         config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
         if settings.mimetic:
@@ -61,19 +58,17 @@ def train(settings: RunArguments, training: InitialStateConfig, trainer_class: t
     else:
         model = load_model(settings.model, settings.trust_remote_code)
     tokenizer = load_tokenizer(
-        settings.tokenizer or ("bytes" if from_scratch else settings.model), settings.trust_remote_code
+        settings.tokenizer or ("bytes" if settings.from_scratch else settings.model), settings.trust_remote_code
     )
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(
             f"The tokenizer has {len(tokenizer)} tokens, the model's vocab_size is {model.config.vocab_size}: give "
             "the model's own tokenizer, or a config.json with a larger vocab_size."
         )
-    _check_task(settings, training)
     if training.alignment_alpha and training.alignment_length is None:
         training.alignment_length = settings.block_length
     rows = _rows(settings, training, tokenizer)
-    eval_data = settings.eval_data or ("stdlib" if evaluated and settings.data == "stdlib" else None)
-    eval_rows = None if eval_data is None else _evaluation_rows(settings, eval_data, training, tokenizer)
+    eval_rows = _evaluation_rows(settings, training, tokenizer) if evaluates(training) else None
     model.config.training_length = settings.block_length
     if settings.intervention != "none":
         steps = training.max_steps
@@ -84,34 +79,19 @@ def train(settings: RunArguments, training: InitialStateConfig, trainer_class: t
     trainer.train(resume_from_checkpoint=settings.resume or None)
     trainer.save_model()
     trainer.save_state()
-    print(f"Saved to {output}. Next: {shlex.join(['lengthgen', 'evaluate', output])}")
+    if isinstance(training, LearnedStateConfig) and not training.train_model:
+        print(_use_of_state(os.path.join(output, LEARNED_STATE_FILE), settings.model))
+    else:
+        print(f"Saved to {output}. Next: {shlex.join(['lengthgen', 'evaluate', output])}")
     return trainer
 
 
-def _check_task(settings: RunArguments, training: InitialStateConfig) -> None:
-    """Refuse options of other data than those that are asked for."""
-    continued = _continues(training)
-    wrong = {
-        "chunks_before_reset": settings.chunks_before_reset != 12 and not continued,
-        "reset_at_document": settings.reset_at_document and not continued,
-        "task_files": (settings.task_files is None) == (settings.task == "babilong"),
-        "task_style": settings.task_style is not None and settings.task != "passkey",
-        "minimum_document_tokens": settings.minimum_document_tokens > 0 and settings.task != "text",
-    }
-    if any(wrong.values()):
-        raise ValueError(
-            f"{[name for name, found in wrong.items() if found]} do not fit task {settings.task} and intervention "
-            f"{settings.intervention}: chunks_before_reset and reset_at_document go with tbtt, task_files with "
-            "babilong (required there), task_style with passkey, minimum_document_tokens with text."
-        )
-    if settings.task != "text" and (continued or training.alignment_alpha):
-        raise ValueError(f"task {settings.task} has rows of its own: it goes with neither tbtt nor alignment_alpha.")
-
-
-def _continues(training: InitialStateConfig) -> bool:
-    return isinstance(training, TbttConfig) or (
-        isinstance(training, MixedStatesConfig) and "tbtt" in (training.mixture or {})
-    )
+def _use_of_state(file: str, model: str) -> str:
+    return f"""\
+Saved {file}. Next, in Python:
+  from hf_recurrent_lengthgen import load_model, load_state
+  state, _ = load_state({file!r})
+  load_model({model!r}).generate(**prompt, initial_state=state)"""
 
 
 def _lookahead(training: InitialStateConfig) -> int:
@@ -124,13 +104,15 @@ def _lookahead(training: InitialStateConfig) -> int:
 
 def _rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
     """Training data."""
-    if settings.task != "text":
-        return _task_rows(settings, settings.data, settings.data_split, training, tokenizer)
-    stream = load_stream(settings.data, settings.data_split, tokenizer, settings.text_column).tokens
-    if settings.minimum_document_tokens:
-        stream = keep_long_documents(stream, tokenizer.eos_token_id, settings.minimum_document_tokens)
+    if settings.task == "passkey":
+        rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
+        samples = rows * training.max_steps if training.max_steps > 0 else PASSKEY_SAMPLES
+        return _passkeys(settings, samples, training.seed, tokenizer)
+    if settings.task == "babilong":
+        return _questions(settings, "train", settings.data, settings.data_split, training.seed, tokenizer)
+    stream = _stream(settings, settings.data, settings.data_split, tokenizer)
     lookahead = _lookahead(training)
-    if _continues(training):
+    if continues(training):
         return ContinuedChunks(
             stream,
             settings.block_length,
@@ -143,26 +125,36 @@ def _rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) 
     return PackedBlocks(stream, settings.block_length + max(lookahead - 1, 0))
 
 
-def _evaluation_rows(settings: RunArguments, data: str, training: InitialStateConfig, tokenizer: Any) -> Any:
-    if settings.task != "text":
-        return _task_rows(settings, data, settings.eval_data_split, training, tokenizer)
-    stream = load_stream(data, settings.eval_data_split, tokenizer, settings.text_column).tokens
-    return PackedBlocks(stream, settings.block_length)
-
-
-def _task_rows(settings: RunArguments, data: str, split: str, training: InitialStateConfig, tokenizer: Any) -> Any:
-    """Rows of a task; the keys and places of other splits than the training split come from another seed."""
-    seed = training.seed + (split != settings.data_split)
+def _evaluation_rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
+    """Other text, keys or questions than those of the training data."""
+    seed = training.seed + 1
     if settings.task == "passkey":
-        rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
-        samples = rows * training.max_steps if training.max_steps > 0 else PASSKEY_SAMPLES
-        style = {} if settings.task_style is None else {"style": settings.task_style}
-        if split != settings.data_split:
-            samples = min(samples, PASSKEY_EVALUATION_SAMPLES)
-        return PasskeyPrompts(tokenizer, settings.block_length, samples, seed, **style)
+        return _passkeys(settings, PASSKEY_EVALUATION_SAMPLES, seed, tokenizer)
+    data = settings.eval_data or (STANDARD_LIBRARY if settings.data == STANDARD_LIBRARY else None)
+    if data is None:
+        raise ValueError("eval_strategy needs eval_data, the text for eval_loss.")
+    if settings.task == "babilong":
+        return _questions(settings, "test", data, settings.eval_data_split, seed, tokenizer)
+    return PackedBlocks(_stream(settings, data, settings.eval_data_split, tokenizer), settings.block_length)
+
+
+def _stream(settings: RunArguments, data: str, split: str, tokenizer: Any) -> Tensor:
+    stream = load_stream(data, split, tokenizer, settings.text_column).tokens
+    least = settings.minimum_document_tokens
+    return keep_long_documents(stream, tokenizer.eos_token_id, least) if least else stream
+
+
+def _passkeys(settings: RunArguments, samples: int, seed: int, tokenizer: Any) -> PasskeyPrompts:
+    style = {} if settings.task_style is None else {"style": settings.task_style}
+    return PasskeyPrompts(tokenizer, settings.block_length, samples, seed, **style)
+
+
+def _questions(
+    settings: RunArguments, files: str, data: str, split: str, seed: int, tokenizer: Any
+) -> BabilongPrompts:
+    """Questions of bAbI's `files` ("train" or "test") in a split of the text of `data`."""
     assert settings.task_files is not None
-    files = babi_files(settings.task_files, "train" if split == settings.data_split else "test")
-    questions = [question for file in files for question in read_babi(file)]
+    questions = [question for file in babi_files(settings.task_files, files) for question in read_babi(file)]
     background = load_documents(data, split, settings.text_column)
     prompts = BabilongPrompts(tokenizer, questions, background, settings.block_length, seed)
     if prompts.left_out:

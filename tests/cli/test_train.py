@@ -1,7 +1,10 @@
 """Training from files and flags, of every kind of model, on every kind of data."""
 
+import argparse
 import json
 import os
+import re
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -212,7 +215,15 @@ def test_epochs_replace_the_default_number_of_steps_and_another_schedule_its_set
     values = parsed("--num_train_epochs", "2", "--lr_scheduler_type", "linear")
     assert (values["num_train_epochs"], values["max_steps"], values["lr_scheduler_kwargs"]) == (2, -1, None)
     assert "num_train_epochs" not in parsed()
-    assert parsed("--num_train_epochs", "2", "--max_steps", "3")["max_steps"] == 3
+    assert parsed("--max_steps", "-1", "--num_train_epochs", "2")["max_steps"] == -1
+
+
+@pytest.mark.parametrize(
+    "given", ["--num_train_epochs 2 --max_steps 3", "--max_steps 0", "--max_steps -1", "--max_steps -2"]
+)
+def test_steps_or_epochs_count(given: str) -> None:
+    with pytest.raises(ValueError, match="give either max_steps of at least 1 or num_train_epochs"):
+        parsed(*given.split())
 
 
 def test_epochs_are_recorded_as_such(train: Train, checkpoint: Path, tmp_path: Path) -> None:
@@ -240,6 +251,16 @@ def test_the_help_shows_what_most_people_need_and_all_if_asked(capsys: pytest.Ca
     assert "--torch_compile " not in shown["--help"]
     assert "--torch_compile " in shown["--help-all"]
     assert len(shown["--help"].splitlines()) < 180
+
+
+def test_the_help_of_every_option_shown_says_what_holds_without_it() -> None:
+    shown = [action for action in RunParser()._actions if action.default is None and action.help != argparse.SUPPRESS]
+    assert len(shown) > 30
+    silent = [action.dest for action in shown if not re.search("[Dd]efault|Required|The same as", action.help or "")]
+    assert silent == []
+    helps = {action.dest: action.help or "" for action in shown}
+    assert "(default: 12)" in helps["chunks_before_reset"]
+    assert "(default: 8.0)" in helps["mimetic_c"]
 
 
 class Interrupt(TrainerCallback):
@@ -295,11 +316,6 @@ def test_a_new_run_does_not_mix_its_checkpoints_with_old_ones(
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
-def test_zero_steps_are_refused(train: Train, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(model=checkpoint, max_steps=0) == 1
-    assert "max_steps must be at least 1" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
 def test_data_from_files(kind: str, train: Train, checkpoint: Path, text_file: Path, tmp_path: Path) -> None:
     path = tmp_path / f"data.{kind}"
@@ -324,8 +340,7 @@ def test_data_from_files(kind: str, train: Train, checkpoint: Path, text_file: P
         ({"text_column": "body"}, "no column 'body'"),
         ({"data_split": "validation"}, "validation"),
         ({"data": "nowhere.txt"}, "no file or folder nowhere.txt"),
-        ({"eval_data": "stdlib"}, "eval_data needs eval_strategy"),
-        ({"eval_strategy": "steps"}, "eval"),
+        ({"eval_strategy": "steps"}, "eval_strategy needs eval_data"),
         ({"state_drop_probability": 1.5}, "between 0 and 1"),
         ({"save_strategy": "sometimes"}, None),
     ],
@@ -399,12 +414,35 @@ def test_every_intervention_trains_every_weight(
     assert trained_config(tmp_path / "out")["training_length"] == TINY["block_length"]
 
 
-def test_a_learned_state_is_saved_alone(train: Train, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_learned_state_is_saved_alone(
+    train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train(model=checkpoint, intervention="learned", learning_rate=0.1, warmup_steps=0) == 0
     assert not (tmp_path / "out" / "model.safetensors").exists()
     state, metadata = load_state(tmp_path / "out" / "learned_state.safetensors")
     assert all(bool(layer.recurrent.any()) for layer in state)
     assert metadata["model"] == str(checkpoint)
+    saved, *lines = capsys.readouterr().out.partition("Saved ")[2].splitlines()
+    assert saved == f"{tmp_path / 'out' / 'learned_state.safetensors'}. Next, in Python:"
+    names: dict[str, Any] = {"prompt": {"input_ids": torch.tensor([[70, 71]]), "max_new_tokens": 4}}
+    exec(textwrap.dedent("\n".join(lines)).replace("load_model(", "text = load_model("), names)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert torch.equal(names["text"], model.generate(**names["prompt"], initial_state=state))
+
+
+def test_a_model_trained_with_its_learned_state_is_evaluated_next(
+    train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model=checkpoint, intervention="learned", train_model=True) == 0
+    assert f"Next: lengthgen evaluate {tmp_path / 'out'}" in capsys.readouterr().out
+
+
+def test_random_weights_are_not_lost_beside_a_learned_state(
+    train: Train, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model=config_file, intervention="learned") == 1
+    assert "random weights of a config.json would be lost" in capsys.readouterr().err
+    assert train(model=config_file, intervention="learned", train_model=True) == 0
 
 
 def test_alignment_of_tbtt_reads_ahead(train: Train, checkpoint: Path) -> None:
@@ -417,31 +455,144 @@ def test_alignment_of_tbtt_reads_ahead(train: Train, checkpoint: Path) -> None:
         ({"noise_sigma": 0.1}, "noise_sigma is an option of the intervention random_noise and mixed"),
         ({"intervention": "random_noise"}, "noise_sigma is missing"),
         ({"intervention": "mixed"}, "mixture must give probabilities"),
-        ({"chunks_before_reset": 3}, "chunks_before_reset and reset_at_document go with tbtt"),
-        ({"task": "babilong"}, "task_files with babilong"),
-        ({"task": "passkey", "alignment_alpha": 0.1}, "goes with neither tbtt nor alignment_alpha"),
+        ({"task": "babilong"}, "task babilong needs task_files"),
+        ({"task": "passkey", "data": None, "alignment_alpha": 0.1}, "goes with neither tbtt nor alignment_alpha"),
         ({"alignment_max_extra": 2}, "need alignment_alpha above 0"),
+        ({"alignment_alpha": 0.1, "alignment_length": 4}, "alignment_length is 4, block_length 8"),
+        ({"minimum_document_tokens": -1}, "minimum_document_tokens must be at least 0, got -1"),
     ],
 )
-def test_options_of_another_method_are_refused(
+def test_options_that_contradict_each_other_are_refused(
     train: Train, checkpoint: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any], told: str
 ) -> None:
     assert train(model=checkpoint, **options) == 1
     assert told in capsys.readouterr().err
 
 
+PASSKEY = "--task passkey"
+BABILONG = "--task babilong --task_files f"
+
+
+@pytest.mark.parametrize(
+    ("option", "elsewhere", "fitting", "what"),
+    [
+        ("data x.txt", PASSKEY, BABILONG, "task text or babilong"),
+        ("data_split train", PASSKEY, BABILONG, "task text or babilong"),
+        ("text_column text", "--data stdlib", "--eval_strategy steps --eval_data x.jsonl", "other than stdlib"),
+        ("text_column text", PASSKEY, "--data x.jsonl", "other than stdlib"),
+        ("eval_data stdlib", "", "--eval_strategy epoch", "eval_strategy steps or epoch, and task text"),
+        ("eval_data stdlib", f"{PASSKEY} --eval_strategy steps", f"{BABILONG} --eval_strategy steps", "task text"),
+        ("eval_data_split validation", "", "--eval_strategy steps", "eval_strategy steps or epoch, and task text"),
+        ("chunks_before_reset 12", "", "--intervention tbtt", "intervention tbtt"),
+        ("reset_at_document", "--intervention none", "--intervention tbtt", "intervention tbtt"),
+        (
+            "chunks_before_reset 12",
+            """--intervention mixed --mixture {"zero":1.0}""",
+            """--intervention mixed --mixture {"tbtt":1.0}""",
+            "tbtt in its mixture",
+        ),
+        ("minimum_document_tokens 0", BABILONG, "", "task text"),
+        ("task_files f", PASSKEY, "--task babilong", "task babilong"),
+        ("task_style passkey", "", PASSKEY, "task passkey"),
+        ("mimetic_c 8", "", "--mimetic", "mimetic"),
+        ("mimetic_offset 0", "--mimetic false", "--mimetic", "mimetic"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(option: str, elsewhere: str, fitting: str, what: str) -> None:
+    def read(others: str) -> Any:
+        return RunParser().read(f"--model m --output_dir o --use_cpu --{option} {others}".split())
+
+    with pytest.raises(ValueError, match=f"^{option.split()[0]} does nothing here: it goes with .*{what}"):
+        read(elsewhere)
+    read(fitting)
+
+
+def test_the_length_of_the_aligned_crops_is_the_training_length(
+    train: Train, checkpoint: Path, tmp_path: Path
+) -> None:
+    assert train(model=checkpoint, alignment_alpha=0.1, alignment_length=8) == 0
+    assert trained_config(tmp_path / "out")["training_length"] == 8
+
+
+def rows_of(monkeypatch: pytest.MonkeyPatch, train: Train, **options: Any) -> dict[str, Any]:
+    """Training and evaluation rows of `lengthgen train`, which trains nothing."""
+    seen: dict[str, Any] = {}
+
+    def trainer(model: Any, training: Any, **given: Any) -> Any:
+        seen.update(given)
+        raise ValueError("enough seen")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(INTERVENTIONS, "none", (trainer, INTERVENTIONS["none"][1]))  # type: ignore[arg-type]
+        assert train(intervention="none", **options) == 1
+    return seen
+
+
 def test_passkeys_are_trained_on_the_key_alone(train: Train, checkpoint: Path, tmp_path: Path) -> None:
-    options = {"task": "passkey", "block_length": 400, "intervention": "fitted_noise"}
-    assert train(model=checkpoint, **options, eval_strategy="steps", eval_steps=1, eval_data="stdlib") == 0
+    options = {"task": "passkey", "data": None, "block_length": 400, "intervention": "fitted_noise"}
+    assert train(model=checkpoint, **options, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=64) == 0
     history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
-    assert [entry["step"] for entry in history if "eval_loss" in entry] == [1, 2]
+    assert [entry["step"] for entry in history if "eval_loss" in entry] == [2]
 
 
-def test_questions_of_babi_are_hidden_in_text(train: Train, checkpoint: Path, tmp_path: Path) -> None:
+def test_evaluation_has_other_passkeys(
+    monkeypatch: pytest.MonkeyPatch, train: Train, checkpoint: Path, tmp_path: Path
+) -> None:
+    options = {"task": "passkey", "data": None, "block_length": 400, "eval_strategy": "steps"}
+    rows = rows_of(monkeypatch, train, model=checkpoint, **options)
+    keys = [
+        {tuple(row["labels"][row["labels"] != -100].tolist()) for row in (rows[name][i] for i in range(4))}
+        for name in ("train_dataset", "eval_dataset")
+    ]
+    assert [len(some) for some in keys] == [4, 4]
+    assert not keys[0] & keys[1]
+
+
+@pytest.fixture
+def babi(tmp_path: Path) -> Path:
+    """Training files of bAbI with one question each."""
     folder = tmp_path / "babi"
     folder.mkdir()
     for task in range(1, 11):
         story = "1 Mary moved to the bathroom.\n2 John went to the hall.\n3 Where is Mary? \tbathroom\t1\n"
         (folder / f"qa{task}_made-up_train.txt").write_text(story)
-    options = {"task": "babilong", "task_files": folder, "block_length": 200, "intervention": "none"}
+    return folder
+
+
+def test_questions_of_babi_are_hidden_in_text(train: Train, checkpoint: Path, babi: Path) -> None:
+    options = {"task": "babilong", "task_files": babi, "block_length": 200, "intervention": "none"}
     assert train(model=checkpoint, **options) == 0
+
+
+def test_evaluation_has_the_test_questions_of_babi_also_in_the_training_text(
+    monkeypatch: pytest.MonkeyPatch,
+    train: Train,
+    checkpoint: Path,
+    babi: Path,
+    text_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = {"data": text_file, "eval_data": text_file, "eval_data_split": "train", "eval_strategy": "steps"}
+    options = {"model": checkpoint, "task": "babilong", "task_files": babi, "block_length": 200} | text
+    assert train(**options, intervention="none") == 1
+    assert f"{babi} holds 0 files qa1_*_test.txt" in capsys.readouterr().err
+    for task in range(1, 11):
+        story = "1 Daniel left for the garden.\n2 Where is Daniel? \tgarden\t1\n"
+        (babi / f"qa{task}_made-up_test.txt").write_text(story)
+    rows = rows_of(monkeypatch, train, **options)
+    asked = [{question.question for question in rows[name].questions} for name in ("train_dataset", "eval_dataset")]
+    assert asked == [{"Where is Mary?"}, {"Where is Daniel?"}]
+    assert rows["train_dataset"].seed != rows["eval_dataset"].seed
+
+
+def test_short_documents_are_left_out_of_the_evaluation_too(
+    monkeypatch: pytest.MonkeyPatch, train: Train, checkpoint: Path, tmp_path: Path
+) -> None:
+    lines = (json.dumps({"text": letter * length}) for letter, length in (("a", 30), ("b", 8), ("c", 40)))
+    data = write(tmp_path / "texts.jsonl", "\n".join(lines))
+    text = {"data": data, "eval_data": data, "eval_data_split": "train", "eval_strategy": "steps"}
+    for least, letters in ((0, set("abc")), (9, set("ac"))):
+        rows = rows_of(monkeypatch, train, model=checkpoint, minimum_document_tokens=least, **text)
+        for dataset in rows["train_dataset"], rows["eval_dataset"]:
+            bytes_seen = {token for row in dataset for token in row["input_ids"].tolist()}
+            assert {chr(token - 3) for token in bytes_seen if token > 2} == letters
