@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import statistics
 import sys
 from pathlib import Path
 
@@ -73,3 +74,15 @@ def test_the_failure_study_reports_three_series(
     capsys.readouterr()
     run_study("failure", monkeypatch, "--output", tmp_path / "out", "--seeds", 0, 1, "--report")
     assert capsys.readouterr().out.startswith("| varied |")
+
+
+@pytest.mark.parametrize("name", ["interventions", "failure"])
+def test_the_tables_hold_the_numbers_of_the_result_files(name: str) -> None:
+    table = [line for line in (EXAMPLES / name / "README.md").read_text().splitlines() if line.startswith("| ")][2:]
+    stages = json.loads((EXAMPLES / name / f"{name}.json").read_text())["stages"]
+    assert len(table) == len(stages)
+    for line, seeds in zip(table, stages.values(), strict=True):
+        for quantity in ("harm_last", "in_window", "context_use"):
+            mean = statistics.fmean(found[quantity]["mean"] for found in seeds.values())
+            assert f"| {mean:{'+' if quantity == 'harm_last' else ''}.3f} " in line
+        assert f"| {', '.join(seeds)} |" in line

@@ -68,13 +68,13 @@ def others(length: int) -> dict[str, Method]:
     quarter, half = length // 4, length // 2 - 1
     far, near = aligned(0.1, quarter, half), aligned(0.1, 1, quarter)
     return {
+        "tbtt_endless": Method("TBTT without reset", TbttTrainer, chunks=None),
         "mixture": Method("mixture: 10 % zero, 45 % passed, 45 % fitted", MixedStatesTrainer, {"mixture": MIXTURE}),
         "align_0.1": Method("alignment 0.1", AlignmentTrainer, aligned(0.1)),
         "sp_align": Method("state passing + alignment 0.1", StatePassingTrainer, aligned()),
         "tbtt_align": Method("TBTT + alignment 0.1", TbttTrainer, aligned()),
         "align_0.3": Method("alignment 0.3", AlignmentTrainer, aligned(0.3)),
         "align_0.5": Method("alignment 0.5", AlignmentTrainer, aligned(0.5)),
-        "tbtt_endless": Method("TBTT without reset", TbttTrainer, chunks=None),
         "align_near": Method(f"alignment 0.1, shifts 1 to {quarter}", AlignmentTrainer, near),
         "align_far": Method(f"alignment 0.1, shifts {quarter} to {half}", AlignmentTrainer, far),
     }
