@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands.config.config_args import load_config_from_file
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 
 ROOT = Path(__file__).parent.parent
+GUIDE = ROOT / "trainers" / "README.md"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -76,7 +78,24 @@ def test_the_commands_run(demo_output: Path) -> None:
         assert main([*arguments, *shlex.split(quick[arguments[0]])]) == 0
 
 
-def test_links_lead_to_files() -> None:
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if not link.startswith("http")]
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+def test_the_training_guide_runs(demo_output: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert len(blocks) == 2
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(block, names)
+    assert len(names["text"][0]) == len("import ") + 8  # type: ignore[index]
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", GUIDE], ids=["README", "training guide"])
+def test_links_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
+    here = [link for link in links if not link.startswith("http")]
+    assert here
+    assert [link for link in here if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples/accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+def test_accelerate_reads_the_configs(path: Path) -> None:
+    config = load_config_from_file(str(path))  # refuses unknown names
+    assert config.num_processes in (8, 16)

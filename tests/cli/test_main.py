@@ -55,7 +55,7 @@ def test_version_names_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str
         (["train", "--model", "m", "--learnig_rate", "1e-3"], "did you mean learning_rate"),
         (["train", "--model", "m", "--learnig-rate=1e-3"], "did you mean learning_rate"),
         (["train", "--model", "m", "--state_dorp_probability=1"], "did you mean state_drop_probability"),
-        (["train", "--model", "m", "--intervention", "none", "--state_drop_probability", "0.5"], "--help-all"),
+        (["train", "--model", "m", "--quetzalcoatl", "0.5"], "--help-all"),
     ],
 )
 def test_wrong_options_exit_with_2_and_name_the_option(
