@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -354,7 +355,7 @@ class InitialStateTrainer(Trainer, ABC):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer's, with what the method does beside the training loss."""
         if "loss" in logs:
-            logs |= self._logs.take(lambda own: self.accelerator.gather(own[None].to(self.accelerator.device)).cpu())
+            logs |= self._logs.take(gather_object)
             logs |= self.initial_states.logs()
         super().log(logs, *args, **kwargs)
 

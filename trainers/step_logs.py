@@ -21,18 +21,18 @@ class StepLogs:
             value = value.detach().float()
             total, count = self._values.get(name, (value, 0))
             if count:
-                total = torch.maximum(total, value) if name.endswith("_max") else total + value
+                total = torch.maximum(total, value) if _is_max(name) else total + value
             self._values[name] = total, count + 1
 
-    def take(self, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """What was collected, over all processes; `gather` stacks a vector (n,) of every process to (processes, n)."""
-        names = sorted(self._values)
-        if not names:
-            return {}
-        own = [
-            total if name.endswith("_max") else total / count for name, (total, count) in sorted(self._values.items())
-        ]
+    def take(self, gather: Callable[[list[dict[str, float]]], list[dict[str, float]]]) -> dict[str, float]:
+        """What was collected, over all processes; `gather` joins the lists of all of them. Values may lack in some."""
+        own = {name: float(total if _is_max(name) else total / count) for name, (total, count) in self._values.items()}
         self._values = {}
-        everyone = gather(torch.stack([value.cpu() for value in own]))
-        columns = zip(names, everyone.unbind(1), strict=True)
-        return {name: float(values.max() if name.endswith("_max") else values.mean()) for name, values in columns}
+        everyone = gather([own])
+        names = sorted({name for values in everyone for name in values})
+        found = {name: [values[name] for values in everyone if name in values] for name in names}
+        return {name: max(values) if _is_max(name) else sum(values) / len(values) for name, values in found.items()}
+
+
+def _is_max(name: str) -> bool:
+    return name.endswith("_max")
