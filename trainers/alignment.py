@@ -97,6 +97,10 @@ class AlignmentSettings:
         if length is None:  # the largest T with T + max_extra <= tokens
             length = next((n for n in range(tokens, 0, -1) if n + self._range(n)[1] <= tokens), 0)
             self._check(length, f"In rows of {tokens} tokens, so crops of {length}")
+            logger.warning_once(
+                f"alignment_length is not given: rows of {tokens} tokens are read as crops of T = {length}, up to "
+                f"{self._range(length)[1]} tokens apart."
+            )
         low, high = self._range(length)
         if tokens < length + high:
             raise ValueError(

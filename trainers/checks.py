@@ -140,6 +140,11 @@ def check_continued_data(trainer: Any, dataset: Any, alignment: AlignmentSetting
         if wrong:
             given = {name: getattr(dataset, name) for name in wrong}
             raise ValueError(f"The ContinuedStream was made with {given}, but this run needs {wrong}.")
+    if isinstance(dataset, ContinuedStream) and args.dataloader_num_workers > 1:
+        raise ValueError(
+            "A ContinuedStream is read in order, by one data worker at most: dataloader_num_workers is "
+            f"{args.dataloader_num_workers}."
+        )
     if dataset.reset_at_document:
         if not trainer.needs_continued_data:
             raise ValueError(
@@ -168,9 +173,9 @@ def check_continued_data(trainer: Any, dataset: Any, alignment: AlignmentSetting
 
 
 def layout_of(dataset: Any) -> dict[str, Any]:
-    """How rows continue one another, which a resumed run must share; nothing for other data."""
+    """What a resumed run must share of its data: their number of rows, and how and in which text rows continue."""
     if not isinstance(dataset, ContinuedChunks | ContinuedStream):
-        return {}
+        return {"train_dataset.rows": len(dataset)} if has_length(dataset) else {}
     names = ("length", "chunks_before_reset", "reset_at_document", "lookahead")
     layout = {f"train_dataset.{name}": getattr(dataset, name) for name in names}
     if isinstance(dataset, ContinuedChunks):

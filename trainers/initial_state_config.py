@@ -26,7 +26,7 @@ class InitialStateConfig(TrainingArguments):
         default=None,
         metadata={
             "help": "Length T in tokens of the two crops that are aligned. The rows must hold T + alignment_max_extra "
-            "tokens. Default: as long as the rows allow."
+            "tokens. Default: as long as the rows allow, about two thirds of them."
         },
     )
     alignment_min_extra: int = field(

@@ -11,6 +11,7 @@ from hf_recurrent_lengthgen.trainers.random_noise_config import RandomNoiseConfi
 SOURCES = ("zero", "state_passing", "tbtt", "random_noise", "fitted_noise")
 
 OPTIONS = {
+    "noise_sigma": {"random_noise"},
     "fitted_noise_beta": {"fitted_noise"},
     "fitted_noise_groups": {"fitted_noise"},
     "carry_conv_state": {"state_passing", "tbtt"},
@@ -48,8 +49,13 @@ class MixedStatesConfig(CarriedStateConfig, FittedNoiseConfig, RandomNoiseConfig
                 raise ValueError(
                     f"mixture must be a mapping from sources to probabilities, got {self.mixture!r}."
                 ) from error
-        if not isinstance(self.mixture, dict) or set(self.mixture) - set(SOURCES):
-            raise ValueError(f"mixture must give probabilities to some of {list(SOURCES)}, got {self.mixture!r}.")
+        if not isinstance(self.mixture, dict):
+            raise ValueError(
+                f"mixture must give probabilities to some of {list(SOURCES)}, for instance "
+                f"{{'zero': 0.1, 'state_passing': 0.45, 'fitted_noise': 0.45}}; got {self.mixture!r}."
+            )
+        if unknown := sorted(set(self.mixture) - set(SOURCES)):
+            raise ValueError(f"mixture must give probabilities to some of {list(SOURCES)}; unknown are {unknown}.")
         check_probabilities(self.mixture)
         if {"state_passing", "tbtt"} <= set(self.mixture):
             raise ValueError(
@@ -57,8 +63,8 @@ class MixedStatesConfig(CarriedStateConfig, FittedNoiseConfig, RandomNoiseConfig
             )
         if self.state_drop_probability:
             raise ValueError("In a mixture, zero states have their own share: give 'zero' a probability.")
-        if ("random_noise" in self.mixture) != (self.noise_sigma is not None):
-            raise ValueError("noise_sigma goes with random_noise in the mixture: give both or none.")
+        if "random_noise" in self.mixture and self.noise_sigma is None:
+            raise ValueError("noise_sigma goes with random_noise in the mixture, and is missing: give its size.")
         for name, sources in OPTIONS.items():
             changed = getattr(self, name) != type(self).__dataclass_fields__[name].default
             if changed and not sources & set(self.mixture):

@@ -384,6 +384,8 @@ def _check_layout(length: int, chunks_before_reset: int | None, lookahead: int) 
 
 def _token_ids(document: Any, number: int) -> Tensor:
     """One document's ids as (n,) int64."""
+    if document is None:
+        raise ValueError(f"document {number} has no column 'input_ids': tokenize the texts first")
     try:
         ids = torch.as_tensor(document)
     except (TypeError, ValueError, RuntimeError) as error:
