@@ -480,7 +480,7 @@ def test_unusable_stream_is_refused(source: Any, changes: dict[str, Any], messag
         ([[5, 6], [[7]]], r"document 1 is \(1, 1\)"),
         ([[5, 6], [True]], "torch.bool"),
         ([[5, 6], "text"], "document 1 is a str that is no row of ids"),
-        ([[5, 6], None], "document 1 is a NoneType"),
+        ([[5, 6], None], "document 1 has no column 'input_ids': tokenize"),
         (datasets.Dataset.from_dict({"a": [1]}).to_iterable_dataset().map(lambda row: row), "NoneType|needs 'input"),
         ([], "found no token"),
         ([[], []], "found no token"),
