@@ -481,7 +481,7 @@ def test_unusable_stream_is_refused(source: Any, changes: dict[str, Any], messag
         ([[5, 6], [True]], "torch.bool"),
         ([[5, 6], "text"], "document 1 is a str that is no row of ids"),
         ([[5, 6], None], "document 1 has no column 'input_ids': tokenize"),
-        (datasets.Dataset.from_dict({"a": [1]}).to_iterable_dataset().map(lambda row: row), "no column 'input_ids'|needs 'input"),
+        (datasets.Dataset.from_dict({"a": [1]}).to_iterable_dataset().map(lambda row: row), "'input_ids'"),
         ([], "found no token"),
         ([[], []], "found no token"),
         (torch.zeros(0, 3, dtype=torch.int64), "found no token"),
