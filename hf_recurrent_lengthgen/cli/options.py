@@ -281,9 +281,8 @@ class RunParser(HfArgumentParser):
         for name in sorted(_METHOD_OPTIONS - _names(config)):
             if values[name] is not None:
                 owners = [key for key, (_, other) in INTERVENTIONS.items() if name in _names(other)]
-                raise ValueError(
-                    f"{name} is an option of the intervention {' and '.join(owners)}, not of {values['intervention']}."
-                )
+                which = f"intervention{'s' * (len(owners) > 1)} {' and '.join(owners)}"
+                raise ValueError(f"{name} is an option of the {which}, not of {values['intervention']}.")
         given = {name: value for name, value in values.items() if not (name in _NOT_GIVEN and value is None)}
         run = RunArguments(**{name: given[name] for name in _names(RunArguments) & given.keys()})
         training = config(**{name: given[name] for name in _names(config) & given.keys()})

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, load_documents, load_stream, load_tokenizer
@@ -15,9 +16,11 @@ from hf_recurrent_lengthgen.cli.options import RunArguments, RunParser, continue
 from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks, keep_long_documents
 from hf_recurrent_lengthgen.data.tasks import BabilongPrompts, PasskeyPrompts, babi_files, read_babi
 from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.models import CAUSAL_LM_CLASSES, STATEFUL_CLASSES
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, LearnedStateConfig
 from hf_recurrent_lengthgen.trainers.alignment_loss import largest_extra
+from hf_recurrent_lengthgen.trainers.checkpoints import newest_complete_checkpoint
 from hf_recurrent_lengthgen.trainers.learned_state_trainer import LEARNED_STATE_FILE
 
 PASSKEY_SAMPLES, PASSKEY_EVALUATION_SAMPLES = 100_000, 256
@@ -29,7 +32,12 @@ def run(arguments: Sequence[str]) -> int:
     arguments = list(arguments)
     config_file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     settings, training, trainer_class = RunParser(everything="--help-all" in arguments).read(arguments, config_file)
-    train(settings, training, trainer_class)
+    try:
+        train(settings, training, trainer_class)
+    except KeyboardInterrupt:
+        if training.process_index == 0 and newest_complete_checkpoint(str(training.output_dir)) is not None:
+            print("On the command line, continue with --resume, beside the same options.", flush=True)
+        raise
     return 0
 
 
@@ -49,8 +57,7 @@ def train(settings: RunArguments, training: InitialStateConfig, trainer_class: t
         )
     set_seed(training.seed)
     if settings.from_scratch:
-        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
+        model = _new_model(settings.model, settings.trust_remote_code)
         if settings.mimetic:
             mimetic_initialization(model, c=settings.mimetic_c, offset=settings.mimetic_offset)
     elif settings.mimetic:
@@ -79,11 +86,45 @@ def train(settings: RunArguments, training: InitialStateConfig, trainer_class: t
     trainer.train(resume_from_checkpoint=settings.resume or None)
     trainer.save_model()
     trainer.save_state()
-    if isinstance(training, LearnedStateConfig) and not training.train_model:
-        print(_use_of_state(os.path.join(output, LEARNED_STATE_FILE), settings.model))
-    else:
-        print(f"Saved to {output}. Next: {shlex.join(['lengthgen', 'evaluate', output])}")
+    if trainer.is_world_process_zero():
+        print(_next_step(settings, training))
     return trainer
+
+
+def _new_model(file: str, trust_remote_code: bool) -> Any:
+    """A model of a config.json with random weights; our class where the config is that of an upstream model."""
+    values, _ = PreTrainedConfig.get_config_dict(file)
+    model_type = values.get("model_type")
+    if model_type in STATEFUL_CLASSES:
+        values = {key: value for key, value in values.items() if key not in ("architectures", "auto_map")}
+        config = STATEFUL_CLASSES[model_type].config_class.from_dict(values)
+    elif str(model_type).startswith("stateful_"):
+        config = AutoConfig.from_pretrained(file, trust_remote_code=trust_remote_code)
+    else:
+        possible = sorted(STATEFUL_CLASSES) + sorted(cls.config_class.model_type for cls in CAUSAL_LM_CLASSES)
+        raise ValueError(
+            f"{file} is of the model_type {model_type!r}; to train from scratch, give one of {', '.join(possible)}. "
+            "Examples are in models/ of the recipes, which python -m hf_recurrent_lengthgen.recipes FOLDER copies."
+        )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+
+
+def _next_step(settings: RunArguments, training: InitialStateConfig) -> str:
+    """What was saved, and how to use or measure it."""
+    output = str(training.output_dir)
+    if isinstance(training, LearnedStateConfig) and not training.train_model:
+        return _use_of_state(os.path.join(output, LEARNED_STATE_FILE), settings.model)
+    evaluate = shlex.join(["lengthgen", "evaluate", output])
+    if settings.task != "passkey":
+        return f"Saved to {output}. Next: {evaluate}"
+    length, style = settings.block_length, "" if settings.task_style is None else f", style={settings.task_style!r}"
+    return f"""\
+Saved to {output}. Next: {evaluate} for losses on text; for passkeys, in Python:
+  from transformers import AutoTokenizer
+  from hf_recurrent_lengthgen import load_model
+  from hf_recurrent_lengthgen.data.tasks import passkey_accuracy
+  model, tokenizer = load_model({output!r}), AutoTokenizer.from_pretrained({output!r})
+  passkey_accuracy(model, tokenizer, {2 * length}, [0.1, 0.5, 0.9], samples=20, chunk_length={length}{style})"""
 
 
 def _use_of_state(file: str, model: str) -> str:

@@ -13,7 +13,7 @@ import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM, load_state
 from hf_recurrent_lengthgen.cli import train as command
@@ -67,7 +67,7 @@ def test_post_training_moves_every_weight_and_records_what_was_done(
     assert config["interventions"] == ["state_passing, 3 steps"]
     assert config["training_length"] == 8
     shown = capsys.readouterr()
-    assert f"Saved to {tmp_path / 'out'}. Next: lengthgen evaluate {tmp_path / 'out'}" in shown.out
+    assert f"Saved to {tmp_path / 'out'}. Next: lengthgen evaluate {tmp_path / 'out'}\n" in shown.out
     assert "\r" not in shown.err  # no bars in a log
 
 
@@ -87,6 +87,34 @@ def test_training_from_scratch_with_mimetic_initialization(train: Train, config_
     decays = -4 * torch.tensor([2.0, 3.0]).log()
     torch.testing.assert_close(weights["backbone.layers.0.mixer.A_log"], decays, rtol=0, atol=1e-6)
     assert not trained_config(tmp_path / "out").get("interventions")  # early 5.x configs do not write defaults
+
+
+@pytest.mark.parametrize("model_type", ["mamba2", "mamba"])
+def test_a_stock_config_from_scratch_becomes_a_model_of_ours(train: Train, tmp_path: Path, model_type: str) -> None:
+    sizes = {"vocab_size": 384, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 2}
+    own = {"num_heads": 2, "head_dim": 8, "n_groups": 1} if model_type == "mamba2" else {}
+    stock = AutoConfig.for_model(model_type, **sizes, **own, architectures=["Stock"], dtype="bfloat16")
+    stock.save_pretrained(tmp_path)
+    assert train(model=tmp_path / "config.json") == 0
+    assert trained_config(tmp_path / "out")["model_type"] == f"stateful_{model_type}"
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    assert weights["backbone.embeddings.weight"].shape == (384, 8)
+
+
+def test_a_config_of_another_type_is_refused(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(model=write(tmp_path / "config.json", json.dumps({"model_type": "llama"}))) == 1
+    error = capsys.readouterr().err
+    assert "is of the model_type 'llama'" in error
+    assert all(name in error for name in ("mamba2,", "stateful_gla,", "models/ of the recipes"))
+
+
+def test_only_the_first_process_says_what_was_saved(
+    train: Train, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(StatePassingTrainer, "is_world_process_zero", lambda self: False)
+    assert train(model=checkpoint, max_steps=1) == 0
+    assert "Saved to" not in capsys.readouterr().out
 
 
 def test_mimetic_would_destroy_a_checkpoint(
@@ -292,6 +320,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
         assert train(**options, output_dir=tmp_path / "broken") == 130
     shown = capsys.readouterr()
     assert "checkpoint-2" in shown.out
+    assert "On the command line, continue with --resume" in shown.out
     assert "interrupted" in shown.err
     assert not (tmp_path / "broken" / "model.safetensors").exists()
     assert train("--resume", **options, output_dir=tmp_path / "broken") == 0
@@ -452,7 +481,8 @@ def test_alignment_of_tbtt_reads_ahead(train: Train, checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"noise_sigma": 0.1}, "noise_sigma is an option of the intervention random_noise and mixed"),
+        ({"noise_sigma": 0.1}, "an option of the interventions random_noise and mixed, not of state_passing."),
+        ({"mixture": "{}"}, "mixture is an option of the intervention mixed, not of"),
         ({"intervention": "random_noise"}, "noise_sigma is missing"),
         ({"intervention": "mixed"}, "mixture must give probabilities"),
         ({"task": "babilong"}, "task babilong needs task_files"),
@@ -528,11 +558,20 @@ def rows_of(monkeypatch: pytest.MonkeyPatch, train: Train, **options: Any) -> di
     return seen
 
 
-def test_passkeys_are_trained_on_the_key_alone(train: Train, checkpoint: Path, tmp_path: Path) -> None:
+def test_passkeys_are_trained_on_the_key_alone(
+    train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = {"task": "passkey", "data": None, "block_length": 400, "intervention": "fitted_noise"}
     assert train(model=checkpoint, **options, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=64) == 0
     history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in history if "eval_loss" in entry] == [2]
+    saved, *lines = capsys.readouterr().out.partition("Saved to ")[2].splitlines()
+    assert saved.endswith("for passkeys, in Python:")
+    names: dict[str, Any] = {}
+    exec(
+        textwrap.dedent("\n".join(lines)).replace("passkey_accuracy(model,", "share = passkey_accuracy(model,"), names
+    )
+    assert set(names["share"]) == {0.1, 0.5, 0.9}
 
 
 def test_evaluation_has_other_passkeys(
