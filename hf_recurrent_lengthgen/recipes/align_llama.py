@@ -18,10 +18,14 @@ import torch
 import yaml
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_recurrent_lengthgen.data import PackedBlocks, load_texts, token_stream
 from hf_recurrent_lengthgen.trainers import AlignmentConfig, AlignmentTrainer
 from hf_recurrent_lengthgen.trainers.alignment_loss import largest_extra
+from hf_recurrent_lengthgen.trainers.checkpoints import newest_complete_checkpoint
+
+RESUME = "--resume_from_checkpoint true"
 
 
 @dataclass
@@ -50,7 +54,8 @@ def scaled_config(settings: LlamaArguments) -> Any:
     """The model's config with its RoPE scaled.
 
     Raises:
-        ValueError: for a model without RoPE, and a factor that is missing or not used.
+        ValueError: for a model without RoPE, a factor that is missing or not used, and with yarn for one that does not
+            reach the training length.
     """
     config = AutoConfig.from_pretrained(settings.model)
     rope = getattr(config, "rope_parameters", None)
@@ -67,8 +72,17 @@ def scaled_config(settings: LlamaArguments) -> Any:
             "factor": settings.rope_factor,
             "original_max_position_embeddings": config.max_position_embeddings,
         }
+    longest = max(config.max_position_embeddings, settings.block_length)
+    if settings.rope_factor is not None and settings.rope_type == "yarn":
+        # Transformers wants the ratio of the two lengths to be the factor
+        longest = int(settings.rope_factor * config.max_position_embeddings)
+        if longest < settings.block_length:
+            raise ValueError(
+                f"rope_factor {settings.rope_factor:g} extends {config.max_position_embeddings} positions to "
+                f"{longest}, fewer than block_length {settings.block_length}: give a larger factor or shorter blocks."
+            )
     config.rope_parameters = scaled
-    config.max_position_embeddings = max(config.max_position_embeddings, settings.block_length)
+    config.max_position_embeddings = longest
     return config
 
 
@@ -76,8 +90,18 @@ def align(settings: LlamaArguments, training: AlignmentConfig) -> AlignmentTrain
     """Train, and save the merged model and its tokenizer to `training.output_dir`.
 
     Raises:
-        ValueError: as `scaled_config`, the data and the trainer raise.
+        ValueError: for an output_dir with checkpoints that are not resumed from, and as `scaled_config`, the data and
+            the trainer raise.
     """
+    output = str(training.output_dir)
+    resume = {"true": True, "false": None}.get(
+        str(training.resume_from_checkpoint).lower(), training.resume_from_checkpoint
+    )
+    if any(Path(output).glob(f"{PREFIX_CHECKPOINT_DIR}-*")) and not resume:
+        raise ValueError(
+            f"{output} holds checkpoints of an earlier run: continue it with {RESUME}, give another output_dir, or "
+            "remove them."
+        )
     set_seed(training.seed)
     config = scaled_config(settings)
     dtype = torch.bfloat16 if training.bf16 else torch.float32
@@ -97,10 +121,10 @@ def align(settings: LlamaArguments, training: AlignmentConfig) -> AlignmentTrain
     # a block of n predictions has n + 1 tokens
     blocks = PackedBlocks(stream, settings.block_length + max(extra - 1, 0))
     trainer = AlignmentTrainer(adapted, training, train_dataset=blocks)
-    trainer.train()
-    output = str(training.output_dir)
-    adapted.merge_and_unload().save_pretrained(output)
-    tokenizer.save_pretrained(output)
+    trainer.train(resume_from_checkpoint=resume)
+    if trainer.is_world_process_zero():
+        adapted.merge_and_unload().save_pretrained(output)
+        tokenizer.save_pretrained(output)
     trainer.save_state()
     return trainer
 
@@ -124,10 +148,22 @@ def read(arguments: Sequence[str]) -> tuple[LlamaArguments, AlignmentConfig]:
     return settings, training
 
 
+def run(arguments: Sequence[str]) -> int:
+    """Run the command with its arguments; returns the exit status."""
+    settings, training = read(arguments)
+    try:
+        align(settings, training)
+    except KeyboardInterrupt:
+        if training.process_index == 0 and newest_complete_checkpoint(str(training.output_dir)) is not None:
+            print(f"On the command line, continue with {RESUME}, beside the same options.", flush=True)
+        return 130
+    return 0
+
+
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         sys.exit(f"usage: python -m {__spec__.name} CONFIG.yaml [--OPTION VALUE ...]")
     try:
-        align(*read(sys.argv[1:]))
+        sys.exit(run(sys.argv[1:]))
     except (ValueError, OSError) as error:
         sys.exit(str(error))

@@ -1,5 +1,6 @@
 """The loss on a Llama with RoPE scaling and adapters."""
 
+import logging
 import runpy
 import sys
 from pathlib import Path
@@ -7,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mamba2Config
+from safetensors.torch import load_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2Config,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.recipes import RECIPES, align_llama
@@ -65,19 +75,75 @@ def test_a_recipe_trains_the_adapters_and_leaves_a_checkpoint_of_transformers(
     assert trained.config.rope_parameters["rope_type"] == "yarn"
 
 
+class InterruptedTrainer(align_llama.AlignmentTrainer):
+    """Interrupted when its third step begins."""
+
+    def __init__(self, *positional: Any, **keyword: Any) -> None:
+        super().__init__(*positional, **keyword)
+        self.add_callback(Interrupt())
+
+
+class Interrupt(TrainerCallback):
+    def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_resumes_to_the_same_weights(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saves = ["--max_steps", "4", "--save_strategy", "steps", "--save_steps", "2"]
+    arguments = [str(RECIPES / "alignment/llama_yarn.yaml"), *flags, *saves]
+    assert align_llama.run([*arguments, "--output_dir", str(tmp_path / "whole")]) == 0
+    broken = [*arguments, "--output_dir", str(tmp_path / "broken")]
+    with monkeypatch.context() as patch:
+        patch.setattr(align_llama, "AlignmentTrainer", InterruptedTrainer)
+        assert align_llama.run(broken) == 130
+    assert "continue with --resume_from_checkpoint true" in capsys.readouterr().out
+    for given in ([], ["--resume_from_checkpoint", "false"]):
+        with pytest.raises(ValueError, match="holds checkpoints of an earlier run: continue it with --resume_from"):
+            align_llama.run([*broken, *given])
+    first = tmp_path / "broken/checkpoint-2/trainer_state.json"
+    written = first.stat().st_mtime_ns
+    assert align_llama.run([*broken, "--resume_from_checkpoint", "true"]) == 0
+    assert first.stat().st_mtime_ns == written  # a run from the start would write it again
+    whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "broken"))
+    assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+
+
+def test_transformers_agrees_with_the_yarn_factor(flags: list[str], tmp_path: Path) -> None:
+    settings, _ = align_llama.read([str(RECIPES / "alignment/llama_yarn.yaml"), *flags])
+    told: list[str] = []
+    logger = logging.getLogger("transformers.modeling_rope_utils")
+    logger.addFilter(listener := lambda record: told.append(record.getMessage()) is None)
+    try:
+        config = align_llama.scaled_config(settings)
+        config.save_pretrained(tmp_path / "yarn")
+        AutoConfig.from_pretrained(tmp_path / "yarn")
+        assert told == []
+        config.max_position_embeddings += 8
+        config.save_pretrained(tmp_path / "yarn")
+        assert "does not match the ratio" in told[0]
+    finally:
+        logger.removeFilter(listener)
+    settings.block_length = 65
+    with pytest.raises(ValueError, match="rope_factor 8 extends 8 positions to 64, fewer than block_length 65"):
+        align_llama.scaled_config(settings)
+
+
 @pytest.mark.parametrize(
-    ("file", "expected"),
+    ("file", "expected", "longest"),
     [
-        ("llama_yarn", {"rope_type": "yarn", "factor": 8.0, "rope_theta": 10000.0}),
-        ("llama_interpolation", {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}),
-        ("llama_base", {"rope_type": "default", "rope_theta": 500000.0}),
+        ("llama_yarn", {"rope_type": "yarn", "factor": 8.0, "rope_theta": 10000.0}, 64),
+        ("llama_interpolation", {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}, 16),
+        ("llama_base", {"rope_type": "default", "rope_theta": 500000.0}, 16),
     ],
 )
-def test_the_recipes_scale_rope(file: str, expected: dict[str, Any], flags: list[str]) -> None:
+def test_the_recipes_scale_rope(file: str, expected: dict[str, Any], longest: int, flags: list[str]) -> None:
     settings, _ = align_llama.read([str(RECIPES / f"alignment/{file}.yaml"), *flags])
     config = align_llama.scaled_config(settings)
     assert expected.items() <= config.rope_parameters.items()
-    assert config.max_position_embeddings == 16
+    assert config.max_position_embeddings == longest
 
 
 def test_position_interpolation_divides_positions(flags: list[str], tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """Every recipe is accepted by the command, and says what the papers say."""
 
+import ast
+import inspect
 import json
 import re
 import runpy
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 
 import hf_recurrent_lengthgen  # noqa: F401  (registers the model types)
 from hf_recurrent_lengthgen.cli.options import RunParser
+from hf_recurrent_lengthgen.data.tasks import passkey_accuracy
 from hf_recurrent_lengthgen.recipes import RECIPES, align_llama, copy_recipes
+from hf_recurrent_lengthgen.trainers import MixedStatesTrainer
 
 FILES = sorted(RECIPES.glob("*/*.yaml"))
 MODELS = sorted(RECIPES.glob("models/*.json"))
@@ -129,6 +134,27 @@ def test_the_parameter_counts_of_the_readme() -> None:
     ]
     assert [f"{count / 1e6:.1f}M" for count in counts] == ["36.1M", "46.4M", "83.8M"]
     assert "36.1M, 46.4M and 83.8M" in (RECIPES / "README.md").read_text()
+
+
+def test_the_snippets_of_the_readme(tmp_path: Path) -> None:
+    text = (RECIPES / "README.md").read_text()
+    [mixture] = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    (tmp_path / "mixed.yaml").write_text(textwrap.dedent(mixture))
+    _, training, trainer = RunParser().read(["--model", "m", "--use_cpu"], str(tmp_path / "mixed.yaml"))
+    assert trainer is MixedStatesTrainer
+    assert training.mixture == {"zero": 0.1, "state_passing": 0.45, "fitted_noise": 0.45}  # type: ignore[attr-defined]
+    [arguments] = re.findall(r"torchrun --nproc-per-node 2 -m hf_recurrent_lengthgen.cli.main train (.*)\n", text)
+    rows = values_of(arguments)
+    per_step = 2 * int(rows["per_device_train_batch_size"]) * int(rows["gradient_accumulation_steps"])
+    assert per_step * int(rows["block_length"]) == TOKENS_PER_STEP
+    [measuring] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    *_, call = ast.parse(measuring).body
+    assert isinstance(call, ast.Expr)
+    assert isinstance(call.value, ast.Call)
+    inspect.signature(passkey_accuracy).bind(
+        *call.value.args, **{str(keyword.arg): keyword.value for keyword in call.value.keywords}
+    )
+    assert set(re.findall(r'"output/(.*?)"', measuring)) <= RUNS.keys()
 
 
 def values_of(arguments: str) -> dict[str, Any]:
