@@ -47,6 +47,8 @@ def train(settings: RunArguments, training: InitialStateConfig, trainer_class: t
     Raises:
         ValueError: for settings that contradict each other, and as the data, model and trainer raise.
     """
+    if training.resume_from_checkpoint:
+        raise ValueError("resume_from_checkpoint does nothing here: --resume takes the newest complete checkpoint.")
     output = str(training.output_dir)
     if Path(settings.model).resolve() == Path(output).resolve():
         raise ValueError(f"The trained model would overwrite {settings.model}: give another output_dir.")

@@ -485,6 +485,7 @@ def test_alignment_of_tbtt_reads_ahead(train: Train, checkpoint: Path) -> None:
         ({"mixture": "{}"}, "mixture is an option of the intervention mixed, not of"),
         ({"intervention": "random_noise"}, "noise_sigma is missing"),
         ({"intervention": "mixed"}, "mixture must give probabilities"),
+        ({"resume_from_checkpoint": "x"}, "--resume takes the newest complete checkpoint"),
         ({"task": "babilong"}, "task babilong needs task_files"),
         ({"task": "passkey", "data": None, "alignment_alpha": 0.1}, "goes with neither tbtt nor alignment_alpha"),
         ({"alignment_max_extra": 2}, "need alignment_alpha above 0"),
