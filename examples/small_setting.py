@@ -16,16 +16,15 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch.utils.data import Dataset
-from transformers import PrinterCallback, TrainerCallback, set_seed
+from transformers import PrinterCallback, TrainerCallback
 
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM, load_model
+from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM, load_model
 from hf_recurrent_lengthgen.cli import demo
 from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
 from hf_recurrent_lengthgen.evaluation.misalignment import long_short_misalignment
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, GRID, INK, MUTED
-from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, ZeroStateTrainer
 
 SETTINGS = replace(demo.DEFAULTS, cure_steps=200, evaluation_multiple=32, sequences=16)
@@ -118,7 +117,10 @@ class Study:
         folder, length = self.folder(name, seed), training.training_length or self.settings.training_length
         batch = training.batch_size or self.settings.batch_size
         with quiet_libraries("warnings", "bars"):
-            model = load_model(str(self.folder(training.start, seed))) if training.start else self._new(length, seed)
+            if training.start:
+                model = load_model(str(self.folder(training.start, seed)))
+            else:
+                model = demo.base_model(replace(self.settings, training_length=length), self.vocabulary, seed)
             arguments = trainer_class.config_class(
                 output_dir=str(folder),
                 max_steps=training.steps,
@@ -150,24 +152,6 @@ class Study:
         harm = found["measured"]["harm_last"]["mean"]
         print(f"seed {seed} {name}: loss {float(found['log'][-1]['loss']):.3f}, harm {harm:+.3f}", flush=True)
         return found
-
-    def _new(self, length: int, seed: int) -> StatefulMamba2ForCausalLM:
-        set_seed(seed)
-        settings = self.settings
-        config = StatefulMamba2Config(
-            vocab_size=self.vocabulary,
-            hidden_size=settings.hidden_size,
-            head_dim=settings.head_dim,
-            num_heads=2 * settings.hidden_size // settings.head_dim,
-            state_size=settings.state_size,
-            num_hidden_layers=settings.num_layers,
-            n_groups=1,
-            **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "tie_word_embeddings": True},
-            training_length=length,
-        )
-        model = StatefulMamba2ForCausalLM(config)
-        mimetic_initialization(model, c=settings.mimetic_c, offset=settings.mimetic_offset)
-        return model
 
     def measure(self, model: StatefulMamba2ForCausalLM, length: int, seed: int) -> Result:
         """What the studies keep of an evaluation; nats per byte, positions in bytes."""

@@ -345,9 +345,8 @@ class InitialStateTrainer(Trainer, ABC):
                 self.args.seed, self.state.global_step, self._evaluation_batches, first_row, _rows(inputs)
             )
             state = self.initial_states.evaluation_state(place)
-            plain = (
-                None if state is None else tuple(tuple(layer) for layer in state)
-            )  # Trainer moves plain tuples only
+            # Trainer moves plain tuples only.
+            plain = None if state is None else tuple(tuple(layer) for layer in state)
             inputs |= {"initial_state": plain, "output_final_state": False}
             self._evaluation_batches += 1
         return super().prediction_step(model, inputs, *args, **kwargs)

@@ -156,7 +156,8 @@ def _load_line(folder: Path) -> str:
     return f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)"
 
 
-def _base_model(settings: DemoSettings, vocab_size: int, seed: int) -> StatefulMamba2ForCausalLM:
+def base_model(settings: DemoSettings, vocab_size: int, seed: int) -> StatefulMamba2ForCausalLM:
+    """The model that is trained from nothing, with mimetic initialization."""
     set_seed(seed)
     config = StatefulMamba2Config(
         hidden_size=settings.hidden_size,
@@ -228,7 +229,7 @@ def _train(
             old.unlink()
     model: PreTrainedModel
     if role == "base":
-        model = _base_model(settings, len(tokenizer), seed)
+        model = base_model(settings, len(tokenizer), seed)
         steps, learning_rate = settings.base_steps, settings.base_learning_rate
     else:
         model = load_model(str(output / "base"))

@@ -79,10 +79,13 @@ def train(settings: RunArguments, training: InitialStateConfig, trainer_class: t
     rows = _rows(settings, training, tokenizer)
     eval_rows = _evaluation_rows(settings, training, tokenizer) if evaluates(training) else None
     model.config.training_length = settings.block_length
-    if settings.intervention != "none":
+    methods: list[str] = [settings.intervention] if settings.intervention != "none" else []
+    if training.alignment_alpha:
+        methods.append(f"output alignment {training.alignment_alpha:g}")
+    if methods:
         steps = training.max_steps
         budget = f"{steps} steps" if steps > 0 else f"{training.num_train_epochs:g} epochs"
-        done = f"{settings.intervention}, {budget}"
+        done = f"{' with '.join(methods)}, {budget}"
         model.config.interventions = [*(getattr(model.config, "interventions", None) or ()), done]
     trainer = trainer_class(model, training, train_dataset=rows, eval_dataset=eval_rows, processing_class=tokenizer)
     trainer.train(resume_from_checkpoint=settings.resume or None)

@@ -474,6 +474,17 @@ def test_random_weights_are_not_lost_beside_a_learned_state(
     assert train(model=config_file, intervention="learned", train_model=True) == 0
 
 
+@pytest.mark.parametrize(
+    ("intervention", "done"),
+    [("none", "output alignment 0.1, 2 steps"), ("state_passing", "state_passing with output alignment 0.1, 2 steps")],
+)
+def test_the_config_records_the_alignment_loss(
+    train: Train, checkpoint: Path, tmp_path: Path, intervention: str, done: str
+) -> None:
+    assert train(model=checkpoint, intervention=intervention, alignment_alpha=0.1) == 0
+    assert trained_config(tmp_path / "out")["interventions"][-1] == done
+
+
 def test_alignment_of_tbtt_reads_ahead(train: Train, checkpoint: Path) -> None:
     assert train(model=checkpoint, intervention="tbtt", alignment_alpha=0.1, alignment_max_extra=2) == 0
 
