@@ -25,7 +25,7 @@ def mamba1_layer(name: str) -> tuple[Callable[[int], Tensor], list[Tensor]]:
     if name == "theirs":
         theirs = MambaMixer(MambaConfig(num_hidden_layers=1), layer_idx=0).train()
         return lambda length: theirs(torch.randn(1, length, 768, requires_grad=True)).sum(), list(theirs.parameters())
-    ours = StatefulMambaMixer(StatefulMambaConfig(num_hidden_layers=1))
+    ours = StatefulMambaMixer(StatefulMambaConfig(num_hidden_layers=1), 0)
     ours.init_weights()
     zero = LayerState(torch.zeros(1, 1536, 16), torch.zeros(1, 1536, 3))
 

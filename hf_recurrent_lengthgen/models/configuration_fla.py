@@ -16,6 +16,8 @@ class FlaConfigMixin(StatefulConfigMixin):
         hidden_size: Width D of the residual stream.
         num_hidden_layers: Number of layers.
         num_heads: Heads H of each layer.
+        layer_num_heads: Heads of each layer, where they differ (post-training state expansion, arXiv:2509.22630); None
+            for `num_heads` in all.
         hidden_ratio: Width of the channel mixing over D, where `intermediate_size` is None.
         intermediate_size: Width of the channel mixing.
         hidden_act: Activation of the channel mixing; each family has one.
@@ -34,6 +36,7 @@ class FlaConfigMixin(StatefulConfigMixin):
     hidden_size: int = 2048
     num_hidden_layers: int = 24
     num_heads: int = 4
+    layer_num_heads: list[int] | None = None
     hidden_ratio: int | float | None = 4
     intermediate_size: int | None = None
     hidden_act: str = "swish"
@@ -73,26 +76,24 @@ class GatedLinearAttentionConfig(FlaConfigMixin, PreTrainedConfig):
         expand_k: Width of all keys over D.
         expand_v: Width of all values over D.
         num_kv_heads: Heads of keys and values; None for as many as queries.
-        layer_num_heads: Heads of each layer, where they differ (post-training state expansion, arXiv:2509.22630).
         elementwise_affine: Whether the norm of the outputs has a weight.
     """
 
     expand_k: int | float = 1.0
     expand_v: int | float = 1.0
     num_kv_heads: int | None = None
-    layer_num_heads: list[int] | None = None
     elementwise_affine: bool = True
 
     def check(self) -> None:
         """See `FlaConfigMixin.check`; also sizes that do not go together."""
         super().check()
         heads = self.layer_num_heads
-        if heads is not None and (len(heads) != self.num_hidden_layers or self.num_kv_heads is not None):
+        if heads is not None and self.num_kv_heads is not None:
             raise ValueError(
-                f"layer_num_heads must have num_hidden_layers ({self.num_hidden_layers}) entries and excludes "
-                f"num_kv_heads, got {heads} and num_kv_heads={self.num_kv_heads}."
+                f"layer_num_heads excludes num_kv_heads, got {heads} and num_kv_heads={self.num_kv_heads}: leave one "
+                "of them None."
             )
-        for count in heads or [self.num_heads]:
+        for count in {*(heads or ()), self.num_heads}:
             self.parts("expand_k * hidden_size", self.expand_k * self.hidden_size, count)
             self.parts("expand_v * hidden_size", self.expand_v * self.hidden_size, count)
         if self.num_kv_heads is not None:

@@ -24,6 +24,8 @@ POSITIVE_FIELDS = (
     "training_length",
     "vocab_size",
 )
+# of the families that have them: one entry per layer, where layers differ
+PER_LAYER_FIELDS = ("layer_num_heads", "layer_state_sizes")
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -84,3 +86,11 @@ class StatefulConfigMixin:
             value = getattr(self, name, None)
             if isinstance(value, (int, float)) and value <= 0:
                 raise ValueError(f"{name} must be above 0, got {value}.")
+        layers: int = self.num_hidden_layers  # type: ignore[attr-defined]
+        for name in PER_LAYER_FIELDS:
+            sizes = getattr(self, name, None)
+            if sizes is not None and (len(sizes) != layers or any(type(n) is not int or n < 1 for n in sizes)):
+                raise ValueError(
+                    f"{name} must be None or hold one integer above 0 for each of the num_hidden_layers ({layers}) "
+                    f"layers, got {sizes}."
+                )

@@ -30,11 +30,13 @@ class StatefulHGRN2Config(FlaConfigMixin, PreTrainedConfig):
     use_lower_bound: bool = True
     elementwise_affine: bool = True
 
-    def heads(self) -> tuple[int, int]:
-        """Number of heads and the size of each."""
-        if self.num_heads is not None:
-            return self.num_heads, self.hidden_size // self.num_heads
-        return self.hidden_size // self.expand_ratio, self.expand_ratio  # type: ignore[operator, return-value]
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Of one layer: number of heads and the size of each."""
+        if self.layer_num_heads is not None:
+            heads = self.layer_num_heads[layer]
+        else:
+            heads = self.num_heads or self.hidden_size // self.expand_ratio  # type: ignore[operator]
+        return heads, self.hidden_size // heads
 
     def check(self) -> None:
         """See `FlaConfigMixin.check`; also sizes that do not go together."""
@@ -44,6 +46,8 @@ class StatefulHGRN2Config(FlaConfigMixin, PreTrainedConfig):
             raise ValueError(f"num_heads or expand_ratio must divide hidden_size ({self.hidden_size}), got {given}.")
         if all(given.values()) and self.num_heads * self.expand_ratio != self.hidden_size:  # type: ignore[operator]
             raise ValueError(f"num_heads * expand_ratio must be hidden_size ({self.hidden_size}), got {given}.")
+        for count in self.layer_num_heads or ():
+            self.parts("hidden_size", self.hidden_size, count)
 
 
 StatefulHGRN2Config.register_for_auto_class()

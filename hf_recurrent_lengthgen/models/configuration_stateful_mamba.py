@@ -8,7 +8,7 @@ from .configuration_stateful import StatefulConfigMixin
 
 
 class StatefulMambaConfig(StatefulConfigMixin, MambaConfig):
-    """`MambaConfig` plus the fields of `StatefulConfigMixin`, and one that makes it a FalconMamba.
+    """`MambaConfig` plus the fields of `StatefulConfigMixin`, FalconMamba's epsilon, and sizes of each layer.
 
     Only `hidden_act="silu"` is supported. `use_mambapy` and `use_associative_scan` choose among Transformers' own
     scans and mean nothing here.
@@ -16,12 +16,19 @@ class StatefulMambaConfig(StatefulConfigMixin, MambaConfig):
     Args:
         mixer_rms_eps: Epsilon of FalconMamba's weightless norms of the step, B and C, as in `FalconMambaConfig`;
             None for Mamba, which has no such norms.
+        layer_state_sizes: State dim N of each layer, where they differ (post-training state expansion,
+            arXiv:2509.22630); None for `state_size` in all.
     """
 
     model_type = "stateful_mamba"
     upstream_types: ClassVar[tuple[str, ...]] = ("mamba", "falcon_mamba")
 
     mixer_rms_eps: float | None = None
+    layer_state_sizes: list[int] | None = None
+
+    def state_size_of(self, layer: int) -> int:
+        """State dim N of one layer."""
+        return self.state_size if self.layer_state_sizes is None else self.layer_state_sizes[layer]
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -12,10 +12,20 @@ class StatefulMamba2Config(StatefulConfigMixin, Mamba2Config):
 
     `chunk_size` is the tile of the GPU kernel; the torch scan has its own. Neither changes results.
     Only `hidden_act="silu"` is supported.
+
+    Args:
+        layer_state_sizes: State dim N of each layer, where they differ (post-training state expansion,
+            arXiv:2509.22630); None for `state_size` in all.
     """
 
     model_type = "stateful_mamba2"
     upstream_types: ClassVar[tuple[str, ...]] = ("mamba2",)
+
+    layer_state_sizes: list[int] | None = None
+
+    def state_size_of(self, layer: int) -> int:
+        """State dim N of one layer."""
+        return self.state_size if self.layer_state_sizes is None else self.layer_state_sizes[layer]
 
     def check(self) -> None:
         """See `StatefulConfigMixin.check`; also the activation and sizes that do not go together."""

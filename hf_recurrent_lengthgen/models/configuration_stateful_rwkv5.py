@@ -14,6 +14,8 @@ class StatefulRWKV5Config(StatefulConfigMixin, PreTrainedConfig):
         hidden_size: Width D of the residual stream.
         attention_hidden_size: Width A of time mixing; None for D.
         head_size: Keys and values of each head, N = P.
+        layer_num_heads: Heads of each layer, where they differ (post-training state expansion, arXiv:2509.22630), of
+            A / heads channels each; None for `head_size` in all.
         num_attention_heads: None, A / head_size, or head_size, as early official files say; it changes nothing.
         head_size_divisor: What outputs are divided by before the norm of each head: as an epsilon
             1e-5 * head_size_divisor**2. Official code before March 2024 lacks the division, training had it.
@@ -33,6 +35,7 @@ class StatefulRWKV5Config(StatefulConfigMixin, PreTrainedConfig):
     num_hidden_layers: int = 24
     attention_hidden_size: int | None = None
     head_size: int = 64
+    layer_num_heads: list[int] | None = None
     num_attention_heads: int | None = None
     head_size_divisor: int = 8
     intermediate_size: int | None = None
@@ -47,6 +50,11 @@ class StatefulRWKV5Config(StatefulConfigMixin, PreTrainedConfig):
         """Width A of time mixing."""
         return self.attention_hidden_size or self.hidden_size
 
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Of one layer: heads H and the size of each, N = P."""
+        heads = self.inner_size // self.head_size if self.layer_num_heads is None else self.layer_num_heads[layer]
+        return heads, self.inner_size // heads
+
     def check(self) -> None:
         """See `StatefulConfigMixin.check`; also sizes that do not go together."""
         super().check()
@@ -59,6 +67,12 @@ class StatefulRWKV5Config(StatefulConfigMixin, PreTrainedConfig):
                 f"num_attention_heads ({self.num_attention_heads}) contradicts {self.inner_size} channels in heads of "
                 f"head_size ({self.head_size}): leave it out."
             )
+        for heads in self.layer_num_heads or ():
+            if self.inner_size % heads:
+                raise ValueError(
+                    f"The width of time mixing ({self.inner_size}) must be a multiple of every entry of "
+                    f"layer_num_heads, got {self.layer_num_heads}."
+                )
 
 
 StatefulRWKV5Config.register_for_auto_class()

@@ -40,8 +40,14 @@ class StatefulRWKV6Config(FlaConfigMixin, PreTrainedConfig):
     def check(self) -> None:
         """See `FlaConfigMixin.check`; also sizes that do not go together."""
         super().check()
-        self.parts("expand_k * hidden_size", self.expand_k * self.hidden_size, self.num_heads)
-        self.parts("expand_v * hidden_size", self.expand_v * self.hidden_size, self.num_heads)
+        for count in {*(self.layer_num_heads or ()), self.num_heads}:
+            self.parts("expand_k * hidden_size", self.expand_k * self.hidden_size, count)
+            self.parts("expand_v * hidden_size", self.expand_v * self.hidden_size, count)
+
+    def heads_of(self, layer: int) -> tuple[int, int, int]:
+        """Of one layer: heads H, key dim N, value dim P."""
+        heads = self.num_heads if self.layer_num_heads is None else self.layer_num_heads[layer]
+        return heads, int(self.expand_k * self.hidden_size) // heads, int(self.expand_v * self.hidden_size) // heads
 
 
 StatefulRWKV6Config.register_for_auto_class()

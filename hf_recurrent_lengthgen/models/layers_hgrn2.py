@@ -26,11 +26,11 @@ from .scan_gla import chunk_gla, scan_gla
 class StatefulHGRN2Mixer(nn.Module):
     """Projections, optional short convolutions, gated recurrence, norm."""
 
-    def __init__(self, config: StatefulHGRN2Config) -> None:
+    def __init__(self, config: StatefulHGRN2Config, layer: int) -> None:
         super().__init__()
         check_backend_setting(config.scan_backend, chunk_gla is not None)
         self.config = config
-        self.heads, self.head_dim = config.heads()
+        self.heads, self.head_dim = config.heads_of(layer)
         D = config.hidden_size
         self.q_proj = nn.Linear(D, D, bias=False)
         self.f_proj = nn.Linear(D, D, bias=False)

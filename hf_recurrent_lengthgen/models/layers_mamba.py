@@ -26,20 +26,20 @@ from .scan_selective import scan_selective, selective_scan_fn
 KERNEL_AVAILABLE = selective_scan_fn is not None and causal_conv1d_fn is not None
 
 
-def mamba_layer_shape(config: StatefulMambaConfig) -> LayerShape:
+def mamba_layer_shape(config: StatefulMambaConfig, layer: int) -> LayerShape:
     """Shapes of one layer's state: (D, N) and (D, K-1)."""
     inner = config.intermediate_size
-    return LayerShape((inner, config.state_size), (inner, config.conv_kernel - 1))
+    return LayerShape((inner, config.state_size_of(layer)), (inner, config.conv_kernel - 1))
 
 
-def mamba_kernel_limit(config: StatefulMambaConfig, dtype: torch.dtype) -> str:
-    """What the kernels need and this model does not have, in words; empty if they can run it."""
+def mamba_kernel_limit(config: StatefulMambaConfig, layer: int, dtype: torch.dtype) -> str:
+    """What the kernels need and this layer does not have, in words; empty if they can run it."""
     if not 2 <= config.conv_kernel <= 4:
         return f"a conv_kernel of 2, 3 or 4, got {config.conv_kernel}"
     if config.intermediate_size % 8:
         return f"intermediate_size to be a multiple of 8, got {config.intermediate_size}"
-    if config.state_size > 256:
-        return f"a state_size of at most 256, got {config.state_size}"
+    if config.state_size_of(layer) > 256:
+        return f"a state_size of at most 256, got {config.state_size_of(layer)}"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"float32, float16 or bfloat16, got {dtype}"
     return ""
@@ -61,11 +61,11 @@ class StatefulMambaMixer(nn.Module):
     [dt, B, C].
     """
 
-    def __init__(self, config: StatefulMambaConfig) -> None:
+    def __init__(self, config: StatefulMambaConfig, layer: int) -> None:
         super().__init__()
         check_backend_setting(config.scan_backend, KERNEL_AVAILABLE)
-        self.config = config
-        inner, self.state_size = config.intermediate_size, config.state_size
+        self.config, self.layer = config, layer
+        inner, self.state_size = config.intermediate_size, config.state_size_of(layer)
         self.time_step_rank = int(config.time_step_rank)
         self.in_proj = nn.Linear(config.hidden_size, 2 * inner, bias=config.use_bias)
         self.conv1d = CausalConv1d.depthwise(inner, config.conv_kernel, config.use_conv_bias)
@@ -84,7 +84,7 @@ class StatefulMambaMixer(nn.Module):
             self.config.scan_backend,
             hidden_states.device.type,
             KERNEL_AVAILABLE,
-            mamba_kernel_limit(self.config, hidden_states.dtype),
+            mamba_kernel_limit(self.config, self.layer, hidden_states.dtype),
         )
         conv_input, gate = self.in_proj(hidden_states).chunk(2, -1)
         x, conv_state = self.conv1d(conv_input, state.conv, lengths, backend)

@@ -24,15 +24,16 @@ from .scan_ssd import mamba_chunk_scan_combined, scan_ssd
 KERNEL_AVAILABLE = mamba_chunk_scan_combined is not None and causal_conv1d_fn is not None
 
 
-def mamba2_layer_shape(config: StatefulMamba2Config) -> LayerShape:
+def mamba2_layer_shape(config: StatefulMamba2Config, layer: int) -> LayerShape:
     """Shapes of one layer's state: (H, P, N) and (H*P + 2*G*N, K-1)."""
-    channels = config.num_heads * config.head_dim + 2 * config.n_groups * config.state_size
-    return LayerShape((config.num_heads, config.head_dim, config.state_size), (channels, config.conv_kernel - 1))
+    state_size = config.state_size_of(layer)
+    channels = config.num_heads * config.head_dim + 2 * config.n_groups * state_size
+    return LayerShape((config.num_heads, config.head_dim, state_size), (channels, config.conv_kernel - 1))
 
 
-def mamba2_kernel_limit(config: StatefulMamba2Config, dtype: torch.dtype) -> str:
-    """What the kernels need and this model does not have, in words; empty if they can run it."""
-    channels = mamba2_layer_shape(config).conv[0]
+def mamba2_kernel_limit(config: StatefulMamba2Config, layer: int, dtype: torch.dtype) -> str:
+    """What the kernels need and this layer does not have, in words; empty if they can run it."""
+    channels = mamba2_layer_shape(config, layer).conv[0]
     if not 2 <= config.conv_kernel <= 4:
         return f"a conv_kernel of 2, 3 or 4, got {config.conv_kernel}"
     if channels % 8:
@@ -48,15 +49,15 @@ class StatefulMamba2Mixer(nn.Module):
     Parameters are named and laid out as in `transformers` and mamba-ssm: `in_proj` rows are [z, x, B, C, dt].
     """
 
-    def __init__(self, config: StatefulMamba2Config) -> None:
+    def __init__(self, config: StatefulMamba2Config, layer: int) -> None:
         super().__init__()
         check_backend_setting(config.scan_backend, KERNEL_AVAILABLE)
-        self.config = config
+        self.config, self.layer = config, layer
         self.num_heads = config.num_heads
         self.head_dim = config.head_dim
-        self.state_size = config.state_size
+        self.state_size = config.state_size_of(layer)
         self.n_groups = config.n_groups
-        inner, bc = config.num_heads * config.head_dim, config.n_groups * config.state_size
+        inner, bc = config.num_heads * config.head_dim, config.n_groups * self.state_size
         self.inner_size = inner
         self.conv_size = inner + 2 * bc
         self.in_proj = nn.Linear(config.hidden_size, inner + self.conv_size + config.num_heads, bias=config.use_bias)
@@ -76,7 +77,7 @@ class StatefulMamba2Mixer(nn.Module):
             self.config.scan_backend,
             hidden_states.device.type,
             KERNEL_AVAILABLE,
-            mamba2_kernel_limit(self.config, hidden_states.dtype),
+            mamba2_kernel_limit(self.config, self.layer, hidden_states.dtype),
         )
         gate, conv_input, dt = self.in_proj(hidden_states).split([self.inner_size, self.conv_size, self.num_heads], -1)
         conv_output, conv_state = self.conv1d(conv_input, state.conv, lengths, backend)

@@ -40,9 +40,9 @@ class StatefulRWKV5TimeMixing(nn.Module):
         self.config = config
         self.depth = layer / max(1, config.num_hidden_layers - 1), 1 - layer / config.num_hidden_layers
         D, A = config.hidden_size, config.inner_size
-        self.heads = A // config.head_size
-        self.time_decay = nn.Parameter(torch.empty(self.heads, config.head_size))
-        self.time_faaaa = nn.Parameter(torch.empty(self.heads, config.head_size))
+        self.heads, head_size = config.heads_of(layer)
+        self.time_decay = nn.Parameter(torch.empty(self.heads, head_size))
+        self.time_faaaa = nn.Parameter(torch.empty(self.heads, head_size))
         self.time_mix_key = nn.Parameter(torch.empty(1, 1, D))
         self.time_mix_value = nn.Parameter(torch.empty(1, 1, D))
         self.time_mix_receptance = nn.Parameter(torch.empty(1, 1, D))
@@ -132,7 +132,8 @@ class StatefulRWKV5Block(GradientCheckpointingLayer):
         self.ln2 = nn.LayerNorm(D, eps)
         self.attention = StatefulRWKV5TimeMixing(config, layer)
         self.feed_forward = StatefulRWKV5ChannelMixing(config, layer)
-        self.state_shape = LayerShape((config.inner_size // config.head_size, *[config.head_size] * 2), (2 * D, 1))
+        heads, size = config.heads_of(layer)
+        self.state_shape = LayerShape((heads, size, size), (2 * D, 1))
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None

@@ -79,13 +79,13 @@ class HeadNorm(nn.Module):
 class StatefulRWKV6TimeMixing(nn.Module):
     """Data-dependent token shifts, projections, recurrence with decay and bonus, norm per head, gate."""
 
-    def __init__(self, config: StatefulRWKV6Config) -> None:
+    def __init__(self, config: StatefulRWKV6Config, layer: int) -> None:
         super().__init__()
         check_backend_setting(config.scan_backend, chunk_rwkv6 is not None)
         self.config = config
         D, R = config.hidden_size, config.proj_low_rank_dim
-        keys, values = int(D * config.expand_k), int(D * config.expand_v)
-        self.heads = config.num_heads
+        self.heads, key_dim, value_dim = config.heads_of(layer)
+        keys, values = self.heads * key_dim, self.heads * value_dim
         # the order of the five is r, w, k, v, g
         self.x_proj = nn.Sequential(
             ShiftedLinear(nn.Linear(D, 5 * R, bias=False), D), nn.Tanh(), nn.Linear(5 * R, D, bias=False)
@@ -96,7 +96,7 @@ class StatefulRWKV6TimeMixing(nn.Module):
         self.k_proj = ShiftedLinear(nn.Linear(D, keys, bias=False))
         self.v_proj = ShiftedLinear(nn.Linear(D, values, bias=False))
         self.g_proj = ShiftedLinear(nn.Linear(D, values, bias=False))
-        self.bonus = nn.Parameter(torch.empty(self.heads, keys // self.heads))
+        self.bonus = nn.Parameter(torch.empty(self.heads, key_dim))
         eps = config.norm_eps if config.group_norm_eps is None else config.group_norm_eps
         self.g_norm = HeadNorm(values, eps)
         self.o_proj = nn.Linear(values, D, bias=False)
@@ -169,12 +169,11 @@ class StatefulRWKV6Block(GradientCheckpointingLayer):
 
         self.pre_norm = norm() if config.norm_first and layer == 0 else nn.Identity()
         self.attn_norm = norm()
-        self.attn = StatefulRWKV6TimeMixing(config)
+        self.attn = StatefulRWKV6TimeMixing(config, layer)
         self.ffn_norm = norm()
         self.ffn = StatefulRWKV6ChannelMixing(config)
-        D, H = config.hidden_size, config.num_heads
-        recurrent = (H, int(D * config.expand_v) // H, int(D * config.expand_k) // H)
-        self.state_shape = LayerShape(recurrent, (2 * D, 1))
+        heads, key_dim, value_dim = config.heads_of(layer)
+        self.state_shape = LayerShape((heads, value_dim, key_dim), (2 * config.hidden_size, 1))
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None

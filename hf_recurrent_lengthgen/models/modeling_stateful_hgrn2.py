@@ -57,7 +57,7 @@ class StatefulHGRN2Model(StatefulHGRN2PreTrainedModel, StatefulBackbone):
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            MixerMLPBlock(config, StatefulHGRN2Mixer(config)) for _ in range(config.num_hidden_layers)
+            MixerMLPBlock(config, StatefulHGRN2Mixer(config, layer)) for layer in range(config.num_hidden_layers)
         )
         if config.use_lower_bound:
             self.lower_bounds = nn.Parameter(torch.zeros(config.num_hidden_layers, config.hidden_size))

@@ -56,8 +56,8 @@ class StatefulMambaModel(StatefulMambaPreTrainedModel, StatefulBackbone):
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            MixerBlock(config, StatefulMambaMixer(config), mamba_layer_shape(config))
-            for _ in range(config.num_hidden_layers)
+            MixerBlock(config, StatefulMambaMixer(config, layer), mamba_layer_shape(config, layer))
+            for layer in range(config.num_hidden_layers)
         )
         self.norm_f = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
         self.gradient_checkpointing = False

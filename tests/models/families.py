@@ -22,7 +22,7 @@ TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:
 def mamba2_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
     """Logits and final state of a Mamba-2 model, one token at a time from the equations; x: (B, T, D)."""
     c = model.config
-    H, P, N, G = c.num_heads, c.head_dim, c.state_size, c.n_groups
+    H, P, G = c.num_heads, c.head_dim, c.n_groups
 
     def rms(v: Tensor, groups: int = 1) -> Tensor:
         v = v.unflatten(-1, (groups, -1))
@@ -30,7 +30,7 @@ def mamba2_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, R
 
     final = []
     for block, (h, columns) in zip(model.backbone.layers, state, strict=True):
-        m, outputs = block.mixer, []
+        m, outputs, N = block.mixer, [], h.shape[-1]
         for t in range(x.shape[1]):
             z, xBC, dt = m.in_proj(block.norm.weight * rms(x[:, t])).split([H * P, H * P + 2 * G * N, H], -1)
             window = torch.cat([columns, xBC[..., None]], -1)  # (B, C, K)
@@ -69,6 +69,7 @@ MAMBA2 = Family(
     variants={
         "one group": {"n_groups": 1},
         "two groups": {},
+        "own state size in each layer": {"layer_state_sizes": [12, 3]},
         "step limits": {"time_step_limit": (0.2, 0.7)},
         "two taps, no biases": {"n_groups": 1, "conv_kernel": 2, "use_conv_bias": False},
         "biases, fp32 residual, tied": {

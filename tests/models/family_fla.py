@@ -189,7 +189,11 @@ HGRN2 = Family(
     causal_lm_class=StatefulHGRN2ForCausalLM,
     backbone_class=StatefulHGRN2Model,
     config=hgrn2_config,
-    variants={"default": {}, "short convolutions, no bounds": {"use_short_conv": True, "use_lower_bound": False}},
+    variants={
+        "default": {},
+        "short convolutions, no bounds": {"use_short_conv": True, "use_lower_bound": False},
+        "own heads in each layer": {"layer_num_heads": [1, 4]},
+    },
     loop=hgrn2_loop,
     linear_modules={"q_proj", "f_proj", "i_proj", "o_proj"} | MLP,
     kernel=("layers_hgrn2", "chunk_gla"),

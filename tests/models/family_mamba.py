@@ -19,14 +19,14 @@ def mamba_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, Re
     Algorithm 2 and Eq. 2a of arXiv:2312.00752 in the block of its Figure 3; the norms of arXiv:2410.05355.
     """
     c = model.config
-    R, N = c.time_step_rank, c.state_size
+    R = c.time_step_rank
 
     def rms(v: Tensor, eps: float) -> Tensor:
         return v / (v.square().mean(-1, keepdim=True) + eps).sqrt()
 
     final = []
     for block, (h, columns) in zip(model.backbone.layers, state, strict=True):
-        m, outputs = block.mixer, []
+        m, outputs, N = block.mixer, [], h.shape[-1]
         A = -m.A_log.exp()
         for t in range(x.shape[1]):
             u, z = m.in_proj(block.norm.weight * rms(x[:, t], c.layer_norm_epsilon)).chunk(2, -1)
@@ -61,6 +61,7 @@ MAMBA = Family(
     config=mamba_config,
     variants={
         "plain": {},
+        "own state size in each layer": {"layer_state_sizes": [3, 12]},
         "two taps, no bias, tied": {"conv_kernel": 2, "use_conv_bias": False, "tie_word_embeddings": True},
         "biases, fp32 residual, wide": {"use_bias": True, "residual_in_fp32": True, "expand": 3, "state_size": 17},
     },

@@ -46,7 +46,7 @@ def rwkv6_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, Re
             w = torch.tanh(mixed[1] @ down.weight.T) @ up.weight.T + up.bias
             y, S = wkv(S, r, k, v, torch.exp(-torch.exp(w)), m.bonus)
             eps = c.norm_eps if c.group_norm_eps is None else c.group_norm_eps
-            y = group_norm(y, c.num_heads, m.g_norm.weight, m.g_norm.bias, eps)
+            y = group_norm(y, S.shape[1], m.g_norm.weight, m.g_norm.bias, eps)
             h = h + (y * silu(g)) @ m.o_proj.weight.T
             before, z = z, block.ffn_norm(h)
             d = before_ffn - z
@@ -115,6 +115,7 @@ RWKV6 = Family(
         "default": {},
         "own epsilon, tied": {"group_norm_eps": 64e-5, "expand_k": 1, "num_heads": 4, "tie_word_embeddings": True},
         "plain norms": {"norm_first": False, "norm_bias": False},
+        "own heads in each layer": {"layer_num_heads": [1, 4]},
     },
     loop=rwkv6_loop,
     linear_modules={
@@ -130,7 +131,11 @@ RWKV5 = Family(
     causal_lm_class=StatefulRWKV5ForCausalLM,
     backbone_class=StatefulRWKV5Model,
     config=rwkv5_config,
-    variants={"default": {}, "wide, no divisor": {"attention_hidden_size": 32, "head_size_divisor": 1}},
+    variants={
+        "default": {},
+        "wide, no divisor": {"attention_hidden_size": 32, "head_size_divisor": 1},
+        "own heads in each layer": {"layer_num_heads": [4, 1]},
+    },
     loop=rwkv5_loop,
     linear_modules={
         *(f"attention.{name}" for name in ("key", "value", "receptance", "gate", "output")),

@@ -102,6 +102,20 @@ def test_a_configuration_that_cannot_be_honored_is_refused(changes: dict[str, ob
         StatefulMamba2ForCausalLM(mamba2_config(**changes))
 
 
+@pytest.mark.parametrize("sizes", [[4], [4, 0], [4, 4.0], [4, True]], ids=str)
+@every_family
+def test_sizes_of_layers_must_be_one_integer_each(family: Family, sizes: list[int]) -> None:
+    name = "layer_state_sizes" if "mamba" in family.name else "layer_num_heads"
+    with pytest.raises(ValueError, match=rf"{name}.*(must be None or hold one integer above 0 for each|expected)"):
+        family.causal_lm_class(family.config(**{name: sizes}))
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if "mamba" not in family.name], ids=variant_id)
+def test_heads_of_a_layer_must_divide_its_channels(family: Family) -> None:
+    with pytest.raises(ValueError, match=r"3 heads cannot share evenly|must be a multiple of every entry"):
+        family.causal_lm_class(family.config(layer_num_heads=[2, 3]))
+
+
 def test_sizes_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match=r"num_heads \* head_dim|hidden_size \* expand|Inconsistent configuration"):
         StatefulMamba2ForCausalLM(mamba2_config(head_dim=9))

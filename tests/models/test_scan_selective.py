@@ -255,11 +255,13 @@ def test_the_kernel_counts_as_installed_only_with_its_cuda_extension(
         ({"conv_kernel": 5}, torch.float32, "a conv_kernel of 2, 3 or 4, got 5"),
         ({"hidden_size": 10}, torch.float32, "intermediate_size to be a multiple of 8, got 20"),
         ({"state_size": 300}, torch.float32, "a state_size of at most 256, got 300"),
+        ({"layer_state_sizes": [5, 300]}, torch.float32, "a state_size of at most 256, got 300"),
+        ({"layer_state_sizes": [300, 5]}, torch.float32, ""),
         ({}, torch.float64, "float32, float16 or bfloat16, got torch.float64"),
     ],
 )
 def test_what_the_kernels_cannot_run_is_named(changes: dict[str, int], dtype: torch.dtype, message: str) -> None:
-    assert mamba_kernel_limit(mamba_config(**changes), dtype) == message
+    assert mamba_kernel_limit(mamba_config(**changes), 1, dtype) == message
 
 
 @pytest.mark.gpu
