@@ -1,9 +1,12 @@
-"""Mimetic initialization: a state space model that starts out close to linear attention.
+"""Mimetic initialization: a recurrent model that starts out close to linear attention.
 
 "Mimetic Initialization Helps State Space Models Learn to Recall" (Trockman et al. 2024, arXiv:2410.11135).
 With decays and step sizes near 1 the map of a layer is y_i = sum_{j <= i} (C_i . B_j) x_j (Eq. 8 and 12; the
 indicator of Eq. 8 is printed the wrong way round), which forgets nothing; with W_C close to W_B equal tokens
 attend to each other. Such a model also fails soon beyond its training length, unless it is trained for it.
+
+The paper treats Mamba-1 and Mamba-2. The counterpart for GLA, whose keys and queries are B and C and whose gates are
+decay and step in one, is ours.
 """
 
 import math
@@ -11,89 +14,134 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from hf_recurrent_lengthgen.models.mixer_layouts import Kind, KnownMixer, key_and_query_weights, known_mixers
 
 DELTA_BIAS = math.log(math.expm1(1.0))
 """The inverse of softplus at 1, 0.5413."""
+
+SWITCHES = ("a", "delta", "bc", "conv")
+PAPER_SWITCHES: dict[Kind, tuple[str, ...]] = {
+    "Mamba-1": ("a", "delta", "bc"),
+    "Mamba-2": SWITCHES,
+    "GLA": ("a", "bc", "conv"),
+}
+"""What is on by default: section 3 of the paper, and our choice for GLA."""
 
 
 @torch.no_grad()
 def mimetic_initialization(
     model: nn.Module,
-    a: bool = True,
-    delta: bool = True,
-    bc: bool = True,
-    conv: bool = True,
+    a: bool | None = None,
+    delta: bool | None = None,
+    bc: bool | None = None,
+    conv: bool | None = None,
     c: float = 8.0,
     offset: int = 0,
     layers: Iterable[int] | None = None,
 ) -> None:
-    """Overwrite weights of Mamba-2 mixers, in place, by those of mimetic initialization.
+    """Overwrite weights of Mamba-1, FalconMamba, Mamba-2 or GLA mixers, in place, by those of mimetic initialization.
 
-    A mixer is any module with 1-dimensional parameters `A_log` and `dt_bias` (H,) and with `in_proj`, `conv1d`
-    and `out_proj`, in the layout of Transformers and mamba-ssm: `in_proj` has the rows [z, x, B, C, dt]. So
-    models whose code came with a checkpoint are covered too. The config does not change, and nothing else does:
-    `in_proj.bias`, if there is one, and the rows of dt keep their values.
+    Mixers are told by their parameters (`mixer_layouts.py`): classes of Transformers and fla, hybrids with such mixers
+    and models whose code came with a checkpoint are covered too. The config does not change, and nothing else does:
+    `in_proj.bias`, if there is one, and the rows of the steps in `in_proj` or `x_proj` keep their values.
+
+    A switch is on, off, or None for the default of the mixer: in Mamba-1 all but `conv`, in Mamba-2 all, in GLA `a`,
+    `bc` and, where there are short convolutions, `conv`.
 
     Args:
-        model: A model with Mamba-2 mixers, freshly initialized as a rule.
-        a: `A ~ 1` (Eq. 3): `A_log <- -c log(1..H)`, so the n-th head decays by exp(-n^-c) per unit step. The
-            first head is a fixed point of the scaling and keeps decaying by exp(-1), as in the paper.
-        delta: `Delta ~ 1` (Eq. 4): `dt_bias <- softplus^-1(1)`.
-        bc: Correlated tokens (section 4): `W_C <- (W_C + W_B) / 2`, group by group.
-        conv: Identity convolution: last tap 1, all other taps and the bias 0.
+        model: A model with such mixers, freshly initialized as a rule.
+        a: Decays near 1, with A_n = -(n + offset)^-c (section 3). Mamba-2: `A_log <- -c log(n + offset)`, n = 1..H
+            over the heads. Mamba-1: the same with n = 1..N over the states of every channel. GLA: n = 1..N over the
+            keys of every head, and the gates are exp(A_n) whatever the input: the second weight of `gk_proj` is 0,
+            its bias b has log(sigmoid(b)) / gate_logit_normalizer = A_n (`clamp_min` still bounds it). n = 1 is a
+            fixed point of the scaling in c and keeps decaying by exp(-1) per token, as in the paper, unless offset is
+            above 0.
+        delta: Steps near 1 (Eq. 4): the bias inside the softplus is softplus^-1(1). Mamba-2: `dt_bias`; Mamba-1: that
+            of `dt_proj`, whose weight becomes 0 (not the rows of `x_proj` before it, else no gradient would reach
+            either). GLA has no step.
+        bc: Correlated tokens (section 3): `W_C <- (W_C + W_B) / 2`, group by group; in GLA `W_Q <- (W_Q + W_K) / 2`,
+            head by head.
+        conv: Identity convolution: last tap 1, all other taps and the bias 0. GLA: those of q, k and v.
         c: Strength of `a`, above 0; the paper takes it from {2, 4, 8}.
-        offset: Of `a`: log(1 + offset..H + offset). With 1 no head is left at the fixed point.
-        layers: Which mixers, counted from 0 in the order of the model; None for all.
+        offset: Of `a`. With 1 no head, state or key is left at the fixed point.
+        layers: Which layers of the model, counted from 0; None for all that have such a mixer.
 
     Raises:
-        ValueError: for a model without Mamba-2 mixers, one with another layout of `in_proj`, a layer that is
-            not there, c <= 0 or a negative offset. The model is unchanged then.
+        ValueError: for a model without such mixers, one with another layout, a switch that the mixers do not have, a
+            layer that is not there or of another kind, c <= 0 or a negative offset. The model is unchanged then.
     """
     if not (math.isfinite(c) and c > 0):
         raise ValueError(f"c must be finite and above 0, got {c}; the paper takes 2, 4 or 8.")
     if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
         raise ValueError(f"offset must be an integer of at least 0, got {offset!r}.")
-    mixers: list[Any] = [module for module in model.modules() if _is_mamba2_mixer(module)]
-    if not mixers:
-        raise ValueError(
-            f"{type(model).__name__} has no Mamba-2 mixer: no module with A_log and dt_bias of shape (heads,), "
-            "in_proj, conv1d and out_proj."
-        )
-    chosen = list(range(len(mixers)) if layers is None else layers)
-    unknown = [index for index in chosen if index not in range(len(mixers))]
-    if unknown or not chosen:
-        raise ValueError(f"layers must be some of 0 to {len(mixers) - 1}, got {chosen}; None takes all.")
+    given = dict(zip(SWITCHES, (a, delta, bc, conv), strict=True))
     # every mixer is checked before any is changed, and changed once: averaging twice would move W_C further
-    for mixer, (b_rows, c_rows) in [(mixers[index], _bc_rows(mixers[index])) for index in sorted(set(chosen))]:
-        if a:
-            heads = torch.arange(1, mixer.A_log.numel() + 1, dtype=torch.float64) + offset
-            mixer.A_log.copy_(-c * heads.log())
-        if delta:
-            mixer.dt_bias.fill_(DELTA_BIAS)
-        if bc:
-            weight = mixer.in_proj.weight
-            weight[c_rows] = (weight[c_rows] + weight[b_rows]) / 2
-        if conv:
-            mixer.conv1d.weight.zero_()
-            mixer.conv1d.weight[..., -1] = 1.0
-            if mixer.conv1d.bias is not None:
-                mixer.conv1d.bias.zero_()
+    chosen = [(mixer, _switched_on(mixer, given), key_and_query_weights(mixer)) for mixer in _chosen(model, layers)]
+    for mixer, switches, (W_B, W_C) in chosen:
+        if "a" in switches:
+            _set_decays(mixer, c, offset)
+        if "delta" in switches and mixer.kind == "Mamba-1":
+            mixer.module.dt_proj.weight.zero_()
+            mixer.module.dt_proj.bias.fill_(DELTA_BIAS)
+        elif "delta" in switches:
+            mixer.module.dt_bias.fill_(DELTA_BIAS)
+        if "bc" in switches:
+            W_C.copy_((W_C + W_B) / 2)
+        if "conv" in switches:
+            for convolution in _convolutions(mixer):
+                convolution.weight.zero_()
+                convolution.weight[..., -1] = 1.0
+                if convolution.bias is not None:
+                    convolution.bias.zero_()
 
 
-def _is_mamba2_mixer(module: Any) -> bool:
-    heads: list[Any] = [getattr(module, name, None) for name in ("A_log", "dt_bias")]
-    inside = [getattr(getattr(module, name, None), "weight", None) for name in ("in_proj", "conv1d", "out_proj")]
-    return all(isinstance(value, torch.Tensor) for value in heads + inside) and heads[0].ndim == heads[1].ndim == 1
+def _chosen(model: nn.Module, layers: Iterable[int] | None) -> list[KnownMixer]:
+    mixers = known_mixers(model)
+    if layers is None:
+        return mixers
+    wanted, there = list(layers), sorted({mixer.layer for mixer in mixers})
+    if not wanted or not set(wanted) <= set(there):
+        raise ValueError(f"layers must be some of {there}, got {wanted}; None takes all.")
+    return [mixer for mixer in mixers if mixer.layer in wanted]
 
 
-def _bc_rows(mixer: Any) -> tuple[slice, slice]:
-    """Rows of B and of C in `in_proj`, from the shapes: each has n_groups * state_size of them."""
-    inner, rows = mixer.out_proj.weight.shape[1], mixer.in_proj.weight.shape[0]
-    bc, odd = divmod(mixer.conv1d.weight.shape[0] - inner, 2)
-    if odd or bc < 1 or rows != 2 * inner + 2 * bc + mixer.A_log.numel():
-        raise ValueError(
-            f"in_proj has {rows} rows, but with {inner} inner channels, {mixer.conv1d.weight.shape[0]} convolution "
-            f"channels and {mixer.A_log.numel()} heads the rows [z, x, B, C, dt] would be another number."
-        )
-    return slice(2 * inner, 2 * inner + bc), slice(2 * inner + bc, 2 * inner + 2 * bc)
+def _switched_on(mixer: KnownMixer, given: dict[str, bool | None]) -> set[str]:
+    """The switches that are on for a mixer, by the caller's or the default choice."""
+    lacking = {}
+    if mixer.kind == "GLA":
+        lacking["delta"] = "GLA has no step size: its gates are decay and step in one, which is the switch a"
+    if not _convolutions(mixer):
+        lacking["conv"] = "it has no short convolution"
+    for name, reason in lacking.items():
+        if given[name]:
+            raise ValueError(f"{name} does not exist in layer {mixer.layer} ({mixer.kind}): {reason}. Leave it out.")
+    default = set(PAPER_SWITCHES[mixer.kind]) - lacking.keys()
+    return {name for name, on in given.items() if (name in default if on is None else on)}
+
+
+def _convolutions(mixer: KnownMixer) -> list[Any]:
+    if mixer.kind != "GLA":
+        return [mixer.module.conv1d]
+    names = ("q_conv1d", "k_conv1d", "v_conv1d")
+    return [getattr(mixer.module, name) for name in names if hasattr(mixer.module, name)]
+
+
+def _set_decays(mixer: KnownMixer, c: float, offset: int) -> None:
+    module = mixer.module
+    if mixer.kind != "GLA":
+        a_log: Tensor = module.A_log
+        a_log.copy_(-c * _counts(a_log.shape[-1], offset).log())
+        return
+    normalizer = float(getattr(module, "gate_logit_normalizer", None) or module.config.gate_logit_normalizer)
+    second = module.gk_proj[1]
+    key_dim = key_and_query_weights(mixer)[1].shape[1]
+    logits = normalizer * _counts(key_dim, offset) ** -c
+    second.weight.zero_()
+    # the inverse of -logsigmoid, also where exp would overflow
+    second.bias.copy_((-logits - torch.log(-torch.expm1(-logits))).repeat(len(second.bias) // key_dim))
+
+
+def _counts(number: int, offset: int) -> Tensor:
+    return torch.arange(1, number + 1, dtype=torch.float64) + offset

@@ -1,13 +1,24 @@
 import copy
 import math
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import FalconMambaForCausalLM, Mamba2Config, Mamba2ForCausalLM, MambaForCausalLM
 
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen import (
+    StatefulGLAConfig,
+    StatefulGLAForCausalLM,
+    StatefulMamba2Config,
+    StatefulMamba2ForCausalLM,
+    StatefulMambaConfig,
+    StatefulMambaForCausalLM,
+    StatefulRWKV6Config,
+    StatefulRWKV6ForCausalLM,
+)
+from hf_recurrent_lengthgen.hybrids.tiny_models import tiny_model
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 
 SWITCHES = ("a", "delta", "bc", "conv")
@@ -157,9 +168,9 @@ def test_gradients_reach_every_parameter() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"layers": [0, 3]}, "some of 0 to 2"),
-        ({"layers": [-1]}, "some of 0 to 2"),
-        ({"layers": []}, "some of 0 to 2"),
+        ({"layers": [0, 3]}, r"some of \[0, 1, 2\]"),
+        ({"layers": [-1]}, r"some of \[0, 1, 2\]"),
+        ({"layers": []}, r"some of \[0, 1, 2\]"),
         ({"c": 0.0}, "c must be"),
         ({"c": -1.0}, "c must be"),
         ({"c": math.nan}, "c must be"),
@@ -177,12 +188,12 @@ def test_an_impossible_argument_is_refused_and_nothing_changed(arguments: dict[s
     assert changed_names(before, model) == set()
 
 
-def test_a_model_without_mamba2_mixers_is_refused() -> None:
-    with pytest.raises(ValueError, match="Linear has no Mamba-2 mixer"):
+def test_a_model_without_known_mixers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Linear has no mixer of Mamba-1 .*, Mamba-2 .* or GLA"):
         mimetic_initialization(nn.Linear(2, 2))
-    mamba1 = MambaForCausalLM(MambaConfig(vocab_size=11, hidden_size=4, state_size=3, num_hidden_layers=1))
-    with pytest.raises(ValueError, match="no Mamba-2 mixer"):
-        mimetic_initialization(mamba1)
+    rwkv = StatefulRWKV6ForCausalLM(StatefulRWKV6Config(vocab_size=11, hidden_size=64, num_hidden_layers=1))
+    with pytest.raises(ValueError, match="StatefulRWKV6ForCausalLM has no mixer"):
+        mimetic_initialization(rwkv)
 
 
 def test_another_layout_of_the_input_projection_is_refused_and_nothing_changed() -> None:
@@ -192,3 +203,180 @@ def test_another_layout_of_the_input_projection_is_refused_and_nothing_changed()
     with pytest.raises(ValueError, match="in_proj has 34 rows"):
         mimetic_initialization(model)
     assert changed_names(before, model) == set()
+
+
+# Mamba-1: inner size 8, N = 3, R = 2; x_proj rows are dt 0-1, B 2-4, C 5-7
+MAMBA1_SIZES: dict[str, Any] = {
+    "vocab_size": 11,
+    "hidden_size": 4,
+    "expand": 2,
+    "state_size": 3,
+    "time_step_rank": 2,
+    "num_hidden_layers": 3,
+    "conv_kernel": 4,
+}
+MAMBA1_CHANGED = {
+    "a": {"mixer.A_log"},
+    "delta": {"mixer.dt_proj.weight", "mixer.dt_proj.bias"},
+    "bc": {"mixer.x_proj.weight"},
+    "conv": {"mixer.conv1d.weight", "mixer.conv1d.bias"},
+}
+
+
+def mamba1_model(**changes: Any) -> Any:
+    return randomized(StatefulMambaForCausalLM(StatefulMambaConfig(**{**MAMBA1_SIZES, **changes})))
+
+
+def test_mamba1_a_is_a_power_of_the_states_number_in_every_channel() -> None:
+    model = mamba1_model()
+    mimetic_initialization(model, **only("a"), c=2.0)
+    a_log = model.backbone.layers[1].mixer.A_log
+    torch.testing.assert_close(-a_log.exp(), torch.tensor([-1.0, -1 / 4, -1 / 9]).expand(8, 3))
+    mimetic_initialization(model, **only("a"), c=2.0, offset=1)
+    torch.testing.assert_close(-a_log.exp(), torch.tensor([-1 / 4, -1 / 9, -1 / 16]).expand(8, 3))
+
+
+def test_mamba1_a_step_is_one_whatever_the_input() -> None:
+    model = mamba1_model()
+    rows = model.backbone.layers[2].mixer.x_proj.weight.detach().clone()
+    mimetic_initialization(model, **only("delta"))
+    mixer = model.backbone.layers[2].mixer
+    steps = torch.nn.functional.softplus(mixer.dt_proj(torch.randn(5, 2)))
+    torch.testing.assert_close(steps, torch.ones(5, 8))
+    assert torch.equal(mixer.x_proj.weight, rows)
+
+
+def test_mamba1_c_rows_become_the_mean_of_b_and_c_rows() -> None:
+    model = mamba1_model()
+    projection = model.backbone.layers[0].mixer.x_proj
+    with torch.no_grad():
+        projection.weight.copy_(torch.arange(8.0)[:, None].expand(8, 8))
+    mimetic_initialization(model, **only("bc"))
+    expected = torch.tensor([0.0, 1, 2, 3, 4, 3.5, 4.5, 5.5])
+    assert torch.equal(projection.weight, expected[:, None].expand(8, 8))
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_mamba1_a_switch_changes_its_own_parameters_of_the_chosen_layers_only(switch: str) -> None:
+    model = mamba1_model(mixer_rms_eps=1e-6)
+    before = parameters(model)
+    mimetic_initialization(model, **only(switch), layers=[2, 0])
+    expected = {f"backbone.layers.{layer}.{name}" for layer in (0, 2) for name in MAMBA1_CHANGED[switch]}
+    assert changed_names(before, model) == expected
+
+
+def test_mamba1_keeps_its_convolution_by_default() -> None:
+    model = mamba1_model()
+    before = parameters(model)
+    mimetic_initialization(model)
+    names = set().union(*(MAMBA1_CHANGED[switch] for switch in ("a", "delta", "bc")))
+    assert changed_names(before, model) == {f"backbone.layers.{layer}.{name}" for layer in range(3) for name in names}
+    mimetic_initialization(model, conv=True)
+    assert model.backbone.layers[1].mixer.conv1d.weight[:, 0].tolist() == [[0.0, 0.0, 0.0, 1.0]] * 8
+
+
+@pytest.mark.parametrize("stock", [MambaForCausalLM, FalconMambaForCausalLM], ids=lambda cls: cls.__name__)
+def test_stock_mamba1_mixers_get_the_same_weights(stock: Any) -> None:
+    ours = mamba1_model()
+    theirs = stock(stock.config_class(**MAMBA1_SIZES))
+    theirs.load_state_dict(ours.state_dict())
+    mimetic_initialization(ours, c=3.0, offset=1)
+    mimetic_initialization(theirs, c=3.0, offset=1)
+    assert changed_names(parameters(ours), theirs) == set()
+
+
+# GLA: 2 heads of 3 keys and 4 values
+GLA_SIZES: dict[str, Any] = {
+    "vocab_size": 11,
+    "hidden_size": 12,
+    "num_heads": 2,
+    "expand_k": 0.5,
+    "expand_v": 1.0,
+    "gate_low_rank_dim": 5,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+}
+
+
+def gla_model(**changes: Any) -> Any:
+    return randomized(StatefulGLAForCausalLM(StatefulGLAConfig(**{**GLA_SIZES, **changes})))
+
+
+@pytest.mark.parametrize("normalizer", [1, 16])
+def test_gla_gates_are_those_decays_whatever_the_input(normalizer: int) -> None:
+    model = gla_model(gate_logit_normalizer=normalizer)
+    gates = model.model.layers[1].attn.gk_proj
+    for offset, decays in ((0, [-1.0, -1 / 4, -1 / 9]), (1, [-1 / 4, -1 / 9, -1 / 16])):
+        mimetic_initialization(model, **only("a"), c=2.0, offset=offset)
+        log_gates = torch.nn.functional.logsigmoid(gates(torch.randn(7, 12))) / normalizer
+        torch.testing.assert_close(log_gates, torch.tensor(decays).repeat(2).expand(7, 6))
+    mimetic_initialization(model, **only("a"))
+    log_gates = torch.nn.functional.logsigmoid(gates(torch.randn(1, 12))) / normalizer
+    torch.testing.assert_close(log_gates[0, 3:], torch.tensor([-1.0, -(2.0**-8), -(3.0**-8)]))
+
+
+def test_gla_queries_become_the_mean_of_queries_and_keys_of_the_same_head() -> None:
+    model = gla_model(num_heads=4, num_kv_heads=2, expand_k=1.0)
+    mixer = model.model.layers[0].attn
+    with torch.no_grad():
+        mixer.q_proj.weight.copy_(torch.arange(12.0)[:, None].expand(12, 12))
+        mixer.k_proj.weight.copy_(torch.tensor([100.0, 200, 300, 1000, 2000, 3000])[:, None].expand(6, 12))
+    mimetic_initialization(model, **only("bc"))
+    keys = [100, 200, 300, 100, 200, 300, 1000, 2000, 3000, 1000, 2000, 3000]
+    assert mixer.q_proj.weight[:, 5].tolist() == [(row + key) / 2 for row, key in enumerate(keys)]
+
+
+def test_gla_convolutions_become_the_identity_where_there_are_some() -> None:
+    model = gla_model(use_short_conv=True, conv_size=3)
+    before = parameters(model)
+    mimetic_initialization(model, layers=[1])
+    names = {"q_proj.weight", "gk_proj.1.weight", "gk_proj.1.bias"}
+    names |= {f"{name}_conv1d.weight" for name in "qkv"}
+    assert changed_names(before, model) == {f"model.layers.1.attn.{name}" for name in names}
+    assert model.model.layers[1].attn.v_conv1d.weight.tolist() == [[[0.0, 0.0, 1.0]]] * 12
+
+
+@pytest.mark.parametrize(
+    ("switch", "reason"), [("delta", "GLA has no step size"), ("conv", "it has no short convolution")]
+)
+def test_a_switch_that_a_mixer_does_not_have_is_refused_and_nothing_changed(switch: str, reason: str) -> None:
+    model = gla_model()
+    before = parameters(model)
+    with pytest.raises(ValueError, match=rf"{switch} does not exist in layer 0 \(GLA\): {reason}"):
+        mimetic_initialization(model, **{switch: True})
+    assert changed_names(before, model) == set()
+    mimetic_initialization(model, **{switch: False})
+    assert "model.layers.0.attn.q_proj.weight" in changed_names(before, model)
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "zamba2"])
+def test_layers_of_hybrids_are_those_of_the_model(model_type: str) -> None:
+    model = randomized(tiny_model(model_type))
+    before = parameters(model)
+    mixers = sorted(int(name.split(".")[2]) for name in before if name.endswith("A_log"))
+    with pytest.raises(ValueError, match=re.escape(f"layers must be some of {mixers}, got [99]")):
+        mimetic_initialization(model, layers=[99])
+    mimetic_initialization(model, layers=mixers[-1:])
+    assert {int(name.split(".")[2]) for name in changed_names(before, model)} == {mixers[-1]}
+    mimetic_initialization(model, c=2.0, offset=1)
+    decays = {name: value[..., 0] for name, value in model.named_parameters() if name.endswith("A_log")}
+    for value in decays.values():
+        torch.testing.assert_close(-value.exp(), torch.full_like(value, -1 / 4))
+
+
+@pytest.mark.parametrize("make", [mamba1_model, gla_model], ids=["Mamba-1", "GLA"])
+def test_gradients_reach_all_but_the_parameters_behind_a_zero_weight(make: Any) -> None:
+    """The zero factor itself moves at the first step, the one before it from the second on."""
+    torch.manual_seed(0)
+    model = type(make())(make().config)
+    mimetic_initialization(model, c=2.0)
+    tokens = torch.randint(11, (2, 12), generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    without = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        without.append([name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0])
+    assert all(name.endswith(("gk_proj.0.weight",)) for name in without[0])
+    assert without[1] == []
