@@ -3,16 +3,35 @@
 from .answers import Task, right_answers
 from .babilong import BabilongPrompts, BabiQuestion, babi_files, read_babi
 from .passkey import PASSKEY_STYLES, PasskeyPrompts, passkey_accuracy, passkey_prompt
+from .string_accuracy import (
+    EVALUATION_SEED,
+    StringAccuracy,
+    StringCollator,
+    accuracy_by_length,
+    area_under_curve,
+    string_accuracy,
+)
+from .strings import AssociativeRecall, CopyingStrings, SortingStrings, TaskStrings
 
 __all__ = [
+    "EVALUATION_SEED",
     "PASSKEY_STYLES",
+    "AssociativeRecall",
     "BabiQuestion",
     "BabilongPrompts",
+    "CopyingStrings",
     "PasskeyPrompts",
+    "SortingStrings",
+    "StringAccuracy",
+    "StringCollator",
     "Task",
+    "TaskStrings",
+    "accuracy_by_length",
+    "area_under_curve",
     "babi_files",
     "passkey_accuracy",
     "passkey_prompt",
     "read_babi",
     "right_answers",
+    "string_accuracy",
 ]

@@ -1,7 +1,8 @@
 """What all tasks share: a prompt and its answer as tokens, as a training item, and checked against a model."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -100,10 +101,8 @@ def right_answers(
             f"{type(model).__name__}.forward takes no initial_state, so chunk_length must be None, got {chunk_length}."
         )
     device = next(model.parameters()).device
-    training = [module for module in model.modules() if module.training]
-    model.eval()
     right = []
-    try:
+    with answering(model):
         for start in range(0, len(tasks), batch_size):
             batch = tasks[start : start + batch_size]
             ids = torch.stack([torch.cat([task.prompt, task.answer]) for task in batch]).to(device)  # (B, n + m)
@@ -113,10 +112,19 @@ def right_answers(
             for task, row in zip(batch, hits, strict=True):
                 first = longest - len(task.answer)
                 right.append(all(row[first : first + task.scored]))
+    return right
+
+
+@contextmanager
+def answering(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; afterwards each module is in the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
     finally:
         for module in training:
             module.training = True
-    return right
 
 
 def _last_logits(model: nn.Module, ids: Tensor, count: int, chunk_length: int | None) -> Tensor:

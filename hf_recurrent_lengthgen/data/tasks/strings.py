@@ -1,0 +1,260 @@
+"""Synthetic tasks on strings of symbols: a prompt, a delimiter, the answer and an end token.
+
+The tasks of "Mimetic initialization" (arXiv:2410.11135), section 2 and Eq. 10-11, which follow Jelassi et al.
+(arXiv:2402.01032). The latter's code has a begin token and packs several strings into a row; a row here is one string.
+
+Token ids: 0 padding, 1 delimiter, 2 end, then the symbols, so a model needs `vocabulary` + 3 of them.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
+from hf_recurrent_lengthgen.data.tasks.keyed_random import Array, random_bits, random_integers, random_orders
+
+PADDING_ID, DELIMITER_ID, END_ID, FIRST_SYMBOL_ID = 0, 1, 2, 3
+Lengths = int | tuple[int, int] | list[int]
+_LENGTH, _SYMBOLS, _ORDER, _QUERIES = range(4)  # streams of random numbers
+
+
+class StringParts(NamedTuple):
+    """Prompt and answer of B rows, padded on the right to the longest.
+
+    Attributes:
+        prompt: (B, P) token ids.
+        answer: (B, P) token ids.
+        asked: (B, P), whether the answer is asked for at a place; (1, P) if that is the same in all rows.
+        sizes: (B,) real tokens of prompt and answer, each.
+    """
+
+    prompt: Array
+    answer: Array
+    asked: Array
+    sizes: Array
+
+
+class TaskStrings(Dataset[dict[str, Tensor]], ABC):
+    """Rows "prompt | answer ." made when they are asked for; row i depends on the seed and i alone.
+
+    An item is `{"input_ids": (T,), "labels": (T,)}`, int64; labels are -100 where nothing is asked, and the model
+    shifts them. Rows of several lengths come with an "attention_mask" (T,) of ones, which `StringCollator` pads. A
+    `DataLoader` asks for a whole batch at once (`__getitems__`). A row costs nothing until it is asked for, so
+    `samples` may be as large as a run needs.
+
+    Args:
+        length: Symbols of a string, or the least and the most of them: (50, 100) draws a length for each row.
+        vocabulary: Number of symbols.
+        samples: Number of rows.
+        seed: from 0; evaluation needs another one than training.
+
+    Attributes:
+        name: Name of the task on the command line.
+        vocab_size: Token ids that a model needs.
+        row_length: T, tokens of the longest row.
+
+    Raises:
+        ValueError: for a length, vocabulary, number of samples or seed that is not possible.
+    """
+
+    name: str
+    tokens_per_symbol = 1  # in the prompt
+    end_is_asked = True
+
+    def __init__(self, length: Lengths, vocabulary: int, samples: int, seed: int = 0) -> None:
+        bounds = (length, length) if isinstance(length, int) else tuple(length)
+        if len(bounds) != 2 or not 1 <= bounds[0] <= bounds[1]:
+            raise ValueError(
+                f"The length of {self.name} is {length!r}, but must be a number from 1, or the least and the most."
+            )
+        if samples < 1 or not 0 <= seed < 2**63:
+            raise ValueError(f"samples must be at least 1 and seed from 0 to 2**63 - 1, got {samples} and {seed}.")
+        self.shortest, self.longest = bounds
+        self.vocabulary, self.samples, self.seed = vocabulary, samples, seed
+        self._check_vocabulary()
+
+    @abstractmethod
+    def _parts(self, rows: Array, lengths: Array) -> StringParts:
+        """Prompt and answer of rows (B,) whose strings have the lengths (B,)."""
+
+    def _check_vocabulary(self) -> None:
+        if self.vocabulary < 1:
+            raise ValueError(f"vocabulary must be at least 1, got {self.vocabulary}.")
+
+    @property
+    def vocab_size(self) -> int:
+        return FIRST_SYMBOL_ID + self.vocabulary
+
+    @property
+    def row_length(self) -> int:
+        return 2 * self.tokens_per_symbol * self.longest + 2
+
+    def resized(self, length: Lengths, samples: int, seed: int) -> Self:
+        """The same task with strings of another length.
+
+        Raises:
+            ValueError: as the class does.
+        """
+        other = copy.copy(self)
+        TaskStrings.__init__(other, length, self.vocabulary, samples, seed)
+        return other
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Rows as `{"input_ids": (B, T), "labels": (B, T)}`, padded on the right to the longest of them.
+
+        If they have several lengths there is also an "attention_mask" (B, T), 1 at real tokens.
+        """
+        tokens, labels, sizes = self._rows(indices)
+        found = {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+        if sizes.min() < sizes.max():
+            mask = (np.arange(tokens.shape[1]) < sizes[:, None]).astype(np.int64)
+            found["attention_mask"] = torch.from_numpy(mask)
+        return found
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        """The items of several rows, made together."""
+        tokens, labels, sizes = self._rows(indices)
+        pairs = zip(torch.from_numpy(tokens), torch.from_numpy(labels), sizes.tolist(), strict=True)
+        items = [{"input_ids": row[:size], "labels": label[:size]} for row, label, size in pairs]
+        if self.shortest < self.longest:
+            for item in items:
+                item["attention_mask"] = torch.ones_like(item["input_ids"])
+        return items
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.__getitems__([index])[0]
+
+    def _rows(self, indices: Sequence[int]) -> tuple[Array, Array, Array]:
+        """Tokens and labels (B, T), padded, and the tokens (B,) of each row."""
+        rows = np.asarray(indices, np.int64)
+        if rows.size == 0 or rows.min() < -len(self) or rows.max() >= len(self):
+            raise IndexError(f"rows {list(indices)} of {len(self)}")
+        rows = rows % len(self)
+        lengths = np.full(len(rows), self.longest)
+        if self.shortest < self.longest:
+            choices = self.longest - self.shortest + 1
+            lengths = self.shortest + random_integers(self.seed, rows, 1, choices, _LENGTH)[:, 0]
+        return _assembled(self._parts(rows, lengths), self.end_is_asked)
+
+
+def _assembled(parts: StringParts, end_is_asked: bool) -> tuple[Array, Array, Array]:
+    """Tokens and labels (B, 2 P + 2) of "prompt | answer .", and the tokens (B,) of each row."""
+    count = parts.sizes[:, None]  # (B, 1)
+    longest = int(parts.sizes.max())
+    places = np.arange(2 * longest + 2)[None]  # (1, T)
+    after = places - count - 1  # place in the answer
+    in_answer = (after >= 0) & (after < count)
+    prompt = np.take_along_axis(parts.prompt, np.minimum(places, longest - 1), 1)
+    answer = np.take_along_axis(parts.answer, after.clip(0, longest - 1), 1)
+    tokens = np.where(places < count, prompt, PADDING_ID)
+    tokens = np.where(places == count, DELIMITER_ID, tokens)
+    tokens = np.where(in_answer, answer, tokens)
+    tokens = np.where(after == count, END_ID, tokens)
+    asked_answer = np.take_along_axis(np.broadcast_to(parts.asked, parts.answer.shape), after.clip(0, longest - 1), 1)
+    asked = (in_answer & asked_answer) | ((after == count) & end_is_asked)
+    return tokens, np.where(asked, tokens, IGNORED_LABEL), 2 * parts.sizes + 2
+
+
+class CopyingStrings(TaskStrings):
+    """ "abc | abc ." or, in stack order, "abc | cba ."; symbols are uniform, with replacement.
+
+    arXiv:2410.11135 trains on up to 50 symbols, arXiv:2507.02782 (Table 1) on 50 to 100 and tests on 300.
+
+    Args:
+        reverse: Whether the answer is the string from its end to its start.
+    """
+
+    def __init__(
+        self, length: Lengths, vocabulary: int = 26, samples: int = 1_000_000, seed: int = 0, reverse: bool = False
+    ) -> None:
+        self.reverse = reverse
+        self.name = "stack_copying" if reverse else "copying"
+        super().__init__(length, vocabulary, samples, seed)
+
+    def _parts(self, rows: Array, lengths: Array) -> StringParts:
+        longest = int(lengths.max())
+        string = FIRST_SYMBOL_ID + random_integers(self.seed, rows, longest, self.vocabulary, _SYMBOLS)
+        answer = string
+        if self.reverse:
+            backwards = lengths[:, None] - 1 - np.arange(longest)
+            answer = np.take_along_axis(string, backwards.clip(0), 1)
+        return StringParts(string, answer, np.ones((1, longest), bool), lengths)
+
+
+class SortingStrings(TaskStrings):
+    """ "cab | abc .": the symbols of a string in ascending order; no symbol occurs twice.
+
+    arXiv:2410.11135, section 4, with a vocabulary of 512.
+
+    Raises:
+        ValueError: also for a vocabulary that is smaller than the length.
+    """
+
+    name = "sorting"
+
+    def __init__(self, length: Lengths, vocabulary: int = 512, samples: int = 1_000_000, seed: int = 0) -> None:
+        super().__init__(length, vocabulary, samples, seed)
+
+    def _check_vocabulary(self) -> None:
+        if self.vocabulary < self.longest:
+            raise ValueError(
+                f"vocabulary is {self.vocabulary}, but sorting {self.longest} symbols that occur once needs at least "
+                f"{self.longest}."
+            )
+
+    def _parts(self, rows: Array, lengths: Array) -> StringParts:
+        longest = int(lengths.max())
+        string = random_orders(self.seed, rows, self.vocabulary, _ORDER)[:, :longest]
+        beyond = np.arange(longest) >= lengths[:, None]
+        answer = np.sort(np.where(beyond, self.vocabulary, string), axis=1)
+        return StringParts(FIRST_SYMBOL_ID + string, FIRST_SYMBOL_ID + answer, np.ones((1, longest), bool), lengths)
+
+
+class AssociativeRecall(TaskStrings):
+    """ "a1 b2 c3 | c3 a1 b2 .": pairs of key and value, then all keys in random order, each with its value.
+
+    Multi-query associative recall of arXiv:2410.11135, Eq. 11: a key occurs once. Only values are asked for. The first
+    half of the symbols (rounded down) are keys, the others values; values are uniform, with replacement (zoology,
+    whose code the paper used, draws them without).
+
+    Args:
+        pairs: Number of pairs, or the least and the most of them.
+
+    Raises:
+        ValueError: also for a vocabulary with fewer keys than pairs.
+    """
+
+    name = "recall"
+    tokens_per_symbol = 2
+    end_is_asked = False
+
+    def __init__(self, pairs: Lengths, vocabulary: int = 512, samples: int = 1_000_000, seed: int = 0) -> None:
+        super().__init__(pairs, vocabulary, samples, seed)
+
+    def _check_vocabulary(self) -> None:
+        if self.vocabulary // 2 < self.longest:
+            raise ValueError(
+                f"vocabulary is {self.vocabulary}, of which half are keys, but recalling {self.longest} pairs needs "
+                f"at least {2 * self.longest}."
+            )
+
+    def _parts(self, rows: Array, lengths: Array) -> StringParts:
+        pairs, number_of_keys = int(lengths.max()), self.vocabulary // 2
+        keys = random_orders(self.seed, rows, number_of_keys, _ORDER)[:, :pairs]
+        values = number_of_keys + random_integers(self.seed, rows, pairs, self.vocabulary - number_of_keys, _SYMBOLS)
+        first = FIRST_SYMBOL_ID + np.stack([keys, values], 2)  # (B, pairs, 2)
+        ranks = random_bits(self.seed, rows, pairs, _QUERIES)
+        beyond = np.arange(pairs) >= lengths[:, None]
+        order = np.where(beyond, np.uint64(2**64 - 1), ranks).argsort(axis=1)
+        queries = np.take_along_axis(first, order[:, :, None], 1)
+        asked = (np.arange(2 * pairs) % 2 == 1)[None]
+        return StringParts(first.reshape(len(rows), -1), queries.reshape(len(rows), -1), asked, 2 * lengths)

@@ -1,0 +1,108 @@
+"""Accuracy of models that are right and wrong at known places."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.data.tasks import (
+    AssociativeRecall,
+    CopyingStrings,
+    TaskStrings,
+    accuracy_by_length,
+    area_under_curve,
+    string_accuracy,
+)
+
+
+class Oracle(nn.Module):
+    """Knows the rows of a task, and says 0 where `wrong` (row, place of the label) says so; everywhere else 0, too."""
+
+    def __init__(self, task: TaskStrings, wrong: list[tuple[int, int]]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        batch = task.batch(range(len(task)))
+        said = batch["labels"].clamp(min=0)
+        for row, place in wrong:
+            said[row, place] = 0
+        self.said = {tuple(ids[:-1].tolist()): row for ids, row in zip(batch["input_ids"], said, strict=True)}
+        self.vocab_size = task.vocab_size
+        self.batches: list[int] = []
+
+    def forward(self, input_ids: Tensor) -> SimpleNamespace:
+        assert not self.training
+        self.batches.append(len(input_ids))
+        longest = len(next(iter(self.said)))
+        keys = [tuple(row.tolist()) + (0,) * (longest - len(row)) for row in input_ids]
+        targets = torch.stack([self.said[key][1 : input_ids.shape[1] + 1] for key in keys])
+        return SimpleNamespace(logits=nn.functional.one_hot(targets, self.vocab_size) * self.scale)
+
+
+# copying 4 symbols: the answer's labels stand at 5 to 8, the end's at 9
+@pytest.mark.parametrize(
+    ("wrong", "character", "sequence"),
+    [
+        ([], 1.0, 1.0),
+        ([(0, 5)], 11 / 12, 2 / 3),
+        ([(0, 8), (0, 5), (2, 6)], 9 / 12, 1 / 3),
+        ([(0, 9), (1, 9)], 1.0, 1.0),  # the end is not scored
+        ([(1, 4), (1, 1)], 1.0, 1.0),  # nor is the prompt
+        ([(row, place) for row in range(3) for place in range(5, 9)], 0.0, 0.0),
+    ],
+)
+@pytest.mark.parametrize("batch_size", [1, 2, 64])
+def test_characters_and_sequences_are_counted(
+    wrong: list[tuple[int, int]], character: float, sequence: float, batch_size: int
+) -> None:
+    task = CopyingStrings(4, 5, 3)
+    model = Oracle(task, wrong).train()
+    found = string_accuracy(model, task, batch_size)
+    assert found == (pytest.approx(character), pytest.approx(sequence))
+    assert model.training
+    assert sum(model.batches) == 3
+    assert max(model.batches) == min(batch_size, 3)
+
+
+def test_recall_counts_values_only() -> None:
+    task = AssociativeRecall(2, 6, 4)  # pairs at 0 to 3, delimiter 4, queries at 5 to 8: values at 6 and 8
+    assert string_accuracy(Oracle(task, [(0, 6), (1, 5), (1, 7), (3, 9)]), task) == (7 / 8, 3 / 4)
+
+
+def test_characters_of_rows_of_several_lengths_count_alike() -> None:
+    task = CopyingStrings((1, 5), 500, 12)  # all rows differ
+    lengths = [(len(task[row]["input_ids"]) - 2) // 2 for row in range(12)]
+    assert len(set(lengths)) > 2
+    wrong = [(row, lengths[row] + 1) for row in (2, 3, 7)]  # the first symbol of the answer
+    found = string_accuracy(Oracle(task, wrong), task, batch_size=12)
+    assert found == (pytest.approx(1 - 3 / sum(lengths)), 9 / 12)
+
+
+def test_lengths_are_1_2_and_4_times_that_of_training() -> None:
+    sizes = {"hidden_size": 8, "num_heads": 2, "head_dim": 8, "state_size": 4, "n_groups": 1, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    model = StatefulMamba2ForCausalLM(StatefulMamba2Config(vocab_size=7, **sizes))
+    task = CopyingStrings((2, 3), 4, 10)
+    found = accuracy_by_length(model, task, samples=20)
+    assert list(found) == [3, 6, 12]
+    for length, accuracy in found.items():
+        rows = CopyingStrings(length, 4, 20, seed=2**40).batch(range(20))
+        right = model(rows["input_ids"]).logits[:, length:-2].argmax(-1) == rows["input_ids"][:, length + 1 : -1]
+        assert accuracy == (pytest.approx(right.double().mean().item()), pytest.approx(right.all(1).double().mean()))
+    assert 0 < found[12].character < 1
+    assert list(accuracy_by_length(model, task, [5], samples=2)) == [5]
+    with pytest.raises(ValueError, match="vocab_size is 7, but copying with vocabulary 5 has 8 tokens"):
+        string_accuracy(model, CopyingStrings(3, 5))
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        string_accuracy(model, task, 0)
+    with pytest.raises(ValueError, match="needs at least 24"):
+        accuracy_by_length(model, AssociativeRecall(3, 6, 5))
+
+
+def test_the_area_under_a_curve() -> None:
+    assert area_under_curve({1: 1.0, 2: 1.0, 4: 1.0}) == 1.0
+    # between 50 and 100 the mean is 0.75, between 100 and 200 it is 0.25
+    assert area_under_curve({200: 0.0, 50: 1.0, 100: 0.5}) == pytest.approx((50 * 0.75 + 100 * 0.25) / 150)
+    with pytest.raises(ValueError, match="at least two lengths, got 1"):
+        area_under_curve({50: 1.0})
