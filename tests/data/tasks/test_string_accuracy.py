@@ -96,7 +96,7 @@ def test_lengths_are_1_2_and_4_times_that_of_training() -> None:
         string_accuracy(model, CopyingStrings(3, 5))
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         string_accuracy(model, task, 0)
-    with pytest.raises(ValueError, match="needs at least 24"):
+    with pytest.raises(ValueError, match="needs at least 12"):
         accuracy_by_length(model, AssociativeRecall(3, 6, 5))
 
 
