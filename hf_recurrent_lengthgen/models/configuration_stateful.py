@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from .forgetting import Forgetting
+
 CODE_FORMAT_VERSION = 1
 SCAN_BACKEND_SETTINGS = ("auto", "torch", "kernel")
 # of all families; what a family lacks, or has as None, is passed over
@@ -36,17 +38,21 @@ class StatefulConfigMixin:
         scan_backend: "torch" for the plain torch scan, "kernel" for the family's GPU kernels, "auto" for the
             kernels on a GPU where they are installed and take the sizes and dtype, and torch elsewhere.
         training_length: Tokens per training sequence (T_train), which evaluation starts from; None if unknown.
+        forgetting: What the model forgets at inference beyond what it has learned to, a mapping with some of the
+            fields of `Forgetting`; None for nothing.
         interventions: What was done to the model after its first training, in order, in words.
         code_format_version: Version of the checkpoint's code format. A checkpoint of a newer version than
             this code is refused.
     """
 
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["final_state", "past_key_values"]
+    has_step_size: ClassVar[bool] = False  # whether its decay has a step size, so that delta_scale applies
     upstream_types: ClassVar[tuple[str, ...]] = ()  # model types whose files have the same fields and weights
 
     scan_backend: str = "auto"
     training_length: int | None = None
     interventions: tuple[str, ...] | list[str] = ()
+    forgetting: dict[str, Any] | None = None
     code_format_version: int = CODE_FORMAT_VERSION
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -82,6 +88,7 @@ class StatefulConfigMixin:
             )
         if self.scan_backend not in SCAN_BACKEND_SETTINGS:
             raise ValueError(f"scan_backend must be one of {SCAN_BACKEND_SETTINGS}, got {self.scan_backend!r}.")
+        self.check_forgetting()
         for name in POSITIVE_FIELDS:
             value = getattr(self, name, None)
             if isinstance(value, (int, float)) and value <= 0:
@@ -94,3 +101,15 @@ class StatefulConfigMixin:
                     f"{name} must be None or hold one integer above 0 for each of the num_hidden_layers ({layers}) "
                     f"layers, got {sizes}."
                 )
+
+    def check_forgetting(self) -> None:
+        """Refuse a `forgetting` that is out of range, or that this family cannot honor.
+
+        Raises:
+            ValueError: naming the setting, its value and what is allowed.
+        """
+        if Forgetting.of(self).delta_scale != 1 and not self.has_step_size:
+            raise ValueError(
+                f"forgetting: delta_scale scales the step sizes of Mamba, and {type(self).__name__} has none; set "
+                "retention, insertion or window."
+            )

@@ -21,6 +21,7 @@ class StatefulMambaConfig(StatefulConfigMixin, MambaConfig):
     """
 
     model_type = "stateful_mamba"
+    has_step_size: ClassVar[bool] = True
     upstream_types: ClassVar[tuple[str, ...]] = ("mamba", "falcon_mamba")
 
     mixer_rms_eps: float | None = None

@@ -19,6 +19,7 @@ class StatefulMamba2Config(StatefulConfigMixin, Mamba2Config):
     """
 
     model_type = "stateful_mamba2"
+    has_step_size: ClassVar[bool] = True
     upstream_types: ClassVar[tuple[str, ...]] = ("mamba2",)
 
     layer_state_sizes: list[int] | None = None

@@ -23,7 +23,12 @@ class MixerBlock(GradientCheckpointingLayer):
         self.state_shape = state_shape
         self.residual_in_fp32 = config.residual_in_fp32
         self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
-        self.mixer = mixer
+        self.mixer: Any = mixer
+
+    @property
+    def token_features(self) -> int:
+        """What a window keeps of one token."""
+        return self.mixer.token_features
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None

@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .causal_conv import CausalConv1d, causal_conv1d_fn, refuse_adapters
 from .configuration_fla import FlaConfigMixin
+from .forgetting_scans import gated_token_features
 from .norms import RMSNorm, rms_normalize
 from .recurrent_state import LayerShape, LayerState
 from .scan_backends import ScanBackend, resolve_backend
@@ -47,6 +48,11 @@ class MixerMLPBlock(GradientCheckpointingLayer):
     def state_shape(self) -> LayerShape:
         """Shapes of the layer's state."""
         return self.attn.state_shape
+
+    @property
+    def token_features(self) -> int:
+        """What a window keeps of one token."""
+        return gated_token_features(self.state_shape)
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None, *inputs: Tensor

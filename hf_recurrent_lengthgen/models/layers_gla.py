@@ -8,6 +8,7 @@ a head count of its own in each layer, and computes gates and recurrence in full
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.nn.functional import gelu, logsigmoid, relu, silu
 
 from .causal_conv import CausalConv1d
 from .configuration_stateful_gla import StatefulGLAConfig
+from .forgetting_scans import gated_scan
 from .layers_fla import OptionalRMSNorm, choose_backend, repeat_heads, short_convolutions
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
@@ -91,8 +93,8 @@ class StatefulGLAMixer(nn.Module):
             for x in (zero_past_end(k, lengths), v, zero_past_end(g, lengths))
         )
         q = q.unflatten(-1, (self.heads, -1)) * self.key_dim**-0.5
-        y, recurrent_state = scan_gla(q, k, v, g, state.recurrent, backend=backend)
+        y, state = gated_scan(config, partial(scan_gla, backend=backend), q, k, v, g, state, lengths)
         y = self.get_submodule(self.norm_name)(y).flatten(2)
         if config.use_output_gate:
             y = y * silu(self.g_proj(hidden_states))
-        return self.o_proj(y), LayerState(recurrent_state, conv_state)
+        return self.o_proj(y), state._replace(conv=conv_state)

@@ -10,12 +10,15 @@ computes gates and recurrence in full precision. As in fla, the norm of the outp
 Shapes: B batch, T tokens, D hidden size.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, silu
 
 from .causal_conv import CausalConv1d
 from .configuration_stateful_hgrn2 import StatefulHGRN2Config
+from .forgetting_scans import gated_scan
 from .layers_fla import OptionalRMSNorm, choose_backend, short_convolutions
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
@@ -69,5 +72,5 @@ class StatefulHGRN2Mixer(nn.Module):
             x.unflatten(-1, (self.heads, -1))
             for x in (silu(q) * self.head_dim**-0.5, zero_past_end(k, lengths), v, zero_past_end(g, lengths))
         )
-        y, recurrent_state = scan_gla(q, k, v, g, state.recurrent, backend=backend)
-        return self.o_proj(self.g_norm(y.flatten(2))), LayerState(recurrent_state, conv_state)
+        y, state = gated_scan(config, partial(scan_gla, backend=backend), q, k, v, g, state, lengths)
+        return self.o_proj(self.g_norm(y.flatten(2))), state._replace(conv=conv_state)

@@ -9,11 +9,14 @@ computes the recurrence in full precision.
 Shapes: B batch, T tokens, H heads, N mapped key dim, P value dim.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import elu, relu, softmax
 
 from .configuration_stateful_linear_attention import StatefulLinearAttentionConfig
+from .forgetting_scans import gated_scan
 from .layers_fla import OptionalRMSNorm, choose_backend, repeat_heads
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
@@ -113,9 +116,8 @@ class StatefulLinearAttentionMixer(nn.Module):
         if config.norm_feature_map:
             v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
         k, v = repeat_heads(zero_past_end(k, lengths), self.heads), repeat_heads(v, self.heads)
-        y, recurrent_state = scan_gla(
-            q * self.features**-0.5, k, v, torch.zeros_like(k), state.recurrent, backend=backend
-        )
+        scan = partial(scan_gla, backend=backend)
+        y, state = gated_scan(config, scan, q * self.features**-0.5, k, v, torch.zeros_like(k), state, lengths)
         if config.norm_feature_map:
             y = y[..., :-1] / (y[..., -1:] + 1e-10)
-        return self.o_proj(self.norm(y).flatten(2)), LayerState(recurrent_state, state.conv)
+        return self.o_proj(self.norm(y).flatten(2)), state

@@ -16,6 +16,8 @@ from transformers import initialization as init
 
 from .causal_conv import CausalConv1d, causal_conv1d_fn, refuse_adapters
 from .configuration_stateful_mamba import StatefulMambaConfig
+from .forgetting import Forgetting
+from .forgetting_scans import SelectiveRecurrence, forgetful_scan
 from .layers_block import init_mamba_mixer
 from .norms import rms_normalize
 from .padding import zero_past_end
@@ -75,6 +77,11 @@ class StatefulMambaMixer(nn.Module):
         self.D = nn.Parameter(torch.empty(inner))
         self.out_proj = nn.Linear(inner, config.hidden_size, bias=config.use_bias)
 
+    @property
+    def token_features(self) -> int:
+        """What a window keeps of one token: B, Delta x, Delta, and a decay that all states share."""
+        return self.state_size + 2 * self.config.intermediate_size + 1
+
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:
@@ -92,12 +99,23 @@ class StatefulMambaMixer(nn.Module):
         dt, B, C = self.x_proj(x).split([self.time_step_rank, self.state_size, self.state_size], -1)
         if self.config.mixer_rms_eps is not None:
             dt, B, C = (rms_normalize(v.to(wide), self.config.mixer_rms_eps) for v in (dt, B, C))
-        dt = zero_past_end(softplus(self.dt_proj(dt).to(wide)), lengths)
-        y, recurrent_state = scan_selective(
-            x, dt, -self.A_log.to(wide).exp(), B, C, self.D.to(wide), state.recurrent, backend=backend
-        )
+        rule = Forgetting.of(self.config)
+        dt = zero_past_end(softplus(self.dt_proj(dt).to(wide)) * rule.delta_scale, lengths)
+        A, D = -self.A_log.to(wide).exp(), self.D.to(wide)
+        if rule.in_recurrence:
+
+            def scan(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+                return scan_selective(x, dt, A, B, C, torch.zeros_like(D), state, backend=backend)
+
+            recurrence = SelectiveRecurrence(scan, A, rule.retention)
+            steps = torch.nn.functional.pad(dt, (0, 1))
+            y, state = forgetful_scan(rule, recurrence, C.to(wide), B.to(wide), x * dt, steps, state, lengths)
+            y = torch.addcmul(y, x, D)
+        else:
+            y, recurrent_state = scan_selective(x, dt, A, B, C, D, state.recurrent, backend=backend)
+            state = state._replace(recurrent=recurrent_state)
         y = y * silu(gate)
-        return self.out_proj(y.to(hidden_states.dtype)), LayerState(recurrent_state, conv_state)
+        return self.out_proj(y.to(hidden_states.dtype)), state._replace(conv=conv_state)
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -7,6 +7,8 @@ Different from `transformers.models.mamba2`: the mixer takes and returns a `Laye
 rows by their lengths, and computes convolution and recurrence in full precision (in that of the kernels with them).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
@@ -14,6 +16,8 @@ from transformers import initialization as init
 
 from .causal_conv import CausalConv1d, causal_conv1d_fn, refuse_adapters
 from .configuration_stateful_mamba2 import StatefulMamba2Config
+from .forgetting import Forgetting
+from .forgetting_scans import SSDRecurrence, forgetful_scan
 from .layers_block import init_mamba_mixer
 from .norms import GatedRMSNorm
 from .padding import zero_past_end
@@ -68,6 +72,11 @@ class StatefulMamba2Mixer(nn.Module):
         self.norm = GatedRMSNorm(inner, config.n_groups, config.layer_norm_epsilon)
         self.out_proj = nn.Linear(inner, config.hidden_size, bias=config.use_bias)
 
+    @property
+    def token_features(self) -> int:
+        """What a window keeps of one token: B, Delta x and Delta A."""
+        return self.n_groups * self.state_size + self.inner_size + self.num_heads
+
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:
@@ -84,21 +93,28 @@ class StatefulMamba2Mixer(nn.Module):
         x, B, C = conv_output.split([self.inner_size, *[self.n_groups * self.state_size] * 2], -1)
 
         wide = state.recurrent.dtype
-        dt = softplus(dt.to(wide) + self.dt_bias.to(wide)).clamp(*self.config.time_step_limit)
+        rule = Forgetting.of(self.config)
+        dt = softplus(dt.to(wide) + self.dt_bias.to(wide)).clamp(*self.config.time_step_limit) * rule.delta_scale
         dt = zero_past_end(dt, lengths)
-        y, recurrent_state = scan_ssd(
-            x.unflatten(-1, (self.num_heads, self.head_dim)),
-            dt,
-            -self.A_log.to(wide).exp(),
-            B.unflatten(-1, (self.n_groups, self.state_size)),
-            C.unflatten(-1, (self.n_groups, self.state_size)),
-            self.D.to(wide),
-            state.recurrent,
-            **({"chunk_size": self.config.chunk_size} if backend == "kernel" else {}),
-            backend=backend,
-        )
+        x = x.unflatten(-1, (self.num_heads, self.head_dim))
+        B, C = (part.unflatten(-1, (self.n_groups, self.state_size)) for part in (B, C))
+        A, D = -self.A_log.to(wide).exp(), self.D.to(wide)
+        options: dict[str, Any] = {"chunk_size": self.config.chunk_size} if backend == "kernel" else {}
+        if rule.in_recurrence:
+
+            def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+                return scan_ssd(x, dt, A, B, C, torch.zeros_like(D), state, **options, backend=backend)
+
+            values = x.to(wide) * dt[..., None]
+            y, state = forgetful_scan(
+                rule, SSDRecurrence(scan), C.to(wide), B.to(wide), values, dt * A, state, lengths
+            )
+            y = torch.addcmul(y, x, D[:, None])
+        else:
+            y, recurrent_state = scan_ssd(x, dt, A, B, C, D, state.recurrent, **options, backend=backend)
+            state = state._replace(recurrent=recurrent_state)
         y = self.norm(y.flatten(2), gate)
-        return self.out_proj(y.to(hidden_states.dtype)), LayerState(recurrent_state, conv_state)
+        return self.out_proj(y.to(hidden_states.dtype)), state._replace(conv=conv_state)
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -18,6 +18,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .causal_conv import token_shift
 from .configuration_stateful_rwkv5 import StatefulRWKV5Config
+from .forgetting import Forgetting
+from .forgetting_scans import gated_scan, gated_token_features
 from .layers_fla import choose_backend
 from .layers_rwkv6 import HeadNorm
 from .padding import zero_past_end
@@ -70,9 +72,15 @@ class StatefulRWKV5TimeMixing(nn.Module):
                 zero_past_end(log_decay, lengths),
             )
         )
-        y, recurrent_state = scan_rwkv6(r, k, v, log_decay, self.time_faaaa, state.recurrent, backend=backend)
+        # the bonus reads the current token past the state: a weaker insertion leaves it as it is
+        bonus = self.time_faaaa / Forgetting.of(self.config).insertion
+
+        def scan(r: Tensor, k: Tensor, v: Tensor, w: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            return scan_rwkv6(r, k, v, w, bonus, state, backend=backend)
+
+        y, state = gated_scan(self.config, scan, r, k, v, log_decay, state, lengths, reads_before=True)
         y = self.ln_x(y) * silu(self.gate(_mix(x, shifted, self.time_mix_gate)))
-        return self.output(y), LayerState(recurrent_state, shift_state)
+        return self.output(y), state._replace(conv=shift_state)
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -134,6 +142,7 @@ class StatefulRWKV5Block(GradientCheckpointingLayer):
         self.feed_forward = StatefulRWKV5ChannelMixing(config, layer)
         heads, size = config.heads_of(layer)
         self.state_shape = LayerShape((heads, size, size), (2 * D, 1))
+        self.token_features = gated_token_features(self.state_shape)
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
@@ -142,10 +151,8 @@ class StatefulRWKV5Block(GradientCheckpointingLayer):
         attention_shift, feed_forward_shift = state.conv.chunk(2, dim=1)
         if self.first:
             hidden_states = self.pre_ln(hidden_states)
-        output, (recurrent, attention_shift) = self.attention(
-            self.ln1(hidden_states), LayerState(state.recurrent, attention_shift), lengths
-        )
+        output, state = self.attention(self.ln1(hidden_states), state._replace(conv=attention_shift), lengths)
         hidden_states = hidden_states + output
         output, feed_forward_shift = self.feed_forward(self.ln2(hidden_states), feed_forward_shift, lengths)
-        conv = torch.cat([attention_shift, feed_forward_shift], dim=1)
-        return hidden_states + output, LayerState(recurrent, conv)
+        conv = torch.cat([state.conv, feed_forward_shift], dim=1)
+        return hidden_states + output, state._replace(conv=conv)

@@ -21,6 +21,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .causal_conv import token_shift
 from .configuration_stateful_rwkv6 import StatefulRWKV6Config
+from .forgetting import Forgetting
+from .forgetting_scans import gated_scan, gated_token_features
 from .layers_fla import choose_backend
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
@@ -114,9 +116,15 @@ class StatefulRWKV6TimeMixing(nn.Module):
             part.unflatten(-1, (self.heads, -1))
             for part in (self.r_proj(x, delta, mu_r), k, self.v_proj(x, delta, mu_v), log_decay)
         )
-        y, recurrent_state = scan_rwkv6(r, k, v, log_decay, self.bonus, state.recurrent, backend=backend)
+        # the bonus reads the current token past the state: a weaker insertion leaves it as it is
+        bonus = self.bonus / Forgetting.of(self.config).insertion
+
+        def scan(r: Tensor, k: Tensor, v: Tensor, w: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            return scan_rwkv6(r, k, v, w, bonus, state, backend=backend)
+
+        y, state = gated_scan(self.config, scan, r, k, v, log_decay, state, lengths, reads_before=True)
         y = self.g_norm(y) * silu(self.g_proj(x, delta, mu_g))
-        return self.o_proj(y), LayerState(recurrent_state, shift_state)
+        return self.o_proj(y), state._replace(conv=shift_state)
 
     def _shifts(self, x: Tensor, delta: Tensor) -> tuple[Tensor, ...]:
         """mu of r, w, k, v and g, (B, T, D) each."""
@@ -174,6 +182,7 @@ class StatefulRWKV6Block(GradientCheckpointingLayer):
         self.ffn = StatefulRWKV6ChannelMixing(config)
         heads, key_dim, value_dim = config.heads_of(layer)
         self.state_shape = LayerShape((heads, value_dim, key_dim), (2 * config.hidden_size, 1))
+        self.token_features = gated_token_features(self.state_shape)
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
@@ -181,9 +190,7 @@ class StatefulRWKV6Block(GradientCheckpointingLayer):
         """See `StatefulBackbone`."""
         attn_shift, ffn_shift = state.conv.chunk(2, dim=1)
         hidden_states = self.pre_norm(hidden_states)
-        output, (recurrent, attn_shift) = self.attn(
-            self.attn_norm(hidden_states), LayerState(state.recurrent, attn_shift), lengths
-        )
+        output, state = self.attn(self.attn_norm(hidden_states), state._replace(conv=attn_shift), lengths)
         hidden_states = hidden_states + output
         output, ffn_shift = self.ffn(self.ffn_norm(hidden_states), ffn_shift, lengths)
-        return hidden_states + output, LayerState(recurrent, torch.cat([attn_shift, ffn_shift], dim=1))
+        return hidden_states + output, state._replace(conv=torch.cat([state.conv, ffn_shift], dim=1))

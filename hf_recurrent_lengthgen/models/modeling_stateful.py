@@ -22,11 +22,13 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput
 
+from .forgetting import Forgetting
 from .padding import Padding
 from .recurrent_cache import RecurrentCache
 from .recurrent_state import (
     LayerShape,
     RecurrentState,
+    WindowedLayerShape,
     check_finite_state,
     check_state,
     state_dtype,
@@ -108,7 +110,11 @@ class StatefulPreTrainedModel(PreTrainedModel):
 
     def state_shapes(self) -> tuple[LayerShape, ...]:
         """Shapes of the state of every layer, without the batch dimension."""
-        return tuple(layer.state_shape for layer in self._backbone.layers)
+        layers, window = self._backbone.layers, Forgetting.of(self.config).window
+        if window is None:
+            return tuple(layer.state_shape for layer in layers)
+        windowed: Any = WindowedLayerShape
+        return tuple(windowed(*layer.state_shape, (1 + window, layer.token_features)) for layer in layers)
 
     def zero_state(self, batch_size: int) -> RecurrentState:
         """The state before any token, on the device of the model."""

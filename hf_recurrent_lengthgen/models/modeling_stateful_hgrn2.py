@@ -12,6 +12,8 @@ from .causal_conv import causal_conv
 from .configuration_fla import FlaConfigMixin
 from .configuration_stateful import StatefulConfigMixin
 from .configuration_stateful_hgrn2 import StatefulHGRN2Config
+from .forgetting import Forgetting, forgetting
+from .forgetting_scans import forgetful_scan
 from .layers_fla import MixerMLPBlock
 from .layers_hgrn2 import StatefulHGRN2Mixer
 from .modeling_stateful import StatefulBackbone, StatefulForCausalLM, StatefulPreTrainedModel
@@ -24,6 +26,7 @@ from .scan_gla import scan_gla
 
 __all__ = [
     "FlaConfigMixin",
+    "Forgetting",
     "LayerState",
     "Padding",
     "RecurrentCache",
@@ -33,6 +36,8 @@ __all__ = [
     "StatefulHGRN2ForCausalLM",
     "StatefulHGRN2Model",
     "causal_conv",
+    "forgetful_scan",
+    "forgetting",
     "load_state",
     "replacing",
     "resolve_backend",

@@ -10,6 +10,8 @@ from .causal_conv import causal_conv
 from .configuration_fla import FlaConfigMixin
 from .configuration_stateful import StatefulConfigMixin
 from .configuration_stateful_linear_attention import StatefulLinearAttentionConfig
+from .forgetting import Forgetting, forgetting
+from .forgetting_scans import forgetful_scan
 from .layers_fla import MixerMLPBlock
 from .layers_linear_attention import StatefulLinearAttentionMixer
 from .modeling_stateful import StatefulBackbone, StatefulForCausalLM, StatefulPreTrainedModel
@@ -22,6 +24,7 @@ from .scan_gla import scan_gla
 
 __all__ = [
     "FlaConfigMixin",
+    "Forgetting",
     "LayerState",
     "Padding",
     "RecurrentCache",
@@ -31,6 +34,8 @@ __all__ = [
     "StatefulLinearAttentionForCausalLM",
     "StatefulLinearAttentionModel",
     "causal_conv",
+    "forgetful_scan",
+    "forgetting",
     "load_state",
     "replacing",
     "resolve_backend",

@@ -13,6 +13,8 @@ from .atomic_files import replacing
 from .causal_conv import causal_conv
 from .configuration_stateful import StatefulConfigMixin
 from .configuration_stateful_mamba import StatefulMambaConfig
+from .forgetting import Forgetting, forgetting
+from .forgetting_scans import forgetful_scan
 from .layers_block import MixerBlock
 from .layers_mamba import StatefulMambaMixer, mamba_layer_shape
 from .modeling_stateful import StatefulBackbone, StatefulForCausalLM, StatefulPreTrainedModel
@@ -24,6 +26,7 @@ from .scan_backends import resolve_backend
 from .scan_selective import scan_selective
 
 __all__ = [
+    "Forgetting",
     "LayerState",
     "Padding",
     "RecurrentCache",
@@ -33,6 +36,8 @@ __all__ = [
     "StatefulMambaForCausalLM",
     "StatefulMambaModel",
     "causal_conv",
+    "forgetful_scan",
+    "forgetting",
     "load_state",
     "replacing",
     "resolve_backend",

@@ -11,6 +11,8 @@ from .atomic_files import replacing
 from .causal_conv import causal_conv
 from .configuration_stateful import StatefulConfigMixin
 from .configuration_stateful_mamba2 import StatefulMamba2Config
+from .forgetting import Forgetting, forgetting
+from .forgetting_scans import forgetful_scan
 from .layers_block import MixerBlock
 from .layers_mamba2 import StatefulMamba2Mixer, mamba2_layer_shape
 from .modeling_stateful import StatefulBackbone, StatefulForCausalLM, StatefulPreTrainedModel
@@ -22,6 +24,7 @@ from .scan_backends import resolve_backend
 from .scan_ssd import scan_ssd
 
 __all__ = [
+    "Forgetting",
     "LayerState",
     "Padding",
     "RecurrentCache",
@@ -31,6 +34,8 @@ __all__ = [
     "StatefulMamba2ForCausalLM",
     "StatefulMamba2Model",
     "causal_conv",
+    "forgetful_scan",
+    "forgetting",
     "load_state",
     "replacing",
     "resolve_backend",

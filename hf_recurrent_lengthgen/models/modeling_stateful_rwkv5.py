@@ -11,6 +11,8 @@ from .configuration_fla import FlaConfigMixin
 from .configuration_stateful import StatefulConfigMixin
 from .configuration_stateful_rwkv5 import StatefulRWKV5Config
 from .configuration_stateful_rwkv6 import StatefulRWKV6Config
+from .forgetting import Forgetting, forgetting
+from .forgetting_scans import forgetful_scan
 from .layers_fla import choose_backend
 from .layers_rwkv5 import StatefulRWKV5Block
 from .layers_rwkv6 import HeadNorm
@@ -25,6 +27,7 @@ from .scan_rwkv6 import scan_rwkv6
 
 __all__ = [
     "FlaConfigMixin",
+    "Forgetting",
     "HeadNorm",
     "LayerState",
     "Padding",
@@ -38,6 +41,8 @@ __all__ = [
     "StatefulRWKV6Config",
     "causal_conv",
     "choose_backend",
+    "forgetful_scan",
+    "forgetting",
     "load_state",
     "replacing",
     "resolve_backend",

@@ -10,6 +10,8 @@ from .causal_conv import causal_conv
 from .configuration_fla import FlaConfigMixin
 from .configuration_stateful import StatefulConfigMixin
 from .configuration_stateful_rwkv6 import StatefulRWKV6Config
+from .forgetting import Forgetting, forgetting
+from .forgetting_scans import forgetful_scan
 from .layers_fla import choose_backend
 from .layers_rwkv6 import StatefulRWKV6Block
 from .modeling_stateful import StatefulBackbone, StatefulForCausalLM, StatefulPreTrainedModel
@@ -23,6 +25,7 @@ from .scan_rwkv6 import scan_rwkv6
 
 __all__ = [
     "FlaConfigMixin",
+    "Forgetting",
     "LayerState",
     "Padding",
     "RMSNorm",
@@ -34,6 +37,8 @@ __all__ = [
     "StatefulRWKV6Model",
     "causal_conv",
     "choose_backend",
+    "forgetful_scan",
+    "forgetting",
     "load_state",
     "replacing",
     "resolve_backend",

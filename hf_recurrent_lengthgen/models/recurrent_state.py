@@ -13,7 +13,7 @@ next is in its two parts, batch first:
 
     B batch, H heads, P head (value) dim, N state (key) dim, G groups, K convolution taps, E hidden size
 
-A part that a layer does not have is an empty tensor of shape (B, 0). Both parts are float32 whatever
+A part that a layer does not have is an empty tensor of shape (B, 0). All parts are float32 whatever
 the dtype of the model (float64 in a float64 model). The convolution keeps K-1 columns: of K stored
 ones the oldest never reaches an output.
 
@@ -22,8 +22,8 @@ No function changes a state it is given.
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -43,7 +43,19 @@ class LayerState(NamedTuple):
     conv: Tensor
 
 
-RecurrentState = tuple[LayerState, ...]
+class WindowedLayerState(NamedTuple):
+    """What a layer carries whose state is made to hold the last r tokens only (`Forgetting.window`).
+
+    Beside the parts of `LayerState`, `window` (B, 1 + r, F) has what those tokens wrote; see forgetting_scans.py. It
+    belongs to `recurrent`: neither can be exchanged alone.
+    """
+
+    recurrent: Tensor
+    conv: Tensor
+    window: Tensor
+
+
+RecurrentState = tuple[LayerState, ...]  # or of WindowedLayerState, whose third part forgetting_scans.py alone uses
 
 
 class LayerShape(NamedTuple):
@@ -51,6 +63,21 @@ class LayerShape(NamedTuple):
 
     recurrent: tuple[int, ...]
     conv: tuple[int, ...]
+
+
+class WindowedLayerShape(NamedTuple):
+    """Shapes of a `WindowedLayerState` without the batch dimension."""
+
+    recurrent: tuple[int, ...]
+    conv: tuple[int, ...]
+    window: tuple[int, ...]
+
+
+def layer_state(parts: Iterable[Tensor]) -> LayerState:
+    """The parts of one layer, as a `LayerState` or, if there are three, a `WindowedLayerState`."""
+    parts = tuple(parts)
+    kind: Any = LayerState if len(parts) == len(LayerState._fields) else WindowedLayerState
+    return kind(*parts)
 
 
 class LayerStatistics(NamedTuple):
@@ -67,7 +94,7 @@ def state_dtype(model_dtype: torch.dtype) -> torch.dtype:
 
 def map_state(function: Callable[[Tensor], Tensor], state: RecurrentState) -> RecurrentState:
     """Apply `function` to every tensor of a state."""
-    return tuple(LayerState(*map(function, layer)) for layer in state)
+    return tuple(layer_state(map(function, layer)) for layer in state)
 
 
 def zero_state(
@@ -78,8 +105,7 @@ def zero_state(
 ) -> RecurrentState:
     """The state before any token, with `batch_size` rows."""
     return tuple(
-        LayerState(*(torch.zeros(batch_size, *shape, device=device, dtype=dtype) for shape in layer))
-        for layer in shapes
+        layer_state(torch.zeros(batch_size, *shape, device=device, dtype=dtype) for shape in layer) for layer in shapes
     )
 
 
@@ -127,13 +153,13 @@ def concatenate_rows(states: Sequence[RecurrentState]) -> RecurrentState:
     if len({len(state) for state in states}) > 1:
         raise ValueError(f"All states must have the same number of layers, got {[len(s) for s in states]}.")
     return tuple(
-        LayerState(*(torch.cat(parts) for parts in zip(*layers, strict=True))) for layers in zip(*states, strict=True)
+        layer_state(torch.cat(parts) for parts in zip(*layers, strict=True)) for layers in zip(*states, strict=True)
     )
 
 
 def zero_conv(state: RecurrentState) -> RecurrentState:
     """The state with its convolution part set to zero."""
-    return tuple(LayerState(layer.recurrent, torch.zeros_like(layer.conv)) for layer in state)
+    return tuple(layer._replace(conv=torch.zeros_like(layer.conv)) for layer in state)
 
 
 def state_statistics(state: RecurrentState) -> tuple[LayerStatistics, ...]:
@@ -148,7 +174,7 @@ def state_statistics(state: RecurrentState) -> tuple[LayerStatistics, ...]:
 def check_finite_state(state: RecurrentState, name: str = "initial_state") -> None:
     """Raise a `ValueError` that names the first layer and part with NaN or infinite values, and its rows."""
     for index, layer in enumerate(state):
-        for part_name, part in zip(LayerState._fields, layer, strict=True):
+        for part_name, part in zip(WindowedLayerState._fields, layer, strict=False):
             if not bool(part.isfinite().all()):
                 rows = (~part.isfinite().flatten(1).all(1)).nonzero().flatten().tolist()
                 raise ValueError(
@@ -172,16 +198,22 @@ def check_state(
             layers, shape, dtype or device. Values are checked by `check_finite_state`.
     """
     if not isinstance(state, (tuple, list)) or not all(
-        isinstance(layer, (tuple, list)) and len(layer) == len(LayerState._fields) for layer in state
+        isinstance(layer, (tuple, list)) and 2 <= len(layer) <= 3 for layer in state
     ):
         raise ValueError(
             f"{name} must be a tuple with one LayerState{LayerState._fields} per layer, as returned in "
             f"`final_state`; got {type(state).__name__}."
         )
+    if any(len(layer) != len(shape) for layer, shape in zip(state, shapes, strict=False)):
+        asked = "with" if len(shapes[0]) > len(LayerState._fields) else "without"
+        raise ValueError(
+            f"{name} does not fit a model {asked} a window (its config's `forgetting`): what such a state holds "
+            "of the tokens before cannot be made afterwards. Read them again, from no state."
+        )
     if len(state) != len(shapes):
         raise ValueError(f"{name} has {len(state)} layers, the model has {len(shapes)}.")
     for index, (layer, layer_shape) in enumerate(zip(state, shapes, strict=True)):
-        for part_name, part, shape in zip(LayerState._fields, layer, layer_shape, strict=True):
+        for part_name, part, shape in zip(layer_shape._fields, layer, layer_shape, strict=True):
             place = f"{name}: layer {index}, part '{part_name}'"
             expected = (batch_size, *shape)
             if not isinstance(part, Tensor):
@@ -194,11 +226,11 @@ def check_state(
                 raise ValueError(f"{place} has dtype {part.dtype}, expected {dtype}: states stay in full precision.")
             if part.device != device:
                 raise ValueError(f"{place} is on {part.device}, the inputs are on {device}: use state_to.")
-    return tuple(LayerState(*layer) for layer in state)
+    return tuple(layer_state(layer) for layer in state)
 
 
 def save_state(path: str | os.PathLike[str], state: RecurrentState, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a state as a safetensors file (`layers.{i}.recurrent`, `layers.{i}.conv`).
+    """Write a state as a safetensors file (`layers.{i}.recurrent`, `layers.{i}.conv`, `layers.{i}.window` if any).
 
     Args:
         path: File to write; replaced only when the new one is complete.
@@ -209,7 +241,7 @@ def save_state(path: str | os.PathLike[str], state: RecurrentState, metadata: Ma
     tensors = {
         f"layers.{index}.{part_name}": part.detach().to("cpu", copy=True).contiguous()
         for index, layer in enumerate(state)
-        for part_name, part in zip(LayerState._fields, layer, strict=True)
+        for part_name, part in zip(WindowedLayerState._fields, layer, strict=False)
     }
     header = {
         "format": STATE_FORMAT,
@@ -248,7 +280,8 @@ def load_state(
             "update hf_recurrent_lengthgen."
         )
     count = min(int(layers), len(tensors)) if layers.isdecimal() else 0  # a damaged number must not take memory
-    expected = {f"layers.{index}.{part}" for index in range(count) for part in LayerState._fields}
+    parts = WindowedLayerState._fields if "layers.0.window" in tensors else LayerState._fields
+    expected = {f"layers.{index}.{part}" for index in range(count) for part in parts}
     if not expected or set(tensors) != expected:
         raise ValueError(
             f"{path} does not hold the parts of {layers!r} layers: missing {sorted(expected - set(tensors))}, "
@@ -259,9 +292,7 @@ def load_state(
     }
     if wrong:
         raise ValueError(f"{path} has parts that are not float32 or float64: {wrong}.")
-    state = tuple(
-        LayerState(*(tensors[f"layers.{index}.{part}"] for part in LayerState._fields)) for index in range(count)
-    )
+    state = tuple(layer_state(tensors[f"layers.{index}.{part}"] for part in parts) for index in range(count))
     if len(rows := {tensor.shape[:1] for tensor in tensors.values()}) > 1:
         raise ValueError(f"{path} has parts with different numbers of rows: {sorted(rows)}.")
     check_finite_state(state, os.fspath(path))

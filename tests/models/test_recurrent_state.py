@@ -209,7 +209,8 @@ BAD_STATES: dict[str, tuple[Callable[[RecurrentState], Any], str]] = {
     "a tensor": (lambda state: state[0].recurrent, "s must be a tuple with one LayerState"),
     "a dictionary": (lambda state: dict(enumerate(state)), "got dict"),
     "a list of tensors": (lambda state: [layer.recurrent for layer in state], "must be a tuple with one LayerState"),
-    "three parts": (lambda state: [(*layer, layer.conv) for layer in state], "must be a tuple with one LayerState"),
+    "three parts": (lambda state: [(*layer, layer.conv) for layer in state], "does not fit a model without a window"),
+    "four parts": (lambda state: [layer * 2 for layer in state], "must be a tuple with one LayerState"),
     "a single layer": (lambda state: state[0], "must be a tuple with one LayerState"),
 }
 

@@ -1,0 +1,52 @@
+"""Configuration fields of the reference models, Mamba with attention in some layers (arXiv:2410.11135)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .configuration_stateful import StatefulConfigMixin
+
+
+@dataclass(init=False, repr=False, eq=False)
+class ReferenceLayersConfigMixin(StatefulConfigMixin):
+    """Attention in the place of some mixers, for comparisons as in Figures 2, 4 and 5 of arXiv:2410.11135.
+
+    There, layer 4 of 8 (that is number 3) is replaced by one head of softmax attention or of linear attention with a
+    head dim of 8, 32 or 1024: `attention_layers=[3]`, and for the latter
+    `attention_kind="linear", attention_head_dim=32`.
+
+    Args:
+        attention_layers: Layers, counted from 0, with one head of causal attention in place of the mixer; None for
+            none. No positions are encoded: the recurrent layers before it can do that.
+        attention_kind: "softmax", or "linear" for y_t = sum_{j <= t} (q_t . k_j) v_j / sqrt(head dim) without feature
+            map or normalizer. A model with softmax attention runs whole texts only: it has no state of fixed size that
+            could be given, carried or cached.
+        attention_head_dim: Width of queries and keys, in softmax attention of values, too; those of linear attention
+            have `hidden_size` channels. None for `hidden_size` with softmax and `state_size` with linear attention.
+    """
+
+    attention_kinds: ClassVar[tuple[str, ...]] = ("softmax", "linear")
+
+    attention_layers: list[int] | None = None
+    attention_kind: str = "softmax"
+    attention_head_dim: int | None = None
+
+    def check(self) -> None:
+        """See `StatefulConfigMixin.check`; also these fields."""
+        super().check()
+        chosen: list[int] = list(self.attention_layers or ())
+        layers: int = self.num_hidden_layers  # type: ignore[attr-defined]
+        if any(type(layer) is not int or layer not in range(layers) for layer in chosen) or (
+            len(set(chosen)) < len(chosen)
+        ):
+            raise ValueError(
+                f"attention_layers must be None or different numbers from 0 to {layers - 1}, "
+                f"got {self.attention_layers}."
+            )
+        if self.attention_kind not in self.attention_kinds:
+            raise ValueError(f"attention_kind must be one of {self.attention_kinds}, got {self.attention_kind!r}.")
+        if self.attention_head_dim is not None and self.attention_head_dim < 1:
+            raise ValueError(f"attention_head_dim must be None or at least 1, got {self.attention_head_dim}.")
+        if not chosen and (self.attention_kind != "softmax" or self.attention_head_dim is not None):
+            raise ValueError(
+                "attention_kind and attention_head_dim do nothing without attention_layers: give the layers, too."
+            )

@@ -1,0 +1,92 @@
+"""Forgetting that is induced at inference, without training: what a configuration says about it.
+
+"Stuffed Mamba" (Chen et al. 2024, arXiv:2410.07145), section 3.2.2, weakens what a model keeps; "LongMamba" (see its
+appendix C) shrinks the steps. forgetting_scans.py does both.
+"""
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+
+class Forgetting(NamedTuple):
+    """How a model forgets more than it has learned to.
+
+    Attributes:
+        retention: Factor on the decays alpha_t (Eq. 2), above 0 and at most 1; the paper takes 0.9999.
+        insertion: Factor on what is written into the state, that is on B_t or the keys, above 0; the paper takes
+            0.75. Both together are its "reduced memory retention and insertion" (RRI).
+        window: The last r tokens that the state of each layer holds (Eq. 8); None for all. Exact per layer, on that
+            layer's inputs: through the inputs, a model of several layers sees further back.
+        delta_scale: Factor on the step sizes of Mamba-1 and Mamba-2, above 0 and at most 1; LongMamba takes 0.5.
+    """
+
+    retention: float = 1.0
+    insertion: float = 1.0
+    window: int | None = None
+    delta_scale: float = 1.0
+
+    @classmethod
+    def of(cls, config: Any) -> "Forgetting":
+        """What the `forgetting` of a configuration says; nothing if it has none.
+
+        Raises:
+            ValueError: naming the setting, its value and what is allowed.
+        """
+        given = getattr(config, "forgetting", None)
+        if given is None:
+            return cls()
+        if not isinstance(given, Mapping) or not set(given) <= set(cls._fields):
+            raise ValueError(f"forgetting must be None or a mapping with some of {list(cls._fields)}, got {given!r}.")
+        rule = cls(**given)
+        for name, value in zip(cls._fields, rule, strict=True):
+            if name == "window":
+                if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                    raise ValueError(f"forgetting: window must be None or a number of tokens, got {value!r}.")
+                continue
+            most = math.inf if name == "insertion" else 1.0
+            number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+            if not (math.isfinite(number) and 0 < number <= most):
+                allowed = "above 0 and finite" if name == "insertion" else "above 0 and at most 1"
+                raise ValueError(f"forgetting: {name} must be {allowed}, got {value!r}.")
+        return rule
+
+    @property
+    def in_recurrence(self) -> bool:
+        """Whether the recurrence itself changes, and not only the step sizes."""
+        return (self.retention, self.insertion, self.window) != (1.0, 1.0, None)
+
+
+@contextmanager
+def forgetting(model: Any, **settings: Any) -> Iterator[Any]:
+    """Switch forgetting on in a loaded model, for the time of a `with` block.
+
+    Inside, the configuration of the model is a copy that says so: `save_pretrained` there writes a checkpoint that
+    forgets by itself. States with another `window` do not fit.
+
+    Args:
+        model: A model of this package, or one that `stateful` wrapped; also with PEFT adapters.
+        settings: Those of `Forgetting`; what is not given is off, so none at all switches everything off.
+
+    Raises:
+        ValueError: for a model that cannot forget so, and settings out of range.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not (hasattr(config, "check_forgetting") or hasattr(model, "check_forgetting")):
+        raise ValueError(
+            f"{type(model).__name__} cannot be made to forget: give a model of this package, or one wrapped by "
+            "hf_recurrent_lengthgen.hybrids.stateful."
+        )
+    changed = copy.copy(config)
+    changed.forgetting = dict(settings) or None
+    (changed if hasattr(changed, "check_forgetting") else model).check_forgetting()
+    owners = [module for module in model.modules() if getattr(module, "config", None) is config]
+    try:
+        for module in owners:
+            module.config = changed
+        yield model
+    finally:
+        for module in owners:
+            module.config = config

@@ -1,0 +1,106 @@
+"""Attention in the place of a Mamba mixer: the reference models of arXiv:2410.11135 (Figures 2, 4 and 5).
+
+One head, no positions. Linear attention is unkernelized, y_t = sum_{j <= t} (q_t . k_j) v_j / sqrt(N): what Eq. 12
+says of a Mamba layer that forgets nothing, with projections to values and outputs. It keeps the state contract.
+Softmax attention has no state of fixed size: its state parts are empty, and `StatefulBackbone` refuses to start from
+a state.
+
+Shapes: B batch, T tokens, D hidden size, N head dim.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import initialization as init
+
+from .layers_block import MixerBlock
+from .padding import zero_past_end
+from .recurrent_state import LayerShape, LayerState
+from .scan_backends import resolve_backend
+from .scan_gla import chunk_gla, scan_gla
+
+
+class _AttentionMixer(nn.Module):
+    """Projections q, k, v and o without biases, as in Transformers' attention layers."""
+
+    def __init__(self, config: Any, head_dim: int, value_dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.head_dim, self.value_dim = head_dim, value_dim
+        self.q_proj = nn.Linear(config.hidden_size, head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, value_dim, bias=False)
+        self.o_proj = nn.Linear(value_dim, config.hidden_size, bias=False)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Kaiming weights, the last divided by sqrt(layers) where the mixers' are."""
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
+            init.kaiming_uniform_(projection.weight, a=math.sqrt(5))
+        weight = self.o_proj.weight
+        if self.config.rescale_prenorm_residual and not getattr(weight, "_is_hf_initialized", False):
+            weight /= math.sqrt(self.config.num_hidden_layers)
+
+
+class SoftmaxAttentionMixer(_AttentionMixer):
+    """One head of causal softmax attention over the tokens of the call."""
+
+    @property
+    def state_shape(self) -> LayerShape:
+        """Both parts are empty."""
+        return LayerShape((0,), (0,))
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """See `StatefulBackbone`; what is past the length of a row comes after all that could attend to it."""
+        q, k, v = (projection(hidden_states)[:, None] for projection in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]), state
+
+
+class LinearAttentionMixer(_AttentionMixer):
+    """One head of causal linear attention, with values of D channels."""
+
+    @property
+    def state_shape(self) -> LayerShape:
+        """(1, D, N), and no convolution."""
+        return LayerShape((1, self.value_dim, self.head_dim), (0,))
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """See `StatefulBackbone`."""
+        dtype = hidden_states.dtype
+        limit = "" if dtype in (torch.float32, torch.float16, torch.bfloat16) else f"at most 32 bits, got {dtype}"
+        backend = resolve_backend(
+            self.config.scan_backend, hidden_states.device.type, chunk_gla is not None, limit
+        )
+        q, k, v = (projection(hidden_states)[:, :, None] for projection in (self.q_proj, self.k_proj, self.v_proj))
+        k = zero_past_end(k, lengths)
+        no_decay = torch.zeros_like(k, dtype=state.recurrent.dtype)
+        y, recurrent = scan_gla(q * self.head_dim**-0.5, k, v, no_decay, state.recurrent, backend=backend)
+        return self.o_proj(y[:, :, 0]), state._replace(recurrent=recurrent)
+
+
+def mixer_block(
+    config: Any,
+    layer: int,
+    mixer_class: Callable[[Any, int], nn.Module],
+    layer_shape: Callable[[Any, int], LayerShape],
+) -> MixerBlock:
+    """One layer of a Mamba model: the family's mixer, or attention where `config.attention_layers` says so."""
+    if layer not in (config.attention_layers or ()):
+        return MixerBlock(config, mixer_class(config, layer), layer_shape(config, layer))
+    mixer: SoftmaxAttentionMixer | LinearAttentionMixer
+    if config.attention_kind == "softmax":
+        head_dim = config.attention_head_dim or config.hidden_size
+        mixer = SoftmaxAttentionMixer(config, head_dim, value_dim=head_dim)
+    else:
+        mixer = LinearAttentionMixer(
+            config, config.attention_head_dim or config.state_size, value_dim=config.hidden_size
+        )
+    return MixerBlock(config, mixer, mixer.state_shape)
