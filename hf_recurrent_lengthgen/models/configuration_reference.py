@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .configuration_stateful import StatefulConfigMixin
+from .forgetting import Forgetting
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -49,4 +50,13 @@ class ReferenceLayersConfigMixin(StatefulConfigMixin):
         if not chosen and (self.attention_kind != "softmax" or self.attention_head_dim is not None):
             raise ValueError(
                 "attention_kind and attention_head_dim do nothing without attention_layers: give the layers, too."
+            )
+
+    def check_forgetting(self) -> None:
+        """See `StatefulConfigMixin.check_forgetting`; attention keeps all, so models with some are refused."""
+        super().check_forgetting()
+        if self.attention_layers and Forgetting.of(self) != Forgetting():
+            raise ValueError(
+                f"forgetting changes Mamba layers, and the layers {self.attention_layers} (attention_layers) are "
+                "attention, which would go on keeping all tokens: leave it out."
             )

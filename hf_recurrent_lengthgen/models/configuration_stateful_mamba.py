@@ -4,11 +4,12 @@ from typing import Any, ClassVar
 
 from transformers import MambaConfig
 
-from .configuration_stateful import StatefulConfigMixin
+from .configuration_reference import ReferenceLayersConfigMixin
+from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
 
 
-class StatefulMambaConfig(StatefulConfigMixin, MambaConfig):
-    """`MambaConfig` plus the fields of `StatefulConfigMixin`, FalconMamba's epsilon, and sizes of each layer.
+class StatefulMambaConfig(ReferenceLayersConfigMixin, MambaConfig):
+    """`MambaConfig` plus the fields of `ReferenceLayersConfigMixin`, FalconMamba's epsilon, and sizes of each layer.
 
     Only `hidden_act="silu"` is supported. `use_mambapy` and `use_associative_scan` choose among Transformers' own
     scans and mean nothing here.

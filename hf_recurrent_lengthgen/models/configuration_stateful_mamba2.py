@@ -4,11 +4,12 @@ from typing import ClassVar
 
 from transformers import Mamba2Config
 
-from .configuration_stateful import StatefulConfigMixin
+from .configuration_reference import ReferenceLayersConfigMixin
+from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
 
 
-class StatefulMamba2Config(StatefulConfigMixin, Mamba2Config):
-    """`Mamba2Config` plus the fields of `StatefulConfigMixin`.
+class StatefulMamba2Config(ReferenceLayersConfigMixin, Mamba2Config):
+    """`Mamba2Config` plus the fields of `StatefulConfigMixin` and `ReferenceLayersConfigMixin`.
 
     `chunk_size` is the tile of the GPU kernel; the torch scan has its own. Neither changes results.
     Only `hidden_act="silu"` is supported.

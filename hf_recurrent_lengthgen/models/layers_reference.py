@@ -76,9 +76,7 @@ class LinearAttentionMixer(_AttentionMixer):
         """See `StatefulBackbone`."""
         dtype = hidden_states.dtype
         limit = "" if dtype in (torch.float32, torch.float16, torch.bfloat16) else f"at most 32 bits, got {dtype}"
-        backend = resolve_backend(
-            self.config.scan_backend, hidden_states.device.type, chunk_gla is not None, limit
-        )
+        backend = resolve_backend(self.config.scan_backend, hidden_states.device.type, chunk_gla is not None, limit)
         q, k, v = (projection(hidden_states)[:, :, None] for projection in (self.q_proj, self.k_proj, self.v_proj))
         k = zero_past_end(k, lengths)
         no_decay = torch.zeros_like(k, dtype=state.recurrent.dtype)

@@ -116,6 +116,16 @@ class StatefulPreTrainedModel(PreTrainedModel):
         windowed: Any = WindowedLayerShape
         return tuple(windowed(*layer.state_shape, (1 + window, layer.token_features)) for layer in layers)
 
+    def check_has_states(self) -> None:
+        """Raise a `ValueError` if a layer has no state of fixed size, so that none can be given, carried or cached."""
+        stateless = [layer for layer, shape in enumerate(self.state_shapes()) if 0 in shape.recurrent]
+        if stateless:
+            raise ValueError(
+                f"The layers {stateless} of this model are softmax attention, which has no state of fixed size, so "
+                "the model runs whole texts only: give no initial_state and no past_key_values, generate with "
+                "use_cache=False, and train without carried or random states."
+            )
+
     def zero_state(self, batch_size: int) -> RecurrentState:
         """The state before any token, on the device of the model."""
         return zero_state(self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))
@@ -222,6 +232,8 @@ class StatefulBackbone(StatefulPreTrainedModel):
                 "Give initial_state or past_key_values, not both: each of them is the state to start from."
             )
         _check_cache(past_key_values)
+        if initial_state is not None or past_key_values is not None or use_cache:
+            self.check_has_states()
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         hidden_states = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds

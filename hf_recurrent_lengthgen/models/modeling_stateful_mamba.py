@@ -11,26 +11,31 @@ from torch import Tensor, nn
 
 from .atomic_files import replacing
 from .causal_conv import causal_conv
+from .configuration_reference import ReferenceLayersConfigMixin
 from .configuration_stateful import StatefulConfigMixin
 from .configuration_stateful_mamba import StatefulMambaConfig
 from .forgetting import Forgetting, forgetting
 from .forgetting_scans import forgetful_scan
 from .layers_block import MixerBlock
 from .layers_mamba import StatefulMambaMixer, mamba_layer_shape
+from .layers_reference import mixer_block
 from .modeling_stateful import StatefulBackbone, StatefulForCausalLM, StatefulPreTrainedModel
 from .norms import RMSNorm
 from .padding import Padding
 from .recurrent_cache import RecurrentCache
 from .recurrent_state import LayerState, RecurrentState, load_state, save_state
 from .scan_backends import resolve_backend
+from .scan_gla import scan_gla
 from .scan_selective import scan_selective
 
 __all__ = [
     "Forgetting",
     "LayerState",
+    "MixerBlock",
     "Padding",
     "RecurrentCache",
     "RecurrentState",
+    "ReferenceLayersConfigMixin",
     "StatefulConfigMixin",
     "StatefulMambaConfig",
     "StatefulMambaForCausalLM",
@@ -42,6 +47,7 @@ __all__ = [
     "replacing",
     "resolve_backend",
     "save_state",
+    "scan_gla",
     "scan_selective",
 ]
 
@@ -61,7 +67,7 @@ class StatefulMambaModel(StatefulMambaPreTrainedModel, StatefulBackbone):
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            MixerBlock(config, StatefulMambaMixer(config, layer), mamba_layer_shape(config, layer))
+            mixer_block(config, layer, StatefulMambaMixer, mamba_layer_shape)
             for layer in range(config.num_hidden_layers)
         )
         self.norm_f = RMSNorm(config.hidden_size, config.layer_norm_epsilon)

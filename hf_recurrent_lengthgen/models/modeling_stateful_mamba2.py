@@ -9,26 +9,31 @@ from torch import Tensor, nn
 
 from .atomic_files import replacing
 from .causal_conv import causal_conv
+from .configuration_reference import ReferenceLayersConfigMixin
 from .configuration_stateful import StatefulConfigMixin
 from .configuration_stateful_mamba2 import StatefulMamba2Config
 from .forgetting import Forgetting, forgetting
 from .forgetting_scans import forgetful_scan
 from .layers_block import MixerBlock
 from .layers_mamba2 import StatefulMamba2Mixer, mamba2_layer_shape
+from .layers_reference import mixer_block
 from .modeling_stateful import StatefulBackbone, StatefulForCausalLM, StatefulPreTrainedModel
 from .norms import RMSNorm
 from .padding import Padding
 from .recurrent_cache import RecurrentCache
 from .recurrent_state import LayerState, RecurrentState, load_state, save_state
 from .scan_backends import resolve_backend
+from .scan_gla import scan_gla
 from .scan_ssd import scan_ssd
 
 __all__ = [
     "Forgetting",
     "LayerState",
+    "MixerBlock",
     "Padding",
     "RecurrentCache",
     "RecurrentState",
+    "ReferenceLayersConfigMixin",
     "StatefulConfigMixin",
     "StatefulMamba2Config",
     "StatefulMamba2ForCausalLM",
@@ -40,6 +45,7 @@ __all__ = [
     "replacing",
     "resolve_backend",
     "save_state",
+    "scan_gla",
     "scan_ssd",
 ]
 
@@ -59,7 +65,7 @@ class StatefulMamba2Model(StatefulMamba2PreTrainedModel, StatefulBackbone):
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            MixerBlock(config, StatefulMamba2Mixer(config, layer), mamba2_layer_shape(config, layer))
+            mixer_block(config, layer, StatefulMamba2Mixer, mamba2_layer_shape)
             for layer in range(config.num_hidden_layers)
         )
         self.norm_f = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
