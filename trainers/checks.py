@@ -24,8 +24,13 @@ def base_of(model: Any) -> Any:
 
 
 def takes_states(model: Any) -> bool:
-    """Whether a model takes `initial_state` and returns `final_state`."""
-    return set(inspect.signature(base_of(model).forward).parameters) >= STATE_ARGUMENTS
+    """Whether a model takes `initial_state` and returns a `final_state` that holds all of its state."""
+    base = base_of(model)
+    return set(inspect.signature(base.forward).parameters) >= STATE_ARGUMENTS and not _stateless_layers(base)
+
+
+def _stateless_layers(base: Any) -> list[int]:
+    return getattr(base, "stateless_layers", [])
 
 
 def check_model(model: Any) -> None:
@@ -37,6 +42,8 @@ def check_model(model: Any) -> None:
             f"{type(base).__name__} takes no {sorted(missing)}, so it cannot be given states. Load it with "
             "hf_recurrent_lengthgen.load_model(...), or wrap it with stateful(model)."
         )
+    if _stateless_layers(base):
+        base.check_has_states()
 
 
 def check_config(trainer: type[Any], args: Any) -> None:

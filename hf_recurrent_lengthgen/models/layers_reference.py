@@ -24,26 +24,36 @@ from .scan_backends import resolve_backend
 from .scan_gla import chunk_gla, scan_gla
 
 
+class AttentionProjection(nn.Linear):
+    """A linear layer without bias that starts from Kaiming weights times `scale`, as the mixers' `out_proj` does.
+
+    The initialization is here and not in the mixer, because Transformers passes over modules without own parameters.
+    """
+
+    def __init__(self, inputs: int, outputs: int, scale: float = 1.0) -> None:
+        self.scale = scale
+        super().__init__(inputs, outputs, bias=False)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """See the class."""
+        init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if not getattr(self.weight, "_is_hf_initialized", False):
+            self.weight *= self.scale
+
+
 class _AttentionMixer(nn.Module):
-    """Projections q, k, v and o without biases, as in Transformers' attention layers."""
+    """Projections q, k, v and o, named as in Transformers' attention layers."""
 
     def __init__(self, config: Any, head_dim: int, value_dim: int) -> None:
         super().__init__()
         self.config = config
         self.head_dim, self.value_dim = head_dim, value_dim
-        self.q_proj = nn.Linear(config.hidden_size, head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, value_dim, bias=False)
-        self.o_proj = nn.Linear(value_dim, config.hidden_size, bias=False)
-
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Kaiming weights, the last divided by sqrt(layers) where the mixers' are."""
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
-            init.kaiming_uniform_(projection.weight, a=math.sqrt(5))
-        weight = self.o_proj.weight
-        if self.config.rescale_prenorm_residual and not getattr(weight, "_is_hf_initialized", False):
-            weight /= math.sqrt(self.config.num_hidden_layers)
+        D, scale = config.hidden_size, config.num_hidden_layers**-0.5 if config.rescale_prenorm_residual else 1.0
+        self.q_proj = AttentionProjection(D, head_dim)
+        self.k_proj = AttentionProjection(D, head_dim)
+        self.v_proj = AttentionProjection(D, value_dim)
+        self.o_proj = AttentionProjection(value_dim, D, scale)
 
 
 class SoftmaxAttentionMixer(_AttentionMixer):

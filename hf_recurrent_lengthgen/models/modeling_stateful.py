@@ -116,14 +116,18 @@ class StatefulPreTrainedModel(PreTrainedModel):
         windowed: Any = WindowedLayerShape
         return tuple(windowed(*layer.state_shape, (1 + window, layer.token_features)) for layer in layers)
 
+    @property
+    def stateless_layers(self) -> list[int]:
+        """Layers of softmax attention: they have no state of fixed size that could be given, carried or cached."""
+        return [layer for layer, shape in enumerate(self.state_shapes()) if 0 in shape.recurrent]
+
     def check_has_states(self) -> None:
-        """Raise a `ValueError` if a layer has no state of fixed size, so that none can be given, carried or cached."""
-        stateless = [layer for layer, shape in enumerate(self.state_shapes()) if 0 in shape.recurrent]
-        if stateless:
+        """Raise a `ValueError` if there are `stateless_layers`."""
+        if self.stateless_layers:
             raise ValueError(
-                f"The layers {stateless} of this model are softmax attention, which has no state of fixed size, so "
-                "the model runs whole texts only: give no initial_state and no past_key_values, generate with "
-                "use_cache=False, and train without carried or random states."
+                f"The layers {self.stateless_layers} of this model are softmax attention, which has no state of fixed "
+                "size, so the model runs whole texts only: give no initial_state and no past_key_values, generate "
+                "with use_cache=False, and train without carried or random states."
             )
 
     def zero_state(self, batch_size: int) -> RecurrentState:
