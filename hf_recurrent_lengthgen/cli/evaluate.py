@@ -44,20 +44,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", help='tokenizer folder or name, or "bytes" (default: the models\' own)')
     parser.add_argument(
         "--training-length",
-        type=_positive,
+        type=positive,
         metavar="T",
         help="training length (default: from the first model's config)",
     )
-    parser.add_argument("--length", type=_positive, metavar="N", help="tokens per sequence (default: 64 T)")
+    parser.add_argument("--length", type=positive, metavar="N", help="tokens per sequence (default: 64 T)")
     parser.add_argument(
-        "--sequences", type=_positive, default=32, metavar="N", help="number of sequences (default: %(default)s)"
+        "--sequences", type=positive, default=32, metavar="N", help="number of sequences (default: %(default)s)"
     )
     parser.add_argument("--device", default="cpu", help="device to run on, such as cuda (default: %(default)s)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that checkpoints carry")
     return parser
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A number of the command line that is at least 1."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
     return number
@@ -85,7 +86,7 @@ def run(arguments: Sequence[str]) -> int:
     for name, model in zip(options.models, models, strict=True):
         print(f"Evaluating {name} on {len(tokens)} texts of {length:,} {token_unit(tokenizer)}s")
         result = evaluate_model(
-            _on_device(model, options.device),
+            on_device(model, options.device),
             tokens,
             training_length,
             label=name,
@@ -114,7 +115,8 @@ def _tokenizer(options: argparse.Namespace) -> PreTrainedTokenizerBase:
     return first
 
 
-def _on_device(model: PreTrainedModel, device: str) -> PreTrainedModel:
+def on_device(model: PreTrainedModel, device: str) -> PreTrainedModel:
+    """The model on the device that a person named."""
     try:
         return model.to(torch.device(device))  # type: ignore[arg-type]
     except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA

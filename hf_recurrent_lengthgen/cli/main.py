@@ -1,4 +1,4 @@
-"""The command line: `lengthgen demo | train | evaluate`."""
+"""The command line: `lengthgen demo | train | evaluate | accuracy`."""
 
 import argparse
 import contextlib
@@ -7,17 +7,18 @@ from collections.abc import Sequence
 
 from safetensors import SafetensorError
 
-from hf_recurrent_lengthgen.cli import demo, evaluate, train
+from hf_recurrent_lengthgen.cli import accuracy, demo, evaluate, train
 from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
 from hf_recurrent_lengthgen.evaluation.evaluate import installed_versions
 
-COMMANDS = {"demo": demo, "train": train, "evaluate": evaluate}
+COMMANDS = {"demo": demo, "train": train, "evaluate": evaluate, "accuracy": accuracy}
 DESCRIPTION = """\
 Recurrent language models that keep working far beyond the length they were trained on.
 
   lengthgen demo       train a small model, see it fail, cure it, get a report (about five minutes)
   lengthgen train      train or post-train a checkpoint, from a YAML file or flags
   lengthgen evaluate   measure checkpoints beyond their training length
+  lengthgen accuracy   measure checkpoints that copy, recall or sort symbols
 
 lengthgen COMMAND --help lists the options of a command. A first session:
 

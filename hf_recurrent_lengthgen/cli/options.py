@@ -14,6 +14,7 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, STANDARD_LIBRARY
+from hf_recurrent_lengthgen.data.tasks import STRING_TASKS
 from hf_recurrent_lengthgen.trainers import (
     FittedNoiseConfig,
     FittedNoiseTrainer,
@@ -108,7 +109,7 @@ class RunArguments:
         default=None,
         metadata={
             "help": "Text for eval_loss, as for data; needs eval_strategy. Default: stdlib where that is the training "
-            "text. Passkeys need none, evaluation has other keys."
+            "text. Passkeys and symbols need none, evaluation has others."
         },
     )
     eval_data_split: str = field(default="validation", metadata={"help": "Split of eval_data."})
@@ -128,11 +129,25 @@ class RunArguments:
     minimum_document_tokens: int = field(
         default=0, metadata={"help": "Leave out documents with fewer tokens (arXiv:2410.07145 uses 4096)."}
     )
-    task: Literal["text", "passkey", "babilong"] = field(
+    task: Literal["text", "passkey", "babilong", "copying", "stack_copying", "recall", "sorting"] = field(
         default="text",
         metadata={
-            "help": "What a row is: text; a passkey prompt; or a question of bAbI hidden in the text of data. In the "
-            "last two only the answer is scored."
+            "help": "What a row is: text; passkey, a prompt; babilong, a question of bAbI hidden in the text of data; "
+            "or random symbols (arXiv:2410.11135): copying, stack_copying (from the last to the first), recall (of "
+            "values by their keys) or sorting. In all but the first only the answer is scored."
+        },
+    )
+    task_length: str = field(
+        default="50",
+        metadata={
+            "help": 'With tasks on symbols: how many there are (with recall, pairs), or a range such as "50-100".'
+        },
+    )
+    task_vocabulary: int | None = field(
+        default=None,
+        metadata={
+            "help": "With tasks on symbols: how many there are to choose from. The model's vocab_size must be 3 more. "
+            "Default: 26 for copying, 512 for recall (keys and values) and sorting."
         },
     )
     task_files: str | None = field(
@@ -161,6 +176,11 @@ class RunArguments:
         """Whether the model is made of a config.json, with random weights."""
         return self.model.endswith(".json")
 
+    @property
+    def of_symbols(self) -> bool:
+        """Whether the task is one on random symbols, which needs neither text nor a tokenizer."""
+        return self.task in STRING_TASKS
+
 
 @dataclass
 class _EveryConfig(StatePassingConfig, MixedStatesConfig, LearnedStateConfig):
@@ -182,15 +202,16 @@ def evaluates(training: InitialStateConfig) -> bool:
     return training.eval_strategy != "no"
 
 
+_WITH_DATA = ("text", "babilong")
 _Fits = Callable[[RunArguments, InitialStateConfig], bool]
 # What an option that is given goes with, in words and as a check; elsewhere it would do nothing.
 GOES_WITH: dict[str, tuple[str, _Fits]] = {
-    **dict.fromkeys(("data", "data_split"), ("task text or babilong", lambda run, _: run.task != "passkey")),
+    **dict.fromkeys(("data", "data_split"), ("task text or babilong", lambda run, _: run.task in _WITH_DATA)),
     **dict.fromkeys(
         ("eval_data", "eval_data_split"),
         (
             "eval_strategy steps or epoch, and task text or babilong",
-            lambda run, training: evaluates(training) and run.task != "passkey",
+            lambda run, training: evaluates(training) and run.task in _WITH_DATA,
         ),
     ),
     "text_column": (
@@ -202,6 +223,12 @@ GOES_WITH: dict[str, tuple[str, _Fits]] = {
         ("intervention tbtt, or mixed with tbtt in its mixture", lambda _, training: continues(training)),
     ),
     "minimum_document_tokens": ("task text", lambda run, _: run.task == "text"),
+    **dict.fromkeys(
+        ("block_length", "tokenizer"), ("task text, passkey or babilong", lambda run, _: not run.of_symbols)
+    ),
+    **dict.fromkeys(
+        ("task_length", "task_vocabulary"), (f"task {', '.join(STRING_TASKS)}", lambda run, _: run.of_symbols)
+    ),
     "task_files": ("task babilong", lambda run, _: run.task == "babilong"),
     "task_style": ("task passkey", lambda run, _: run.task == "passkey"),
     **dict.fromkeys(("mimetic_c", "mimetic_offset"), ("mimetic", lambda run, _: run.mimetic)),

@@ -14,7 +14,16 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, load_documents, load_stream, load_tokenizer
 from hf_recurrent_lengthgen.cli.options import RunArguments, RunParser, continues, evaluates
 from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks, keep_long_documents
-from hf_recurrent_lengthgen.data.tasks import BabilongPrompts, PasskeyPrompts, babi_files, read_babi
+from hf_recurrent_lengthgen.data.tasks import (
+    EVALUATION_SEED,
+    BabilongPrompts,
+    PasskeyPrompts,
+    StringCollator,
+    TaskStrings,
+    babi_files,
+    read_babi,
+    string_task,
+)
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models import CAUSAL_LM_CLASSES, STATEFUL_CLASSES
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
@@ -23,8 +32,8 @@ from hf_recurrent_lengthgen.trainers.alignment_loss import largest_extra
 from hf_recurrent_lengthgen.trainers.checkpoints import newest_complete_checkpoint
 from hf_recurrent_lengthgen.trainers.learned_state_trainer import LEARNED_STATE_FILE
 
-PASSKEY_SAMPLES, PASSKEY_EVALUATION_SAMPLES = 100_000, 256
-"""Samples of an epoch where max_steps does not say how many there are, and of an evaluation."""
+TASK_SAMPLES, TASK_EVALUATION_SAMPLES = 100_000, 256
+"""Samples that are made for an epoch where max_steps does not say how many there are, and for an evaluation."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -66,19 +75,14 @@ def train(settings: RunArguments, training: InitialStateConfig, trainer_class: t
         raise ValueError("mimetic overwrites trained weights: it goes with a config.json as model, not a checkpoint.")
     else:
         model = load_model(settings.model, settings.trust_remote_code)
-    tokenizer = load_tokenizer(
-        settings.tokenizer or ("bytes" if settings.from_scratch else settings.model), settings.trust_remote_code
-    )
-    if len(tokenizer) > model.config.vocab_size:
-        raise ValueError(
-            f"The tokenizer has {len(tokenizer)} tokens, the model's vocab_size is {model.config.vocab_size}: give "
-            "the model's own tokenizer, or a config.json with a larger vocab_size."
-        )
+    tokenizer = None if settings.of_symbols else _tokenizer(settings, model.config.vocab_size)
     if training.alignment_alpha and training.alignment_length is None:
         training.alignment_length = settings.block_length
     rows = _rows(settings, training, tokenizer)
     eval_rows = _evaluation_rows(settings, training, tokenizer) if evaluates(training) else None
     model.config.training_length = settings.block_length
+    if isinstance(rows, TaskStrings):
+        _record_task(model.config, rows)
     methods: list[str] = [settings.intervention] if settings.intervention != "none" else []
     if training.alignment_alpha:
         methods.append(f"output alignment {training.alignment_alpha:g}")
@@ -87,7 +91,14 @@ def train(settings: RunArguments, training: InitialStateConfig, trainer_class: t
         budget = f"{steps} steps" if steps > 0 else f"{training.num_train_epochs:g} epochs"
         done = f"{' with '.join(methods)}, {budget}"
         model.config.interventions = [*(getattr(model.config, "interventions", None) or ()), done]
-    trainer = trainer_class(model, training, train_dataset=rows, eval_dataset=eval_rows, processing_class=tokenizer)
+    trainer = trainer_class(
+        model,
+        training,
+        data_collator=StringCollator() if settings.of_symbols else None,
+        train_dataset=rows,
+        eval_dataset=eval_rows,
+        processing_class=tokenizer,
+    )
     trainer.train(resume_from_checkpoint=settings.resume or None)
     trainer.save_model()
     trainer.save_state()
@@ -114,12 +125,35 @@ def _new_model(file: str, trust_remote_code: bool) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
 
 
+def _tokenizer(settings: RunArguments, vocab_size: int) -> Any:
+    """The tokenizer given, that of the checkpoint, or bytes from scratch."""
+    tokenizer = load_tokenizer(
+        settings.tokenizer or ("bytes" if settings.from_scratch else settings.model), settings.trust_remote_code
+    )
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"The tokenizer has {len(tokenizer)} tokens, the model's vocab_size is {vocab_size}: give "
+            "the model's own tokenizer, or a config.json with a larger vocab_size."
+        )
+    return tokenizer
+
+
+def _record_task(config: Any, rows: TaskStrings) -> None:
+    """Let a config say what the model is trained on, for `lengthgen accuracy`."""
+    if rows.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"task {rows.name} with {rows.vocabulary} symbols has {rows.vocab_size} tokens, the model's vocab_size is "
+            f"{config.vocab_size}: give a smaller task_vocabulary, or a config.json with a larger vocab_size."
+        )
+    config.training_length, config.task = rows.row_length, rows.record
+
+
 def _next_step(settings: RunArguments, training: InitialStateConfig) -> str:
     """What was saved, and how to use or measure it."""
     output = str(training.output_dir)
     if isinstance(training, LearnedStateConfig) and not training.train_model:
         return _use_of_state(os.path.join(output, LEARNED_STATE_FILE), settings.model)
-    evaluate = shlex.join(["lengthgen", "evaluate", output])
+    evaluate = shlex.join(["lengthgen", "accuracy" if settings.of_symbols else "evaluate", output])
     if settings.task != "passkey":
         return f"Saved to {output}. Next: {evaluate}"
     length, style = settings.block_length, "" if settings.task_style is None else f", style={settings.task_style!r}"
@@ -150,9 +184,11 @@ def _lookahead(training: InitialStateConfig) -> int:
 
 def _rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
     """Training data."""
+    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
+    samples = rows * training.max_steps if training.max_steps > 0 else TASK_SAMPLES
+    if settings.of_symbols:
+        return _symbols(settings, samples, training.seed)
     if settings.task == "passkey":
-        rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
-        samples = rows * training.max_steps if training.max_steps > 0 else PASSKEY_SAMPLES
         return _passkeys(settings, samples, training.seed, tokenizer)
     if settings.task == "babilong":
         return _questions(settings, "train", settings.data, settings.data_split, training.seed, tokenizer)
@@ -174,8 +210,10 @@ def _rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) 
 def _evaluation_rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
     """Other text, keys or questions than those of the training data."""
     seed = training.seed + 1
+    if settings.of_symbols:
+        return _symbols(settings, TASK_EVALUATION_SAMPLES, EVALUATION_SEED + training.seed)
     if settings.task == "passkey":
-        return _passkeys(settings, PASSKEY_EVALUATION_SAMPLES, seed, tokenizer)
+        return _passkeys(settings, TASK_EVALUATION_SAMPLES, seed, tokenizer)
     data = settings.eval_data or (STANDARD_LIBRARY if settings.data == STANDARD_LIBRARY else None)
     if data is None:
         raise ValueError("eval_strategy needs eval_data, the text for eval_loss.")
@@ -193,6 +231,17 @@ def _stream(settings: RunArguments, data: str, split: str, tokenizer: Any) -> Te
 def _passkeys(settings: RunArguments, samples: int, seed: int, tokenizer: Any) -> PasskeyPrompts:
     style = {} if settings.task_style is None else {"style": settings.task_style}
     return PasskeyPrompts(tokenizer, settings.block_length, samples, seed, **style)
+
+
+def _symbols(settings: RunArguments, samples: int, seed: int) -> TaskStrings:
+    """Strings of the length "50", or of the lengths "50-100"."""
+    bounds = settings.task_length.split("-")
+    if len(bounds) > 2 or not all(bound.strip().isdecimal() for bound in bounds):
+        raise ValueError(f'task_length is {settings.task_length!r}, but must be a number or a range such as "50-100".')
+    length = [int(bound) for bound in bounds]
+    return string_task(
+        settings.task, length[0] if len(length) == 1 else length, settings.task_vocabulary, samples, seed
+    )
 
 
 def _questions(

@@ -233,8 +233,8 @@ def test_defaults_are_the_papers() -> None:
     assert (values["adam_beta2"], values["warmup_steps"], values["max_grad_norm"]) == (0.95, 0.1, 1.0)
     assert values["lr_scheduler_type"] == "cosine_with_min_lr"
     assert values["lr_scheduler_kwargs"] == {"min_lr": 1e-5}
-    assert values["block_length"] == 2048
-    _, training, _ = RunParser().read(["--model", "m", "--output_dir", "o", "--use_cpu"])
+    run, training, _ = RunParser().read(["--model", "m", "--output_dir", "o", "--use_cpu"])
+    assert run.block_length == 2048
     assert isinstance(training, StatePassingConfig)
     assert training.state_drop_probability == 0.1
 
@@ -278,7 +278,7 @@ def test_the_help_shows_what_most_people_need_and_all_if_asked(capsys: pytest.Ca
         assert "default: None" not in text.split("other options")[0]
     assert "--torch_compile " not in shown["--help"]
     assert "--torch_compile " in shown["--help-all"]
-    assert len(shown["--help"].splitlines()) < 180
+    assert len(shown["--help"].splitlines()) < 195
 
 
 def test_the_help_of_every_option_shown_says_what_holds_without_it() -> None:

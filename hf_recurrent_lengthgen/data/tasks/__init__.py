@@ -11,11 +11,12 @@ from .string_accuracy import (
     area_under_curve,
     string_accuracy,
 )
-from .strings import AssociativeRecall, CopyingStrings, SortingStrings, TaskStrings
+from .strings import STRING_TASKS, AssociativeRecall, CopyingStrings, SortingStrings, TaskStrings, string_task
 
 __all__ = [
     "EVALUATION_SEED",
     "PASSKEY_STYLES",
+    "STRING_TASKS",
     "AssociativeRecall",
     "BabiQuestion",
     "BabilongPrompts",
@@ -34,4 +35,5 @@ __all__ = [
     "read_babi",
     "right_answers",
     "string_accuracy",
+    "string_task",
 ]

@@ -8,8 +8,9 @@ Token ids: 0 padding, 1 delimiter, 2 end, then the symbols, so a model needs `vo
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import NamedTuple, Self
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -94,6 +95,11 @@ class TaskStrings(Dataset[dict[str, Tensor]], ABC):
     @property
     def row_length(self) -> int:
         return 2 * self.tokens_per_symbol * self.longest + 2
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint's config keeps of its task; `string_task(**record)` makes it again."""
+        return {"name": self.name, "length": [self.shortest, self.longest], "vocabulary": self.vocabulary}
 
     def resized(self, length: Lengths, samples: int, seed: int) -> Self:
         """The same task with strings of another length.
@@ -258,3 +264,33 @@ class AssociativeRecall(TaskStrings):
         queries = np.take_along_axis(first, order[:, :, None], 1)
         asked = (np.arange(2 * pairs) % 2 == 1)[None]
         return StringParts(first.reshape(len(rows), -1), queries.reshape(len(rows), -1), asked, 2 * lengths)
+
+
+_TASKS: dict[str, Callable[..., TaskStrings]] = {
+    "copying": CopyingStrings,
+    "stack_copying": partial(CopyingStrings, reverse=True),
+    "recall": AssociativeRecall,
+    "sorting": SortingStrings,
+}
+STRING_TASKS = tuple(_TASKS)
+
+
+def string_task(
+    name: str, length: Lengths, vocabulary: int | None = None, samples: int = 1_000_000, seed: int = 0
+) -> TaskStrings:
+    """A task by its name.
+
+    Args:
+        name: One of `STRING_TASKS`.
+        length: Symbols of a string (pairs for recall), or the least and the most of them.
+        vocabulary: Number of symbols; None for the task's default, 26 for copying and 512 for the others.
+        samples: Number of rows.
+        seed: Their seed.
+
+    Raises:
+        ValueError: for another name, and as the class of the task does.
+    """
+    if name not in _TASKS:
+        raise ValueError(f"The task is {name!r}, but must be one of {', '.join(STRING_TASKS)}.")
+    symbols = {} if vocabulary is None else {"vocabulary": vocabulary}
+    return _TASKS[name](length, **symbols, samples=samples, seed=seed)

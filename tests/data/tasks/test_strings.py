@@ -14,11 +14,13 @@ from torch.utils.data import DataLoader
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.data.tasks import (
+    STRING_TASKS,
     AssociativeRecall,
     CopyingStrings,
     SortingStrings,
     StringCollator,
     TaskStrings,
+    string_task,
 )
 from hf_recurrent_lengthgen.data.tasks.keyed_random import random_bits
 from hf_recurrent_lengthgen.data.tasks.strings import StringParts
@@ -137,6 +139,7 @@ def test_symbols_lengths_and_orders_are_uniform() -> None:
     assert likely(values.flatten().bincount(minlength=11)[7:].tolist())
     asked = (queries[:, :, None] == keys[:, None]).long().argmax(2)  # which pair is asked for
     assert likely(Counter(map(tuple, asked.tolist())).values())
+    assert likely(Counter(map(tuple, torch.cat([keys, asked], 1).tolist())).values())
     assert likely((4 * (keys[:, 0] - 3) + values[:, 0] - 7).bincount(minlength=16).tolist())
 
 
@@ -215,6 +218,18 @@ def test_padding_does_not_change_the_loss_of_a_model() -> None:
 def test_what_is_not_possible_is_refused(make: Any, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         make()
+
+
+def test_a_task_by_its_name() -> None:
+    for name in STRING_TASKS:
+        task = string_task(name, (2, 3), 8, 5, 4)
+        assert (task.name, task.shortest, task.longest, task.vocabulary, len(task), task.seed) == (name, 2, 3, 8, 5, 4)
+        again = string_task(**task.record, samples=5, seed=4)
+        assert torch.equal(again.batch(range(5))["input_ids"], task.batch(range(5))["input_ids"])
+    assert [string_task(name, 3).vocabulary for name in STRING_TASKS] == [26, 26, 512, 512]
+    assert split(string_task("stack_copying", 5)[0]["input_ids"])[1] != split(CopyingStrings(5)[0]["input_ids"])[1]
+    with pytest.raises(ValueError, match="'sort', but must be one of copying, stack_copying, recall, sorting"):
+        string_task("sort", 3)
 
 
 def test_the_smallest_of_each_task() -> None:

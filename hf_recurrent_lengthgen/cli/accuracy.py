@@ -1,0 +1,156 @@
+"""`lengthgen accuracy`: how many symbols checkpoints copy, recall or sort right, at the training length and beyond."""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_recurrent_lengthgen.cli.evaluate import on_device, positive
+from hf_recurrent_lengthgen.data.tasks import (
+    EVALUATION_SEED,
+    STRING_TASKS,
+    StringAccuracy,
+    TaskStrings,
+    accuracy_by_length,
+    string_task,
+)
+from hf_recurrent_lengthgen.evaluation.evaluate import installed_versions
+from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.plotting.accuracy import accuracy_figure
+from hf_recurrent_lengthgen.plotting.images import save_png, save_svg
+
+DESCRIPTION = """\
+Measure how many symbols models copy, recall or sort right (arXiv:2410.11135): of all symbols, and of whole answers
+by greedy decoding. Checkpoints of "lengthgen train --task copying" and the like know their task. Writes
+accuracy.json, accuracy.png and accuracy.svg.
+
+  lengthgen accuracy copier
+  lengthgen accuracy copier other-copier --lengths 50 100 200 300 --samples 1000
+  lengthgen accuracy my-mamba2 --task recall --task-length 16 --vocabulary 256
+"""
+Curves = dict[str, dict[int, StringAccuracy]]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lengthgen accuracy", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="checkpoint folder or Hub name")
+    parser.add_argument("--output", default="accuracy", help="folder for the results (default: %(default)s)")
+    parser.add_argument("--task", choices=STRING_TASKS, help="default: that of the first model's config")
+    parser.add_argument(
+        "--task-length", type=positive, metavar="N", help="longest string in training (default: from the config)"
+    )
+    parser.add_argument(
+        "--vocabulary", type=positive, metavar="N", help="number of symbols (default: from the config)"
+    )
+    parser.add_argument(
+        "--lengths",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="lengths of strings; pairs with recall (default: 1, 2 and 4 times the longest in training)",
+    )
+    parser.add_argument(
+        "--samples", type=positive, default=256, metavar="N", help="strings of each length (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch-size", type=positive, default=64, metavar="N", help="strings at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=EVALUATION_SEED, metavar="N", help="seed of the strings (default: %(default)s)"
+    )
+    parser.add_argument("--device", default="cpu", help="device to run on, such as cuda (default: %(default)s)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that checkpoints carry")
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command with its arguments."""
+    options = _parser().parse_args(arguments)
+    if len(set(options.models)) < len(options.models):
+        raise ValueError(f"Each model can be given once, got {' '.join(options.models)}.")
+    lengths = sorted(set(options.lengths)) if options.lengths else None
+    models = [load_model(name, options.trust_remote_code) for name in options.models]
+    records = [getattr(model.config, "task", None) for model in models]
+    task, training_length = _task(options, records)
+    output = Path(options.output)
+    output.mkdir(parents=True, exist_ok=True)  # fails now rather than after hours
+    found: Curves = {}
+    for name, model in zip(options.models, models, strict=True):
+        placed = on_device(model, options.device)
+        found[name] = accuracy_by_length(placed, task, lengths, options.samples, options.batch_size, options.seed)
+    print(_table(found, task))
+    print(f"\nResults: {_write(output, found, task, training_length, options)}")
+    return 0
+
+
+def _task(options: argparse.Namespace, records: Sequence[dict[str, Any] | None]) -> tuple[TaskStrings, int | None]:
+    """The task to measure on, and the longest string in training where that is known."""
+    record = dict(records[0] or {})
+    given = {"name": options.task, "length": options.task_length, "vocabulary": options.vocabulary}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given.get("name") not in (None, record.get("name")):
+        record = {}  # lengths and symbols of another task say nothing about this one
+    for model, other in zip(options.models[1:], records[1:], strict=True):
+        if other != records[0] and len(given) < 3:
+            raise ValueError(
+                f"{options.models[0]} was trained on {_words(records[0])}, {model} on {_words(other)}: measure them "
+                "one by one, or give --task, --task-length and --vocabulary."
+            )
+    record |= given
+    if "name" not in record:
+        raise ValueError(f"The config of {options.models[0]} names no task: give --task.")
+    training_length = record.get("length")
+    if training_length is None:
+        if not options.lengths:
+            raise ValueError(
+                f"The longest string in the training of {options.models[0]} is not known: give --lengths."
+            )
+        record["length"] = min(options.lengths)
+    if isinstance(training_length, list):
+        training_length = max(training_length)
+    return string_task(**record), training_length
+
+
+def _words(record: Mapping[str, Any] | None) -> str:
+    if record is None:
+        return "no task that its config names"
+    return f"{record['name']} with length {record['length']} and {record['vocabulary']} symbols"
+
+
+def _table(found: Curves, task: TaskStrings) -> str:
+    lengths = list(next(iter(found.values())))
+    width = max(len("model"), *(len(name) for name in found))
+    head = "".join(f"{length:>17,}" for length in lengths)
+    rows = [
+        name.ljust(width) + "".join(f"{pair.character:>9.3f}{pair.sequence:>8.3f}" for pair in curve.values())
+        for name, curve in found.items()
+    ]
+    note = f"{task.name}, {task.vocabulary} symbols: share of right symbols, and of whole answers, by length."
+    return "\n".join(["model".ljust(width) + head, *rows, note])
+
+
+def _write(
+    folder: Path, found: Curves, task: TaskStrings, training_length: int | None, options: argparse.Namespace
+) -> Path:
+    """Write JSON and pictures; the path of the picture."""
+    document = {
+        "task": task.record | {"length": training_length},
+        "samples": options.samples,
+        "seed": options.seed,
+        "versions": installed_versions(),
+        "models": {
+            name: {str(length): pair._asdict() for length, pair in curve.items()} for name, curve in found.items()
+        },
+    }
+    with replacing(folder / "accuracy.json") as temporary:
+        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    unit = "pairs" if task.name == "recall" else "symbols"
+    short = {Path(name).name: curve for name, curve in found.items()}
+    figure = accuracy_figure(short if len(short) == len(found) else found, unit, training_length)
+    save_svg(figure, folder / "accuracy.svg")
+    save_png(figure, folder / "accuracy.png")
+    return folder / "accuracy.png"

@@ -1,0 +1,62 @@
+"""Accuracy on a task against the length of its strings."""
+
+from collections.abc import Mapping
+from itertools import cycle
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+
+from hf_recurrent_lengthgen.plotting.style import (
+    FONT_SIZE,
+    MUTED,
+    OTHER_COLORS,
+    ROLE_COLORS,
+    label_ends,
+    mark_training_lengths,
+    new_axes,
+)
+
+_COLORS = (ROLE_COLORS["cured"], ROLE_COLORS["base"], ROLE_COLORS["other"], *OTHER_COLORS)
+
+
+def accuracy_figure(
+    curves: Mapping[str, Mapping[int, tuple[float, float]]], unit: str, training_length: int | None = None
+) -> Figure:
+    """Share of right symbols (solid) and of right answers (dashed) for several models.
+
+    Args:
+        curves: Model -> length -> both shares, from 0 to 1; the lengths are the same for all models.
+        unit: What lengths count, in the plural.
+        training_length: The longest in training, which is marked; None for no mark.
+
+    Raises:
+        ValueError: for no models, or models with other lengths than the first.
+    """
+    every = [sorted(curve) for curve in curves.values()]
+    if not every or not every[0] or any(lengths != every[0] for lengths in every):
+        raise ValueError(f"All models need the same lengths, at least one; got {every}.")
+    lengths = every[0]
+    figure, axes = new_axes("Accuracy: symbols (solid), whole answers (dashed)")
+    axes.set_ylim(-0.03, 1.13)  # room for the mark above the lines
+    axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
+    _length_axis(axes, lengths, unit)
+    ends = []
+    for (name, curve), color in zip(curves.items(), cycle(_COLORS), strict=False):
+        for part, line in enumerate(("solid", (0, (4, 2)))):
+            heights = [curve[length][part] for length in lengths]
+            axes.plot(lengths, heights, color=color, linestyle=line, marker="o", markersize=3.5, linewidth=1.8)
+        ends.append((curve[lengths[-1]][0], name, color))
+    if training_length is not None:
+        mark_training_lengths(axes, [training_length])
+    label_ends(axes, ends)
+    return figure
+
+
+def _length_axis(axes: Axes, lengths: list[int], unit: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(lengths[0] / 1.12, lengths[-1] * 1.06)
+    axes.xaxis.set_major_locator(FixedLocator(lengths if len(lengths) <= 7 else lengths[:: -(-len(lengths) // 7)]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axes.set_xlabel(f"Length ({unit})", fontsize=FONT_SIZE - 0.5, color=MUTED)

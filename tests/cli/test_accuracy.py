@@ -1,0 +1,245 @@
+"""Tasks on random symbols from the command line: training, measuring, and what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM, load_model
+from hf_recurrent_lengthgen.cli import train as train_command
+from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, CopyingStrings, accuracy_by_length, string_task
+
+SIZES = {"hidden_size": 8, "num_heads": 2, "head_dim": 8, "state_size": 4, "n_groups": 1, "num_hidden_layers": 1}
+Run = Callable[..., int]
+
+
+def flags(**options: Any) -> list[str]:
+    return [part for name, value in options.items() for part in (f"--{name}", str(value))]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("config")
+    StatefulMamba2Config(vocab_size=12, **SIZES).save_pretrained(folder)
+    return folder / "config.json"
+
+
+@pytest.fixture
+def train(tmp_path: Path, config: Path) -> Run:
+    """Run `lengthgen train --task copying` with tiny settings; an option given as None is left out."""
+
+    def run(*first: str, **options: Any) -> int:
+        given = {"model": config, "task": "copying", "task_length": 4, "task_vocabulary": 8, "use_cpu": True}
+        given |= {"output_dir": tmp_path / "out", "max_steps": 2, "per_device_train_batch_size": 3} | options
+        return main(["train", *first, *flags(**{name: value for name, value in given.items() if value is not None})])
+
+    return run
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    """A checkpoint with random weights and a record of its task."""
+
+    def make(folder: str = "model", **record: Any) -> Path:
+        torch.manual_seed(0)
+        config = StatefulMamba2Config(vocab_size=12, **SIZES)
+        if record:
+            config.task = record
+        StatefulMamba2ForCausalLM(config).save_pretrained(tmp_path / folder)
+        return tmp_path / folder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("task", "length"), [("copying", "4"), ("stack_copying", "2-4"), ("recall", "2-4"), ("sorting", "4")]
+)
+def test_every_task_trains_and_is_measured(
+    task: str, length: str, train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(task=task, task_length=length, eval_strategy="steps", eval_steps=1, logging_steps=1) == 0
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.task == {"name": task, "length": [int(length[0]), 4], "vocabulary": 8}
+    assert config.training_length == (18 if task == "recall" else 10)
+    assert config.interventions == ["state_passing, 2 steps"]
+    shown = capsys.readouterr().out
+    assert "'eval_loss'" in shown
+    assert f"Next: lengthgen accuracy {tmp_path / 'out'}\n" in shown
+    assert not (tmp_path / "out" / "tokenizer_config.json").exists()
+
+    output = tmp_path / "found"
+    arguments = [str(tmp_path / "out"), "--output", str(output), "--samples", "6", "--lengths", "4", "2"]
+    assert main(["accuracy", *arguments]) == 0
+    found = json.loads((output / "accuracy.json").read_text())
+    assert found["task"] == {"name": task, "length": 4, "vocabulary": 8}
+    data = string_task(task, 4, 8)
+    expected = accuracy_by_length(load_model(str(tmp_path / "out")), data, [2, 4], samples=6)
+    assert found["models"] == {
+        str(tmp_path / "out"): {str(length): pair._asdict() for length, pair in expected.items()}
+    }
+    assert (output / "accuracy.png").stat().st_size > 5000
+    assert ("pairs" if task == "recall" else "symbols") in (output / "accuracy.svg").read_text()
+
+
+def test_training_reads_the_strings_of_its_seed_and_evaluates_on_others(
+    train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[Any] = []
+    original = train_command.string_task
+
+    def spy(*arguments: Any) -> Any:
+        used.append(original(*arguments))
+        return used[-1]
+
+    monkeypatch.setattr(train_command, "string_task", spy)
+    assert train(seed=7, eval_strategy="steps", gradient_accumulation_steps=2) == 0
+    training, evaluation = used
+    assert (len(training), training.seed) == (12, 7)  # 2 steps of 2 x 3
+    assert (len(evaluation), evaluation.seed) == (256, EVALUATION_SEED + 7)
+    monkeypatch.setattr(train_command, "TASK_SAMPLES", 9)
+    assert train(num_train_epochs=1, max_steps=None, save_strategy="no", output_dir=tmp_path / "epoch") == 0
+    assert len(used[2]) == 9
+
+
+def test_a_checkpoint_is_trained_on(train: Run, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    assert train(model=checkpoint(), intervention="none", task_length="1 - 3") == 0
+    assert AutoConfig.from_pretrained(tmp_path / "out").task["length"] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"task_length": 0}, "length of copying is 0"),
+        ({"task_length": "5-3"}, "length of copying is [5, 3]"),
+        ({"task_length": "five"}, "task_length is 'five', but must be a number or a range"),
+        ({"task_length": "1-2-3"}, "task_length is '1-2-3'"),
+        ({"task_vocabulary": 0}, "vocabulary must be at least 1, got 0"),
+        ({"task_vocabulary": 10}, "copying with 10 symbols has 13 tokens, the model's vocab_size is 12"),
+        ({"task_vocabulary": None}, "copying with 26 symbols has 29 tokens"),
+        ({"task": "sorting", "task_length": 9}, "sorting 9 symbols that occur once needs at least 9"),
+        ({"task": "recall", "task_length": 5}, "recalling 5 pairs needs at least 10"),
+        ({"block_length": 64}, "block_length does nothing here: it goes with task text, passkey or babilong"),
+        ({"tokenizer": "bytes"}, "tokenizer does nothing here"),
+        ({"data": "stdlib"}, "data does nothing here: it goes with task text or babilong"),
+        ({"eval_data": "stdlib", "eval_strategy": "steps"}, "eval_data does nothing here"),
+        ({"task_style": "passkey"}, "task_style does nothing here"),
+        ({"minimum_document_tokens": 3}, "minimum_document_tokens does nothing here"),
+        ({"intervention": "tbtt"}, "task copying has rows of its own"),
+        ({"alignment_alpha": 0.1}, "task copying has rows of its own"),
+        ({"task": "text"}, "task_length does nothing here: it goes with task copying, stack_copying, recall, sorting"),
+        ({"task": "text", "task_length": None}, "task_vocabulary does nothing here"),
+    ],
+)
+def test_what_would_not_work_is_refused(
+    options: dict[str, Any], complaint: str, train: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(**options) == 1
+    assert complaint in capsys.readouterr().err
+
+
+def test_several_checkpoints_are_compared(
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record = {"name": "copying", "length": [1, 2], "vocabulary": 5}
+    names = [str(checkpoint(name, **record)) for name in ("one", "two")]
+    monkeypatch.setattr(CopyingStrings, "resized", lambda self, length, samples, seed: spied(self, length, samples))
+
+    def spied(task: CopyingStrings, length: int, samples: int) -> CopyingStrings:
+        asked.append((length, samples))
+        return CopyingStrings(length, task.vocabulary, samples)
+
+    asked: list[tuple[int, int]] = []
+    assert main(["accuracy", *names, "--output", str(tmp_path), "--samples", "3"]) == 0
+    assert asked == [(2, 3), (4, 3), (8, 3)] * 2  # 1, 2 and 4 times the longest
+    head, first, second, note = capsys.readouterr().out.splitlines()[:4]
+    assert head.split() == ["model", "2", "4", "8"]
+    assert [first.split()[0], second.split()[0]] == names
+    assert first.split()[1:] == second.split()[1:]  # the same weights
+    assert len(first.split()) == 7
+    assert note.startswith("copying, 5 symbols: share of right symbols, and of whole answers")
+
+
+def copier() -> Any:
+    """A model that copies the first three symbols and says the first letter of the alphabet then."""
+
+    class Copier(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(()))
+            self.config = StatefulMamba2Config(vocab_size=12, **SIZES)
+            self.config.task = {"name": "copying", "length": [3, 3], "vocabulary": 6}
+
+        def forward(self, input_ids: Tensor) -> Any:
+            length = (input_ids.shape[1] - 1) // 2
+            known = torch.full_like(input_ids, 3)
+            known[:, length : length + 3] = input_ids[:, :3]
+
+            class Output:
+                logits = torch.nn.functional.one_hot(known, 12) * self.scale
+
+            return Output
+
+    return Copier()
+
+
+def test_a_model_that_knows_three_symbols(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_recurrent_lengthgen.cli.accuracy.load_model", lambda *_: copier())
+    assert main(["accuracy", "m", "--output", str(tmp_path), "--lengths", "3", "6", "--samples", "200"]) == 0
+    found = json.loads((tmp_path / "accuracy.json").read_text())["models"]["m"]
+    assert found["3"] == {"character": 1, "sequence": 1}
+    assert 0.5 < found["6"]["character"] < 0.8  # three of six, and chance
+    assert found["6"]["sequence"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("record", "arguments", "complaint"),
+    [
+        ({}, [], "names no task: give --task"),
+        ({}, ["--task", "copying", "--vocabulary", "5"], "longest string in the training of"),
+        ({"name": "copying", "length": [2, 3], "vocabulary": 30}, [], "vocab_size is 12, but copying"),
+        ({"name": "recall", "length": [2, 2], "vocabulary": 8}, [], "recalling 8 pairs needs at least 16"),
+        ({"name": "copying", "length": [2, 2], "vocabulary": 8}, ["--device", "moon"], "Cannot use the device 'moon'"),
+        ({"name": "copying", "length": [2, 2], "vocabulary": 8}, ["--seed", "-1"], "seed from 0"),
+        ({"name": "copying", "length": [2, 2], "vocabulary": 8}, ["--task", "sorting"], "give --lengths"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    record: dict[str, Any],
+    arguments: list[str],
+    complaint: str,
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["accuracy", str(checkpoint(**record)), "--output", str(tmp_path), *arguments]) == 1
+    assert complaint in capsys.readouterr().err
+
+
+def test_models_of_different_tasks_are_not_compared(
+    checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = str(checkpoint("one", name="copying", length=[2, 2], vocabulary=8))
+    other = str(checkpoint("other", name="sorting", length=[2, 2], vocabulary=8))
+    arguments = ["accuracy", one, other, "--output", str(tmp_path), "--samples", "2"]
+    assert main(arguments) == 1
+    assert "was trained on copying with length [2, 2] and 8 symbols" in capsys.readouterr().err
+    assert main([*arguments, "--task", "sorting", "--vocabulary", "8", "--task-length", "2"]) == 0
+    assert main(["accuracy", one, one]) == 1
+    assert "can be given once" in capsys.readouterr().err
+
+
+def test_the_help_names_the_tasks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["accuracy", "--help"])
+    shown = capsys.readouterr().out
+    assert "copying,stack_copying,recall,sorting" in shown
+    assert "1, 2 and 4 times" in " ".join(shown.split())
