@@ -1,0 +1,117 @@
+"""Teacher-layer initialization: every layer of a student starts from one layer of a pre-trained model.
+
+"Mimetic Initialization Helps State Space Models Learn to Recall" (Trockman et al. 2024, arXiv:2410.11135), section 6:
+S_j := T_i for all layers j of the student. Some layers T_i, those with correlated W_B and W_C and masks of nearly all
+ones, let the student learn to copy.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Fields that change what a layer computes but not the shapes of its parameters.
+SAME_FIELDS = (
+    "clamp_min",
+    "feature_map",
+    "gate_logit_normalizer",
+    "head_dim",
+    "head_size",
+    "head_size_divisor",
+    "layer_norm_epsilon",
+    "mixer_rms_eps",
+    "n_groups",
+    "norm_eps",
+    "norm_feature_map",
+    "norm_k",
+    "norm_q",
+    "num_heads",
+    "time_step_limit",
+)
+# RWKV's norm of the embeddings, which is in the first block
+EMBEDDING_NORMS = ("pre_norm.", "pre_ln.")
+
+
+@torch.no_grad()
+def initialize_from_teacher_layer(
+    student: nn.Module, teacher: nn.Module, layer: int, layers: Iterable[int] | None = None
+) -> None:
+    """Overwrite layers of `student`, in place, by the weights of one layer of `teacher`.
+
+    A layer is a whole block: norms, mixer and channel mixing. Embeddings, in RWKV with their norm in the first block,
+    head, final norm and whatever else is outside of the blocks, as HGRN-2's lower bounds, stay as they are, and so do
+    config and dtype of the student.
+
+    Args:
+        student: A model of this package or of Transformers, with its blocks in `layers` of its backbone.
+        teacher: Another one of the same family with layers of the same sizes; it is not changed.
+        layer: The layer of the teacher, counted from 0.
+        layers: The layers of the student that are overwritten; None for all.
+
+    Raises:
+        ValueError: for a model without such blocks, a layer that is not there, and the first parameter or setting in
+            which layers differ, by its name. The student is unchanged then.
+    """
+    students, teachers = _blocks(student), _blocks(teacher)
+    _check_layer(teacher, teachers, layer)
+    chosen = list(range(len(students)) if layers is None else layers)
+    if not chosen:
+        raise ValueError(f"layers must be some of 0 to {len(students) - 1}, got none; None takes all.")
+    for index in chosen:
+        _check_layer(student, students, index)
+    _check_settings(student, teacher)
+    source = _weights(teachers[layer])
+    targets = [_weights(students[index]) for index in chosen]
+    for index, target in zip(chosen, targets, strict=True):
+        _check_same_weights(index, target, layer, source)
+        shapes = [getattr(block, "state_shape", None) for block in (students[index], teachers[layer])]
+        if None not in shapes and shapes[0] != shapes[1]:
+            raise ValueError(
+                f"Layer {index} of the student has a state of {shapes[0]}, layer {layer} of the teacher one of "
+                f"{shapes[1]}: they must be the same."
+            )
+    for target in targets:
+        for name, tensor in target.items():
+            tensor.copy_(source[name])
+
+
+def _blocks(model: nn.Module) -> Any:
+    blocks = getattr(getattr(model, "base_model", model), "layers", None)
+    if not isinstance(blocks, nn.ModuleList) or not len(blocks):
+        raise ValueError(f"{type(model).__name__} has no list of blocks named layers in its backbone.")
+    return blocks
+
+
+def _check_layer(model: nn.Module, blocks: Any, layer: int) -> None:
+    if layer not in range(len(blocks)):
+        raise ValueError(f"{type(model).__name__} has the layers 0 to {len(blocks) - 1}, got {layer}.")
+
+
+def _check_settings(student: Any, teacher: Any) -> None:
+    for name in SAME_FIELDS:
+        values = [getattr(model.config, name, None) for model in (student, teacher)]
+        values = [list(value) if isinstance(value, tuple) else value for value in values]
+        if values[0] != values[1]:
+            raise ValueError(
+                f"{name} is {values[0]} in the student's config and {values[1]} in the teacher's, so the same weights "
+                "would not be the same layer: make the student with the teacher's."
+            )
+
+
+def _weights(block: Any) -> dict[str, Tensor]:
+    weights = block.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in weights.items() if not name.startswith(EMBEDDING_NORMS)}
+
+
+def _check_same_weights(index: int, target: dict[str, Tensor], layer: int, source: dict[str, Tensor]) -> None:
+    places = f"layer {index} of the student and layer {layer} of the teacher"
+    for name in [*target, *source]:
+        if name not in target or name not in source:
+            having, lacking = ("student", "teacher") if name in target else ("teacher", "student")
+            raise ValueError(f"Of {places}, that of the {having} has {name} and that of the {lacking} has not.")
+        if target[name].shape != source[name].shape:
+            raise ValueError(
+                f"{name} has shape {tuple(target[name].shape)} and {tuple(source[name].shape)} in {places}: they must "
+                "be the same."
+            )

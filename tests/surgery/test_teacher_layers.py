@@ -1,0 +1,153 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
+
+import hf_recurrent_lengthgen as package
+from hf_recurrent_lengthgen.surgery.teacher_layers import initialize_from_teacher_layer
+
+SIZES: dict[str, Any] = {"vocab_size": 11, "hidden_size": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Mamba": {"state_size": 4},
+    "Mamba2": {"state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 1},
+    "GLA": {"num_heads": 2, "intermediate_size": 24},
+    "HGRN2": {"expand_ratio": 8, "intermediate_size": 24},
+    "LinearAttention": {"num_heads": 2, "intermediate_size": 24},
+    "RWKV6": {"num_heads": 2, "intermediate_size": 24, "proj_low_rank_dim": 4, "gate_low_rank_dim": 4},
+    "RWKV5": {"head_size": 8, "intermediate_size": 24},
+}
+
+
+def model_of(family: str, layers: int, seed: int, **changes: Any) -> Any:
+    """With random values in every parameter."""
+    config = getattr(package, f"Stateful{family}Config")(
+        **SIZES, **(FAMILIES[family] | changes), num_hidden_layers=layers
+    )
+    return randomized(getattr(package, f"Stateful{family}ForCausalLM")(config), seed)
+
+
+def randomized(model: Any, seed: int) -> Any:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model
+
+
+def parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_unchanged(model: nn.Module, before: dict[str, Tensor]) -> None:
+    assert [name for name, value in model.named_parameters() if not torch.equal(value, before[name])] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_becomes_that_of_the_teacher_and_nothing_else_changes(family: str) -> None:
+    student, teacher = model_of(family, 3, 0), model_of(family, 4, 1)
+    before, given = parameters(student), parameters(teacher)
+    initialize_from_teacher_layer(student, teacher, 2)
+    assert_unchanged(teacher, given)
+    list_name = "rwkv.blocks" if family == "RWKV5" else f"{student.base_model_prefix}.layers"
+    inside = 0
+    for name, value in student.named_parameters():
+        rest = name.removeprefix(f"{list_name}.").partition(".")[2]
+        if name.startswith(list_name) and not rest.startswith(("pre_norm", "pre_ln")):
+            assert torch.equal(value, given[f"{list_name}.2.{rest}"]), name
+            inside += 1
+        else:
+            assert torch.equal(value, before[name]), name
+    assert inside % 3 == 0
+    assert inside > 3 * 8
+
+
+def test_only_the_chosen_layers_change_and_their_outputs_are_the_teachers() -> None:
+    student, teacher = model_of("Mamba2", 3, 0), model_of("Mamba2", 2, 1).double()
+    before = parameters(student)
+    initialize_from_teacher_layer(student, teacher, 1, layers=[2, 0])
+    changed = {
+        name.split(".")[2] for name, value in student.named_parameters() if not torch.equal(value, before[name])
+    }
+    assert changed == {"0", "2"}
+    assert student.dtype == torch.float32
+    x = torch.randn(2, 5, 16)
+    layer, expected = student.backbone.layers[2], teacher.backbone.layers[1].float()
+    state = student.zero_state(2)[2]
+    assert torch.equal(layer(x, state)[0], expected(x, state)[0])
+
+
+@pytest.mark.parametrize(
+    ("stock", "config", "family"),
+    [(MambaForCausalLM, MambaConfig, "Mamba"), (Mamba2ForCausalLM, Mamba2Config, "Mamba2")],
+    ids=["Mamba", "Mamba2"],
+)
+def test_a_stock_model_can_teach_ours(stock: Any, config: Any, family: str) -> None:
+    teacher = randomized(stock(config(**SIZES, **FAMILIES[family], num_hidden_layers=2)), 1)
+    student = model_of(family, 1, 0)
+    initialize_from_teacher_layer(student, teacher, 0)
+    expected = teacher.backbone.layers[0].state_dict()
+    actual = student.backbone.layers[0].state_dict()
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "complaint"),
+    [
+        (
+            ("Mamba2", {}),
+            ("Mamba2", {"state_size": 8}),
+            r"mixer.in_proj.weight has shape \(76, 16\) and \(84, 16\) in layer 0 of the student and layer 1 of the",
+        ),
+        (
+            ("Mamba", {"use_bias": True}),
+            ("Mamba", {}),
+            "that of the student has mixer.in_proj.bias and that of the teacher has not",
+        ),
+        (
+            ("Mamba", {}),
+            ("Mamba2", {"num_heads": 4}),
+            "head_dim is None in the student's config and 8 in the teacher's",
+        ),
+        (("Mamba", {"mixer_rms_eps": 1e-6}), ("Mamba", {}), "mixer_rms_eps is 1e-06 in the student's .* and None"),
+        (("GLA", {}), ("GLA", {"gate_logit_normalizer": 4}), "gate_logit_normalizer is 16 .* and 4"),
+        (
+            ("GLA", {"elementwise_affine": False}),
+            ("GLA", {"elementwise_affine": False, "layer_num_heads": [2, 1]}),
+            r"has a state of LayerShape\(recurrent=\(2, 8, 4\).* one of LayerShape\(recurrent=\(1, 16, 8\)",
+        ),
+    ],
+    ids=["shape", "bias", "family", "norms", "gates", "heads"],
+)
+def test_layers_that_differ_are_refused_and_nothing_changed(
+    student: tuple[str, dict[str, Any]], teacher: tuple[str, dict[str, Any]], complaint: str
+) -> None:
+    model = model_of(student[0], 2, 0, **student[1])
+    before = parameters(model)
+    with pytest.raises(ValueError, match=complaint):
+        initialize_from_teacher_layer(model, model_of(teacher[0], 2, 1, **teacher[1]), 1)
+    assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize(
+    ("layer", "layers", "complaint"),
+    [
+        (2, None, "StatefulMambaForCausalLM has the layers 0 to 1, got 2"),
+        (-1, None, "has the layers 0 to 1, got -1"),
+        (0, [3], "has the layers 0 to 2, got 3"),
+        (0, [], "layers must be some of 0 to 2, got none"),
+    ],
+)
+def test_layers_that_are_not_there_are_refused(layer: int, layers: list[int] | None, complaint: str) -> None:
+    student = model_of("Mamba", 3, 0)
+    before = parameters(student)
+    with pytest.raises(ValueError, match=complaint):
+        initialize_from_teacher_layer(student, model_of("Mamba", 2, 1), layer, layers)
+    assert_unchanged(student, before)
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="Linear has no list of blocks"):
+        initialize_from_teacher_layer(nn.Linear(2, 2), model_of("Mamba", 1, 0), 0)
