@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "models": (),
     "hybrids": ("models",),
     "loading": ("models", "hybrids"),
-    "surgery": ("models",),
+    "surgery": ("models", "hybrids"),
     "data": ("models",),
     "evaluation": ("models",),
     "evaluation.results": (),

@@ -1,0 +1,107 @@
+"""The weights of a mixer with a larger state, from those it had and those of a new one.
+
+Each function takes the named tensors of the old mixer and of a freshly initialized one of the new sizes, and returns
+those of the expanded mixer. `inherit` keeps what was trained; else ("reinit") the recurrence starts anew, which is
+what "StateX" (arXiv:2509.22630, section 4.3 and A.4) recommends.
+
+Shapes: N state dim, G groups, H heads, K convolution taps, R rank of the steps.
+"""
+
+import torch
+from torch import Tensor
+
+Weights = dict[str, Tensor]
+
+QUIET_ROWS = 1e-3
+"""Size of FalconMamba's new B rows over that of the old ones: the norm of B changes by half its square."""
+
+
+def widened_mamba2(old: Weights, new: Weights, groups: int, inherit: bool) -> Weights:
+    """Mamba-2 with more rows of B and C (Eq. 5), which follow [z, x] in `in_proj` and x in `conv1d`, group by group.
+
+    Without `inherit`, A_log, dt_bias and the rows and channels of B and C are new; D and the rows of dt stay. With it,
+    the old rows stay and C is zero in the new ones, so outputs stay and gradients reach C first, then B.
+    """
+    inner = old["out_proj.weight"].shape[1]
+    result = dict(old)
+    for name, before in (("in_proj", 2 * inner), ("conv1d", inner)):
+        for part in ("weight", "bias"):
+            key = f"{name}.{part}"
+            if key not in old:
+                continue
+            head, b, c, tail = _around_bc(old[key], old, before)
+            _, new_b, new_c, _ = _around_bc(new[key], new, before)
+            if inherit:
+                silent = key != "conv1d.weight"  # its input is zero already; zero taps would stop the gradient
+                b = _widened_groups(b, new_b, groups)
+                c = _widened_groups(c, torch.zeros_like(new_c) if silent else new_c, groups)
+            else:
+                b, c = new_b, new_c
+            result[key] = torch.cat([head, b, c, tail])
+    return result if inherit else result | {name: new[name] for name in ("A_log", "dt_bias")}
+
+
+def _around_bc(rows: Tensor, mixer: Weights, before: int) -> tuple[Tensor, ...]:
+    """What stands before, in and after the G*N rows of B and those of C."""
+    bc = (mixer["conv1d.weight"].shape[0] - mixer["out_proj.weight"].shape[1]) // 2
+    return rows.split([before, bc, bc, rows.shape[0] - before - 2 * bc])
+
+
+def _widened_groups(old: Tensor, new: Tensor, groups: int) -> Tensor:
+    """(G*N, ...) and (G*N', ...): the rows of each group in `old`, then the last N' - N of those in `new`."""
+    old, new = old.unflatten(0, (groups, -1)), new.unflatten(0, (groups, -1))
+    return torch.cat([old, new[:, old.shape[1] :]], dim=1).flatten(0, 1)
+
+
+def widened_mamba(old: Weights, new: Weights, inherit: bool, normed: bool) -> Weights:
+    """Mamba-1 with more rows of B and C, which follow those of the steps in `x_proj`, and more decays in `A_log`.
+
+    Without `inherit`, A_log, the bias of the steps and the rows of B and C are new. With it, the new decays go on with
+    the initialization log n, n > N, and the rows are as in `widened_mamba2`.
+
+    Args:
+        old: Weights of the mixer.
+        new: Weights of a new mixer.
+        inherit: Whether to keep what was trained.
+        normed: FalconMamba, which divides B and C by their root mean square over N. With N' - N values near zero in
+            them that grows by s = sqrt(N'/N), so their rows are multiplied by s and take part s times as much each;
+            D is multiplied and out_proj divided by s^2.
+    """
+    rank, size, new_size = old["dt_proj.weight"].shape[1], old["A_log"].shape[1], new["A_log"].shape[1]
+    dt, b, c = old["x_proj.weight"].split([rank, size, size])
+    _, new_b, new_c = new["x_proj.weight"].split([rank, new_size, new_size])
+    result = dict(old)
+    if not inherit:
+        result |= {name: new[name] for name in ("A_log", "dt_proj.bias")}
+        return result | {"x_proj.weight": torch.cat([dt, new_b, new_c])}
+    result["A_log"] = torch.cat([old["A_log"], new["A_log"][:, size:]], dim=1)
+    b_rows, c_rows = new_b[size:], torch.zeros_like(new_c[size:])
+    if normed:
+        gain = new_size / size
+        b_rows = b_rows * (QUIET_ROWS * _rms(b) / _rms(b_rows))
+        b, c = b * gain**0.5, c * gain**0.5
+        result |= {"D": old["D"] * gain, "out_proj.weight": old["out_proj.weight"] / gain}
+    result["x_proj.weight"] = torch.cat([dt, b, b_rows, c, c_rows])
+    return result
+
+
+def _rms(x: Tensor) -> Tensor:
+    return x.float().square().mean().sqrt()
+
+
+def merged_heads(old: Weights, new: Weights, inherit: bool) -> Weights:
+    """GLA, HGRN-2, linear attention and RWKV with fewer and larger heads (Eq. 4); g old heads make a new one.
+
+    Without `inherit` everything is new. With it, what each head has of its own stays as it is, (H, N) as (H/g, g*N);
+    what all heads share (norms, feature maps) is repeated for the heads that are merged, matrices along the diagonal.
+    """
+    if not inherit:
+        return dict(new)
+    return {name: _repeated(value, new[name].shape) for name, value in old.items()}
+
+
+def _repeated(value: Tensor, shape: torch.Size) -> Tensor:
+    if value.numel() == shape.numel():
+        return value.reshape(shape)
+    copies = shape[0] // value.shape[0]
+    return value.repeat(copies) if value.ndim == 1 else torch.block_diag(*[value] * copies)
