@@ -15,6 +15,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, STANDARD_LIBRARY
 from hf_recurrent_lengthgen.data.tasks import STRING_TASKS
+from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES
 from hf_recurrent_lengthgen.trainers import (
     FittedNoiseConfig,
     FittedNoiseTrainer,
@@ -162,10 +163,23 @@ class RunArguments:
         metadata={"help": 'With passkey: "pass key" (prompt of arXiv:2507.02782, default) or "passkey" (2410.07145).'},
     )
     mimetic: bool = field(
-        default=False, metadata={"help": "Mimetic initialization before training from scratch (arXiv:2410.11135)."}
+        default=False,
+        metadata={"help": "Mimetic initialization (arXiv:2410.11135) before training Mamba or GLA from scratch."},
+    )
+    mimetic_switches: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Its parts: a (decays near 1), delta (steps near 1), bc (correlated B and C), conv (identity). "
+            "Default: the paper's, all but conv in Mamba-1 and all in Mamba-2; in GLA all, which has no delta."
+        },
+    )
+    mimetic_layers: list[int] | None = field(
+        default=None, metadata={"help": "Its layers, counted from 0 (default: all)."}
     )
     mimetic_c: float = field(default=8.0, metadata={"help": "Its c: A_n = -n^-c. The paper uses 2, 4 and 8."})
-    mimetic_offset: int = field(default=0, metadata={"help": "Its n counts from 1 + offset; a head at n = 1 decays."})
+    mimetic_offset: int = field(
+        default=0, metadata={"help": "Its n counts from 1 + offset; a head, state or key at n = 1 decays."}
+    )
     trust_remote_code: bool = field(default=False, metadata={"help": "Run the code that a checkpoint carries."})
     resume: bool = field(
         default=False, metadata={"help": "Continue from the newest complete checkpoint in output_dir."}
@@ -175,6 +189,18 @@ class RunArguments:
     def from_scratch(self) -> bool:
         """Whether the model is made of a config.json, with random weights."""
         return self.model.endswith(".json")
+
+    @property
+    def mimetic_choice(self) -> dict[str, bool]:
+        """The switches of `mimetic_initialization` that are given; empty for its defaults.
+
+        Raises:
+            ValueError: for a switch that there is not.
+        """
+        given = self.mimetic_switches
+        if unknown := sorted(set(given or ()) - set(SWITCHES)):
+            raise ValueError(f"mimetic_switches must be some of {' '.join(SWITCHES)}, got {' '.join(unknown)}.")
+        return {} if given is None else {name: name in given for name in SWITCHES}
 
     @property
     def of_symbols(self) -> bool:
@@ -231,7 +257,9 @@ GOES_WITH: dict[str, tuple[str, _Fits]] = {
     ),
     "task_files": ("task babilong", lambda run, _: run.task == "babilong"),
     "task_style": ("task passkey", lambda run, _: run.task == "passkey"),
-    **dict.fromkeys(("mimetic_c", "mimetic_offset"), ("mimetic", lambda run, _: run.mimetic)),
+    **dict.fromkeys(
+        ("mimetic_switches", "mimetic_layers", "mimetic_c", "mimetic_offset"), ("mimetic", lambda run, _: run.mimetic)
+    ),
 }
 # Defaults of these are in their dataclasses; in the parser, None is "not given".
 _NOT_GIVEN = _METHOD_OPTIONS | GOES_WITH.keys() | {"max_steps", "num_train_epochs"}

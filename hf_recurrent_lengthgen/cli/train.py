@@ -70,7 +70,13 @@ def train(settings: RunArguments, training: InitialStateConfig, trainer_class: t
     if settings.from_scratch:
         model = _new_model(settings.model, settings.trust_remote_code)
         if settings.mimetic:
-            mimetic_initialization(model, c=settings.mimetic_c, offset=settings.mimetic_offset)
+            mimetic_initialization(
+                model,
+                **settings.mimetic_choice,
+                c=settings.mimetic_c,
+                offset=settings.mimetic_offset,
+                layers=settings.mimetic_layers,
+            )
     elif settings.mimetic:
         raise ValueError("mimetic overwrites trained weights: it goes with a config.json as model, not a checkpoint.")
     else:

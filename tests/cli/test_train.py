@@ -89,6 +89,23 @@ def test_training_from_scratch_with_mimetic_initialization(train: Train, config_
     assert not trained_config(tmp_path / "out").get("interventions")  # early 5.x configs do not write defaults
 
 
+def test_mimetic_switches_and_layers(
+    train: Train, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = {"model": config_file, "lr_scheduler_type": "constant", "learning_rate": 0, "intervention": "none"}
+    assert train(**common) == 0
+    plain = load_file(tmp_path / "out" / "model.safetensors")
+    chosen = ("--mimetic_switches", "a", "conv", "--mimetic_layers", "0")
+    assert train(*chosen, **common, mimetic=True, output_dir=tmp_path / "mimetic") == 0
+    mimetic = load_file(tmp_path / "mimetic" / "model.safetensors")
+    changed = {name for name in plain if not torch.equal(plain[name], mimetic[name])}
+    assert changed - {"backbone.layers.0.mixer.conv1d.bias"} == {
+        f"backbone.layers.0.mixer.{name}" for name in ("A_log", "conv1d.weight")
+    }
+    assert train("--mimetic_switches", "a", "b", **common, mimetic=True, output_dir=tmp_path / "other") == 1
+    assert "mimetic_switches must be some of a delta bc conv, got b." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("model_type", ["mamba2", "mamba"])
 def test_a_stock_config_from_scratch_becomes_a_model_of_ours(train: Train, tmp_path: Path, model_type: str) -> None:
     sizes = {"vocab_size": 384, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 2}
@@ -538,6 +555,8 @@ BABILONG = "--task babilong --task_files f"
         ("task_style passkey", "", PASSKEY, "task passkey"),
         ("mimetic_c 8", "", "--mimetic", "mimetic"),
         ("mimetic_offset 0", "--mimetic false", "--mimetic", "mimetic"),
+        ("mimetic_layers 0", "", "--mimetic", "mimetic"),
+        ("mimetic_switches a", "", "--mimetic", "mimetic"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(option: str, elsewhere: str, fitting: str, what: str) -> None:
