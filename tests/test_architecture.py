@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "loading": ("models", "hybrids"),
     "surgery": ("models", "hybrids"),
     "data": ("models",),
+    "references": (),
     "evaluation": ("models",),
     "evaluation.results": (),
     "plotting": ("evaluation.results",),

@@ -2,11 +2,12 @@
 
 from .answers import Task, right_answers
 from .babilong import BabilongPrompts, BabiQuestion, babi_files, read_babi
+from .keyed_rows import KeyedRows, StringCollator
 from .passkey import PASSKEY_STYLES, PasskeyPrompts, passkey_accuracy, passkey_prompt
+from .regression import REPRESENTATIONS, BitStrings, errors_by_length
 from .string_accuracy import (
     EVALUATION_SEED,
     StringAccuracy,
-    StringCollator,
     accuracy_by_length,
     area_under_curve,
     string_accuracy,
@@ -16,11 +17,14 @@ from .strings import STRING_TASKS, AssociativeRecall, CopyingStrings, SortingStr
 __all__ = [
     "EVALUATION_SEED",
     "PASSKEY_STYLES",
+    "REPRESENTATIONS",
     "STRING_TASKS",
     "AssociativeRecall",
     "BabiQuestion",
     "BabilongPrompts",
+    "BitStrings",
     "CopyingStrings",
+    "KeyedRows",
     "PasskeyPrompts",
     "SortingStrings",
     "StringAccuracy",
@@ -30,6 +34,7 @@ __all__ = [
     "accuracy_by_length",
     "area_under_curve",
     "babi_files",
+    "errors_by_length",
     "passkey_accuracy",
     "passkey_prompt",
     "read_babi",

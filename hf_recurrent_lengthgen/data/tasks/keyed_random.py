@@ -10,6 +10,8 @@ import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+LENGTH_STREAM = 0
+"""Stream of the lengths of strings; other quantities have other numbers."""
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _STREAM = np.uint64(1 << 32)
 

@@ -5,11 +5,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.tasks.answers import answering
-from hf_recurrent_lengthgen.data.tasks.strings import END_ID, PADDING_ID, TaskStrings
+from hf_recurrent_lengthgen.data.tasks.strings import END_ID, TaskStrings
 
 EVALUATION_SEED = 2**40
 """Seed of rows for evaluation; training takes small ones."""
@@ -25,20 +25,6 @@ class StringAccuracy(NamedTuple):
 
     character: float
     sequence: float
-
-
-class StringCollator:
-    """Items of several lengths to a batch, padded on the right with token 0, label -100 and mask 0.
-
-    Items of one length need none: Trainer's default collator takes them, too.
-    """
-
-    _fill = {"input_ids": PADDING_ID, "labels": IGNORED_LABEL, "attention_mask": 0}  # noqa: RUF012
-
-    def __call__(self, items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Tensors (B, T)."""
-        pad = torch.nn.utils.rnn.pad_sequence
-        return {name: pad([item[name] for item in items], True, self._fill[name]) for name in items[0]}
 
 
 @torch.inference_mode()

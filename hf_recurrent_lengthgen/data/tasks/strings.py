@@ -6,23 +6,19 @@ The tasks of "Mimetic initialization" (arXiv:2410.11135), section 2 and Eq. 10-1
 Token ids: 0 padding, 1 delimiter, 2 end, then the symbols, so a model needs `vocabulary` + 3 of them.
 """
 
-import copy
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.data import Dataset
 
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.tasks.keyed_random import Array, random_bits, random_integers, random_orders
+from hf_recurrent_lengthgen.data.tasks.keyed_rows import PADDING_ID, KeyedRows, Lengths, Rows
 
-PADDING_ID, DELIMITER_ID, END_ID, FIRST_SYMBOL_ID = 0, 1, 2, 3
-Lengths = int | tuple[int, int] | list[int]
-_LENGTH, _SYMBOLS, _ORDER, _QUERIES = range(4)  # streams of random numbers
+DELIMITER_ID, END_ID, FIRST_SYMBOL_ID = 1, 2, 3
+_SYMBOLS, _ORDER, _QUERIES = range(1, 4)  # streams of random numbers
 
 
 class StringParts(NamedTuple):
@@ -41,13 +37,11 @@ class StringParts(NamedTuple):
     sizes: Array
 
 
-class TaskStrings(Dataset[dict[str, Tensor]], ABC):
-    """Rows "prompt | answer ." made when they are asked for; row i depends on the seed and i alone.
+class TaskStrings(KeyedRows):
+    """Rows "prompt | answer .".
 
     An item is `{"input_ids": (T,), "labels": (T,)}`, int64; labels are -100 where nothing is asked, and the model
-    shifts them. Rows of several lengths come with an "attention_mask" (T,) of ones, which `StringCollator` pads. A
-    `DataLoader` asks for a whole batch at once (`__getitems__`). A row costs nothing until it is asked for, so
-    `samples` may be as large as a run needs.
+    shifts them. See `KeyedRows` for the rest.
 
     Args:
         length: Symbols of a string, or the least and the most of them: (50, 100) draws a length for each row.
@@ -69,22 +63,14 @@ class TaskStrings(Dataset[dict[str, Tensor]], ABC):
     end_is_asked = True
 
     def __init__(self, length: Lengths, vocabulary: int, samples: int, seed: int = 0) -> None:
-        bounds = (length, length) if isinstance(length, int) else tuple(length)
-        if len(bounds) != 2 or not 1 <= bounds[0] <= bounds[1]:
-            raise ValueError(
-                f"The length of {self.name} is {length!r}, but must be a number from 1, or the least and the most."
-            )
-        if samples < 1 or not 0 <= seed < 2**63:
-            raise ValueError(f"samples must be at least 1 and seed from 0 to 2**63 - 1, got {samples} and {seed}.")
-        self.shortest, self.longest = bounds
-        self.vocabulary, self.samples, self.seed = vocabulary, samples, seed
-        self._check_vocabulary()
+        self.vocabulary = vocabulary
+        super().__init__(length, samples, seed)
 
     @abstractmethod
     def _parts(self, rows: Array, lengths: Array) -> StringParts:
         """Prompt and answer of rows (B,) whose strings have the lengths (B,)."""
 
-    def _check_vocabulary(self) -> None:
+    def _check(self) -> None:
         if self.vocabulary < 1:
             raise ValueError(f"vocabulary must be at least 1, got {self.vocabulary}.")
 
@@ -101,59 +87,12 @@ class TaskStrings(Dataset[dict[str, Tensor]], ABC):
         """What a checkpoint's config keeps of its task; `string_task(**record)` makes it again."""
         return {"name": self.name, "length": [self.shortest, self.longest], "vocabulary": self.vocabulary}
 
-    def resized(self, length: Lengths, samples: int, seed: int) -> Self:
-        """The same task with strings of another length.
-
-        Raises:
-            ValueError: as the class does.
-        """
-        other = copy.copy(self)
-        TaskStrings.__init__(other, length, self.vocabulary, samples, seed)
-        return other
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Rows as `{"input_ids": (B, T), "labels": (B, T)}`, padded on the right to the longest of them.
-
-        If they have several lengths there is also an "attention_mask" (B, T), 1 at real tokens.
-        """
-        tokens, labels, sizes = self._rows(indices)
-        found = {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
-        if sizes.min() < sizes.max():
-            mask = (np.arange(tokens.shape[1]) < sizes[:, None]).astype(np.int64)
-            found["attention_mask"] = torch.from_numpy(mask)
-        return found
-
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """The items of several rows, made together."""
-        tokens, labels, sizes = self._rows(indices)
-        pairs = zip(torch.from_numpy(tokens), torch.from_numpy(labels), sizes.tolist(), strict=True)
-        items = [{"input_ids": row[:size], "labels": label[:size]} for row, label, size in pairs]
-        if self.shortest < self.longest:
-            for item in items:
-                item["attention_mask"] = torch.ones_like(item["input_ids"])
-        return items
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self.__getitems__([index])[0]
-
-    def _rows(self, indices: Sequence[int]) -> tuple[Array, Array, Array]:
-        """Tokens and labels (B, T), padded, and the tokens (B,) of each row."""
-        rows = np.asarray(indices, np.int64)
-        if rows.size == 0 or rows.min() < -len(self) or rows.max() >= len(self):
-            raise IndexError(f"rows {list(indices)} of {len(self)}")
-        rows = rows % len(self)
-        lengths = np.full(len(rows), self.longest)
-        if self.shortest < self.longest:
-            choices = self.longest - self.shortest + 1
-            lengths = self.shortest + random_integers(self.seed, rows, 1, choices, _LENGTH)[:, 0]
+    def _rows(self, rows: Array, lengths: Array) -> Rows:
         return _assembled(self._parts(rows, lengths), self.end_is_asked)
 
 
-def _assembled(parts: StringParts, end_is_asked: bool) -> tuple[Array, Array, Array]:
-    """Tokens and labels (B, 2 P + 2) of "prompt | answer .", and the tokens (B,) of each row."""
+def _assembled(parts: StringParts, end_is_asked: bool) -> Rows:
+    """Rows "prompt | answer ." of up to 2 P + 2 tokens."""
     count = parts.sizes[:, None]  # (B, 1)
     longest = int(parts.sizes.max())
     places = np.arange(2 * longest + 2)[None]  # (1, T)
@@ -167,7 +106,7 @@ def _assembled(parts: StringParts, end_is_asked: bool) -> tuple[Array, Array, Ar
     tokens = np.where(after == count, END_ID, tokens)
     asked_answer = np.take_along_axis(np.broadcast_to(parts.asked, parts.answer.shape), after.clip(0, longest - 1), 1)
     asked = (in_answer & asked_answer) | ((after == count) & end_is_asked)
-    return tokens, np.where(asked, tokens, IGNORED_LABEL), 2 * parts.sizes + 2
+    return Rows(tokens, np.where(asked, tokens, IGNORED_LABEL), 2 * parts.sizes + 2)
 
 
 class CopyingStrings(TaskStrings):
@@ -210,7 +149,7 @@ class SortingStrings(TaskStrings):
     def __init__(self, length: Lengths, vocabulary: int = 512, samples: int = 1_000_000, seed: int = 0) -> None:
         super().__init__(length, vocabulary, samples, seed)
 
-    def _check_vocabulary(self) -> None:
+    def _check(self) -> None:
         if self.vocabulary < self.longest:
             raise ValueError(
                 f"vocabulary is {self.vocabulary}, but sorting {self.longest} symbols that occur once needs at least "
@@ -246,7 +185,7 @@ class AssociativeRecall(TaskStrings):
     def __init__(self, pairs: Lengths, vocabulary: int = 512, samples: int = 1_000_000, seed: int = 0) -> None:
         super().__init__(pairs, vocabulary, samples, seed)
 
-    def _check_vocabulary(self) -> None:
+    def _check(self) -> None:
         if self.vocabulary // 2 < self.longest:
             raise ValueError(
                 f"vocabulary is {self.vocabulary}, of which half are keys, but recalling {self.longest} pairs needs "

@@ -1,0 +1,142 @@
+"""Data sets whose rows are made when they are asked for, of strings of one length or of several."""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
+from hf_recurrent_lengthgen.data.tasks.keyed_random import LENGTH_STREAM, Array, random_integers
+
+PADDING_ID = 0
+Lengths = int | tuple[int, int] | list[int]
+
+
+class Rows(NamedTuple):
+    """B rows, padded on the right to the longest.
+
+    Attributes:
+        tokens: (B, T) token ids.
+        labels: (B, T) token ids or -100; or (B,) numbers.
+        sizes: (B,) real tokens.
+    """
+
+    tokens: Array
+    labels: Array
+    sizes: Array
+
+
+class KeyedRows(Dataset[dict[str, Tensor]], ABC):
+    """Rows of random strings; row i depends on the seed and i alone.
+
+    An item is `{"input_ids": (T,), "labels": ...}`, int64. Rows of several lengths come with an "attention_mask" (T,)
+    of ones, which `StringCollator` pads. A `DataLoader` asks for a whole batch at once (`__getitems__`). A row costs
+    nothing until it is asked for, so `samples` may be as large as a run needs.
+
+    Args:
+        length: Symbols of a string, or the least and the most of them: (50, 100) draws a length for each row.
+        samples: Number of rows.
+        seed: from 0; evaluation needs another one than training.
+
+    Attributes:
+        shortest: The least symbols of a string.
+        longest: The most.
+
+    Raises:
+        ValueError: for a length, number of samples or seed that is not possible.
+    """
+
+    name: str
+
+    def __init__(self, length: Lengths, samples: int, seed: int) -> None:
+        bounds = (length, length) if isinstance(length, int) else tuple(length)
+        if len(bounds) != 2 or not 1 <= bounds[0] <= bounds[1]:
+            raise ValueError(
+                f"The length of {self.name} is {length!r}, but must be a number from 1, or the least and the most."
+            )
+        if samples < 1 or not 0 <= seed < 2**63:
+            raise ValueError(f"samples must be at least 1 and seed from 0 to 2**63 - 1, got {samples} and {seed}.")
+        self.shortest, self.longest = bounds
+        self.samples, self.seed = samples, seed
+        self._check()
+
+    @abstractmethod
+    def _rows(self, rows: Array, lengths: Array) -> Rows:
+        """The rows (B,) with strings of the lengths (B,)."""
+
+    def _check(self) -> None:
+        """Refuse what does not go with the length."""
+
+    def resized(self, length: Lengths, samples: int, seed: int) -> Self:
+        """The same task with strings of another length.
+
+        Raises:
+            ValueError: as the class does.
+        """
+        other = copy.copy(self)
+        KeyedRows.__init__(other, length, samples, seed)
+        return other
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Rows as `{"input_ids": (B, T), "labels": (B, ...)}`, padded on the right to the longest of them.
+
+        If they have several lengths there is also an "attention_mask" (B, T), 1 at real tokens.
+        """
+        tokens, labels, sizes = self._asked(indices)
+        found = {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+        if sizes.min() < sizes.max():
+            mask = (np.arange(tokens.shape[1]) < sizes[:, None]).astype(np.int64)
+            found["attention_mask"] = torch.from_numpy(mask)
+        return found
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        """The items of several rows, made together."""
+        tokens, labels, sizes = self._asked(indices)
+        items = []
+        for row, label, size in zip(torch.from_numpy(tokens), torch.from_numpy(labels), sizes.tolist(), strict=True):
+            item = {"input_ids": row[:size], "labels": label[:size] if label.ndim else label}
+            if self.shortest < self.longest:
+                item["attention_mask"] = torch.ones_like(item["input_ids"])
+            items.append(item)
+        return items
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.__getitems__([index])[0]
+
+    def _asked(self, indices: Sequence[int]) -> Rows:
+        rows = np.asarray(indices, np.int64)
+        if rows.size == 0 or rows.min() < -len(self) or rows.max() >= len(self):
+            raise IndexError(f"rows {list(indices)} of {len(self)}")
+        rows = rows % len(self)
+        lengths = np.full(len(rows), self.longest)
+        if self.shortest < self.longest:
+            choices = self.longest - self.shortest + 1
+            lengths = self.shortest + random_integers(self.seed, rows, 1, choices, LENGTH_STREAM)[:, 0]
+        return self._rows(rows, lengths)
+
+
+class StringCollator:
+    """Items of several lengths to a batch, padded on the right with token 0, label -100 and mask 0.
+
+    Items of one length need none: Trainer's default collator takes them, too.
+    """
+
+    _fill = {"input_ids": PADDING_ID, "labels": IGNORED_LABEL, "attention_mask": 0}  # noqa: RUF012
+
+    def __call__(self, items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Tensors (B, T), and (B,) of numbers."""
+        batch = {}
+        for name, first in items[0].items():
+            parts = [item[name] for item in items]
+            batch[name] = (
+                torch.nn.utils.rnn.pad_sequence(parts, True, self._fill[name]) if first.ndim else torch.stack(parts)
+            )
+        return batch
