@@ -16,31 +16,30 @@ cancellation, so that a window of thousands of tokens is safe in float32. The st
 summed up from them, or, cheaper in short pieces, is h^(r) minus what leaves; the latter at most r tokens long, so that
 rounding errors do not pile up, nor does an outlier leave a trace.
 
-Keys, values and log decays (k, v, g) are the B, Delta x and Delta A of Mamba-2; those of GLA, HGRN-2, linear
-attention, RWKV-5 and RWKV-6. In Mamba-1 g holds the step sizes, and one more channel whose decay is the same in all
-states.
+Keys, values and log decays (k, v, g) are those of GLA, HGRN-2, linear attention, RWKV-5 and RWKV-6. In Mamba-1 and
+Mamba-2, k is B, v is x, and g holds the step sizes, and one more channel: the negative logarithm of a decay that all
+states share.
 
 Shape suffixes as in scan_backends.py; r tokens in the window, F features of a token.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .forgetting import Forgetting
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState, layer_state
 
-# Tokens per matrix product of the sum over leaving tokens.
-_CHUNK = 128
-# Elements of one slab of that sum in Mamba-1.
-_SLAB_ELEMENTS = 2**20
-# Smaller steps than this are taken for it: they decay nothing, and nothing overflows when divided by them.
-_SMALLEST_STEP = 2.0**-60
-# How far inputs may be scaled up against a uniform decay, as a logarithm.
+# Tokens of one step of the sum over leaving tokens.
+_CHUNK = 64
+# The same in Mamba-1, and how much of a state it takes at once there: 256 KiB in float32, for the cache of a CPU.
+_SLAB_TOKENS, _SLAB_ELEMENTS = 16, 2**16
+# How far inputs may be scaled up against a shared decay, as a logarithm.
 _LARGEST_SCALE = 30.0
 
 Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -60,128 +59,163 @@ class GatedRecurrence:
         self.scan = scan
         self.reads_before = reads_before
 
-    def with_uniform_decay(self, g: Tensor, log_decay_BT1: Tensor) -> Tensor:
-        """Log decays with one more that all channels share."""
+    def with_shared_decay(self, g: Tensor, log_decay_BT1: Tensor) -> Tensor:
+        """g of recurrences that decay more, by a factor that all states share."""
         return g + log_decay_BT1[..., None]
 
-    def collect(self, k: Tensor, v: Tensor, rest: Tensor) -> Tensor:
-        """The state that tokens make up: sum_i exp(rest_i) k_i v_i, with `rest` the sums of g after each token."""
-        return torch.einsum("bthp,bthn->bhpn", v, k * rest.exp())
+    def collect(self, old: Sequence[Tensor], after: Tensor) -> Tensor:
+        """The state that tokens (k, v, g) make up, with `after` (B, ...) the sum of g over those after them."""
+        state = torch.zeros(())
+        for rest, k, v in _reversed_chunks(_CHUNK, old[2], after, old[0], old[1]):
+            state = state + v.permute(0, 2, 3, 1) @ (k * _exp(rest)).transpose(1, 2)
+        return state
 
-    def leaving(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, rest: Tensor) -> Tensor:
-        """What the old tokens k, v, `rest` add to the outputs of new ones q, g while they are in the window."""
-        since = g.cumsum(1)
-        if self.reads_before:
-            since = torch.cat([torch.zeros_like(g[:, :1]), since[:, :-1]], dim=1)
-        return _later_attention(q * since.exp(), k * rest.exp(), v, not self.reads_before)
+    def with_leaving(self, y: Tensor, q: Tensor, g: Tensor, old: Sequence[Tensor], after: Tensor) -> Tensor:
+        """Outputs y of new tokens (q, g), with what as many old tokens (k, v, g) add; `after` as in `collect`.
 
-
-class SSDRecurrence:
-    """One decay per head, keys and queries per group: Mamba-2.
-
-    q and k are (B, T, G, N), v is (B, T, H, P), g is (B, T, H), a state is (B, H, P, N).
-
-    Args:
-        scan: `scan_ssd` from x, dt, A, B, C and a state, to outputs without D x and the final state.
-    """
-
-    def __init__(self, scan: Callable[..., tuple[Tensor, Tensor]]) -> None:
-        self._scan = scan
-
-    def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The plain scan, with steps -g and decay rates -1."""
-        steps = (-g).clamp(min=_SMALLEST_STEP)
-        return self._scan(v / steps[..., None], steps, -torch.ones_like(g[0, 0]), k, q, state)
-
-    def with_uniform_decay(self, g: Tensor, log_decay_BT1: Tensor) -> Tensor:
-        """See `GatedRecurrence`."""
-        return g + log_decay_BT1
-
-    def collect(self, k: Tensor, v: Tensor, rest: Tensor) -> Tensor:
-        """See `GatedRecurrence`."""
-        v_BTGM = self._by_group(v * rest.exp()[..., None], k.shape[2])
-        state = torch.einsum("btgm,btgn->bgmn", v_BTGM, k)
-        return state.reshape(len(k), *v.shape[2:], k.shape[3])
-
-    def leaving(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, rest: Tensor) -> Tensor:
-        """See `GatedRecurrence`."""
-        y = _later_attention(q, k, self._by_group(v * rest.exp()[..., None], k.shape[2]), True)
-        return y.reshape(*g.shape, v.shape[3]) * g.cumsum(1).exp()[..., None]
-
-    @staticmethod
-    def _by_group(v_BTHP: Tensor, groups: int) -> Tensor:
-        return v_BTHP.unflatten(2, (groups, -1)).flatten(3)
+        Old token i is in the windows of the new ones before the i-th.
+        """
+        outputs, later = [], None
+        old_chunks = _reversed_chunks(_CHUNK, old[2], after, old[0], old[1])
+        new_chunks = _chunks(_CHUNK, g, self.reads_before, y, q)[::-1]
+        for (since, y, q), (rest, k, v) in zip(new_chunks, old_chunks, strict=True):
+            y, q, k, v = (t.transpose(1, 2) for t in (y, q * _exp(since), k * _exp(rest), v))  # (B, H, Q, ...)
+            y, later = _with_later(y, q, k, v, later, not self.reads_before)
+            outputs.append(y.transpose(1, 2))
+        return torch.cat(outputs[::-1], dim=1)
 
 
-class SelectiveRecurrence:
-    """One decay per channel and state: Mamba-1.
-
-    q and k are (B, T, N), v is (B, T, D), a state is (B, D, N). g is (B, T, D + 1): the step sizes, and the negative
-    logarithm of a decay that all states share.
+class _SteppedRecurrence:
+    """What the recurrences of Mamba share: g (B, T, H + 1) has step sizes, and a shared negative log decay.
 
     Args:
-        scan: `scan_selective` from x, dt, B, C and a state, to outputs without D x and the final state.
-        A: Negative decay rates, (D, N).
+        scan: From x, dt, A, B, C, D and a state to outputs and the final state.
+        A: Negative decay rates, (H,) in Mamba-2, (D, N) in Mamba-1.
+        D: Skip weights.
         retention: The shared decay of a token.
     """
 
-    def __init__(self, scan: Callable[..., tuple[Tensor, Tensor]], A: Tensor, retention: float) -> None:
-        self._scan = scan
-        self.A = A
-        # how many tokens' inputs can be scaled up against the shared decay
-        self._tokens = None if retention == 1 else max(1, int(_LARGEST_SCALE / -math.log(retention)))
+    def __init__(self, scan: Callable[..., tuple[Tensor, Tensor]], A: Tensor, D: Tensor, retention: float) -> None:
+        self._scan, self.A, self.D, self.retention = scan, A, D, retention
 
-    def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The plain scan; of inputs that grow as the shared decay makes the past shrink, if there is one."""
-        steps = g[..., :-1].clamp(min=_SMALLEST_STEP)
-        if self._tokens is None:
-            return self._scan(v / steps, steps, k, q, state)
-        outputs = []
-        for start in range(0, g.shape[1], self._tokens):
-            piece = slice(start, start + self._tokens)
-            grown = g[:, piece, -1:].cumsum(1)  # (B, T, 1)
-            dt = steps[:, piece]
-            y, state = self._scan(v[:, piece] * grown.exp() / dt, dt, k[:, piece], q[:, piece], state)
-            outputs.append(y * (-grown).exp())
-            state = state * (-grown[:, -1:]).exp()
-        return torch.cat(outputs, dim=1), state
-
-    def with_uniform_decay(self, g: Tensor, log_decay_BT1: Tensor) -> Tensor:
+    def with_shared_decay(self, g: Tensor, log_decay_BT1: Tensor) -> Tensor:
         """See `GatedRecurrence`."""
         return torch.cat([g[..., :-1], g[..., -1:] - log_decay_BT1], dim=-1)
 
-    def _decays(self, sums_TBD: Tensor) -> Tensor:
-        """Decays (T, B, D, N) from sums of g."""
-        return torch.exp(sums_TBD[..., :-1, None] * self.A - sums_TBD[..., -1:, None])
 
-    def _slabs(self, g: Tensor) -> list[slice]:
-        size = max(1, _SLAB_ELEMENTS // (len(g) * self.A.numel()))
-        return [slice(start, start + size) for start in range(0, g.shape[1], size)]
+class SSDRecurrence(_SteppedRecurrence):
+    """One decay per head, keys and queries per group: Mamba-2.
 
-    def collect(self, k: Tensor, v: Tensor, rest: Tensor) -> Tensor:
+    q and k are (B, T, G, N), v is (B, T, H, P), g is (B, T, H + 1), a state is (B, H, P, N).
+    """
+
+    def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The plain scan; with a shared decay, of other steps and rates that give the same decays and insertions."""
+        dt = g[..., :-1]
+        if self.retention == 1:
+            return self._scan(v, dt, self.A, k, q, self.D, state)
+        steps = g[..., -1:] - dt * self.A
+        inputs = v * (dt / steps.masked_fill(steps == 0, 1))[..., None]
+        y, state = self._scan(inputs, steps, -torch.ones_like(self.A), k, q, torch.zeros_like(self.D), state)
+        return torch.addcmul(y, v, self.D[:, None]), state
+
+    def _decays(self, sums: Tensor) -> Tensor:
+        return _exp(sums[..., :-1] * self.A - sums[..., -1:])
+
+    def _written(self, v: Tensor, g: Tensor, rest: Tensor, groups: int) -> Tensor:
+        """What tokens write, decayed by `rest`: (B, G, T, R*P)."""
+        v = v * (g[..., :-1] * self._decays(rest))[..., None]
+        return v.unflatten(2, (groups, -1)).flatten(3).transpose(1, 2)
+
+    def collect(self, old: Sequence[Tensor], after: Tensor) -> Tensor:
         """See `GatedRecurrence`."""
-        state = v.new_zeros(len(v), *self.A.shape)
-        k, v, rest = (t.transpose(0, 1) for t in (k, v, rest))
-        for piece in self._slabs(rest.transpose(0, 1)):
-            slab = self._decays(rest[piece]) * v[piece][..., None]
-            state = state + (slab * k[piece][:, :, None]).sum(0)
-        return state
+        k, v, g = old
+        state = torch.zeros(())
+        for rest, k_chunk, v_chunk, g_chunk in _reversed_chunks(_CHUNK, g, after, k, v, g):
+            state = state + self._written(v_chunk, g_chunk, rest, k.shape[2]).mT @ k_chunk.transpose(1, 2)
+        return state.reshape(len(k), *v.shape[2:], k.shape[3])  # from (B, G, R*P, N)
 
-    def leaving(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, rest: Tensor) -> Tensor:
+    def with_leaving(self, y: Tensor, q: Tensor, g: Tensor, old: Sequence[Tensor], after: Tensor) -> Tensor:
         """See `GatedRecurrence`."""
-        later = v.new_zeros(len(v), *self.A.shape)
-        slabs = self._slabs(g)
-        q, k, v, rest, since = (t.transpose(0, 1) for t in (q, k, v, rest, g.cumsum(1)))
-        outputs = []
-        for piece in reversed(slabs):
-            slab = self._decays(rest[piece]) * v[piece][..., None] * k[piece][:, :, None]
-            sums = []  # over all old tokens after each
-            for written in reversed(slab.unbind(0)):
-                sums.append(later)
-                later = later + written
-            weights = self._decays(since[piece]) * torch.stack(sums[::-1])
-            outputs.append((weights @ q[piece][..., None])[..., 0])
-        return torch.cat(outputs[::-1]).transpose(0, 1)
+        outputs, later, groups = [], None, q.shape[2]
+        old_chunks = _reversed_chunks(_CHUNK, old[2], after, *old)
+        new_chunks = _chunks(_CHUNK, g, False, y, q)[::-1]
+        for (since, y, q), (rest, k, v, old_g) in zip(new_chunks, old_chunks, strict=True):
+            written = self._written(v, old_g, rest, groups)
+            more, later = _with_later(None, q.transpose(1, 2), k.transpose(1, 2), written, later, True)
+            outputs.append(torch.addcmul(y, more.transpose(1, 2).reshape(y.shape), self._decays(since)[..., None]))
+        return torch.cat(outputs[::-1], dim=1)
+
+
+class SelectiveRecurrence(_SteppedRecurrence):
+    """One decay per channel and state: Mamba-1.
+
+    q and k are (B, T, N), v is (B, T, D), g is (B, T, D + 1), a state is (B, D, N).
+    """
+
+    def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The plain scan; with a shared decay, of inputs that grow as it makes the past shrink."""
+        dt = g[..., :-1]
+        if self.retention == 1:
+            return self._scan(v, dt, self.A, k, q, self.D, state)
+        outputs, no_skip = [], torch.zeros_like(self.D)
+        size = max(1, int(_LARGEST_SCALE / -math.log(self.retention)))  # tokens until they have grown too much
+        for start in range(0, g.shape[1], size):
+            piece = slice(start, start + size)
+            grown = g[:, piece, -1:].cumsum(1)  # (B, T, 1)
+            inputs = v[:, piece] * grown.exp()
+            y, state = self._scan(inputs, dt[:, piece], self.A, k[:, piece], q[:, piece], no_skip, state)
+            outputs.append(torch.addcmul(y * (-grown).exp(), v[:, piece], self.D))
+            state = state * (-grown[:, -1:]).exp()
+        return torch.cat(outputs, dim=1), state
+
+    def _slabs(self, batch: int) -> list[slice]:
+        """Channels of a state that are taken at once."""
+        channels, state_dim = self.A.shape
+        size = max(1, _SLAB_ELEMENTS // (batch * state_dim))
+        return [slice(start, start + size) for start in range(0, channels, size)]
+
+    def _decays(self, sums: Tensor, channels: slice) -> Tensor:
+        """Decays (Q, B, N, D) from sums (B, Q, D + 1) of g: the channels come last, as in scan_selective.py."""
+        steps, shared = sums[..., :-1][..., channels], sums[..., -1:]
+        exponents = steps.transpose(0, 1)[:, :, None] * self.A[channels].mT
+        if self.retention < 1:
+            exponents = exponents.sub_(shared.transpose(0, 1)[:, :, None])
+        return _times(exponents, math.log2(math.e)).exp2_()
+
+    def _written(self, channels: slice, k: Tensor, v: Tensor, g: Tensor, rest: Tensor) -> Tensor:
+        """What tokens write, decayed by `rest`: (Q, B, N, D)."""
+        steps = g[..., :-1][..., channels] * v[..., channels]
+        decays = self._decays(rest, channels)
+        return _times(_times(decays, k.transpose(0, 1)[..., None]), steps.transpose(0, 1)[:, :, None])
+
+    def collect(self, old: Sequence[Tensor], after: Tensor) -> Tensor:
+        """See `GatedRecurrence`."""
+        parts = []
+        for channels in self._slabs(len(after)):
+            state = torch.zeros(())
+            for rest, k, v, g in _reversed_chunks(_SLAB_TOKENS, old[2], after, *old):
+                state = state + self._written(channels, k, v, g, rest).sum(0)
+            parts.append(state.mT)
+        return torch.cat(parts, dim=1)
+
+    def with_leaving(self, y: Tensor, q: Tensor, g: Tensor, old: Sequence[Tensor], after: Tensor) -> Tensor:
+        """See `GatedRecurrence`."""
+        parts = []
+        old_chunks = list(_reversed_chunks(_SLAB_TOKENS, old[2], after, *old))
+        new_chunks = _chunks(_SLAB_TOKENS, g, False, q)[::-1]
+        for channels in self._slabs(len(q)):
+            later = q.new_zeros(len(q), q.shape[2], self.A[channels].shape[0])
+            outputs = []
+            for (since, q_chunk), (rest, k, v, old_g) in zip(new_chunks, old_chunks, strict=True):
+                sums = []  # over all old tokens after each
+                for written in reversed(self._written(channels, k, v, old_g, rest).unbind(0)):
+                    sums.append(later)
+                    later = later + written
+                weights = _times(self._decays(since, channels), torch.stack(sums[::-1]))
+                outputs.append((q_chunk.transpose(0, 1)[:, :, None] @ weights)[:, :, 0])  # (Q, B, D)
+            parts.append(torch.cat(outputs[::-1]).transpose(0, 1))
+        return y + torch.cat(parts, dim=2)
 
 
 Recurrence = GatedRecurrence | SSDRecurrence | SelectiveRecurrence
@@ -204,33 +238,35 @@ def forgetful_scan(
         recurrence: Which recurrence; its class says the shapes of q, k, v, g and the recurrent part.
         q: What reads the state.
         k: Keys.
-        v: Values, zero past the end of a row if the keys are not.
-        g: Log decays, in Mamba-1 step sizes; zero past the end of a row.
+        v: Values.
+        g: Log decays, in Mamba step sizes and a zero; zero past the end of a row, as are k or the step sizes.
         state: State before the first token, with a `window` part if the rule has one.
         lengths: Number of real tokens of each row, (B,), None for all.
 
     Returns:
-        Outputs, without a skip connection, and the state after the last token.
+        Outputs and the state after the last token.
     """
-    k = k * rule.insertion
+    if rule.insertion != 1:
+        k = k * rule.insertion
     if rule.retention < 1:
-        shared = torch.full_like(g[:, :, :1].flatten(2)[..., :1], math.log(rule.retention))
-        g = recurrence.with_uniform_decay(g, zero_past_end(shared, lengths))
+        log_decay = g.new_full((*g.shape[:2], 1), math.log(rule.retention))
+        g = recurrence.with_shared_decay(g, zero_past_end(log_decay, lengths))
     if rule.window is None:
         y, recurrent = recurrence.scan(q, k, v, g, state.recurrent)
         return y, state._replace(recurrent=recurrent)
     parts: Any = state
     recurrent, conv, window = parts
+    age, old = _unpacked(window, (k, v, g))
     outputs = []
     for start in range(0, q.shape[1], rule.window):
         piece = slice(start, start + rule.window)
-        size = q[:, piece].shape[1]
-        real = None if lengths is None else (lengths - start).clamp(0, size)
-        y, recurrent, window = _piece_with_window(
-            recurrence, q[:, piece], k[:, piece], v[:, piece], g[:, piece], recurrent, window, real
-        )
+        new = [t[:, piece] for t in (k, v, g)]
+        real = None if lengths is None else (lengths - start).clamp(0, new[0].shape[1])
+        y, recurrent, age = _piece_with_window(recurrence, q[:, piece], new, recurrent, old, age, real)
+        old = [_last_tokens(*parts, real) for parts in zip(old, new, strict=True)]
         outputs.append(y)
-    return torch.cat(outputs, dim=1), layer_state((recurrent, conv, window))
+    y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    return y, layer_state((recurrent, conv, _packed(age, old)))
 
 
 def gated_scan(
@@ -267,60 +303,104 @@ def gated_token_features(shape: LayerShape) -> int:
 def _piece_with_window(
     recurrence: Recurrence,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
+    new: Sequence[Tensor],
     recurrent: Tensor,
-    window: Tensor,
+    old: Sequence[Tensor],
+    age: Tensor,
     lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """At most r tokens, by the two sums of the module's description: outputs, recurrent and window part.
+    """At most r tokens (k, v, g), with the r before them, by the two sums of the module's description.
 
-    The window part is (B, 1 + r, F): first a row whose first entry is how many tokens were taken off the state since
-    it was summed up, then k, v and g of the last r tokens, zeros for those before the first.
+    Returns:
+        Outputs, recurrent part, and the age (B,): how many tokens were taken off the state since it was summed up.
     """
-    age, old = window[:, 0, 0], window[:, 1:]
-    tokens = q.shape[1]
-    r = old.shape[1]
-    old_k, old_v, old_g = (
-        part.unflatten(-1, new.shape[2:]) if new.ndim > 3 else part
-        for part, new in zip(old.split([t[0, 0].numel() for t in (k, v, g)], dim=-1), (k, v, g), strict=True)
-    )
-    sums = old_g.flip(1).cumsum(1).flip(1)
-    rest = torch.cat([sums[:, 1:], torch.zeros_like(sums[:, :1])], dim=1)  # of the tokens after each
-    left, left_v, left_rest = (t[:, :tokens] for t in (old_k, old_v, rest))
+    k, v, g = old
+    tokens, r = q.shape[1], k.shape[1]
+    after = g[:, tokens:].sum(1)
+    k_left = k[:, :tokens] if lengths is None else zero_past_end(k[:, :tokens], lengths)
+    left = [k_left, v[:, :tokens], g[:, :tokens]]
     taken = age.new_full(age.shape, tokens) if lengths is None else lengths.to(age.dtype)
-    if lengths is not None:
-        left = zero_past_end(left, lengths)
     if tokens == r and lengths is None:  # all of them leave
         base, age = torch.zeros_like(recurrent), torch.zeros_like(age)
     elif torch.compiler.is_compiling() or bool((age + taken > r).any()):
-        stay = old_k[:, tokens:] if lengths is None else old_k - zero_past_end(old_k, lengths)
-        base = recurrence.collect(stay, old_v[:, -stay.shape[1] :], rest[:, -stay.shape[1] :])
+        first = tokens if lengths is None else 0
+        k_stay = k[:, first:] if lengths is None else k - pad(k_left, (0, 0) * (k.ndim - 2) + (0, r - tokens))
+        base = recurrence.collect([k_stay, v[:, first:], g[:, first:]], torch.zeros_like(after))
         age = torch.zeros_like(age)
     else:
-        base, age = recurrent - recurrence.collect(left, left_v, left_rest), age + taken
-    y, recurrent = recurrence.scan(q, k, v, g, base)
-    y = y + recurrence.leaving(q, left, left_v, g, left_rest)
+        base, age = recurrent - recurrence.collect(left, after), age + taken
+    y, recurrent = recurrence.scan(q, new[0], new[1], new[2], base)
+    return recurrence.with_leaving(y, q, new[2], left, after), recurrent, age
 
-    new = torch.cat([t.flatten(2) for t in (k, v, g)], dim=-1)
+
+def _unpacked(window: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Age (B,), and k, v and g (B, r, ...) of a window part (B, 1 + r, F), whose first row begins with the age."""
+    parts = window[:, 1:].split([t[0, 0].numel() for t in like], dim=-1)
+    return window[:, 0, 0], [part.reshape(*part.shape[:2], *t.shape[2:]) for part, t in zip(parts, like, strict=True)]
+
+
+def _packed(age: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """Inverse of `_unpacked`."""
+    tokens = torch.cat([part.flatten(2) for part in parts], dim=-1)
+    return torch.cat([pad(age[:, None, None], (0, tokens.shape[2] - 1)), tokens], dim=1)
+
+
+def _last_tokens(old: Tensor, new: Tensor, lengths: Tensor | None) -> Tensor:
+    """The last r real tokens of r old and at most r new ones."""
+    r = old.shape[1]
     if lengths is None:
-        kept = [old[:, tokens:], new]
-    else:
-        index = torch.arange(r, device=old.device) + lengths[:, None]
-        kept = [torch.cat([old, new], dim=1).gather(1, index[..., None].expand(-1, -1, old.shape[2]))]
-    first = torch.nn.functional.pad(age[:, None, None], (0, old.shape[2] - 1))
-    return y, recurrent, torch.cat([first, *kept], dim=1)
+        return new if new.shape[1] == r else torch.cat([old[:, new.shape[1] :], new], dim=1)
+    index = torch.arange(r, device=old.device) + lengths[:, None]
+    index = index.reshape(*index.shape, *[1] * (old.ndim - 2)).expand(-1, -1, *old.shape[2:])
+    return torch.cat([old, new], dim=1).gather(1, index)
 
 
-def _later_attention(q: Tensor, k: Tensor, v: Tensor, strictly: bool) -> Tensor:
-    """y_j = sum over i > j (or i >= j) of (q_j . k_i) v_i; q and k (B, T, G, N), v (B, T, G, M), y like v."""
-    batch, groups = q.shape[0], q.shape[2]
-    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # (B*G, T, ...)
-    later = v.new_zeros(len(v), k.shape[2], v.shape[2])
-    outputs = []
-    for q_chunk, k_chunk, v_chunk in reversed(list(zip(*(t.split(_CHUNK, dim=1) for t in (q, k, v)), strict=True))):
-        inside = (q_chunk @ k_chunk.mT).triu(int(strictly)) @ v_chunk
-        outputs.append(torch.baddbmm(inside, q_chunk, later))
-        later = torch.baddbmm(later, k_chunk.mT, v_chunk)
-    return torch.cat(outputs[::-1], dim=1).unflatten(0, (batch, groups)).transpose(1, 2)
+def _exp(x: Tensor) -> Tensor:
+    """exp; the exp of a CPU takes many times as long where it underflows."""
+    return torch.exp2(x * math.log2(math.e))
+
+
+def _times(new: Tensor, factor: Tensor | float) -> Tensor:
+    """Product with a tensor that nobody else needs: in place, unless gradients do."""
+    kept = new.requires_grad or (isinstance(factor, Tensor) and factor.requires_grad)
+    return new * factor if kept else new.mul_(factor)
+
+
+def _chunks(size: int, g: Tensor, before: bool, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Chunks of the sums of g up to each token, or up to the token before it, and of tensors; all (B, T, ...)."""
+    chunks, total = [], torch.zeros_like(g[:, :1])
+    for g_chunk, *parts in zip(*(t.split(size, dim=1) for t in (g, *tensors)), strict=True):
+        sums = torch.cat([total, g_chunk], dim=1).cumsum(1)
+        chunks.append((sums[:, :-1] if before else sums[:, 1:], *parts))
+        total = sums[:, -1:]
+    return chunks
+
+
+def _reversed_chunks(size: int, g: Tensor, after: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Chunks, the last first, of the sums of g over the tokens after each, and of tensors; all (B, T, ...).
+
+    `after` (B, ...) is the sum over what follows the tokens.
+    """
+    total = after[:, None]
+    for g_chunk, *parts in reversed(list(zip(*(t.split(size, dim=1) for t in (g, *tensors)), strict=True))):
+        sums = torch.cat([g_chunk, total], dim=1).flip(1).cumsum(1).flip(1)
+        yield sums[:, 1:], *parts
+        total = sums[:, :1]
+
+
+def _with_later(
+    y: Tensor | None, q: Tensor, k: Tensor, v: Tensor, later: Tensor | None, strictly: bool
+) -> tuple[Tensor, Tensor]:
+    """y_j plus the sum over i > j (or i >= j) of (q_j . k_i) v_i, and over the chunks after this one; and their sum.
+
+    q and k are (B, G, Q, N), v and y (B, G, Q, M), sums (B*G, N, M).
+    """
+    shape = v.shape
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    inside = (q @ k.mT).triu(int(strictly))
+    y = inside @ v if y is None else torch.baddbmm(y.flatten(0, 1), inside, v)
+    if later is None:
+        return y.view(shape), k.mT @ v
+    if later.requires_grad or k.requires_grad or v.requires_grad:
+        return torch.baddbmm(y, q, later).view(shape), torch.baddbmm(later, k.mT, v)
+    return torch.baddbmm(y, q, later).view(shape), later.baddbmm_(k.mT, v)

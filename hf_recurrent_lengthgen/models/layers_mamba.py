@@ -9,6 +9,8 @@ module, so that adapters on it train, and computes convolution, steps and recurr
 convolution in that of its kernel with it).
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu, softplus
@@ -79,7 +81,7 @@ class StatefulMambaMixer(nn.Module):
 
     @property
     def token_features(self) -> int:
-        """What a window keeps of one token: B, Delta x, Delta, and a decay that all states share."""
+        """What a window keeps of one token: B, x, Delta, and a decay that all states share."""
         return self.state_size + 2 * self.config.intermediate_size + 1
 
     def forward(
@@ -103,14 +105,9 @@ class StatefulMambaMixer(nn.Module):
         dt = zero_past_end(softplus(self.dt_proj(dt).to(wide)) * rule.delta_scale, lengths)
         A, D = -self.A_log.to(wide).exp(), self.D.to(wide)
         if rule.in_recurrence:
-
-            def scan(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-                return scan_selective(x, dt, A, B, C, torch.zeros_like(D), state, backend=backend)
-
-            recurrence = SelectiveRecurrence(scan, A, rule.retention)
+            recurrence = SelectiveRecurrence(partial(scan_selective, backend=backend), A, D, rule.retention)
             steps = torch.nn.functional.pad(dt, (0, 1))
-            y, state = forgetful_scan(rule, recurrence, C.to(wide), B.to(wide), x * dt, steps, state, lengths)
-            y = torch.addcmul(y, x, D)
+            y, state = forgetful_scan(rule, recurrence, C.to(wide), B.to(wide), x.to(wide), steps, state, lengths)
         else:
             y, recurrent_state = scan_selective(x, dt, A, B, C, D, state.recurrent, backend=backend)
             state = state._replace(recurrent=recurrent_state)

@@ -7,6 +7,7 @@ Different from `transformers.models.mamba2`: the mixer takes and returns a `Laye
 rows by their lengths, and computes convolution and recurrence in full precision (in that of the kernels with them).
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,8 +75,8 @@ class StatefulMamba2Mixer(nn.Module):
 
     @property
     def token_features(self) -> int:
-        """What a window keeps of one token: B, Delta x and Delta A."""
-        return self.n_groups * self.state_size + self.inner_size + self.num_heads
+        """What a window keeps of one token: B, x, Delta, and a decay that all states share."""
+        return self.n_groups * self.state_size + self.inner_size + self.num_heads + 1
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
@@ -101,15 +102,9 @@ class StatefulMamba2Mixer(nn.Module):
         A, D = -self.A_log.to(wide).exp(), self.D.to(wide)
         options: dict[str, Any] = {"chunk_size": self.config.chunk_size} if backend == "kernel" else {}
         if rule.in_recurrence:
-
-            def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-                return scan_ssd(x, dt, A, B, C, torch.zeros_like(D), state, **options, backend=backend)
-
-            values = x.to(wide) * dt[..., None]
-            y, state = forgetful_scan(
-                rule, SSDRecurrence(scan), C.to(wide), B.to(wide), values, dt * A, state, lengths
-            )
-            y = torch.addcmul(y, x, D[:, None])
+            recurrence = SSDRecurrence(partial(scan_ssd, **options, backend=backend), A, D, rule.retention)
+            steps = torch.nn.functional.pad(dt, (0, 1))
+            y, state = forgetful_scan(rule, recurrence, C.to(wide), B.to(wide), x.to(wide), steps, state, lengths)
         else:
             y, recurrent_state = scan_ssd(x, dt, A, B, C, D, state.recurrent, **options, backend=backend)
             state = state._replace(recurrent=recurrent_state)
