@@ -19,6 +19,8 @@ from hf_recurrent_lengthgen.trainers.random_noise_config import RandomNoiseConfi
 from hf_recurrent_lengthgen.trainers.random_noise_trainer import RandomNoiseTrainer
 from hf_recurrent_lengthgen.trainers.state_passing_config import StatePassingConfig
 from hf_recurrent_lengthgen.trainers.state_passing_trainer import StatePassingTrainer
+from hf_recurrent_lengthgen.trainers.statex_config import StateXConfig
+from hf_recurrent_lengthgen.trainers.statex_trainer import StateXTrainer
 from hf_recurrent_lengthgen.trainers.tbtt_config import TbttConfig
 from hf_recurrent_lengthgen.trainers.tbtt_trainer import TbttTrainer
 from hf_recurrent_lengthgen.trainers.zero_state_trainer import ZeroStateTrainer
@@ -46,6 +48,8 @@ __all__ = [
     "RandomNoiseTrainer",
     "StatePassingConfig",
     "StatePassingTrainer",
+    "StateXConfig",
+    "StateXTrainer",
     "TbttConfig",
     "TbttTrainer",
     "ZeroStateTrainer",

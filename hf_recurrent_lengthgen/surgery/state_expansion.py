@@ -14,6 +14,7 @@ The sizes of all layers stand in the config of the new model, so that its checkp
 """
 
 import copy
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
@@ -200,7 +201,7 @@ def expand_state(
             f"{'and others ' if len(strange) > 4 else ''}should not be there, or should. Remove what was added."
         )
     weights = {name: value.detach().clone() for name, value in old_weights.items()}
-    expand = _EXPANSIONS[_layout_of(plan)]
+    expand = _EXPANSIONS[_layout_of(plan.config)]
     mixers, old_mixers = _mixers(new), _mixers(model)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
@@ -263,6 +264,41 @@ def expansion_report(
     )
 
 
+def recorded_expansions(config: Any) -> dict[int, str]:
+    """The layers that a config says were expanded, counted as in `expand_state`, and their last initialization."""
+    found: dict[int, str] = {}
+    for entry in getattr(config, "interventions", None) or ():
+        if match := _RECORD.fullmatch(entry):
+            found |= {int(layer): match["initialization"] for layer in match["layers"].split(", ")}
+    return found
+
+
+def expanded_parameters(model: Any) -> dict[str, nn.Parameter]:
+    """The parameters that hold new values in an expanded model: whole tensors, so also the old rows beside new ones.
+
+    Where heads are merged, these are all of the recurrent block. Adapters on them count, too.
+
+    Args:
+        model: Made by `expand_state`, or loaded from its checkpoint.
+    """
+    if not (layers := recorded_expansions(model.config)):
+        return {}
+    mixers, size, layout = _mixers(model), _family_of(model.config).size, _layout_of(model.config)
+    found = {}
+    for layer, initialization in layers.items():
+        prefix, mixer = mixers[layer]
+        names = _NEW_VALUES[layout] + (_NEW_VALUES_OF_REINIT[layout] if initialization == "reinit" else ())
+        for name, parameter in mixer.named_parameters():
+            if size == "num_heads" or name.startswith(names):
+                found[f"{prefix}.{name}"] = parameter
+    return found
+
+
+_RECORD = re.compile(r"state expansion, .* in layers? (?P<layers>\d+(, \d+)*), (?P<initialization>\w+)")
+_NEW_VALUES = {"heads": (), "mamba": ("A_log", "x_proj."), "mamba2": ("in_proj.", "conv1d.")}
+_NEW_VALUES_OF_REINIT = {"heads": (), "mamba": ("dt_proj.bias",), "mamba2": ("A_log", "dt_bias")}
+
+
 class _Plan(NamedTuple):
     """Which layers change, and the config after it; `before` and `after` hold N or H of every recurrent layer."""
 
@@ -278,8 +314,6 @@ class _Plan(NamedTuple):
         changes = sorted({(self.before[layer], self.after[layer]) for layer in self.layers})
         sizes = ", ".join(f"{before} -> {after}" for before, after in changes)
         which = f"layer{'s' * (len(self.layers) > 1)} {_listed(self.layers)}"
-        if len(self.layers) == len(self.recurrent):
-            which = "all layers"
         return f"state expansion, {self.size} {sizes} in {which}, {initialization}"
 
 
@@ -427,10 +461,10 @@ def _state_elements(model: Any, layer: int) -> int:
     return int(mixer.out_proj.weight.shape[1]) * _size_of(model.config, family, layer)
 
 
-def _layout_of(plan: _Plan) -> str:
-    if plan.size == "num_heads":
+def _layout_of(config: Any) -> str:
+    if _family_of(config).size == "num_heads":
         return "heads"
-    return "mamba" if plan.config.model_type.removeprefix("stateful_") in ("mamba", "falcon_mamba") else "mamba2"
+    return "mamba" if config.model_type.removeprefix("stateful_") in ("mamba", "falcon_mamba") else "mamba2"
 
 
 def _is_falcon(mixer: Any) -> bool:

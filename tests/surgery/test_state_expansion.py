@@ -21,7 +21,12 @@ from hf_recurrent_lengthgen.hybrids.tiny_models import tiny_model
 from hf_recurrent_lengthgen.models import StatefulGLAConfig, StatefulMamba2Config
 from hf_recurrent_lengthgen.surgery import expand_state, expansion_report
 from hf_recurrent_lengthgen.surgery.state_expansion import FAMILIES as EXPANDABLE
-from hf_recurrent_lengthgen.surgery.state_expansion import REFUSED, spread_layers
+from hf_recurrent_lengthgen.surgery.state_expansion import (
+    REFUSED,
+    expanded_parameters,
+    recorded_expansions,
+    spread_layers,
+)
 from tests.models.families import (
     FAMILIES,
     GLA,
@@ -175,6 +180,7 @@ def test_reinit_of_mamba2_starts_only_the_recurrence_anew() -> None:
     torch.testing.assert_close(new.A_log, torch.arange(1.0, 5).log())
     steps = torch.nn.functional.softplus(new.dt_bias)
     assert bool(((steps > 0.9e-3) & (steps < 0.11)).all())
+    assert not bool((new.dt_bias == old.dt_bias).any())
     for name in ("D", "norm.weight", "out_proj.weight", "out_proj.bias"):
         assert torch.equal(new.get_parameter(name), old.get_parameter(name))
     assert float(new.in_proj.weight[2 * inner : -heads].std()) == pytest.approx(0.1, rel=0.2)  # initializer_range
@@ -300,6 +306,33 @@ def test_layers_may_be_chosen_and_expanded_twice() -> None:
     gla = build(GLA, num_heads=4, num_kv_heads=4)
     expanded = expand_state(gla, [1], factor=2)
     assert (expanded.config.layer_num_heads, expanded.config.num_kv_heads) == ([4, 2], None)
+
+
+@every_family
+@every_initialization
+def test_the_parameters_that_hold_new_values_are_found_from_the_record(family: Family, initialization: str) -> None:
+    """They are those whose values or shapes differ, and where heads are merged the whole block."""
+    model = build(family, num_hidden_layers=3)
+    assert recorded_expansions(model.config) == {}
+    assert expanded_parameters(model) == {}
+    expanded = expand_state(model, [0, 2], **grown(family), initialization=initialization)  # type: ignore[arg-type]
+    assert recorded_expansions(expanded.config) == dict.fromkeys((0, 2), initialization)
+    found, old = expanded_parameters(expanded), dict(model.named_parameters())
+    if "mamba" in family.name:
+        changed = {
+            name
+            for name, p in expanded.named_parameters()
+            if p.shape != old[name].shape or not torch.equal(p, old[name])
+        }
+        if family.name == "falcon_mamba" and initialization == "inherit":  # scaled, not new
+            changed -= {
+                f"backbone.layers.{layer}.mixer.{name}" for layer in (0, 2) for name in ("D", "out_proj.weight")
+            }
+        assert set(found) == changed
+    else:
+        block = re.compile(r"\.(layers|blocks)\.[02]\.(attn|attention)\.")
+        assert set(found) == {name for name in old if block.search(name)}
+    assert all(found[name] is parameter for name, parameter in expanded.named_parameters() if name in found)
 
 
 def recipe(name: str) -> dict[str, Any]:

@@ -60,6 +60,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "mixture": {},
     "state passing, alignment": {},
     "state passing in chunks": {},
+    "statex, state passing": {},
 }
 
 

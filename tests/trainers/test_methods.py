@@ -38,6 +38,8 @@ METHODS = [
     "state passing, alignment",
     "tbtt, alignment",
     "state passing in chunks",
+    "statex",
+    "statex, state passing",
 ]
 SELECTED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
 

@@ -42,6 +42,8 @@ from hf_recurrent_lengthgen.trainers import (
     RandomNoiseTrainer,
     StatePassingConfig,
     StatePassingTrainer,
+    StateXConfig,
+    StateXTrainer,
     TbttConfig,
     TbttTrainer,
     ZeroStateTrainer,
@@ -203,6 +205,13 @@ METHODS = {
     ),
     "state passing in chunks": Method(
         StatePassingTrainer, StatePassingConfig, {"bptt_chunk_length": 4, "bptt_window": 2}, sequences
+    ),
+    "statex": Method(StateXTrainer, StateXConfig, {"new_weights_lr_multiplier": 2.0}, sequences),
+    "statex, state passing": Method(
+        StateXTrainer,
+        StateXConfig,
+        {"mixture": {"zero": 0.3, "state_passing": 0.7}, "expand_initialization": "inherit", "expand_factor": 2.0},
+        sequences,
     ),
 }
 

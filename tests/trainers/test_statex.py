@@ -1,0 +1,167 @@
+"""StateX as a trainer: expansion once, learning rates of new weights, every source of initial states."""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from hf_recurrent_lengthgen import load_model
+from hf_recurrent_lengthgen.surgery import expand_state
+from hf_recurrent_lengthgen.trainers import StateXConfig, StateXTrainer
+from tests.models.families import GLA, MAMBA, build
+
+
+def make(toys: ModuleType, folder: Path, model: Any = None, **fields: Any) -> StateXTrainer:
+    rows = fields.pop("rows", toys.sequences(16))
+    settings = toys.QUIET | {"per_device_train_batch_size": 2, "max_steps": 4, "save_strategy": "no"} | fields
+    return StateXTrainer(
+        toys.tiny_model() if model is None else model, StateXConfig(str(folder), **settings), train_dataset=rows
+    )
+
+
+def test_the_model_given_stays_and_the_expanded_one_is_trained(toys: ModuleType, tmp_path: Path) -> None:
+    model = toys.tiny_model()
+    before = toys.weights(model)
+    trainer = make(toys, tmp_path, model, expand_layers=[1], expand_factor=3.0, seed=5)
+    expected = expand_state(model, [1], factor=3, seed=5)
+    toys.assert_same_weights(toys.weights(trainer.model), toys.weights(expected))
+    trainer.train()
+    toys.assert_same_weights(toys.weights(model), before)
+    assert model.config.layer_state_sizes is None
+    after = toys.weights(trainer.model)
+    assert [name for name, value in toys.weights(expected).items() if torch.equal(after[name], value)] == []
+    trainer.save_model()
+    loaded = load_model(str(tmp_path))
+    assert loaded.config.layer_state_sizes == [4, 12]
+    assert loaded.config.interventions == ["state expansion, state_size 4 -> 12 in layer 1, reinit"]
+    toys.assert_same_weights(toys.weights(loaded), after)
+
+
+@pytest.mark.parametrize(
+    ("mixture", "continued"),
+    [
+        (None, False),
+        ({"state_passing": 1.0}, False),
+        ({"tbtt": 1.0}, True),
+        ({"zero": 0.5, "fitted_noise": 0.5}, False),
+        ({"random_noise": 1.0}, False),
+    ],
+    ids=str,
+)
+def test_every_source_of_initial_states_goes_with_it(
+    toys: ModuleType, tmp_path: Path, mixture: dict[str, float] | None, continued: bool
+) -> None:
+    fields: dict[str, Any] = {"noise_sigma": 0.2} if "random_noise" in (mixture or {}) else {}
+    if continued:
+        fields["rows"] = toys.chunks(16)
+    trainer = make(toys, tmp_path, mixture=mixture, logging_steps=1, **fields)
+    trainer.train()
+    zeros = [entry["zero_states"] for entry in trainer.state.log_history if "zero_states" in entry]
+    if mixture is None:
+        assert zeros == [1.0] * 4
+    elif "zero" not in mixture:
+        assert zeros[1:] == [0.0] * 3
+    assert trainer.model.config.layer_state_sizes == [16, 16]
+
+
+@pytest.mark.parametrize("family", ["mamba2", "mamba", "gla"])
+def test_new_weights_have_a_learning_rate_of_their_own(toys: ModuleType, tmp_path: Path, family: str) -> None:
+    model = {"mamba2": toys.tiny_model(), "mamba": build(MAMBA), "gla": build(GLA)}[family]
+    new = {
+        "mamba2": ("in_proj.weight", "conv1d.weight", "conv1d.bias", "A_log", "dt_bias"),
+        "mamba": ("x_proj.weight", "A_log", "dt_proj.bias"),
+        "gla": (
+            *(f"{name}_proj.weight" for name in "qkvgo"),
+            *("gk_proj.0.weight", "gk_proj.1.weight", "gk_proj.1.bias", "g_norm_swish_gate.weight"),
+        ),
+    }[family]
+    trainer = make(
+        toys,
+        tmp_path,
+        model,
+        expand_layers=["1"],
+        new_weights_lr_multiplier=5.0,
+        learning_rate=0.01,
+        weight_decay=0.1,
+        lr_scheduler_type="cosine",
+    )
+    trainer.train()
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    groups = [
+        ({names[id(p)] for p in group["params"]}, group["initial_lr"], group["weight_decay"])
+        for group in trainer.optimizer.optimizer.param_groups
+    ]
+    assert [rate for _, rate, _ in groups] == [0.01, 0.01, 0.05, 0.05]
+    mixer = {"mamba2": "backbone.layers.1.mixer.", "mamba": "backbone.layers.1.mixer.", "gla": "model.layers.1.attn."}
+    assert groups[2][0] | groups[3][0] == {mixer[family] + name for name in new}
+    assert sorted(name for members, *_ in groups for name in members) == sorted(names.values())  # each once
+    decayed = {name for members, _, decay in groups if decay for name in members}
+    assert not any(name.endswith(("A_log", "bias", "norm_swish_gate.weight")) for name in decayed)
+    assert any(name.endswith(f"1.{'attn.q_proj' if family == 'gla' else 'mixer.in_proj'}.weight") for name in decayed)
+
+
+def test_one_multiplier_of_one_changes_nothing(toys: ModuleType, tmp_path: Path) -> None:
+    """And a larger one trains new weights faster, by the steps of SGD, and the others alike in the first step."""
+    runs = {}
+    for rate in (1.0, 3.0):
+        fields = {"max_steps": 1, "optim": "sgd", "lr_scheduler_type": "constant", "learning_rate": 0.1}
+        trainer = make(toys, tmp_path, new_weights_lr_multiplier=rate, expand_layers=[0], max_grad_norm=0.0, **fields)
+        before = toys.weights(trainer.model)
+        trainer.train()
+        runs[rate] = {name: value - before[name] for name, value in toys.weights(trainer.model).items()}
+    for name, change in runs[1.0].items():
+        new = "layers.0.mixer" in name and name.rpartition("mixer.")[2].startswith(
+            ("in_proj", "conv1d", "A_log", "dt_bias")
+        )
+        torch.testing.assert_close(runs[3.0][name], (3 if new else 1) * change, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_a_model_that_was_expanded_is_not_expanded_again(toys: ModuleType, tmp_path: Path) -> None:
+    expanded = expand_state(toys.tiny_model(), [0])
+    trainer = make(toys, tmp_path, expanded, new_weights_lr_multiplier=2.0)
+    assert trainer.model is expanded
+    assert expanded.config.layer_state_sizes == [16, 4]
+    assert len(trainer.create_optimizer().param_groups) == 4
+    with pytest.raises(ValueError, match=r"expanded already \(state expansion, .*\['factor'\] of another expansion"):
+        make(toys, tmp_path, expanded, expand_factor=2.0)
+
+
+def test_a_resumed_run_is_expanded_once_and_ends_like_the_whole_one(toys: ModuleType, tmp_path: Path) -> None:
+    fields = {"save_strategy": "steps", "save_steps": 2, "mixture": {"state_passing": 1.0}, "seed": 9}
+    fields |= {"new_weights_lr_multiplier": 4.0, "lr_scheduler_type": "cosine", "learning_rate": 0.02}
+    whole = make(toys, tmp_path / "whole", **fields)
+    whole.train()
+    first = make(toys, tmp_path / "whole", **fields)
+    first.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    toys.assert_same_weights(toys.weights(first.model), toys.weights(whole.model))
+    assert first.model.config.layer_state_sizes == [16, 16]
+    assert len(first.model.config.interventions) == 1
+    other = make(toys, tmp_path / "whole", **fields, expand_factor=3.0)
+    with pytest.raises(ValueError, match=r"model was .* parameters' and is|expand_factor was None and is 3\.0"):
+        other.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"new_weights_lr_multiplier": 0.0}, r"new_weights_lr_multiplier must be a finite number above 0, got 0\.0"),
+        ({"expand_layers": ["first"]}, "expand_layers must be \"all\" or numbers of layers, got \\['first'\\]"),
+        ({"expand_num_heads": 1}, "num_heads does not apply to stateful_mamba2"),
+        ({"expand_factor": 1.0}, "would become 4"),
+        ({"mixture": {"learned": 1.0}}, r"unknown are \['learned'\]"),
+    ],
+)
+def test_what_cannot_be_is_refused(toys: ModuleType, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(toys, tmp_path, **fields)
+
+
+def test_model_init_and_optimizers_are_refused(toys: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give model, not model_init"):
+        StateXTrainer(args=StateXConfig(str(tmp_path), **toys.QUIET), model_init=toys.tiny_model)
+    model = toys.tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="holds the weights of the model before its expansion"):
+        StateXTrainer(model, StateXConfig(str(tmp_path), **toys.QUIET), optimizers=(optimizer, None))

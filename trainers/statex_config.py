@@ -1,0 +1,92 @@
+"""Settings of StateX."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hf_recurrent_lengthgen.trainers.mixed_states_config import SOURCES, MixedStatesConfig
+
+
+@dataclass
+class StateXConfig(MixedStatesConfig):
+    """`TrainingArguments`, how to expand the states (arXiv:2509.22630), and where initial states come from.
+
+    Raises:
+        ValueError: for values out of range, and as `MixedStatesConfig`.
+    """
+
+    mixture: dict[str, float] | str | None = field(
+        default=None,
+        metadata={
+            "help": f"Probability of each source of initial states, drawn for every sequence: {', '.join(SOURCES)}; "
+            'for instance {"state_passing": 1.0}. Required with mixed. Default in statex: zero states.'
+        },
+    )
+
+    # Parameters that control the expansion
+    expand_layers: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": 'Layers to expand, counted from 0, or "all". Default: expand_count of them, one in every m from '
+            "the first (StateX, 4.4)."
+        },
+    )
+    expand_count: int | None = field(default=None, metadata={"help": "How many layers to expand. Default 4."})
+    expand_factor: float | None = field(
+        default=None,
+        metadata={
+            "help": "How many times larger the states of these layers become. Default: 4 in Mamba; in families with "
+            "heads all of them become one."
+        },
+    )
+    expand_state_size: int | None = field(
+        default=None, metadata={"help": "Instead of the factor, the state size N of these layers (Mamba-1, Mamba-2)."}
+    )
+    expand_num_heads: int | None = field(
+        default=None, metadata={"help": "Instead of the factor, the heads of these layers (GLA and the like)."}
+    )
+    expand_initialization: Literal["reinit", "inherit"] = field(
+        default="reinit",
+        metadata={
+            "help": "reinit starts the recurrence of these layers anew (the paper's choice, 4.3), inherit keeps what "
+            "was trained. Default: reinit."
+        },
+    )
+    new_weights_lr_multiplier: float = field(
+        default=1.0,
+        metadata={
+            "help": "Learning rate of the parameters that hold new values over that of the others. A parameter counts "
+            "as a whole, so in_proj of an expanded Mamba-2 layer with all rows. Default 1."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.mixture is None:
+            self.mixture = {"zero": 1.0}
+        self.expand_layers = _layers(self.expand_layers)  # type: ignore[assignment]
+        if not 0.0 < self.new_weights_lr_multiplier < float("inf"):
+            raise ValueError(
+                f"new_weights_lr_multiplier must be a finite number above 0, got {self.new_weights_lr_multiplier}."
+            )
+        super().__post_init__()
+
+    def expansion(self) -> dict[str, Any]:
+        """The arguments of `expand_state`."""
+        return {
+            "layers": self.expand_layers,
+            "count": self.expand_count,
+            "factor": self.expand_factor,
+            "state_size": self.expand_state_size,
+            "num_heads": self.expand_num_heads,
+            "initialization": self.expand_initialization,
+        }
+
+
+def _layers(given: str | Sequence[int | str] | None) -> str | list[int] | None:
+    """ "all", or numbers."""
+    if given is None or given == "all" or list(given) == ["all"]:
+        return None if given is None else "all"
+    try:
+        return sorted({int(layer) for layer in given})
+    except ValueError as error:
+        raise ValueError(f'expand_layers must be "all" or numbers of layers, got {given!r}.') from error

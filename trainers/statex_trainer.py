@@ -1,0 +1,75 @@
+"""Post-training after an expansion of the states."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_recurrent_lengthgen.surgery import expand_state
+from hf_recurrent_lengthgen.surgery.state_expansion import expanded_parameters, recorded_expansions
+from hf_recurrent_lengthgen.trainers.checks import base_of, check_config, check_model
+from hf_recurrent_lengthgen.trainers.mixed_states_trainer import MixedStatesTrainer
+from hf_recurrent_lengthgen.trainers.statex_config import StateXConfig
+
+
+class StateXTrainer(MixedStatesTrainer):
+    """`Trainer` that expands the states of some layers and then trains, from any source (arXiv:2509.22630).
+
+        trainer = StateXTrainer(model, StateXConfig("out", expand_count=4), train_dataset=blocks)
+        trainer.train()
+        trainer.model  # the expanded model; the given one stays as it is
+
+    A model whose config says that it was expanded (`lengthgen expand`, `expand_state`) is trained as it is. To resume,
+    give the model of the first run and the same settings: it is expanded alike and gets the checkpoint's weights.
+
+    Raises:
+        ValueError: with `model_init` or an optimizer, with settings of an expansion for a model that has one, and as
+            `expand_state` and `InitialStateTrainer`.
+    """
+
+    config_class = StateXConfig
+    args: StateXConfig
+
+    def __init__(self, model: nn.Module | None = None, *positional: Any, **keyword: Any) -> None:
+        if model is None:
+            raise ValueError("StateXTrainer expands the model it is given: give model, not model_init.")
+        check_model(model)
+        args = positional[0] if positional else keyword.get("args")
+        if args is None:
+            args = StateXConfig("tmp_trainer")
+            keyword["args"] = args
+        check_config(type(self), args)
+        super().__init__(_expanded(model, args), *positional, **keyword)
+        if self.optimizer is not None:
+            raise ValueError(
+                "The optimizer given holds the weights of the model before its expansion: leave optimizers out, or "
+                "train a model of expand_state with another trainer."
+            )
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Trainer's, with groups of their own for parameters that hold new values, at `new_weights_lr_multiplier`."""
+        made = self.optimizer is None
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
+        if made and self.args.new_weights_lr_multiplier != 1.0:
+            new = {id(parameter) for parameter in expanded_parameters(base_of(self.model)).values()}
+            for group in list(optimizer.param_groups):
+                apart = [parameter for parameter in group["params"] if id(parameter) in new]
+                if apart:
+                    group["params"] = [parameter for parameter in group["params"] if id(parameter) not in new]
+                    rate = group["lr"] * self.args.new_weights_lr_multiplier
+                    optimizer.add_param_group({**group, "params": apart, "lr": rate})
+        return optimizer
+
+
+def _expanded(model: Any, args: StateXConfig) -> Any:
+    """The model, expanded unless its config says that it was."""
+    if not recorded_expansions(base_of(model).config):
+        return expand_state(model, **args.expansion(), seed=args.seed)
+    given = {name: value for name, value in args.expansion().items() if value not in (None, "reinit")}
+    if given:
+        raise ValueError(
+            f"The model was expanded already ({'; '.join(base_of(model).config.interventions)}), so the settings "
+            f"{sorted(given)} of another expansion would do nothing: leave them out. To resume a run, give the model "
+            "that it began with, or to expand further, call expand_state."
+        )
+    return model
