@@ -45,6 +45,7 @@ from hf_recurrent_lengthgen.trainers.checks import (
     check_continued_data,
     check_evaluation_data,
     check_model,
+    check_no_forgetting,
     check_shuffled,
     check_trainable,
     count_parameters,
@@ -125,6 +126,7 @@ class InitialStateTrainer(Trainer, ABC):
         if self.needs_states:
             check_model(self.model)
         check_trainable(self.model, self.learns_state)
+        check_no_forgetting(self.model)
         check_arguments(args)
         if not self._takes_states and (args.broken_states, args.max_state_rms) != ("stop", None):
             raise ValueError(
@@ -417,10 +419,12 @@ class InitialStateTrainer(Trainer, ABC):
         """Train; `resume_from_checkpoint=True` takes the newest checkpoint that is complete.
 
         Raises:
-            ValueError: if there is none, or the given folder is not complete or already has all `max_steps`.
+            ValueError: if there is none, or the given folder is not complete or already has all `max_steps`; and for
+                a model that is made to forget.
             KeyboardInterrupt: after SIGINT, when the current step is done and a checkpoint is written.
             SystemExit: likewise after SIGTERM.
         """
+        check_no_forgetting(self.model)
         output_dir = self.output_dir
         if resume_from_checkpoint is True:
             newest = newest_complete_checkpoint(output_dir)

@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
 from hf_recurrent_lengthgen.trainers.alignment import AlignmentSettings
 
@@ -110,6 +111,17 @@ def check_trainable(model: nn.Module, learns_state: bool) -> None:
         raise ValueError(
             "Nothing in the model is to be trained: all parameters are frozen, maybe by LearnedStateTrainer. "
             "model.requires_grad_(True) undoes it."
+        )
+
+
+def check_no_forgetting(model: Any) -> None:
+    """Raise a `ValueError` for a model that is made to forget, in its config or by `forgetting`."""
+    config = getattr(base_of(model), "config", None)
+    if Forgetting.of(config) != Forgetting():
+        raise ValueError(
+            f"The model is made to forget at inference ({config.forgetting}). Training would make up for that, and "
+            "random or learned states cannot fill a window. Train without it (model.config.forgetting = None, or the "
+            "checkpoint that it was made from) and set it afterwards."
         )
 
 
