@@ -16,7 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from hf_recurrent_lengthgen.models.recurrent_state import (
+    LayerState,
+    RecurrentState,
+    WindowedLayerState,
+    layer_state,
+)
 
 
 class Overwritten(Tensor):
@@ -56,6 +61,7 @@ class StateCarrier(Cache):
 
     Attributes:
         attending: The layers that asked for keys and values during the pass.
+        asking: The layer that asked for its recurrent state last.
         dropped_columns: For each layer, how many of the columns of the stock convolution state never reach an output
             and are not part of our states: 1, or 0 where a mixer hands in the exact window.
     """
@@ -76,6 +82,7 @@ class StateCarrier(Cache):
         self.attention = attention
         self.dtype = dtype
         self.attending: set[int] = set()
+        self.asking = 0
         self.dropped_columns = [1] * num_layers
         self._final: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
         self._steps: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
@@ -134,7 +141,19 @@ class StateCarrier(Cache):
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The recurrent state before the first token, in the model's own layout; None at the start."""
         _only_one_state(state_idx)
+        self.asking = layer_idx
         return self._handed_out(layer_idx, "recurrent", self._initial(layer_idx, "recurrent"))
+
+    def window(self) -> Tensor:
+        """The window part of the layer that asked for its recurrent state last."""
+        state: Any = self.initial_state
+        window: Tensor = state[self.asking].window
+        return window
+
+    def keep_window(self, state: LayerState) -> None:
+        """Record the window part of the layer that asked for its recurrent state last, if it has one."""
+        if len(state) > len(LayerState._fields):
+            self._final[self.asking]["window"] = state[-1]
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
@@ -158,7 +177,9 @@ class StateCarrier(Cache):
         Raises:
             ValueError: if a kernel wrote a state in place while gradients were asked for.
         """
-        state = []
+        state: list[LayerState] = []
+        windowed = self.initial_state is not None and len(self.initial_state[0]) > len(LayerState._fields)
+        fields = WindowedLayerState._fields if windowed else LayerState._fields
         for index, (final, steps) in enumerate(zip(self._final, self._steps, strict=True)):
             missing = {part: step for part, step in steps.items() if part not in final}
             if missing and torch.is_grad_enabled():
@@ -168,7 +189,7 @@ class StateCarrier(Cache):
                 )
             parts = {part: step.as_subclass(Tensor) for part, step in missing.items()} | final
             empty = torch.empty(batch_size, 0, device=device, dtype=dtype)
-            state.append(LayerState(*(_alone(parts.get(part, empty).to(dtype)) for part in LayerState._fields)))
+            state.append(layer_state(_alone(parts.get(part, empty).to(dtype)) for part in fields))
         return tuple(state)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:

@@ -17,8 +17,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_recurrent_lengthgen.hybrids.carrier import Overwritten, StateCarrier
+from hf_recurrent_lengthgen.hybrids.forgetting import forgetting_scans
 from hf_recurrent_lengthgen.hybrids.mixers import Mamba1Carrier, limited_steps, scans_from_state
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, state_dtype
 
 # What a layer of a stock cache holds about its keys; `cumulative_length` counts tokens that left a sliding window.
@@ -58,6 +60,9 @@ class CacheChannel:
 
     def mixers(self, model: Any, carrier: Any) -> AbstractContextManager[None]:
         """What must hold while the carrier passes through the mixers, also when they are recomputed."""
+        rule = Forgetting.of(model.config)
+        if rule != Forgetting():
+            return forgetting_scans(model, rule, carrier)
         return limited_steps(model) if carrier.single_token else nullcontext()
 
     def to_cache(self, model: Any, state: RecurrentState) -> Any:

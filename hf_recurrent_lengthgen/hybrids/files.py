@@ -19,10 +19,10 @@ from transformers.cache_utils import Cache
 from hf_recurrent_lengthgen.hybrids.verify import evaluating
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.models.recurrent_state import (
-    LayerState,
     RecurrentState,
     check_finite_state,
     check_state,
+    layer_state,
     state_batch_size,
     state_dtype,
 )
@@ -109,14 +109,15 @@ def load_hybrid_state(path: str | os.PathLike[str], model: Any) -> tuple[Recurre
     shapes = model.state_shapes()
     attention_cache = model.new_attention_cache()
     layers: list[Any] = [] if attention_cache is None else attention_cache.layers
-    expected = {f"layers.{i}.{k}" for i in range(len(shapes)) for k in LayerState._fields}
+    fields = shapes[0]._fields
+    expected = {f"layers.{i}.{k}" for i in range(len(shapes)) for k in fields}
     expected |= {f"layers.{i}.{k}" for i in model._layout.attending for k in ("keys", "values")}
     if set(tensors) != expected:
         raise ValueError(
             f"{name} does not fit {type(model).__name__}: it lacks {sorted(expected - set(tensors))} and has "
             f"{sorted(set(tensors) - expected)} too many. The attention cache of a text must be saved with its state."
         )
-    state = tuple(LayerState(*(tensors[f"layers.{i}.{k}"] for k in LayerState._fields)) for i in range(len(shapes)))
+    state = tuple(layer_state(tensors[f"layers.{i}.{k}"] for k in fields) for i in range(len(shapes)))
     rows = len(state[0].recurrent) if state[0].recurrent.ndim else 0
     state = check_state(state, shapes, rows, model.device, state_dtype(model.dtype), name)
     check_finite_state(state, name)

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -22,11 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.hybrids.carrier import Overwritten, StateCarrier
-from hf_recurrent_lengthgen.models.recurrent_state import state_dtype
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.forgetting_scans import SelectiveRecurrence, forgetful_scan
+from hf_recurrent_lengthgen.models.recurrent_state import layer_state, state_dtype
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
 from hf_recurrent_lengthgen.models.scan_selective import scan_selective, selective_scan_fn
 
-STEP, SCAN = "mamba2_selective_state_update", "mamba_selective_scan"
+STEP, CHUNKS, SCAN = "mamba2_selective_state_update", "mamba2_chunk_scan", "mamba_selective_scan"
 
 
 class _Exchanged:
@@ -42,7 +45,7 @@ class _Exchanged:
 
 
 @contextmanager
-def _exchanged(files: Iterable[ModuleType], name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
+def exchanged(files: Iterable[ModuleType], name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
     """Put `replacement(stock function)` into every module that has a function of this name, for this thread."""
     exchanged = []
     try:
@@ -76,7 +79,7 @@ def limited_steps(model: nn.Module) -> Iterator[None]:
         if limit is not None and tuple(limit) != (0.0, math.inf):
             limits[module.layer_idx] = tuple(limit)  # type: ignore[index]
             files.add(sys.modules[type(module).__module__])
-    with _exchanged(files, STEP, lambda step: _limited(step, limits)):
+    with exchanged(files, STEP, lambda step: _limited(step, limits)):
         yield
 
 
@@ -102,6 +105,7 @@ class Mamba1Carrier(StateCarrier):
     """Hides the recurrent state from Mamba-1 mixers, which use it for a single token only, and has it scanned."""
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        self.asking = layer_idx
         state = self._initial(layer_idx, "recurrent")
         # The mixer asks right before it scans. Zamba scans the heads of (B, H, P, N) one by one.
         heads = () if state is None else state.unbind(1) if state.ndim == 4 else (state,)
@@ -122,11 +126,14 @@ def scans_from_state(model: nn.Module, carrier: Mamba1Carrier) -> Iterator[None]
                 "dt_proj out of the adapter's targets, or load a Mamba or FalconMamba with load_model."
             )
     files = {sys.modules[type(module).__module__] for module in model.modules()}
-    with _exchanged((file for file in files if hasattr(file, SCAN)), SCAN, lambda stock: _scan_of(carrier, stock)):
+    rule = Forgetting.of(model.config)
+    with exchanged(
+        (file for file in files if hasattr(file, SCAN)), SCAN, lambda stock: _scan_of(carrier, rule, stock)
+    ):
         yield
 
 
-def _scan_of(carrier: Mamba1Carrier, stock: Any) -> Any:
+def _scan_of(carrier: Mamba1Carrier, rule: Forgetting, stock: Any) -> Any:
     """`mamba_selective_scan` of Transformers, which has time last, from the carrier's states."""
 
     def scan(
@@ -150,7 +157,17 @@ def _scan_of(carrier: Mamba1Carrier, stock: Any) -> Any:
             state = torch.zeros(x.shape[0], *A.shape, device=x.device, dtype=dtype)
         dt = F.softplus(dt.to(dtype) + (0 if delta_bias is None else delta_bias.to(dtype)[:, None]))
         backend = resolve_backend("auto", x.device.type, selective_scan_fn is not None)
-        y, final_state = scan_selective(x.mT, dt.mT, A, B.mT, C.mT, D, state, backend=backend)
+        x, dt, B, C = x.mT, dt.mT * rule.delta_scale, B.mT, C.mT
+        if rule.in_recurrence:
+            A, D = A.to(dtype), D.to(dtype)
+            parts = [state, state.new_empty(len(x), 0)] + ([] if rule.window is None else [carrier.window()])
+            recurrence = SelectiveRecurrence(partial(scan_selective, backend=backend), A, D, rule.retention)
+            q, k, v, g = C.to(dtype), B.to(dtype), x.to(dtype), F.pad(dt, (0, 1))
+            y, final = forgetful_scan(rule, recurrence, q, k, v, g, layer_state(parts))
+            carrier.keep_window(final)
+            final_state = final.recurrent
+        else:
+            y, final_state = scan_selective(x, dt, A, B, C, D, state, backend=backend)
         return (y.mT * F.silu(z)).to(x.dtype), final_state
 
     return scan

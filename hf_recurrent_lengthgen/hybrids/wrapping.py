@@ -33,12 +33,16 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
+from hf_recurrent_lengthgen.hybrids.carrier import StateCarrier
 from hf_recurrent_lengthgen.hybrids.channels import Mamba1Channel, channel_of, copy_keys, repeated_keys
+from hf_recurrent_lengthgen.hybrids.forgetting import check_forgetting, forgetting_scans, window_features
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
 from hf_recurrent_lengthgen.hybrids.verify import close, evaluating, verify_stateful
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import (
     LayerShape,
     RecurrentState,
+    WindowedLayerShape,
     check_finite_state,
     check_state,
     map_state,
@@ -75,9 +79,19 @@ class StatefulMixin:
         """Whether the model has attention layers, whose keys and values no state carries."""
         return bool(self._layout.attending)
 
-    def state_shapes(self) -> tuple[LayerShape, ...]:
+    def state_shapes(self: Any) -> tuple[LayerShape, ...]:
         """Shapes of the state of every layer, without the batch dimension."""
-        return self._layout.shapes
+        window = Forgetting.of(self.config).window
+        if window is None:
+            return self._layout.shapes
+        features = window_features(self)
+        shape: Any = WindowedLayerShape
+        windows = [(1 + window, features[i]) if i in features else (0,) for i in range(len(self._layout.shapes))]
+        return tuple(shape(*parts, size) for parts, size in zip(self._layout.shapes, windows, strict=True))
+
+    def check_forgetting(self) -> None:
+        """Refuse a `forgetting` of the configuration that the mixers cannot honor."""
+        check_forgetting(self)
 
     def zero_state(self: Any, batch_size: int) -> RecurrentState:
         """The state before any token, on the device of the model."""
@@ -114,10 +128,19 @@ class StatefulMixin:
         attention_cache: Cache | None,
         arguments: dict[str, Any],
     ) -> Any:
+        rule, channel = Forgetting.of(self.config), channel_of(self)
+        if rule != Forgetting():
+            check_forgetting(self)
         if initial_state is None and not output_final_state and attention_cache is None:
-            return super().forward(**arguments)  # type: ignore[misc]
+            inside = isinstance(arguments.get(channel.argument), StateCarrier)  # the backbone of a model that does so
+            if rule == Forgetting() or inside:
+                return super().forward(**arguments)  # type: ignore[misc]
+            if arguments.get("use_cache") or arguments.get(channel.argument) is not None:
+                _check_forgetting_in_cache(self, rule)
+                with forgetting_scans(self, rule):
+                    return super().forward(**arguments)  # type: ignore[misc]
+            output_final_state = False
         output_final_state = True if output_final_state is None else output_final_state
-        channel = channel_of(self)
         batch_size, length = _check_arguments(channel.argument, arguments)
         if attention_cache is not None:
             _check_attention_cache(self, attention_cache, initial_state, batch_size)
@@ -169,6 +192,9 @@ class StatefulMixin:
             ValueError: if the state does not fit the prompt, holds NaN, or is given with a cache, without one, or
                 with padding.
         """
+        if (rule := Forgetting.of(self.config)) != Forgetting():
+            check_forgetting(self)
+            _check_forgetting_in_cache(self, rule)
         if initial_state is None:
             if attention_cache is not None:
                 raise ValueError("generate(attention_cache=...) needs the initial_state after the same text, too.")
@@ -293,6 +319,15 @@ def _check_attention_cache(model: Any, cache: Cache, state: RecurrentState | Non
         raise ValueError(
             f"attention_cache holds {layer.get_seq_length()} tokens, but there is no initial_state: give the final "
             "state after them, or a new attention cache for a new text."
+        )
+
+
+def _check_forgetting_in_cache(model: Any, rule: Forgetting) -> None:
+    """Refuse a forgetting that a stock cache cannot hold."""
+    if rule.window is not None or isinstance(channel_of(model), Mamba1Channel):
+        raise ValueError(
+            f"{type(model).__name__} generates with the cache of Transformers, which holds no window, and in which "
+            "Mamba-1 mixers step past us: call the model with states, or set retention and insertion only, on Mamba-2."
         )
 
 
@@ -421,4 +456,5 @@ def stateful(model: PreTrainedModel) -> Any:
         backbone_class: Any = type(backbone)
         backbone.__class__ = _stateful_class(backbone_class)
         backbone._layout = model._layout
+    check_forgetting(model)
     return model

@@ -1,0 +1,153 @@
+"""Forgetting (`models/forgetting.py`) in the Mamba mixers of Transformers, by other scans in the place of theirs.
+
+It needs a recurrence that only decays what was written. Mixers of the delta rule, of xLSTM and of RWKV-4 have another
+one, and those of MiniMax and Bailing keep theirs inside a function that cannot be exchanged: they are refused.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_recurrent_lengthgen.hybrids.carrier import Overwritten, StateCarrier
+from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, SCAN, STEP, exchanged
+from hf_recurrent_lengthgen.hybrids.registry import SELECTIVE, SUPPORTED
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.forgetting_scans import SSDRecurrence, forgetful_scan
+from hf_recurrent_lengthgen.models.recurrent_state import layer_state
+from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
+from hf_recurrent_lengthgen.models.scan_ssd import mamba_chunk_scan_combined, scan_ssd
+
+
+def _mixers(model: Any) -> dict[int, Any]:
+    """The Mamba mixers of a model by their layer."""
+    return {module.layer_idx: module for module in model.modules() if hasattr(module, "ssm_state_size")}
+
+
+def window_features(model: Any) -> dict[int, int]:
+    """What a window keeps of one token, for each layer with a Mamba mixer."""
+    features = {}
+    for layer, mixer in _mixers(model).items():
+        inner, states = mixer.intermediate_size, mixer.ssm_state_size
+        selective = mixer.A_log.ndim > 1
+        features[layer] = (
+            states + 2 * inner + 1 if selective else mixer.n_groups * states + inner + mixer.num_heads + 1
+        )
+    return features
+
+
+def check_forgetting(model: Any) -> None:
+    """Refuse a `forgetting` that is out of range, or that the mixers of a wrapped model cannot honor.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    rule = Forgetting.of(model.config)
+    if rule == Forgetting():
+        return
+    mixers = _mixers(model)
+    other = [i for i, shape in enumerate(model._layout.shapes) if shape.recurrent != (0,) and i not in mixers]
+    files = [sys.modules[type(mixer).__module__] for mixer in mixers.values()]
+    if other or not mixers or not all(hasattr(file, SCAN) or hasattr(file, CHUNKS) for file in files):
+        raise ValueError(
+            f"{type(model).__name__} cannot be made to forget (layers {other or 'without Mamba mixers'}): that needs "
+            "mixers of Mamba-1 or Mamba-2, whose state is a sum that only decays. Set forgetting to None."
+        )
+    family = SUPPORTED.get(model.config.get_text_config(decoder=True).model_type)
+    if rule.window is not None and family is not None and family.mamba1 and family.state != SELECTIVE:
+        raise ValueError(
+            f"{type(model).__name__} scans the heads of a layer one by one, and a window is not supported there: set "
+            "retention, insertion or delta_scale."
+        )
+
+
+@contextmanager
+def forgetting_scans(model: Any, rule: Forgetting, carrier: StateCarrier | None = None) -> Iterator[None]:
+    """Let the Mamba-2 mixers of a model forget, on a carrier's states or those of a stock cache.
+
+    Args:
+        model: The model.
+        rule: What to forget; a window needs a carrier.
+        carrier: What goes through the mixers.
+    """
+    mixers = _mixers(model)
+    files = {sys.modules[type(mixer).__module__] for mixer in mixers.values()}
+    files = {file for file in files if hasattr(file, CHUNKS)}
+
+    def scan(
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int = 64,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        initial_states: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        return_final_states: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        A = A.float()
+        dt = dt.to(A.dtype) if dt_bias is None else dt.to(A.dtype) + dt_bias.to(A.dtype)
+        dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit) * rule.delta_scale
+        D = A.new_zeros(A.shape) if D is None else D.to(A.dtype)
+        if initial_states is None:
+            initial_states = A.new_zeros(len(x), *x.shape[2:], B.shape[3])
+        parts = [initial_states.as_subclass(Tensor).to(A.dtype), A.new_empty(len(x), 0)]
+        if rule.window is not None:
+            assert carrier is not None
+            parts.append(carrier.window())
+        backend = resolve_backend("auto", x.device.type, mamba_chunk_scan_combined is not None)
+
+        plain = partial(scan_ssd, chunk_size=chunk_size if backend == "kernel" else 64, backend=backend)
+
+        with torch.autocast(x.device.type, enabled=False):
+            q, k, v = C.to(A.dtype), B.to(A.dtype), x.to(A.dtype)
+            recurrence = SSDRecurrence(plain, A, D, rule.retention)
+            y, state = forgetful_scan(rule, recurrence, q, k, v, F.pad(dt, (0, 1)), layer_state(parts))
+        if carrier is not None:
+            carrier.keep_window(state)
+        return (y, state.recurrent) if return_final_states else y
+
+    def step(
+        state: Tensor,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """One token; dt, dt_bias and D have a head dimension of copies, A one of states, too."""
+        limit = (0.0, float("inf"))
+        if isinstance(state, Overwritten):
+            limit = getattr(mixers[state.layer_idx], "time_step_limit", limit)
+        y, final = scan(
+            x[:, None],
+            dt[:, None, :, 0],
+            A[:, 0, 0],
+            B[:, None],
+            C[:, None],
+            D=None if D is None else D[:, 0],
+            dt_bias=None if dt_bias is None else dt_bias[:, 0],
+            initial_states=state,
+            dt_softplus=dt_softplus,
+            dt_limit=limit,
+            return_final_states=True,
+        )
+        state.copy_(final.to(state.dtype))
+        return (y[:, 0] if z is None else y[:, 0] * F.silu(z)).to(x.dtype)
+
+    with exchanged(files, CHUNKS, lambda _: scan), exchanged(files, STEP, lambda _: step):
+        yield
