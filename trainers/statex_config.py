@@ -40,10 +40,10 @@ class StateXConfig(MixedStatesConfig):
         },
     )
     expand_state_size: int | None = field(
-        default=None, metadata={"help": "Instead of the factor, the state size N of these layers (Mamba-1, Mamba-2)."}
+        default=None, metadata={"help": "State size N of these layers in Mamba. Default: see expand_factor."}
     )
     expand_num_heads: int | None = field(
-        default=None, metadata={"help": "Instead of the factor, the heads of these layers (GLA and the like)."}
+        default=None, metadata={"help": "Heads of these layers in GLA and the like. Default: one."}
     )
     expand_initialization: Literal["reinit", "inherit"] = field(
         default="reinit",

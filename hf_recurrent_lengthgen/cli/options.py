@@ -29,12 +29,14 @@ from hf_recurrent_lengthgen.trainers import (
     RandomNoiseTrainer,
     StatePassingConfig,
     StatePassingTrainer,
+    StateXConfig,
+    StateXTrainer,
     TbttConfig,
     TbttTrainer,
     ZeroStateTrainer,
 )
 
-Intervention = Literal["none", "random_noise", "fitted_noise", "state_passing", "tbtt", "mixed", "learned"]
+Intervention = Literal["none", "random_noise", "fitted_noise", "state_passing", "tbtt", "mixed", "learned", "statex"]
 INTERVENTIONS: dict[str, tuple[type[InitialStateTrainer], type[InitialStateConfig]]] = {
     "none": (ZeroStateTrainer, InitialStateConfig),
     "random_noise": (RandomNoiseTrainer, RandomNoiseConfig),
@@ -43,6 +45,7 @@ INTERVENTIONS: dict[str, tuple[type[InitialStateTrainer], type[InitialStateConfi
     "tbtt": (TbttTrainer, TbttConfig),
     "mixed": (MixedStatesTrainer, MixedStatesConfig),
     "learned": (LearnedStateTrainer, LearnedStateConfig),
+    "statex": (StateXTrainer, StateXConfig),
 }
 
 # "Unexplored states" (arXiv:2507.02782), B.2 and Figure 1: post-training of Mamba-2
@@ -101,7 +104,8 @@ class RunArguments:
         metadata={
             "help": "Where initial states come from: none is the zero state, so plain training; random_noise and "
             "fitted_noise draw them; state_passing takes final states of other texts, tbtt (truncated backpropagation "
-            "through time) those of the same text; mixed draws one of these for each sequence; learned trains one."
+            "through time) those of the same text; mixed draws one of these for each sequence; learned trains one. "
+            "statex expands the states of the model first, and then trains like mixed, by default from zero states."
         },
     )
     data: str = field(default="stdlib", metadata={"help": f"Training text: {DATA_HELP}"})
@@ -209,7 +213,7 @@ class RunArguments:
 
 
 @dataclass
-class _EveryConfig(StatePassingConfig, MixedStatesConfig, LearnedStateConfig):
+class _EveryConfig(StatePassingConfig, StateXConfig, LearnedStateConfig):
     """The options of all interventions, for the help and the parser; never made."""
 
 
@@ -336,7 +340,8 @@ class RunParser(HfArgumentParser):
         for name in sorted(_METHOD_OPTIONS - _names(config)):
             if values[name] is not None:
                 owners = [key for key, (_, other) in INTERVENTIONS.items() if name in _names(other)]
-                which = f"intervention{'s' * (len(owners) > 1)} {' and '.join(owners)}"
+                *others, last = owners
+                which = f"interventions {', '.join(others)} and {last}" if others else f"intervention {last}"
                 raise ValueError(f"{name} is an option of the {which}, not of {values['intervention']}.")
         given = {name: value for name, value in values.items() if not (name in _NOT_GIVEN and value is None)}
         run = RunArguments(**{name: given[name] for name in _names(RunArguments) & given.keys()})

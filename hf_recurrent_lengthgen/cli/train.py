@@ -89,14 +89,6 @@ def train(settings: RunArguments, training: InitialStateConfig, trainer_class: t
     model.config.training_length = settings.block_length
     if isinstance(rows, TaskStrings):
         _record_task(model.config, rows)
-    methods: list[str] = [settings.intervention] if settings.intervention != "none" else []
-    if training.alignment_alpha:
-        methods.append(f"output alignment {training.alignment_alpha:g}")
-    if methods:
-        steps = training.max_steps
-        budget = f"{steps} steps" if steps > 0 else f"{training.num_train_epochs:g} epochs"
-        done = f"{' with '.join(methods)}, {budget}"
-        model.config.interventions = [*(getattr(model.config, "interventions", None) or ()), done]
     trainer = trainer_class(
         model,
         training,
@@ -105,12 +97,26 @@ def train(settings: RunArguments, training: InitialStateConfig, trainer_class: t
         eval_dataset=eval_rows,
         processing_class=tokenizer,
     )
+    _record_methods(trainer, settings, training)
     trainer.train(resume_from_checkpoint=settings.resume or None)
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
         print(_next_step(settings, training))
     return trainer
+
+
+def _record_methods(trainer: Trainer, settings: RunArguments, training: InitialStateConfig) -> None:
+    """Say in the config of what is trained, which may not be the model given, how it is trained."""
+    methods: list[str] = [settings.intervention] if settings.intervention != "none" else []
+    if training.alignment_alpha:
+        methods.append(f"output alignment {training.alignment_alpha:g}")
+    if methods:
+        steps = training.max_steps
+        budget = f"{steps} steps" if steps > 0 else f"{training.num_train_epochs:g} epochs"
+        done = f"{' with '.join(methods)}, {budget}"
+        config: Any = trainer.model.config  # type: ignore[union-attr]
+        config.interventions = [*(getattr(config, "interventions", None) or ()), done]
 
 
 def _new_model(file: str, trust_remote_code: bool) -> Any:

@@ -295,7 +295,7 @@ def test_the_help_shows_what_most_people_need_and_all_if_asked(capsys: pytest.Ca
         assert "default: None" not in text.split("other options")[0]
     assert "--torch_compile " not in shown["--help"]
     assert "--torch_compile " in shown["--help-all"]
-    assert len(shown["--help"].splitlines()) < 195
+    assert len(shown["--help"].splitlines()) < 225
 
 
 def test_the_help_of_every_option_shown_says_what_holds_without_it() -> None:
@@ -509,8 +509,8 @@ def test_alignment_of_tbtt_reads_ahead(train: Train, checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"noise_sigma": 0.1}, "an option of the interventions random_noise and mixed, not of state_passing."),
-        ({"mixture": "{}"}, "mixture is an option of the intervention mixed, not of"),
+        ({"noise_sigma": 0.1}, "an option of the interventions random_noise, mixed and statex, not of state_passing."),
+        ({"mixture": "{}"}, "mixture is an option of the interventions mixed and statex, not of"),
         ({"intervention": "random_noise"}, "noise_sigma is missing"),
         ({"intervention": "mixed"}, "mixture must give probabilities"),
         ({"resume_from_checkpoint": "x"}, "--resume takes the newest complete checkpoint"),

@@ -1,0 +1,155 @@
+"""`lengthgen expand`: larger recurrent states in some layers of a checkpoint, to be post-trained."""
+
+import argparse
+import os
+import shlex
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from hf_recurrent_lengthgen.cli.inputs import load_tokenizer
+from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
+from hf_recurrent_lengthgen.surgery import expand_state, expansion_report
+
+DESCRIPTION = """\
+Expand the recurrent states of some layers of a trained model (StateX, arXiv:2509.22630): Mamba gets a larger state
+size N, GLA and the like fewer and larger heads. The result is a checkpoint to post-train, whose config says what was
+done; the model given stays as it is. Weights are saved in float32, which post-training needs.
+
+  lengthgen expand AntonV/mamba2-1.3b-hf --output_dir expanded              4 layers, 4 times the state
+  lengthgen expand my-gla --output_dir expanded --layers 0 12 --num_heads 1
+  lengthgen expand my-mamba2/config.json --factor 4 --count 8 --report      sizes only, no weights are read
+  lengthgen train --model expanded --output_dir trained --intervention none
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lengthgen expand", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="checkpoint folder or Hub name: ours, a stock one of these families, or a hybrid with Mamba-2 layers; "
+        "for --report also a config.json",
+    )
+    parser.add_argument(
+        "--output_dir", "--output-dir", metavar="FOLDER", help="folder for the expanded model, new or empty (required)"
+    )
+    parser.add_argument(
+        "--layers",
+        nargs="+",
+        metavar="LAYER",
+        help='layers to expand, counted from 0, or "all", which hybrids need (default: --count of them)',
+    )
+    parser.add_argument(
+        "--count", type=int, metavar="N", help="layers to expand, one in every m from the first (default: 4)"
+    )
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--factor",
+        type=float,
+        metavar="X",
+        help="how many times larger their states become (default: 4 in Mamba; else all heads become one)",
+    )
+    size.add_argument("--state_size", "--state-size", type=int, metavar="N", help="state size N instead (Mamba)")
+    size.add_argument("--num_heads", "--num-heads", type=int, metavar="N", help="heads instead (GLA and the like)")
+    parser.add_argument(
+        "--initialization",
+        choices=("reinit", "inherit"),
+        default="reinit",
+        help="reinit starts the recurrence of these layers anew, inherit keeps what was trained; in Mamba the outputs "
+        "are unchanged then (default: %(default)s, as in the paper)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the new weights (default: %(default)s)")
+    parser.add_argument(
+        "--report", action="store_true", help="only print parameters and state elements before and after"
+    )
+    parser.add_argument(
+        "--trust_remote_code",
+        "--trust-remote-code",
+        action="store_true",
+        help="run the code that a checkpoint carries",
+    )
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command with its arguments."""
+    options = _parser().parse_args(arguments)
+    expansion = {
+        "layers": _layers(options.layers),
+        **{name: getattr(options, name) for name in ("count", "factor", "state_size", "num_heads")},
+    }
+    if options.report:
+        if options.output_dir is not None:
+            raise ValueError("--report writes nothing: leave out --output_dir, or --report.")
+        print(expansion_report(_config(options.model, options.trust_remote_code), **expansion))
+        return 0
+    if options.output_dir is None:
+        raise ValueError("Give --output_dir, the folder for the expanded model, or --report.")
+    output = Path(options.output_dir)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} is there already and not an empty folder: give another --output_dir.")
+    if options.model.endswith(".json"):
+        raise ValueError(f"{options.model} holds no weights: give the folder of a checkpoint, or --report.")
+    report = expansion_report(_config(options.model, options.trust_remote_code), **expansion)
+    model = load_model(options.model, options.trust_remote_code)
+    expanded = expand_state(model, **expansion, initialization=options.initialization, seed=options.seed)
+    del model
+    _save(expanded, _tokenizer(options), output)
+    print(report)
+    train = shlex.join(["lengthgen", "train", "--model", str(output), "--output_dir", "FOLDER", "--intervention"])
+    print(f"\nSaved to {output}. Next: {train} none (or state_passing, ...)")
+    return 0
+
+
+def _layers(given: list[str] | None) -> Any:
+    if given is None or given == ["all"]:
+        return None if given is None else "all"
+    try:
+        return [int(layer) for layer in given]
+    except ValueError as error:
+        raise ValueError(f'--layers takes numbers of layers or "all", got {" ".join(given)}.') from error
+
+
+def _config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
+    """The config of the class that `load_model` would take; a stock one of our families becomes ours."""
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(name)
+        if values.get("model_type") in STATEFUL_CLASSES:
+            values = {key: value for key, value in values.items() if key not in ("architectures", "auto_map")}
+            config: PreTrainedConfig = STATEFUL_CLASSES[values["model_type"]].config_class.from_dict(values)
+            return config
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except OSError as error:
+        raise ValueError(f"{name} is no config.json or checkpoint folder here, and no model on the Hub.") from error
+
+
+def _tokenizer(options: argparse.Namespace) -> Any:
+    try:
+        return load_tokenizer(options.model, options.trust_remote_code)
+    except ValueError:
+        print(f"{options.model} holds no tokenizer, so none is saved.")
+        return None
+
+
+def _save(model: Any, tokenizer: Any, output: Path) -> None:
+    """Write the whole checkpoint, or nothing."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent))
+    try:
+        model.save_pretrained(temporary)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o777 & ~umask)
+        os.replace(temporary, output)  # an empty folder is replaced, too
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,134 @@
+"""`lengthgen expand`, and training with an expansion."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from hf_recurrent_lengthgen import load_model
+from hf_recurrent_lengthgen.cli import expand as expand_module
+from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.hybrids.tiny_models import tiny_model
+from tests.surgery.test_state_expansion import RECIPES, with_hybrids
+
+TOKENS = torch.arange(3, 40)[None]
+
+
+def expand(*arguments: Any) -> int:
+    return main(["expand", *map(str, arguments)])
+
+
+def test_a_checkpoint_is_expanded_and_can_be_trained(
+    checkpoint: Path, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "expanded"
+    assert expand(checkpoint, "--output_dir", out, "--layers", 1, "--factor", 3, "--initialization", "inherit") == 0
+    shown = capsys.readouterr().out
+    assert "1      4 -> 12     64 -> 192" in shown
+    assert f"Next: lengthgen train --model {out} --output_dir FOLDER --intervention none" in shown
+    expanded, base = load_model(str(out)), load_model(str(checkpoint))
+    assert expanded.config.layer_state_sizes == [4, 12]
+    assert expanded.config.training_length == 8
+    assert expanded.config.interventions == ["state expansion, state_size 4 -> 12 in layer 1, inherit"]
+    torch.testing.assert_close(expanded(TOKENS).logits, base(TOKENS).logits, rtol=0, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(out).get_vocab() == AutoTokenizer.from_pretrained(checkpoint).get_vocab()
+    assert [path.name for path in out.parent.iterdir()] == ["expanded"]
+    run = ["--data", text_file, "--block_length", 8, "--max_steps", 2, "--use_cpu", "--save_strategy", "no"]
+    trained = tmp_path / "trained"
+    assert main(["train", "--model", str(out), "--output_dir", str(trained), *map(str, run)]) == 0
+    assert load_model(str(trained)).config.layer_state_sizes == [4, 12]
+
+
+def test_the_trainer_of_the_command_line_expands_too_and_resumes(
+    checkpoint: Path, tmp_path: Path, text_file: Path
+) -> None:
+    run = ["train", "--model", checkpoint, "--output_dir", tmp_path / "out", "--data", text_file, "--use_cpu"]
+    run += ["--block_length", 8, "--save_steps", 2, "--intervention", "statex", "--expand_layers", 0]
+    run += ["--expand_factor", 2, "--mixture", '{"state_passing": 1.0}', "--new_weights_lr_multiplier", 3]
+    assert main([*map(str, run), "--max_steps", "2"]) == 0
+    assert main([*map(str, run), "--max_steps", "4", "--resume"]) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["layer_state_sizes"] == [8, 4]
+    assert config["interventions"] == [
+        "state expansion, state_size 4 -> 8 in layer 0, reinit",
+        "statex, 4 steps",
+    ]
+    assert load_model(str(tmp_path / "out")).config.training_length == 8
+
+
+def test_layers_of_the_trainer_may_be_a_list_in_a_file(checkpoint: Path, tmp_path: Path, text_file: Path) -> None:
+    lines = {"model": checkpoint, "output_dir": tmp_path / "out", "data": text_file, "intervention": "statex"}
+    lines |= {"expand_layers": [1], "max_steps": 1, "block_length": 8, "use_cpu": True, "save_strategy": "no"}
+    (tmp_path / "run.yaml").write_text("\n".join(f"{name}: {value}" for name, value in lines.items()))
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0
+    assert load_model(str(tmp_path / "out")).config.layer_state_sizes == [4, 16]
+
+
+def test_a_report_needs_a_config_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert expand(RECIPES / "mamba2-1.3b.json", "--report") == 0
+    shown = capsys.readouterr().out
+    assert "all 48" in shown
+    assert "25,165,824 -> 31,457,280 (1.25x)" in shown
+    assert "1,343,757,312 -> 1,350,064,128 (+0.47%)" in shown
+    stock = {"model_type": "gla"}  # the defaults of fla are GLA-1.3B
+    (tmp_path / "config.json").write_text(json.dumps(stock))
+    assert expand(tmp_path / "config.json", "--report", "--num_heads", 1) == 0
+    assert "12,582,912 -> 18,874,368 (1.50x)" in capsys.readouterr().out
+
+
+def test_a_stock_checkpoint_without_tokenizer_becomes_ours(
+    stock_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    assert expand(stock_checkpoint, "--output-dir", tmp_path / "out", "--count", 1, "--state-size", 6) == 0
+    assert "holds no tokenizer, so none is saved" in capsys.readouterr().out
+    assert load_model(str(tmp_path / "out")).config.layer_state_sizes == [6, 4]
+
+
+@with_hybrids
+def test_a_hybrid_needs_all_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_model("bamba").save_pretrained(tmp_path / "bamba")
+    assert expand(tmp_path / "bamba", "--output_dir", tmp_path / "out") == 1
+    assert 'give layers="all"' in capsys.readouterr().err
+    assert expand(tmp_path / "bamba", "--output_dir", tmp_path / "out", "--layers", "all") == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["mamba_d_state"] == 24
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Give --output_dir"),
+        (["--output_dir", "{full}"], "is there already and not an empty folder"),
+        (["--output_dir", "{out}", "--report"], "--report writes nothing"),
+        (["--output_dir", "{out}", "--layers", "first"], '--layers takes numbers of layers or "all", got first'),
+        (["--output_dir", "{out}", "--layers", "7"], "layers must be some of the recurrent layers, 0, 1, got [7]"),
+        (["--output_dir", "{out}", "--num_heads", "1"], "num_heads does not apply to stateful_mamba2"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert expand(checkpoint, *(text.format(full=checkpoint, out=tmp_path / "out") for text in arguments)) == 1
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_alone_cannot_be_expanded(config_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no weights: give the folder of a checkpoint, or --report"):
+        main(["--debug", "expand", str(config_file), "--output_dir", str(tmp_path / "out")])
+    with pytest.raises(ValueError, match=r"is no config\.json or checkpoint folder here"):
+        main(["--debug", "expand", str(tmp_path / "nothing"), "--report"])
+
+
+def test_a_failed_save_leaves_nothing_behind(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(expand_module.os, "replace", full)
+    assert expand(checkpoint, "--output_dir", tmp_path / "out") == 1
+    assert list(tmp_path.iterdir()) == []
