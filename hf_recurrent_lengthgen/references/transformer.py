@@ -115,7 +115,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def alibi_bias(num_heads: int, length: int, like: Tensor) -> Tensor:
-    """ALiBi (arXiv:2108.12409, section 3), (H, T, T): -2^(-8 (h + 1) / H) times the distance for head h, -inf ahead."""
+    """ALiBi (arXiv:2108.12409, section 3), (H, T, T): -2^(-8 (h + 1) / H) times the distance for head h."""
     places = torch.arange(length, device=like.device)
     distance = (places[:, None] - places).to(like.dtype)
     slopes = 2.0 ** (-8 / num_heads * torch.arange(1, num_heads + 1, device=like.device, dtype=like.dtype))

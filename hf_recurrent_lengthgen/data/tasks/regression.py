@@ -1,8 +1,8 @@
 """Mean, sum or length of a bit string as a number to predict, and OutRep, the representation of that number.
 
-"Output Alignment: A Top-Down Approach to Length Generalization", section 3 and appendices A, C and F: strings of 1 to 10
-bits between a begin and an end token in training, up to 50 in the test. A model that is trained on f(y) instead of y,
-and whose output is put through the inverse of f, meets fewer new outputs at new lengths.
+"Output Alignment: A Top-Down Approach to Length Generalization", section 3 and appendices A, C and F: strings of 1 to
+10 bits between a begin and an end token in training, up to 50 in the test. A model that is trained on f(y) instead of
+y, and whose output is put through the inverse of f, meets fewer new outputs at new lengths.
 
 Token ids: 0 padding, 1 begin, 2 end, 3 and 4 the bits.
 """
