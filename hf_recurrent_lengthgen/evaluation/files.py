@@ -3,11 +3,11 @@
 import os
 from pathlib import Path
 
-from hf_recurrent_lengthgen.evaluation.results import Comparison, Document, EvaluationResult, from_json, to_json
+from hf_recurrent_lengthgen.evaluation.results import AnyDocument, Document, from_json, to_json
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 
 
-def write_result(path: str | os.PathLike[str], document: EvaluationResult | Comparison) -> None:
+def write_result(path: str | os.PathLike[str], document: AnyDocument) -> None:
     """Write a document as JSON; an existing file is replaced only when the new one is complete."""
     text = to_json(document)
     with replacing(path) as temporary:

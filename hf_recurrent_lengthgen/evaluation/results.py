@@ -179,11 +179,62 @@ class Comparison:
                 raise ValueError(f"The models of a comparison must share one data {name}, got {sorted(found)}.")
 
 
-Document = TypeVar("Document", EvaluationResult, Comparison)
-_KINDS: dict[type, str] = {EvaluationResult: "evaluation", Comparison: "comparison"}
+@dataclass(frozen=True)
+class ForgettingTrial:
+    """One setting of forgetting at inference (`models.forgetting.Forgetting`) and the mean loss under it.
+
+    `losses` are those of each text; `gain` is the loss without forgetting minus this one, paired by text.
+    """
+
+    retention: float
+    insertion: float
+    window: int | None
+    delta_scale: float
+    losses: tuple[float, ...]
+    loss: Estimate
+    gain: Estimate
 
 
-def to_json(document: EvaluationResult | Comparison) -> str:
+@dataclass(frozen=True)
+class ForgettingSearch:
+    """Mean loss of whole texts of `length` positions under each setting; the first setting is no forgetting.
+
+    `weights` is the SHA-256 of the model's parameters.
+    """
+
+    model: str
+    weights: str
+    length: int
+    sequences: int
+    confidence: float
+    data: DataRecord
+    trials: tuple[ForgettingTrial, ...]
+
+    def __post_init__(self) -> None:
+        if not self.trials:
+            raise ValueError("A search needs at least one setting, got none.")
+        first = self.trials[0]
+        if (first.retention, first.insertion, first.window, first.delta_scale) != (1, 1, None, 1):
+            raise ValueError(f"The first setting of a search must be no forgetting, got {first}.")
+        if any(len(trial.losses) != self.sequences for trial in self.trials):
+            raise ValueError(f"Each setting of a search must have the losses of all {self.sequences} texts.")
+
+    @property
+    def best(self) -> ForgettingTrial:
+        """The setting of the least mean loss; the first of equals, so no forgetting rather than one without effect."""
+        return min(self.trials, key=lambda trial: trial.loss.mean)
+
+
+AnyDocument = EvaluationResult | Comparison | ForgettingSearch
+Document = TypeVar("Document", EvaluationResult, Comparison, ForgettingSearch)
+_KINDS: dict[type, str] = {
+    EvaluationResult: "evaluation",
+    Comparison: "comparison",
+    ForgettingSearch: "forgetting_search",
+}
+
+
+def to_json(document: AnyDocument) -> str:
     """The JSON text of a document, with its kind and schema version.
 
     Raises:
@@ -199,7 +250,7 @@ def from_json(text: str, kind: type[Document]) -> Document:
 
     Args:
         text: The JSON text.
-        kind: EvaluationResult or Comparison.
+        kind: EvaluationResult, Comparison or ForgettingSearch.
 
     Raises:
         ValueError: for text that is not JSON, another kind, a schema version this code does not know, and for
