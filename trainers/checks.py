@@ -116,7 +116,7 @@ def check_trainable(model: nn.Module, learns_state: bool) -> None:
 
 def check_no_forgetting(model: Any) -> None:
     """Raise a `ValueError` for a model that is made to forget, in its config or by `forgetting`."""
-    config = getattr(base_of(model), "config", None)
+    config: Any = getattr(base_of(model), "config", None)
     if Forgetting.of(config) != Forgetting():
         raise ValueError(
             f"The model is made to forget at inference ({config.forgetting}). Training would make up for that, and "
