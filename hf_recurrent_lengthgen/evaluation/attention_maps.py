@@ -1,0 +1,289 @@
+"""Attention maps of recurrent layers, and the correlation of their key and query projections.
+
+"Mimetic Initialization Helps State Space Models Learn to Recall" (Trockman et al. 2024, arXiv:2410.11135), section 2.
+Channel d of a layer's scan is Y_d = M_d X_d with (Eq. 8; the indicator is printed the wrong way round)
+
+    M_d[i, j] = C_i^T (prod_{k = j+1..i} diag(A_dk)) B_dj  for j <= i, else 0,
+
+where B_dj = Delta_dj B_j is discretized; D x is not part of it. In Mamba-2 the channels of a head share one map. In
+GLA and its kin a head has one map too: C are the queries, with their scale, B the keys, A the gates.
+
+(Delta, B, C) are those that the model itself hands to its scan in a forward pass. The maps of all channels would be a
+(D, T, T) tensor: they are made and added up a few at a time.
+
+Shapes: T tokens, D channels or heads, N states (keys).
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_recurrent_lengthgen.evaluation.map_results import AttentionMaps, LayerMaps
+from hf_recurrent_lengthgen.evaluation.streaming import evaluation_mode
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.mixer_layouts import key_and_query_weights, known_mixers
+
+MAP_ELEMENTS = 2**22
+"""Most entries of the maps that are made at once, 32 MiB."""
+
+
+class Correlation(NamedTuple):
+    """How the key and query projections of a layer are correlated.
+
+    Attributes:
+        cosine: <W_B, W_C> / (||W_B|| ||W_C||), the cosine of the weights as vectors: 0 for independent ones, about
+            0.71 after mimetic initialization (W_C half W_B), 1 for equal ones.
+        identity: <W_C^T W_B, I> / (||W_C^T W_B|| sqrt(D)), the cosine of the map between two tokens (section 3, 2.)
+            and the identity. The product has rank N, so it is at most sqrt(N / D).
+    """
+
+    cosine: float
+    identity: float
+
+
+class _Scan(NamedTuple):
+    """What a layer scanned, in one form for all families; of one row of the batch, in float64.
+
+    Attributes:
+        kind: Words for the kind of layer.
+        channels: Number D of channels or heads.
+        part: From a slice of c channels to queries and keys (c, T, N) and the sums of the log decays (c, T, N), or
+            (c, T, 1) where all states share them.
+        linear: (T, T), the mean over channels of C_i . B_j.
+    """
+
+    kind: str
+    channels: int
+    part: Callable[[slice], tuple[Tensor, Tensor, Tensor]]
+    linear: Tensor
+
+
+@torch.no_grad()
+def attention_maps(
+    model: nn.Module,
+    input_ids: Tensor,
+    tokens: Sequence[str] | None = None,
+    layers: Sequence[int] | None = None,
+    label: str = "",
+) -> AttentionMaps:
+    """Channel average and average mask of the layers of a model on one text, from the zero state.
+
+    Args:
+        model: A model of this package, also with the code of its checkpoint: Mamba-1, FalconMamba, Mamba-2, GLA,
+            HGRN-2, linear attention, and the reference models of `attention_layers`.
+        input_ids: (T,) or (1, T).
+        tokens: T words for the tokens; None for their ids.
+        layers: Which layers, counted from 0; None for all.
+        label: Name of the model.
+
+    Raises:
+        ValueError: for more than one text, words of another number, a layer that is not there or whose scan has no
+            such map (RWKV's current token has a weight of its own), and a model that is made to forget.
+    """
+    tokens_1T = _one_text(input_ids)
+    words = tuple(map(str, tokens_1T[0].tolist())) if tokens is None else tuple(tokens)
+    if len(words) != tokens_1T.shape[1]:
+        raise ValueError(f"tokens must have a word for each of the {tokens_1T.shape[1]} tokens, got {len(words)}.")
+    correlations = projection_correlations(model)
+    results = []
+    for layer, scan in _scans(model, tokens_1T, layers).items():
+        if isinstance(scan, Tensor):
+            average, mask, distance = scan, torch.ones_like(scan).tril(), None
+        else:
+            average, mask = _averages(scan)
+            linear = scan.linear.tril()
+            distance = float((average - linear).norm() / linear.norm())
+        found = correlations.get(layer)
+        results.append(
+            LayerMaps(
+                layer,
+                "softmax attention" if isinstance(scan, Tensor) else scan.kind,
+                average.float().cpu().numpy(),
+                mask.float().cpu().numpy(),
+                distance,
+                None if found is None else found.cosine,
+                None if found is None else found.identity,
+            )
+        )
+    return AttentionMaps(label or type(model).__name__, words, tuple(results))
+
+
+@torch.no_grad()
+def channel_maps(model: nn.Module, input_ids: Tensor, layer: int, channels: slice) -> Tensor:
+    """M_d (Eq. 8) of some channels of a layer, in Mamba-2, GLA and their kin of some heads: (c, T, T) in float64.
+
+    Arguments and errors as in `attention_maps`; all c maps are made at once.
+    """
+    scan = _scans(model, _one_text(input_ids), [layer])[layer]
+    return scan[None] if isinstance(scan, Tensor) else _maps(*scan.part(channels))[0]
+
+
+@torch.no_grad()
+def projection_correlations(model: nn.Module) -> dict[int, Correlation]:
+    """Correlation of W_B and W_C of each layer with a mixer of Mamba-1, Mamba-2 or GLA, where these are W_K and W_Q;
+    the mean over groups or heads. Models of Transformers are covered, too; empty for one without such mixers.
+    """
+    try:
+        mixers = known_mixers(model)
+    except ValueError:
+        return {}
+    correlations = {}
+    for mixer in mixers:
+        W_B, W_C = (weight.double() for weight in key_and_query_weights(mixer))
+        inner = (W_B * W_C).sum((1, 2))  # also the trace of W_C^T W_B
+        # ||W_C^T W_B||^2 is the trace of (W_B W_B^T)(W_C W_C^T): no (D, D) product is needed
+        product = ((W_B @ W_B.mT) * (W_C @ W_C.mT)).sum((1, 2)).sqrt()
+        cosine = inner / (W_B.flatten(1).norm(dim=1) * W_C.flatten(1).norm(dim=1))
+        identity = inner / (product * W_B.shape[2] ** 0.5)
+        correlations[mixer.layer] = Correlation(float(cosine.mean()), float(identity.mean()))
+    return correlations
+
+
+def _one_text(input_ids: Tensor) -> Tensor:
+    tokens = input_ids[None] if input_ids.ndim == 1 else input_ids
+    if tokens.ndim != 2 or len(tokens) != 1 or not tokens.shape[1]:
+        raise ValueError(f"input_ids must be one text, (T,) or (1, T), got {tuple(input_ids.shape)}.")
+    return tokens
+
+
+def _averages(scan: _Scan) -> tuple[Tensor, Tensor]:
+    """Means over all channels of the maps and of the masks, (T, T) each."""
+    length = scan.linear.shape[0]
+    average, mask = scan.linear.new_zeros(2, length, length)
+    at_once = max(1, MAP_ELEMENTS // length**2)
+    for start in range(0, scan.channels, at_once):
+        maps, masks = _maps(*scan.part(slice(start, start + at_once)))
+        average += maps.sum(0) / scan.channels
+        mask += masks.sum(0) / scan.channels
+    return average, mask
+
+
+def _maps(q_cTN: Tensor, k_cTN: Tensor, s_cTN: Tensor) -> tuple[Tensor, Tensor]:
+    """Eq. 8 and its decays averaged over the states, (c, T, T) each; one state at a time."""
+    length, states = q_cTN.shape[1:]
+    future = torch.ones(length, length, dtype=torch.bool, device=q_cTN.device).triu(1)
+
+    def decay(s_cT: Tensor) -> Tensor:
+        return (s_cT[:, :, None] - s_cT[:, None]).masked_fill_(future, -torch.inf).exp_()
+
+    if s_cTN.shape[2] == 1:
+        mask = decay(s_cTN[..., 0])
+        return (q_cTN @ k_cTN.mT) * mask, mask
+    maps, mask = q_cTN.new_zeros(2, len(q_cTN), length, length)
+    for n in range(states):
+        kept = decay(s_cTN[..., n])
+        mask += kept / states
+        maps += kept * q_cTN[:, :, None, n] * k_cTN[:, None, :, n]
+    return maps, mask
+
+
+# --- what the layers scan ---
+
+
+def _scans(model: Any, tokens_1T: Tensor, layers: Sequence[int] | None) -> dict[int, _Scan | Tensor]:
+    """What each of `layers` scans; of softmax attention the weights themselves."""
+    blocks = getattr(getattr(model, "base_model", model), "layers", None)
+    if blocks is None or not hasattr(model, "zero_state"):
+        raise ValueError(
+            f"{type(model).__name__} has no layers that are known here: load it with "
+            "hf_recurrent_lengthgen.load_model(...)."
+        )
+    if Forgetting.of(model.config).in_recurrence:
+        raise ValueError("The maps are those of a model that forgets as it has learned to: switch forgetting off.")
+    wanted = list(range(len(blocks)) if layers is None else layers)
+    if not wanted or not set(wanted) <= set(range(len(blocks))):
+        raise ValueError(f"layers must be some of 0 to {len(blocks) - 1}, got {wanted}; None takes all.")
+    device = next(model.parameters()).device
+    with evaluation_mode(model), _recorded(model, blocks, set(wanted)) as record:
+        model.base_model(tokens_1T.to(device), output_final_state=False)
+    if unknown := [layer for layer in wanted if layer not in record]:
+        raise ValueError(
+            f"The layers {unknown} of {type(model).__name__} have no such map: there are maps of Mamba, GLA, HGRN-2 "
+            "and linear attention, and of softmax attention among them."
+        )
+    return {layer: record[layer] for layer in sorted(set(wanted))}
+
+
+@contextmanager
+def _recorded(model: nn.Module, blocks: nn.ModuleList, wanted: set[int]) -> Iterator[dict[int, _Scan | Tensor]]:
+    """Keep what the layers hand to their scans, by exchanging these functions in the files of the model's code."""
+    record: dict[int, _Scan | Tensor] = {}
+    running = [-1]
+
+    def recording(function: Any, read: Any) -> Any:
+        def scan(*args: Any, **kwargs: Any) -> Any:
+            if running[0] in wanted:
+                record[running[0]] = read(*args)
+            return function(*args, **kwargs)
+
+        return scan
+
+    def enter(layer: int) -> Any:
+        return lambda *_: running.__setitem__(0, layer)
+
+    files = {sys.modules[type(module).__module__] for module in model.modules()}
+    found = [(file, name, getattr(file, name)) for file in files for name in _READERS if hasattr(file, name)]
+    hooks = [block.register_forward_pre_hook(enter(layer)) for layer, block in enumerate(blocks)]
+    try:
+        for file, name, function in found:
+            setattr(file, name, recording(function, _READERS[name]))
+        yield record
+    finally:
+        for file, name, function in found:
+            setattr(file, name, function)
+        for hook in hooks:
+            hook.remove()
+
+
+def _read_selective(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *_: Tensor) -> _Scan:
+    """dt (1, T, D), A (D, N), B and C (1, T, N)."""
+    dt_DT, A_DN, B_TN, C_TN = dt[0].double().T, A.double(), B[0].double(), C[0].double()
+
+    def part(channels: slice) -> tuple[Tensor, Tensor, Tensor]:
+        steps = dt_DT[channels, :, None]
+        return C_TN.expand(len(steps), -1, -1), steps * B_TN, (steps * A_DN[channels, None]).cumsum(1)
+
+    return _Scan("Mamba-1", len(A), part, C_TN @ B_TN.T)
+
+
+def _read_ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *_: Tensor) -> _Scan:
+    """dt (1, T, H), A (H,), B and C (1, T, G, N)."""
+    dt_HT1, A_H = dt[0].double().T[..., None], A.double()
+    B_GTN, C_GTN = (x[0].double().transpose(0, 1) for x in (B, C))
+    heads = len(A) // len(B_GTN)
+
+    def part(channels: slice) -> tuple[Tensor, Tensor, Tensor]:
+        groups = torch.arange(len(A), device=A.device)[channels] // heads
+        steps = dt_HT1[channels]
+        return C_GTN[groups], steps * B_GTN[groups], (steps * A_H[channels, None, None]).cumsum(1)
+
+    return _Scan("Mamba-2", len(A), part, (C_GTN @ B_GTN.mT).mean(0))
+
+
+def _read_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *_: Tensor) -> _Scan:
+    """q, k and g (1, T, H, N)."""
+    q_HTN, k_HTN, g_HTN = (x[0].double().transpose(0, 1) for x in (q, k, g))
+
+    def part(channels: slice) -> tuple[Tensor, Tensor, Tensor]:
+        return q_HTN[channels], k_HTN[channels], g_HTN[channels].cumsum(1)
+
+    kind = "gated linear attention" if bool(g.any()) else "linear attention"
+    return _Scan(kind, len(q_HTN), part, (q_HTN @ k_HTN.mT).mean(0))
+
+
+def _read_attention(q: Tensor, k: Tensor, *_: Tensor) -> Tensor:
+    """Weights of causal softmax attention with one head, (T, T), from q and k (1, 1, T, N)."""
+    scores = q[0, 0].double() @ k[0, 0].double().T * q.shape[-1] ** -0.5
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+
+
+_READERS: dict[str, Callable[..., _Scan | Tensor]] = {
+    "scan_selective": _read_selective,
+    "scan_ssd": _read_ssd,
+    "scan_gla": _read_gla,
+    "scaled_dot_product_attention": _read_attention,
+}

@@ -1,0 +1,59 @@
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Mamba2Config, Mamba2ForCausalLM
+
+from hf_recurrent_lengthgen import load_model
+from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.evaluation.attention_maps import attention_maps
+from hf_recurrent_lengthgen.evaluation.map_results import load_maps
+
+
+def test_the_maps_of_a_text_as_picture_arrays_and_table(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "new" / "maps"
+    assert main(["maps", str(checkpoint), "--text", "ab|a", "--output", str(output)]) == 0
+    maps = load_maps(output / "maps.npz")
+    assert (maps.model, maps.tokens) == (str(checkpoint), ("a", "b", "|", "a"))
+    expected = attention_maps(load_model(checkpoint), torch.tensor([ord(letter) + 3 for letter in "ab|a"]))
+    assert (maps.layers[0].average == expected.layers[0].average).all()
+    assert (output / "maps.png").read_bytes().startswith(b"\x89PNG")
+    header, *rows, _, last = capsys.readouterr().out.splitlines()
+    assert header.split("  ")[0] == "layer"
+    assert [row.split()[:2] for row in rows] == [[str(layer.layer), "Mamba-2"] for layer in maps.layers]
+    assert f"{expected.layers[0].cosine:.3f}" in rows[0].split()
+    assert last == f"Picture: {output / 'maps.png'}, arrays: {output / 'maps.npz'}"
+
+
+def test_tokens_and_layers_of_a_stock_model(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 9, "hidden_size": 8, "num_heads": 4, "head_dim": 4, "n_groups": 1, "state_size": 3}
+    Mamba2ForCausalLM(Mamba2Config(**sizes, num_hidden_layers=3)).save_pretrained(tmp_path / "stock")
+    arguments = ["maps", str(tmp_path / "stock"), "--token-ids", "8", "0", "5", "--layers", "2", "0"]
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
+    maps = load_maps(tmp_path / "out" / "maps.npz")
+    assert (maps.tokens, [layer.layer for layer in maps.layers]) == (("8", "0", "5"), [0, 2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--token-ids", "3", "400"], "Token ids must be from 0 to 383, got 3 to 400"),
+        (["--text", ""], "The text has 0 tokens, but must have 1 to 1024"),
+        (["--text", "a" * 1025], "The text has 1025 tokens"),
+        (["--text", "a", "--layers", "7"], "layers must be some of 0 to"),
+        (["--token-ids", "3", "--tokenizer", "bytes"], "--tokenizer does nothing beside --token-ids"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+) -> None:
+    assert main(["maps", str(checkpoint), *arguments, "--output", str(tmp_path / "out")]) == 1
+    assert complaint in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_text_is_needed(checkpoint: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["maps", str(checkpoint)])

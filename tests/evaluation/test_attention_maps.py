@@ -1,0 +1,436 @@
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid, silu, softplus
+from transformers import MambaConfig, MambaForCausalLM
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from hf_recurrent_lengthgen import (
+    StatefulGLAConfig,
+    StatefulGLAForCausalLM,
+    StatefulHGRN2Config,
+    StatefulHGRN2ForCausalLM,
+    StatefulMamba2Config,
+    StatefulMamba2ForCausalLM,
+    StatefulMambaConfig,
+    StatefulMambaForCausalLM,
+    StatefulRWKV6Config,
+    StatefulRWKV6ForCausalLM,
+)
+from hf_recurrent_lengthgen.evaluation import attention_maps as implementation
+from hf_recurrent_lengthgen.evaluation.attention_maps import attention_maps, channel_maps, projection_correlations
+from hf_recurrent_lengthgen.evaluation.map_results import AttentionMaps, LayerMaps, load_maps, save_maps
+from hf_recurrent_lengthgen.models import layers_mamba, scan_selective
+from hf_recurrent_lengthgen.surgery import mimetic_initialization
+
+ALL = slice(None)
+SIZES: dict[str, Any] = {"vocab_size": 23, "hidden_size": 8, "num_hidden_layers": 2}
+IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2])
+
+
+def randomized(model: Any, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.7)
+    return model.eval()
+
+
+def mamba(**changes: Any) -> Any:
+    fields = {"state_size": 3, "time_step_rank": 2} | changes
+    return randomized(StatefulMambaForCausalLM(StatefulMambaConfig(**(SIZES | fields))))
+
+
+def falcon_mamba() -> Any:
+    return mamba(mixer_rms_eps=1e-6)
+
+
+def mamba2(**changes: Any) -> Any:
+    fields = {"num_heads": 4, "head_dim": 4, "n_groups": 2, "state_size": 3, "time_step_limit": (0.1, 0.9)}
+    return randomized(StatefulMamba2ForCausalLM(StatefulMamba2Config(**(SIZES | fields | changes))))
+
+
+def gla(**changes: Any) -> Any:
+    fields = {"num_heads": 2, "num_kv_heads": 1, "intermediate_size": 12, "gate_low_rank_dim": 3}
+    return randomized(StatefulGLAForCausalLM(StatefulGLAConfig(**(SIZES | fields | changes))))
+
+
+def seen(model: Any, *names: str, layer: int = 1) -> dict[str, tuple[Any, Any]]:
+    """Inputs and outputs of modules of a layer's mixer while the model reads IDS."""
+    block = model.base_model.layers[layer]
+    mixer = block.mixer if hasattr(block, "mixer") else block.attn
+    found: dict[str, tuple[Any, Any]] = {}
+
+    def hook(name: str) -> Any:
+        return lambda _, args, out: found.__setitem__(name, (args, out))
+
+    hooks = [mixer.get_submodule(name).register_forward_hook(hook(name)) for name in names]
+    with torch.no_grad():
+        model(IDS[None])
+    for each in hooks:
+        each.remove()
+    return found
+
+
+def loop(C: Tensor, decays: Tensor, B: Tensor) -> Tensor:
+    """Eq. 8 for one channel, its indicator put right: C and discretized B (T, N), decays diag(A_k) (T, N)."""
+    length = len(C)
+    M = torch.zeros(length, length)
+    for i in range(length):
+        for j in range(i + 1):
+            product = torch.ones(C.shape[1])
+            for k in range(j + 1, i + 1):
+                product = product * decays[k]
+            M[i, j] = (C[i] * product * B[j]).sum()
+    return M
+
+
+def mamba1_channels(model: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Delta (T, D), A (D, N), B and C (T, N) from the modules of layer 1."""
+    found, mixer = seen(model, "x_proj", "dt_proj"), model.backbone.layers[1].mixer
+    B, C = found["x_proj"][1][0, :, 2:].split(3, -1)
+    if model.config.mixer_rms_eps is not None:
+        B, C = (v / (v.square().mean(-1, keepdim=True) + 1e-6).sqrt() for v in (B, C))
+    return softplus(found["dt_proj"][1][0]), -mixer.A_log.detach().exp(), B, C
+
+
+@pytest.mark.parametrize("make", [mamba, falcon_mamba])
+def test_mamba1_maps_equal_a_loop(make: Any) -> None:
+    model = make()
+    dt, A, B, C = mamba1_channels(model)
+    maps = channel_maps(model, IDS, 1, ALL)
+    assert maps.shape == (16, 7, 7)
+    for d in range(16):
+        expected = loop(C, (dt[:, d, None] * A[d]).exp(), dt[:, d, None] * B)
+        torch.testing.assert_close(maps[d].float(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(channel_maps(model, IDS, 1, slice(5, 8)), maps[5:8])
+
+
+def mamba2_heads(model: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x (T, H, P), Delta (T, H), A (H,), B and C (T, G, N) from the modules of layer 1."""
+    found, mixer = seen(model, "in_proj", "conv1d"), model.backbone.layers[1].mixer
+    x, B, C = found["conv1d"][1][0][0].split([16, 6, 6], -1)
+    dt = softplus(found["in_proj"][1][0, :, -4:] + mixer.dt_bias.detach()).clamp(*model.config.time_step_limit)
+    return x.unflatten(-1, (4, 4)), dt, -mixer.A_log.detach().exp(), B.unflatten(-1, (2, 3)), C.unflatten(-1, (2, 3))
+
+
+def test_mamba2_maps_equal_a_loop() -> None:
+    model = mamba2()
+    _, dt, A, B, C = mamba2_heads(model)
+    maps = channel_maps(model, IDS, 1, ALL)
+    for h in range(4):
+        decays = (dt[:, h, None] * A[h]).exp().expand(-1, 3)
+        expected = loop(C[:, h // 2], decays, dt[:, h, None] * B[:, h // 2])
+        torch.testing.assert_close(maps[h].float(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(channel_maps(model, IDS, 1, slice(1, 4)), maps[1:])
+
+
+def test_gla_maps_equal_a_loop() -> None:
+    model = gla()
+    found = seen(model, "q_proj", "k_proj", "gk_proj")
+    q = found["q_proj"][1][0].unflatten(-1, (2, 2)) / math.sqrt(2)
+    k, gates = found["k_proj"][1][0], (logsigmoid(found["gk_proj"][1][0]) / 16).exp()
+    maps = channel_maps(model, IDS, 1, ALL)
+    assert maps.shape == (2, 7, 7)
+    for h in range(2):
+        torch.testing.assert_close(maps[h].float(), loop(q[:, h], gates, k), rtol=1e-5, atol=1e-6)
+
+
+def test_mamba1_maps_applied_to_x_are_the_output_of_the_scan() -> None:
+    model = mamba()
+    found, mixer = seen(model, "in_proj", "x_proj", "out_proj"), model.backbone.layers[1].mixer
+    x, gate = found["x_proj"][0][0][0], found["in_proj"][1][0].chunk(2, -1)[1]
+    y = torch.einsum("dij,jd->id", channel_maps(model, IDS, 1, ALL).float(), x) + mixer.D.detach() * x
+    torch.testing.assert_close(y * silu(gate), found["out_proj"][0][0][0], rtol=1e-5, atol=1e-5)
+
+
+def test_mamba2_maps_applied_to_x_are_the_output_of_the_scan() -> None:
+    model = mamba2()
+    found, mixer = seen(model, "norm"), model.backbone.layers[1].mixer
+    x, *_ = mamba2_heads(model)
+    y = torch.einsum("hij,jhp->ihp", channel_maps(model, IDS, 1, ALL).float(), x) + mixer.D.detach()[:, None] * x
+    torch.testing.assert_close(y.flatten(1), found["norm"][0][0][0], rtol=1e-5, atol=1e-5)
+
+
+def hgrn2() -> Any:
+    fields = {"num_heads": 2, "intermediate_size": 12, "expand_ratio": None}
+    return randomized(StatefulHGRN2ForCausalLM(StatefulHGRN2Config(**(SIZES | fields))))
+
+
+@pytest.mark.parametrize(
+    ("make", "norm", "values"), [(gla, "g_norm_swish_gate", "v_proj"), (hgrn2, "g_norm", "i_proj")]
+)
+def test_gated_maps_applied_to_v_are_the_output_of_the_scan(make: Any, norm: str, values: str) -> None:
+    model = make()
+    found = seen(model, values, norm)
+    v = found[values][1][0].unflatten(-1, (2, -1)) if make is hgrn2 else found[values][1][0][:, None].expand(-1, 2, -1)
+    y = torch.einsum("hij,jhp->ihp", channel_maps(model, IDS, 1, ALL).float(), v)
+    torch.testing.assert_close(y.flatten(), found[norm][0][0][0].flatten(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [mamba, mamba2, gla])
+def test_averages_are_those_of_all_channels_and_made_a_few_at_a_time(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make()
+    at_once: list[int] = []
+    maps_of = implementation._maps
+
+    def counted(*part: Tensor) -> Any:
+        at_once.append(len(part[0]))
+        return maps_of(*part)
+
+    monkeypatch.setattr(implementation, "_maps", counted)
+    monkeypatch.setattr(implementation, "MAP_ELEMENTS", 3 * 7 * 7)
+    layer = attention_maps(model, IDS[None], label="m").layers[1]
+    every = channel_maps(model, IDS, 1, ALL)
+    assert max(at_once[:-1]) <= 3
+    assert sum(at_once[:-1]) == 2 * len(every)  # two layers
+    np.testing.assert_allclose(layer.average, every.mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_masks_are_the_mean_of_all_decays() -> None:
+    model = mamba()
+    dt, A, *_ = mamba1_channels(model)
+    expected = torch.zeros(7, 7)
+    for i in range(7):
+        for j in range(i + 1):
+            expected[i, j] = (
+                torch.stack([(dt[k, :, None] * A) for k in range(j + 1, i + 1)] or [A * 0]).sum(0).exp().mean()
+            )
+    mask = attention_maps(model, IDS, layers=[1]).layers[0].mask
+    np.testing.assert_allclose(mask, expected, rtol=1e-5, atol=1e-6)
+    heads = mamba2()
+    _, dt, A, *_ = mamba2_heads(heads)
+    mask = attention_maps(heads, IDS, layers=[1]).layers[0].mask
+    assert mask[6, 2] == pytest.approx(float((dt[3:7].sum(0) * A).exp().mean()), rel=1e-5)
+    assert mask[0].tolist() == [1, 0, 0, 0, 0, 0, 0]
+
+
+def forced_to_linear_attention(model: Any) -> Any:
+    """Decays of 1 and steps of 1 by the same parameters as mimetic initialization, but exactly."""
+    mimetic_initialization(model, delta=True if not isinstance(model, StatefulGLAForCausalLM) else None)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.fill_(-40.0)
+            if name.endswith("gk_proj.1.bias"):
+                parameter.fill_(40.0)
+            if name.endswith("in_proj.weight") and hasattr(model.config, "n_groups"):
+                parameter[-4:] = 0  # of the steps
+    return model
+
+
+def test_with_decays_and_steps_of_1_mamba1_is_linear_attention_of_its_inputs() -> None:
+    """Eq. 12 with its transpose put right: M = tril((W_C X)^T W_B X), the same for every channel."""
+    model = forced_to_linear_attention(mamba())
+    X, weight = seen(model, "x_proj")["x_proj"][0][0][0], model.backbone.layers[1].mixer.x_proj.weight.detach()
+    expected = (X @ weight[5:].T @ (X @ weight[2:5].T).T).tril()
+    for channel in channel_maps(model, IDS, 1, ALL).float():
+        torch.testing.assert_close(channel, expected, rtol=1e-5, atol=1e-5)
+    layer = attention_maps(model, IDS).layers[1]
+    assert layer.linear_distance == pytest.approx(0, abs=1e-5)
+    np.testing.assert_allclose(layer.mask, np.tril(np.ones((7, 7))), rtol=1e-6)
+
+
+def test_with_decays_and_steps_of_1_mamba2_and_gla_are_linear_attention() -> None:
+    """In Mamba-2, B and C pass the convolution and SiLU after their projections."""
+    model = forced_to_linear_attention(mamba2(time_step_limit=(0.0, math.inf)))
+    *_, B, C = mamba2_heads(model)
+    for head, channel in enumerate(channel_maps(model, IDS, 1, ALL).float()):
+        expected = (C[:, head // 2] @ B[:, head // 2].T).tril()
+        torch.testing.assert_close(channel, expected, rtol=1e-5, atol=1e-5)
+    model = forced_to_linear_attention(gla())
+    found = seen(model, "q_proj", "k_proj")
+    q, k = found["q_proj"][1][0].unflatten(-1, (2, 2)) / math.sqrt(2), found["k_proj"][1][0]
+    for head, channel in enumerate(channel_maps(model, IDS, 1, ALL).float()):
+        torch.testing.assert_close(channel, (q[:, head] @ k.T).tril(), rtol=1e-5, atol=1e-5)
+
+
+FULL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2}
+FULL_MODELS: dict[str, Any] = {
+    "Mamba-1": lambda: StatefulMambaForCausalLM(StatefulMambaConfig(**FULL, state_size=32)),
+    "Mamba-2": lambda: StatefulMamba2ForCausalLM(
+        StatefulMamba2Config(**FULL, num_heads=8, head_dim=16, n_groups=1, state_size=64)
+    ),
+    "GLA": lambda: StatefulGLAForCausalLM(StatefulGLAConfig(**FULL, num_heads=2, intermediate_size=64)),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "plain", "mimetic", "states"),
+    [
+        ("Mamba-1", (0.98, 1.0), (0.05, 0.25), 32),
+        ("Mamba-2", (0.98, 1.0), (0.1, 0.25), 8),
+        ("GLA", (0.4, 0.6), (0.1, 0.25), 16),
+    ],
+)
+def test_how_far_the_defaults_are_from_linear_attention(
+    family: str, plain: tuple[float, float], mimetic: tuple[float, float], states: int
+) -> None:
+    """The decays of c = 8 are not 1: exp(-1) for n = 1 and exp(-1 / 256) for n = 2 in each step of 1."""
+    torch.manual_seed(0)
+    model = FULL_MODELS[family]()
+    ids = torch.randint(64, (50,))
+    distances = [layer.linear_distance for layer in attention_maps(model, ids).layers]
+    assert all(plain[0] < distance < plain[1] for distance in distances if distance is not None)
+    mimetic_initialization(model)
+    layers = attention_maps(model, ids).layers
+    distances = [layer.linear_distance for layer in layers]
+    assert all(mimetic[0] < distance < mimetic[1] for distance in distances if distance is not None)
+    left = sum(math.exp(-49 * n**-8) for n in range(1, states + 1)) / states
+    # in Mamba-2, steps also depend on the token
+    assert [float(layer.mask[-1, 0]) for layer in layers] == pytest.approx(
+        [left] * 2, abs=0.01 if family == "Mamba-2" else 1e-5
+    )
+
+
+def test_softmax_and_linear_attention_layers_have_maps_too() -> None:
+    model = mamba2(attention_layers=[1], attention_head_dim=5)
+    found = seen(model, "q_proj", "k_proj")
+    q, k = (found[name][1][0] for name in ("q_proj", "k_proj"))
+    maps = attention_maps(model, IDS)
+    assert [layer.kind for layer in maps.layers] == ["Mamba-2", "softmax attention"]
+    for i in range(7):
+        weights = torch.stack([(q[i] @ k[j] / math.sqrt(5)).exp() for j in range(i + 1)])
+        np.testing.assert_allclose(maps.layers[1].average[i, : i + 1], weights / weights.sum(), rtol=1e-4)
+    assert not maps.layers[1].average[np.triu_indices(7, 1)].any()
+    assert (maps.layers[1].linear_distance, maps.layers[1].cosine) == (None, None)
+    linear = attention_maps(mamba2(attention_layers=[1], attention_kind="linear"), IDS).layers[1]
+    assert (linear.kind, linear.linear_distance) == ("linear attention", pytest.approx(0, abs=1e-6))
+
+
+def test_correlations_by_hand() -> None:
+    model = mamba()
+    weight = model.backbone.layers[0].mixer.x_proj.weight
+    with torch.no_grad():
+        weight.zero_()
+        weight[2:5, :3] = torch.eye(3)  # W_B
+        weight[5:, :3] = 2 * torch.eye(3)  # W_C
+    cosine, identity = projection_correlations(model)[0]
+    assert cosine == pytest.approx(1)
+    assert identity == pytest.approx(math.sqrt(3 / 16))  # rank 3 of 16 channels
+    with torch.no_grad():
+        weight[5, :3] = torch.tensor([0.0, 0.0, 2.0])
+        weight[7, :3] = torch.tensor([2.0, 0.0, 0.0])
+    cosine, identity = projection_correlations(model)[0]
+    assert cosine == pytest.approx(1 / 3)
+    assert identity == pytest.approx(1 / 3 * math.sqrt(3 / 16))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [mamba, mamba2, gla])
+def test_correlations_equal_products_of_the_whole_matrices(make: Any) -> None:
+    model = make()
+    mixer = model.base_model.layers[1].attn if make is gla else model.base_model.layers[1].mixer
+    if make is gla:
+        pairs = [(mixer.k_proj.weight, part) for part in mixer.q_proj.weight.chunk(2)]
+    elif make is mamba:
+        pairs = [(mixer.x_proj.weight[2:5], mixer.x_proj.weight[5:])]
+    else:
+        pairs = list(zip(mixer.in_proj.weight[32:38].chunk(2), mixer.in_proj.weight[38:44].chunk(2), strict=True))
+    cosines, identities = [], []
+    for W_B, W_C in pairs:
+        cosines.append(torch.cosine_similarity(W_B.flatten(), W_C.flatten(), dim=0))
+        product = W_C.T @ W_B
+        identities.append(torch.cosine_similarity(product.flatten(), torch.eye(len(product)).flatten(), dim=0))
+    expected = [float(torch.stack(values).mean()) for values in (cosines, identities)]
+    assert projection_correlations(model)[1] == pytest.approx(expected, abs=1e-5)
+
+
+def test_mimetic_projections_are_correlated_and_models_of_transformers_covered() -> None:
+    model = MambaForCausalLM(MambaConfig(**FULL, state_size=32))
+    assert abs(projection_correlations(model)[1].cosine) < 0.05
+    mimetic_initialization(model, layers=[1])
+    assert projection_correlations(model)[1].cosine == pytest.approx(1 / math.sqrt(2), abs=0.02)
+    assert abs(projection_correlations(model)[0].cosine) < 0.05
+    assert projection_correlations(nn.Linear(2, 2)) == {}
+
+
+def test_nothing_is_left_behind() -> None:
+    model = mamba().train()
+    attention_maps(model, IDS)
+    assert model.training
+    assert layers_mamba.scan_selective is scan_selective.scan_selective
+    assert not any(block._forward_pre_hooks for block in model.backbone.layers)
+    with pytest.raises(ValueError, match="inside"), implementation._recorded(model, model.backbone.layers, {0}):
+        raise ValueError("inside")
+    assert layers_mamba.scan_selective is scan_selective.scan_selective
+
+
+def test_a_model_with_the_code_of_its_checkpoint(tmp_path: Path) -> None:
+    ours = mamba2()
+    ours.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        remote: Any = get_class_from_dynamic_module("modeling_stateful_mamba2.StatefulMamba2ForCausalLM", tmp_path)
+    model = remote.from_pretrained(tmp_path)
+    assert not isinstance(model, StatefulMamba2ForCausalLM)
+    assert torch.equal(channel_maps(model, IDS, 1, ALL), channel_maps(ours, IDS, 1, ALL))
+
+
+def test_files_hold_everything(tmp_path: Path) -> None:
+    maps = attention_maps(mamba(attention_layers=[0]), IDS, list("abcdefg"), label="a model")
+    save_maps(tmp_path / "maps.npz", maps)
+    loaded = load_maps(tmp_path / "maps.npz")
+    assert (loaded.model, loaded.tokens) == ("a model", tuple("abcdefg"))
+    for before, after in zip(maps.layers, loaded.layers, strict=True):
+        assert np.array_equal(before.average, after.average)
+        assert np.array_equal(before.mask, after.mask)
+        for name in ("layer", "kind", "cosine", "identity", "linear_distance"):
+            assert getattr(before, name) == getattr(after, name)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "other.npz", x=np.zeros(2))
+    (tmp_path / "text.npz").write_text("no")
+    maps = attention_maps(mamba(), IDS)
+    save_maps(tmp_path / "cut.npz", maps)
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "cut.npz").read_bytes()[:-200])
+    for name in ("other", "text", "cut"):
+        with pytest.raises(ValueError, match=f"{name}.npz holds no attention maps"):
+            load_maps(tmp_path / f"{name}.npz")
+    np.savez(tmp_path / "new.npz", header=np.array('{"format": "attention_maps", "version": 2}'), average=0, mask=0)
+    with pytest.raises(ValueError, match="version 2; this code reads 'attention_maps', version 1"):
+        load_maps(tmp_path / "new.npz")
+
+
+def test_maps_and_tokens_must_fit() -> None:
+    square = np.zeros((2, 2), dtype=np.float32)
+    layer = LayerMaps(0, "Mamba-1", square, square, None, None, None)
+    with pytest.raises(ValueError, match="there are 3 tokens"):
+        AttentionMaps("m", ("a", "b", "c"), (layer,))
+    with pytest.raises(ValueError, match="at least one layer"):
+        AttentionMaps("m", ("a", "b"), ())
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "complaint"),
+    [
+        (
+            mamba,
+            {"input_ids": torch.ones(2, 3, dtype=torch.long)},
+            r"must be one text, \(T,\) or \(1, T\), got \(2, 3\)",
+        ),
+        (mamba, {"tokens": ["a"]}, "a word for each of the 7 tokens, got 1"),
+        (mamba, {"layers": [2]}, r"some of 0 to 1, got \[2\]"),
+        (mamba, {"layers": []}, "some of 0 to 1"),
+        (lambda: mamba(forgetting={"window": 3}), {}, "switch forgetting off"),
+        (
+            lambda: StatefulRWKV6ForCausalLM(StatefulRWKV6Config(**SIZES, num_heads=2, intermediate_size=8)),
+            {},
+            r"layers \[0, 1\] of StatefulRWKV6ForCausalLM have no such map",
+        ),
+        (lambda: MambaForCausalLM(MambaConfig(**SIZES)), {}, "MambaForCausalLM has no layers that are known here"),
+    ],
+    ids=["texts", "words", "layer", "no layer", "forgetting", "RWKV", "stock"],
+)
+def test_what_has_no_maps_is_refused(make: Any, arguments: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        attention_maps(make(), **({"input_ids": IDS} | arguments))

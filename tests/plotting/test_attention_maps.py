@@ -1,0 +1,79 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hf_recurrent_lengthgen.evaluation.map_results import AttentionMaps, LayerMaps
+from hf_recurrent_lengthgen.plotting.attention_maps import attention_maps_figure
+from hf_recurrent_lengthgen.plotting.images import save_png
+
+
+def maps_of(layers: int, tokens: list[str], model: str = "m") -> AttentionMaps:
+    rng, T = np.random.default_rng(0), len(tokens)
+    made = []
+    for layer in range(layers):
+        average = np.tril(rng.normal(size=(T, T)) * 10.0 ** (layer - 2)).astype(np.float32)
+        mask = np.tril(rng.uniform(size=(T, T))).astype(np.float32)
+        made.append(LayerMaps(layer, "Mamba-2", average, mask, 0.5, None if layer == 1 else 0.71, None))
+    return AttentionMaps(model, tuple(tokens), tuple(made))
+
+
+def test_each_layer_has_its_map_above_its_mask() -> None:
+    maps = maps_of(6, list("abcde"))
+    figure = attention_maps_figure(maps)
+    images = [axes for axes in figure.axes if axes.get_visible() and axes.images]
+    assert len(images) == 12
+    titled = [axes for axes in images if axes.get_title(loc="left")]
+    assert [axes.get_title(loc="left") for axes in titled][:2] == [
+        "Layer 0, Mamba-2\ncos(W_B, W_C) 0.71",
+        "Layer 1, Mamba-2",
+    ]
+    figure.draw_without_rendering()
+    for layer, axes in zip(maps.layers, titled, strict=True):
+        shown = axes.images[0].get_array()
+        assert shown.mask.tolist() == np.triu(np.ones((5, 5), dtype=bool), 1).tolist()
+        np.testing.assert_array_equal(shown.filled(0), layer.average)
+        below = min(
+            (other for other in images if other not in titled and other.get_position().y1 < axes.get_position().y0),
+            key=lambda other: (
+                abs(other.get_position().x0 - axes.get_position().x0) > 0.05,
+                axes.get_position().y0 - other.get_position().y1,
+            ),
+        )
+        np.testing.assert_array_equal(below.images[0].get_array().filled(0), layer.mask)
+
+
+def test_scales_are_symmetric_for_maps_and_from_0_to_1_for_masks() -> None:
+    figure = attention_maps_figure(maps_of(3, list("abcd")))
+    for axes in figure.axes:
+        if not axes.images:
+            continue
+        norm, values = axes.images[0].norm, axes.images[0].get_array()
+        if axes.get_title(loc="left"):
+            assert (norm.vmin, norm.vmax) == pytest.approx((-abs(values).max(), abs(values).max()))
+            assert [float(norm(x * norm.vmax)) for x in (-1, -0.01, 0, 0.01, 1)] == pytest.approx(
+                [0, 0.45, 0.5, 0.55, 1]
+            )
+        else:
+            assert (norm.vmin, norm.vmax) == (0, 1)
+
+
+def test_short_texts_are_written_at_the_axes_and_long_ones_counted() -> None:
+    figure = attention_maps_figure(maps_of(1, ["a", " ", "\n", "$x", ""]))
+    labels = [[text.get_text() for text in axes.get_yticklabels()] for axes in figure.axes if axes.images]
+    assert labels[0] == ["a", "␣", "↵", "$x", "∅"]
+    figure = attention_maps_figure(maps_of(1, ["a"] * 120))
+    labels = [[text.get_text() for text in axes.get_yticklabels()] for axes in figure.axes if axes.images]
+    assert labels[0] == ["0", "50", "100"]
+
+
+@pytest.mark.parametrize("layers", [1, 5])
+def test_pictures_can_be_written(layers: int, tmp_path: Any) -> None:
+    save_png(attention_maps_figure(maps_of(layers, list("ab"), "$model_{")), tmp_path / "maps.png")
+    assert (tmp_path / "maps.png").stat().st_size > 5000
+
+
+def test_a_map_of_zeros_is_drawn() -> None:
+    zeros = np.zeros((2, 2), dtype=np.float32)
+    layer = LayerMaps(0, "Mamba-1", zeros, zeros, None, None, None)
+    attention_maps_figure(AttentionMaps("m", ("a", "b"), (layer,))).draw_without_rendering()
