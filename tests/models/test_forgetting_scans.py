@@ -1,0 +1,254 @@
+"""Scans that forget, against the sum of what the last r tokens wrote, computed anew for each token."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.forgetting_scans import (
+    GatedRecurrence,
+    SelectiveRecurrence,
+    SSDRecurrence,
+    forgetful_scan,
+)
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, WindowedLayerState
+from hf_recurrent_lengthgen.models.scan_gla import scan_gla
+from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6
+from hf_recurrent_lengthgen.models.scan_selective import scan_selective
+from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
+
+H, P, N, D = 4, 3, 5, 6
+
+
+class Case(NamedTuple):
+    """A recurrence, random inputs for it, and what the equations make of them.
+
+    Attributes:
+        decays: (B, T, *state), of each token.
+        written: (B, T, *state), by each token.
+        read: From states after each token (B, T, *state), and before it, to outputs (B, T, ...).
+    """
+
+    recurrence: Any
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor]
+    decays: Tensor
+    written: Tensor
+    read: Any
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def ssd(B: int, T: int, groups: int, rule: Forgetting, dtype: torch.dtype, strength: float) -> Case:
+    x, dt = random(B, T, H, P, seed=0, dtype=dtype), strength * random(B, T, H, seed=1, dtype=dtype).abs()
+    A, skip = -random(H, seed=2, dtype=dtype).abs(), random(H, seed=3, dtype=dtype)
+    b, c = (random(B, T, groups, N, seed=seed, dtype=dtype) for seed in (4, 5))
+    b_heads, c_heads = (t.repeat_interleave(H // groups, dim=2) for t in (b, c))
+    decays = (rule.retention * torch.exp(dt * A))[..., None, None].expand(B, T, H, P, N)
+    written = rule.insertion * torch.einsum("bth,bthp,bthn->bthpn", dt, x, b_heads)
+
+    def read(after: Tensor, before: Tensor) -> Tensor:
+        return torch.einsum("bthpn,bthn->bthp", after, c_heads) + skip[:, None] * x
+
+    inputs = c, b, x, torch.nn.functional.pad(dt, (0, 1))
+    return Case(SSDRecurrence(scan_ssd, A, skip, rule.retention), inputs, decays, written, read)
+
+
+def selective(B: int, T: int, rule: Forgetting, dtype: torch.dtype, strength: float) -> Case:
+    x, dt = random(B, T, D, seed=0, dtype=dtype), strength * random(B, T, D, seed=1, dtype=dtype).abs()
+    A, skip = -random(D, N, seed=2, dtype=dtype).abs(), random(D, seed=3, dtype=dtype)
+    b, c = (random(B, T, N, seed=seed, dtype=dtype) for seed in (4, 5))
+    decays = rule.retention * torch.exp(dt[..., None] * A)
+    written = rule.insertion * torch.einsum("btd,btd,btn->btdn", dt, x, b)
+
+    def read(after: Tensor, before: Tensor) -> Tensor:
+        return torch.einsum("btdn,btn->btd", after, c) + skip * x
+
+    inputs = c, b, x, torch.nn.functional.pad(dt, (0, 1))
+    return Case(SelectiveRecurrence(scan_selective, A, skip, rule.retention), inputs, decays, written, read)
+
+
+def gated(B: int, T: int, rule: Forgetting, dtype: torch.dtype, strength: float, rwkv: bool) -> Case:
+    q, k = (random(B, T, H, N, seed=seed, dtype=dtype) for seed in (0, 1))
+    v, g = random(B, T, H, P, seed=2, dtype=dtype), -strength * random(B, T, H, N, seed=3, dtype=dtype).abs()
+    bonus = random(H, N, seed=4, dtype=dtype)
+    decays = (rule.retention * g.exp())[..., None, :].expand(B, T, H, P, N)
+    written = rule.insertion * torch.einsum("bthp,bthn->bthpn", v, k)
+
+    def read(after: Tensor, before: Tensor) -> Tensor:
+        if rwkv:
+            current = torch.einsum("bthp,bthn->bthpn", v, bonus * k)
+            return torch.einsum("bthpn,bthn->bthp", before + current, q)
+        return torch.einsum("bthpn,bthn->bthp", after, q)
+
+    def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return scan_rwkv6(q, k, v, g, bonus / rule.insertion, state) if rwkv else scan_gla(q, k, v, g, state)
+
+    return Case(GatedRecurrence(scan, reads_before=rwkv), (q, k, v, g), decays, written, read)
+
+
+CASES: dict[str, Any] = {
+    "ssd, one group": lambda *a: ssd(a[0], a[1], 1, *a[2:]),
+    "ssd, two groups": lambda *a: ssd(a[0], a[1], 2, *a[2:]),
+    "selective": selective,
+    "gla": lambda *a: gated(*a, rwkv=False),
+    "rwkv": lambda *a: gated(*a, rwkv=True),
+}
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+def of_the_window(case: Case, r: int | None) -> tuple[Tensor, Tensor]:
+    """States after each token, (T, B, *state), each summed up anew from the last r tokens; and outputs."""
+    decays, written = case.decays.double(), case.written.double()
+    T = decays.shape[1]
+    states = [torch.zeros_like(written[:, 0])]
+    for t in range(T):
+        state = torch.zeros_like(states[0])
+        for i in range(0 if r is None else max(0, t - r + 1), t + 1):
+            state = decays[:, i] * state + written[:, i]
+        states.append(state)
+    after = torch.stack(states, dim=1)
+    return after[:, 1:], case.read(after[:, 1:].to(case.decays), after[:, :-1].to(case.decays))
+
+
+def start(case: Case, rule: Forgetting) -> Any:
+    _, k, v, g = case.inputs
+    recurrent = torch.zeros_like(case.written[:, 0])
+    empty = recurrent.new_zeros(len(recurrent), 0)
+    if rule.window is None:
+        return LayerState(recurrent, empty)
+    features = sum(t[0, 0].numel() for t in (k, v, g))
+    return WindowedLayerState(recurrent, empty, recurrent.new_zeros(len(recurrent), 1 + rule.window, features))
+
+
+def in_pieces(case: Case, rule: Forgetting, cuts: list[int]) -> tuple[Tensor, Any]:
+    state, outputs = start(case, rule), []
+    T = case.inputs[0].shape[1]
+    for begin, end in zip([0, *cuts], [*cuts, T], strict=True):
+        y, state = forgetful_scan(rule, case.recurrence, *(t[:, begin:end] for t in case.inputs), state)
+        outputs.append(y)
+    return torch.cat(outputs, dim=1), state
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+@every_case
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Forgetting(window=1),
+        Forgetting(window=7),
+        Forgetting(window=200),
+        Forgetting(retention=0.9, insertion=0.75),
+        Forgetting(retention=0.3),
+        Forgetting(insertion=2.0),
+        Forgetting(window=7, retention=0.95, insertion=0.75),
+    ],
+    ids=str,
+)
+def test_states_and_outputs_are_sums_over_the_window(name: str, rule: Forgetting) -> None:
+    case = CASES[name](2, 90, rule, torch.float64, 0.5)
+    states, outputs = of_the_window(case, rule.window)
+    y, state = in_pieces(case, rule, [])
+    assert error(y, outputs) < 1e-12
+    assert error(state.recurrent, states[:, -1]) < 1e-12
+    y, state = in_pieces(case, rule, [1, 2, 3, 10, 11, 30, 89])
+    assert error(y, outputs) < 1e-12
+    assert error(state.recurrent, states[:, -1]) < 1e-12
+
+
+@every_case
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_any_split_gives_the_same(name: str, data: Any) -> None:
+    rule = Forgetting(window=data.draw(st.integers(1, 40)), retention=0.98)
+    case = CASES[name](2, 60, rule, torch.float64, 0.3)
+    cuts = sorted(data.draw(st.sets(st.integers(1, 59), max_size=12)))
+    whole, split = in_pieces(case, rule, []), in_pieces(case, rule, cuts)
+    assert error(split[0], whole[0]) < 1e-12
+    assert error(split[1].recurrent, whole[1].recurrent) < 1e-12
+    assert torch.equal(split[1].window[:, 1:], whole[1].window[:, 1:])
+
+
+@every_case
+@pytest.mark.parametrize("strength", [1e-6, 0.01, 3.0, 1e4])
+def test_single_precision_is_enough_for_weak_and_strong_decays(name: str, strength: float) -> None:
+    rule = Forgetting(window=32)
+    case = CASES[name](1, 150, rule, torch.float32, strength)
+    states, _ = of_the_window(case, 32)
+    for cuts in ([], list(range(1, 150))):
+        _, state = in_pieces(case, rule, cuts)
+        # what has decayed below the smallest normal number may be lost
+        assert float((state.recurrent - states[:, -1]).norm()) < 1e-5 * float(states[:, -1].norm()) + 1e-30
+
+
+@every_case
+@pytest.mark.parametrize("cuts", [[], list(range(1, 200)), list(range(7, 200, 7))], ids=["whole", "tokens", "sevens"])
+def test_an_outlier_leaves_no_trace_once_it_has_left(name: str, cuts: list[int]) -> None:
+    rule = Forgetting(window=32)
+    case = CASES[name](1, 200, rule, torch.float32, 1e-4)
+    clean, _ = of_the_window(case, 32)
+    case.inputs[2][:, 60] *= 1e8  # of 1e8 float32 keeps nothing below 8
+    _, state = in_pieces(case, rule, cuts)
+    assert error(state.recurrent, clean[:, -1]) < 1e-5
+
+
+@every_case
+def test_gradients_are_those_of_the_sums(name: str) -> None:
+    rule = Forgetting(window=5, retention=0.9, insertion=0.8)
+
+    def gradients(by_hand: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        noise = torch.zeros(1, 14, dtype=torch.float64, requires_grad=True)
+        case = CASES[name](1, 14, rule, torch.float64, 0.5)
+        scale = (1 + noise)[(...,) + (None,) * (case.inputs[2].ndim - 2)]
+        if by_hand:
+            scaled = case._replace(written=case.written * (1 + noise)[(...,) + (None,) * (case.written.ndim - 2)])
+            states, _ = of_the_window(scaled, 5)
+            objective = states[:, -1].square().sum()
+        else:
+            q, k, v, g = case.inputs
+            _, state = forgetful_scan(rule, case.recurrence, q, k, v * scale, g, start(case, rule))
+            objective = state.recurrent.square().sum()
+        return list(torch.autograd.grad(objective, noise))
+
+    assert error(gradients(False)[0], gradients(True)[0]) < 1e-12
+
+
+@every_case
+def test_the_given_state_is_not_changed(name: str) -> None:
+    rule = Forgetting(window=16)
+    case = CASES[name](2, 40, rule, torch.float32, 0.3)
+    _, state = in_pieces(case, rule, [])
+    copies = [part.clone() for part in state]
+    forgetful_scan(rule, case.recurrence, *(t[:, :9] for t in case.inputs), state)
+    assert all(torch.equal(part, copy) for part, copy in zip(state, copies, strict=True))
+
+
+@every_case
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_window_of_thousands_of_tokens_in_a_long_stream(name: str) -> None:
+    rule, r = Forgetting(window=4096), 4096
+    for strength in (1e-5, 1e-3):
+        case = CASES[name](1, 65_536, rule, torch.float32, strength)
+        state, position = start(case, rule), 0
+        sizes = torch.randint(1, 3000, (80,), generator=torch.Generator().manual_seed(0)).tolist()
+        for size in sizes:
+            piece = slice(position, position + size)
+            if case.inputs[0][:, piece].shape[1] == 0:
+                break
+            _, state = forgetful_scan(rule, case.recurrence, *(t[:, piece] for t in case.inputs), state)
+            position = min(position + size, 65_536)
+            window = slice(max(0, position - r), position)
+            expected = torch.zeros_like(case.written[:, 0]).double()
+            for decay, written in zip(case.decays[0, window], case.written[0, window], strict=True):
+                expected = decay.double() * expected + written.double()
+            assert error(state.recurrent, expected) < 1e-5, position
