@@ -1,6 +1,6 @@
 """Speed and memory against Transformers' own CPU path, as ratios within one run.
 
-    python benchmarks/run.py [scan model mamba1 gla rwkv6 trainer alignment chunked_backprop stream] [--rounds 7]
+    python benchmarks/run.py [NAME ...] [--rounds 7]    the names are those of BENCHMARKS; without one, all
 
 Competitors take turns and a ratio is the median over rounds of the ratios, so that a busy machine slows both.
 Memory is measured in processes of their own. README.md in this folder records figures.
@@ -19,6 +19,7 @@ from alignment import bench_alignment, peak_of_alignment
 from chunked_backprop import bench_chunked_backprop, peak_of_chunks
 from families import bench_gla, bench_mamba1, bench_rwkv6, peak_of_mamba1, peak_of_scan
 from measure import in_own_process, peak_mib, saved_bytes, take_turns
+from statex import bench_statex
 from torch import nn
 from trainer_steps import DEMO, LENGTH, WIDE, bench_trainer
 from transformers import Mamba2Config, Mamba2ForCausalLM
@@ -164,6 +165,7 @@ BENCHMARKS = {
     "trainer": bench_trainer,
     "alignment": bench_alignment,
     "chunked_backprop": bench_chunked_backprop,
+    "statex": bench_statex,
     "stream": bench_stream,
 }
 CALLS = {
