@@ -2,5 +2,12 @@
 
 from .mimetic import mimetic_initialization
 from .state_expansion import ExpansionReport, expand_state, expansion_report
+from .teacher_layers import initialize_from_teacher_layer
 
-__all__ = ["ExpansionReport", "expand_state", "expansion_report", "mimetic_initialization"]
+__all__ = [
+    "ExpansionReport",
+    "expand_state",
+    "expansion_report",
+    "initialize_from_teacher_layer",
+    "mimetic_initialization",
+]

@@ -364,6 +364,15 @@ def test_layers_of_hybrids_are_those_of_the_model(model_type: str) -> None:
         torch.testing.assert_close(-value.exp(), torch.full_like(value, -1 / 4))
 
 
+def test_attention_in_the_place_of_a_mixer_keeps_its_number_and_its_weights() -> None:
+    model = stateful_model(attention_layers=[1])
+    before = parameters(model)
+    with pytest.raises(ValueError, match=r"some of \[0, 2\], got \[1\]"):
+        mimetic_initialization(model, layers=[1])
+    mimetic_initialization(model)
+    assert {name.split(".")[2] for name in changed_names(before, model)} == {"0", "2"}
+
+
 @pytest.mark.parametrize("make", [mamba1_model, gla_model], ids=["Mamba-1", "GLA"])
 def test_gradients_reach_all_but_the_parameters_behind_a_zero_weight(make: Any) -> None:
     """The zero factor itself moves at the first step, the one before it from the second on."""

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
 import hf_recurrent_lengthgen as package
-from hf_recurrent_lengthgen.surgery.teacher_layers import initialize_from_teacher_layer
+from hf_recurrent_lengthgen.surgery import initialize_from_teacher_layer
 
 SIZES: dict[str, Any] = {"vocab_size": 11, "hidden_size": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
