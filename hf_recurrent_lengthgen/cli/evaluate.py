@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -12,9 +13,11 @@ from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, load_stream, load_token
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.data import evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
+from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
 from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison
 from hf_recurrent_lengthgen.evaluation.streaming import check_stateful, check_tokens
 from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
 
 DESCRIPTION = """\
 Measure language models beyond their training length T: loss by position, what the context beyond T does to
@@ -89,7 +92,7 @@ def run(arguments: Sequence[str]) -> int:
             on_device(model, options.device),
             tokens,
             training_length,
-            label=name,
+            label=_label(name, model.config),
             data_description=stream.description,
             token_unit=token_unit(tokenizer),
             progress=sys.stderr.isatty(),
@@ -99,6 +102,12 @@ def run(arguments: Sequence[str]) -> int:
     print(f"\n{summary_table(comparison)}")
     print(f"\nReport: {write_report(comparison, Path(options.output))}")
     return 0
+
+
+def _label(name: str, config: Any) -> str:
+    """The name of a model, with how it is made to forget."""
+    rule = Forgetting.of(config)
+    return name if rule == Forgetting() else f"{name} ({in_words(rule)})"
 
 
 def _tokenizer(options: argparse.Namespace) -> PreTrainedTokenizerBase:

@@ -1,17 +1,14 @@
 """`lengthgen expand`: larger recurrent states in some layers of a checkpoint, to be post-trained."""
 
 import argparse
-import os
 import shlex
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from hf_recurrent_lengthgen.cli.inputs import load_tokenizer
+from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
 from hf_recurrent_lengthgen.surgery import expand_state, expansion_report
@@ -94,15 +91,14 @@ def run(arguments: Sequence[str]) -> int:
     if options.output_dir is None:
         raise ValueError("Give --output_dir, the folder for the expanded model, or --report.")
     output = Path(options.output_dir)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} is there already and not an empty folder: give another --output_dir.")
+    check_new(output)
     if options.model.endswith(".json"):
         raise ValueError(f"{options.model} holds no weights: give the folder of a checkpoint, or --report.")
     report = expansion_report(_config(options.model, options.trust_remote_code), **expansion)
     model = load_model(options.model, options.trust_remote_code)
     expanded = expand_state(model, **expansion, initialization=options.initialization, seed=options.seed)
     del model
-    _save(expanded, _tokenizer(options), output)
+    save_checkpoint(expanded, tokenizer_to_copy(options.model, options.trust_remote_code), output)
     print(report)
     train = shlex.join(["lengthgen", "train", "--model", str(output), "--output_dir", "FOLDER", "--intervention"])
     print(f"\nSaved to {output}. Next: {train} none (or state_passing, ...)")
@@ -129,27 +125,3 @@ def _config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except OSError as error:
         raise ValueError(f"{name} is no config.json or checkpoint folder here, and no model on the Hub.") from error
-
-
-def _tokenizer(options: argparse.Namespace) -> Any:
-    try:
-        return load_tokenizer(options.model, options.trust_remote_code)
-    except ValueError:
-        print(f"{options.model} holds no tokenizer, so none is saved.")
-        return None
-
-
-def _save(model: Any, tokenizer: Any, output: Path) -> None:
-    """Write the whole checkpoint, or nothing."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent))
-    try:
-        model.save_pretrained(temporary)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o777 & ~umask)
-        os.replace(temporary, output)  # an empty folder is replaced, too
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The command line: `lengthgen demo | train | evaluate | accuracy | expand | maps`."""
+"""The command line: `lengthgen demo | train | evaluate | accuracy | expand | forget | maps`."""
 
 import argparse
 import contextlib
@@ -7,11 +7,19 @@ from collections.abc import Sequence
 
 from safetensors import SafetensorError
 
-from hf_recurrent_lengthgen.cli import accuracy, demo, evaluate, expand, maps, train
+from hf_recurrent_lengthgen.cli import accuracy, demo, evaluate, expand, forget, maps, train
 from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
 from hf_recurrent_lengthgen.evaluation.evaluate import installed_versions
 
-COMMANDS = {"demo": demo, "train": train, "evaluate": evaluate, "accuracy": accuracy, "expand": expand, "maps": maps}
+COMMANDS = {
+    "demo": demo,
+    "train": train,
+    "evaluate": evaluate,
+    "accuracy": accuracy,
+    "expand": expand,
+    "forget": forget,
+    "maps": maps,
+}
 DESCRIPTION = """\
 Recurrent language models that keep working far beyond the length they were trained on.
 
@@ -20,6 +28,7 @@ Recurrent language models that keep working far beyond the length they were trai
   lengthgen evaluate   measure checkpoints beyond their training length
   lengthgen accuracy   measure checkpoints that copy, recall or sort symbols
   lengthgen expand     give some layers of a checkpoint larger states, to be post-trained
+  lengthgen forget     make a copy of a checkpoint that forgets more, without training
   lengthgen maps       show what the layers of a checkpoint look at
 
 lengthgen COMMAND --help lists the options of a command. A first session:

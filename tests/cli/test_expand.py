@@ -9,7 +9,6 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_recurrent_lengthgen import load_model
-from hf_recurrent_lengthgen.cli import expand as expand_module
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.hybrids.tiny_models import tiny_model
 from tests.surgery.test_state_expansion import RECIPES, with_hybrids
@@ -129,6 +128,6 @@ def test_a_failed_save_leaves_nothing_behind(
     def full(*_: Any) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(expand_module.os, "replace", full)
+    monkeypatch.setattr("os.replace", full)
     assert expand(checkpoint, "--output_dir", tmp_path / "out") == 1
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,219 @@
+"""`lengthgen forget`: a copy of a checkpoint that forgets more than it has learned to, chosen or searched for."""
+
+import argparse
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from hf_recurrent_lengthgen.cli.evaluate import on_device, positive
+from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, STANDARD_LIBRARY, load_stream, load_tokenizer, token_unit
+from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
+from hf_recurrent_lengthgen.data import evaluation_sequences
+from hf_recurrent_lengthgen.evaluation.files import write_result
+from hf_recurrent_lengthgen.evaluation.forgetting_search import (
+    RETENTIONS,
+    SEARCH_LENGTH,
+    forgetting_grid,
+    in_words,
+    rule_of,
+    search_forgetting,
+    search_table,
+)
+from hf_recurrent_lengthgen.evaluation.results import ForgettingSearch
+from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
+
+DESCRIPTION = """\
+Make a copy of a checkpoint that forgets at inference, without training (arXiv:2410.07145): its states hold the last
+tokens only (--window), or keep and take in less (--retention and --insertion; the paper takes 0.9999 and 0.75), or
+its steps are smaller (--delta_scale, as LongMamba; Mamba only). The weights stay as they are; the config of the copy
+says how it forgets.
+
+  lengthgen forget demo-output/base --output_dir forgets --window 128
+  lengthgen forget my-mamba2 --output_dir forgets --retention 0.9999 --insertion 0.75
+  lengthgen forget my-mamba2 --output_dir forgets --search --data book.txt --split train
+  lengthgen evaluate my-mamba2 forgets
+
+--search takes that setting under which long texts have the least loss. Search on other texts than you report on.
+"""
+SEARCH_FILE = "forgetting_search.json"
+SEARCH_DEFAULTS: dict[str, Any] = {
+    "data": STANDARD_LIBRARY,
+    "split": "validation",
+    "text_column": "text",
+    "tokenizer": None,
+    "length": SEARCH_LENGTH,
+    "sequences": 4,
+    "device": "cpu",
+    "results": None,
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lengthgen forget", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="checkpoint folder or Hub name: ours, a stock one of these families, or a hybrid with Mamba layers",
+    )
+    _add(parser, "output_dir", metavar="FOLDER", help="folder for the copy, new or empty; --search may go without")
+    setting = parser.add_argument_group("how to forget (with --search: what to try; several values each)")
+    _add(setting, "window", type=positive, nargs="+", metavar="N", help="tokens that each layer's state holds")
+    _add(setting, "retention", type=float, nargs="+", metavar="X", help="factor on the decays, above 0 and at most 1")
+    _add(setting, "insertion", type=float, nargs="+", metavar="X", help="factor on what is written into the state")
+    _add(setting, "delta_scale", type=float, nargs="+", metavar="X", help="factor on the steps of Mamba, at most 1")
+    search = parser.add_argument_group("search")
+    search.add_argument(
+        "--search",
+        action="store_true",
+        help="choose by loss. Without values above: all pairs of retentions "
+        f"{', '.join(f'{x:g}' for x in RETENTIONS)} and insertions 1, 0.9, 0.75, 0.5; windows of 0.5, 1, 2 and 4 "
+        "training lengths; delta_scale 0.5",
+    )
+    _add(search, "data", metavar="DATA", help=f"text to search on (default: stdlib): {DATA_HELP}")
+    _add(search, "split", help="split of the data; a single file is train (default: validation)")
+    _add(search, "text_column", metavar="NAME", help="column that holds the text (default: text)")
+    _add(search, "tokenizer", help='tokenizer folder or name, or "bytes" (default: the model\'s own)')
+    length = f"tokens per text (default: {SEARCH_LENGTH:,}, the paper's)"
+    _add(search, "length", type=positive, metavar="N", help=length)
+    _add(search, "sequences", type=positive, metavar="N", help=f"texts (default: {SEARCH_DEFAULTS['sequences']})")
+    _add(search, "device", help="device to search on, such as cuda (default: cpu)")
+    _add(
+        search,
+        "results",
+        metavar="FILE",
+        help=f"JSON file to keep the results in after each setting; an interrupted search goes on from it. They are "
+        f"also saved with the copy, as {SEARCH_FILE}",
+    )
+    _add(parser, "trust_remote_code", action="store_true", help="run the code that a checkpoint carries")
+    return parser
+
+
+def _add(group: Any, name: str, **options: Any) -> None:
+    """An option that may be written with _ or with -."""
+    group.add_argument(*dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]), **options)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command with its arguments."""
+    options = _parser().parse_args(arguments)
+    given = {name: getattr(options, name) for name in Forgetting._fields if getattr(options, name) is not None}
+    output = None if options.output_dir is None else Path(options.output_dir)
+    rule = None if options.search else _chosen(options, given)
+    if output is not None:
+        check_new(output)
+    elif not options.search:
+        raise ValueError("Give --output_dir, the folder for the copy.")
+    found = _search(options, given) if options.search else None
+    if found is not None:
+        print(search_table(found))
+        rule = rule_of(found.best)
+        if rule == Forgetting():
+            if output is not None:
+                print("So no copy is written.")
+            return 0
+    if output is not None:
+        assert rule is not None
+        _save(options, rule, output, found)
+    return 0
+
+
+def _chosen(options: argparse.Namespace, given: dict[str, list[Any]]) -> Forgetting:
+    """The one setting to save."""
+    idle = [f"--{name}" for name in SEARCH_DEFAULTS if getattr(options, name) is not None]
+    if idle:
+        raise ValueError(f"{', '.join(idle)} goes with --search: leave it out, or give that.")
+    if several := [f"--{name}" for name, values in given.items() if len(values) > 1]:
+        raise ValueError(f"{', '.join(several)} has several values: give one, or --search, which chooses.")
+    rule = Forgetting(**{name: values[0] for name, values in given.items()})
+    if rule == Forgetting():
+        raise ValueError(
+            "Nothing would be forgotten: give --window, --retention, --insertion, --delta_scale or --search."
+        )
+    return rule
+
+
+def _search(options: argparse.Namespace, given: dict[str, list[Any]]) -> ForgettingSearch:
+    for name, default in SEARCH_DEFAULTS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+    model = _loaded(options, torch.float32)
+    settings = _grid(model, given)
+    tokenizer = load_tokenizer(options.tokenizer or options.model, options.trust_remote_code)
+    stream = load_stream(options.data, options.split, tokenizer, options.text_column)
+    tokens = evaluation_sequences(stream.tokens, options.sequences, options.length + 1)
+    unit = token_unit(tokenizer)
+    print(f"Trying {len(settings)} settings on {len(tokens)} texts of {options.length:,} {unit}s\n", flush=True)
+    return search_forgetting(
+        on_device(model, options.device),
+        tokens,
+        settings,
+        label=options.model,
+        data_description=stream.description,
+        token_unit=unit,
+        file=options.results,
+        progress=sys.stderr.isatty(),
+    )
+
+
+def _grid(model: Any, given: dict[str, list[Any]]) -> list[Forgetting]:
+    """What to try: the values given, or as many of the defaults as the model can honor."""
+    if given:
+        off: dict[str, Any] = {"retention": [1.0], "insertion": [1.0], "window": [], "delta_scale": []}
+        values = off | given
+        return forgetting_grid(values["retention"], values["insertion"], values["window"], values["delta_scale"])
+    length = getattr(model.config, "training_length", None)
+    windows = [] if length is None else [max(1, length // 2), length, 2 * length, 4 * length]
+    with forgetting(model, retention=RETENTIONS[-1]):  # refuses a model that cannot forget at all
+        pass
+    return [rule for rule in forgetting_grid(windows=windows, delta_scales=[0.5]) if _honors(model, rule)]
+
+
+def _honors(model: Any, rule: Forgetting) -> bool:
+    try:
+        with forgetting(model, **rule._asdict()):
+            return True
+    except ValueError:
+        return False
+
+
+def _loaded(options: argparse.Namespace, dtype: torch.dtype) -> Any:
+    model = load_model(options.model, options.trust_remote_code, dtype)
+    if Forgetting.of(model.config) != Forgetting():
+        raise ValueError(
+            f"{options.model} forgets already ({in_words(Forgetting.of(model.config))}): give the checkpoint that it "
+            "was made from."
+        )
+    return model
+
+
+def _save(options: argparse.Namespace, rule: Forgetting, output: Path, found: ForgettingSearch | None) -> None:
+    """Write the copy; its weights have the dtype of the checkpoint."""
+    values, _ = PreTrainedConfig.get_config_dict(options.model)
+    dtype = getattr(torch, str(values.get("dtype") or values.get("torch_dtype") or "float32"), torch.float32)
+    model = _loaded(options, dtype)
+    plain = _state_elements(model)
+    changed = {name: value for name, value in rule._asdict().items() if value != Forgetting._field_defaults[name]}
+    with forgetting(model, **changed):
+        done = [*(getattr(model.config, "interventions", None) or ()), f"forgetting at inference: {in_words(rule)}"]
+        model.config.interventions = done
+        write = None if found is None else lambda folder: write_result(folder / SEARCH_FILE, found)
+        save_checkpoint(model, tokenizer_to_copy(options.model, options.trust_remote_code), output, write)
+        if rule.window is not None:
+            print(f"State of a sequence: {plain:,} -> {_state_elements(model):,} numbers.")
+    if not hasattr(model.config, "check_forgetting"):
+        print(f"It forgets where hf_recurrent_lengthgen loads it; Transformers' {values.get('model_type')} does not.")
+    compare = shlex.join(["lengthgen", "evaluate", options.model, str(output)])
+    print(f"Saved to {output}: {in_words(rule)}. Next: {compare}")
+
+
+def _state_elements(model: Any) -> int:
+    return sum(math.prod(part) for shape in model.state_shapes() for part in shape)
