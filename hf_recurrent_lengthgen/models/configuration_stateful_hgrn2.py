@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig
 
 from .configuration_fla import FlaConfigMixin
 from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
+from .forgetting import Forgetting as Forgetting
 
 
 class StatefulHGRN2Config(FlaConfigMixin, PreTrainedConfig):

@@ -5,6 +5,7 @@ from typing import ClassVar
 from .configuration_fla import FlaConfigMixin as FlaConfigMixin
 from .configuration_fla import GatedLinearAttentionConfig
 from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
+from .forgetting import Forgetting as Forgetting
 
 FEATURE_MAPS = ("hedgehog", "t2r", "elementwise_product", "dpfp", "elu", "relu", "identity")
 

@@ -6,6 +6,7 @@ from transformers import Mamba2Config
 
 from .configuration_reference import ReferenceLayersConfigMixin
 from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
+from .forgetting import Forgetting as Forgetting
 
 
 class StatefulMamba2Config(ReferenceLayersConfigMixin, Mamba2Config):

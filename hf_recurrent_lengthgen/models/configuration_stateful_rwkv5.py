@@ -5,6 +5,7 @@ from typing import ClassVar
 from transformers import PreTrainedConfig
 
 from .configuration_stateful import StatefulConfigMixin
+from .forgetting import Forgetting as Forgetting
 
 
 class StatefulRWKV5Config(StatefulConfigMixin, PreTrainedConfig):
