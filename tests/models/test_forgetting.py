@@ -1,0 +1,292 @@
+"""Models that forget at inference, in every family: states, padding, generation, configuration, files."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
+from hf_recurrent_lengthgen.models.recurrent_state import (
+    RecurrentState,
+    load_state,
+    save_state,
+    take_rows,
+    zero_conv,
+)
+
+from .families import FAMILIES, VARIANTS, Family, build, random_tokens, variant_id
+from .law import assert_equal_up_to, weights_like
+from .test_generation import generate, greedy_by_hand
+
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
+every_variant = pytest.mark.parametrize(("family", "variant"), VARIANTS, ids=variant_id)
+STEPPED = {"mamba", "mamba2", "falcon_mamba"}
+ALL = {"window": 6, "retention": 0.97, "insertion": 0.75}
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+def inputs_of_layers(model: Any, tokens: Tensor) -> tuple[list[tuple[Any, ...]], RecurrentState]:
+    """What every layer reads in one pass over the tokens, beside state and lengths; and the final state."""
+    caught: list[tuple[Any, ...]] = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args: caught.append((args[0], args[3:])))
+        for layer in model.base_model.layers
+    ]
+    state = model(tokens).final_state
+    for hook in hooks:
+        hook.remove()
+    return caught, state
+
+
+@every_variant
+@pytest.mark.parametrize("window", [1, 7, 30])
+@torch.no_grad()
+def test_a_window_restarts_each_layer_on_its_last_inputs(family: Family, variant: str, window: int) -> None:
+    model, tokens = build(family, torch.float64, **family.variants[variant]), random_tokens(2, 50)
+    with forgetting(model, window=window):
+        inputs, state = inputs_of_layers(model, tokens)
+    zero = model.zero_state(2)
+    for layer, before, (x, extra), found in zip(model.base_model.layers, zero, inputs, state, strict=True):
+        _, earlier = layer(x[:, :-window], before, None, *extra)
+        # what the window forgets is the recurrent part; the short convolution goes on
+        _, restarted = layer(x[:, -window:], before._replace(conv=earlier.conv), None, *extra)
+        assert error(found.recurrent, restarted.recurrent) < 1e-12
+
+
+@every_family
+@torch.no_grad()
+def test_a_window_longer_than_the_text_changes_nothing(family: Family) -> None:
+    model, tokens = build(family, torch.float64), random_tokens(2, 50)
+    expected = model(tokens)
+    with forgetting(model, window=50):
+        output = model(tokens)
+    assert error(output.logits, expected.logits) < 1e-12
+
+
+@every_family
+@torch.no_grad()
+def test_multipliers_of_one_are_the_identity(family: Family) -> None:
+    model, tokens = build(family), random_tokens(2, 50)
+    expected = model(tokens)
+    with forgetting(model, retention=1.0, insertion=1.0, window=None, delta_scale=1.0):
+        output = model(tokens)
+    assert torch.equal(output.logits, expected.logits)
+    # GLA and HGRN-2 norm what a head reads, so that the insertion alone would show through the norm's epsilon only
+    with forgetting(model, retention=0.9, insertion=0.75):
+        assert error(model(tokens).logits, expected.logits) > 1e-3
+
+
+@every_family
+@pytest.mark.parametrize("settings", [ALL, {"retention": 0.9, "insertion": 1.5}], ids=["window", "multipliers"])
+def test_in_any_pieces_as_at_once_with_all_gradients(family: Family, settings: dict[str, Any]) -> None:
+    model, tokens = build(family, torch.float64), random_tokens(2, 41)
+
+    def run(sizes: list[int]) -> dict[str, Tensor]:
+        outputs, state = [], None
+        for piece in tokens.split(sizes, dim=1):
+            output = model(piece, initial_state=state)
+            state = output.final_state
+            outputs.append(output.logits)
+        logits = torch.cat(outputs, dim=1)
+        objective = (logits * weights_like(logits, 0)).sum()
+        for index, layer in enumerate(state):
+            objective = objective + (layer.recurrent * weights_like(layer.recurrent, 1 + index)).sum()
+        gradients = torch.autograd.grad(objective, list(model.parameters()))
+        named = {name: gradient for (name, _), gradient in zip(model.named_parameters(), gradients, strict=True)}
+        named |= {"logits": logits.detach()}
+        return named | {f"state {i}": layer.recurrent.detach() for i, layer in enumerate(state)}
+
+    with forgetting(model, **settings):
+        whole = run([41])
+        for sizes in ([1, 1, 7, 21, 1, 10], [1] * 41):
+            assert_equal_up_to(1e-9, run(sizes), whole)
+
+
+@every_family
+@torch.no_grad()
+def test_padding_is_neither_kept_nor_counted(family: Family) -> None:
+    model, tokens = build(family, torch.float64), random_tokens(3, 30)
+    mask = torch.ones_like(tokens)
+    mask[0, :13] = mask[1, 5:9] = mask[1, -4:] = mask[2, :29] = 0
+    with forgetting(model, **ALL):
+        first = model(tokens[:, :17], attention_mask=mask[:, :17])
+        second = model(tokens[:, 17:], attention_mask=mask[:, 17:], initial_state=first.final_state)
+        logits = torch.cat([first.logits, second.logits], dim=1)
+        for row in range(3):
+            real = mask[row].bool()
+            alone = model(tokens[row, real][None])
+            assert error(logits[row, real], alone.logits[0]) < 1e-11
+            for found, expected in zip(
+                take_rows(second.final_state, slice(row, row + 1)), alone.final_state, strict=True
+            ):
+                assert error(found.recurrent, expected.recurrent) < 1e-11
+                assert torch.allclose(found.window[:, 1:], expected.window[:, 1:], rtol=1e-11, atol=1e-13)
+
+
+@every_family
+@torch.no_grad()
+def test_generation_forgets_too(family: Family) -> None:
+    model, prompt = build(family, torch.float64), random_tokens(2, 12)
+    plain = model(prompt).logits
+    with forgetting(model, window=2, retention=0.5):
+        expected = greedy_by_hand(model, prompt)
+        assert torch.equal(generate(model, prompt)[:, 12:], expected)
+        state = model(prompt[:, :-4]).final_state
+        assert torch.equal(generate(model, prompt[:, -4:], initial_state=state)[:, 4:], expected)
+        beams = generate(model, prompt, num_beams=3)
+        assert torch.equal(generate(model, prompt[:, -4:], initial_state=state, num_beams=3)[:, 4:], beams[:, 12:])
+        assert error(model(prompt).logits, plain) > 1e-3
+
+
+@every_family
+@torch.no_grad()
+def test_bfloat16_models_keep_their_window_in_full_precision(family: Family) -> None:
+    model, tokens = build(family, torch.bfloat16), random_tokens(2, 60)
+    with forgetting(model, window=16):
+        whole = model(tokens)
+        assert {part.dtype for layer in whole.final_state for part in layer} == {torch.float32}
+        state, outputs = None, []
+        for piece in tokens.split(7, dim=1):
+            output = model(piece, initial_state=state)
+            state = output.final_state
+            outputs.append(output.logits)
+    assert error(torch.cat(outputs, dim=1), whole.logits) < 0.05
+
+
+@pytest.mark.parametrize("name", sorted(STEPPED))
+@torch.no_grad()
+def test_delta_scale_shrinks_the_steps(name: str) -> None:
+    family = next(family for family in FAMILIES if family.name == name)
+    model, tokens = build(family, torch.float64), random_tokens(2, 40)
+    with forgetting(model, delta_scale=0.5):
+        found = model(tokens)
+    # by hand: softplus(u) / 2 as the softplus of another bias is possible for no u, so scale A and B instead
+    module = __import__(type(model.base_model.layers[0].mixer).__module__, fromlist=["softplus"])
+    stock = module.softplus
+    try:
+        module.softplus = lambda x: 0.5 * stock(x)
+        expected = model(tokens)
+    finally:
+        module.softplus = stock
+    assert error(found.logits, expected.logits) < 1e-12
+    assert error(found.logits, model(tokens).logits) > 1e-3
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "no mapping": (["window"], "forgetting must be None or a mapping with some of"),
+    "unknown key": ({"size": 3}, "forgetting must be None or a mapping with some of"),
+    "window of zero": ({"window": 0}, "window must be None or a number of tokens, got 0"),
+    "window that is no number": ({"window": True}, "window must be None or a number of tokens, got True"),
+    "half a token": ({"window": 2.5}, "window must be None or a number of tokens, got 2.5"),
+    "growing state": ({"retention": 1.01}, "retention must be above 0 and at most 1, got 1.01"),
+    "retention of zero": ({"retention": 0}, "retention must be above 0 and at most 1, got 0"),
+    "nan": ({"insertion": float("nan")}, "insertion must be above 0 and finite, got nan"),
+    "text": ({"insertion": "0.5"}, "insertion must be above 0 and finite, got '0.5'"),
+    "negative step": ({"delta_scale": -1}, "delta_scale must be above 0 and at most 1, got -1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_settings_are_refused(name: str) -> None:
+    setting, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        FAMILIES[0].config(forgetting=setting)
+
+
+@every_family
+def test_steps_are_scaled_where_there_are_steps(family: Family) -> None:
+    if family.name in STEPPED:
+        assert family.config(forgetting={"delta_scale": 0.5}).forgetting == {"delta_scale": 0.5}
+        return
+    with pytest.raises(ValueError, match="delta_scale scales the step sizes of Mamba"):
+        family.config(forgetting={"delta_scale": 0.5})
+    model = build(family)
+    with pytest.raises(ValueError, match="delta_scale"), forgetting(model, delta_scale=0.5):
+        pass
+    assert model.config.forgetting is None
+
+
+@every_family
+def test_the_context_ends_and_leaves_shared_configurations_alone(family: Family) -> None:
+    config = family.config()
+    model, other = family.causal_lm_class(config), family.causal_lm_class(config)
+
+    def fail() -> None:
+        with forgetting(model, window=4):
+            assert Forgetting.of(other.config) == Forgetting()
+            assert len(model.zero_state(1)[0]) == 3
+            assert len(other.zero_state(1)[0]) == 2
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert model.config is config
+    assert all(getattr(module, "config", config) is config for module in model.modules())
+    assert config.forgetting is None
+
+
+@every_family
+@torch.no_grad()
+def test_a_checkpoint_says_what_it_forgets(family: Family, tmp_path: Path) -> None:
+    model, tokens = build(family), random_tokens(1, 30)
+    with forgetting(model, **ALL):
+        expected = model(tokens).logits
+        model.save_pretrained(tmp_path)
+    loaded = family.causal_lm_class.from_pretrained(tmp_path)
+    assert loaded.config.forgetting == ALL
+    assert torch.equal(loaded(tokens).logits, expected)
+    with forgetting(loaded):
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+@torch.no_grad()
+def test_states_with_and_without_a_window_are_not_mixed_up(tmp_path: Path) -> None:
+    model, tokens = build(FAMILIES[0]), random_tokens(2, 20)
+    plain = model(tokens).final_state
+    with forgetting(model, window=4):
+        state = model(tokens).final_state
+        with pytest.raises(ValueError, match="does not fit a model with a window"):
+            model(tokens, initial_state=plain)
+        save_state(tmp_path / "state.safetensors", state)
+        loaded, _ = load_state(tmp_path / "state.safetensors")
+        assert all(torch.equal(a, b) for x, y in zip(loaded, state, strict=True) for a, b in zip(x, y, strict=True))
+        assert len(zero_conv(loaded)[0]) == 3
+        model(tokens, initial_state=loaded)
+    with pytest.raises(ValueError, match="does not fit a model without a window"):
+        model(tokens, initial_state=state)
+    with (
+        forgetting(model, window=5),
+        pytest.raises(ValueError, match=r"part 'window' has shape \(2, 5, .*\), expected"),
+    ):
+        model(tokens, initial_state=state)
+    broken = copy.deepcopy(list(state))
+    broken[1].window[1, 2, 3] = float("nan")
+    with forgetting(model, window=4), pytest.raises(ValueError, match="layer 1, part 'window' has NaN"):
+        model(tokens, initial_state=tuple(broken))
+
+
+def test_models_that_cannot_forget_are_refused() -> None:
+    with (
+        pytest.raises(ValueError, match="Linear cannot be made to forget"),
+        forgetting(torch.nn.Linear(2, 2), window=3),
+    ):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about its own internals
+@torch.no_grad()
+def test_compiled_models_forget_the_same() -> None:
+    model, tokens = build(FAMILIES[0]), random_tokens(2, 40)
+    with forgetting(model, **ALL):
+        expected = model(tokens)
+        compiled = torch.compile(model, backend="aot_eager")
+        first = compiled(tokens[:, :20])
+        second = compiled(tokens[:, 20:], initial_state=first.final_state)
+    assert error(torch.cat([first.logits, second.logits], dim=1), expected.logits) < 1e-5
