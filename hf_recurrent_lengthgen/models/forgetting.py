@@ -81,11 +81,11 @@ def forgetting(model: Any, **settings: Any) -> Iterator[Any]:
         )
     changed = copy.copy(config)
     changed.forgetting = dict(settings) or None
-    (changed if hasattr(changed, "check_forgetting") else model).check_forgetting()
     owners = [module for module in model.modules() if getattr(module, "config", None) is config]
     try:
         for module in owners:
             module.config = changed
+        (changed if hasattr(changed, "check_forgetting") else model).check_forgetting()
         yield model
     finally:
         for module in owners:

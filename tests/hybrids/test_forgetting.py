@@ -1,0 +1,210 @@
+"""Wrapped models of Transformers that forget, against our own classes of the same weights and restarts of a layer."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import FalconMambaForCausalLM, Mamba2ForCausalLM, MambaForCausalLM
+
+from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM, StatefulMambaForCausalLM
+from hf_recurrent_lengthgen.hybrids import load_hybrid_state, save_hybrid_state, stateful
+from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
+from hf_recurrent_lengthgen.hybrids.tiny_models import VOCABULARY, tiny_model
+from hf_recurrent_lengthgen.models.forgetting import forgetting
+
+OURS = {
+    "mamba": StatefulMambaForCausalLM,
+    "falcon_mamba": StatefulMambaForCausalLM,
+    "mamba2": StatefulMamba2ForCausalLM,
+}
+FORGETFUL = [
+    "bamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "granitemoehybrid",
+    "jamba",
+    "mamba",
+    "mamba2",
+    "nemotron_h",
+    "zamba2",
+]
+REFUSAL = r"cannot be made to forget|scans the heads"
+QUICK = {"falcon_h1", "jamba", "mamba2", "nemotron_h"}
+TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in FORGETFUL]
+SETTINGS = [
+    {"window": 5},
+    {"retention": 0.9, "insertion": 0.5},
+    {"delta_scale": 0.5},
+    {"window": 9, "retention": 0.95, "insertion": 0.75, "delta_scale": 0.7},
+]
+every_setting = pytest.mark.parametrize("settings", SETTINGS, ids=str)
+
+
+def random_tokens(rows: int, length: int) -> Tensor:
+    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def wrapped(model_type: str) -> Any:
+    """A wrapped model whose layers remember: random ones forget by themselves."""
+    model = tiny_model(model_type)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.fill_(-3.0)
+            elif parameter.ndim > 1 or name.endswith("dt_bias"):
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+    return stateful(model.eval())
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+def read_in_pieces(model: Any, tokens: Tensor, sizes: list[int]) -> tuple[Tensor, Any]:
+    cache, state, outputs = model.new_attention_cache(), None, []
+    for piece in tokens.split(sizes, dim=1):
+        output = model(piece, initial_state=state, attention_cache=cache, output_final_state=True)
+        state = output.final_state
+        outputs.append(output.logits)
+    return torch.cat(outputs, dim=1), state
+
+
+@every_setting
+@pytest.mark.parametrize("model_type", OURS)
+@torch.no_grad()
+def test_wrapped_models_forget_what_our_classes_forget(model_type: str, settings: dict[str, Any]) -> None:
+    model, tokens = wrapped(model_type), random_tokens(2, 40)
+    ours = OURS[model_type](OURS[model_type].config_class.from_dict(model.config.to_dict()))
+    ours.load_state_dict(model.state_dict())
+    plain = model(tokens).logits
+    with forgetting(model, **settings), forgetting(ours, **settings):
+        expected = ours.eval()(tokens)
+        output = model(tokens, output_final_state=True)
+        assert error(model(tokens).logits, expected.logits) < 1e-5
+    assert error(output.logits, expected.logits) < 1e-5
+    assert error(output.logits, plain) > 1e-4
+    for found, layer in zip(output.final_state, expected.final_state, strict=True):
+        assert error(found.recurrent, layer.recurrent) < 1e-5
+
+
+@every_setting
+@pytest.mark.parametrize("model_type", TYPES)
+@torch.no_grad()
+def test_in_any_pieces_as_at_once(model_type: str, settings: dict[str, Any]) -> None:
+    model, tokens = wrapped(model_type), random_tokens(2, 40)
+    plain = model(tokens).logits
+    with forgetting(model, **settings):
+        whole, _ = read_in_pieces(model, tokens, [40])
+        split, state = read_in_pieces(model, tokens, [1, 1, 2, 17, 1, 3, 15])
+        assert [part.shape[1:] for layer in state for part in layer] == [s for x in model.state_shapes() for s in x]
+    assert error(split, whole) < 1e-5
+    assert error(whole, plain) > 1e-4
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+@torch.no_grad()
+def test_a_window_holds_what_its_tokens_alone_would_write(model_type: str) -> None:
+    """The first Mamba layer reads embeddings, so that its state can be made from its last inputs."""
+    model, tokens, window = wrapped(model_type), random_tokens(2, 40), 6
+    mixers = [m for m in model.modules() if hasattr(m, "ssm_state_size")]
+    first = min(mixers, key=lambda mixer: mixer.layer_idx)
+    caught: list[Tensor] = []
+
+    def record(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caught.append(args[0] if args else kwargs["hidden_states"])
+
+    hook = first.register_forward_pre_hook(record, with_kwargs=True)
+    with forgetting(model, window=window):
+        _, state = read_in_pieces(model, tokens, [40])
+    hook.remove()
+    # the decays of all tokens but the last ones, by the definition: a state that was there before them shows none of
+    # itself, so two texts that share their last tokens and the taps of the convolution before them agree
+    other = random_tokens(2, 40).flip(1)
+    taps = first.conv_kernel_size if hasattr(first, "conv_kernel_size") else 4
+    other[:, -window - taps + 1 :] = tokens[:, -window - taps + 1 :]
+    if first.layer_idx == 0:
+        with forgetting(model, window=window):
+            _, same_end = read_in_pieces(model, other, [40])
+        assert error(same_end[0].recurrent, state[0].recurrent) < 1e-5
+    _, plain = read_in_pieces(model, tokens, [40])
+    assert error(plain[first.layer_idx].recurrent, state[first.layer_idx].recurrent) > 1e-2
+
+
+@pytest.mark.parametrize("model_type", [pytest.param("falcon_h1"), pytest.param("nemotron_h", marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_generation_with_weaker_retention(model_type: str) -> None:
+    model, prompt = wrapped(model_type).double(), random_tokens(2, 8)
+    with forgetting(model, retention=0.5, insertion=0.5):
+        tokens = prompt
+        for _ in range(6):
+            logits = read_in_pieces(model, tokens, [tokens.shape[1]])[0]
+            tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
+        generated = model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert torch.equal(generated, tokens)
+
+
+def test_what_a_stock_cache_cannot_hold_is_refused() -> None:
+    model, prompt = wrapped("falcon_h1"), random_tokens(1, 4)
+    with forgetting(model, window=4):
+        with pytest.raises(ValueError, match="cache of Transformers, which holds no window"):
+            model.generate(prompt, max_new_tokens=2)
+        with pytest.raises(ValueError, match="cache of Transformers, which holds no window"):
+            model(prompt, use_cache=True)
+    mamba1 = wrapped("jamba")
+    with forgetting(mamba1, retention=0.9), pytest.raises(ValueError, match="Mamba-1 mixers step past us"):
+        mamba1.generate(prompt, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("model_type", sorted(set(SUPPORTED) - set(FORGETFUL)))
+def test_other_recurrences_are_refused(model_type: str) -> None:
+    model = stateful(tiny_model(model_type))
+    with pytest.raises(ValueError, match=REFUSAL), forgetting(model, window=4):
+        pass
+    model.config.forgetting = {"window": 4}
+    with pytest.raises(ValueError, match=REFUSAL):
+        model(random_tokens(1, 4))
+
+
+@torch.no_grad()
+def test_zamba_forgets_without_a_window() -> None:
+    model, tokens = wrapped("zamba"), random_tokens(2, 30)
+    plain = model(tokens).logits
+    with forgetting(model, retention=0.9, insertion=0.5, delta_scale=0.8):
+        whole, _ = read_in_pieces(model, tokens, [30])
+        split, _ = read_in_pieces(model, tokens, [1, 7, 1, 21])
+    assert error(split, whole) < 1e-5
+    assert error(whole, plain) > 1e-4
+
+
+def test_a_config_that_forgets_is_honored_when_a_model_is_wrapped() -> None:
+    stock = tiny_model("falcon_h1")
+    stock.config.forgetting = {"retention": 1.5}
+    with pytest.raises(ValueError, match="retention must be above 0 and at most 1"):
+        stateful(stock)
+    delta = tiny_model("qwen3_next")
+    delta.config.forgetting = {"retention": 0.9}
+    with pytest.raises(ValueError, match="cannot be made to forget"):
+        stateful(delta)
+
+
+@torch.no_grad()
+def test_states_with_a_window_are_saved_and_read(tmp_path: Any) -> None:
+    model, tokens = wrapped("falcon_h1"), random_tokens(1, 20)
+    with forgetting(model, window=6):
+        cache = model.new_attention_cache()
+        state = model(tokens, attention_cache=cache, output_final_state=True).final_state
+        save_hybrid_state(tmp_path / "state", state, cache)
+        loaded, loaded_cache, _ = load_hybrid_state(tmp_path / "state", model)
+        expected = model(tokens[:, :5], initial_state=state, attention_cache=cache).logits
+        found = model(tokens[:, :5], initial_state=loaded, attention_cache=loaded_cache).logits
+    assert torch.equal(found, expected)
+
+
+def test_stock_classes_of_ours_are_what_is_wrapped() -> None:
+    """What `OURS` compares with are the stock implementations, not ours."""
+    stock = {"mamba": MambaForCausalLM, "falcon_mamba": FalconMambaForCausalLM, "mamba2": Mamba2ForCausalLM}
+    for model_type, cls in stock.items():
+        assert isinstance(copy.deepcopy(wrapped(model_type)), cls)
