@@ -89,7 +89,7 @@ def test_head_dims_by_default(family: Family) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("padding", [False, True])
 def test_with_linear_attention_the_pieces_equal_the_whole(family: Family, checkpointing: bool, padding: bool) -> None:
-    model = model_of(family, **LINEAR)
+    model = model_of(family, use_bias=True, **LINEAR)  # with biases, padding does not stay 0
     mask = torch.ones(2, 65, dtype=torch.long)
     mask[0, :7], mask[1, 20:31], mask[1, 60:] = 0, 0, 0
 
