@@ -27,6 +27,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import (
     forward_plan,
     progress_bar,
     stream_chunks,
+    window_elements,
 )
 
 SHORTEST_TRAINING_LENGTH = 4
@@ -89,7 +90,8 @@ def window_nll(
             bar.update(rows.size - len(rows))
             return np.concatenate(pieces, axis=1)
 
-        batch, _ = forward_plan(len(windows), training_length, vocabulary, batch_size, chunk_length)
+        state = window_elements(model)
+        batch, _ = forward_plan(len(windows), training_length, vocabulary, batch_size, chunk_length, state)
         for first in range(0, len(windows), batch):
             origins = windows[first : first + batch]
             for (sequence, start), nll in zip(origins, run(origins, training_length), strict=True):

@@ -9,6 +9,7 @@ trained on blocks of T + 1 tokens was trained on the positions [0, T).
 """
 
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import (
     RecurrentState,
     concatenate_rows,
@@ -30,6 +32,8 @@ TOKENS_PER_FORWARD = 4096
 """Most tokens in one forward pass (rows x chunk) unless the caller chooses; bounds the activations."""
 LOGITS_PER_FORWARD = 2**25
 """Most logits in one forward pass (rows x chunk x vocabulary) unless the caller chooses: 128 MiB."""
+STATES_PER_FORWARD = 2**28
+"""Most numbers in the windows of states that forget (rows x state) unless the caller chooses: 1 GiB."""
 SHORTEST_CHUNK = 64
 """Rows are split into batches before a chunk gets shorter than this many tokens."""
 
@@ -89,16 +93,27 @@ def check_tokens(tokens: Tokens, vocabulary: int, shortest: int = 1) -> np.ndarr
     return array
 
 
+def window_elements(model: Any) -> int:
+    """Numbers in the state of a row if it holds a window of tokens (`Forgetting`), which makes it large; else 0."""
+    if Forgetting.of(model.config).window is None:
+        return 0
+    return sum(math.prod(part) for shape in model.state_shapes() for part in shape)
+
+
 def forward_plan(
-    rows: int, length: int, vocabulary: int, batch_size: int | None, chunk_length: int | None
+    rows: int, length: int, vocabulary: int, batch_size: int | None, chunk_length: int | None, state: int = 0
 ) -> tuple[int, int]:
-    """Rows and tokens of one forward pass: the caller's, or the most within the two limits of this module."""
+    """Rows and tokens of one forward pass: the caller's, or the most within the three limits of this module.
+
+    `state` is the `window_elements` of a row.
+    """
     for name, value in (("batch_size", batch_size), ("chunk_length", chunk_length)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, or None to choose by memory; got {value}.")
     tokens = max(1, min(TOKENS_PER_FORWARD, LOGITS_PER_FORWARD // vocabulary))
     if batch_size is None:
         batch_size = max(1, tokens // min(length, chunk_length or SHORTEST_CHUNK))
+        batch_size = max(1, min(batch_size, STATES_PER_FORWARD // max(state, 1)))
     batch_size = min(batch_size, rows)
     return batch_size, min(length, chunk_length or max(1, tokens // batch_size))
 
@@ -220,7 +235,7 @@ def stream_nll(
         raise ValueError(
             f"initial_state has {state_batch_size(initial_state)} rows, the tokens {sequences} sequences."
         )
-    batch, chunk = forward_plan(sequences, length, vocabulary, batch_size, chunk_length)
+    batch, chunk = forward_plan(sequences, length, vocabulary, batch_size, chunk_length, window_elements(model))
     nll = np.empty((sequences, length), np.float32)
     final_states = []
     with evaluation_mode(model), progress_bar(sequences * length, "stream", progress) as bar:

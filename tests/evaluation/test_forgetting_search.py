@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hf_recurrent_lengthgen import StatefulGLAConfig, StatefulGLAForCausalLM
 from hf_recurrent_lengthgen import StatefulMamba2Config as Config
 from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM as Model
-from hf_recurrent_lengthgen.evaluation import forgetting_search
+from hf_recurrent_lengthgen.evaluation import forgetting_search, streaming
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.forgetting_search import (
     PAPER,
@@ -109,7 +109,7 @@ def test_where_the_past_never_misleads_no_forgetting_is_best_and_that_is_said(st
 
 
 def test_of_equal_settings_no_forgetting_is_best(steady: np.ndarray) -> None:
-    found = search(Statistician(), steady, settings=[Forgetting(delta_scale=0.5), Forgetting(window=7)])
+    found = search(Statistician(), steady, settings=[Forgetting(delta_scale=0.5), Forgetting(delta_scale=0.25)])
     assert len({trial.loss.mean for trial in found.trials}) == 1
     assert found.best is found.trials[0]
 
@@ -141,6 +141,15 @@ def test_a_model_of_this_package_is_measured_under_each_setting_and_left_as_it_w
         nll = nn.functional.cross_entropy(logits.mT, tokens[:, 1:], reduction="none")
         assert trial.losses == pytest.approx(nll.mean(1).tolist(), rel=1e-5)
     assert len({trial.loss.mean for trial in found.trials}) == 4
+
+
+def test_large_windows_are_measured_in_smaller_batches(steady: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = mamba2(), []
+    model.register_forward_pre_hook(lambda _, __, given: rows.append(len(given["input_ids"])), with_kwargs=True)
+    # of a layer: 16 x 4 state, 24 x 3 convolution, and B, x, Delta and one more of each of 100 tokens, and one row
+    monkeypatch.setattr(streaming, "STATES_PER_FORWARD", 2 * 2 * (64 + 72 + 101 * (4 + 16 + 2 + 1)))
+    search(model, steady, settings=[Forgetting(window=100)])
+    assert set(rows) == {4, 2}
 
 
 def test_a_search_goes_on_where_it_stopped_and_ends_the_same(

@@ -157,6 +157,8 @@ def test_forward_plan_keeps_to_its_limits() -> None:
     assert forward_plan(32, 4096, 50_280, None, None) == (10, 66)
     assert forward_plan(5, 30, 2**26, None, None) == (1, 1)
     assert forward_plan(32, 4096, 384, 2, 10_000) == (2, 4096)
+    assert forward_plan(32, 4096, 384, None, None, state=2**25) == (8, 512)
+    assert forward_plan(32, 4096, 384, None, None, state=2**30) == (1, 4096)
     with pytest.raises(ValueError, match="chunk_length must be at least 1"):
         forward_plan(1, 10, 10, None, 0)
 
