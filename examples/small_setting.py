@@ -1,4 +1,4 @@
-"""The setting of the studies in `interventions/` and `failure/`: the model and the text of `lengthgen demo`.
+"""The setting of the studies in `interventions/`, `failure/` and `forgetting/`: model and text of `lengthgen demo`.
 
 A stage is one training run and its measurement. Its folder holds the checkpoint and `stage.json`. A stage that is
 there with the same settings is not run again, so that an interrupted study continues where it stopped.
@@ -153,21 +153,23 @@ class Study:
         print(f"seed {seed} {name}: loss {float(found['log'][-1]['loss']):.3f}, harm {harm:+.3f}", flush=True)
         return found
 
-    def measure(self, model: StatefulMamba2ForCausalLM, length: int, seed: int) -> Result:
+    def measure(self, model: StatefulMamba2ForCausalLM, length: int, seed: int, misalignment: bool = True) -> Result:
         """What the studies keep of an evaluation; nats per byte, positions in bytes."""
         result = evaluate_model(
             model, self.texts, length, label="", data_description=self.description, seed=seed, progress=False
         )
         position, harm = result.position_wise.coarse, result.harm.curves.coarse
-        return {
+        found = {
             "nll": {"edges": position.edges, "mean": [round(x, 4) for x in position.mean]},
             "harm": {"edges": harm.edges, "mean": [round(x, 4) for x in harm.mean]},
             "harm_last": asdict(result.harm.last),
             "harm_range": result.harm.last_range,
             "in_window": asdict(result.in_window.loss),
             "context_use": asdict(result.in_window.context_use),
-            "misalignment": long_short_misalignment(model, self.texts, length, seed=0, progress=False).mean,
         }
+        if misalignment:
+            found["misalignment"] = long_short_misalignment(model, self.texts, length, seed=0, progress=False).mean
+        return found
 
     def write_results(self, path: Path, found: dict[str, dict[int, Result]]) -> None:
         """Measurements by stage and seed as JSON, one seed of a stage a line."""
