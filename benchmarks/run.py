@@ -18,6 +18,7 @@ import torch
 from alignment import bench_alignment, peak_of_alignment
 from chunked_backprop import bench_chunked_backprop, peak_of_chunks
 from families import bench_gla, bench_mamba1, bench_rwkv6, peak_of_mamba1, peak_of_scan
+from forgetting import bench_window, peak_of_window
 from measure import in_own_process, peak_mib, saved_bytes, take_turns
 from statex import bench_statex
 from torch import nn
@@ -167,6 +168,7 @@ BENCHMARKS = {
     "chunked_backprop": bench_chunked_backprop,
     "statex": bench_statex,
     "stream": bench_stream,
+    "window": bench_window,
 }
 CALLS = {
     "peak_of_pass": peak_of_pass,
@@ -175,6 +177,7 @@ CALLS = {
     "peak_of_chunks": peak_of_chunks,
     "peak_of_mamba1": peak_of_mamba1,
     "peak_of_scan": peak_of_scan,
+    "peak_of_window": peak_of_window,
 }
 
 

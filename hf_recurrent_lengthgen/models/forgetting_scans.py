@@ -41,6 +41,7 @@ _CHUNK = 64
 _SLAB_TOKENS, _SLAB_ELEMENTS = 16, 2**16
 # How far inputs may be scaled up against a shared decay, as a logarithm.
 _LARGEST_SCALE = 30.0
+_LOG2_E = math.log2(math.e)
 
 Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -177,11 +178,11 @@ class SelectiveRecurrence(_SteppedRecurrence):
 
     def _decays(self, sums: Tensor, channels: slice) -> Tensor:
         """Decays (Q, B, N, D) from sums (B, Q, D + 1) of g: the channels come last, as in scan_selective.py."""
-        steps, shared = sums[..., :-1][..., channels], sums[..., -1:]
-        exponents = steps.transpose(0, 1)[:, :, None] * self.A[channels].mT
+        sums = sums.transpose(0, 1)[:, :, None] * _LOG2_E  # (Q, B, 1, D + 1)
+        exponents = sums[..., :-1][..., channels] * self.A[channels].mT
         if self.retention < 1:
-            exponents = exponents.sub_(shared.transpose(0, 1)[:, :, None])
-        return _times(exponents, math.log2(math.e)).exp2_()
+            exponents = exponents - sums[..., -1:]
+        return exponents.exp2_()
 
     def _written(self, channels: slice, k: Tensor, v: Tensor, g: Tensor, rest: Tensor) -> Tensor:
         """What tokens write, decayed by `rest`: (Q, B, N, D)."""
@@ -357,7 +358,7 @@ def _last_tokens(old: Tensor, new: Tensor, lengths: Tensor | None) -> Tensor:
 
 def _exp(x: Tensor) -> Tensor:
     """exp; the exp of a CPU takes many times as long where it underflows."""
-    return torch.exp2(x * math.log2(math.e))
+    return torch.exp2(x * _LOG2_E)
 
 
 def _times(new: Tensor, factor: Tensor | float) -> Tensor:
