@@ -1,0 +1,96 @@
+"""Speed and memory of a sliding-window state: the scans over a text with a window against those without."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from measure import in_own_process, peak_mib, take_turns
+from torch import Tensor
+from torch.nn.functional import logsigmoid, pad
+
+from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
+from hf_recurrent_lengthgen.models.forgetting_scans import (
+    GatedRecurrence,
+    Recurrence,
+    SelectiveRecurrence,
+    SSDRecurrence,
+    forgetful_scan,
+)
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, WindowedLayerState
+from hf_recurrent_lengthgen.models.scan_gla import scan_gla
+from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6
+from hf_recurrent_lengthgen.models.scan_selective import scan_selective
+from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
+
+LENGTH, WINDOW = 16_384, 4096
+LENGTHS = (65_536, 1_048_576)
+Inputs = tuple[Recurrence, tuple[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def inputs_of(family: str) -> Inputs:
+    """A recurrence at the dimensions of a model of 130 to 400 million parameters, its inputs and the zero state."""
+    torch.manual_seed(0)
+    T = LENGTH
+    if family == "mamba2":
+        x, B, C = torch.randn(1, T, 24, 64), torch.randn(1, T, 1, 128), torch.randn(1, T, 1, 128)
+        dt, A = torch.rand(1, T, 24) * 0.1, -torch.rand(24)
+        recurrence: Recurrence = SSDRecurrence(scan_ssd, A, torch.ones(24), 1.0)
+        return recurrence, (C, B, x, pad(dt, (0, 1))), torch.zeros(1, 24, 64, 128)
+    if family == "mamba":
+        x, B, C = torch.randn(1, T, 1536), torch.randn(1, T, 16), torch.randn(1, T, 16)
+        dt, A = torch.rand(1, T, 1536) * 0.1, -torch.rand(1536, 16)
+        recurrence = SelectiveRecurrence(scan_selective, A, torch.ones(1536), 1.0)
+        return recurrence, (C, B, x, pad(dt, (0, 1))), torch.zeros(1, 1536, 16)
+    q, k, v = torch.randn(1, T, 4, 128) / 11, torch.randn(1, T, 4, 128), torch.randn(1, T, 4, 256)
+    g, u = logsigmoid(torch.randn(1, T, 4, 128)) / 16, torch.randn(4, 128)
+    if family == "rwkv6":
+
+        def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            return scan_rwkv6(q, k, v, g, u, state)
+
+        return GatedRecurrence(scan, reads_before=True), (q, k, v, g), torch.zeros(1, 4, 256, 128)
+    return GatedRecurrence(partial(scan_gla)), (q, k, v, g), torch.zeros(1, 4, 256, 128)
+
+
+def passes(family: str) -> dict[str, Callable[[], None]]:
+    """One pass with the window, and one without, as `take_turns` takes them: its ratio is theirs / ours."""
+    recurrence, inputs, zero = inputs_of(family)
+    none = zero.new_zeros(1, 0)
+    features = sum(t[0, 0].numel() for t in inputs[1:])
+    with_window = WindowedLayerState(zero, none, zero.new_zeros(1, 1 + WINDOW, features))
+
+    @torch.no_grad()
+    def plain() -> None:
+        forgetful_scan(Forgetting(), recurrence, *inputs, LayerState(zero, none))
+
+    @torch.no_grad()
+    def windowed() -> None:
+        forgetful_scan(Forgetting(window=WINDOW), recurrence, *inputs, with_window)  # type: ignore[arg-type]
+
+    return {"ours": plain, "theirs": windowed}
+
+
+def bench_window(rounds: int) -> dict[str, float]:
+    """Forward scans over 16,384 tokens with a window of 4096 against without, B 1; a stream of 1M tokens in memory."""
+    result = {}
+    for family in ("mamba2", "gla", "rwkv6", "mamba"):
+        seconds, ratio = take_turns(rounds, passes(family))
+        result |= {f"{family}_tokens_per_second": LENGTH / seconds["ours"], f"{family}_window_to_plain_time": ratio}
+    peak = {n: in_own_process("peak_of_window", str(n))["peak_mib"] for n in LENGTHS}
+    return result | {f"peak_mib_at_{n}": value for n, value in peak.items()}
+
+
+def peak_of_window(length: str) -> dict[str, float]:
+    """Peak memory of a process that streams a text through the demo's model with a window of 1024."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 259, "hidden_size": 96, "num_heads": 6, "head_dim": 32, "state_size": 32}
+    model = StatefulMamba2ForCausalLM(StatefulMamba2Config(**sizes, n_groups=1, num_hidden_layers=2)).eval()
+    state = None
+    with torch.no_grad(), forgetting(model, window=1024):
+        for _ in range(int(length) // 4096):
+            tokens = torch.randint(259, (1, 4096))
+            state = model(tokens, initial_state=state, logits_to_keep=1).final_state
+    return {"peak_mib": peak_mib()}
