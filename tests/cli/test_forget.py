@@ -1,6 +1,8 @@
 """`lengthgen forget`: checkpoints that forget by themselves."""
 
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,14 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM, load_model
+from hf_recurrent_lengthgen.cli import forget as forget_module
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import Comparison, ForgettingSearch
 from hf_recurrent_lengthgen.hybrids.tiny_models import tiny_model
-from hf_recurrent_lengthgen.models.forgetting import forgetting
+from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
+from hf_recurrent_lengthgen.recipes import RECIPES
 from tests.models.test_remote_code import stranger
 from tests.surgery.test_state_expansion import with_hybrids
 
@@ -239,6 +243,26 @@ def test_a_checkpoint_that_forgets_is_not_made_to_forget_again(
     for arguments in (["--output_dir", tmp_path / "two", "--window", 8], search):
         assert forget(tmp_path / "one", *arguments) == 1
         assert "forgets already (window 4): give the checkpoint that it was made from" in capsys.readouterr().err
+
+
+def test_the_commands_of_the_recipes_are_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    done: list[Any] = []
+
+    def searched(options: Any, given: dict[str, list[Any]]) -> Any:
+        done.append(given)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(forget_module, "_search", searched)
+    monkeypatch.setattr(forget_module, "_save", lambda options, rule, output, found: done.append(rule))
+    for command in re.findall(r"`lengthgen (forget .*)`", (RECIPES / "README.md").read_text()):
+        main(shlex.split(command))
+    assert done == [
+        Forgetting(0.9999, 0.75),
+        {"retention": [1.0, 0.99999, 0.9999, 0.999], "insertion": [1.0, 0.9, 0.75, 0.5]},
+        Forgetting(window=8192),
+        Forgetting(delta_scale=0.5),
+    ]
 
 
 def test_a_failed_save_leaves_nothing_behind(
