@@ -1,0 +1,203 @@
+"""Output representations (OutRep): predict mean, length or sum of bit strings longer than those of training.
+
+"Output Alignment: A Top-Down Approach to Length Generalization", section 3 (Figure 1) and appendices C and F, in
+small: strings of 1 to 10 bits in training, up to 50 in the test. Writes into the output folder:
+output_representations.png, .md and .json, and one file per run. An interrupted study continues.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.ticker import NullLocator
+from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
+
+from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2Model
+from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
+from hf_recurrent_lengthgen.data.tasks import BitStrings, StringCollator, errors_by_length
+from hf_recurrent_lengthgen.plotting.images import save_png
+from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, MUTED, mark_training_lengths
+from hf_recurrent_lengthgen.references import DecoderTransformer, ScalarRegression
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from small_setting import markdown, panels
+
+TRAINED = (1, 10)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Sizes of all runs; lengths in bits."""
+
+    steps: int = 600
+    batch_size: int = 32
+    learning_rate: float = 3e-3
+    hidden_size: int = 32
+    layers: int = 2
+    samples: int = 256
+    lengths: tuple[int, ...] = (1, 2, 5, 8, 10, 12, 15, 20, 25, 30, 40, 50)
+
+
+TINY = Setting(steps=2, batch_size=2, hidden_size=16, layers=1, samples=2)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A quantity to predict, the model, and f of the target."""
+
+    quantity: str
+    model: str
+    target: str = "identity"
+    uniform_mean: bool = False
+
+
+MODELS = {"none": "NoPE", "learned": "learned positions", "rope": "RoPE", "alibi": "ALiBi", "mamba2": "Mamba-2"}
+TARGETS = {"identity": "y", "sqrt": "√y", "log": "log y", "inverse_sqrt": "1/√y"}
+POSITIONS = {quantity: [Stage(quantity, model) for model in MODELS] for quantity in ("mean", "length")}
+OUTPUTS = {quantity: [Stage(quantity, "none", target) for target in TARGETS] for quantity in ("length", "sum")}
+OTHERS = [Stage("mean", "none", uniform_mean=True), Stage("length", "mamba2", "inverse_sqrt")]
+STAGES = list(dict.fromkeys([s for group in (*POSITIONS.values(), *OUTPUTS.values(), OTHERS) for s in group]))
+
+
+def name_of(stage: Stage) -> str:
+    """As a key and a file name."""
+    return "_".join([stage.quantity, stage.model, stage.target, *(["uniform"] if stage.uniform_mean else [])])
+
+
+def model_of(stage: Stage, setting: Setting) -> ScalarRegression:
+    """About as many parameters whatever the model."""
+    size = setting.hidden_size
+    if stage.model != "mamba2":
+        longest = max(setting.lengths) + 2
+        return ScalarRegression(DecoderTransformer(5, stage.model, size, setting.layers, max_length=longest), size)
+    heads = {"num_heads": 4, "head_dim": size // 2, "n_groups": 1, "state_size": 16}
+    config = StatefulMamba2Config(vocab_size=5, hidden_size=size, num_hidden_layers=setting.layers, **heads)
+    return ScalarRegression(StatefulMamba2Model(config), size)
+
+
+def run(stage: Stage, seed: int, setting: Setting, output: Path) -> dict[str, Any]:
+    """Train and measure, or read what is there with the same settings."""
+    file = output / f"seed{seed}" / f"{name_of(stage)}.json"
+    key = json.loads(json.dumps({"setting": asdict(setting), "stage": asdict(stage), "seed": seed}))
+    if file.is_file() and (kept := json.loads(file.read_text(encoding="utf-8")))["key"] == key:
+        return kept
+    set_seed(seed)
+    model = model_of(stage, setting)
+    samples = setting.steps * setting.batch_size
+    data = BitStrings(stage.quantity, TRAINED, samples, seed, stage.target, stage.uniform_mean)
+    arguments = TrainingArguments(
+        output_dir=str(file.parent / "trainer"),
+        max_steps=setting.steps,
+        per_device_train_batch_size=setting.batch_size,
+        learning_rate=setting.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=0.1,
+        max_grad_norm=1.0,
+        seed=seed,
+        logging_steps=max(1, setting.steps // 4),
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        use_cpu=True,
+    )
+    with quiet_libraries("warnings", "bars"):
+        trainer = Trainer(model, arguments, StringCollator(), train_dataset=data)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    errors = errors_by_length(model, data, setting.lengths, setting.samples)
+    log = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    found = {"key": key, "losses": log, "parameters": sum(p.numel() for p in model.parameters())}
+    found["errors"] = {str(length): float(f"{error:.4g}") for length, error in errors.items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(found), encoding="utf-8")
+    print(
+        f"seed {seed} {name_of(stage)}: loss {log[-1]:.2g}, error at 50 bits {found['errors']['50']:.2g}", flush=True
+    )
+    return found
+
+
+Found = dict[Stage, dict[int, dict[str, Any]]]
+
+
+def inside(result: dict[str, Any]) -> float:
+    """Mean error at the measured lengths of training."""
+    return statistics.fmean(error for length, error in result["errors"].items() if int(length) <= TRAINED[1])
+
+
+def cell(values: Iterable[float]) -> str:
+    """Mean over seeds, least and most."""
+    numbers = list(values)
+    mean = f"{statistics.fmean(numbers):.2g}"
+    return mean if len(numbers) == 1 else f"{mean} ({min(numbers):.2g} to {max(numbers):.2g})"
+
+
+def table(found: Found) -> str:
+    """Mean squared errors in the units of the quantity."""
+    beyond = (12, 20, 30, 50)
+    rows = []
+    for stage, seeds in found.items():
+        quantity = f"{stage.quantity}, uniform" if stage.uniform_mean else stage.quantity
+        errors = [cell(inside(result) for result in seeds.values())]
+        errors += [cell(result["errors"][str(length)] for result in seeds.values()) for length in beyond]
+        rows.append([quantity, MODELS[stage.model], TARGETS[stage.target], ", ".join(map(str, seeds)), *errors])
+    return markdown(["predicted", "model", "target", "seeds", "1 to 10 bits", *(f"{n} bits" for n in beyond)], rows)
+
+
+def picture(found: Found, lengths: tuple[int, ...], path: Path) -> None:
+    """Figures 1a, 1b, 1c and 4b: error against length, the mean over seeds and the band from least to most."""
+    titles = ("Mean, by position encoding", "Length, by position encoding", "Length, by target", "Sum, by target")
+    figure, axes = panels([f"{title} (squared error)" for title in titles], 2)
+    groups = [POSITIONS["mean"], POSITIONS["length"], OUTPUTS["length"], OUTPUTS["sum"]]
+    colors = ("#d55e00", "#0072b2", "#009e73", "#a8780f", "#aa4499")
+    for axis, group in zip(axes, groups, strict=True):
+        axis.set_yscale("log")
+        axis.set_xlim(1, max(lengths))
+        by_target = len({stage.target for stage in group}) > 1
+        for stage, color in zip(group, colors, strict=False):
+            columns = [[seed["errors"][str(length)] for seed in found[stage].values()] for length in lengths]
+            label = f"NoPE, target {TARGETS[stage.target]}" if by_target else MODELS[stage.model]
+            axis.plot(lengths, [statistics.fmean(column) for column in columns], color=color, linewidth=2, label=label)
+            axis.fill_between(lengths, list(map(min, columns)), list(map(max, columns)), color=color, alpha=0.18, lw=0)
+        axis.set_ylim(bottom=1e-7)
+        axis.yaxis.set_minor_locator(NullLocator())
+        axis.set_xlabel("Bits", fontsize=FONT_SIZE - 1, color=MUTED)
+        mark_training_lengths(axis, [TRAINED[1]])
+        axis.legend(fontsize=FONT_SIZE - 2.5, frameon=False, loc="lower right")
+    save_png(figure, path)
+
+
+def main() -> None:
+    """Run what is missing and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", default="demo-output/output_representations", help="folder (%(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds in this order (0 1 2)")
+    parser.add_argument("--tiny", action="store_true", help="sizes that show in seconds that the command works")
+    options = parser.parse_args()
+    setting, output = TINY if options.tiny else Setting(), Path(options.output)
+    found: Found = {stage: {} for stage in STAGES}
+    for seed in options.seeds:
+        for stage in STAGES:
+            found[stage][seed] = run(stage, seed, setting, output)
+    text = table(found)
+    (output / "output_representations.md").write_text(text, encoding="utf-8")
+    lines = []
+    for stage, seeds in found.items():
+        kept = {str(seed): {key: result[key] for key in ("losses", "errors")} for seed, result in seeds.items()}
+        rows = ",\n".join(f"{json.dumps(seed)}: {json.dumps(result)}" for seed, result in kept.items())
+        lines.append(f"{json.dumps(name_of(stage))}: {{\n{rows}}}")
+    stages = ",\n".join(lines)
+    (output / "output_representations.json").write_text(
+        f'{{"setting": {json.dumps(asdict(setting))},\n"stages": {{\n{stages}}}}}\n', encoding="utf-8"
+    )
+    picture(found, setting.lengths, output / "output_representations.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The study of output representations runs in miniature, continues, and its table holds the numbers of its file."""
+
+import json
+import re
+import runpy
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "examples" / "output_representations"
+
+
+def run_study(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py", "--tiny", *map(str, arguments)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    runpy.run_path(str(FOLDER / "run.py"), run_name="__main__")
+
+
+def test_the_study_runs_and_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_study(monkeypatch, "--output", tmp_path, "--seeds", 4)
+    printed = capsys.readouterr().out
+    table = (tmp_path / "output_representations.md").read_text()
+    assert table in printed
+    results = json.loads((tmp_path / "output_representations.json").read_text())
+    assert len(results["stages"]) == len(table.splitlines()) - 2 == 19
+    assert set(results["stages"]["sum_none_log"]["4"]["errors"]) == set(map(str, results["setting"]["lengths"]))
+    assert (tmp_path / "output_representations.png").read_bytes().startswith(b"\x89PNG")
+
+    (tmp_path / "seed4" / "length_rope_identity.json").unlink()
+    run_study(monkeypatch, "--output", tmp_path, "--seeds", 4)
+    again = [line for line in capsys.readouterr().out.splitlines() if line.startswith("seed")]
+    assert again == [line for line in printed.splitlines() if line.startswith("seed 4 length_rope_identity:")]
+    assert (tmp_path / "output_representations.md").read_text() == table
+
+
+def test_the_table_holds_the_numbers_of_the_result_file() -> None:
+    table = [line for line in (FOLDER / "README.md").read_text().splitlines() if line.startswith("| ")][2:]
+    stages = json.loads((FOLDER / "output_representations.json").read_text())["stages"]
+    assert len(table) == len(stages) == 19
+    for line, (name, seeds) in zip(table, stages.items(), strict=True):
+        cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+        assert cells[0].startswith(name.partition("_")[0])
+        assert cells[3] == ", ".join(seeds) == "0, 1, 2"
+        for cell, length in zip(cells[5:], (12, 20, 30, 50), strict=True):
+            errors = [found["errors"][str(length)] for found in seeds.values()]
+            numbers = [float(number) for number in re.findall(r"[\d.]+(?:e[+-]\d+)?", cell)]
+            assert numbers == [float(f"{x:.2g}") for x in (statistics.fmean(errors), min(errors), max(errors))]
