@@ -58,6 +58,21 @@ def test_the_training_scripts_run(name: str, tmp_path: Path, monkeypatch: pytest
     assert weights["backbone.layers.1.mixer.A_log"].shape == (6,)
 
 
+def test_a_model_learns_to_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_example("copying_trainer.py", monkeypatch, "--steps", 1, "--output", tmp_path / "out")
+    shown = capsys.readouterr().out
+    assert [line.split(" symbols: ")[0] for line in shown.splitlines() if "of the strings" in line] == [
+        "10",
+        "20",
+        "40",
+    ]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["training_length"] == 22
+    assert config["task"] == {"name": "copying", "length": [5, 10], "vocabulary": 16}
+
+
 def test_a_document_is_read_once_and_asked_from_the_file(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
