@@ -25,6 +25,7 @@ from .models import (
     StatefulRWKV6ForCausalLM,
     StatefulRWKV6Model,
 )
+from .models.forgetting import Forgetting, forgetting
 from .models.recurrent_state import (
     LayerState,
     RecurrentState,
@@ -38,6 +39,7 @@ from .models.recurrent_state import (
 )
 
 __all__ = [
+    "Forgetting",
     "LayerState",
     "RecurrentState",
     "StatefulGLAConfig",
@@ -63,6 +65,7 @@ __all__ = [
     "StatefulRWKV6Model",
     "concatenate_rows",
     "detach_state",
+    "forgetting",
     "keep_rows",
     "load_model",
     "load_state",
