@@ -1,7 +1,7 @@
 """Larger states after training (StateX, arXiv:2509.22630) on associative recall, against plain further training.
 
 A base, a Mamba-2 of four layers with a small state, learns to recall more pairs than its state holds. Each method then
-trains it further with the same steps and rows: as it is ("vanilla"), or with 4 times the state in 1, 2 or 4 layers,
+trains it further with the same steps and rows: as it is ("vanilla"), or with 8 times the state in 1, 2 or 4 layers,
 whose recurrence starts anew ("reinit") or is kept ("inherit"). A model that had the large states from its first step
 on is trained for all these steps, too. Writes state_expansion.png, .md and .json; an interrupted run continues.
 """
@@ -33,17 +33,17 @@ class Settings:
     """Sizes of the study; pairs are the least and the most in a training row."""
 
     hidden_size: int = 32
-    head_dim: int = 16
+    head_dim: int = 32
     layers: int = 4
-    state_size: int = 4
-    factor: int = 4
-    pairs: tuple[int, int] = (4, 16)
-    vocabulary: int = 64
-    base_steps: int = 800
-    steps: int = 400
+    state_size: int = 2
+    factor: int = 8
+    pairs: tuple[int, int] = (4, 12)
+    vocabulary: int = 32
+    base_steps: int = 600
+    steps: int = 300
     batch_size: int = 32
     learning_rate: float = 1e-2
-    evaluated_pairs: tuple[int, ...] = (4, 8, 16, 24)
+    evaluated_pairs: tuple[int, ...] = (4, 8, 12, 16)
     evaluation_rows: int = 256
 
 
