@@ -1,0 +1,221 @@
+"""Let one small model forget at inference, without training, and compare: position-wise loss and context harm.
+
+After Fig. 4 of arXiv:2410.07145: less retention and insertion (RRI), a sliding window on the states, and LongMamba's
+smaller steps. The model is the base of `lengthgen demo`, one per seed; state passing, a cure by training, stands
+beside. RRI is searched for on texts of the training split. Writes into the output folder: forgetting.png,
+forgetting.md, forgetting.json, and per seed both checkpoints, the searches and measurements. An interrupted run
+continues.
+"""
+
+import json
+import sys
+from copy import copy
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from hf_recurrent_lengthgen import load_model
+from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
+from hf_recurrent_lengthgen.data import byte_tokenizer, evaluation_sequences
+from hf_recurrent_lengthgen.evaluation.forgetting_search import (
+    INSERTIONS,
+    PAPER,
+    forgetting_grid,
+    in_words,
+    rule_of,
+    search_forgetting,
+)
+from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
+from hf_recurrent_lengthgen.plotting.images import save_png
+from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, position_axis
+from hf_recurrent_lengthgen.trainers import StatePassingTrainer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from small_setting import Result, Study, Training, draw, markdown, nll_last, over_seeds, panels, parse
+
+WINDOWS = (0.5, 1, 2, 4)
+"""In training lengths."""
+RETENTIONS = (1.0, 0.9999, 0.999, 0.99, 0.97, 0.9)
+"""For the search: the last one halves a state within 7 bytes."""
+
+
+def on_longer_texts(study: Study) -> Study:
+    """The study with half as many texts of twice the length, to measure on."""
+    settings = study.settings
+    longer = copy(study)
+    longer.settings = replace(
+        settings, evaluation_multiple=2 * settings.evaluation_multiple, sequences=settings.sequences // 2
+    )
+    longer.length = longer.settings.evaluation_multiple * settings.training_length
+    held_out = load_stream("stdlib", "validation", byte_tokenizer())
+    longer.texts = evaluation_sequences(held_out.tokens, longer.settings.sequences, longer.length + 1)
+    longer.description = f"{longer.settings.sequences} texts of {longer.length} bytes of {held_out.description}"
+    return longer
+
+
+def fixed_settings(length: int) -> dict[str, Forgetting]:
+    """Those that are the same for all seeds, by their name in the results; T = length."""
+    windows = {f"window_{x:g}": Forgetting(window=max(1, int(x * length))) for x in WINDOWS}
+    return {"base": Forgetting(), "rri_paper": PAPER, **windows, "delta_scale": Forgetting(delta_scale=0.5)}
+
+
+def run_seed(study: Study, longer: Study, seed: int) -> None:
+    """Train base and cured model, search, and measure under each setting; what is there is kept."""
+    settings = study.settings
+    study.base(seed)
+    cure = Training(settings.cure_steps, settings.cure_learning_rate, "base", settings.batch_size)
+    study.run("state_passing", seed, cure, StatePassingTrainer, study.blocks())
+    for name, rule in fixed_settings(settings.training_length).items():
+        measure(longer, "base", name, rule, seed)
+    best, losses = search(longer, seed)
+    measure(longer, "base", "rri_searched", best, seed, {"search": losses})
+    measure(longer, "state_passing", "state_passing", Forgetting(), seed)
+
+
+def search(study: Study, seed: int) -> tuple[Forgetting, dict[str, float]]:
+    """The best multipliers on texts of the training split, and the mean loss under all that were tried."""
+    texts = evaluation_sequences(study.stream, max(1, study.settings.sequences // 2), study.length + 1)
+    folder = study.folder("base", seed)
+    with quiet_libraries("warnings", "bars"):
+        found = search_forgetting(
+            load_model(str(folder)),
+            texts,
+            forgetting_grid(RETENTIONS, INSERTIONS),
+            label="base",
+            data_description="training split",
+            token_unit="byte",
+            file=folder / "forgetting_search.json",
+            progress=False,
+        )
+    return rule_of(found.best), {in_words(rule_of(trial)): round(trial.loss.mean, 4) for trial in found.trials}
+
+
+def measure(
+    study: Study, stage: str, name: str, rule: Forgetting, seed: int, more: dict[str, Any] | None = None
+) -> None:
+    """Measure the model of a stage under a setting, into a file of its folder."""
+    folder = study.folder(stage, seed)
+    trained = json.loads((folder / "stage.json").read_text(encoding="utf-8"))["key"]
+    key = {"trained": trained, "texts": study.description, "forgetting": rule._asdict(), **(more or {})}
+    kept = measured(study, name, seed)
+    if kept is not None and kept["key"] == json.loads(json.dumps(key)):
+        return
+    with quiet_libraries("warnings", "bars"):
+        model = load_model(str(folder))
+        with forgetting(model, **rule._asdict()):
+            found = study.measure(model, study.settings.training_length, seed, misalignment=False)
+    result = {"key": key, "measured": {"setting": in_words(rule), **found, **(more or {})}}
+    file_of(study, name, seed).write_text(json.dumps(result, indent=1), encoding="utf-8")
+    print(f"seed {seed} {name} ({in_words(rule)}): harm {found['harm_last']['mean']:+.3f}", flush=True)
+
+
+def file_of(study: Study, name: str, seed: int) -> Path:
+    """Where the measurement of a setting is kept."""
+    return study.output / f"seed{seed}" / f"forgetting_{name}.json"
+
+
+def measured(study: Study, name: str, seed: int) -> Result | None:
+    """What is kept of a measurement."""
+    file = file_of(study, name, seed)
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def labels(study: Study) -> dict[str, str]:
+    """Settings in the order of the table."""
+    length = study.settings.training_length
+    windows = {f"window_{x:g}": f"window of {max(1, int(x * length))}" for x in WINDOWS}
+    first = {"base": "nothing (base)", "rri_paper": f"RRI of the paper: {in_words(PAPER)}"}
+    last = {"delta_scale": "steps x 0.5", "state_passing": "trained instead: state passing, 200 steps"}
+    return {**first, "rri_searched": "RRI, searched", **windows, **last}
+
+
+def octaves(result: Result, length: int) -> dict[int, float]:
+    """Mean loss of the positions [T/2, T), [T, 2T) and so on, by where they begin."""
+    curve = result["nll"]
+    bins = list(zip(pairwise(curve["edges"]), curve["mean"], strict=True))
+    found, start = {}, length // 2
+    while start < curve["edges"][-1]:
+        inside = [(b - a, mean) for (a, b), mean in bins if start <= a < 2 * start]
+        found[start] = sum(size * mean for size, mean in inside) / sum(size for size, _ in inside)
+        start *= 2
+    return found
+
+
+def tables(study: Study, found: dict[str, dict[int, Result]]) -> str:
+    """Harm and losses; and the loss per octave, as means over seeds."""
+    length = study.settings.training_length
+    rows, by_octave = [], []
+    for name, results in found.items():
+        values = [result | {"cut_off": nll_last(result) - result["harm_last"]["mean"]} for result in results.values()]
+        numbers = [over_seeds(values, "harm_last", "+.3f"), over_seeds(values, "nll_last")]
+        numbers.append(over_seeds(values, "cut_off"))
+        numbers += [over_seeds(values, key) for key in ("in_window", "context_use")]
+        rows.append([labels(study)[name], ", ".join(map(str, results)), *numbers])
+        losses = [octaves(result, length) for result in values]
+        means = [sum(loss[start] for loss in losses) / len(losses) for start in losses[0]]
+        by_octave.append([labels(study)[name], *(f"{mean:.3f}" for mean in means)])
+    first = next(iter(found["base"].values()))
+    start, stop = first["harm_range"]
+    head = ["forgetting", "seeds", f"harm at {start:,}-{stop:,}", f"loss at {start:,}-{stop:,}"]
+    head += [f"the same given at most {length} bytes", f"loss inside {length}", "context use"]
+    starts = [f"{start:,}-{2 * start:,}" for start in octaves(first, length)]
+    return f"{markdown(head, rows)}\n{markdown(['loss at positions', *starts], by_octave)}"
+
+
+def figure(study: Study, found: dict[str, dict[int, Result]]) -> None:
+    """Loss and harm against position, after Fig. 4 of arXiv:2410.07145, and the loss with each window."""
+    length = study.settings.training_length
+    methods = {
+        "base": ("nothing (base)", "#d55e00", "solid"),
+        "rri_paper": ("RRI, the paper's", "#a8780f", (0, (5, 2))),
+        "rri_searched": ("RRI, searched", "#aa4499", "solid"),
+        "delta_scale": ("steps x 0.5", "#5b636d", (0, (1, 1))),
+        "window_1": (f"window of {length}", "#009e73", "solid"),
+        "state_passing": ("state passing (trained)", "#0072b2", (0, (5, 2))),
+    }
+    looks = (("#56b4e9", "solid"), ("#009e73", "solid"), ("#7a5cc8", (0, (5, 2))), ("#5b636d", (0, (1, 1))))
+    windows = {
+        f"window_{x:g}": (labels(study)[f"window_{x:g}"], *look) for x, look in zip(WINDOWS, looks, strict=True)
+    }
+    loss, harm = "Loss (nats per byte)", "Harm of extra context (nats per byte)"
+    picture, axes = panels([loss, harm, "Loss with a window (nats per byte)"], 3)
+    shown = [("nll", methods), ("harm", methods), ("nll", {"base": methods["base"], **windows})]
+    for axis, (curve, lines) in zip(axes, shown, strict=True):
+        first = length // 8 if curve == "nll" else length // 2
+        for name, (label, color, line) in lines.items():
+            draw(axis, list(found[name].values()), curve, first, color=color, linestyle=line, label=label)
+        position_axis(axis, first, study.length)
+        mark_training_lengths(axis, [length])
+    axes[1].axhline(0, color=INK, linewidth=1, zorder=0)
+    for axis in (axes[0], axes[2]):
+        axis.legend(loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2, fontsize=FONT_SIZE - 1.5, frameon=False)
+    save_png(picture, study.output / "forgetting.png")
+
+
+def report(study: Study, seeds: list[int]) -> None:
+    """Figure, tables and numbers of what is there."""
+    found: dict[str, dict[int, Result]] = {}
+    for name in labels(study):
+        kept = {seed: measured(study, name, seed) for seed in seeds}
+        found[name] = {seed: result["measured"] for seed, result in kept.items() if result is not None}
+    missing = [name for name, results in found.items() if not results]
+    if missing:
+        raise SystemExit(f"Nothing is measured yet of {', '.join(missing)}: run without --report.")
+    text = tables(study, found)
+    (study.output / "forgetting.md").write_text(text, encoding="utf-8")
+    study.write_results(study.output / "forgetting.json", found)
+    figure(study, found)
+    print(text)
+    for seed, result in found["rri_searched"].items():
+        print(f"searched, seed {seed}: {result['setting']}")
+
+
+if __name__ == "__main__":
+    options = parse(__doc__)
+    study = Study(options)
+    longer = on_longer_texts(study)
+    if not options.report:
+        for seed in options.seeds:
+            run_seed(study, longer, seed)
+    report(longer, options.seeds)
