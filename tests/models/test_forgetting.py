@@ -280,6 +280,42 @@ def test_models_that_cannot_forget_are_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@every_family
+@torch.no_grad()
+def test_a_window_of_4096_tokens_in_a_stream_of_65536(family: Family, dtype: torch.dtype) -> None:
+    """Each layer's state at random points, against that layer in double precision, restarted on its last inputs."""
+    model, r, taps = build(family, dtype), 4096, 8
+    exact = copy.deepcopy(model).double()
+    random = torch.Generator().manual_seed(0)
+    sizes = torch.randint(1, 6000, (40,), generator=random).tolist()
+    layers = model.base_model.layers
+    recent: list[Tensor] = [torch.empty(1, 0, model.config.hidden_size, dtype=torch.float64)] * len(layers)
+
+    def keep(index: int, x: Tensor) -> None:
+        recent[index] = torch.cat([recent[index], x.double()], dim=1)[:, -(r + taps) :]
+
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(lambda _, args, index=index: keep(index, args[0]))
+    extra = exact.base_model.layer_inputs()
+    state, read = None, 0
+    with forgetting(model, window=r):
+        while read < 65_536:
+            size = min(sizes.pop(), 65_536 - read)
+            state = model(random_tokens(1, size, seed=read), initial_state=state, logits_to_keep=1).final_state
+            read += size
+            if read < r + taps or (torch.rand((), generator=random) > 0.3 and read < 65_536):
+                continue
+            for index, layer in enumerate(exact.base_model.layers):
+                zero, x = exact.zero_state(1)[index], recent[index]
+                _, before = layer(x[:, :-r], zero, None, *extra[index])  # the taps of the convolution
+                _, restarted = layer(x[:, -r:], zero._replace(conv=before.conv), None, *extra[index])
+                # bfloat16 rounds keys and values before they reach the state
+                tolerance = 1e-4 if dtype == torch.float32 else 0.02
+                assert error(state[index].recurrent.double(), restarted.recurrent) < tolerance, (index, read)
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler, about its own internals
 @torch.no_grad()
 def test_compiled_models_forget_the_same() -> None:
