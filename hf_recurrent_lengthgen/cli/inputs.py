@@ -53,7 +53,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
         return byte_tokenizer()
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:  # the last from a guess of early 5.x, which asks for protobuf
         raise ValueError(f"{name} holds no tokenizer ({error}): give one with --tokenizer.") from error
     # Without files, Transformers guesses a class from the model's type and makes it of special tokens only.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
