@@ -171,6 +171,8 @@ def _finish(figure: Figure, axes: Sequence[Axes], x_label: str) -> None:
     """Accuracy from 0 to 1, and one legend below all panels."""
     for axis in axes:
         axis.set_ylim(0, 1.02)
+        if axis.get_subplotspec().is_first_col() and x_label == "Steps":  # type: ignore[union-attr]
+            axis.set_ylabel("Accuracy by character", fontsize=FONT_SIZE - 0.5, color=MUTED)
         axis.set_xlabel(x_label, fontsize=FONT_SIZE - 0.5, color=MUTED)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(
