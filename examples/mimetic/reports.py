@@ -69,18 +69,21 @@ def curves(results: Sequence[Result]) -> Report:
     table = markdown(["model", "task", "start", "seeds", "1x", "2x", "4x"], rows)
     places = list(dict.fromkeys((family, task) for (family, task, _), _ in groups))
     titles = [f"{FAMILIES[family]}, {task.replace('_', ' ')}" for family, task in places]
-    figure, axes = panels(titles, min(4, len(titles)))
+    columns = min(4, len(titles))
+    figure, axes = panels(titles + [""] * (-len(titles) % columns), columns)
+    for axis in axes[len(titles) :]:
+        axis.set_visible(False)
     for (family, task, start), found in groups:
         axis = axes[places.index((family, task))]
         steps = [0] + [point[0] for point in found[0]["curve"]]
         for place, line in zip((1, 2, 3), LINES, strict=True):
             points = [[0.0] + [point[place] for point in result["curve"]] for result in found]
-            columns = list(zip(*points, strict=True))
+            values = list(zip(*points, strict=True))
             label = f"{LABELS[start]}, {2 ** (place - 1)}x"
-            means = [statistics.fmean(column) for column in columns]
+            means = [statistics.fmean(column) for column in values]
             axis.plot(steps, means, color=STARTS[start], linestyle=line, linewidth=1.8, label=label)
-            least, most = list(map(min, columns)), list(map(max, columns))
-            axis.fill_between(steps, least, most, color=STARTS[start], alpha=0.12, lw=0)
+            least, most = list(map(min, values)), list(map(max, values))
+            axis.fill_between(steps, least, most, color=STARTS[start], alpha=0.08, lw=0)
     _finish(figure, axes, "Steps")
     return table, figure
 
@@ -104,8 +107,9 @@ def switches(results: Sequence[Result]) -> Report:
     names = dict(zip(SWITCHES, ("A", "Δ", "CB", "conv"), strict=True))
     labels = ["\n".join(names[switch] for switch in SWITCHES if switch in on) or "none" for on in marks]
     axis.set_xticks(range(len(groups)), labels)
-    axis.set_ylim(0, 1)
-    axis.legend(frameon=False, ncols=3, fontsize=FONT_SIZE - 1)
+    axis.set_axisbelow(True)
+    axis.set_ylim(0, 1.15)
+    axis.legend(loc="upper right", frameon=False, ncols=3, fontsize=FONT_SIZE - 1)
     return table, figure
 
 
