@@ -64,7 +64,8 @@ def forgetting(model: Any, **settings: Any) -> Iterator[Any]:
     """Switch forgetting on in a loaded model, for the time of a `with` block.
 
     Inside, the configuration of the model is a copy that says so: `save_pretrained` there writes a checkpoint that
-    forgets by itself. States with another `window` do not fit.
+    forgets by itself. States with another `window` do not fit. Call `backward` inside, too, if layers are recomputed
+    in it (activation checkpointing).
 
     Args:
         model: A model of this package, or one that `stateful` wrapped; also with PEFT adapters.

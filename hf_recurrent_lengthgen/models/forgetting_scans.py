@@ -13,8 +13,9 @@ the last r tokens before a piece at hand (keys, values, log decays; "old" below)
 The first term is the plain scan from another initial state. In the second, alpha_{i+1:j} is that from i to the start
 of the piece times that from there to j: both are exponentials of sums of log decays, at most 1 and without
 cancellation, so that a window of thousands of tokens is safe in float32. The state from the staying tokens is
-summed up from them, or, cheaper in short pieces, is h^(r) minus what leaves; the latter at most r tokens long, so that
-rounding errors do not pile up, nor does an outlier leave a trace.
+summed up from them, or, cheaper in short pieces, is h^(r) minus what leaves. The latter is right up to the rounding
+of what the window has held in the meantime; it is done for at most r tokens on end, so that errors do not pile up, and
+not where what leaves is so large beside what stays that its rounding would show.
 
 Keys, values and log decays (k, v, g) are those of GLA, HGRN-2, linear attention, RWKV-5 and RWKV-6. In Mamba-1 and
 Mamba-2, k is B, v is x, and g holds the step sizes, and one more channel: the negative logarithm of a decay that all
@@ -41,6 +42,8 @@ _CHUNK = 64
 _SLAB_TOKENS, _SLAB_ELEMENTS = 16, 2**16
 # How far inputs may be scaled up against a shared decay, as a logarithm.
 _LARGEST_SCALE = 30.0
+# Error of a state, in units of the last place, at which it is summed up anew: 1e-5 in float32.
+_MAX_ERROR = 100.0
 _LOG2_E = math.log2(math.e)
 
 Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -163,7 +166,7 @@ class SelectiveRecurrence(_SteppedRecurrence):
         size = max(1, int(_LARGEST_SCALE / -math.log(self.retention)))  # tokens until they have grown too much
         for start in range(0, g.shape[1], size):
             piece = slice(start, start + size)
-            grown = g[:, piece, -1:].cumsum(1)  # (B, T, 1)
+            grown = g[:, piece, -1:].cumsum(1).clamp(max=2 * _LARGEST_SCALE)  # (B, T, 1); below that, nothing is left
             inputs = v[:, piece] * grown.exp()
             y, state = self._scan(inputs, dt[:, piece], self.A, k[:, piece], q[:, piece], no_skip, state)
             outputs.append(torch.addcmul(y * (-grown).exp(), v[:, piece], self.D))
@@ -247,6 +250,20 @@ def forgetful_scan(
     Returns:
         Outputs and the state after the last token.
     """
+    with torch.autocast(q.device.type, enabled=False):
+        return _forgetful_scan(rule, recurrence, q, k, v, g, state, lengths)
+
+
+def _forgetful_scan(
+    rule: Forgetting,
+    recurrence: Recurrence,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    state: LayerState,
+    lengths: Tensor | None,
+) -> tuple[Tensor, LayerState]:
     if rule.insertion != 1:
         k = k * rule.insertion
     if rule.retention < 1:
@@ -257,17 +274,17 @@ def forgetful_scan(
         return y, state._replace(recurrent=recurrent)
     parts: Any = state
     recurrent, conv, window = parts
-    age, old = _unpacked(window, (k, v, g))
+    marks, old = _unpacked(window, (k, v, g))
     outputs = []
     for start in range(0, q.shape[1], rule.window):
         piece = slice(start, start + rule.window)
         new = [t[:, piece] for t in (k, v, g)]
         real = None if lengths is None else (lengths - start).clamp(0, new[0].shape[1])
-        y, recurrent, age = _piece_with_window(recurrence, q[:, piece], new, recurrent, old, age, real)
+        y, recurrent, marks = _piece_with_window(recurrence, q[:, piece], new, recurrent, old, marks, real)
         old = [_last_tokens(*parts, real) for parts in zip(old, new, strict=True)]
         outputs.append(y)
     y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-    return y, layer_state((recurrent, conv, _packed(age, old)))
+    return y, layer_state((recurrent, conv, _packed(marks, old)))
 
 
 def gated_scan(
@@ -307,43 +324,53 @@ def _piece_with_window(
     new: Sequence[Tensor],
     recurrent: Tensor,
     old: Sequence[Tensor],
-    age: Tensor,
+    marks: Tensor,
     lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """At most r tokens (k, v, g), with the r before them, by the two sums of the module's description.
 
     Returns:
-        Outputs, recurrent part, and the age (B,): how many tokens were taken off the state since it was summed up.
+        Outputs, recurrent part, and two marks (B, 2): how many tokens were taken off the state since it was summed up,
+        and the rounding error that this may have left, in units of the last place.
     """
     k, v, g = old
+    age, error = marks.unbind(1)
     tokens, r = q.shape[1], k.shape[1]
     after = g[:, tokens:].sum(1)
     k_left = k[:, :tokens] if lengths is None else zero_past_end(k[:, :tokens], lengths)
     left = [k_left, v[:, :tokens], g[:, :tokens]]
     taken = age.new_full(age.shape, tokens) if lengths is None else lengths.to(age.dtype)
     if tokens == r and lengths is None:  # all of them leave
-        base, age = torch.zeros_like(recurrent), torch.zeros_like(age)
-    elif torch.compiler.is_compiling() or bool((age + taken > r).any()):
-        first = tokens if lengths is None else 0
-        k_stay = k[:, first:] if lengths is None else k - pad(k_left, (0, 0) * (k.ndim - 2) + (0, r - tokens))
-        base = recurrence.collect([k_stay, v[:, first:], g[:, first:]], torch.zeros_like(after))
-        age = torch.zeros_like(age)
+        base, age, error = torch.zeros_like(recurrent), torch.zeros_like(age), torch.zeros_like(age)
     else:
-        base, age = recurrent - recurrence.collect(left, after), age + taken
+        base, age, error = recurrent - recurrence.collect(left, after), age + taken, error.hypot(_norm(recurrent))
+        if torch.compiler.is_compiling() or bool(((age > r) | (error > _MAX_ERROR * _norm(base))).any()):
+            first = tokens if lengths is None else 0
+            k_stay = k[:, first:] if lengths is None else k - pad(k_left, (0, 0) * (k.ndim - 2) + (0, r - tokens))
+            base = recurrence.collect([k_stay, v[:, first:], g[:, first:]], torch.zeros_like(after))
+            age, error = torch.zeros_like(age), torch.zeros_like(age)
     y, recurrent = recurrence.scan(q, new[0], new[1], new[2], base)
-    return recurrence.with_leaving(y, q, new[2], left, after), recurrent, age
+    y = recurrence.with_leaving(y, q, new[2], left, after)
+    return y, recurrent, torch.stack([age, error], dim=1)
+
+
+def _norm(state: Tensor) -> Tensor:
+    return state.flatten(1).norm(dim=1)
 
 
 def _unpacked(window: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Age (B,), and k, v and g (B, r, ...) of a window part (B, 1 + r, F), whose first row begins with the age."""
+    """Marks (B, 2), and k, v and g (B, r, ...), of a window part (B, 1 + r, F), whose first row begins with the marks.
+
+    The marks are those of `_piece_with_window`.
+    """
     parts = window[:, 1:].split([t[0, 0].numel() for t in like], dim=-1)
-    return window[:, 0, 0], [part.reshape(*part.shape[:2], *t.shape[2:]) for part, t in zip(parts, like, strict=True)]
+    return window[:, 0, :2], [part.reshape(*part.shape[:2], *t.shape[2:]) for part, t in zip(parts, like, strict=True)]
 
 
-def _packed(age: Tensor, parts: Sequence[Tensor]) -> Tensor:
+def _packed(marks: Tensor, parts: Sequence[Tensor]) -> Tensor:
     """Inverse of `_unpacked`."""
     tokens = torch.cat([part.flatten(2) for part in parts], dim=-1)
-    return torch.cat([pad(age[:, None, None], (0, tokens.shape[2] - 1)), tokens], dim=1)
+    return torch.cat([pad(marks[:, None], (0, tokens.shape[2] - 2)), tokens], dim=1)
 
 
 def _last_tokens(old: Tensor, new: Tensor, lengths: Tensor | None) -> Tensor:

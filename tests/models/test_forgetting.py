@@ -159,6 +159,22 @@ def test_bfloat16_models_keep_their_window_in_full_precision(family: Family) -> 
     assert error(torch.cat(outputs, dim=1), whole.logits) < 0.05
 
 
+@every_family
+@torch.no_grad()
+def test_streams_and_generation_under_autocast(family: Family) -> None:
+    model, tokens = build(family), random_tokens(2, 30)
+    with forgetting(model, window=8), torch.autocast("cpu", torch.bfloat16):
+        whole, state = model(tokens).logits, None
+        outputs = []
+        for piece in tokens.split(3, dim=1):
+            output = model(piece, initial_state=state)
+            state = output.final_state
+            outputs.append(output.logits)
+        generate(model, tokens)
+    assert {part.dtype for layer in state for part in layer} == {torch.float32}
+    assert error(torch.cat(outputs, dim=1).float(), whole.float()) < 0.05
+
+
 @pytest.mark.parametrize("name", sorted(STEPPED))
 @torch.no_grad()
 def test_delta_scale_shrinks_the_steps(name: str) -> None:

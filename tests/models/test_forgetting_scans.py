@@ -195,9 +195,33 @@ def test_an_outlier_leaves_no_trace_once_it_has_left(name: str, cuts: list[int])
     rule = Forgetting(window=32)
     case = CASES[name](1, 200, rule, torch.float32, 1e-4)
     clean, _ = of_the_window(case, 32)
-    case.inputs[2][:, 60] *= 1e8  # of 1e8 float32 keeps nothing below 8
-    _, state = in_pieces(case, rule, cuts)
-    assert error(state.recurrent, clean[:, -1]) < 1e-5
+    case.inputs[2][:, 60] *= 1e6  # of 1e6 float32 keeps nothing below 0.06
+    case.inputs[2][:, 75] *= 1e4
+    state = start(case, rule)
+    for begin, end in zip([0, *cuts], [*cuts, 200], strict=True):
+        _, state = forgetful_scan(rule, case.recurrence, *(t[:, begin:end] for t in case.inputs), state)
+        if end >= 75 + 32 + 1:
+            assert error(state.recurrent, clean[:, end - 1]) < 1e-4, end
+
+
+@every_case
+def test_autocast_changes_nothing(name: str) -> None:
+    rule = Forgetting(window=16, retention=0.99, insertion=0.5)
+    case, cuts = CASES[name](2, 60, rule, torch.float32, 0.3), list(range(3, 60, 3))
+    expected, state = in_pieces(case, rule, cuts)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, same = in_pieces(case, rule, cuts)
+    assert torch.equal(found, expected)
+    assert all(torch.equal(a, b) for a, b in zip(same, state, strict=True))
+
+
+def test_the_smallest_retention_keeps_nothing() -> None:
+    for name in CASES:
+        rule = Forgetting(retention=1e-44)
+        case = CASES[name](1, 8, rule, torch.float32, 0.1)
+        y, state = in_pieces(case, rule, [])
+        assert bool(y.isfinite().all())
+        assert error(state.recurrent, case.written[:, -1]) < 1e-6
 
 
 @every_case
