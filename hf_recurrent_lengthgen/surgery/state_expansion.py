@@ -14,6 +14,7 @@ The sizes of all layers stand in the config of the new model, so that its checkp
 """
 
 import copy
+import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
@@ -374,6 +375,11 @@ def _family_of(config: Any) -> _Family:
 def _chosen(
     config: Any, family: _Family, recurrent: tuple[int, ...], layers: Layers, count: int | None
 ) -> tuple[int, ...]:
+    if layers is not None and layers != "all":
+        given = layers
+        layers = list(given) if isinstance(given, Iterable) else None
+        if layers is None or any(type(layer) is not int for layer in layers):
+            raise ValueError(f'layers must be "all" or integers, the numbers of layers, got {given!r}.')
     if family.per_layer is None:
         if layers != "all" and set(layers or ()) != set(recurrent):
             ours = ", or load it with hf_recurrent_lengthgen.load_model, whose class has a size for each layer"
@@ -402,6 +408,10 @@ def _size_of(config: Any, family: _Family, layer: int) -> int:
 
 
 def _new_size(size: str, layer: int, old: int, factor: float | None, given: int | None) -> int:
+    if factor is not None and not 0 < factor < math.inf:
+        raise ValueError(f"factor must be a finite number above 1, got {factor:g}.")
+    if given is not None and not math.isfinite(given):
+        raise ValueError(f"{size} must be an integer, got {given:g}.")
     if size == "state_size":
         new = old * (DEFAULT_FACTOR if factor is None else factor) if given is None else given
         if new <= old or new != int(new):
