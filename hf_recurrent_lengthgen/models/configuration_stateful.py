@@ -28,6 +28,7 @@ POSITIVE_FIELDS = (
 )
 # of the families that have them: one entry per layer, where layers differ
 PER_LAYER_FIELDS = ("layer_num_heads", "layer_state_sizes")
+LAYER_FIELDS = (*PER_LAYER_FIELDS, "attention_layers")
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -93,6 +94,12 @@ class StatefulConfigMixin:
             value = getattr(self, name, None)
             if isinstance(value, (int, float)) and value <= 0:
                 raise ValueError(f"{name} must be above 0, got {value}.")
+        for name in LAYER_FIELDS:
+            value = getattr(self, name, None)
+            if value is not None and not hasattr(type(self), name):
+                raise ValueError(f"{type(self).__name__} has no {name}, got {value}: leave it out.")
+            if not isinstance(value, (list, tuple, type(None))):
+                raise ValueError(f"{name} must be None or a list of integers, got {value!r}.")
         layers: int = self.num_hidden_layers  # type: ignore[attr-defined]
         for name in PER_LAYER_FIELDS:
             sizes = getattr(self, name, None)

@@ -110,6 +110,28 @@ def test_sizes_of_layers_must_be_one_integer_each(family: Family, sizes: list[in
         family.causal_lm_class(family.config(**{name: sizes}))
 
 
+@every_family
+def test_fields_of_layers_that_a_family_lacks_are_refused(family: Family) -> None:
+    mamba = "mamba" in family.name
+    lacking = {"layer_num_heads": [4, 1]} if mamba else {"layer_state_sizes": [4, 1], "attention_layers": [0]}
+    for name, value in lacking.items():
+        with pytest.raises(ValueError, match=rf"{family.config_class.__name__} has no {name}, got .*: leave it out"):
+            family.causal_lm_class(family.config(**{name: value}))
+        family.config(**{name: None})
+
+
+@every_family
+def test_fields_of_layers_must_be_lists(family: Family) -> None:
+    mamba = "mamba" in family.name
+    for name in ("layer_state_sizes", "attention_layers") if mamba else ("layer_num_heads",):
+        config = family.config()
+        setattr(config, name, 1)
+        with pytest.raises(ValueError, match=rf"{name} must be None or a list of integers, got 1"):
+            config.check()
+        with pytest.raises(ValueError, match=name):
+            family.causal_lm_class(family.config(**{name: 1}))
+
+
 @pytest.mark.parametrize("family", [family for family in FAMILIES if "mamba" not in family.name], ids=variant_id)
 def test_heads_of_a_layer_must_divide_its_channels(family: Family) -> None:
     with pytest.raises(ValueError, match=r"3 heads cannot share evenly|must be a multiple of every entry"):
