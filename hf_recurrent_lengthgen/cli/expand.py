@@ -9,8 +9,10 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
+from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.surgery import expand_state, expansion_report
 
 DESCRIPTION = """\
@@ -59,11 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--initialization",
         choices=("reinit", "inherit"),
-        default="reinit",
         help="reinit starts the recurrence of these layers anew, inherit keeps what was trained; in Mamba the outputs "
-        "are unchanged then (default: %(default)s, as in the paper)",
+        "are unchanged then (default: reinit, as in the paper)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the new weights (default: %(default)s)")
+    parser.add_argument("--seed", type=int, help="seed of the new weights (default: 0)")
     parser.add_argument(
         "--report", action="store_true", help="only print parameters and state elements before and after"
     )
@@ -84,8 +85,9 @@ def run(arguments: Sequence[str]) -> int:
         **{name: getattr(options, name) for name in ("count", "factor", "state_size", "num_heads")},
     }
     if options.report:
-        if options.output_dir is not None:
-            raise ValueError("--report writes nothing: leave out --output_dir, or --report.")
+        idle = [f"--{name}" for name in ("output_dir", "initialization", "seed") if getattr(options, name) is not None]
+        if idle:
+            raise ValueError(f"--report makes and writes no weights: leave out {', '.join(idle)}, or --report.")
         print(expansion_report(_config(options.model, options.trust_remote_code), **expansion))
         return 0
     if options.output_dir is None:
@@ -94,9 +96,17 @@ def run(arguments: Sequence[str]) -> int:
     check_new(output)
     if options.model.endswith(".json"):
         raise ValueError(f"{options.model} holds no weights: give the folder of a checkpoint, or --report.")
-    report = expansion_report(_config(options.model, options.trust_remote_code), **expansion)
+    config = _config(options.model, options.trust_remote_code)
+    if (rule := Forgetting.of(config)) != Forgetting():
+        raise ValueError(
+            f"{options.model} forgets ({in_words(rule)}), so it cannot be trained, which an expansion needs: give the "
+            "checkpoint that it was made from, and forget after the training."
+        )
+    report = expansion_report(config, **expansion)
     model = load_model(options.model, options.trust_remote_code)
-    expanded = expand_state(model, **expansion, initialization=options.initialization, seed=options.seed)
+    expanded = expand_state(
+        model, **expansion, initialization=options.initialization or "reinit", seed=options.seed or 0
+    )
     del model
     save_checkpoint(expanded, tokenizer_to_copy(options.model, options.trust_remote_code), output)
     print(report)

@@ -101,7 +101,11 @@ def test_a_hybrid_needs_all_layers(tmp_path: Path, capsys: pytest.CaptureFixture
     [
         ([], "Give --output_dir"),
         (["--output_dir", "{full}"], "is there already and not an empty folder"),
-        (["--output_dir", "{out}", "--report"], "--report writes nothing"),
+        (["--output_dir", "{out}", "--report"], "--report makes and writes no weights: leave out --output_dir, or"),
+        (["--report", "--initialization", "reinit", "--seed", "0"], "leave out --initialization, --seed, or --report"),
+        (["--output_dir", "{out}", "--factor", "inf"], "factor must be a finite number above 1, got inf"),
+        (["--output_dir", "{out}", "--factor", "nan"], "factor must be a finite number above 1, got nan"),
+        (["--output_dir", "{full}/config.json/x"], "config.json, which is no folder: give another --output_dir"),
         (["--output_dir", "{out}", "--layers", "first"], '--layers takes numbers of layers or "all", got first'),
         (["--output_dir", "{out}", "--layers", "7"], "layers must be some of the recurrent layers, 0, 1, got [7]"),
         (["--output_dir", "{out}", "--num_heads", "1"], "num_heads does not apply to stateful_mamba2"),
@@ -113,6 +117,15 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     assert expand(checkpoint, *(text.format(full=checkpoint, out=tmp_path / "out") for text in arguments)) == 1
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_forgets_is_refused_since_training_would_be(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["forget", str(checkpoint), "--output_dir", str(tmp_path / "forgets"), "--window", "4"]) == 0
+    assert expand(tmp_path / "forgets", "--output_dir", tmp_path / "out") == 1
+    assert "forgets (window 4), so it cannot be trained, which an expansion needs: give" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["forgets"]
 
 
 def test_a_config_alone_cannot_be_expanded(config_file: Path, tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""Where checkpoints can be made: new folders, and empty ones that cannot be replaced."""
+
+import errno
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint
+
+
+class Saved:
+    """Stands for a model; writes its config first."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        for name in ("config.json", "model.safetensors"):
+            (folder / name).write_text(name)
+        (folder / "templates").mkdir()
+        (folder / "templates" / "one").write_text("one")
+
+
+def save(folder: Path) -> None:
+    check_new(folder)
+    save_checkpoint(Saved(), None, folder)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+WRITTEN = ["config.json", "model.safetensors", "templates", "templates/one"]
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_of_a_link_the_folder_is_meant_that_it_leads_to(tmp_path: Path, empty: bool) -> None:
+    if empty:
+        (tmp_path / "far" / "away").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "away")
+    save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert names(tmp_path / "far" / "away") == WRITTEN
+    assert names(tmp_path) == ["far", "far/away", *(f"far/away/{name}" for name in WRITTEN), "link"]
+
+
+def test_the_working_directory_stays_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = tmp_path.stat().st_ino
+    save(Path("."))
+    assert tmp_path.stat().st_ino == before
+    assert sorted(os.listdir()) == ["config.json", "model.safetensors", "templates"]
+
+
+def test_a_mount_point_gets_the_files_and_the_config_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount, replace, moved = tmp_path / "mount", os.replace, []
+    mount.mkdir()
+
+    def as_of_a_mount(source: Path, target: Path) -> None:
+        if target == mount:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        if not source.is_relative_to(mount):
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        moved.append(source.name)
+        replace(source, target)
+
+    monkeypatch.setattr("os.replace", as_of_a_mount)
+    save(mount)
+    assert names(mount) == WRITTEN
+    assert moved[-1] == "config.json"
+
+
+def test_an_empty_folder_is_empty_again_where_moving_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = os.replace
+
+    def fails_at_the_config(source: Path, target: Path) -> None:
+        if source.name == "config.json":
+            raise OSError("No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr("os.replace", fails_at_the_config)
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("full", "full is there already and not an empty folder"),
+        ("full/file", "file is there already and not an empty folder"),
+        ("full/file/out", "full/file, which is no folder"),
+        ("to full", "to full is there already and not an empty folder"),
+        ("loop", "loop leads nowhere"),
+    ],
+)
+def test_what_cannot_become_a_checkpoint_is_refused_at_once(tmp_path: Path, place: str, message: str) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    (tmp_path / "to full").symlink_to(tmp_path / "full")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_new(tmp_path / place)
