@@ -22,6 +22,8 @@ from hf_recurrent_lengthgen.models.atomic_files import replacing
 
 TRAINER_STATE_FILE = "trainer_state.json"
 FORMAT, FORMAT_VERSION = "initial_states", 1
+NOT_IN_OLD_CHECKPOINTS = {"train_dataset.record"}
+"""What files of the first versions do not say of their run: not compared then."""
 
 
 def initial_states_file(checkpoint: str | os.PathLike[str], process_index: int) -> Path:
@@ -60,7 +62,8 @@ def load_initial_states(path: Path, run: dict[str, str | int]) -> dict[str, Tens
             f"this code reads {FORMAT!r} up to version {FORMAT_VERSION}."
         )
     saved = json.loads(header.get("run", "{}"))
-    changed = {key: (saved.get(key), value) for key, value in run.items() if saved.get(key) != value}
+    known = {key: value for key, value in run.items() if key in saved or key not in NOT_IN_OLD_CHECKPOINTS}
+    changed = {key: (saved.get(key), value) for key, value in known.items() if saved.get(key) != value}
     if changed:
         told = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in changed.items())
         raise ValueError(

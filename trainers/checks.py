@@ -192,9 +192,11 @@ def check_continued_data(trainer: Any, dataset: Any, alignment: AlignmentSetting
 
 
 def layout_of(dataset: Any) -> dict[str, Any]:
-    """What a resumed run must share of its data: their number of rows, and how and in which text rows continue."""
+    """What a resumed run must share of its data: their number of rows, what their `resume_record` says if they have
+    one, and how and in which text rows continue."""
     if not isinstance(dataset, ContinuedChunks | ContinuedStream):
-        return {"train_dataset.rows": len(dataset)} if has_length(dataset) else {}
+        rows = {"train_dataset.rows": len(dataset)} if has_length(dataset) else {}
+        return {**rows, "train_dataset.record": getattr(dataset, "resume_record", None)}
     names = ("length", "chunks_before_reset", "reset_at_document", "lookahead")
     layout = {f"train_dataset.{name}": getattr(dataset, name) for name in names}
     if isinstance(dataset, ContinuedChunks):

@@ -1,6 +1,7 @@
 """Tasks on random symbols from the command line: training, measuring, and what is refused."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,15 @@ from transformers import AutoConfig
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM, load_model
 from hf_recurrent_lengthgen.cli import train as train_command
 from hf_recurrent_lengthgen.cli.main import main
-from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, CopyingStrings, accuracy_by_length, string_task
+from hf_recurrent_lengthgen.data.tasks import (
+    EVALUATION_SEED,
+    CopyingStrings,
+    KeyedRows,
+    TaskStrings,
+    accuracy_by_length,
+    string_task,
+)
+from hf_recurrent_lengthgen.trainers import base, checkpoints
 
 SIZES = {"hidden_size": 8, "num_heads": 2, "head_dim": 8, "state_size": 4, "n_groups": 1, "num_hidden_layers": 1}
 Run = Callable[..., int]
@@ -110,6 +119,34 @@ def test_training_reads_the_strings_of_its_seed_and_evaluates_on_others(
 def test_a_checkpoint_is_trained_on(train: Run, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     assert train(model=checkpoint(), intervention="none", task_length="1 - 3") == 0
     assert AutoConfig.from_pretrained(tmp_path / "out").task["length"] == [1, 3]
+
+
+def test_a_run_is_not_resumed_on_another_task(
+    train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.delattr(KeyedRows, "resume_record")  # a checkpoint of a version that did not write it
+        patch.delattr(TaskStrings, "resume_record")
+        patch.setattr(checkpoints, "save_initial_states", without_record(checkpoints.save_initial_states))
+        patch.setattr(base, "save_initial_states", checkpoints.save_initial_states)
+        assert train(save_steps=1, max_steps=2) == 0
+    shutil.rmtree(output / "checkpoint-2")
+    assert train("--resume", save_steps=1, max_steps=2) == 0  # from checkpoint-1, and writes the record
+    shutil.rmtree(output / "checkpoint-1")
+    capsys.readouterr()
+    for change in ({"task": "sorting"}, {"task_length": "2-4"}, {"task_vocabulary": 7}):
+        assert train("--resume", max_steps=2, **change) == 1
+        shown = capsys.readouterr().err
+        assert "train_dataset.record was {'name': 'copying', 'length': [4, 4], 'seed': 42, 'vocabulary': 8}" in shown
+
+
+def without_record(save: Any) -> Any:
+    def written(path: Path, tensors: dict[str, Tensor], run: dict[str, Any]) -> None:
+        assert run["train_dataset.record"] is None
+        save(path, tensors, {name: value for name, value in run.items() if name != "train_dataset.record"})
+
+    return written
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 """Data sets whose rows are made when they are asked for, of strings of one length or of several."""
 
 import copy
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import NamedTuple, Self
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -31,6 +32,20 @@ class Rows(NamedTuple):
     sizes: Array
 
 
+def whole_number(name: str, value: Any) -> int:
+    """An integer, also one of numpy.
+
+    Raises:
+        ValueError: for anything else, and a truth value.
+    """
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise ValueError(f"{name} must be a whole number, got {value!r}.")
+
+
 class KeyedRows(Dataset[dict[str, Tensor]], ABC):
     """Rows of random strings; row i depends on the seed and i alone.
 
@@ -54,16 +69,28 @@ class KeyedRows(Dataset[dict[str, Tensor]], ABC):
     name: str
 
     def __init__(self, length: Lengths, samples: int, seed: int) -> None:
-        bounds = (length, length) if isinstance(length, int) else tuple(length)
-        if len(bounds) != 2 or not 1 <= bounds[0] <= bounds[1]:
-            raise ValueError(
-                f"The length of {self.name} is {length!r}, but must be a number from 1, or the least and the most."
-            )
-        if samples < 1 or not 0 <= seed < 2**63:
+        self.shortest, self.longest = self._bounds(length)
+        self.samples, self.seed = whole_number("samples", samples), whole_number("seed", seed)
+        if self.samples < 1 or not 0 <= self.seed < 2**63:
             raise ValueError(f"samples must be at least 1 and seed from 0 to 2**63 - 1, got {samples} and {seed}.")
-        self.shortest, self.longest = bounds
-        self.samples, self.seed = samples, seed
         self._check()
+
+    def _bounds(self, length: Any) -> tuple[int, int]:
+        try:
+            bounds = tuple(length) if isinstance(length, Iterable) else (length, length)
+            least, most = (whole_number("length", bound) for bound in bounds)
+            if 1 <= least <= most:
+                return least, most
+        except (TypeError, ValueError):
+            pass
+        raise ValueError(
+            f"The length of {self.name} is {length!r}, but must be a whole number from 1, or the least and the most."
+        )
+
+    @property
+    def resume_record(self) -> dict[str, Any]:
+        """What rows depend on besides their number, as JSON has it; a resumed run must have the same."""
+        return {"name": self.name, "length": [self.shortest, self.longest], "seed": self.seed}
 
     @abstractmethod
     def _rows(self, rows: Array, lengths: Array) -> Rows:

@@ -8,7 +8,7 @@ Token ids: 0 padding, 1 begin, 2 end, 3 and 4 the bits.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -83,6 +83,11 @@ class BitStrings(KeyedRows):
         self.name = f"{quantity} of bits"
         self.quantity, self.representation, self.uniform_mean = quantity, representation, uniform_mean
         super().__init__(length, samples, seed)
+
+    @property
+    def resume_record(self) -> dict[str, Any]:
+        fields = ("quantity", "representation", "uniform_mean")
+        return super().resume_record | {name: getattr(self, name) for name in fields}
 
     def _rows(self, rows: Array, lengths: Array) -> Rows:
         longest = int(lengths.max())

@@ -15,9 +15,10 @@ import numpy as np
 
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.tasks.keyed_random import Array, random_bits, random_integers, random_orders
-from hf_recurrent_lengthgen.data.tasks.keyed_rows import PADDING_ID, KeyedRows, Lengths, Rows
+from hf_recurrent_lengthgen.data.tasks.keyed_rows import PADDING_ID, KeyedRows, Lengths, Rows, whole_number
 
 DELIMITER_ID, END_ID, FIRST_SYMBOL_ID = 1, 2, 3
+MOST_SYMBOLS = 2**31  # of `random_integers`
 _SYMBOLS, _ORDER, _QUERIES = range(1, 4)  # streams of random numbers
 
 
@@ -63,16 +64,16 @@ class TaskStrings(KeyedRows):
     end_is_asked = True
 
     def __init__(self, length: Lengths, vocabulary: int, samples: int, seed: int = 0) -> None:
-        self.vocabulary = vocabulary
+        self.vocabulary = whole_number("vocabulary", vocabulary)
+        if self.vocabulary < 1:
+            raise ValueError(f"vocabulary must be at least 1, got {vocabulary}.")
+        if self.vocabulary > MOST_SYMBOLS:
+            raise ValueError(f"vocabulary must be at most {MOST_SYMBOLS}, got {vocabulary}.")
         super().__init__(length, samples, seed)
 
     @abstractmethod
     def _parts(self, rows: Array, lengths: Array) -> StringParts:
         """Prompt and answer of rows (B,) whose strings have the lengths (B,)."""
-
-    def _check(self) -> None:
-        if self.vocabulary < 1:
-            raise ValueError(f"vocabulary must be at least 1, got {self.vocabulary}.")
 
     @property
     def vocab_size(self) -> int:
@@ -86,6 +87,10 @@ class TaskStrings(KeyedRows):
     def record(self) -> dict[str, Any]:
         """What a checkpoint's config keeps of its task; `string_task(**record)` makes it again."""
         return {"name": self.name, "length": [self.shortest, self.longest], "vocabulary": self.vocabulary}
+
+    @property
+    def resume_record(self) -> dict[str, Any]:
+        return super().resume_record | self.record
 
     def _rows(self, rows: Array, lengths: Array) -> Rows:
         return _assembled(self._parts(rows, lengths), self.end_is_asked)

@@ -1,10 +1,12 @@
 """Numbers of bit strings, their representations, and the error in the numbers themselves."""
 
+import json
 import math
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -136,6 +138,21 @@ def test_errors_are_in_the_original_units(representation: str, batch_size: int) 
     assert found == {1: pytest.approx(0), 10: pytest.approx(0), 13: pytest.approx(9), 50: pytest.approx(1600)}
 
 
+def test_the_record_of_a_resumed_run_says_all_that_rows_depend_on() -> None:
+    record = BitStrings("mean", np.int64(3), representation="sqrt").resume_record
+    assert json.loads(json.dumps(record)) == record
+    changes: list[dict[str, Any]] = [
+        {"quantity": "sum"},
+        {"length": 4},
+        {"seed": 1},
+        {"representation": "identity"},
+        {"uniform_mean": True},
+    ]
+    for change in changes:
+        fields: dict[str, Any] = {"quantity": "mean", "length": 3, "representation": "sqrt"} | change
+        assert BitStrings(**fields).resume_record != record
+
+
 def test_errors_of_sums_and_means() -> None:
     class Nine(nn.Module):
         def __init__(self) -> None:
@@ -168,6 +185,8 @@ def test_errors_of_sums_and_means() -> None:
         ({"quantity": "mean", "representation": "inverse_sqrt"}, "which has no inverse_sqrt"),
         ({"quantity": "sum", "length": 0}, "length of sum of bits is 0"),
         ({"quantity": "sum", "samples": 0}, "samples must be at least 1"),
+        ({"quantity": "sum", "samples": 2.5}, "samples must be a whole number, got 2.5"),
+        ({"quantity": "sum", "length": 5.5}, "length of sum of bits is 5.5"),
     ],
 )
 def test_what_is_not_possible_is_refused(arguments: dict[str, Any], complaint: str) -> None:

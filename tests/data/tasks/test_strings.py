@@ -1,5 +1,6 @@
 """Strings to copy, sort and recall: their tokens, labels, randomness, and what is refused."""
 
+import json
 import pickle
 from collections import Counter
 from itertools import permutations
@@ -213,11 +214,33 @@ def test_padding_does_not_change_the_loss_of_a_model() -> None:
         (lambda: SortingStrings(5, 9).resized(10, 1, 0), "needs at least 10"),
         (lambda: AssociativeRecall(4, 7), "recalling 4 pairs needs at least 8"),
         (lambda: AssociativeRecall((0, 2), 7), "length of recall"),
+        (lambda: CopyingStrings(5.5), "length of copying is 5.5"),  # type: ignore[arg-type]
+        (lambda: CopyingStrings((1, 2.5)), r"length of copying is \(1, 2.5\)"),  # type: ignore[arg-type]
+        (lambda: CopyingStrings("50"), "length of copying is '50'"),  # type: ignore[arg-type]
+        (lambda: CopyingStrings(True), "length of copying is True"),
+        (lambda: CopyingStrings([]), r"length of copying is \[\]"),
+        (lambda: CopyingStrings(3, 2.5), "vocabulary must be a whole number, got 2.5"),  # type: ignore[arg-type]
+        (lambda: CopyingStrings(3, True), "vocabulary must be a whole number, got True"),
+        (lambda: CopyingStrings(3, 2**31 + 1), "vocabulary must be at most 2147483648"),
+        (lambda: CopyingStrings(3, 3, 2.5), "samples must be a whole number, got 2.5"),  # type: ignore[arg-type]
+        (lambda: CopyingStrings(3, 3, 1, 1.5), "seed must be a whole number, got 1.5"),  # type: ignore[arg-type]
     ],
 )
 def test_what_is_not_possible_is_refused(make: Any, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         make()
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    five = np.int64(5)
+    for length in (five, (five, five), np.array([5, 5])):
+        task = CopyingStrings(length, five, five, five)  # type: ignore[arg-type]
+        assert (task.record, task.resume_record) == (
+            CopyingStrings(5, 5).record,
+            CopyingStrings(5, 5, 5, 5).resume_record,
+        )
+        json.dumps(task.resume_record)
+        assert torch.equal(task[4]["input_ids"], CopyingStrings(5, 5, 5, 5)[4]["input_ids"])
 
 
 def test_a_task_by_its_name() -> None:
