@@ -58,9 +58,9 @@ def mimetic_initialization(
             its bias b has log(sigmoid(b)) / gate_logit_normalizer = A_n (`clamp_min` still bounds it). n = 1 is a
             fixed point of the scaling in c and keeps decaying by exp(-1) per token, as in the paper, unless offset is
             above 0.
-        delta: Steps near 1 (Eq. 4): the bias inside the softplus is softplus^-1(1). Mamba-2: `dt_bias`; Mamba-1: that
-            of `dt_proj`, whose weight becomes 0 (not the rows of `x_proj` before it, else no gradient would reach
-            either). GLA has no step.
+        delta: Steps near 1 (Eq. 4): the bias inside the softplus is softplus^-1(1). Mamba-2: `dt_bias`, and 1 must lie
+            inside `time_step_limit`; Mamba-1: that of `dt_proj`, whose weight becomes 0 (not the rows of `x_proj`
+            before it, else no gradient would reach either). GLA has no step.
         bc: Correlated tokens (section 3): `W_C <- (W_C + W_B) / 2`, group by group; in GLA `W_Q <- (W_Q + W_K) / 2`,
             head by head.
         conv: Identity convolution: last tap 1, all other taps and the bias 0. GLA: those of q, k and v.
@@ -69,8 +69,9 @@ def mimetic_initialization(
         layers: Which layers of the model, counted from 0; None for all that have such a mixer.
 
     Raises:
-        ValueError: for a model without such mixers, one with another layout, a switch that the mixers do not have, a
-            layer that is not there or of another kind, c <= 0 or a negative offset. The model is unchanged then.
+        ValueError: for a model without such mixers, one with another layout, a switch that the mixers do not have or
+            whose steps they would clamp, a layer that is not there or of another kind, c <= 0 or a negative offset.
+            The model is unchanged then.
     """
     if not (math.isfinite(c) and c > 0):
         raise ValueError(f"c must be finite and above 0, got {c}; the paper takes 2, 4 or 8.")
@@ -118,7 +119,22 @@ def _switched_on(mixer: KnownMixer, given: dict[str, bool | None]) -> set[str]:
         if given[name]:
             raise ValueError(f"{name} does not exist in layer {mixer.layer} ({mixer.kind}): {reason}. Leave it out.")
     default = set(PAPER_SWITCHES[mixer.kind]) - lacking.keys()
-    return {name for name, on in given.items() if (name in default if on is None else on)}
+    switches = {name for name, on in given.items() if (name in default if on is None else on)}
+    least, most = _step_limit(mixer.module)
+    if "delta" in switches and not least <= 1 <= most:
+        raise ValueError(
+            f"delta sets steps to 1, but layer {mixer.layer} clamps them to {least} to {most} (time_step_limit of the "
+            "config): give a time_step_limit with 1 inside, such as (0.0, float('inf')), or delta=False."
+        )
+    return switches
+
+
+def _step_limit(module: Any) -> tuple[float, float]:
+    """Bounds of the steps of a mixer: ours have them in their config, those of Transformers themselves."""
+    limit = getattr(module, "time_step_limit", None) or getattr(
+        getattr(module, "config", None), "time_step_limit", None
+    )
+    return tuple(limit or (0.0, math.inf))
 
 
 def _convolutions(mixer: KnownMixer) -> list[Any]:

@@ -16,9 +16,11 @@ SAME_FIELDS = (
     "clamp_min",
     "feature_map",
     "gate_logit_normalizer",
+    "group_norm_eps",
     "head_dim",
     "head_size",
     "head_size_divisor",
+    "hidden_act",
     "layer_norm_epsilon",
     "mixer_rms_eps",
     "n_groups",
@@ -90,13 +92,21 @@ def _check_layer(model: nn.Module, blocks: Any, layer: int) -> None:
 
 def _check_settings(student: Any, teacher: Any) -> None:
     for name in SAME_FIELDS:
-        values = [getattr(model.config, name, None) for model in (student, teacher)]
-        values = [list(value) if isinstance(value, tuple) else value for value in values]
+        values = [_setting(model.config, name) for model in (student, teacher)]
         if values[0] != values[1]:
             raise ValueError(
                 f"{name} is {values[0]} in the student's config and {values[1]} in the teacher's, so the same weights "
                 "would not be the same layer: make the student with the teacher's."
             )
+
+
+def _setting(config: Any, name: str) -> Any:
+    value = getattr(config, name, None)
+    if name == "group_norm_eps" and value is None:
+        return getattr(config, "norm_eps", None)
+    if name == "hidden_act" and value == "swish":
+        return "silu"
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _weights(block: Any) -> dict[str, Tensor]:

@@ -206,6 +206,25 @@ def test_another_layout_of_the_input_projection_is_refused_and_nothing_changed()
     assert changed_names(before, model) == set()
 
 
+@pytest.mark.parametrize("limit", [(0.001, 0.1), (1.5, 2.0)])
+@pytest.mark.parametrize("stock", [False, True])
+def test_steps_that_would_be_clamped_are_refused(stock: bool, limit: tuple[float, float]) -> None:
+    fields = {**SIZES, "time_step_limit": limit}
+    model = randomized(Mamba2ForCausalLM(Mamba2Config(**fields, expand=2))) if stock else stateful_model(**fields)
+    before = parameters(model)
+    for delta in (None, True):
+        with pytest.raises(
+            ValueError, match=r"layer 0 clamps them to .*time_step_limit with 1 inside.* or delta=False"
+        ):
+            mimetic_initialization(model, delta=delta)
+    assert changed_names(before, model) == set()
+    mimetic_initialization(model, delta=False)
+    assert changed_names(before, model) != set()
+    inside: Any = stateful_model(time_step_limit=(0.001, 1.0))
+    mimetic_initialization(inside)
+    torch.testing.assert_close(inside.backbone.layers[0].mixer.dt_bias.exp().log1p(), torch.ones(2))
+
+
 # Mamba-1: inner size 8, N = 3, R = 2; x_proj rows are dt 0-1, B 2-4, C 5-7
 MAMBA1_SIZES: dict[str, Any] = {
     "vocab_size": 11,

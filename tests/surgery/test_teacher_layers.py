@@ -112,6 +112,7 @@ def test_a_stock_model_can_teach_ours(stock: Any, config: Any, family: str) -> N
             "head_dim is None in the student's config and 8 in the teacher's",
         ),
         (("Mamba", {"mixer_rms_eps": 1e-6}), ("Mamba", {}), "mixer_rms_eps is 1e-06 in the student's .* and None"),
+        (("RWKV6", {}), ("RWKV6", {"group_norm_eps": 6.4e-4}), "group_norm_eps is 1e-05 .* and 0.00064"),
         (("GLA", {}), ("GLA", {"gate_logit_normalizer": 4}), "gate_logit_normalizer is 16 .* and 4"),
         (
             ("GLA", {"elementwise_affine": False}),
@@ -119,7 +120,7 @@ def test_a_stock_model_can_teach_ours(stock: Any, config: Any, family: str) -> N
             r"has a state of LayerShape\(recurrent=\(2, 8, 4\).* one of LayerShape\(recurrent=\(1, 16, 8\)",
         ),
     ],
-    ids=["shape", "bias", "family", "norms", "gates", "heads"],
+    ids=["shape", "bias", "family", "norms", "head norms", "gates", "heads"],
 )
 def test_layers_that_differ_are_refused_and_nothing_changed(
     student: tuple[str, dict[str, Any]], teacher: tuple[str, dict[str, Any]], complaint: str
@@ -129,6 +130,18 @@ def test_layers_that_differ_are_refused_and_nothing_changed(
     with pytest.raises(ValueError, match=complaint):
         initialize_from_teacher_layer(model, model_of(teacher[0], 2, 1, **teacher[1]), 1)
     assert_unchanged(model, before)
+
+
+def test_settings_that_mean_the_same_are_no_difference() -> None:
+    student = model_of("RWKV6", 1, 0, group_norm_eps=1e-5)  # None stands for norm_eps, which is 1e-5
+    initialize_from_teacher_layer(student, model_of("RWKV6", 1, 1), 0)
+    initialize_from_teacher_layer(model_of("Mamba", 1, 0, hidden_act="swish"), model_of("Mamba", 1, 1), 0)
+
+
+def test_a_stock_teacher_with_another_activation_is_refused() -> None:
+    teacher = MambaForCausalLM(MambaConfig(**SIZES, **FAMILIES["Mamba"], num_hidden_layers=1, hidden_act="gelu"))
+    with pytest.raises(ValueError, match="hidden_act is silu in the student's config and gelu"):
+        initialize_from_teacher_layer(model_of("Mamba", 1, 0), teacher, 0)
 
 
 @pytest.mark.parametrize(
