@@ -44,6 +44,8 @@ def load_model(name: str, trust_remote_code: bool = False, dtype: torch.dtype = 
     """
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise ValueError(f"{name} holds no config.json, so it is no checkpoint.")
+    if not Path(name).is_dir() and (Path(name).exists() or name.count("/") > 1 or name.startswith((".", "/"))):
+        raise ValueError(f"{name} is no folder here: give a checkpoint's folder, or a name on the Hub (owner/name).")
     loading: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
     loader: Any = AutoModelForCausalLM
     wrap = False

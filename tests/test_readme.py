@@ -59,6 +59,13 @@ def test_the_code_with_states_runs(demo_output: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.startswith(" sys")
 
 
+def test_the_code_that_changes_models_runs(demo_output: Path) -> None:
+    (code,) = (block for block in blocks_of("python") if "expand_state(" in block)
+    names: dict[str, object] = {}
+    exec(code, names)
+    assert names["larger"].config.layer_state_sizes == [32]  # type: ignore[attr-defined]
+
+
 def test_a_stock_checkpoint_loads_into_our_class(demo_output: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = (block for block in blocks_of("python") if "stock-mamba" in block)
     exec(code, {})

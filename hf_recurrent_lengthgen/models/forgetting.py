@@ -77,8 +77,8 @@ def forgetting(model: Any, **settings: Any) -> Iterator[Any]:
     config = getattr(model, "config", None)
     if config is None or not (hasattr(config, "check_forgetting") or hasattr(model, "check_forgetting")):
         raise ValueError(
-            f"{type(model).__name__} cannot be made to forget: give a model of this package, or one wrapped by "
-            "hf_recurrent_lengthgen.hybrids.stateful."
+            f"{type(model).__name__} cannot be made to forget: give a model of this package, or one of load_model or "
+            "stateful."
         )
     changed = copy.copy(config)
     changed.forgetting = dict(settings) or None

@@ -31,7 +31,9 @@ def attention_maps_figure(maps: AttentionMaps) -> Figure:
     figure = Figure(figsize=(PANEL * columns * 1.15 + 0.5, PANEL * bands * 2 + 0.8), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(
-        f"{maps.model}: channel average of the attention maps, and below it the average mask",
+        f"{maps.model}\nabove: attention maps\nbelow: masks"
+        if columns < 3
+        else f"{maps.model}\nattention maps (channel average), and below each its average mask",
         fontsize=FONT_SIZE,
         color=INK,
         x=0.01,
