@@ -45,8 +45,9 @@ class ReferenceLayersConfigMixin(StatefulConfigMixin):
             )
         if self.attention_kind not in self.attention_kinds:
             raise ValueError(f"attention_kind must be one of {self.attention_kinds}, got {self.attention_kind!r}.")
-        if self.attention_head_dim is not None and self.attention_head_dim < 1:
-            raise ValueError(f"attention_head_dim must be None or at least 1, got {self.attention_head_dim}.")
+        width = self.attention_head_dim
+        if width is not None and (type(width) is not int or width < 1):
+            raise ValueError(f"attention_head_dim must be None or at least 1, an integer, got {width!r}.")
         if not chosen and (self.attention_kind != "softmax" or self.attention_head_dim is not None):
             raise ValueError(
                 "attention_kind and attention_head_dim do nothing without attention_layers: give the layers, too."
