@@ -82,7 +82,8 @@ def attention_maps(
 
     Raises:
         ValueError: for more than one text, words of another number, a layer that is not there or whose scan has no
-            such map (RWKV's current token has a weight of its own), and a model that is made to forget.
+            such map (RWKV's current token has a weight of its own), and a model whose recurrence is made to
+            forget (`retention`, `insertion` or `window`; a `delta_scale` is in the steps, and so in the maps).
     """
     tokens_1T = _one_text(input_ids)
     words = tuple(map(str, tokens_1T[0].tolist())) if tokens is None else tuple(tokens)
@@ -193,7 +194,10 @@ def _scans(model: Any, tokens_1T: Tensor, layers: Sequence[int] | None) -> dict[
             "hf_recurrent_lengthgen.load_model(...)."
         )
     if Forgetting.of(model.config).in_recurrence:
-        raise ValueError("The maps are those of a model that forgets as it has learned to: switch forgetting off.")
+        raise ValueError(
+            "The maps are those of a model that forgets as it has learned to: give the checkpoint that this one was "
+            "made from, or switch forgetting off."
+        )
     wanted = list(range(len(blocks)) if layers is None else layers)
     if not wanted or not set(wanted) <= set(range(len(blocks))):
         raise ValueError(f"layers must be some of 0 to {len(blocks) - 1}, got {wanted}; None takes all.")

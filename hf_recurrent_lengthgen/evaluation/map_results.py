@@ -2,14 +2,28 @@
 
 import json
 import os
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
 
 MAPS_FORMAT, MAPS_FORMAT_VERSION = "attention_maps", 1
+_NO_MAPS = (
+    AttributeError,
+    BadZipFile,
+    EOFError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+    zlib.error,
+)
+"""What reading raises where a file is something else or damaged."""
 _NUMBERS = ("layer", "kind", "cosine", "identity", "linear_distance")
 
 
@@ -61,7 +75,10 @@ class AttentionMaps:
 
 
 def save_maps(path: str | os.PathLike[str], maps: AttentionMaps) -> None:
-    """Write maps as an .npz file: `average` and `mask` (layers, T, T), and everything else as JSON in `header`."""
+    """Write maps as an .npz file: `average` and `mask` (layers, T, T), and everything else as JSON in `header`.
+
+    The file is the old one, if there was one, or the whole new one.
+    """
     header = {
         "format": MAPS_FORMAT,
         "version": MAPS_FORMAT_VERSION,
@@ -71,13 +88,21 @@ def save_maps(path: str | os.PathLike[str], maps: AttentionMaps) -> None:
             {name: value for name, value in asdict(layer).items() if name in _NUMBERS} for layer in maps.layers
         ],
     }
-    with Path(path).open("wb") as file:
-        np.savez_compressed(
-            file,
-            header=np.array(json.dumps(header)),
-            average=np.stack([layer.average for layer in maps.layers]),
-            mask=np.stack([layer.mask for layer in maps.layers]),
-        )
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            np.savez_compressed(
+                file,
+                header=np.array(json.dumps(header)),
+                average=np.stack([layer.average for layer in maps.layers]),
+                mask=np.stack([layer.mask for layer in maps.layers]),
+            )
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def load_maps(path: str | os.PathLike[str]) -> AttentionMaps:
@@ -88,18 +113,34 @@ def load_maps(path: str | os.PathLike[str]) -> AttentionMaps:
     """
     try:
         with Path(path).open("rb") as handle, np.load(handle, allow_pickle=False) as file:
-            header: dict[str, Any] = json.loads(str(file["header"]))
+            header: dict[str, Any] = dict(json.loads(str(file["header"])))
             average, mask = file["average"], file["mask"]
-    except (KeyError, ValueError, BadZipFile, EOFError) as error:
+    except _NO_MAPS as error:
         raise ValueError(f"{os.fspath(path)} holds no attention maps ({error}).") from error
     if header.get("format") != MAPS_FORMAT or header.get("version") != MAPS_FORMAT_VERSION:
         raise ValueError(
             f"{os.fspath(path)} is of the format {header.get('format')!r}, version {header.get('version')!r}; this "
             f"code reads {MAPS_FORMAT!r}, version {MAPS_FORMAT_VERSION}."
         )
-    layers = zip(header["layers"], average, mask, strict=True)
-    return AttentionMaps(
-        header["model"],
-        tuple(header["tokens"]),
-        tuple(LayerMaps(average=first, mask=second, **numbers) for numbers, first, second in layers),
-    )
+    try:
+        layers = zip(map(_checked, header["layers"]), average, mask, strict=True)
+        return AttentionMaps(
+            _of_type(header["model"], str),
+            tuple(_of_type(token, str) for token in _of_type(header["tokens"], list)),
+            tuple(LayerMaps(average=first, mask=second, **numbers) for numbers, first, second in layers),
+        )
+    except _NO_MAPS as error:
+        raise ValueError(f"{os.fspath(path)} holds damaged attention maps ({error!r}).") from error
+
+
+def _checked(numbers: Any) -> dict[str, Any]:
+    """What the header says of a layer."""
+    for name, value in numbers.items():
+        _of_type(value, {"layer": int, "kind": str}.get(name, (float, int, NoneType)))
+    return dict(numbers)
+
+
+def _of_type(value: Any, allowed: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, allowed):
+        raise TypeError(f"{value!r} in the header")
+    return value

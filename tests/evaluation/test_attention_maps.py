@@ -1,3 +1,4 @@
+import json
 import math
 import warnings
 from pathlib import Path
@@ -399,6 +400,71 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "new.npz", header=np.array('{"format": "attention_maps", "version": 2}'), average=0, mask=0)
     with pytest.raises(ValueError, match="version 2; this code reads 'attention_maps', version 1"):
         load_maps(tmp_path / "new.npz")
+
+
+def test_files_with_damaged_headers_are_refused(tmp_path: Path) -> None:
+    layer = {"layer": 0, "kind": "Mamba-1", "cosine": 0.5, "identity": None, "linear_distance": 1}
+    header: dict[str, Any] = {"format": "attention_maps", "version": 1, "model": "m", "tokens": ["a", "b"]}
+    header["layers"] = [layer]
+    maps = {"average": np.zeros((1, 2, 2)), "mask": np.zeros((1, 2, 2))}
+
+    def load(changed: Any, **arrays: Any) -> AttentionMaps:
+        np.savez(tmp_path / "maps.npz", **{"header": np.array(json.dumps(changed)), **maps, **arrays})
+        return load_maps(tmp_path / "maps.npz")
+
+    assert load(header).layers[0].cosine == 0.5
+    for wrong in ([], [1], "text", 3, None):
+        with pytest.raises(ValueError, match=r"maps.npz (holds no attention maps|is of the format None)"):
+            load(wrong)
+    for change in (
+        {"layers": 3},
+        {"layers": [3]},
+        {"layers": [layer | {"more": 1}]},
+        {"layers": [layer | {"cosine": "x"}]},
+        {"layers": [layer | {"layer": None}]},
+        {"layers": [{"layer": 0}]},
+        {"layers": []},
+        {"tokens": "ab"},
+        {"tokens": [1, 2]},
+        {"tokens": None},
+        {"model": 3},
+    ):
+        with pytest.raises(ValueError, match=r"maps.npz holds damaged attention maps"):
+            load(header | change)
+    for name in ("model", "tokens", "layers"):
+        with pytest.raises(ValueError, match=f"holds damaged attention maps .*{name}"):
+            load({key: value for key, value in header.items() if key != name})
+    with pytest.raises(ValueError, match="damaged"):
+        load(header, average=np.zeros(()))
+    np.save(tmp_path / "array.npy", np.zeros(2))
+    with pytest.raises(ValueError, match="holds no attention maps"):
+        load_maps(tmp_path / "array.npy")
+
+
+def test_an_error_in_writing_leaves_the_file_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "maps.npz"
+    maps = attention_maps(mamba(), IDS)
+    save_maps(path, maps)
+    before = path.read_bytes()
+
+    def fail(file: Any, **_: Any) -> None:
+        file.write(b"half")
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez_compressed", fail)
+        with pytest.raises(OSError, match="disk full"):
+            save_maps(path, maps)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_smaller_steps_are_in_the_maps() -> None:
+    whole, halved = (
+        channel_maps(mamba(**fields), IDS, 0, ALL) for fields in ({}, {"forgetting": {"delta_scale": 0.5}})
+    )
+    diagonals = [maps.diagonal(dim1=1, dim2=2) for maps in (whole, halved)]
+    torch.testing.assert_close(diagonals[1], diagonals[0] / 2)  # C_i . B_i Delta_i, without decay
 
 
 def test_maps_and_tokens_must_fit() -> None:
