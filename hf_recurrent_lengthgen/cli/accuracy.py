@@ -87,11 +87,14 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _task(options: argparse.Namespace, records: Sequence[dict[str, Any] | None]) -> tuple[TaskStrings, int | None]:
+def _task(options: argparse.Namespace, records: Sequence[Any]) -> tuple[TaskStrings, int | None]:
     """The task to measure on, and the longest string in training where that is known."""
-    record = dict(records[0] or {})
     given = {"name": options.task, "length": options.task_length, "vocabulary": options.vocabulary}
     given = {name: value for name, value in given.items() if value is not None}
+    if len(given) < 3:
+        for model, told in zip(options.models, records, strict=True):
+            _check_record(model, told)
+    record = dict(records[0] or {}) if len(given) < 3 else {}
     if given.get("name") not in (None, record.get("name")):
         record = {}  # lengths and symbols of another task say nothing about this one
     for model, other in zip(options.models[1:], records[1:], strict=True):
@@ -103,16 +106,34 @@ def _task(options: argparse.Namespace, records: Sequence[dict[str, Any] | None])
     record |= given
     if "name" not in record:
         raise ValueError(f"The config of {options.models[0]} names no task: give --task.")
-    training_length = record.get("length")
-    if training_length is None:
+    length_is_known = record.get("length") is not None
+    if not length_is_known:
         if not options.lengths:
             raise ValueError(
                 f"The longest string in the training of {options.models[0]} is not known: give --lengths."
             )
         record["length"] = min(options.lengths)
-    if isinstance(training_length, list):
-        training_length = max(training_length)
-    return string_task(**record), training_length
+    task = string_task(**record)
+    return task, task.longest if length_is_known else None
+
+
+def _check_record(model: str, record: Any) -> None:
+    """Raise a `ValueError` for a config's `task` that no training has written."""
+    if record is None:
+        return
+    problem = ""
+    if not isinstance(record, Mapping) or set(record) != {"name", "length", "vocabulary"}:
+        problem = "it must have name, length and vocabulary, and nothing else"
+    else:
+        try:
+            string_task(**record)
+        except (TypeError, ValueError) as error:
+            problem = str(error)
+    if problem:
+        raise ValueError(
+            f"The config of {model} has the task {record!r}, which is damaged ({problem}): set it right, or give "
+            "--task, --task-length and --vocabulary."
+        )
 
 
 def _words(record: Mapping[str, Any] | None) -> str:
