@@ -1,6 +1,6 @@
 """Settings of StateX."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -45,8 +45,8 @@ class StateXConfig(MixedStatesConfig):
     expand_num_heads: int | None = field(
         default=None, metadata={"help": "Heads of these layers in GLA and the like. Default: one."}
     )
-    expand_initialization: Literal["reinit", "inherit"] = field(
-        default="reinit",
+    expand_initialization: Literal["reinit", "inherit"] | None = field(
+        default=None,
         metadata={
             "help": "reinit starts the recurrence of these layers anew (the paper's choice, 4.3), inherit keeps what "
             "was trained. Default: reinit."
@@ -78,15 +78,16 @@ class StateXConfig(MixedStatesConfig):
             "factor": self.expand_factor,
             "state_size": self.expand_state_size,
             "num_heads": self.expand_num_heads,
-            "initialization": self.expand_initialization,
+            "initialization": "reinit" if self.expand_initialization is None else self.expand_initialization,
         }
 
 
-def _layers(given: str | Sequence[int | str] | None) -> str | list[int] | None:
+def _layers(given: str | int | Iterable[int | str] | None) -> str | list[int] | None:
     """ "all", or numbers."""
-    if given is None or given == "all" or list(given) == ["all"]:
+    layers = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    if given is None or layers == ["all"]:
         return None if given is None else "all"
     try:
-        return sorted({int(layer) for layer in given})
+        return sorted({int(str(layer)) for layer in layers})  # str: 1.5 and True are no layers
     except ValueError as error:
         raise ValueError(f'expand_layers must be "all" or numbers of layers, got {given!r}.') from error

@@ -63,9 +63,12 @@ class StateXTrainer(MixedStatesTrainer):
 
 def _expanded(model: Any, args: StateXConfig) -> Any:
     """The model, expanded unless its config says that it was."""
-    if not recorded_expansions(base_of(model).config):
+    recorded = recorded_expansions(base_of(model).config)
+    if not recorded:
         return expand_state(model, **args.expansion(), seed=args.seed)
-    given = {name: value for name, value in args.expansion().items() if value not in (None, "reinit")}
+    given = {name for name, value in args.expansion().items() if value is not None and name != "initialization"}
+    if args.expand_initialization is not None and {*recorded.values()} != {args.expand_initialization}:
+        given.add("initialization")
     if given:
         raise ValueError(
             f"The model was expanded already ({'; '.join(base_of(model).config.interventions)}), so the settings "
