@@ -26,6 +26,18 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
+def check_name(name: str) -> None:
+    """Refuse what is no checkpoint folder and no name on the Hub, before the Hub is asked for it.
+
+    Raises:
+        ValueError: for a file, something missing in a folder that is here, and names of more than two parts.
+    """
+    path = Path(name)
+    here = path.exists() or (path.parent != Path() and path.parent.is_dir()) or len(path.parts) > 2
+    if here and not path.is_dir():
+        raise ValueError(f"{name} is no folder here: give a checkpoint's folder, or a name on the Hub (owner/name).")
+
+
 def load_model(name: str, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     """Load a language model that takes states, whatever its family.
 
@@ -44,8 +56,7 @@ def load_model(name: str, trust_remote_code: bool = False, dtype: torch.dtype = 
     """
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise ValueError(f"{name} holds no config.json, so it is no checkpoint.")
-    if not Path(name).is_dir() and (Path(name).exists() or name.count("/") > 1 or name.startswith((".", "/"))):
-        raise ValueError(f"{name} is no folder here: give a checkpoint's folder, or a name on the Hub (owner/name).")
+    check_name(name)
     loading: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
     loader: Any = AutoModelForCausalLM
     wrap = False

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.data import byte_tokenizer, load_texts, standard_library_corpus, token_stream
-from hf_recurrent_lengthgen.loading import quiet_transformers
+from hf_recurrent_lengthgen.loading import check_name, quiet_transformers
 
 STANDARD_LIBRARY = "stdlib"
 DATA_HELP = (
@@ -51,6 +51,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     """
     if name == "bytes":
         return byte_tokenizer()
+    check_name(name)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:  # the last from a guess of early 5.x, which asks for protobuf

@@ -204,3 +204,15 @@ def test_libraries_are_quiet_inside_and_as_before_afterwards() -> None:
 def test_half_precision_weights_are_loaded_in_float32(checkpoint: Path, tmp_path: Path) -> None:
     load_model(str(checkpoint)).to(torch.bfloat16).save_pretrained(tmp_path)
     assert {parameter.dtype for parameter in load_model(str(tmp_path)).parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["here/config.json", "here/missing", "a/b/c"])
+def test_what_stands_for_a_folder_is_not_looked_for_on_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "config.json").write_text("{}")
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(ValueError, match=f"{name} is no folder here"):
+            load(name)
