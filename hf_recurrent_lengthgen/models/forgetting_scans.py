@@ -251,40 +251,27 @@ def forgetful_scan(
         Outputs and the state after the last token.
     """
     with torch.autocast(q.device.type, enabled=False):
-        return _forgetful_scan(rule, recurrence, q, k, v, g, state, lengths)
-
-
-def _forgetful_scan(
-    rule: Forgetting,
-    recurrence: Recurrence,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    state: LayerState,
-    lengths: Tensor | None,
-) -> tuple[Tensor, LayerState]:
-    if rule.insertion != 1:
-        k = k * rule.insertion
-    if rule.retention < 1:
-        log_decay = g.new_full((*g.shape[:2], 1), math.log(rule.retention))
-        g = recurrence.with_shared_decay(g, zero_past_end(log_decay, lengths))
-    if rule.window is None:
-        y, recurrent = recurrence.scan(q, k, v, g, state.recurrent)
-        return y, state._replace(recurrent=recurrent)
-    parts: Any = state
-    recurrent, conv, window = parts
-    marks, old = _unpacked(window, (k, v, g))
-    outputs = []
-    for start in range(0, q.shape[1], rule.window):
-        piece = slice(start, start + rule.window)
-        new = [t[:, piece] for t in (k, v, g)]
-        real = None if lengths is None else (lengths - start).clamp(0, new[0].shape[1])
-        y, recurrent, marks = _piece_with_window(recurrence, q[:, piece], new, recurrent, old, marks, real)
-        old = [_last_tokens(*parts, real) for parts in zip(old, new, strict=True)]
-        outputs.append(y)
-    y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-    return y, layer_state((recurrent, conv, _packed(marks, old)))
+        if rule.insertion != 1:
+            k = k * rule.insertion
+        if rule.retention < 1:
+            log_decay = g.new_full((*g.shape[:2], 1), math.log(rule.retention))
+            g = recurrence.with_shared_decay(g, zero_past_end(log_decay, lengths))
+        if rule.window is None:
+            y, recurrent = recurrence.scan(q, k, v, g, state.recurrent)
+            return y, state._replace(recurrent=recurrent)
+        parts: Any = state
+        recurrent, conv, window = parts
+        marks, old = _unpacked(window, (k, v, g))
+        outputs = []
+        for start in range(0, q.shape[1], rule.window):
+            piece = slice(start, start + rule.window)
+            new = [t[:, piece] for t in (k, v, g)]
+            real = None if lengths is None else (lengths - start).clamp(0, new[0].shape[1])
+            y, recurrent, marks = _piece_with_window(recurrence, q[:, piece], new, recurrent, old, marks, real)
+            old = [_last_tokens(*parts, real) for parts in zip(old, new, strict=True)]
+            outputs.append(y)
+        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return y, layer_state((recurrent, conv, _packed(marks, old)))
 
 
 def gated_scan(
