@@ -1,6 +1,7 @@
 """InitialStateTrainer as a drop-in for Trainer: evaluation, features of Trainer, refusals."""
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -308,6 +309,8 @@ def test_a_class_that_came_with_a_checkpoint_trains_like_ours(
 ) -> None:
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)  # of another test, in another folder
     ours = toys.tiny_model()
     ours.save_pretrained(tmp_path / "saved")
     importlib.invalidate_caches()

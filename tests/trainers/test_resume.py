@@ -213,7 +213,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_really_full_disk_loses_nothing(toys: ModuleType, whole_run: tuple[Path, Outcome], small_disk: Path) -> None:
-    with pytest.raises(Exception, match=r"(?i)no space left|write|iostream"):
+    # torch says "unexpected pos" where the disk is full in the middle of a file
+    with pytest.raises(Exception, match=r"(?i)no space left|write|iostream|unexpected pos"):
         toys.resumable_trainer(small_disk).train()
     newest = checkpoints.newest_complete_checkpoint(small_disk)
     assert newest is not None
