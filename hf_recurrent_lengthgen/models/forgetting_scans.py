@@ -82,11 +82,11 @@ class GatedRecurrence:
         outputs, later = [], None
         old_chunks = _reversed_chunks(_CHUNK, old[2], after, old[0], old[1])
         new_chunks = _chunks(_CHUNK, g, self.reads_before, y, q)[::-1]
-        for (since, y, q), (rest, k, v) in zip(new_chunks, old_chunks, strict=True):
-            y, q, k, v = (t.transpose(1, 2) for t in (y, q * _exp(since), k * _exp(rest), v))  # (B, H, Q, ...)
-            y, later = _with_later(y, q, k, v, later, not self.reads_before)
-            outputs.append(y.transpose(1, 2))
-        return torch.cat(outputs[::-1], dim=1)
+        for (since, y_chunk, q), (rest, k, v) in zip(new_chunks, old_chunks, strict=True):
+            q, k, v = (t.transpose(1, 2) for t in (q * _exp(since), k * _exp(rest), v))  # (B, H, Q, ...)
+            more, later = _later_attention(q, k, v, later, not self.reads_before)
+            outputs.append(_plus(y_chunk, more.transpose(1, 2)))
+        return torch.cat(outputs[::-1], dim=1) if torch.is_grad_enabled() else y
 
 
 class _SteppedRecurrence:
@@ -144,11 +144,12 @@ class SSDRecurrence(_SteppedRecurrence):
         outputs, later, groups = [], None, q.shape[2]
         old_chunks = _reversed_chunks(_CHUNK, old[2], after, *old)
         new_chunks = _chunks(_CHUNK, g, False, y, q)[::-1]
-        for (since, y, q), (rest, k, v, old_g) in zip(new_chunks, old_chunks, strict=True):
+        for (since, y_chunk, q), (rest, k, v, old_g) in zip(new_chunks, old_chunks, strict=True):
             written = self._written(v, old_g, rest, groups)
-            more, later = _with_later(None, q.transpose(1, 2), k.transpose(1, 2), written, later, True)
-            outputs.append(torch.addcmul(y, more.transpose(1, 2).reshape(y.shape), self._decays(since)[..., None]))
-        return torch.cat(outputs[::-1], dim=1)
+            more, later = _later_attention(q.transpose(1, 2), k.transpose(1, 2), written, later, True)
+            more = more.transpose(1, 2).reshape(y_chunk.shape)
+            outputs.append(_plus(y_chunk, _times(more, self._decays(since)[..., None])))
+        return torch.cat(outputs[::-1], dim=1) if torch.is_grad_enabled() else y
 
 
 class SelectiveRecurrence(_SteppedRecurrence):
@@ -403,19 +404,21 @@ def _reversed_chunks(size: int, g: Tensor, after: Tensor, *tensors: Tensor) -> I
         total = sums[:, :1]
 
 
-def _with_later(
-    y: Tensor | None, q: Tensor, k: Tensor, v: Tensor, later: Tensor | None, strictly: bool
-) -> tuple[Tensor, Tensor]:
-    """y_j plus the sum over i > j (or i >= j) of (q_j . k_i) v_i, and over the chunks after this one; and their sum.
+def _plus(y: Tensor, more: Tensor) -> Tensor:
+    """Outputs of a chunk, which nobody else has, with more; in place where no gradients are taken."""
+    return y + more if torch.is_grad_enabled() else y.add_(more)
+
+
+def _later_attention(q: Tensor, k: Tensor, v: Tensor, later: Tensor | None, strictly: bool) -> tuple[Tensor, Tensor]:
+    """y_j = sum over i > j (or i >= j) of (q_j . k_i) v_i, and over the chunks after this one; and their new sum.
 
     q and k are (B, G, Q, N), v and y (B, G, Q, M), sums (B*G, N, M).
     """
     shape = v.shape
     q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-    inside = (q @ k.mT).triu(int(strictly))
-    y = inside @ v if y is None else torch.baddbmm(y.flatten(0, 1), inside, v)
+    y = (q @ k.mT).triu(int(strictly)) @ v
     if later is None:
         return y.view(shape), k.mT @ v
-    if later.requires_grad or k.requires_grad or v.requires_grad:
+    if torch.is_grad_enabled():
         return torch.baddbmm(y, q, later).view(shape), torch.baddbmm(later, k.mT, v)
-    return torch.baddbmm(y, q, later).view(shape), later.baddbmm_(k.mT, v)
+    return y.baddbmm_(q, later).view(shape), later.baddbmm_(k.mT, v)
