@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -105,13 +104,10 @@ def forgetting_scans(model: Any, rule: Forgetting, carrier: StateCarrier | None 
             assert carrier is not None
             parts.append(carrier.window())
         backend = resolve_backend("auto", x.device.type, mamba_chunk_scan_combined is not None)
-
         plain = partial(scan_ssd, chunk_size=chunk_size if backend == "kernel" else 64, backend=backend)
-
-        with torch.autocast(x.device.type, enabled=False):
-            q, k, v = C.to(A.dtype), B.to(A.dtype), x.to(A.dtype)
-            recurrence = SSDRecurrence(plain, A, D, rule.retention)
-            y, state = forgetful_scan(rule, recurrence, q, k, v, F.pad(dt, (0, 1)), layer_state(parts))
+        q, k, v = C.to(A.dtype), B.to(A.dtype), x.to(A.dtype)
+        recurrence = SSDRecurrence(plain, A, D, rule.retention)
+        y, state = forgetful_scan(rule, recurrence, q, k, v, F.pad(dt, (0, 1)), layer_state(parts))
         if carrier is not None:
             carrier.keep_window(state)
         return (y, state.recurrent) if return_final_states else y

@@ -82,7 +82,8 @@ def forgetting(model: Any, **settings: Any) -> Iterator[Any]:
         )
     changed = copy.copy(config)
     changed.forgetting = dict(settings) or None
-    owners = [module for module in model.modules() if getattr(module, "config", None) is config]
+    # in their own names: a wrapper that passes on what it is asked for would keep what it is given
+    owners = [module for module in model.modules() if vars(module).get("config") is config]
     try:
         for module in owners:
             module.config = changed

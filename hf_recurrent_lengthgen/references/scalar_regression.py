@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from hf_recurrent_lengthgen.references.transformer import check_right_padding
+
 
 @dataclass
 class ScalarOutput(ModelOutput):
@@ -45,7 +47,12 @@ class ScalarRegression(nn.Module):
             input_ids: (B, T).
             attention_mask: (B, T), 1 at real tokens and 0 at padding, which stands on the right; None for no padding.
             labels: (B,), the numbers.
+
+        Raises:
+            ValueError: for padding that is not on the right.
         """
+        if attention_mask is not None:
+            check_right_padding(attention_mask)
         padded: dict[str, Any] = {} if attention_mask is None else {"attention_mask": attention_mask}
         hidden_states = self.backbone(input_ids=input_ids, **padded).last_hidden_state
         rows = torch.arange(len(input_ids), device=input_ids.device)

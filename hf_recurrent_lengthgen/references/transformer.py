@@ -60,11 +60,13 @@ class DecoderTransformer(nn.Module):
 
         Args:
             input_ids: (B, T).
-            attention_mask: Taken for the sake of others; padding on the right is seen by padding only.
+            attention_mask: (B, T), padding on the right only, which no real token sees.
 
         Raises:
-            ValueError: for more tokens than there are learned positions.
+            ValueError: for more tokens than there are learned positions, and padding that is not on the right.
         """
+        if attention_mask is not None:
+            check_right_padding(attention_mask)
         length = input_ids.shape[1]
         hidden_states = self.embeddings(input_ids)
         if self.positions == "learned":
@@ -104,12 +106,20 @@ class _Block(nn.Module):
         return out
 
 
+def check_right_padding(attention_mask: Tensor) -> None:
+    """Raise a `ValueError` for a mask (B, T) whose rows are not ones, at least one, and then zeros."""
+    ones = attention_mask.cumprod(1).sum(1)
+    if bool((ones != attention_mask.sum(1)).any() | (ones < 1).any()):
+        raise ValueError("attention_mask must have ones, at least one, and then zeros in each row: pad on the right.")
+
+
 def rotate(x: Tensor) -> Tensor:
     """RoPE (arXiv:2104.09864, Eq. 15) of (..., T, D): pairs (i, i + D/2) at t are turned by t * 10000^(-2i/D)."""
     length, size = x.shape[-2:]
-    places = torch.arange(length, device=x.device, dtype=x.dtype)[:, None]
-    angles = places * _ROPE_BASE ** (-torch.arange(0, size, 2, device=x.device, dtype=x.dtype) / size)  # (T, D / 2)
-    cosine, sine = angles.cos(), angles.sin()
+    exact = torch.promote_types(x.dtype, torch.float32)  # bfloat16 has no odd numbers above 256
+    places = torch.arange(length, device=x.device, dtype=exact)[:, None]
+    angles = places * _ROPE_BASE ** (-torch.arange(0, size, 2, device=x.device, dtype=exact) / size)  # (T, D / 2)
+    cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)
 

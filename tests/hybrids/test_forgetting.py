@@ -1,12 +1,10 @@
 """Wrapped models of Transformers that forget, against our own classes of the same weights and restarts of a layer."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import FalconMambaForCausalLM, Mamba2ForCausalLM, MambaForCausalLM
 
 from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM, StatefulMambaForCausalLM
 from hf_recurrent_lengthgen.hybrids import load_hybrid_state, save_hybrid_state, stateful
@@ -111,26 +109,17 @@ def test_a_window_holds_what_its_tokens_alone_would_write(model_type: str) -> No
     model, tokens, window = wrapped(model_type), random_tokens(2, 40), 6
     mixers = [m for m in model.modules() if hasattr(m, "ssm_state_size")]
     first = min(mixers, key=lambda mixer: mixer.layer_idx)
-    caught: list[Tensor] = []
-
-    def record(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        caught.append(args[0] if args else kwargs["hidden_states"])
-
-    hook = first.register_forward_pre_hook(record, with_kwargs=True)
     with forgetting(model, window=window):
         _, state = read_in_pieces(model, tokens, [40])
-    hook.remove()
-    # the decays of all tokens but the last ones, by the definition: a state that was there before them shows none of
-    # itself, so two texts that share their last tokens and the taps of the convolution before them agree
+    assert first.layer_idx == 0
+    # another text that ends alike: the window, and the taps of the convolution before it
     other = random_tokens(2, 40).flip(1)
-    taps = first.conv_kernel_size if hasattr(first, "conv_kernel_size") else 4
-    other[:, -window - taps + 1 :] = tokens[:, -window - taps + 1 :]
-    if first.layer_idx == 0:
-        with forgetting(model, window=window):
-            _, same_end = read_in_pieces(model, other, [40])
-        assert error(same_end[0].recurrent, state[0].recurrent) < 1e-5
+    other[:, -window - 3 :] = tokens[:, -window - 3 :]
+    with forgetting(model, window=window):
+        _, same_end = read_in_pieces(model, other, [40])
+    assert error(same_end[0].recurrent, state[0].recurrent) < 1e-5
     _, plain = read_in_pieces(model, tokens, [40])
-    assert error(plain[first.layer_idx].recurrent, state[first.layer_idx].recurrent) > 1e-2
+    assert error(plain[0].recurrent, state[0].recurrent) > 1e-2
 
 
 @pytest.mark.parametrize("model_type", [pytest.param("falcon_h1"), pytest.param("nemotron_h", marks=pytest.mark.slow)])
@@ -201,10 +190,3 @@ def test_states_with_a_window_are_saved_and_read(tmp_path: Any) -> None:
         expected = model(tokens[:, :5], initial_state=state, attention_cache=cache).logits
         found = model(tokens[:, :5], initial_state=loaded, attention_cache=loaded_cache).logits
     assert torch.equal(found, expected)
-
-
-def test_stock_classes_of_ours_are_what_is_wrapped() -> None:
-    """What `OURS` compares with are the stock implementations, not ours."""
-    stock = {"mamba": MambaForCausalLM, "falcon_mamba": FalconMambaForCausalLM, "mamba2": Mamba2ForCausalLM}
-    for model_type, cls in stock.items():
-        assert isinstance(copy.deepcopy(wrapped(model_type)), cls)

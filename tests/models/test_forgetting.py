@@ -1,6 +1,7 @@
 """Models that forget at inference, in every family: states, padding, generation, configuration, files."""
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -178,20 +179,18 @@ def test_streams_and_generation_under_autocast(family: Family) -> None:
 @pytest.mark.parametrize("name", sorted(STEPPED))
 @torch.no_grad()
 def test_delta_scale_shrinks_the_steps(name: str) -> None:
+    """Half the step is half the rate of decay and half the insertion."""
     family = next(family for family in FAMILIES if family.name == name)
     model, tokens = build(family, torch.float64), random_tokens(2, 40)
+    plain = model(tokens).logits
     with forgetting(model, delta_scale=0.5):
-        found = model(tokens)
-    # by hand: softplus(u) / 2 as the softplus of another bias is possible for no u, so scale A and B instead
-    module = __import__(type(model.base_model.layers[0].mixer).__module__, fromlist=["softplus"])
-    stock = module.softplus
-    try:
-        module.softplus = lambda x: 0.5 * stock(x)
-        expected = model(tokens)
-    finally:
-        module.softplus = stock
-    assert error(found.logits, expected.logits) < 1e-12
-    assert error(found.logits, model(tokens).logits) > 1e-3
+        found = model(tokens).logits
+    for layer in model.base_model.layers:
+        layer.mixer.A_log -= math.log(2)
+    with forgetting(model, insertion=0.5):
+        expected = model(tokens).logits
+    assert error(found, expected) < 1e-12
+    assert error(found, plain) > 1e-3
 
 
 WRONG: dict[str, tuple[Any, str]] = {

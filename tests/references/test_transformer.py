@@ -151,3 +151,16 @@ def test_wrong_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="A row has 13 tokens, but there are 12 learned positions"):
         transformer("learned")(torch.zeros(1, 13, dtype=torch.int64))
     transformer("rope")(torch.zeros(1, 13, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("mask", [[[0, 1, 1]], [[1, 0, 1]], [[0, 0, 0]]], ids=["left", "inside", "empty"])
+def test_padding_that_is_not_on_the_right_is_refused(mask: list[list[int]]) -> None:
+    backbone = DecoderTransformer(8, hidden_size=8, num_heads=2)
+    for model in (backbone, ScalarRegression(backbone, 8)):
+        with pytest.raises(ValueError, match="pad on the right"):
+            model(torch.ones(1, 3, dtype=torch.long), torch.tensor(mask))
+
+
+def test_rope_of_long_rows_is_exact_in_bfloat16() -> None:
+    x = torch.randn(1, 1000, 8, generator=torch.Generator().manual_seed(0))
+    assert (rotate(x.bfloat16()).float() - rotate(x)).abs().max() < 0.1
