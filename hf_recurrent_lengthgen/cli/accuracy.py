@@ -15,7 +15,7 @@ from hf_recurrent_lengthgen.data.tasks import (
     accuracy_by_length,
     string_task,
 )
-from hf_recurrent_lengthgen.evaluation.evaluate import installed_versions
+from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.plotting.accuracy import accuracy_figure

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 
 from hf_recurrent_lengthgen.cli import accuracy, demo, evaluate, expand, forget, maps, train
 from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
-from hf_recurrent_lengthgen.evaluation.evaluate import installed_versions
+from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 
 COMMANDS = {
     "demo": demo,

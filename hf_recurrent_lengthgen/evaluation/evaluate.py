@@ -1,11 +1,8 @@
 """All length metrics of one model in one go."""
 
-import hashlib
-import platform
 import sys
 import time
 from collections.abc import Sequence
-from importlib import metadata
 
 import numpy as np
 from torch import nn
@@ -17,6 +14,7 @@ from hf_recurrent_lengthgen.evaluation.context_harm import (
     window_nll,
 )
 from hf_recurrent_lengthgen.evaluation.length_generalization import TOLERANCE, length_verdict, make_curve
+from hf_recurrent_lengthgen.evaluation.provenance import installed_versions, token_digest, weights_digest
 from hf_recurrent_lengthgen.evaluation.results import (
     ContextHarm,
     Curve,
@@ -122,6 +120,7 @@ def evaluate_model(
     window_edges = position_edges(training_length, training_length, EXACT_UNTIL, FINE_PER_OCTAVE)
     return EvaluationResult(
         model=label,
+        weights=weights_digest(model),
         training_length=training_length,
         evaluated_length=length,
         sequences=len(array),
@@ -162,24 +161,3 @@ def binned_curve(values: np.ndarray, edges: Sequence[int], first: int, confidenc
     """The curve of values (S, n), whose first column is position `first`, on the edges from `first` on."""
     kept = [edge for edge in edges if edge >= first]
     return make_curve(kept, bin_means(values, [edge - first for edge in kept]), confidence)
-
-
-def token_digest(tokens: np.ndarray) -> str:
-    """SHA-256 of the shape and the ids as little-endian int64: equal for equal ids of any integer dtype."""
-    digest = hashlib.sha256(repr(tokens.shape).encode())
-    for row in tokens:
-        digest.update(row.astype("<i8").tobytes())
-    return digest.hexdigest()
-
-
-def installed_versions() -> dict[str, str]:
-    """Versions of Python and of the packages the numbers depend on."""
-    names = ("hf_recurrent_lengthgen", "torch", "transformers", "numpy", "scipy")
-    return {"python": platform.python_version(), **{name: _version(name) for name in names}}
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed as a package"

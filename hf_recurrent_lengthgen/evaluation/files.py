@@ -2,12 +2,13 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
-from hf_recurrent_lengthgen.evaluation.results import AnyDocument, Document, from_json, to_json
+from hf_recurrent_lengthgen.evaluation.documents import Document, from_json, to_json
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 
 
-def write_result(path: str | os.PathLike[str], document: AnyDocument) -> None:
+def write_result(path: str | os.PathLike[str], document: Any) -> None:
     """Write a document as JSON; an existing file is replaced only when the new one is complete."""
     text = to_json(document)
     with replacing(path) as temporary:

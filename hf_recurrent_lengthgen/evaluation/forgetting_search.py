@@ -5,7 +5,6 @@
 is a candidate, and no forgetting always is one of them.
 """
 
-import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from itertools import product
@@ -13,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from hf_recurrent_lengthgen.evaluation.evaluate import estimate, token_digest
+from hf_recurrent_lengthgen.evaluation.evaluate import estimate
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
+from hf_recurrent_lengthgen.evaluation.provenance import token_digest, weights_digest
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate, ForgettingSearch, ForgettingTrial
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
 from hf_recurrent_lengthgen.evaluation.streaming import (
@@ -97,7 +96,7 @@ def search_forgetting(
     for rule in candidates:
         with forgetting(model, **rule._asdict()):
             pass
-    measured = {"weights": _weights_digest(model), "length": array.shape[1] - 1, "sequences": len(array)}
+    measured = {"weights": weights_digest(model), "length": array.shape[1] - 1, "sequences": len(array)}
     data = DataRecord(data_description, token_digest(array), token_unit)
     losses = {} if file is None or not Path(file).exists() else _known(file, measured, data)
 
@@ -175,15 +174,6 @@ def _known(file: str | os.PathLike[str], measured: dict[str, Any], data: DataRec
             f"texts of {kept.length} tokens of {kept.data.description}): give another file, or remove it."
         )
     return {rule_of(trial): np.asarray(trial.losses) for trial in kept.trials}
-
-
-def _weights_digest(model: Any) -> str:
-    """SHA-256 of the names, shapes and bytes of all parameters."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-        digest.update(parameter.detach().reshape(-1).view(torch.uint8).cpu().numpy().data)
-    return digest.hexdigest()
 
 
 def _text(value: Estimate, sign: str = "-") -> str:

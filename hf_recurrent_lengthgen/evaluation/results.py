@@ -5,15 +5,11 @@ with t + 1 tokens of context. Every interval is the two-sided t-interval over se
 result, paired where it belongs to a difference; bounds are None with fewer than two sequences.
 """
 
-import json
 import math
-import sys
-import types
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Literal
 
-SCHEMA_VERSION = 1
-"""Raised with every change that an older reader cannot understand."""
+from hf_recurrent_lengthgen.evaluation.documents import document
 
 
 @dataclass(frozen=True)
@@ -117,11 +113,13 @@ class DataRecord:
     token_unit: str
 
 
+@document("evaluation", version=2)
 @dataclass(frozen=True)
 class EvaluationResult:
-    """One model on one set of sequences."""
+    """One model on one set of sequences; `weights` is the SHA-256 of its parameters."""
 
     model: str
+    weights: str
     training_length: int
     evaluated_length: int
     sequences: int
@@ -161,6 +159,7 @@ class ComparedModel:
     training: TrainingRecord | None
 
 
+@document("comparison", version=2)
 @dataclass(frozen=True)
 class Comparison:
     """Models evaluated on the same data, in the order they are shown."""
@@ -195,6 +194,7 @@ class ForgettingTrial:
     gain: Estimate
 
 
+@document("forgetting_search")
 @dataclass(frozen=True)
 class ForgettingSearch:
     """Mean loss of whole texts of `length` positions under each setting; the first setting is no forgetting.
@@ -223,105 +223,3 @@ class ForgettingSearch:
     def best(self) -> ForgettingTrial:
         """The setting of the least mean loss; the first of equals, so no forgetting rather than one without effect."""
         return min(self.trials, key=lambda trial: trial.loss.mean)
-
-
-AnyDocument = EvaluationResult | Comparison | ForgettingSearch
-Document = TypeVar("Document", EvaluationResult, Comparison, ForgettingSearch)
-_KINDS: dict[type, str] = {
-    EvaluationResult: "evaluation",
-    Comparison: "comparison",
-    ForgettingSearch: "forgetting_search",
-}
-
-
-def to_json(document: AnyDocument) -> str:
-    """The JSON text of a document, with its kind and schema version.
-
-    Raises:
-        ValueError: naming the first value that is NaN, infinite or of a wrong type.
-    """
-    plain = _plain(document)
-    _decode(plain, type(document), "")  # the reader's own checks: nothing is written that it would refuse
-    return json.dumps({"kind": _KINDS[type(document)], "schema_version": SCHEMA_VERSION, **plain}, indent=1)
-
-
-def from_json(text: str, kind: type[Document]) -> Document:
-    """Read what `to_json` wrote.
-
-    Args:
-        text: The JSON text.
-        kind: EvaluationResult, Comparison or ForgettingSearch.
-
-    Raises:
-        ValueError: for text that is not JSON, another kind, a schema version this code does not know, and for
-            every missing, unknown, doubled or wrongly typed entry or value that is not finite, by its path.
-    """
-    try:
-        plain = json.loads(text, object_pairs_hook=_unique)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"This is not JSON ({error}); the file may be cut off.") from error
-    if not isinstance(plain, dict) or plain.get("kind") != _KINDS[kind]:
-        found = plain.get("kind") if isinstance(plain, dict) else type(plain).__name__
-        raise ValueError(f"Expected a document of kind {_KINDS[kind]!r}, got {found!r}.")
-    version = plain.get("schema_version")
-    if version != SCHEMA_VERSION or isinstance(version, bool):
-        raise ValueError(
-            f"The document has schema version {version!r}, this code reads {SCHEMA_VERSION}: update "
-            "hf_recurrent_lengthgen if it is newer, else repeat the evaluation."
-        )
-    body = {key: value for key, value in plain.items() if key not in ("kind", "schema_version")}
-    result: Document = _decode(body, kind, "")
-    return result
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"Doubled entries: {sorted({key for key in keys if keys.count(key) > 1})}.")
-    return entries
-
-
-def _plain(value: Any) -> Any:
-    """`value` as what JSON knows: dictionaries, lists and the scalars as they are."""
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _decode(value: Any, kind: Any, path: str) -> Any:
-    """`value` (parsed JSON) as an instance of `kind`, a type made of the types in this file."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if is_dataclass(kind) and isinstance(value, dict):
-        names, hints = [field.name for field in fields(kind)], get_type_hints(kind)
-        if missing := [name for name in names if name not in value]:
-            raise ValueError(f"Missing in {path or 'the document'}: {missing}.")
-        if unknown := [name for name in value if name not in names]:
-            raise ValueError(f"Unknown in {path or 'the document'}: {unknown}; allowed are {names}.")
-        decoded = {name: _decode(value[name], hints[name], f"{path}.{name}".lstrip(".")) for name in names}
-        try:
-            return kind(**decoded)  # type: ignore[operator]
-        except ValueError as error:
-            raise ValueError(f"In {path or 'the document'}: {error}") from error
-    if origin in (Union, types.UnionType):
-        if value is None:
-            return None
-        (kind,) = (argument for argument in arguments if argument is not type(None))
-        return _decode(value, kind, path)
-    if origin is tuple and isinstance(value, list):
-        kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
-        if len(kinds) == len(value):
-            pairs = enumerate(zip(value, kinds, strict=True))
-            return tuple(_decode(item, item_kind, f"{path}[{index}]") for index, (item, item_kind) in pairs)
-    if origin is dict and isinstance(value, dict):
-        return {key: _decode(item, arguments[1], f"{path}.{key}") for key, item in value.items()}
-    if origin is Literal and value in arguments:
-        return value
-    if kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
-        return float(value)
-    if kind in (int, str) and type(value) is kind:
-        return value
-    expected = "a finite number" if kind is float else f"of type {kind.__name__ if origin is None else kind}"
-    raise ValueError(f"{path or 'The document'} must be {expected}, got {value!r:.80}.")

@@ -15,6 +15,7 @@ from hf_recurrent_lengthgen import StatefulGLAConfig, StatefulGLAForCausalLM
 from hf_recurrent_lengthgen import StatefulMamba2Config as Config
 from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM as Model
 from hf_recurrent_lengthgen.evaluation import forgetting_search, streaming
+from hf_recurrent_lengthgen.evaluation.documents import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.forgetting_search import (
     PAPER,
@@ -25,7 +26,7 @@ from hf_recurrent_lengthgen.evaluation.forgetting_search import (
     search_forgetting,
     search_table,
 )
-from hf_recurrent_lengthgen.evaluation.results import ForgettingSearch, from_json, to_json
+from hf_recurrent_lengthgen.evaluation.results import ForgettingSearch
 from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hf_recurrent_lengthgen.evaluation.documents import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.results import (
     ComparedModel,
@@ -20,8 +21,6 @@ from hf_recurrent_lengthgen.evaluation.results import (
     LengthVerdict,
     TrainingRecord,
     TwoResolutions,
-    from_json,
-    to_json,
 )
 
 
@@ -31,6 +30,7 @@ def result() -> EvaluationResult:
     one = Curve((0, 8), (1 / 3,), None, None)
     return EvaluationResult(
         model='base "Ü" <1>',
+        weights="9f",
         training_length=4,
         evaluated_length=8,
         sequences=2,
@@ -69,7 +69,7 @@ def test_documents_survive_the_round_trip(result: EvaluationResult, comparison: 
 def test_the_json_says_what_it_is(comparison: Comparison) -> None:
     plain = json.loads(to_json(comparison))
     assert plain["kind"] == "comparison"
-    assert plain["schema_version"] == 1
+    assert plain["schema_version"] == 2
     assert plain["models"][1]["training"] == {
         "method": "state passing",
         "steps": 600,
@@ -108,7 +108,7 @@ def test_the_json_says_what_it_is(comparison: Comparison) -> None:
         ),
         (lambda d: d["position_wise"]["fine"].update(low=None), r"In position_wise\.fine: .*both bounds"),
         (lambda d: d.update(data=[]), r"data must be of type DataRecord, got \[\]"),
-        (lambda d: d.update(schema_version=2), r"schema version 2, this code reads 1: update"),
+        (lambda d: d.update(schema_version=1), r"schema version 1, this code reads 2: update"),
         (lambda d: d.update(schema_version=True), r"schema version True"),
         (lambda d: d.pop("schema_version"), r"schema version None"),
         (lambda d: d.update(kind="comparison"), r"kind 'evaluation', got 'comparison'"),

@@ -40,6 +40,7 @@ def compared(
     harmful = None if width is None or harm - width <= 0.05 else 64
     evaluation = EvaluationResult(
         model=label,
+        weights="9f",
         training_length=16,
         evaluated_length=1024,
         sequences=1 if width is None else 32,
