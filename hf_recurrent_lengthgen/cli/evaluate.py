@@ -14,8 +14,9 @@ from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.data import evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
 from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
+from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison
-from hf_recurrent_lengthgen.evaluation.streaming import check_stateful, check_tokens
+from hf_recurrent_lengthgen.evaluation.streaming import check_tokens
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 
@@ -83,7 +84,7 @@ def run(arguments: Sequence[str]) -> int:
     stream = load_stream(options.data, options.split, tokenizer, options.text_column)
     tokens = evaluation_sequences(stream.tokens, options.sequences, length + 1)
     for model in models:  # before the first evaluation, which may take long
-        check_tokens(tokens, check_stateful(model), training_length + 1)
+        check_tokens(tokens, reader_of(model).vocabulary, training_length + 1)
     Path(options.output).mkdir(parents=True, exist_ok=True)  # fails now rather than after hours
     compared = []
     for name, model in zip(options.models, models, strict=True):

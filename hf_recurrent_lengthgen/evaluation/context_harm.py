@@ -19,15 +19,13 @@ from typing import NamedTuple
 import numpy as np
 from torch import nn
 
+from hf_recurrent_lengthgen.evaluation.readers import evaluation_mode, reader_of
 from hf_recurrent_lengthgen.evaluation.streaming import (
     Tokens,
-    check_stateful,
     check_tokens,
-    evaluation_mode,
-    forward_plan,
     progress_bar,
+    reading_plan,
     stream_chunks,
-    window_elements,
 )
 
 SHORTEST_TRAINING_LENGTH = 4
@@ -67,9 +65,9 @@ def window_nll(
     Raises:
         ValueError: as `stream_nll`, and for L <= training_length or training_length < 4.
     """
-    vocabulary = check_stateful(model)
+    reader = reader_of(model)
     check_training_length(training_length)
-    array = check_tokens(tokens, vocabulary, training_length + 1)
+    array = check_tokens(tokens, reader.vocabulary, training_length + 1)
     sequences, length = array.shape[0], array.shape[1] - 1
     half = training_length // 2
     full = list(range(0, length - training_length + 1, half))
@@ -81,17 +79,16 @@ def window_nll(
     scored_in_tail = length - tail - (training_length - half)
     tail_rows = range(sequences if scored_in_tail > 0 else 0)
     total = len(windows) * training_length + len(tail_rows) * (length - tail)
-    with evaluation_mode(model), progress_bar(total, "windows", progress) as bar:
+    with evaluation_mode(reader.model), progress_bar(total, "windows", progress) as bar:
 
         def run(origins: list[tuple[int, int]], width: int) -> np.ndarray:
             rows = np.stack([array[sequence, start : start + width + 1] for sequence, start in origins])
-            _, chunk = forward_plan(len(rows), width, vocabulary, len(rows), chunk_length)
-            pieces = [piece.nll.cpu().numpy() for piece in stream_chunks(model, rows, chunk, None, origins)]
+            _, chunk = reading_plan(reader, len(rows), width, len(rows), chunk_length)
+            pieces = [piece.nll.cpu().numpy() for piece in stream_chunks(reader, rows, chunk, None, origins)]
             bar.update(rows.size - len(rows))
             return np.concatenate(pieces, axis=1)
 
-        state = window_elements(model)
-        batch, _ = forward_plan(len(windows), training_length, vocabulary, batch_size, chunk_length, state)
+        batch, _ = reading_plan(reader, len(windows), training_length, batch_size, chunk_length)
         for first in range(0, len(windows), batch):
             origins = windows[first : first + batch]
             for (sequence, start), nll in zip(origins, run(origins, training_length), strict=True):

@@ -15,6 +15,7 @@ from hf_recurrent_lengthgen.evaluation.context_harm import (
 )
 from hf_recurrent_lengthgen.evaluation.length_generalization import TOLERANCE, length_verdict, make_curve
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions, token_digest, weights_digest
+from hf_recurrent_lengthgen.evaluation.readers import vocabulary_size
 from hf_recurrent_lengthgen.evaluation.results import (
     ContextHarm,
     Curve,
@@ -25,7 +26,7 @@ from hf_recurrent_lengthgen.evaluation.results import (
     TwoResolutions,
 )
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE, bin_means, position_edges, t_interval
-from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_stateful, check_tokens, stream_nll
+from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, stream_nll
 
 HARM_THRESHOLD = 0.05
 """Harm in nats per token above which context counts as harmful."""
@@ -81,7 +82,7 @@ def evaluate_model(
     """
     began = time.perf_counter()
     check_training_length(training_length)
-    array = check_tokens(tokens, check_stateful(model), training_length + 1)
+    array = check_tokens(tokens, vocabulary_size(model), training_length + 1)
     length = array.shape[1] - 1
     start, stop = harm_range or last_octave(length, training_length)
     if not training_length <= start < stop <= length:

@@ -16,11 +16,11 @@ import numpy as np
 from hf_recurrent_lengthgen.evaluation.evaluate import estimate
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.provenance import token_digest, weights_digest
+from hf_recurrent_lengthgen.evaluation.readers import vocabulary_size
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate, ForgettingSearch, ForgettingTrial
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
 from hf_recurrent_lengthgen.evaluation.streaming import (
     Tokens,
-    check_stateful,
     check_tokens,
     progress_bar,
     stream_nll,
@@ -91,7 +91,7 @@ def search_forgetting(
         ValueError: as `stream_nll`, with the setting; for settings out of range or that the model cannot honor, before
             anything is measured; and for a `file` of another search.
     """
-    array = check_tokens(tokens, check_stateful(model))
+    array = check_tokens(tokens, vocabulary_size(model))
     candidates = list(dict.fromkeys([Forgetting(), *(forgetting_grid() if settings is None else settings)]))
     for rule in candidates:
         with forgetting(model, **rule._asdict()):

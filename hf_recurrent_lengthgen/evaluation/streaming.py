@@ -8,10 +8,8 @@ tokens[:, t + 1] given tokens[:, : t + 1]. Position t is thus scored with t + 1 
 trained on blocks of T + 1 tokens was trained on the positions [0, T).
 """
 
-import inspect
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
+from hf_recurrent_lengthgen.evaluation.readers import Reader, evaluation_mode, reader_of
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import (
     RecurrentState,
@@ -34,6 +33,8 @@ LOGITS_PER_FORWARD = 2**25
 """Most logits in one forward pass (rows x chunk x vocabulary) unless the caller chooses: 128 MiB."""
 STATES_PER_FORWARD = 2**28
 """Most numbers in the windows of states that forget (rows x state) unless the caller chooses: 1 GiB."""
+LOGITS_AT_ONCE = 2**29
+"""Most logits in one forward pass of a model that must read a text at once: 2 GiB."""
 SHORTEST_CHUNK = 64
 """Rows are split into batches before a chunk gets shorter than this many tokens."""
 
@@ -42,7 +43,7 @@ Tokens = np.ndarray | Tensor
 
 
 class StreamNll(NamedTuple):
-    """NLL in nats per token, (S, L) float32, and the state after tokens[:, :L]."""
+    """NLL in nats per token, (S, L) float32, and the state after tokens[:, :L], () of a model without states."""
 
     nll: np.ndarray
     final_state: RecurrentState
@@ -54,18 +55,6 @@ class Chunk(NamedTuple):
     start: int
     nll: Tensor
     state: RecurrentState
-
-
-def check_stateful(model: nn.Module) -> int:
-    """Raise a `ValueError` unless `model.forward` takes `initial_state`; return its vocabulary size."""
-    if "initial_state" not in inspect.signature(model.forward).parameters:
-        raise ValueError(
-            f"{type(model).__name__}.forward takes no initial_state, so its state cannot be carried from "
-            "chunk to chunk. Load it with hf_recurrent_lengthgen.load_model(...), or wrap it with stateful(model); "
-            "of a PEFT wrapper, give model.get_base_model()."
-        )
-    config: Any = model.config
-    return int(config.vocab_size)
 
 
 def check_tokens(tokens: Tokens, vocabulary: int, shortest: int = 1) -> np.ndarray:
@@ -95,7 +84,7 @@ def check_tokens(tokens: Tokens, vocabulary: int, shortest: int = 1) -> np.ndarr
 
 def window_elements(model: Any) -> int:
     """Numbers in the state of a row if it holds a window of tokens (`Forgetting`), which makes it large; else 0."""
-    if Forgetting.of(model.config).window is None:
+    if not hasattr(model, "state_shapes") or Forgetting.of(model.config).window is None:
         return 0
     return sum(math.prod(part) for shape in model.state_shapes() for part in shape)
 
@@ -118,57 +107,54 @@ def forward_plan(
     return batch_size, min(length, chunk_length or max(1, tokens // batch_size))
 
 
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put all modules into evaluation mode, and exactly those back that were in training mode."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 @torch.inference_mode()
 def stream_chunks(
-    model: nn.Module,
+    model: nn.Module | Reader,
     rows: np.ndarray,
     chunk_length: int,
     initial_state: RecurrentState | None = None,
     origins: Sequence[tuple[int, int]] | None = None,
+    stops: Sequence[int] = (),
 ) -> Iterator[Chunk]:
     """Run rows (B, L + 1) through the model chunk by chunk; at most one chunk's logits exist at any time.
 
-    The building block of `stream_nll`: it does not check the model or the ids, nor set evaluation mode.
+    The building block of `stream_nll`: it does not check the ids, nor set evaluation mode.
 
     Args:
-        model: A model of this package's contract.
+        model: A model, or its reader (`reader_of`).
         rows: Checked token ids.
-        chunk_length: Tokens per forward pass.
+        chunk_length: Tokens per forward pass; a model that carries nothing reads everything at once.
         initial_state: State before the first token, with B rows; zero when None.
         origins: The sequence and the position in it at which each row begins, named in errors.
+        stops: Numbers of tokens after which a chunk ends, too, so that the state there can be seen.
 
     Raises:
         ValueError: at the first NaN or infinite NLL or state, naming its position and sequence.
     """
-    device = next(model.parameters()).device
+    reader = model if isinstance(model, Reader) else reader_of(model)
     length = rows.shape[1] - 1
     origins = origins or [(row, 0) for row in range(len(rows))]
-    state = initial_state
-    # A stock hybrid (hybrids.stateful) has attention layers too, which must see all of the text.
-    attends = getattr(model, "attends", False)
-    everything = {"attention_cache": model.new_attention_cache()} if attends else {}  # type: ignore[operator]
-    for start in range(0, length, chunk_length):
-        stop = min(start + chunk_length, length)
+    carry = reader.begin(initial_state)
+    for start, stop in chunk_borders(length, chunk_length if reader.carries else length, stops):
         # One token more than is fed: the last target of a chunk is the first input of the next.
-        ids = torch.from_numpy(rows[:, start : stop + 1].astype(np.int64)).to(device)
-        output = model(input_ids=ids[:, :-1], initial_state=state, output_final_state=True, **everything)
-        nll = F.cross_entropy(output.logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        nll, state = nll.view(len(rows), stop - start), output.final_state
-        del output
+        ids = torch.from_numpy(rows[:, start : stop + 1].astype(np.int64)).to(reader.device)
+        logits, carry = reader.read(ids[:, :-1], carry)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        nll = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").float()
+        nll, state = nll.view(len(rows), stop - start), reader.state(carry)
+        del logits
         _check_finite(nll, state, start, stop, origins)
         yield Chunk(start, nll, state)
+
+
+def chunk_borders(length: int, chunk_length: int, stops: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
+    """Start and stop of pieces of at most `chunk_length` of [0, length), which also end at each of `stops`."""
+    ends = iter(sorted({stop for stop in stops if 0 < stop < length} | {length}))
+    start, end = 0, next(ends)
+    while start < length:
+        stop = min(start + chunk_length, end)
+        yield start, stop
+        start, end = stop, next(ends, length) if stop == end else end
 
 
 def _check_finite(
@@ -196,6 +182,26 @@ def _check_finite(
                 )
 
 
+def reading_plan(
+    reader: Reader, rows: int, length: int, batch_size: int | None, chunk_length: int | None
+) -> tuple[int, int]:
+    """`forward_plan` for a reader; one that carries nothing reads one whole text, or as many as were asked for.
+
+    Raises:
+        ValueError: for a text that does not fit into one forward pass of such a model.
+    """
+    if reader.carries:
+        state = window_elements(reader.model)
+        return forward_plan(rows, length, reader.vocabulary, batch_size, chunk_length, state)
+    if length * reader.vocabulary > LOGITS_AT_ONCE:
+        raise ValueError(
+            f"{reader.refusal(f'a text of {length:,} tokens')} At once it can read at most "
+            f"{LOGITS_AT_ONCE // reader.vocabulary:,} tokens here."
+        )
+    most = max(1, LOGITS_PER_FORWARD // (length * reader.vocabulary), TOKENS_PER_FORWARD // length)
+    return min(rows, batch_size or most), length
+
+
 def progress_bar(total: int, description: str, enabled: bool) -> Any:
     """A bar that counts tokens."""
     return tqdm(total=total, desc=description, unit="tok", unit_scale=True, disable=not enabled)
@@ -208,43 +214,49 @@ def stream_nll(
     initial_state: RecurrentState | None = None,
     batch_size: int | None = None,
     chunk_length: int | None = None,
+    stops: Sequence[int] = (),
+    observer: Callable[[int, Chunk], None] | None = None,
     progress: bool = True,
 ) -> StreamNll:
     """Position-wise NLL of whole streams ("Unexplored states", Definition 3.1), of any length.
 
-    Memory grows only by the 4 bytes per token of the result, and in hybrids by the keys and values of their
-    attention. The pieces do not change the values beyond rounding.
+    With a recurrent model memory grows only by the 4 bytes per token of the result; models with attention keep its
+    keys and values, too. The pieces do not change the values beyond rounding.
 
     Args:
-        model: A model whose forward takes `initial_state` and returns `logits` (B, T, V) and `final_state`;
-            run in evaluation mode on the device of its parameters, and left in the mode it had.
+        model: A causal language model (`reader_of` says which); run in evaluation mode on the device of its
+            parameters, and left in the mode it had.
         tokens: Token ids (S, L + 1).
         initial_state: State before the first token, with S rows on the model's device; zero when None.
         batch_size: Sequences per forward pass; by default as many as memory limits allow.
         chunk_length: Tokens per sequence and forward pass; by default as many as memory limits allow.
+        stops: Numbers of tokens after which a chunk ends, too.
+        observer: Called with each chunk and the sequence of its first row.
         progress: Show a progress bar.
 
     Raises:
-        ValueError: for a model without the contract, unusable tokens, a state of another number of rows,
-            and at the first NaN or infinite NLL or state.
+        ValueError: for unusable models or tokens, a state of another number of rows, a text too long for a model that
+            must read it at once, and at the first NaN or infinite NLL or state.
     """
-    vocabulary = check_stateful(model)
-    array = check_tokens(tokens, vocabulary)
+    reader = reader_of(model)
+    array = check_tokens(tokens, reader.vocabulary)
     sequences, length = array.shape[0], array.shape[1] - 1
     if initial_state is not None and state_batch_size(initial_state) != sequences:
         raise ValueError(
             f"initial_state has {state_batch_size(initial_state)} rows, the tokens {sequences} sequences."
         )
-    batch, chunk = forward_plan(sequences, length, vocabulary, batch_size, chunk_length, window_elements(model))
+    batch, chunk = reading_plan(reader, sequences, length, batch_size, chunk_length)
     nll = np.empty((sequences, length), np.float32)
     final_states = []
-    with evaluation_mode(model), progress_bar(sequences * length, "stream", progress) as bar:
+    with evaluation_mode(reader.model), progress_bar(sequences * length, "stream", progress) as bar:
         for first in range(0, sequences, batch):
             rows = slice(first, min(first + batch, sequences))
             start_state = None if initial_state is None else take_rows(initial_state, rows)
             origins = [(sequence, 0) for sequence in range(rows.start, rows.stop)]
-            for piece in stream_chunks(model, array[rows], chunk, start_state, origins):
+            for piece in stream_chunks(reader, array[rows], chunk, start_state, origins, stops):
                 nll[rows, piece.start : piece.start + piece.nll.shape[1]] = piece.nll.cpu().numpy()
+                if observer is not None:
+                    observer(first, piece)
                 bar.update(piece.nll.numel())
             final_states.append(piece.state)
     # Joined outside inference mode, which makes them ordinary tensors that one may train from.

@@ -1,0 +1,251 @@
+"""Reading texts piece by piece with any causal language model.
+
+Three kinds of models differ in what they carry from one piece to the next:
+
+- models of this package's contract (ours, `stateful(model)`, checkpoints with our code) carry a state, which is a
+  value: it can be kept, taken apart into rows, and used again; hybrids carry the keys and values of their attention,
+  too;
+- other models of Transformers (Llama, GPT-NeoX, ...) carry a cache of keys and values, which grows with the text and
+  is changed by reading on;
+- models that can do neither carry nothing: a text is read from its beginning, as a whole.
+
+Whether a cache is used rightly is tried out once on a short text: Transformers' Mamba-1 and Jamba, for example, take a
+cache and drop the recurrent state that it holds.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, concatenate_rows, take_rows
+
+PROBE_LENGTH = 24
+"""Tokens on which a cache is tried out."""
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put all modules into evaluation mode, and exactly those back that were in training mode."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class Reader:
+    """Reads with a model that carries nothing; what other models carry is for the subclasses.
+
+    Attributes:
+        model: The model, without a PEFT wrapper.
+        vocabulary: Number of tokens it knows.
+        carries: Whether a text can be read in pieces.
+        constant_memory: Whether what is carried does not grow with the text.
+        carried_by_row: Whether what is carried is a value that `take_rows` and `join_rows` work on and reading does
+            not change.
+    """
+
+    carries = False
+    constant_memory = False
+    carried_by_row = False
+
+    def __init__(self, model: nn.Module, why: str = "") -> None:
+        self.model: Any = model
+        self.vocabulary = vocabulary_size(model)
+        self._why = why
+        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's parameters are."""
+        return next(self.model.parameters()).device
+
+    @property
+    def name(self) -> str:
+        """Name of the model's class, for messages."""
+        return type(self.model).__name__
+
+    def begin(self, initial_state: RecurrentState | None = None) -> Any:
+        """What to carry into the first piece of a text that begins from a state."""
+        if initial_state is not None:
+            raise ValueError(self.refusal("an initial state"))
+        return None
+
+    def read(self, input_ids: Tensor, carry: Any = None, logits_to_keep: int = 0) -> tuple[Tensor, Any]:
+        """Read a piece.
+
+        Args:
+            input_ids: (B, C) int64 on the model's device.
+            carry: What reading the tokens before has returned; None at the beginning of a text.
+            logits_to_keep: Only the last so many; 0 for all.
+
+        Returns:
+            Logits (B, C or `logits_to_keep`, V), and what to carry on. A `carry` that is not `carried_by_row` is used
+            up.
+
+        Raises:
+            ValueError: for a carry where `carries` is False, and positions that the model does not have.
+        """
+        if carry is not None:
+            raise ValueError(self.refusal("reading a text in pieces"))
+        return self._forward(input_ids, logits_to_keep, **self._without_cache()), None
+
+    def take_rows(self, carry: Any, rows: Tensor | slice) -> Any:
+        """Rows of what is carried, in the order given; rows may be repeated."""
+        raise ValueError(self.refusal("taking rows of what it carries"))
+
+    def join_rows(self, carries: Sequence[Any]) -> Any:
+        """Stack the rows of what is carried in several batches."""
+        raise ValueError(self.refusal("joining rows of what it carries"))
+
+    def state(self, carry: Any) -> RecurrentState:
+        """The recurrent state in what is carried; empty for a model that has none."""
+        return ()
+
+    def refusal(self, wanted: str) -> str:
+        """Why a model of this kind cannot do what is wanted, and what to do."""
+        return (
+            f"{self.name} carries no state that is a value, which {wanted} needs"
+            f"{f' ({self._why})' if self._why else ''}. Models of recurrent families do: load them with "
+            "hf_recurrent_lengthgen.load_model(...), or wrap them with stateful(model)."
+        )
+
+    def _without_cache(self) -> dict[str, Any]:
+        return {"use_cache": False} if "use_cache" in inspect.signature(self.model.forward).parameters else {}
+
+    def _forward(self, input_ids: Tensor, logits_to_keep: int, **arguments: Any) -> Tensor:
+        if logits_to_keep and self._keeps:
+            arguments["logits_to_keep"] = logits_to_keep
+        try:
+            logits: Tensor = self.model(input_ids=input_ids, **arguments).logits
+        except IndexError as error:  # learned position embeddings, read past their end
+            positions = getattr(_text_config(self.model), "max_position_embeddings", None)
+            raise ValueError(
+                f"{self.name} cannot read so far ({error}): its config gives it {positions} positions. "
+                "Choose a shorter length."
+            ) from error
+        return logits[:, -logits_to_keep:] if logits_to_keep else logits
+
+
+class StateReader(Reader):
+    """Reads with a model of this package's contract; carries (state, cache of the attention layers or None)."""
+
+    carries = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, "its attention layers keep a cache of the text")
+        self._attends = bool(getattr(model, "attends", False))
+        self.constant_memory = self.carried_by_row = not self._attends
+
+    def begin(self, initial_state: RecurrentState | None = None) -> Any:
+        return initial_state, self.model.new_attention_cache() if self._attends else None
+
+    def read(self, input_ids: Tensor, carry: Any = None, logits_to_keep: int = 0) -> tuple[Tensor, Any]:
+        state, cache = carry or self.begin()
+        attention = {"attention_cache": cache} if self._attends else {}
+        if logits_to_keep and self._keeps:
+            attention["logits_to_keep"] = logits_to_keep
+        output = self.model(input_ids=input_ids, initial_state=state, output_final_state=True, **attention)
+        logits = output.logits
+        return logits[:, -logits_to_keep:] if logits_to_keep else logits, (output.final_state, cache)
+
+    def take_rows(self, carry: Any, rows: Tensor | slice) -> Any:
+        if not self.carried_by_row:
+            return super().take_rows(carry, rows)
+        return take_rows(carry[0], rows), None
+
+    def join_rows(self, carries: Sequence[Any]) -> Any:
+        if not self.carried_by_row:
+            return super().join_rows(carries)
+        return concatenate_rows([state for state, _ in carries]), None
+
+    def state(self, carry: Any) -> RecurrentState:
+        state: RecurrentState = carry[0]
+        return state
+
+
+class CacheReader(Reader):
+    """Reads with a model of Transformers that keeps keys and values; carries its cache."""
+
+    carries = True
+
+    def read(self, input_ids: Tensor, carry: Any = None, logits_to_keep: int = 0) -> tuple[Tensor, Any]:
+        cache = DynamicCache(config=self.model.config) if carry is None else carry
+        logits = self._forward(input_ids, logits_to_keep, past_key_values=cache, use_cache=True)
+        return logits, cache
+
+    def take_rows(self, carry: Any, rows: Tensor | slice) -> Any:
+        """See `Reader.take_rows`; a copy, so that `carry` can still be read on with."""
+        chosen = copy.deepcopy(carry)
+        if isinstance(rows, slice):
+            rows = torch.arange(chosen.layers[0].keys.shape[0])[rows]
+        chosen.batch_select_indices(rows.to(self.device))
+        return chosen
+
+
+def reader_of(model: Any) -> Reader:
+    """A reader for a causal language model: `model(input_ids=...)` has `logits` (B, C, V).
+
+    Raises:
+        ValueError: for a model whose predictions change from call to call, and for PEFT methods that put virtual
+            tokens before the text.
+    """
+    if hasattr(model, "get_base_model"):
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError(
+                f"{type(model).__name__} puts virtual tokens before each text, which cannot be read in pieces."
+            )
+        model = model.get_base_model()
+    parameters = inspect.signature(model.forward).parameters
+    if "initial_state" in parameters:
+        try:
+            getattr(model, "check_has_states", lambda: None)()
+        except ValueError as error:
+            return Reader(model, str(error))
+        return StateReader(model)
+    whole = Reader(model, "its forward takes neither initial_state nor past_key_values")
+    with torch.inference_mode(), evaluation_mode(model):
+        ids = (torch.arange(PROBE_LENGTH, device=whole.device)[None] * 7919 + 1) % whole.vocabulary
+        at_once, _ = whole.read(ids)
+        if not _equal(at_once, whole.read(ids)[0]):
+            raise ValueError(
+                f"{whole.name} predicts something else when it reads the same text again: it keeps something from "
+                "call to call, so that it cannot be evaluated."
+            )
+        if "past_key_values" not in parameters:
+            return whole
+        try:
+            reader = CacheReader(model)
+            first, cache = reader.read(ids[:, :7])
+            second, _ = reader.read(ids[:, 7:], cache)
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            return Reader(model, f"its cache does not work in pieces: {error}")
+        if not _equal(at_once, torch.cat([first, second], dim=1)):
+            return Reader(model, "with its cache it predicts something else than without")
+        return reader
+
+
+def vocabulary_size(model: nn.Module) -> int:
+    """Number of tokens a model knows."""
+    return int(_text_config(model).vocab_size)
+
+
+def _text_config(model: Any) -> Any:
+    config = getattr(model, "config", None)
+    if config is None:
+        raise ValueError(f"{type(model).__name__} has no config, so it is no language model of Transformers.")
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Equal up to the rounding of the dtype, in units of the largest logit."""
+    allowed = 1e-4 if one.dtype in (torch.float32, torch.float64) else 5e-2
+    return bool((one - other).abs().max() <= allowed * one.abs().max())

@@ -1,0 +1,221 @@
+"""Reading with any causal language model: pieces give what one forward pass gives, or are refused with the reason."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
+from hf_recurrent_lengthgen.evaluation.readers import CacheReader, Reader, StateReader, reader_of
+from hf_recurrent_lengthgen.evaluation.streaming import chunk_borders, stream_nll
+from tests.evaluation.test_stateful_models import plain_nll
+from tests.models.families import MAMBA2, build
+
+SIZES = {"vocab_size": 29, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def llama() -> Any:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
+
+
+ATTENTION = {
+    "llama": llama,
+    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, num_attention_heads=4)),
+    "sliding window": lambda: MistralForCausalLM(MistralConfig(**SIZES, **HEADS, sliding_window=9)),
+}
+
+
+class Bigram(nn.Module):
+    """Predicts from the last token alone and carries nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(29, 29))
+        self.config = SimpleNamespace(vocab_size=29)
+
+    def forward(self, input_ids: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.table[input_ids])
+
+
+class Remembering(Bigram):
+    """Keeps a count from call to call."""
+
+    calls = 0
+
+    def forward(self, input_ids: Tensor) -> SimpleNamespace:
+        self.calls += 1
+        return SimpleNamespace(logits=self.table[(input_ids + self.calls) % 29])
+
+
+@pytest.fixture
+def tokens() -> np.ndarray:
+    return np.random.default_rng(3).integers(0, 29, (3, 91))
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("chunk_length", [1, 7, 32, None])
+def test_attention_models_stream_by_their_cache(name: str, chunk_length: int | None, tokens: np.ndarray) -> None:
+    torch.manual_seed(0)
+    model = ATTENTION[name]()
+    reader = reader_of(model)
+    assert isinstance(reader, CacheReader)
+    assert (reader.carries, reader.constant_memory, reader.carried_by_row) == (True, False, False)
+    found = stream_nll(model, tokens, chunk_length=chunk_length, batch_size=2, progress=False)
+    np.testing.assert_allclose(found.nll, plain_nll(model.eval(), tokens), atol=2e-5)
+    assert found.final_state == ()
+
+
+@pytest.mark.parametrize("name", ["llama", "bigram", "mamba"])
+def test_the_whole_evaluation_runs_with_any_model(name: str, tokens: np.ndarray) -> None:
+    torch.manual_seed(0)
+    model = {"llama": llama, "bigram": Bigram, "mamba": lambda: MambaForCausalLM(MambaConfig(**SIZES))}[name]()
+    found = evaluate_model(model, tokens, 16, label=name, data_description="random ids", progress=False)
+    full = plain_nll(model.eval(), tokens)
+    truncated = {
+        position: plain_nll(model, tokens[:, (position - 8) // 8 * 8 : position + 2])[:, -1]
+        for position in range(16, 90)
+    }
+    harm = np.stack([full[:, position] - nll for position, nll in truncated.items()], 1)
+    assert found.harm.last.mean == pytest.approx(harm[:, 45 - 16 :].mean(), abs=2e-5)
+    if name == "bigram":
+        assert found.harm.last.mean == 0
+
+
+def test_rows_of_a_cache_are_copies_in_any_order(tokens: np.ndarray) -> None:
+    torch.manual_seed(0)
+    reader = reader_of(llama().eval())
+    ids = torch.from_numpy(tokens)
+    with torch.no_grad():
+        _, carry = reader.read(ids[:, :20])
+        chosen = reader.take_rows(carry, torch.tensor([2, 0, 2]))
+        assert reader.take_rows(carry, slice(1, 3)).get_seq_length() == 20
+        logits, _ = reader.read(ids[[2, 0, 2], 20:25], chosen)
+        again, _ = reader.read(ids[:, 20:25], carry)
+    torch.testing.assert_close(logits, again[[2, 0, 2]], atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="joining rows of what it carries needs"):
+        reader.join_rows([carry, carry])
+
+
+def test_states_are_values_that_reading_on_does_not_change(tokens: np.ndarray) -> None:
+    reader = reader_of(build(MAMBA2).eval())
+    assert isinstance(reader, StateReader)
+    assert reader.carried_by_row
+    assert reader.constant_memory
+    ids = torch.from_numpy(tokens)
+    with torch.no_grad():
+        _, carry = reader.read(ids[:, :20])
+        joined = reader.join_rows(
+            [reader.take_rows(carry, slice(0, 1)), reader.take_rows(carry, torch.tensor([2, 1]))]
+        )
+        one, _ = reader.read(ids[[0, 2, 1], 20:40], joined, logits_to_keep=2)
+        other, _ = reader.read(ids[:, 20:40], carry, logits_to_keep=2)
+        whole, _ = reader.read(ids[:, :40])
+    torch.testing.assert_close(one, other[[0, 2, 1]])
+    torch.testing.assert_close(other, whole[:, -2:], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (Bigram, "takes neither initial_state nor past_key_values"),
+        (lambda: MambaForCausalLM(MambaConfig(**SIZES)), "takes neither initial_state nor past_key_values"),
+        (
+            lambda: JambaForCausalLM(
+                JambaConfig(
+                    **SIZES, **HEADS, num_experts=2, num_experts_per_tok=1, attn_layer_period=2, attn_layer_offset=1
+                )
+            ),
+            "with its cache it predicts something else than without|its cache does not work in pieces",
+        ),
+    ],
+    ids=["bigram", "stock mamba", "stock jamba"],
+)
+def test_models_that_drop_what_they_read_are_read_at_once(model: Any, why: str, tokens: np.ndarray) -> None:
+    torch.manual_seed(0)
+    model = model()
+    for module in model.modules():  # the state of fresh weights hardly shows
+        if hasattr(module, "dt_proj"):
+            nn.init.constant_(module.dt_proj.bias, 1.0)
+            nn.init.normal_(module.x_proj.weight)
+    reader = reader_of(model)
+    assert type(reader) is Reader
+    assert not reader.carries
+    found = stream_nll(model, tokens, chunk_length=7, progress=False)
+    np.testing.assert_allclose(found.nll, plain_nll(model.eval(), tokens), atol=2e-5)
+    with pytest.raises(ValueError, match=why):
+        reader.read(torch.zeros(1, 3, dtype=torch.long), carry=object())
+    with pytest.raises(ValueError, match="an initial state needs"):
+        reader.begin(())
+
+
+def test_a_text_too_long_to_read_at_once_is_refused(monkeypatch: pytest.MonkeyPatch, tokens: np.ndarray) -> None:
+    monkeypatch.setattr("hf_recurrent_lengthgen.evaluation.streaming.LOGITS_AT_ONCE", 29 * 89)
+    with pytest.raises(ValueError, match=r"a text of 90 tokens needs .*At once it can read at most 89 tokens"):
+        stream_nll(Bigram(), tokens, progress=False)
+
+
+def test_a_model_that_remembers_calls_is_refused() -> None:
+    with pytest.raises(ValueError, match="Remembering predicts something else when it reads the same text again"):
+        reader_of(Remembering())
+
+
+def test_positions_that_a_model_does_not_have_are_named(tokens: np.ndarray) -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=29, n_embd=32, n_layer=1, n_head=2, n_positions=64))
+    assert isinstance(reader_of(model), CacheReader)
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel cannot read so far .* gives it 64 positions"):
+        stream_nll(model, tokens, chunk_length=16, progress=False)
+
+
+def test_adapters_are_read_through_and_virtual_tokens_refused(tokens: np.ndarray) -> None:
+    torch.manual_seed(0)
+    adapted = get_peft_model(build(MAMBA2), LoraConfig(target_modules=["in_proj"], init_lora_weights=False))
+    assert isinstance(reader_of(adapted), StateReader)
+    found = stream_nll(adapted, tokens, chunk_length=16, progress=False)
+    np.testing.assert_allclose(found.nll, plain_nll(adapted.eval(), tokens), atol=2e-5)
+    prompted = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ValueError, match="puts virtual tokens before each text"):
+        reader_of(prompted)
+
+
+def test_pieces_end_at_stops() -> None:
+    assert list(chunk_borders(10, 4)) == [(0, 4), (4, 8), (8, 10)]
+    assert list(chunk_borders(10, 4, [9, 5, 5, 0, 10, 77])) == [(0, 4), (4, 5), (5, 9), (9, 10)]
+    assert list(chunk_borders(3, 100, [1])) == [(0, 1), (1, 3)]
+
+
+def test_an_observer_sees_every_piece_with_its_state(tokens: np.ndarray) -> None:
+    model = build(MAMBA2).eval()
+    seen: list[tuple[int, int, Any]] = []
+    stream_nll(
+        model,
+        tokens,
+        batch_size=2,
+        chunk_length=40,
+        stops=[13],
+        observer=lambda first, chunk: seen.append((first, chunk.start + chunk.nll.shape[1], chunk.state)),
+        progress=False,
+    )
+    assert [(first, stop) for first, stop, _ in seen] == [(0, 13), (0, 53), (0, 90), (2, 13), (2, 53), (2, 90)]
+    with torch.no_grad():
+        expected = model(input_ids=torch.from_numpy(tokens[2:, :53])).final_state
+    torch.testing.assert_close(seen[4][2][0].recurrent, expected[0].recurrent, atol=2e-5, rtol=1e-4)
