@@ -14,15 +14,14 @@ GLA and its kin a head has one map too: C are the queries, with their scale, B t
 Shapes: T tokens, D channels or heads, N states (keys).
 """
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.evaluation.map_results import AttentionMaps, LayerMaps
+from hf_recurrent_lengthgen.evaluation.recorded_scans import layers_of, recorded_scans
 from hf_recurrent_lengthgen.evaluation.streaming import evaluation_mode
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.mixer_layouts import key_and_query_weights, known_mixers
@@ -187,12 +186,7 @@ def _maps(q_cTN: Tensor, k_cTN: Tensor, s_cTN: Tensor) -> tuple[Tensor, Tensor]:
 
 def _scans(model: Any, tokens_1T: Tensor, layers: Sequence[int] | None) -> dict[int, _Scan | Tensor]:
     """What each of `layers` scans; of softmax attention the weights themselves."""
-    blocks = getattr(getattr(model, "base_model", model), "layers", None)
-    if blocks is None or not hasattr(model, "zero_state"):
-        raise ValueError(
-            f"{type(model).__name__} has no layers that are known here: load it with "
-            "hf_recurrent_lengthgen.load_model(...)."
-        )
+    blocks = layers_of(model)
     if Forgetting.of(model.config).in_recurrence:
         raise ValueError(
             "The maps are those of a model that forgets as it has learned to: give the checkpoint that this one was "
@@ -202,7 +196,17 @@ def _scans(model: Any, tokens_1T: Tensor, layers: Sequence[int] | None) -> dict[
     if not wanted or not set(wanted) <= set(range(len(blocks))):
         raise ValueError(f"layers must be some of 0 to {len(blocks) - 1}, got {wanted}; None takes all.")
     device = next(model.parameters()).device
-    with evaluation_mode(model), _recorded(model, blocks, set(wanted)) as record:
+    record: dict[int, _Scan | Tensor] = {}
+
+    def keeping(read: Callable[..., _Scan | Tensor]) -> Callable[..., None]:
+        def keep(layer: int, *args: Tensor) -> None:
+            if layer in wanted:
+                record[layer] = read(*args)
+
+        return keep
+
+    readers = {name: keeping(read) for name, read in _READERS.items()}
+    with evaluation_mode(model), recorded_scans(model, readers):
         model.base_model(tokens_1T.to(device), output_final_state=False)
     if unknown := [layer for layer in wanted if layer not in record]:
         raise ValueError(
@@ -210,37 +214,6 @@ def _scans(model: Any, tokens_1T: Tensor, layers: Sequence[int] | None) -> dict[
             "and linear attention, and of softmax attention among them."
         )
     return {layer: record[layer] for layer in sorted(set(wanted))}
-
-
-@contextmanager
-def _recorded(model: nn.Module, blocks: nn.ModuleList, wanted: set[int]) -> Iterator[dict[int, _Scan | Tensor]]:
-    """Keep what the layers hand to their scans, by exchanging these functions in the files of the model's code."""
-    record: dict[int, _Scan | Tensor] = {}
-    running = [-1]
-
-    def recording(function: Any, read: Any) -> Any:
-        def scan(*args: Any, **kwargs: Any) -> Any:
-            if running[0] in wanted:
-                record[running[0]] = read(*args)
-            return function(*args, **kwargs)
-
-        return scan
-
-    def enter(layer: int) -> Any:
-        return lambda *_: running.__setitem__(0, layer)
-
-    files = {sys.modules[type(module).__module__] for module in model.modules()}
-    found = [(file, name, getattr(file, name)) for file in files for name in _READERS if hasattr(file, name)]
-    hooks = [block.register_forward_pre_hook(enter(layer)) for layer, block in enumerate(blocks)]
-    try:
-        for file, name, function in found:
-            setattr(file, name, recording(function, _READERS[name]))
-        yield record
-    finally:
-        for file, name, function in found:
-            setattr(file, name, function)
-        for hook in hooks:
-            hook.remove()
 
 
 def _read_selective(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *_: Tensor) -> _Scan:

@@ -27,6 +27,7 @@ from hf_recurrent_lengthgen import (
 from hf_recurrent_lengthgen.evaluation import attention_maps as implementation
 from hf_recurrent_lengthgen.evaluation.attention_maps import attention_maps, channel_maps, projection_correlations
 from hf_recurrent_lengthgen.evaluation.map_results import AttentionMaps, LayerMaps, load_maps, save_maps
+from hf_recurrent_lengthgen.evaluation.recorded_scans import recorded_scans
 from hf_recurrent_lengthgen.models import layers_mamba, scan_selective
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 
@@ -360,7 +361,8 @@ def test_nothing_is_left_behind() -> None:
     assert model.training
     assert layers_mamba.scan_selective is scan_selective.scan_selective
     assert not any(block._forward_pre_hooks for block in model.backbone.layers)
-    with pytest.raises(ValueError, match="inside"), implementation._recorded(model, model.backbone.layers, {0}):
+    with pytest.raises(ValueError, match="inside"), recorded_scans(model, {"scan_selective": print}):
+        assert layers_mamba.scan_selective is not scan_selective.scan_selective
         raise ValueError("inside")
     assert layers_mamba.scan_selective is scan_selective.scan_selective
 

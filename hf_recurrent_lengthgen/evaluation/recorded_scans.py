@@ -1,0 +1,115 @@
+"""What the layers of a model hand to their scans, read while the model runs.
+
+The functions that scan (`scan_ssd` and so on) are exchanged in the files of the model's code for the time of a `with`
+block, also where that code came with a checkpoint. Nothing is known of the layers but the names of these functions.
+
+Shapes: B rows, T tokens of a call, H heads (channels in Mamba-1), N states (keys), P values, G groups.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+def layers_of(model: Any) -> nn.ModuleList:
+    """The layers of a model of this package, also with the code of its checkpoint.
+
+    Raises:
+        ValueError: for other models.
+    """
+    blocks = getattr(getattr(model, "base_model", model), "layers", None)
+    if blocks is None or not hasattr(model, "zero_state"):
+        raise ValueError(
+            f"{type(model).__name__} has no layers that are known here: load it with "
+            "hf_recurrent_lengthgen.load_model(...)."
+        )
+    return blocks  # type: ignore[no-any-return]
+
+
+@contextmanager
+def recorded_scans(model: nn.Module, readers: Mapping[str, Callable[..., None]]) -> Iterator[None]:
+    """Call `readers[name](layer, *arguments)` whenever a layer calls the function `name`, before it runs.
+
+    Raises:
+        ValueError: as `layers_of`.
+    """
+    running = [-1]
+
+    def recording(function: Any, read: Any) -> Any:
+        def scan(*args: Any, **kwargs: Any) -> Any:
+            read(running[0], *args)
+            return function(*args, **kwargs)
+
+        return scan
+
+    def enter(layer: int) -> Any:
+        return lambda *_: running.__setitem__(0, layer)
+
+    files = {sys.modules[type(module).__module__] for module in model.modules()}
+    found = [(file, name, getattr(file, name)) for file in files for name in readers if hasattr(file, name)]
+    hooks = [block.register_forward_pre_hook(enter(layer)) for layer, block in enumerate(layers_of(model))]
+    try:
+        for file, name, function in found:
+            setattr(file, name, recording(function, readers[name]))
+        yield
+    finally:
+        for file, name, function in found:
+            setattr(file, name, function)
+        for hook in hooks:
+            hook.remove()
+
+
+class ScanSums(NamedTuple):
+    """Sums over the tokens of a call, per row and head; means after division by their number.
+
+    Attributes:
+        log_decay: Sum of the log decays, (B, H, n): n = N in Mamba-1, GLA, HGRN-2 and RWKV, where each state (key
+            channel) has a decay of its own, else 1.
+        key: Sum of the norms of B_t (keys), (B, H); before Delta.
+        value: Sum of the norms of x_t (values), (B, H).
+        step: Sum of Delta_t, (B, H); None where a family has none.
+    """
+
+    log_decay: Tensor
+    key: Tensor
+    value: Tensor
+    step: Tensor | None
+
+
+def sums_of_selective(skip: int, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: Tensor) -> ScanSums:
+    """Mamba-1: x and dt (B, T, D), A (D, N), B (B, T, N). The log decays of the first `skip` tokens are left out."""
+    log_decay = _sum(dt[:, skip:])[..., None] * A.double()
+    return ScanSums(log_decay, _norms(B)[:, None].expand(-1, x.shape[2]), _sum(x.abs()), _sum(dt))
+
+
+def sums_of_ssd(skip: int, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: Tensor) -> ScanSums:
+    """Mamba-2: x (B, T, H, P), dt (B, T, H), A (H,), B (B, T, G, N)."""
+    log_decay = (_sum(dt[:, skip:]) * A.double())[..., None]
+    return ScanSums(log_decay, _norms(B).repeat_interleave(x.shape[2] // B.shape[2], 1), _norms(x), _sum(dt))
+
+
+def sums_of_gated(skip: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, *_: Tensor) -> ScanSums:
+    """GLA, HGRN-2, linear attention, RWKV: k and log decays g (B, T, H, N), v (B, T, H, P)."""
+    return ScanSums(_sum(g[:, skip:]), _norms(k), _norms(v), None)
+
+
+SUMS: dict[str, Callable[..., ScanSums]] = {
+    "scan_selective": sums_of_selective,
+    "scan_ssd": sums_of_ssd,
+    "scan_gla": sums_of_gated,
+    "scan_rwkv6": sums_of_gated,
+}
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Sum over the tokens of a call, float64."""
+    return x.sum(1, dtype=torch.promote_types(x.dtype, torch.float32)).double()
+
+
+def _norms(x: Tensor) -> Tensor:
+    """Sum over the tokens of the norms of the last dimension, float64."""
+    return _sum(torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)))
