@@ -20,6 +20,7 @@ import numpy as np
 from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.readers import evaluation_mode, reader_of
+from hf_recurrent_lengthgen.evaluation.result_cache import PartialResult
 from hf_recurrent_lengthgen.evaluation.streaming import (
     Tokens,
     check_tokens,
@@ -50,6 +51,7 @@ def window_nll(
     *,
     batch_size: int | None = None,
     chunk_length: int | None = None,
+    partial: PartialResult | None = None,
     progress: bool = True,
 ) -> WindowNll:
     """Run all windows of the module's definition; about two forward passes per token.
@@ -60,6 +62,7 @@ def window_nll(
         training_length: T, in tokens.
         batch_size: Windows per forward pass; by default as many as memory limits allow.
         chunk_length: Tokens per window and forward pass; by default the whole window if memory limits allow.
+        partial: Where to keep what there is so far, and to go on from; the caller removes it.
         progress: Show a progress bar.
 
     Raises:
@@ -89,12 +92,19 @@ def window_nll(
             return np.concatenate(pieces, axis=1)
 
         batch, _ = reading_plan(reader, len(windows), training_length, batch_size, chunk_length)
-        for first in range(0, len(windows), batch):
+        begin = 0
+        if kept := None if partial is None else partial.load():
+            truncated, in_window, begin = kept["truncated"], kept["in_window"], int(kept["windows"][0])
+            bar.update(begin * training_length)
+        for first in range(begin, len(windows), batch):
             origins = windows[first : first + batch]
             for (sequence, start), nll in zip(origins, run(origins, training_length), strict=True):
                 in_window[sequence] += nll
                 if start:
                     truncated[sequence, start - half : start] = nll[training_length - half :]
+            if partial is not None and partial.due():
+                done = np.array([min(first + batch, len(windows))])
+                partial.save({"truncated": truncated, "in_window": in_window, "windows": done})
         for first in tail_rows[::batch]:
             rows = tail_rows[first : first + batch]
             nll = run([(sequence, tail) for sequence in rows], length - tail)

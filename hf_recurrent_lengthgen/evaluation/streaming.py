@@ -9,8 +9,8 @@ trained on blocks of T + 1 tokens was trained on the positions [0, T).
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from hf_recurrent_lengthgen.evaluation.readers import Reader, evaluation_mode, reader_of
+from hf_recurrent_lengthgen.evaluation.result_cache import PartialResult
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import (
     RecurrentState,
     concatenate_rows,
+    layer_state,
     state_batch_size,
     take_rows,
 )
@@ -115,6 +117,7 @@ def stream_chunks(
     initial_state: RecurrentState | None = None,
     origins: Sequence[tuple[int, int]] | None = None,
     stops: Sequence[int] = (),
+    start: int = 0,
 ) -> Iterator[Chunk]:
     """Run rows (B, L + 1) through the model chunk by chunk; at most one chunk's logits exist at any time.
 
@@ -127,6 +130,7 @@ def stream_chunks(
         initial_state: State before the first token, with B rows; zero when None.
         origins: The sequence and the position in it at which each row begins, named in errors.
         stops: Numbers of tokens after which a chunk ends, too, so that the state there can be seen.
+        start: Position to go on from, where a chunk has ended, with the state there as `initial_state`.
 
     Raises:
         ValueError: at the first NaN or infinite NLL or state, naming its position and sequence.
@@ -135,22 +139,24 @@ def stream_chunks(
     length = rows.shape[1] - 1
     origins = origins or [(row, 0) for row in range(len(rows))]
     carry = reader.begin(initial_state)
-    for start, stop in chunk_borders(length, chunk_length if reader.carries else length, stops):
+    for begin, stop in chunk_borders(length, chunk_length if reader.carries else length, stops, start):
         # One token more than is fed: the last target of a chunk is the first input of the next.
-        ids = torch.from_numpy(rows[:, start : stop + 1].astype(np.int64)).to(reader.device)
+        ids = torch.from_numpy(rows[:, begin : stop + 1].astype(np.int64)).to(reader.device)
         logits, carry = reader.read(ids[:, :-1], carry)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         nll = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").float()
-        nll, state = nll.view(len(rows), stop - start), reader.state(carry)
+        nll, state = nll.view(len(rows), stop - begin), reader.state(carry)
         del logits
-        _check_finite(nll, state, start, stop, origins)
-        yield Chunk(start, nll, state)
+        _check_finite(nll, state, begin, stop, origins)
+        yield Chunk(begin, nll, state)
 
 
-def chunk_borders(length: int, chunk_length: int, stops: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
-    """Start and stop of pieces of at most `chunk_length` of [0, length), which also end at each of `stops`."""
-    ends = iter(sorted({stop for stop in stops if 0 < stop < length} | {length}))
-    start, end = 0, next(ends)
+def chunk_borders(
+    length: int, chunk_length: int, stops: Sequence[int] = (), start: int = 0
+) -> Iterator[tuple[int, int]]:
+    """Start and stop of pieces of at most `chunk_length` of [start, length), which also end at each of `stops`."""
+    ends = iter(sorted({stop for stop in stops if start < stop < length} | {length}))
+    end = next(ends)
     while start < length:
         stop = min(start + chunk_length, end)
         yield start, stop
@@ -207,6 +213,19 @@ def progress_bar(total: int, description: str, enabled: bool) -> Any:
     return tqdm(total=total, desc=description, unit="tok", unit_scale=True, disable=not enabled)
 
 
+class Observer(Protocol):
+    """Sees the chunks of a stream, in order; what it has gathered can be kept as arrays."""
+
+    def see(self, first_sequence: int, chunk: Chunk) -> None:
+        """Look at a chunk whose first row is that sequence."""
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What it has gathered so far."""
+
+    def restore(self, arrays: dict[str, np.ndarray]) -> None:
+        """Go on with what `arrays` returned in another process."""
+
+
 def stream_nll(
     model: nn.Module,
     tokens: Tokens,
@@ -215,7 +234,8 @@ def stream_nll(
     batch_size: int | None = None,
     chunk_length: int | None = None,
     stops: Sequence[int] = (),
-    observer: Callable[[int, Chunk], None] | None = None,
+    observer: Observer | None = None,
+    partial: PartialResult | None = None,
     progress: bool = True,
 ) -> StreamNll:
     """Position-wise NLL of whole streams ("Unexplored states", Definition 3.1), of any length.
@@ -231,7 +251,9 @@ def stream_nll(
         batch_size: Sequences per forward pass; by default as many as memory limits allow.
         chunk_length: Tokens per sequence and forward pass; by default as many as memory limits allow.
         stops: Numbers of tokens after which a chunk ends, too.
-        observer: Called with each chunk and the sequence of its first row.
+        observer: Sees each chunk.
+        partial: Where to keep what there is so far, and to go on from; the caller removes it. A model with attention
+            goes on after the last whole text.
         progress: Show a progress bar.
 
     Raises:
@@ -246,18 +268,80 @@ def stream_nll(
             f"initial_state has {state_batch_size(initial_state)} rows, the tokens {sequences} sequences."
         )
     batch, chunk = reading_plan(reader, sequences, length, batch_size, chunk_length)
-    nll = np.empty((sequences, length), np.float32)
-    final_states = []
+    done = _Done(partial, np.empty((sequences, length), np.float32), observer, reader.device)
+    nll = done.nll
     with evaluation_mode(reader.model), progress_bar(sequences * length, "stream", progress) as bar:
-        for first in range(0, sequences, batch):
+        bar.update(done.row * length + done.position * min(batch, sequences - done.row))
+        for first in range(done.row, sequences, batch):
             rows = slice(first, min(first + batch, sequences))
-            start_state = None if initial_state is None else take_rows(initial_state, rows)
+            state, start = done.state, done.position
+            if not start:
+                state = None if initial_state is None else take_rows(initial_state, rows)
             origins = [(sequence, 0) for sequence in range(rows.start, rows.stop)]
-            for piece in stream_chunks(reader, array[rows], chunk, start_state, origins, stops):
-                nll[rows, piece.start : piece.start + piece.nll.shape[1]] = piece.nll.cpu().numpy()
+            for piece in stream_chunks(reader, array[rows], chunk, state, origins, stops, start):
+                stop = piece.start + piece.nll.shape[1]
+                nll[rows, piece.start : stop] = piece.nll.cpu().numpy()
                 if observer is not None:
-                    observer(first, piece)
+                    observer.see(first, piece)
                 bar.update(piece.nll.numel())
-            final_states.append(piece.state)
+                if reader.constant_memory and stop < length:
+                    done.keep(first, stop, piece.state)
+            done.finished(rows.stop, piece.state)
     # Joined outside inference mode, which makes them ordinary tensors that one may train from.
-    return StreamNll(nll, concatenate_rows(final_states))
+    return StreamNll(nll, concatenate_rows(done.final_states))
+
+
+class _Done:
+    """What a stream has read so far: sequences [0, row) wholly, the batch from `row` on up to `position`."""
+
+    def __init__(
+        self, partial: PartialResult | None, nll: np.ndarray, observer: Observer | None, device: torch.device
+    ) -> None:
+        self.partial, self.nll, self.observer = partial, nll, observer
+        self.row, self.position = 0, 0
+        self.state: RecurrentState | None = None
+        self.final_states: list[RecurrentState] = []
+        kept = None if partial is None else partial.load()
+        if kept is None:
+            return
+        self.row, self.position, groups = kept["place"].tolist()
+        nll[:] = kept["nll"]
+        states = [_state_from(kept, f"state.{group}.", device) for group in range(groups)]
+        self.final_states = states[:-1] if self.position else states
+        self.state = states[-1] if self.position else None
+        if observer is not None:
+            observer.restore(_without_prefix(kept, "observer."))
+
+    def finished(self, row: int, state: RecurrentState) -> None:
+        """All sequences below `row` are read."""
+        self.final_states.append(state)
+        self.keep(row, 0, None)
+        self.position = 0
+
+    def keep(self, row: int, position: int, state: RecurrentState | None) -> None:
+        """Save, if it is time to."""
+        if self.partial is None or not self.partial.due():
+            return
+        states = [*self.final_states, *([] if state is None else [state])]
+        seen = {} if self.observer is None else self.observer.arrays()
+        arrays = {"place": np.array([row, position, len(states)]), "nll": self.nll}
+        for group, layers in enumerate(states):
+            arrays |= {
+                f"state.{group}.{layer}.{part}": tensor.cpu().numpy()
+                for layer, parts in enumerate(layers)
+                for part, tensor in enumerate(parts)
+            }
+        self.partial.save(arrays | {f"observer.{name}": array for name, array in seen.items()})
+
+
+def _without_prefix(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def _state_from(arrays: dict[str, np.ndarray], prefix: str, device: torch.device) -> RecurrentState:
+    parts = {
+        tuple(map(int, name.split("."))): torch.from_numpy(array).to(device)
+        for name, array in _without_prefix(arrays, prefix).items()
+    }
+    layers = max((layer for layer, _ in parts), default=-1) + 1
+    return tuple(layer_state(parts[key] for key in sorted(parts) if key[0] == layer) for layer in range(layers))

@@ -25,7 +25,7 @@ from transformers import (
 
 from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
 from hf_recurrent_lengthgen.evaluation.readers import CacheReader, Reader, StateReader, reader_of
-from hf_recurrent_lengthgen.evaluation.streaming import chunk_borders, stream_nll
+from hf_recurrent_lengthgen.evaluation.streaming import Chunk, chunk_borders, stream_nll
 from tests.evaluation.test_stateful_models import plain_nll
 from tests.models.families import MAMBA2, build
 
@@ -203,19 +203,26 @@ def test_pieces_end_at_stops() -> None:
     assert list(chunk_borders(3, 100, [1])) == [(0, 1), (1, 3)]
 
 
+class Watcher:
+    """Keeps where each chunk ended, and the state there."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, Any]] = []
+
+    def see(self, first_sequence: int, chunk: Chunk) -> None:
+        self.seen.append((first_sequence, chunk.start + chunk.nll.shape[1], chunk.state))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {"places": np.array([seen[:2] for seen in self.seen])}
+
+    def restore(self, arrays: dict[str, np.ndarray]) -> None:
+        self.seen = [(*place, None) for place in arrays["places"].tolist()]
+
+
 def test_an_observer_sees_every_piece_with_its_state(tokens: np.ndarray) -> None:
-    model = build(MAMBA2).eval()
-    seen: list[tuple[int, int, Any]] = []
-    stream_nll(
-        model,
-        tokens,
-        batch_size=2,
-        chunk_length=40,
-        stops=[13],
-        observer=lambda first, chunk: seen.append((first, chunk.start + chunk.nll.shape[1], chunk.state)),
-        progress=False,
-    )
-    assert [(first, stop) for first, stop, _ in seen] == [(0, 13), (0, 53), (0, 90), (2, 13), (2, 53), (2, 90)]
+    model, watcher = build(MAMBA2).eval(), Watcher()
+    stream_nll(model, tokens, batch_size=2, chunk_length=40, stops=[13], observer=watcher, progress=False)
+    assert [seen[:2] for seen in watcher.seen] == [(0, 13), (0, 53), (0, 90), (2, 13), (2, 53), (2, 90)]
     with torch.no_grad():
         expected = model(input_ids=torch.from_numpy(tokens[2:, :53])).final_state
-    torch.testing.assert_close(seen[4][2][0].recurrent, expected[0].recurrent, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(watcher.seen[4][2][0].recurrent, expected[0].recurrent, atol=2e-5, rtol=1e-4)

@@ -1,0 +1,110 @@
+"""Results kept by their content: what was computed once, or in part, is not computed again.
+
+A key is a dictionary of plain JSON values that says everything the value depends on: digests of weights, config and
+data, settings, versions. Files are written completely or not at all; a damaged one counts as absent, with a warning.
+"""
+
+import hashlib
+import json
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from hf_recurrent_lengthgen.evaluation.provenance import code_digest, installed_versions
+from hf_recurrent_lengthgen.models.atomic_files import replacing
+
+SECONDS_BETWEEN_SAVES = 30.0
+MOST_TIME_SAVING = 0.02
+"""Share of the time of a run that may go into saving what it has so far."""
+
+
+def default_cache_folder() -> Path:
+    """`$LENGTHGEN_CACHE`, else hf_recurrent_lengthgen in `$XDG_CACHE_HOME` or `~/.cache`."""
+    if named := os.environ.get("LENGTHGEN_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_recurrent_lengthgen"
+
+
+class ResultCache:
+    """A folder of values, each in a file named by the SHA-256 of its key.
+
+    The key of a file is the caller's with the versions of the packages and a digest of this package's code, so that
+    what other code computed is not taken for a result of this one.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._code = {"code": code_digest(), "versions": installed_versions()}
+
+    def get(self, key: Mapping[str, Any]) -> Any:
+        """The value of a key, or None."""
+        path, full = self._file(key, "json")
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            if kept["key"] != full:
+                raise ValueError("it belongs to another key")
+            return kept["value"]
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            warnings.warn(f"The kept result {path} is damaged ({error}): computing it again.", stacklevel=2)
+            return None
+
+    def put(self, key: Mapping[str, Any], value: Any) -> None:
+        """Keep a value of plain JSON types."""
+        path, full = self._file(key, "json")
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps({"key": full, "value": value}), encoding="utf-8")
+
+    def partial(self, key: Mapping[str, Any]) -> "PartialResult":
+        """Where a long computation keeps what it has so far."""
+        return PartialResult(self._file(key, "partial.safetensors")[0])
+
+    def _file(self, key: Mapping[str, Any], ending: str) -> tuple[Path, dict[str, Any]]:
+        full = json.loads(json.dumps({**key, **self._code}))
+        digest = hashlib.sha256(json.dumps(full, sort_keys=True).encode()).hexdigest()
+        return self.folder / f"{digest[:40]}.{ending}", full
+
+
+class PartialResult:
+    """Arrays that a computation keeps now and then, to go on from after an interrupt."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._last, self._cost = time.monotonic(), 0.0
+
+    def load(self) -> dict[str, np.ndarray] | None:
+        """What was kept, or None."""
+        try:
+            arrays: dict[str, np.ndarray] = load_file(self.path)
+        except FileNotFoundError:
+            return None
+        except (SafetensorError, ValueError) as error:
+            warnings.warn(f"What was kept in {self.path} is damaged ({error}): starting again.", stacklevel=2)
+            return None
+        return arrays
+
+    def due(self) -> bool:
+        """Whether enough time has gone by to save again."""
+        waited = time.monotonic() - self._last
+        return waited >= SECONDS_BETWEEN_SAVES and self._cost <= waited * MOST_TIME_SAVING
+
+    def save(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Replace what is kept."""
+        began = time.monotonic()
+        with replacing(self.path) as temporary:
+            save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, temporary)
+        self._last = time.monotonic()
+        self._cost = self._last - began
+
+    def remove(self) -> None:
+        """Forget what is kept: the result is complete."""
+        self.path.unlink(missing_ok=True)

@@ -1,0 +1,200 @@
+"""Results by content, and runs that go on where they were stopped."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_recurrent_lengthgen.evaluation import provenance, result_cache
+from hf_recurrent_lengthgen.evaluation.context_harm import window_nll
+from hf_recurrent_lengthgen.evaluation.provenance import model_record
+from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache, default_cache_folder
+from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
+from tests.evaluation.test_readers import Watcher
+from tests.models.families import MAMBA2, VOCABULARY, build
+
+KEY = {"metric": "harm", "lengths": (1, 2)}
+
+
+def test_values_are_found_by_the_content_of_their_key(tmp_path: Path) -> None:
+    cache = ResultCache(tmp_path / "new" / "folder")
+    assert cache.get(KEY) is None
+    cache.put(KEY, {"mean": 0.1})
+    again = ResultCache(tmp_path / "new" / "folder")
+    assert again.get({"lengths": [1, 2], "metric": "harm"}) == {"mean": 0.1}
+    assert again.get({**KEY, "lengths": (1, 3)}) is None
+
+
+def test_other_code_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ResultCache(tmp_path).put(KEY, 1)
+    monkeypatch.setattr(result_cache, "code_digest", lambda: "other")
+    assert ResultCache(tmp_path).get(KEY) is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"key": 1, "value": 2}'])
+def test_damaged_values_are_computed_again(tmp_path: Path, content: str) -> None:
+    cache = ResultCache(tmp_path)
+    cache.put(KEY, 1)
+    (file,) = tmp_path.iterdir()
+    file.write_text(content)
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert cache.get(KEY) is None
+
+
+def test_damaged_parts_are_computed_again(tmp_path: Path) -> None:
+    partial = ResultCache(tmp_path).partial(KEY)
+    assert partial.load() is None
+    partial.save({"a": np.arange(3)})
+    loaded = partial.load()
+    assert loaded is not None
+    assert loaded["a"].tolist() == [0, 1, 2]
+    partial.path.write_bytes(partial.path.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert partial.load() is None
+    partial.remove()
+    partial.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LENGTHGEN_CACHE", "/a/b")
+    assert default_cache_folder() == Path("/a/b")
+    monkeypatch.delenv("LENGTHGEN_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+    assert default_cache_folder() == Path("/c/hf_recurrent_lengthgen")
+
+
+def test_a_record_changes_with_weights_and_config() -> None:
+    model = build(MAMBA2)
+    first = model_record(model)
+    model.config.forgetting = {"window": 4}
+    assert {key for key, value in model_record(model).items() if value != first[key]} == {"config"}
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] += 1
+    assert {key for key, value in model_record(model).items() if value != first[key]} == {"config", "weights"}
+
+
+def test_saving_takes_little_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(result_cache.time, "monotonic", lambda: now[0])
+    partial = ResultCache(tmp_path).partial(KEY)
+    assert not partial.due()
+    now[0] = 30
+    assert partial.due()
+    monkeypatch.setattr(result_cache, "save_file", lambda *_: now.__setitem__(0, now[0] + 2.0))
+    partial.save({})
+    now[0] += 60
+    assert not partial.due()  # 2 s of saving need 100 s of work
+    now[0] += 41
+    assert partial.due()
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Stopping:
+    """A model's forward that fails at a call."""
+
+    def __init__(self, model: Any, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls, self.tokens, forward = 0, 0, type(model).forward
+
+        @functools.wraps(forward)
+        def counted(this: Any, input_ids: Any, **arguments: Any) -> Any:
+            self.calls += 1
+            self.tokens += input_ids.numel()
+            if self.calls == call:
+                raise Interrupted
+            return forward(this, input_ids, **arguments)
+
+        monkeypatch.setattr(type(model), "forward", counted)
+
+
+@pytest.fixture
+def tokens() -> np.ndarray:
+    return np.random.default_rng(5).integers(0, VOCABULARY, (5, 91))
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+
+
+@pytest.mark.parametrize("call", [2, 4, 6, 7, 9])
+def test_streams_go_on_where_they_were_stopped(
+    call: int, tokens: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(result_cache, "SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(result_cache, "MOST_TIME_SAVING", float("inf"))
+    settings: Any = {"batch_size": 2, "chunk_length": 40, "progress": False}
+    model, watcher = build(MAMBA2), Watcher()
+    expected = stream_nll(model, tokens, observer=watcher, **settings)  # 3 batches of 3 pieces
+    partial = ResultCache(tmp_path).partial(KEY)
+    with monkeypatch.context() as patched:
+        Stopping(model, call, patched)
+        with pytest.raises(Interrupted):
+            stream_nll(model, tokens, partial=partial, observer=Watcher(), **settings)
+    counter, resumed = Stopping(model, -1, monkeypatch), Watcher()
+    found = stream_nll(model, tokens, partial=partial, observer=resumed, **settings)
+    # states come back with another layout in memory, which moves the last bits
+    np.testing.assert_allclose(found.nll, expected.nll, atol=2e-6)
+    assert counter.calls == 9 - (call - 1)
+    assert [seen[:2] for seen in resumed.seen] == [seen[:2] for seen in watcher.seen]
+    for one, other in zip(found.final_state, expected.final_state, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_models_with_attention_go_on_after_the_last_whole_text(
+    tokens: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(result_cache, "SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(result_cache, "MOST_TIME_SAVING", float("inf"))
+    settings: Any = {"batch_size": 2, "chunk_length": 40, "progress": False}
+    model = llama()
+    expected = stream_nll(model, tokens, **settings).nll
+    partial = ResultCache(tmp_path).partial(KEY)
+    probe = 4  # forward passes that try the cache out
+    with monkeypatch.context() as patched:
+        Stopping(model, probe + 6, patched)
+        with pytest.raises(Interrupted):
+            stream_nll(model, tokens, partial=partial, **settings)
+    counter = Stopping(model, -1, monkeypatch)
+    np.testing.assert_array_equal(stream_nll(model, tokens, partial=partial, **settings).nll, expected)
+    assert counter.calls == probe + 6
+
+
+@pytest.mark.parametrize("call", [1, 2, 5])
+def test_windows_go_on_where_they_were_stopped(
+    call: int, tokens: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(result_cache, "SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(result_cache, "MOST_TIME_SAVING", float("inf"))
+    model = build(MAMBA2)
+    settings: Any = {"batch_size": 7, "progress": False}
+    with monkeypatch.context() as patched:
+        counter = Stopping(model, -1, patched)
+        expected = window_nll(model, tokens, 16, **settings)
+        total = counter.calls
+    partial = ResultCache(tmp_path).partial(KEY)
+    with monkeypatch.context() as patched:
+        Stopping(model, call, patched)
+        with pytest.raises(Interrupted):
+            window_nll(model, tokens, 16, partial=partial, **settings)
+    counter = Stopping(model, -1, monkeypatch)
+    found = window_nll(model, tokens, 16, partial=partial, **settings)
+    assert counter.calls == total - (call - 1)
+    np.testing.assert_array_equal(found.truncated, expected.truncated)
+    np.testing.assert_array_equal(found.in_window, expected.in_window)
+
+
+def test_the_digest_of_the_code_covers_the_files_that_compute() -> None:
+    package = Path(provenance.__file__).parents[1]
+    assert (package / "models" / "scan_ssd.py").is_file()
+    assert len(provenance.code_digest()) == 64
+    assert json.loads(json.dumps(provenance.installed_versions()))["torch"] == torch.__version__
