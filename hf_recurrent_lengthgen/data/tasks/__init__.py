@@ -2,6 +2,7 @@
 
 from .answers import Task, right_answers
 from .babilong import BabilongPrompts, BabiQuestion, babi_files, read_babi
+from .grids import BabilongGrid, NeedleGrid, PasskeyGrid, RetrievalGrid
 from .keyed_rows import KeyedRows, StringCollator
 from .passkey import PASSKEY_STYLES, PasskeyPrompts, passkey_accuracy, passkey_prompt
 from .regression import REPRESENTATIONS, BitStrings, errors_by_length
@@ -21,11 +22,15 @@ __all__ = [
     "STRING_TASKS",
     "AssociativeRecall",
     "BabiQuestion",
+    "BabilongGrid",
     "BabilongPrompts",
     "BitStrings",
     "CopyingStrings",
     "KeyedRows",
+    "NeedleGrid",
+    "PasskeyGrid",
     "PasskeyPrompts",
+    "RetrievalGrid",
     "SortingStrings",
     "StringAccuracy",
     "StringCollator",

@@ -21,11 +21,14 @@ class Task(NamedTuple):
         prompt: (n,), up to where the answer begins.
         answer: (m,), the answer and the period after it, which training asks for, too.
         scored: How many tokens of `answer` must be right in evaluation: all before the period.
+        distance: Tokens of the prompt that stand after what is to be found (after the first of several facts); None
+            where that is not known.
     """
 
     prompt: Tensor
     answer: Tensor
     scored: int
+    distance: int | None = None
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

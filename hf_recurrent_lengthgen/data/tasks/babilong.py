@@ -115,6 +115,29 @@ def sentences(texts: Iterable[str]) -> list[str]:
     return found
 
 
+class NoQuestionFitsError(ValueError):
+    """No question fits into a length."""
+
+
+class BackgroundText:
+    """The sentences of texts as token ids, each with a space before it, to be encoded once for many prompts.
+
+    Attributes:
+        tokens: All of them, int64 (n,).
+        ends: Where each sentence ends, (sentences,).
+
+    Raises:
+        ValueError: for texts without a sentence.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
+        pieces = [encode_next(tokenizer, f" {sentence}") for sentence in sentences(texts)]
+        if not pieces:
+            raise ValueError("the background texts hold no sentence; give some text")
+        self.tokens = torch.tensor([token for piece in pieces for token in piece])
+        self.ends = np.cumsum([len(piece) for piece in pieces])
+
+
 class BabilongPrompts(Dataset[dict[str, Tensor]]):
     """bAbI questions hidden in background text, each exactly `length` tokens long, each once.
 
@@ -128,7 +151,8 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
     Args:
         tokenizer: any of Transformers.
         questions: of `read_babi`.
-        background: Texts without bAbI's facts, such as books; the first text follows the last.
+        background: Texts without bAbI's facts, such as books, or what `BackgroundText` made of them with the same
+            tokenizer; the first text follows the last.
         length: Tokens of a sample.
         seed: Seed of places and background, at least 0.
         shots: Questions that stand solved before the text, without background, for evaluation.
@@ -144,7 +168,7 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
         self,
         tokenizer: PreTrainedTokenizerBase,
         questions: Sequence[BabiQuestion],
-        background: Iterable[str],
+        background: Iterable[str] | BackgroundText,
         length: int,
         seed: int = 0,
         shots: Sequence[BabiQuestion] = (),
@@ -154,18 +178,16 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
         self.length, self.seed = length, seed
         self._tokenizer = tokenizer
         self._known: dict[str, list[int]] = {}  # bAbI has few different sentences
-        pieces = [encode_next(tokenizer, f" {sentence}") for sentence in sentences(background)]
-        if not pieces:
-            raise ValueError("the background texts hold no sentence; give some text")
-        self._background = torch.tensor([token for piece in pieces for token in piece])
-        self._ends = np.cumsum([len(piece) for piece in pieces])
+        if not isinstance(background, BackgroundText):
+            background = BackgroundText(tokenizer, background)
+        self._background = background
         self._head = self._shots(shots)
         rooms = [length - self._length_without_background(question) for question in questions]
         self.questions = [question for question, room in zip(questions, rooms, strict=True) if room >= 0]
         self.left_out = len(questions) - len(self.questions)
         if not self.questions:
             least = length - max(rooms) if rooms else 0
-            raise ValueError(
+            raise NoQuestionFitsError(
                 f"none of {len(questions)} questions fits into {length} tokens, the shortest needs {least}; give a "
                 "larger length, fewer shots, or other questions"
             )
@@ -188,19 +210,24 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
         for fact, place in reversed(list(zip(question.facts, places.tolist(), strict=True))):
             body.insert(place, self._tokens(f" {fact}"))
         pieces = [self._head, *body, self._tokens(_ending(question))]
+        first = min(question.supporting)
+        after = places[first] + first + 1  # pieces of the body that end with the first fact that is needed
+        distance = sum(map(len, pieces[1 + after :]))
         answer, scored = encode_answer(self._tokenizer, question.answer)
-        return Task(torch.tensor([token for piece in pieces for token in piece]), torch.tensor(answer), scored)
+        prompt = torch.tensor([token for piece in pieces for token in piece])
+        return Task(prompt, torch.tensor(answer), scored, distance)
 
     def _take(self, generator: np.random.Generator, room: int) -> list[list[int]]:
         """Sentences of `room` tokens together, from a random one on."""
         taken: list[list[int]] = []
-        sentence = int(generator.integers(len(self._ends)))
+        tokens, ends = self._background.tokens, self._background.ends
+        sentence = int(generator.integers(len(ends)))
         while room > 0:
-            start = self._ends[sentence - 1] if sentence else 0
-            piece = self._background[start : self._ends[sentence]][:room].tolist()
+            start = ends[sentence - 1] if sentence else 0
+            piece = tokens[start : ends[sentence]][:room].tolist()
             taken.append(piece)
             room -= len(piece)
-            sentence = (sentence + 1) % len(self._ends)
+            sentence = (sentence + 1) % len(ends)
         return taken
 
     def _shots(self, shots: Sequence[BabiQuestion]) -> list[int]:

@@ -2,8 +2,8 @@
 
 As in "Unexplored states" (Buitrago & Gu 2025, arXiv:2507.02782), B.4 and Figure 8: 5-digit keys, a random depth for
 each sample, filler cut so that all samples are equally long, loss only on the key and the period after it. The
-figure shows a key of 4 digits and the text 5; keys have 5 here. The other prompt is that of "Stuffed Mamba" (Chen et
-al. 2024, arXiv:2410.07145), B.1.
+figure shows a key of 4 digits and the text 5; keys have 5 here. The other prompts are those of "Stuffed Mamba" (Chen
+et al. 2024, arXiv:2410.07145), B.1, and of StateX (arXiv:2509.22630), Table 12, after infinity-bench.
 """
 
 from collections.abc import Sequence
@@ -57,20 +57,44 @@ PASSKEY_STYLES = {
         "What is the passkey? The passkey is",
         "\n",
     ),
+    # arXiv:2509.22630, Table 12: no instruction, and a line of filler before the key at any depth
+    "infinity-bench": PasskeyStyle(
+        _FILLER,
+        "The pass key is {key}. Remember it. {key} is the pass key.",
+        "What is the pass key? The pass key is",
+        "\n",
+    ),
 }
 
 
-class _Template:
-    """The pieces of all prompts of one length as token ids; the paragraphs stand on lines of their own."""
+class PasskeyTemplate:
+    """The pieces of all prompts of one length as token ids; the paragraphs stand on lines of their own.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, length: int, style: str) -> None:
+    Args:
+        tokenizer: any of Transformers.
+        length: Tokens of prompt and answer.
+        style: One of `PASSKEY_STYLES`.
+        shots: Keys of solved examples that stand before the prompt, with one line of filler on each side of the key
+            and an empty line after them. The words are ours: the papers' prompts have none.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, length: int, style: str = "pass key", shots: Sequence[str] = ()
+    ) -> None:
         if style not in PASSKEY_STYLES:
             raise ValueError(f"style is {style!r}, but must be one of {sorted(PASSKEY_STYLES)}")
         self.tokenizer, self.length, self.texts = tokenizer, length, PASSKEY_STYLES[style]
+        solved = "\n\n".join(self._solved(key) for key in shots)
         self.head = encode(tokenizer, self.texts.head)
+        if shots:
+            self.head = encode(tokenizer, solved) + encode_next(tokenizer, f"\n\n{self.texts.head}")
         self.question = encode_next(tokenizer, f"\n{self.texts.question}")
         again = encode_next(tokenizer, self.texts.between + _FILLER)
-        self.filler = encode_next(tokenizer, f"\n{_FILLER}") + again * (max(length, 0) // len(again) + 1)
+        self.filler = torch.tensor(encode_next(tokenizer, f"\n{_FILLER}") + again * (max(length, 0) // len(again) + 1))
+
+    def _solved(self, key: str) -> str:
+        needle = self.texts.needle.format(key=key)
+        return f"{self.texts.head}\n{_FILLER}\n{needle}\n{_FILLER}\n{self.texts.question} {key}."
 
     def fill(self, depth: float, key: str) -> Task:
         """See `passkey_prompt`."""
@@ -85,12 +109,15 @@ class _Template:
         if room < 0:
             raise ValueError(f"length is {self.length}, but a passkey prompt without filler has {shortest} tokens")
         before = round(depth * room)
+        after = room - before
         # both stretches of filler begin with its first sentence and are cut at their end
-        prompt = self.head + self.filler[:before] + needle + self.filler[: room - before] + self.question
-        return Task(torch.tensor(prompt), torch.tensor(answer), scored)
+        start, end = torch.tensor(self.head), torch.tensor(self.question)
+        prompt = torch.cat([start, self.filler[:before], torch.tensor(needle), self.filler[:after], end])
+        return Task(prompt, torch.tensor(answer), scored, after + len(self.question))
 
 
-def _random_key(generator: np.random.Generator) -> str:
+def random_key(generator: np.random.Generator) -> str:
+    """Five digits, the first of which is not 0."""
     return str(generator.integers(10_000, 100_000))
 
 
@@ -102,12 +129,12 @@ def passkey_prompt(
     Args:
         depth: Share of the filler that stands before the key, from 0 to 1.
         key: Its digits.
-        style: "pass key" (arXiv:2507.02782) or "passkey" (arXiv:2410.07145).
+        style: "pass key" (arXiv:2507.02782), "passkey" (arXiv:2410.07145) or "infinity-bench" (arXiv:2509.22630).
 
     Raises:
         ValueError: for a length that is too short, and a wrong depth, key or style.
     """
-    return _Template(tokenizer, length, style).fill(depth, key)
+    return PasskeyTemplate(tokenizer, length, style).fill(depth, key)
 
 
 class PasskeyPrompts(Dataset[dict[str, Tensor]]):
@@ -138,7 +165,7 @@ class PasskeyPrompts(Dataset[dict[str, Tensor]]):
         if samples < 1 or seed < 0:
             raise ValueError(f"samples must be at least 1 and seed at least 0, got {samples} and {seed}")
         self.samples, self.seed = samples, seed
-        self._template = _Template(tokenizer, length, style)
+        self._template = PasskeyTemplate(tokenizer, length, style)
         self.task(0)  # a length that is too short is found now
 
     def __len__(self) -> int:
@@ -149,7 +176,7 @@ class PasskeyPrompts(Dataset[dict[str, Tensor]]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         generator = np.random.default_rng([self.seed, index % len(self)])
-        return self._template.fill(generator.uniform(), _random_key(generator))
+        return self._template.fill(generator.uniform(), random_key(generator))
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return training_item(self.task(index))
@@ -182,10 +209,10 @@ def passkey_accuracy(
     """
     if not depths or samples < 1 or seed < 0:
         raise ValueError(f"give depths, at least 1 sample and a seed from 0, got {depths}, {samples} and {seed}")
-    template = _Template(tokenizer, length, style)
+    template = PasskeyTemplate(tokenizer, length, style)
     accuracy = {}
     for place, depth in enumerate(depths):
-        keys = [_random_key(np.random.default_rng([seed, place, number])) for number in range(samples)]
+        keys = [random_key(np.random.default_rng([seed, place, number])) for number in range(samples)]
         right = right_answers(model, [template.fill(depth, key) for key in keys], batch_size, chunk_length)
         accuracy[depth] = sum(right) / samples
     return accuracy

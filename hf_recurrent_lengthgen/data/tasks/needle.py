@@ -1,0 +1,153 @@
+"""A number hidden in running text: the NIAH-single-2 task of RULER (Hsieh et al. 2024, arXiv:2404.06654).
+
+The prompt is that of StateX (arXiv:2509.22630), Table 12: numbers of 7 digits for {word}, in text that means something
+and does not repeat. The papers take the essays of Paul Graham; here any texts are given, of which the first ones that
+fill the prompt are taken, with single spaces as in RULER. As there, {word} is an adjective and a noun, of a list of
+ours, and the needle stands between two sentences.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hf_recurrent_lengthgen.data.tasks.answers import Task, encode, encode_answer, encode_next
+from hf_recurrent_lengthgen.data.tasks.babilong import sentences
+
+NEEDLE_HEAD = (
+    "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you about "
+    "the numbers afterwards."
+)
+NEEDLE = "One of the special magic numbers for {word} is: {number}."
+NEEDLE_QUESTION = (
+    "What is the special magic number for {word} mentioned in the provided text? The special magic number for {word} "
+    "mentioned in the provided text is"
+)
+_ADJECTIVES, _NOUNS = (
+    words.split()
+    for words in (
+        "amber ancient brave bright calm clever curious distant eager faint gentle golden happy hollow humble lively "
+        "lonely mellow modest narrow noble patient plain proud quiet rapid rough silent simple sturdy tender vivid",
+        "anchor basket bridge candle canyon castle cellar cloud compass desert engine feather forest garden hammer "
+        "harbor island kettle ladder lantern meadow mirror orchard pebble pillow puzzle ribbon river saddle temple "
+        "thunder tower window",
+    )
+)
+_SENTENCES_OF_A_SHOT = 4
+
+
+class Haystack:
+    """Text as the token ids of its sentences; the first stands on a line of its own, the others after a space.
+
+    Attributes:
+        tokens: int64 (n,).
+        ends: Where each sentence ends, (sentences,).
+        last: Text of the last sentences, for solved examples; no prompt may reach into them.
+        usable: Tokens before those.
+
+    Args:
+        tokenizer: any of Transformers.
+        texts: Their sentences follow each other.
+
+    Raises:
+        ValueError: for texts with too few sentences.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
+        found = sentences(texts)
+        if len(found) <= _SENTENCES_OF_A_SHOT:
+            raise ValueError(
+                f"the text has {len(found)} sentences, but must have more than {_SENTENCES_OF_A_SHOT} to hide "
+                "something in; give more text"
+            )
+        pieces = [encode_next(tokenizer, f"{' ' if number else chr(10)}{text}") for number, text in enumerate(found)]
+        self.tokens = torch.tensor([token for piece in pieces for token in piece])
+        self.ends = np.cumsum([len(piece) for piece in pieces])
+        self.last = tuple(found[-_SENTENCES_OF_A_SHOT:])
+        self.usable = int(self.ends[-1 - _SENTENCES_OF_A_SHOT])
+
+
+def random_needle(generator: np.random.Generator) -> tuple[str, str]:
+    """A word and its number of seven digits, the first of which is not 0."""
+    word = f"{_ADJECTIVES[generator.integers(len(_ADJECTIVES))]}-{_NOUNS[generator.integers(len(_NOUNS))]}"
+    return word, str(generator.integers(1_000_000, 10_000_000))
+
+
+class NeedleTemplate:
+    """The prompts of one length.
+
+    Args:
+        tokenizer: any of Transformers.
+        haystack: The text; each prompt has its first tokens.
+        length: Tokens of prompt and answer.
+        shots: Words and numbers of solved examples before the prompt, each with the needle between the last sentences
+            of the text, and an empty line after it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        haystack: Haystack,
+        length: int,
+        shots: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        self.tokenizer, self.haystack, self.length = tokenizer, haystack, length
+        self.head = encode(tokenizer, NEEDLE_HEAD)
+        if shots:
+            solved = "\n\n".join(self._solved(*shot) for shot in shots)
+            self.head = encode(tokenizer, solved) + encode_next(tokenizer, f"\n\n{NEEDLE_HEAD}")
+
+    def _solved(self, word: str, number: str) -> str:
+        half, text = _SENTENCES_OF_A_SHOT // 2, self.haystack.last
+        middle = NEEDLE.format(word=word, number=number)
+        body = " ".join([*text[:half], middle, *text[half:]])
+        return f"{NEEDLE_HEAD}\n{body}\n{NEEDLE_QUESTION.format(word=word)} {number}."
+
+    def fill(self, depth: float, word: str, number: str) -> Task:
+        """Prompt and answer, of `length` tokens together.
+
+        Args:
+            depth: Share of the text that stands before the needle, from 0 to 1; the needle stands at the end of a
+                sentence that is nearest, at 0 on a line of its own.
+            word: What the number belongs to.
+            number: Its digits.
+
+        Raises:
+            ValueError: for a wrong depth, a length that is too short, and a text that is.
+        """
+        if not 0 <= depth <= 1:
+            raise ValueError(f"depth is {depth}, but must be from 0 (start) to 1 (end)")
+        question = encode_next(self.tokenizer, f"\n{NEEDLE_QUESTION.format(word=word)}")
+        answer, scored = encode_answer(self.tokenizer, number)
+        middle = NEEDLE.format(word=word, number=number)
+        # what stands before decides between space and line break, and their lengths may differ
+        for mark in (" ", "\n"):
+            needle = encode_next(self.tokenizer, mark + middle)
+            room = self._room(len(self.head) + len(needle) + len(question) + len(answer))
+            before = self._nearest_end(depth * room, room)
+            if (before == 0) == (mark == "\n"):
+                break
+        start, text, end = torch.tensor(self.head), self.haystack.tokens, torch.tensor(question)
+        prompt = torch.cat([start, text[:before], torch.tensor(needle), text[before:room], end])
+        return Task(prompt, torch.tensor(answer), scored, room - before + len(question))
+
+    def _room(self, shortest: int) -> int:
+        room = self.length - shortest
+        if room < 0:
+            raise ValueError(f"length is {self.length}, but a prompt without text has {shortest} tokens")
+        if room > self.haystack.usable:
+            raise ValueError(
+                f"length is {self.length}, which takes {room} tokens of text that does not repeat, but the data have "
+                f"{self.haystack.usable}; give more text, or shorter lengths"
+            )
+        return room
+
+    def _nearest_end(self, place: float, room: int) -> int:
+        """The end of a sentence within `room` tokens that is nearest to a place; 0 is one."""
+        ends = self.haystack.ends
+        after = int(np.searchsorted(ends, place))
+        around = [0] if after == 0 else [int(ends[after - 1])]
+        if after < len(ends) and ends[after] <= room:
+            around.append(int(ends[after]))
+        return min(around, key=lambda end: abs(end - place))
