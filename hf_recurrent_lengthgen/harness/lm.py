@@ -1,0 +1,344 @@
+"""The model class `lengthgen` of lm-evaluation-harness: reads in pieces, and what requests share once.
+
+Numbers are those of lm_eval's own class for Transformers (`hf`) on the same weights, up to rounding. What differs:
+
+- nothing is cut off on the left unless `max_length` says so (`hf` takes 2,048 for a config without a length);
+- `loglikelihood_rolling` reads a document as one stream, where `hf` cuts it into windows of `max_length` tokens and
+  forgets at each border;
+- a tokenizer that puts an end of text behind each text (ByT5's) is kept from it: `hf` counts that token as context.
+"""
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils_hf import stop_sequences_criteria
+from transformers import PreTrainedTokenizerBase
+
+from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
+from hf_recurrent_lengthgen.evaluation.streaming import evaluation_mode, forward_plan, progress_bar
+from hf_recurrent_lengthgen.harness.shared_prefixes import Branch, Ids, prefix_tree, read_tree, walk
+from hf_recurrent_lengthgen.harness.tokenizers import find_tokenizer, starts_with_bos
+from hf_recurrent_lengthgen.loading import load_model
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+GENERATION_ARGUMENTS = {"do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "num_beams"}
+"""What `generate_until` passes on. Others, such as penalties for repetition, look at the prompt, already read."""
+MAX_GENERATED = 256
+"""Tokens to generate for a task that does not say, as in lm_eval."""
+
+logger = logging.getLogger(__name__)
+Request = tuple[tuple[str, str], Ids, Ids]
+
+
+@register_model("lengthgen")
+class StateLM(TemplateLM):
+    """A model whose state is a value.
+
+    Args:
+        pretrained: Checkpoint folder, name on the Hub, or a model.
+        tokenizer: Folder, name, "bytes", or a tokenizer (default: the checkpoint's).
+        batch_size: Most rows of a forward pass; "auto" for as many as memory limits allow.
+        max_length: Cut requests off on the left to so many tokens (default: never).
+        chunk_length: Most tokens of a row in one forward pass (default: chosen by memory).
+        device: Default: "cuda" where there is one, else "cpu"; a model stays where it is.
+        dtype: Of the weights: float32 (default), bfloat16, float16 or float64; a model keeps its own.
+        trust_remote_code: Whether code of the checkpoint may run.
+        add_bos_token: Whether texts start with the tokenizer's beginning of text (default: as the tokenizer does).
+        max_batch_size: The same as `batch_size` where that is "auto"; lm_eval passes it.
+        unknown: Nothing else is taken.
+
+    Attributes:
+        tokens_read: Tokens read so far, without those that were generated: what sharing saves.
+
+    Raises:
+        ValueError: for other arguments, a model without a state that is a value, and several processes.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
+        batch_size: int | str | None = 1,
+        max_length: int | None = None,
+        chunk_length: int | None = None,
+        device: str | None = None,
+        dtype: str | torch.dtype | None = None,
+        trust_remote_code: bool = False,
+        add_bos_token: bool | None = None,
+        max_batch_size: int | None = None,
+        **unknown: Any,
+    ) -> None:
+        super().__init__()
+        if unknown:
+            raise ValueError(
+                f"The model lengthgen takes no {', '.join(sorted(unknown))}; it takes pretrained, tokenizer, "
+                "batch_size, max_length, chunk_length, device, dtype, trust_remote_code and add_bos_token."
+            )
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError("The model lengthgen runs in one process: start it without accelerate or torchrun.")
+        for name, value in (("max_length", max_length), ("chunk_length", chunk_length)):
+            if value is not None and value < 2:
+                raise ValueError(f"{name} must be at least 2, or left out, got {value}.")
+        self._reader = _reader(pretrained, device, dtype, trust_remote_code)
+        self._device = self._reader.device
+        if tokenizer is None:
+            tokenizer = pretrained if isinstance(pretrained, str) else str(self._reader.model.name_or_path)
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            tokenizer = find_tokenizer(tokenizer, trust_remote_code)
+        self.tokenizer: Any = tokenizer
+        self._add_bos = starts_with_bos(tokenizer) if add_bos_token is None else add_bos_token
+        if self._add_bos and tokenizer.bos_token_id is None:
+            raise ValueError(f"add_bos_token needs a beginning-of-text token, {type(tokenizer).__name__} has none.")
+        if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"{type(tokenizer).__name__} has neither a beginning nor an end of text, one of which stands before "
+                "a text that has nothing before it: set tokenizer.eos_token."
+            )
+        self._max_length = max_length
+        self._chunk_length = chunk_length
+        self.batch_size = _batch_size(self._reader, batch_size, max_batch_size)
+        self.tokens_read = 0
+
+    @property
+    def eot_token_id(self) -> int | None:
+        """The end of text; None where the tokenizer has none."""
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has nothing before it."""
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        return int(eos if bos is None else bos)
+
+    @property
+    def max_length(self) -> int | None:
+        """Most tokens of a request; None for any number."""
+        return self._max_length
+
+    @property
+    def max_gen_toks(self) -> int:
+        """Tokens to generate for a task that does not say."""
+        return MAX_GENERATED
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For lm_eval's cache of requests."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as one text, by the tokenizer's template."""
+        text: str = self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return text
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm_eval writes into its results beside them."""
+        model = self._reader.model
+        return {
+            "model_num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "model_dtype": str(model.dtype),
+            "tokens_read": self.tokens_read,
+        }
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> Ids:
+        """Token ids, with a beginning of text unless `add_special_tokens` is False, and without an end."""
+        ids: Ids = self.tokenizer.encode(string, add_special_tokens=False)
+        begins = self._add_bos if add_special_tokens is None else add_special_tokens and self._add_bos
+        if begins and ids[:1] != [self.tokenizer.bos_token_id]:
+            ids = [self.tokenizer.bos_token_id, *ids]
+        return ids
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Log-likelihood in nats of each continuation after its context, and whether it is the greedy one.
+
+        Raises:
+            ValueError: for a continuation without tokens, one above `max_length`, and where the model gives NaN.
+        """
+        pairs = []
+        for (context, continuation), context_ids, continuation_ids in requests:
+            if not continuation_ids:
+                raise ValueError(f"The continuation {continuation!r} of {context[-80:]!r} has no tokens of its own.")
+            if self.max_length is not None and len(continuation_ids) > self.max_length:
+                raise ValueError(
+                    f"A continuation has {len(continuation_ids)} tokens, max_length is {self.max_length}: leave "
+                    "max_length out."
+                )
+            # the spaces of a context of spaces are in the continuation
+            pairs.append((context_ids or [self.prefix_token_id], continuation_ids))
+        results = [(0.0, False)] * len(pairs)
+        for index, answer in self._scores(pairs, disable_tqdm):
+            results[index] = answer
+            self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
+        return results
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood in nats of whole documents, each read as one stream after the beginning (or end) of text.
+
+        Raises:
+            ValueError: with `max_length`, which would cut documents into windows, and where the model gives NaN.
+        """
+        if self.max_length is not None:
+            raise ValueError("max_length would cut documents into windows; a state needs none: leave max_length out.")
+        strings = [str(request.args[0]) for request in requests]
+        encoded = [self.tok_encode(string) for string in strings]
+        results = [0.0] * len(strings)
+        places = [place for place, ids in enumerate(encoded) if ids]
+        pairs = [([self.prefix_token_id], encoded[place]) for place in places]
+        for index, (result, _) in self._scores(pairs, disable_tqdm):
+            results[places[index]] = result
+            self.cache_hook.add_partial("loglikelihood_rolling", (strings[places[index]],), result)
+        return results
+
+    def _scores(
+        self, pairs: Sequence[tuple[Ids, Ids]], disable_tqdm: bool
+    ) -> Iterator[tuple[int, tuple[float, bool]]]:
+        """The index of each pair and the score of its second part after its first; both have tokens."""
+        texts = self._cut([context + scored for context, scored in pairs], self.max_length and self.max_length + 1)
+        starts = [len(text) - len(scored) for text, (_, scored) in zip(texts, pairs, strict=True)]
+        for index, branch in self._read(texts, starts, disable_tqdm):
+            answer = branch.score(starts[index])
+            if math.isnan(answer[0]):
+                text = self.tokenizer.decode(texts[index])
+                raise ValueError(
+                    f"The log-likelihood of the end of {text[-200:]!r} is NaN, {len(texts[index])} tokens in: the "
+                    "model overflows there or has broken weights. Evaluate in float32."
+                )
+            yield index, answer
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continue each context until one of its stop strings, the end of text, or its number of tokens.
+
+        Raises:
+            ValueError: for generation arguments other than `GENERATION_ARGUMENTS`, `until` and a number of tokens.
+        """
+        results = [""] * len(requests)
+        alike: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            alike.setdefault(repr(request.args[1]), []).append(index)
+        for indices in alike.values():
+            contexts = [str(requests[index].args[0]) for index in indices]
+            given = requests[indices[0]].args[1]
+            for place, text in self._generate(contexts, given, disable_tqdm):
+                results[indices[place]] = text
+                self.cache_hook.add_partial("generate_until", requests[indices[place]].args, text)
+        return results
+
+    def _generate(self, contexts: list[str], given: dict[str, Any], disable_tqdm: bool) -> Iterator[tuple[int, str]]:
+        """The index of each context and what follows it, with the same arguments for all."""
+        arguments = dict(normalize_gen_kwargs(given, self.max_gen_toks))
+        end = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
+        stop = [text for text in handle_stop_sequences(arguments.pop("until"), eos=end) if text]
+        new_tokens: Any = arguments.pop("max_gen_toks")
+        if unknown := sorted(arguments.keys() - GENERATION_ARGUMENTS):
+            raise ValueError(
+                f"The model lengthgen generates with {', '.join(sorted(GENERATION_ARGUMENTS))}, not with "
+                f"{', '.join(unknown)}, which may look at the prompt: use the model hf for that."
+            )
+        if not arguments["do_sample"]:
+            arguments.pop("temperature", None)
+        ids = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
+        if self.max_length is not None:
+            if new_tokens >= self.max_length:
+                raise ValueError(f"The task generates {new_tokens} tokens, max_length is only {self.max_length}.")
+            ids = self._cut(ids, self.max_length - new_tokens)
+        pad, waiting = self.tokenizer.pad_token_id, list[tuple[int, Any]]()
+
+        def flush() -> Iterator[tuple[int, str]]:
+            places, carries = zip(*waiting, strict=True)
+            waiting.clear()
+            prompt = torch.tensor([ids[place][-1:] for place in places], device=self._device)
+            state = None if carries[0] is None else self._reader.state(self._reader.join_rows(carries))
+            with evaluation_mode(self._reader.model):
+                output = self._reader.model.generate(
+                    input_ids=prompt,
+                    initial_state=state,
+                    max_new_tokens=new_tokens,
+                    stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, 1, len(places)),
+                    pad_token_id=self.prefix_token_id if pad is None else pad,
+                    use_cache=True,
+                    **arguments,
+                )
+            for place, tokens in zip(places, output[:, 1:].tolist(), strict=True):
+                text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+                yield place, postprocess_generated_text(text, stop, None)
+
+        # the last token of a context is the prompt of generate, what precedes it the state
+        for place, branch in self._read([text[:-1] for text in ids], None, disable_tqdm):
+            if waiting and (waiting[0][1] is None) != (branch.carry is None):
+                yield from flush()
+            waiting.append((place, branch.carry))
+            if len(waiting) == self.batch_size:
+                yield from flush()
+        if waiting:
+            yield from flush()
+
+    def _read(self, texts: list[Ids], starts: list[int] | None, disable_tqdm: bool) -> Iterator[tuple[int, Branch]]:
+        """Read texts, what they share once; see `read_tree`."""
+        root = prefix_tree(texts)
+        total = sum(len(node.tokens) - (starts is not None and not node.children) for node in walk(root))
+        with progress_bar(total, "reading", not disable_tqdm) as bar, evaluation_mode(self._reader.model):
+
+            def progress(tokens: int) -> None:
+                self.tokens_read += tokens
+                bar.update(tokens)
+
+            yield from read_tree(
+                self._reader,
+                root,
+                batch_size=self.batch_size,
+                chunk_length=self._chunk_length,
+                scored_from=starts,
+                progress=progress,
+            )
+
+    def _cut(self, texts: list[Ids], longest: int | None) -> list[Ids]:
+        """The texts without what is too long on the left, which is told."""
+        if longest is None:
+            return texts
+        if too_long := sum(len(text) > longest for text in texts):
+            logger.warning("max_length: %d requests are cut off on the left to %d tokens.", too_long, longest)
+        return [text[-longest:] for text in texts]
+
+
+def _reader(pretrained: Any, device: str | None, dtype: str | torch.dtype | None, trust_remote_code: bool) -> Reader:
+    """A reader of a checkpoint or a model whose state is a value."""
+    if isinstance(pretrained, str):
+        name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
+        if name not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}.")
+        place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            model = load_model(pretrained, trust_remote_code, DTYPES[name]).to(place)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"Cannot use the device {place!r}: {error}") from error
+        reader = reader_of(model)
+    elif device is not None or dtype is not None:
+        raise ValueError("A model that is given has its device and dtype: give neither device nor dtype.")
+    else:
+        reader = reader_of(pretrained)
+    if not reader.carried_by_row:
+        raise ValueError(f"{reader.refusal('the model lengthgen')} lm_eval's own model hf evaluates all others.")
+    return reader
+
+
+def _batch_size(reader: Reader, batch_size: int | str | None, most: int | None) -> int:
+    if batch_size == "auto" or batch_size is None:
+        automatic = forward_plan(2**31, 2**31, reader.vocabulary, None, None)[0]
+        return automatic if most is None else min(automatic, most)
+    if not str(batch_size).isdecimal() or int(batch_size) < 1:
+        raise ValueError(f'batch_size must be at least 1, or "auto", got {batch_size}.')
+    return int(batch_size)
