@@ -64,37 +64,41 @@ def recorded_scans(model: nn.Module, readers: Mapping[str, Callable[..., None]])
 
 
 class ScanSums(NamedTuple):
-    """Sums over the tokens of a call, per row and head; means after division by their number.
+    """Sums over the tokens of a call, per row and head, float64.
 
     Attributes:
         log_decay: Sum of the log decays, (B, H, n): n = N in Mamba-1, GLA, HGRN-2 and RWKV, where each state (key
             channel) has a decay of its own, else 1.
+        first_log_decay: That of the first token alone, (B, H, n).
         key: Sum of the norms of B_t (keys), (B, H); before Delta.
         value: Sum of the norms of x_t (values), (B, H).
         step: Sum of Delta_t, (B, H); None where a family has none.
     """
 
     log_decay: Tensor
+    first_log_decay: Tensor
     key: Tensor
     value: Tensor
     step: Tensor | None
 
 
-def sums_of_selective(skip: int, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: Tensor) -> ScanSums:
-    """Mamba-1: x and dt (B, T, D), A (D, N), B (B, T, N). The log decays of the first `skip` tokens are left out."""
-    log_decay = _sum(dt[:, skip:])[..., None] * A.double()
-    return ScanSums(log_decay, _norms(B)[:, None].expand(-1, x.shape[2]), _sum(x.abs()), _sum(dt))
+def sums_of_selective(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: Tensor) -> ScanSums:
+    """Mamba-1: x and dt (B, T, D), A (D, N), B (B, T, N)."""
+    step, rates = _sum(dt), A.double()
+    first = dt[:, 0, :, None].double() * rates
+    return ScanSums(step[..., None] * rates, first, _norms(B)[:, None].expand_as(step), _sum(x.abs()), step)
 
 
-def sums_of_ssd(skip: int, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: Tensor) -> ScanSums:
+def sums_of_ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: Tensor) -> ScanSums:
     """Mamba-2: x (B, T, H, P), dt (B, T, H), A (H,), B (B, T, G, N)."""
-    log_decay = (_sum(dt[:, skip:]) * A.double())[..., None]
-    return ScanSums(log_decay, _norms(B).repeat_interleave(x.shape[2] // B.shape[2], 1), _norms(x), _sum(dt))
+    step, rates = _sum(dt), A.double()
+    key = _norms(B).repeat_interleave(x.shape[2] // B.shape[2], 1)
+    return ScanSums((step * rates)[..., None], (dt[:, 0].double() * rates)[..., None], key, _norms(x), step)
 
 
-def sums_of_gated(skip: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, *_: Tensor) -> ScanSums:
+def sums_of_gated(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *_: Tensor) -> ScanSums:
     """GLA, HGRN-2, linear attention, RWKV: k and log decays g (B, T, H, N), v (B, T, H, P)."""
-    return ScanSums(_sum(g[:, skip:]), _norms(k), _norms(v), None)
+    return ScanSums(_sum(g), g[:, 0].double(), _norms(k), _norms(v), None)
 
 
 SUMS: dict[str, Callable[..., ScanSums]] = {

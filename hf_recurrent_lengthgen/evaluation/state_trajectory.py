@@ -1,0 +1,372 @@
+"""Statistics of the state at chosen positions of long streams, and of what the recurrence is fed there.
+
+"Unexplored states" (Buitrago & Gu 2025, arXiv:2507.02782), section 3.5 and appendix C: mean and standard deviation of
+each layer and head over time. "Stuffed Mamba" (Chen et al. 2024, arXiv:2410.07145), section 3.2 and appendix G: the
+same of the convolution part, outlier channels, Delta_t, B_t and x_t over time, and the retention of the first token,
+alpha_{2:t} (Eq. 6; its product begins after the token itself).
+
+States are read from `final_state` where a chunk ends, so that the statistics ride along with `stream_nll`:
+
+    observer = StateObserver(model, len(tokens), positions)
+    with observer:
+        nll = stream_nll(model, tokens, stops=positions, observer=observer).nll
+    trajectory = observer.trajectory()
+
+What is kept does not depend on the length of the streams: about 150 bytes per sequence, position and head.
+
+Position n is after n tokens were read. A unit is what statistics are taken of: a head, or where the recurrent part has
+channels instead, (B, D, N) in Mamba-1, a group of neighbouring channels. Shapes: n positions, S sequences, U units, E
+elements of a unit.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hf_recurrent_lengthgen.evaluation.recorded_scans import SUMS, ScanSums, recorded_scans
+from hf_recurrent_lengthgen.evaluation.streaming import Chunk
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
+
+CHANNEL_GROUPS = 16
+"""Most groups that the channels of a layer without heads are put into."""
+SKETCHED_ELEMENTS = 256
+"""Elements of a unit that its distribution is estimated from; moments and extremes are those of all."""
+SKETCH_SIZES = (1, 1, 2, 4, 8, *[16] * 14, 8, 4, 2, 1, 1)
+"""So many neighbours of the sorted elements have their mean kept: fine at the ends, where outliers are."""
+
+
+def sample_positions(length: int, training_length: int, per_octave: int = 2) -> tuple[int, ...]:
+    """Positions to look at: powers of two up to half of the training length T, the multiples of T / 8 from there to
+    T, and beyond it `per_octave` per doubling; the last is `length`.
+
+    Raises:
+        ValueError: for numbers below 1.
+    """
+    for name, value in (("length", length), ("training_length", training_length), ("per_octave", per_octave)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}.")
+    early = [2**k for k in range(training_length.bit_length()) if 2**k < training_length / 2]
+    inside = [math.ceil(training_length * k / 8) for k in range(4, 9)]
+    octaves = max(0.0, math.log2(length / training_length))
+    later = [round(training_length * 2 ** (k / per_octave)) for k in range(1, math.ceil(octaves * per_octave))]
+    return tuple(sorted({position for position in (*early, *inside, *later) if position < length} | {length}))
+
+
+class PartStatistics(NamedTuple):
+    """Of one part of a layer's state, (n, S, U) each.
+
+    Attributes:
+        mean: Mean over the elements of a unit.
+        variance: Population variance over them.
+        extreme: The value of the largest magnitude.
+        extreme_index: Where in the unit it is, as an index into the flattened unit.
+    """
+
+    mean: np.ndarray
+    variance: np.ndarray
+    extreme: np.ndarray
+    extreme_index: np.ndarray
+
+
+class InputStatistics(NamedTuple):
+    """What a layer fed its recurrence, (n, S, U) each; means are over the tokens since the position before.
+
+    Attributes:
+        log_retention: log of the mean over a unit's states of alpha_{2:n}, what is left after n tokens of what the
+            first one wrote. A sum of log decays, so that it does not underflow.
+        log_decay: Mean of log alpha_t.
+        key: Mean norm of B_t (keys), before Delta.
+        value: Mean norm of x_t (values); mean magnitude in Mamba-1.
+        step: Mean of Delta_t; None where the family has none.
+    """
+
+    log_retention: np.ndarray
+    log_decay: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    step: np.ndarray | None
+
+
+class LayerTrajectory(NamedTuple):
+    """One layer over time.
+
+    Attributes:
+        unit: "head", or "channel group".
+        shape: Shape of a unit.
+        recurrent: Of the recurrent part; None for a layer without one.
+        sketch: (n, S, U, G), None as `recurrent`: means of G groups of neighbours among the sorted elements of a unit.
+        masses: (G,): the shares of the elements that the groups have.
+        conv_parts: Names of the parts of the convolution state, its units.
+        conv: Of these; None for a layer without one.
+        inputs: None where the layer keeps its scan in code that is not known here.
+    """
+
+    unit: str
+    shape: tuple[int, ...]
+    recurrent: PartStatistics | None
+    sketch: np.ndarray | None
+    masses: np.ndarray
+    conv_parts: tuple[str, ...]
+    conv: PartStatistics | None
+    inputs: InputStatistics | None
+
+
+class StateTrajectory(NamedTuple):
+    """The layers of a model at `positions`."""
+
+    positions: tuple[int, ...]
+    layers: tuple[LayerTrajectory, ...]
+
+
+def as_units(recurrent: Tensor) -> Tensor:
+    """(B, H, P, N) as (B, H, P * N); channels (B, D, ...) as groups (B, U, D / U * ...) with U at most 16."""
+    if recurrent.ndim == 4:
+        return recurrent.flatten(2)
+    channels = recurrent.shape[1]
+    groups = max(count for count in range(1, CHANNEL_GROUPS + 1) if channels % count == 0)
+    return recurrent.reshape(len(recurrent), groups, -1)
+
+
+def conv_sections(model_type: str, recurrent: Tensor, conv: Tensor) -> dict[str, int]:
+    """Names and channels of the parts of a convolution state (B, C, K-1), by the `model_type` of a config."""
+    channels = conv.shape[1]
+    if model_type in ("stateful_mamba2", "mamba2"):
+        inner = recurrent.shape[1] * recurrent.shape[2]
+        return {"x": inner, "B": (channels - inner) // 2, "C": (channels - inner) // 2}
+    if model_type.startswith("stateful_rwkv"):
+        return {"time mixing": channels // 2, "channel mixing": channels // 2}
+    if model_type in ("stateful_gla", "stateful_hgrn2"):
+        heads, values, keys = recurrent.shape[1:]
+        kv_heads = (channels - heads * keys) // (keys + values)
+        return {"q": heads * keys, "k": kv_heads * keys, "v": kv_heads * values}
+    return {"x": channels}
+
+
+class StateObserver:
+    """Takes the statistics of a stream, as the `observer` of `stream_nll` with the same positions as its `stops`.
+
+    As a context manager around the reading, it also records the inputs of the recurrence, where the layers' scans are
+    known; without, `inputs` of the layers are None.
+
+    Args:
+        model: The model that reads.
+        sequences: Number of sequences S that will be read.
+        positions: Numbers of tokens read, rising; the last at most the length of the streams.
+
+    Raises:
+        ValueError: for positions that do not rise from 1, no sequences, or a model without states.
+    """
+
+    def __init__(self, model: nn.Module, sequences: int, positions: Sequence[int]) -> None:
+        self._model: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if not hasattr(self._model, "zero_state"):
+            raise ValueError(
+                f"{type(model).__name__} carries no state that is a value: there is nothing to take statistics of. "
+                "Load a recurrent model with hf_recurrent_lengthgen.load_model(...), or wrap one with stateful(model)."
+            )
+        if sequences < 1:
+            raise ValueError(f"sequences must be at least 1, got {sequences}.")
+        if not positions or positions[0] < 1 or sorted(set(positions)) != list(positions):
+            raise ValueError(f"positions must be numbers of tokens from 1 on that rise, got {positions}.")
+        self.positions = tuple(positions)
+        self._places = {position: place for place, position in enumerate(positions)}
+        self._layouts = [_Layout.of(layer[0], layer[1], self._model) for layer in self._model.zero_state(1)]
+        self._seen = np.zeros((len(positions), sequences), dtype=bool)
+        self._kept: dict[str, np.ndarray] = {}
+        self._calls: dict[int, list[ScanSums]] = {}
+        self._running: dict[str, Tensor] = {}
+        self._recording = ExitStack()
+
+    def __enter__(self) -> "StateObserver":
+        known = hasattr(getattr(self._model, "base_model", None), "layers")
+        # where a recurrence forgets, its scans get other inputs than what the layers computed
+        if known and not Forgetting.of(self._model.config).in_recurrence:
+            readers = {name: self._reading(sums) for name, sums in SUMS.items()}
+            self._recording.enter_context(recorded_scans(self._model, readers))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._recording.close()
+
+    def _reading(self, sums: Callable[..., ScanSums]) -> Callable[..., None]:
+        def read(layer: int, *args: Tensor) -> None:
+            self._calls.setdefault(layer, []).append(sums(*args))
+
+        return read
+
+    @torch.inference_mode()
+    def see(self, first_sequence: int, chunk: Chunk) -> None:
+        """Look at a chunk whose first row is that sequence."""
+        tokens = chunk.nll.shape[1]
+        rows = slice(first_sequence, first_sequence + len(chunk.nll))
+        self._add_calls(chunk.start == 0, tokens)
+        place = self._places.get(chunk.start + tokens)
+        if place is None:
+            return
+        for layer, (layout, state) in enumerate(zip(self._layouts, chunk.state, strict=True)):
+            if layout.units:
+                units = as_units(state[0])
+                self._keep(f"{layer}.recurrent", place, rows, _statistics(units))
+                ordered = units[..., layout.sketched.to(units.device)].sort(-1).values
+                self._keep(f"{layer}.recurrent", place, rows, {"sketch": ordered @ layout.groups.to(ordered)})
+                self._keep(f"{layer}.inputs", place, rows, self._inputs(layer, layout.units))
+            if layout.conv:
+                parts = [
+                    _statistics(part.flatten(1)[:, None]) for part in state[1].split(list(layout.conv.values()), 1)
+                ]
+                joined = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+                self._keep(f"{layer}.conv", place, rows, joined)
+        self._running = {name: total for name, total in self._running.items() if name.endswith("retained")}
+        self._seen[place, rows] = True
+
+    def _keep(self, part: str, place: int, rows: slice, values: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            array = value.cpu().numpy()
+            size = (*self._seen.shape, *array.shape[1:])
+            self._kept.setdefault(f"{part}.{name}", np.zeros(size, array.dtype))[place, rows] = array
+
+    def _add_calls(self, begins: bool, tokens: int) -> None:
+        """Add up what the layers scanned in a chunk, which is the first one of its rows or not."""
+        if begins:
+            self._running = {}
+        for layer, calls in self._calls.items():
+            if begins:
+                self._running[f"{layer}.retained"] = -calls[0].first_log_decay
+            for sums in calls:
+                self._add(f"{layer}.retained", sums.log_decay)
+                for name in ("log_decay", "key", "value", "step"):
+                    if (total := getattr(sums, name)) is not None:
+                        self._add(f"{layer}.{name}", total)
+            self._add(f"{layer}.tokens", torch.tensor(float(tokens)))
+        self._calls = {}
+
+    def _add(self, name: str, more: Tensor) -> None:
+        self._running[name] = self._running[name] + more if name in self._running else more
+
+    def _inputs(self, layer: int, units: int) -> dict[str, Tensor]:
+        """The entries of `InputStatistics` since the last position, (B, U) each; empty if nothing was recorded."""
+        if f"{layer}.retained" not in self._running:
+            return {}
+        retained = self._running[f"{layer}.retained"].reshape(
+            -1, units, self._running[f"{layer}.retained"][0].numel() // units
+        )
+        tokens = self._running[f"{layer}.tokens"]
+        found = {"log_retention": retained.logsumexp(-1) - math.log(retained.shape[-1])}
+        for name in ("log_decay", "key", "value", "step"):
+            if (total := self._running.get(f"{layer}.{name}")) is not None:
+                found[name] = (total / tokens).reshape(len(total), units, -1).mean(-1)
+        return found
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What was gathered so far, for `restore`."""
+        running = {f"running.{name}": total.cpu().numpy() for name, total in self._running.items()}
+        return {"seen": self._seen, **{f"kept.{name}": array for name, array in self._kept.items()}, **running}
+
+    def restore(self, arrays: dict[str, np.ndarray]) -> None:
+        """Go on from what `arrays` of an observer of the same arguments returned."""
+        device = next(self._model.parameters()).device
+        self._seen = arrays["seen"].copy()
+        self._kept = {name[5:]: array.copy() for name, array in arrays.items() if name.startswith("kept.")}
+        self._running = {
+            name[8:]: torch.from_numpy(array.copy()).to(device)
+            for name, array in arrays.items()
+            if name.startswith("running.")
+        }
+
+    def trajectory(self) -> StateTrajectory:
+        """What was seen.
+
+        Raises:
+            ValueError: if not all positions of all sequences were.
+        """
+        if not self._seen.all():
+            place, sequence = np.argwhere(~self._seen)[0]
+            raise ValueError(
+                f"Sequence {sequence} was not read to position {self.positions[place]}: give stream_nll the same "
+                "positions as `stops`, this observer, and as many sequences."
+            )
+        layers = []
+        for layer, layout in enumerate(self._layouts):
+            inputs = self._entries(layer, "inputs")
+            layers.append(
+                LayerTrajectory(
+                    layout.unit,
+                    layout.shape,
+                    self._statistics_of(layer, "recurrent"),
+                    self._kept.get(f"{layer}.recurrent.sketch"),
+                    layout.groups.count_nonzero(0).numpy() / max(1, len(layout.groups)),
+                    tuple(layout.conv),
+                    self._statistics_of(layer, "conv"),
+                    InputStatistics(**{"step": None, **inputs}) if inputs else None,  # type: ignore[arg-type]
+                )
+            )
+        return StateTrajectory(self.positions, tuple(layers))
+
+    def _statistics_of(self, layer: int, part: str) -> PartStatistics | None:
+        entries = self._entries(layer, part)
+        return PartStatistics(*(entries[name] for name in PartStatistics._fields)) if entries else None
+
+    def _entries(self, layer: int, part: str) -> dict[str, np.ndarray]:
+        prefix = f"{layer}.{part}."
+        return {name.removeprefix(prefix): array for name, array in self._kept.items() if name.startswith(prefix)}
+
+
+class _Layout(NamedTuple):
+    """How a layer's state is looked at.
+
+    Attributes:
+        unit: What a unit is.
+        units: Number of units, 0 for a layer without a recurrent part.
+        shape: Shape of a unit.
+        sketched: The elements of a unit that its distribution is estimated from, always the same ones.
+        groups: (sketched, G): averages groups of neighbours.
+        conv: Names and channels of the parts of the convolution state.
+    """
+
+    unit: str
+    units: int
+    shape: tuple[int, ...]
+    sketched: Tensor
+    groups: Tensor
+    conv: dict[str, int]
+
+    @classmethod
+    def of(cls, recurrent: Tensor, conv: Tensor, model: Any) -> "_Layout":
+        sections = {}
+        if conv[0].numel():
+            sections = conv_sections(str(model.config.model_type), recurrent, conv)
+        if not recurrent[0].numel():
+            return cls("", 0, (), torch.zeros(0, dtype=torch.long), torch.zeros(0, 0), sections)
+        units, elements = as_units(recurrent).shape[1:]
+        heads = recurrent.ndim == 4
+        shape = recurrent.shape[2:] if heads else (recurrent.shape[1] // units, *recurrent.shape[2:])
+        unit = "head" if heads else "channel group"
+        return cls(unit, units, tuple(shape), *_sketch_of(elements), sections)
+
+
+def _statistics(units_BUE: Tensor) -> dict[str, Tensor]:
+    """The entries of `PartStatistics`, (B, U) each."""
+    variance, mean = torch.var_mean(units_BUE, -1, correction=0)
+    index = units_BUE.abs().argmax(-1, keepdim=True)
+    extreme = units_BUE.gather(-1, index)[..., 0]
+    return {"mean": mean, "variance": variance, "extreme": extreme, "extreme_index": index[..., 0]}
+
+
+def _sketch_of(elements: int) -> tuple[Tensor, Tensor]:
+    """Which of a unit's elements are sketched, and the matrix that averages them in groups when they are sorted."""
+    chosen = torch.randperm(elements, generator=torch.Generator().manual_seed(0))[:SKETCHED_ELEMENTS]
+    ends = np.cumsum((0, *SKETCH_SIZES)) / SKETCHED_ELEMENTS
+    borders = sorted({round(len(chosen) * end) for end in ends})
+    groups = torch.zeros(len(chosen), len(borders) - 1)
+    for group, (start, stop) in enumerate(pairwise(borders)):
+        groups[start:stop, group] = 1 / (stop - start)
+    return chosen, groups
