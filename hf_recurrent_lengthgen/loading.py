@@ -54,6 +54,17 @@ def load_model(name: str, trust_remote_code: bool = False, dtype: torch.dtype = 
         ValueError: for a folder that holds no checkpoint, an architecture that cannot be given states, damaged
             weights, and weights that are missing, left over or of other shapes than the config says.
     """
+    return _load(name, trust_remote_code, dtype, stateless=False)
+
+
+def load_language_model(name: str, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+    """Load a causal language model of any kind, to be evaluated: as `load_model` what can be given states, and other
+    models (Llama, GPT-NeoX, code of a checkpoint) as Transformers loads them. Arguments and errors are the same.
+    """
+    return _load(name, trust_remote_code, dtype, stateless=True)
+
+
+def _load(name: str, trust_remote_code: bool, dtype: torch.dtype, stateless: bool) -> Any:
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise ValueError(f"{name} holds no config.json, so it is no checkpoint.")
     check_name(name)
@@ -75,19 +86,25 @@ def load_model(name: str, trust_remote_code: bool = False, dtype: torch.dtype = 
     if str(model_type).startswith("stateful_"):
         loading["trust_remote_code"] = trust_remote_code
     elif model_type not in STATEFUL_CLASSES:
-        if model_type not in SUPPORTED:
+        wrap = model_type in SUPPORTED
+        if not wrap and stateless:
+            loading["trust_remote_code"] = trust_remote_code
+        elif not wrap:
             reason = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
             raise ValueError(
                 f"{name} is of type {model_type!r}, which cannot be given states{reason}. Possible are checkpoints "
                 f"of this package, {', '.join(sorted(STATEFUL_CLASSES))}, {', '.join(sorted(SUPPORTED))}."
             )
-        wrap = True
     try:
         # Its warning about the weights becomes an error below.
         with quiet_transformers():
             model, found = loader.from_pretrained(name, **loading)
     except SafetensorError as error:
         raise ValueError(f"The weights in {name} are damaged ({error}): copy or download them again.") from error
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        raise ValueError(f"{name} is of type {model_type!r}, which is no causal language model.") from error
     problems = {what: sorted(map(str, found[f"{what}_keys"])) for what in ("missing", "unexpected", "mismatched")}
     if any(problems.values()):
         told = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in problems.items() if keys)

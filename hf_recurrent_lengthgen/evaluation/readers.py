@@ -195,8 +195,8 @@ def reader_of(model: Any) -> Reader:
     """A reader for a causal language model: `model(input_ids=...)` has `logits` (B, C, V).
 
     Raises:
-        ValueError: for a model whose predictions change from call to call, and for PEFT methods that put virtual
-            tokens before the text.
+        ValueError: for a model that looks ahead, or whose predictions change from call to call, and for PEFT methods
+            that put virtual tokens before the text.
     """
     if hasattr(model, "get_base_model"):
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
@@ -220,6 +220,9 @@ def reader_of(model: Any) -> Reader:
                 f"{whole.name} predicts something else when it reads the same text again: it keeps something from "
                 "call to call, so that it cannot be evaluated."
             )
+        changed = torch.cat([ids[:, :-1], (ids[:, -1:] + 1) % whole.vocabulary], dim=1)
+        if not _equal(at_once[:, :-1], whole.read(changed)[0][:, :-1]):
+            raise ValueError(f"{whole.name} looks at later tokens, so that it is no causal language model.")
         if "past_key_values" not in parameters:
             return whole
         try:

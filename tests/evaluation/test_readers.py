@@ -9,6 +9,8 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -176,6 +178,13 @@ def test_a_text_too_long_to_read_at_once_is_refused(monkeypatch: pytest.MonkeyPa
 def test_a_model_that_remembers_calls_is_refused() -> None:
     with pytest.raises(ValueError, match="Remembering predicts something else when it reads the same text again"):
         reader_of(Remembering())
+
+
+def test_a_model_that_looks_ahead_is_refused() -> None:
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=29, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    with pytest.raises(ValueError, match="BertLMHeadModel looks at later tokens"):
+        reader_of(BertLMHeadModel(config))
 
 
 def test_positions_that_a_model_does_not_have_are_named(tokens: np.ndarray) -> None:
