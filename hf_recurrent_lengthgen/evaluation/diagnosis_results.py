@@ -1,0 +1,113 @@
+"""What single diagnoses found, as typed values with a strict JSON form; pictures and pages read only this.
+
+Units and intervals are those of `results`. Which model and data a value belongs to is said by what holds it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from hf_recurrent_lengthgen.evaluation.documents import document
+from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
+
+Distance = Literal["total_variation", "jensen_shannon", "cosine"]
+"""Of two probability distributions: total variation, Jensen-Shannon distance, one minus the cosine similarity."""
+
+
+@document("remembrance")
+@dataclass(frozen=True)
+class Remembrance:
+    """Effective Remembrance (arXiv:2507.02782, Definition 3.3) at the end of texts of `length` tokens.
+
+    Entry i of each distance is that between the predictions after all tokens and after those from `starts[i]` on,
+    which are the last `length - starts[i]`: 0 where the tokens before make no difference, at most 1.
+    """
+
+    training_length: int
+    length: int
+    sequences: int
+    confidence: float
+    starts: tuple[int, ...]
+    total_variation: tuple[Estimate, ...]
+    jensen_shannon: tuple[Estimate, ...]
+    cosine: tuple[Estimate, ...]
+
+    def __post_init__(self) -> None:
+        starts = self.starts
+        if not starts or starts != tuple(sorted({*starts})) or starts[0] < 0 or starts[-1] >= self.length:
+            raise ValueError(f"Starts must increase strictly inside [0, {self.length}), got {starts}.")
+        for name in get_args(Distance):
+            if len(getattr(self, name)) != len(starts):
+                raise ValueError(f"{len(starts)} starts have {len(getattr(self, name))} values in '{name}'.")
+
+    def at(self, start: int, distance: Distance = "total_variation") -> Estimate:
+        """The distance for one of `starts`.
+
+        Raises:
+            ValueError: for another start.
+        """
+        if start not in self.starts:
+            raise ValueError(f"There is no start at {start}; measured were {self.starts}.")
+        values: tuple[Estimate, ...] = getattr(self, distance)
+        return values[self.starts.index(start)]
+
+    @property
+    def beyond_training(self) -> Estimate | None:
+        """Total variation by what lies further back than the training length; None if that was not measured."""
+        start = self.length - self.training_length
+        return self.at(start) if start in self.starts else None
+
+
+@document("constant_prompt")
+@dataclass(frozen=True)
+class ConstantPrompt:
+    """NLL of a prompt of one repeated token (the "newlines" prompt of arXiv:2410.07145, section 4).
+
+    `inside` is the highest bin within the training length, the first bin left out, `beyond` the highest after it.
+    `exceeded_from` is the start of the first bin beyond the training length above `factor` times `inside`; None if
+    there is none: then the model is said to have forgotten the prompt's beginning.
+    """
+
+    token: int
+    training_length: int
+    length: int
+    curve: Curve
+    inside: float
+    beyond: float
+    factor: float
+    exceeded_from: int | None
+
+
+@document("rank_correlation")
+@dataclass(frozen=True)
+class RankCorrelation:
+    """Spearman's rank correlation of two numbers over a set of models.
+
+    Attributes:
+        metric, score: Names of the two numbers.
+        models: Names of the models.
+        metric_values, score_values: The numbers, one for each model.
+        coefficient: From -1 to 1; equal values share the mean of their ranks.
+        p_value: Two-sided: the share of pairings that are at least as far from 0, of all pairings of the two sets of
+            values, or of `pairings` random ones.
+        least_p_value: What p_value is for a set of as many models without ties at best: 2 / n!.
+        pairings: Number of pairings looked at.
+        exact: Whether these are all.
+    """
+
+    metric: str
+    score: str
+    models: tuple[str, ...]
+    metric_values: tuple[float, ...]
+    score_values: tuple[float, ...]
+    coefficient: float
+    p_value: float
+    least_p_value: float
+    pairings: int
+    exact: bool
+
+    def __post_init__(self) -> None:
+        if not len(self.models) == len(self.metric_values) == len(self.score_values):
+            raise ValueError(
+                f"{len(self.models)} models have {len(self.metric_values)} values of {self.metric} and "
+                f"{len(self.score_values)} of {self.score}."
+            )

@@ -1,0 +1,232 @@
+"""Effective Remembrance: how much of a prediction the tokens far back make.
+
+"Unexplored states" (Buitrago & Gu 2025, arXiv:2507.02782), Definition 3.3: EffRem_T(t) = d(q(.|x_{0:T}), q(.|x_{t:T}))
+for a distance d of probability distributions, averaged over texts x. Glossary: `length` is T, `starts` are the t, q
+is the prediction of the next token. d is the total variation (Eq. 3), the Jensen-Shannon distance (square root, base
+2) or one minus the cosine similarity (Appendix G: where the paper plots the similarity). All lie in [0, 1].
+
+t = T is refused, although the definition allows it: without any token there is no prediction.
+
+One sweep reads all start points: at each t a row in the zero state joins the batch, and all rows read the same next
+tokens. So T - t tokens are read for each t and nothing else, and memory does not depend on T. A model that carries
+keys and values, or nothing at all, reads each start point on its own, several texts at a time: as many tokens, in
+smaller batches.
+"""
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import Remembrance
+from hf_recurrent_lengthgen.evaluation.readers import Reader, evaluation_mode, reader_of
+from hf_recurrent_lengthgen.evaluation.results import Estimate
+from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE, t_interval
+from hf_recurrent_lengthgen.evaluation.streaming import (
+    LOGITS_PER_FORWARD,
+    SHORTEST_CHUNK,
+    STATES_PER_FORWARD,
+    TOKENS_PER_FORWARD,
+    Tokens,
+    check_tokens,
+    progress_bar,
+)
+from hf_recurrent_lengthgen.models.recurrent_state import map_state
+
+START_POINTS = 64
+LENGTHS_OF_TRAINING = 4
+"""T in training lengths, unless the caller chooses, as in the paper's figures."""
+Row = tuple[int, int]
+"""Start point and sequence."""
+
+
+def start_points(length: int, training_length: int, count: int = START_POINTS) -> tuple[int, ...]:
+    """`count` points evenly spaced from 0, the one a training length before the end, and some close to the end.
+
+    The last are 1, 2, 4, ... tokens before the end, as far as that is less than the even spacing; together they
+    cost less than one spacing, and show how fast a prediction settles.
+    """
+    if length < 1 or count < 1:
+        raise ValueError(f"length and count must be at least 1, got {length} and {count}.")
+    even = {index * length // count for index in range(count)}
+    close = {length - 2**power for power in range(math.ceil(math.log2(max(length / count, 1))))}
+    return tuple(sorted(even | close | {max(length - training_length, 0)}))
+
+
+def prediction_distances(p: Tensor, q: Tensor) -> Tensor:
+    """Total variation, Jensen-Shannon distance and 1 - cosine similarity of probabilities (..., V) -> (3, ...)."""
+    middle = (p + q) / 2
+    p_bits, q_bits = ((torch.xlogy(x, x) - torch.xlogy(x, middle)).sum(-1) / math.log(2) for x in (p, q))
+    # Half the squared distance of the unit vectors: 1 - cosine without cancellation.
+    cosine = (p / p.norm(dim=-1, keepdim=True) - q / q.norm(dim=-1, keepdim=True)).square().sum(-1) / 2
+    return torch.stack([(p - q).abs().sum(-1) / 2, ((p_bits + q_bits) / 2).clamp(min=0).sqrt(), cosine]).clamp(max=1)
+
+
+def effective_remembrance(
+    model: nn.Module,
+    tokens: Tokens,
+    training_length: int,
+    *,
+    length: int | None = None,
+    starts: Sequence[int] | None = None,
+    batch_size: int | None = None,
+    chunk_length: int | None = None,
+    confidence: float = CONFIDENCE,
+    progress: bool = True,
+) -> Remembrance:
+    """Effective Remembrance at `length` for all start points and distances, with intervals over sequences.
+
+    Args:
+        model: A causal language model (`reader_of` says which); run in evaluation mode, left in the mode it had.
+        tokens: Token ids (S, at least `length`); the first `length` of each sequence are read.
+        training_length: Tokens per training sequence.
+        length: T; by default 4 training lengths.
+        starts: The t, in any order, from 0 to T - 1; by default those of `start_points`.
+        batch_size: Most rows (a sequence from a start point on) in a forward pass; by default by memory limits.
+        chunk_length: Most tokens per row in a forward pass of a model that carries something; by default by memory
+            limits.
+        confidence: Two-sided, of the intervals.
+        progress: Show a progress bar.
+
+    Raises:
+        ValueError: for unusable tokens, lengths or starts, and for predictions that are not finite.
+    """
+    if training_length < 1:
+        raise ValueError(f"training_length must be at least 1, got {training_length}.")
+    length = LENGTHS_OF_TRAINING * training_length if length is None else length
+    starts = start_points(length, training_length) if starts is None else tuple(sorted(starts))
+    values = remembrance_values(
+        model, tokens, length, starts, batch_size=batch_size, chunk_length=chunk_length, progress=progress
+    )
+    mean, low, high = t_interval(values, confidence)
+
+    def estimates(distance: int) -> tuple[Estimate, ...]:
+        bounds = ([None] * len(starts) if bound is None else bound[distance].tolist() for bound in (low, high))
+        return tuple(Estimate(*parts) for parts in zip(mean[distance].tolist(), *bounds, strict=True))
+
+    return Remembrance(training_length, length, len(values), confidence, starts, *map(estimates, range(3)))
+
+
+@torch.inference_mode()
+def remembrance_values(
+    model: nn.Module,
+    tokens: Tokens,
+    length: int,
+    starts: Sequence[int],
+    *,
+    batch_size: int | None = None,
+    chunk_length: int | None = None,
+    progress: bool = True,
+) -> np.ndarray:
+    """The three distances (total variation, Jensen-Shannon, 1 - cosine) of each sequence and start, (S, 3, n) float64.
+
+    Arguments and errors are those of `effective_remembrance`; the result is in the order of `starts`.
+    """
+    check_starts(starts, length)
+    reader = reader_of(model)
+    array = check_tokens(tokens, reader.vocabulary, length - 1)[:, :length]
+    batch, chunk, budget = sweep_plan(reader, length, len(starts), batch_size, chunk_length)
+    read = sorted({0, *starts})
+    values = np.empty((len(array), 3, len(read)))
+    total = len(array) * sum(length - start for start in read)
+    with evaluation_mode(reader.model), progress_bar(total, "start points", progress) as bar:
+        together = max(1, batch // len(read)) if reader.carried_by_row else batch
+        for first in range(0, len(array), together):
+            group = range(first, min(first + together, len(array)))
+            whole: Tensor | None = None
+            for rows in row_batches(read, group, batch, reader.carried_by_row):
+                predictions = final_predictions(reader, array, rows, chunk, budget, bar)
+                # The first rows start at 0, all sequences of the group among them.
+                whole = predictions[: len(group)] if whole is None else whole
+                for prediction, (start, sequence) in zip(predictions, rows, strict=True):
+                    distances = prediction_distances(whole[sequence - first], prediction)
+                    values[sequence, :, read.index(start)] = distances.numpy()
+    return values[:, :, [read.index(start) for start in starts]]
+
+
+def check_starts(starts: Sequence[int], length: int) -> None:
+    """Raise a `ValueError` for a length or start points that cannot be measured."""
+    if length < 1:
+        raise ValueError(f"length must be at least 1 token, got {length}.")
+    if len(starts) == 0 or len({*starts}) < len(starts) or min(starts) < 0 or max(starts) >= length:
+        raise ValueError(
+            f"starts must be different positions from 0 to {length - 1}, at least one, got {tuple(starts)}: after no "
+            f"token at all (t = {length}) there is no prediction."
+        )
+
+
+def sweep_plan(
+    reader: Reader, length: int, starts: int, batch_size: int | None, chunk_length: int | None
+) -> tuple[int, int, int]:
+    """Most rows, most tokens of a row and most tokens of all rows in one forward pass."""
+    for name, value in (("batch_size", batch_size), ("chunk_length", chunk_length)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, or None to choose by memory; got {value}.")
+    keeps = "logits_to_keep" in inspect.signature(reader.model.forward).parameters
+    tokens = TOKENS_PER_FORWARD if keeps else max(1, min(TOKENS_PER_FORWARD, LOGITS_PER_FORWARD // reader.vocabulary))
+    if batch_size is None:
+        # Rows join after every length / starts tokens: more rows than fill a pass of so many tokens do not help.
+        piece = min(SHORTEST_CHUNK, max(1, length // starts)) if reader.carried_by_row else length
+        shapes = reader.model.state_shapes() if hasattr(reader.model, "state_shapes") else ()
+        state = max(1, sum(math.prod(part) for shape in shapes for part in shape))
+        batch_size = max(1, min(tokens // piece, LOGITS_PER_FORWARD // reader.vocabulary, STATES_PER_FORWARD // state))
+    return batch_size, chunk_length or length, tokens
+
+
+def row_batches(starts: Sequence[int], sequences: range, batch_size: int, joined: bool) -> Iterator[list[Row]]:
+    """All pairs of start and sequence by start, at most `batch_size` at once; of one start only, unless `joined`."""
+    rows = [(start, sequence) for start in starts for sequence in sequences]
+    parts = [rows] if joined else [list(part) for _, part in groupby(rows, key=lambda row: row[0])]
+    for part in parts:
+        for first in range(0, len(part), batch_size):
+            yield part[first : first + batch_size]
+
+
+def final_predictions(
+    reader: Reader, array: np.ndarray, rows: Sequence[Row], chunk: int, budget: int, bar: Any
+) -> Tensor:
+    """q(.|x_{start:T}) of each row, (R, V) float64 on the CPU: the sweep of this module.
+
+    Args:
+        reader: Of the model, in evaluation mode.
+        array: Checked token ids (S, T).
+        rows: By start; with one start only, unless what the reader carries is `carried_by_row`.
+        chunk: Most tokens of a row in a forward pass, where the reader carries something.
+        budget: Most tokens of all rows together, likewise.
+        bar: Progress bar, in tokens.
+    """
+    carry = None
+    for begin, end in pairwise([*sorted({start for start, _ in rows}), array.shape[1]]):
+        reading = [row for row in rows if row[0] <= begin]
+        if carry is not None:
+            carry = add_rows(reader, carry, sum(start == begin for start, _ in reading))
+        sequences = [sequence for _, sequence in reading]
+        step = max(1, min(chunk, budget // len(reading))) if reader.carries else end - begin
+        for at in range(begin, end, step):
+            ids = array[sequences, at : min(at + step, end)].astype(np.int64)
+            logits, carry = reader.read(torch.from_numpy(ids).to(reader.device), carry, logits_to_keep=1)
+            check_logits(logits, reading, at + ids.shape[1])
+            bar.update(ids.size)
+    return logits[:, -1].cpu().double().softmax(-1)
+
+
+def add_rows(reader: Reader, carry: Any, count: int) -> Any:
+    """What is carried, with `count` more rows at the end that have read nothing."""
+    shaped = reader.take_rows(carry, torch.zeros(count, dtype=torch.long))
+    return reader.join_rows([carry, reader.begin(map_state(torch.zeros_like, reader.state(shaped)))])
+
+
+def check_logits(logits: Tensor, rows: Sequence[Row], stop: int) -> None:
+    """Raise a `ValueError` that names the first row whose logits (R, 1, V) make no prediction."""
+    broken = (logits.isnan() | (logits == math.inf)).flatten(1).any(1) | (logits == -math.inf).flatten(1).all(1)
+    if bool(broken.any()):
+        start, sequence = rows[int(broken.nonzero()[0])]
+        raise ValueError(
+            f"The prediction after token {stop} of sequence {sequence}, read from token {start} on, is not finite: "
+            "the model overflows there or has broken weights. Evaluate in float32, or a shorter length."
+        )

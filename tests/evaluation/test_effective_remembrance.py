@@ -1,0 +1,255 @@
+"""Effective Remembrance against one plain forward pass per start point, and models whose answer is known."""
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.spatial.distance import cityblock, cosine
+from scipy.stats import entropy
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+
+from hf_recurrent_lengthgen import (
+    StatefulGLAConfig,
+    StatefulGLAForCausalLM,
+    StatefulMamba2Config,
+    StatefulMamba2ForCausalLM,
+    StatefulMambaConfig,
+    StatefulMambaForCausalLM,
+)
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import Remembrance
+from hf_recurrent_lengthgen.evaluation.effective_remembrance import (
+    effective_remembrance,
+    prediction_distances,
+    remembrance_values,
+    start_points,
+)
+from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
+from hf_recurrent_lengthgen.evaluation.results import Estimate
+from hf_recurrent_lengthgen.models.forgetting import forgetting
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+
+VOCABULARY = 11
+SPECIAL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "initializer_range": 0.5, **SPECIAL}
+
+
+def mamba2() -> nn.Module:
+    sizes = {"state_size": 4, "num_heads": 2, "head_dim": 8, "n_groups": 1}
+    return StatefulMamba2ForCausalLM(StatefulMamba2Config(**sizes, **SMALL))
+
+
+def llama() -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(intermediate_size=16, num_attention_heads=2, **SMALL))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mamba2": mamba2,
+    "mamba1": lambda: StatefulMambaForCausalLM(StatefulMambaConfig(state_size=4, **SMALL)),
+    "gla": lambda: StatefulGLAForCausalLM(StatefulGLAConfig(num_heads=2, intermediate_size=16, **SMALL)),
+    "llama, by its cache": llama,
+    "stock mamba, as a whole": lambda: MambaForCausalLM(MambaConfig(state_size=4, **SMALL)),
+}
+
+
+def small_model(name: str) -> Any:
+    torch.manual_seed(0)
+    return MODELS[name]().double().eval()
+
+
+def token_ids(length: int, sequences: int = 2) -> np.ndarray:
+    return np.random.default_rng(length).integers(3, VOCABULARY, (sequences, length))
+
+
+def by_definition(model: Any, tokens: np.ndarray, length: int, starts: list[int]) -> np.ndarray:
+    """Definition 3.3 with scipy's distances and entropies: one forward pass for each start point, (S, 3, n)."""
+    values = np.empty((len(tokens), 3, len(starts)))
+    for sequence, text in enumerate(torch.from_numpy(tokens[:, :length])):
+        with torch.no_grad():
+            q = [
+                model(input_ids=text[None, start:]).logits[0, -1].double().softmax(-1).numpy()
+                for start in [0, *starts]
+            ]
+        for index, cut in enumerate(q[1:]):
+            bits = entropy((q[0] + cut) / 2, base=2) - (entropy(q[0], base=2) + entropy(cut, base=2)) / 2
+            values[sequence, :, index] = cityblock(q[0], cut) / 2, math.sqrt(max(bits, 0)), cosine(q[0], cut)
+    return values
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("length", "starts"), [(7, [0, 1, 2, 3, 4, 5, 6]), (67, [13, 64, 66, 1])], ids=str)
+def test_values_are_those_of_the_definition(name: str, length: int, starts: list[int]) -> None:
+    model, tokens = small_model(name), token_ids(length + 2)
+    expected = by_definition(model, tokens, length, starts)
+    assert expected[:, 0, starts.index(1)].min() > 1e-5
+    values = remembrance_values(model, tokens, length, starts, progress=False)
+    np.testing.assert_allclose(values, expected, rtol=1e-6, atol=1e-7)
+    assert values.min() >= 0
+    assert values.max() <= 1
+
+
+@pytest.mark.parametrize(("batch_size", "chunk_length"), [(1, 1), (4, 5), (7, None), (None, 3), (99, 99)])
+def test_pieces_do_not_change_the_values(batch_size: int | None, chunk_length: int | None) -> None:
+    for name in ("mamba2", "llama, by its cache"):
+        model, tokens, starts = small_model(name), token_ids(17, 2), [0, 1, 7, 8, 16]
+        values = remembrance_values(
+            model, tokens, 17, starts, batch_size=batch_size, chunk_length=chunk_length, progress=False
+        )
+        np.testing.assert_allclose(values, by_definition(model, tokens, 17, starts), rtol=1e-6, atol=1e-7)
+
+
+def test_a_window_on_the_state_joins_the_batch_too() -> None:
+    tokens, starts = token_ids(40), [0, 5, 30, 39]
+    model = small_model("mamba2")
+    with forgetting(model, window=6):
+        values = remembrance_values(model, tokens, 40, starts, progress=False)
+        np.testing.assert_allclose(values, by_definition(model, tokens, 40, starts), rtol=1e-6, atol=1e-7)
+
+
+def test_distances_by_hand() -> None:
+    p, q = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.2, 0.3, 0.5]]).double(), torch.zeros(3, 3).double()
+    q[0], q[1], q[2] = torch.tensor([0.5, 0.0, 0.5]), torch.tensor([0.0, 1.0, 0.0]), p[2]
+    # Halves that share one token: TV 1/2; the middle is (1/2, 1/4, 1/4), so JS divergence = 3/2 - 1 = 1/2 bit;
+    # cosine = (1/4) / (1/2). Disjoint: 1 throughout. Equal: 0.
+    torch.testing.assert_close(
+        prediction_distances(p, q),
+        torch.tensor([[0.5, 1.0, 0.0], [math.sqrt(0.5), 1.0, 0.0], [0.5, 1.0, 0.0]]).double(),
+    )
+
+
+def test_distances_of_nearly_equal_predictions_do_not_cancel() -> None:
+    p = torch.full((100,), 0.01, dtype=torch.float64)
+    step = torch.tensor([1e-8, -1e-8], dtype=torch.float64).repeat(50)
+    variation, _, angle = prediction_distances(p, p + step).tolist()
+    assert variation == pytest.approx(5e-7, rel=1e-6)
+    assert angle == pytest.approx(5e-13, rel=1e-3)  # half the squared angle, |step| / |p| = 1e-7 / 0.1
+
+
+def test_a_model_that_ignores_its_context_remembers_nothing(counter_model: type, random_tokens: np.ndarray) -> None:
+    model = counter_model(lambda count: torch.full_like(count, 2.0), last_only=True)
+    values = remembrance_values(model, random_tokens, 130, [0, 1, 64, 129], progress=False)
+    np.testing.assert_array_equal(values, 0)
+
+
+class Shouter(nn.Module):
+    """Is certain that the next token is the first one of the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.certainty = nn.Parameter(torch.tensor(1e4))
+        self.config = SimpleNamespace(vocab_size=VOCABULARY)
+        self.fed = 0
+
+    def forward(
+        self, input_ids: Tensor, initial_state: RecurrentState | None = None, output_final_state: bool = True
+    ) -> SimpleNamespace:
+        self.fed += input_ids.numel()
+        first = torch.zeros(len(input_ids), 1) if initial_state is None else initial_state[0].recurrent
+        first = torch.where(first == 0, input_ids[:, :1] + 1, first)  # 0 is: nothing read
+        logits = nn.functional.one_hot(first.long() - 1, VOCABULARY) * self.certainty
+        state = LayerState(first, torch.zeros(len(input_ids), 0))
+        return SimpleNamespace(logits=logits.expand(-1, input_ids.shape[1], -1), final_state=(state,))
+
+
+def test_a_model_that_shouts_its_first_token_remembers_all() -> None:
+    tokens = token_ids(50)
+    tokens[:, 0] = 0  # the others are from 3 on
+    result = effective_remembrance(Shouter(), tokens, 12, length=50, progress=False)
+    for values in (result.total_variation, result.jensen_shannon, result.cosine):
+        assert [value.mean for value in values] == pytest.approx([0.0] + [1.0] * (len(values) - 1), abs=1e-12)
+    assert result.beyond_training == Estimate(1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_each_start_point_reads_its_own_tail_and_nothing_else(sequences: int) -> None:
+    model, starts = Shouter(), start_points(1024, 256)
+    remembrance_values(model, token_ids(1024, sequences), 1024, starts, progress=False)
+    assert model.fed == sequences * sum(1024 - start for start in starts)
+    assert model.fed <= sequences * 1024 * 32.5 + sequences * 16
+
+
+def test_default_start_points() -> None:
+    points = start_points(8192, 2048)
+    assert points[:64] == tuple(range(0, 8192, 128))
+    assert points[64:] == (8128, 8160, 8176, 8184, 8188, 8190, 8191)
+    assert sum(8192 - point for point in points) <= 33.5 * 8192
+    assert start_points(5, 100) == (0, 1, 2, 3, 4)
+    assert start_points(1000, 7, count=4) == (0, 250, 500, 750, 872, 936, 968, 984, 992, 993, 996, 998, 999)
+    with pytest.raises(ValueError, match="length and count must be at least 1, got 0 and 64"):
+        start_points(0, 4)
+
+
+def test_the_result_has_intervals_over_sequences_and_a_file_form(tmp_path: Any) -> None:
+    model, tokens = small_model("mamba2"), token_ids(16, 3)
+    result = effective_remembrance(model, tokens, 4, starts=[12, 3, 0], progress=False)
+    assert result == effective_remembrance(model, tokens, 4, starts=[0, 3, 12], progress=False)
+    assert (result.length, result.starts, result.sequences) == (16, (0, 3, 12), 3)
+    by_sequence = by_definition(model, tokens, 16, [12])[:, 0, 0]
+    half = 4.302653 * by_sequence.std(ddof=1) / math.sqrt(3)  # t table, 2 degrees of freedom
+    found = result.at(12)
+    mean = by_sequence.mean()
+    np.testing.assert_allclose([found.mean, found.low, found.high], [mean, mean - half, mean + half], rtol=1e-5)
+    assert result.beyond_training == found
+    write_result(tmp_path / "remembrance.json", result)
+    assert read_result(tmp_path / "remembrance.json", Remembrance) == result
+    alone = effective_remembrance(model, tokens[:1], 4, starts=[3], progress=False)
+    assert alone.at(3).low is None
+    assert alone.beyond_training is None
+    with pytest.raises(ValueError, match="no start at 5"):
+        result.at(5)
+
+
+def test_the_model_is_left_as_it_was(counter_model: type, random_tokens: np.ndarray) -> None:
+    model = counter_model(lambda count: 0.1 * count).train()
+    model.dropout.eval()
+    values = remembrance_values(model, random_tokens, 100, [0, 50], progress=False)
+    assert isinstance(values, np.ndarray)
+    assert model.training
+    assert not model.dropout.training
+    assert model.scale.grad is None
+    assert torch.is_grad_enabled()
+
+
+def test_broken_predictions_are_named(counter_model: type, random_tokens: np.ndarray) -> None:
+    model = counter_model(lambda count: torch.where(count < 90, 1.0, math.nan))
+    message = r"The prediction after token 100 of sequence 0, read from token 0 on, is not finite"
+    with pytest.raises(ValueError, match=message):
+        remembrance_values(model, random_tokens, 100, [0, 50], progress=False)
+    model = counter_model(lambda count: torch.where(count != 30, 1.0, math.inf))
+    with pytest.raises(ValueError, match="after token 100 of sequence 0, read from token 70 on"):
+        remembrance_values(model, random_tokens, 100, [0, 70], chunk_length=100, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"starts": [100]}, r"positions from 0 to 99, at least one, got \(100,\): after no token at all \(t = 100\)"),
+        ({"starts": [-1]}, "positions from 0 to 99"),
+        ({"starts": [3, 3]}, "different positions"),
+        ({"starts": []}, "at least one"),
+        ({"length": 0}, "length must be at least 1|length and count must be at least 1"),
+        ({"length": 132}, r"\(3, 131\) are too few"),
+        ({"training_length": 0}, "training_length must be at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"chunk_length": 0}, "chunk_length must be at least 1"),
+    ],
+    ids=str,
+)
+def test_unusable_arguments_are_refused(
+    counter_model: type, random_tokens: np.ndarray, arguments: dict[str, Any], message: str
+) -> None:
+    model = counter_model(lambda count: 0.1 * count)
+    with pytest.raises(ValueError, match=message):
+        effective_remembrance(model, random_tokens, **{"training_length": 25, **arguments}, progress=False)
+
+
+def test_a_damaged_result_is_refused() -> None:
+    value = Estimate(0.5, None, None)
+    with pytest.raises(ValueError, match=r"Starts must increase strictly inside \[0, 8\), got \(3, 1\)"):
+        Remembrance(2, 8, 1, 0.95, (3, 1), *[(value, value)] * 3)
+    with pytest.raises(ValueError, match="2 starts have 1 values in 'cosine'"):
+        Remembrance(2, 8, 1, 0.95, (1, 3), (value, value), (value, value), (value,))
