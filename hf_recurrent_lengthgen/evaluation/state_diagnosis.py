@@ -1,0 +1,289 @@
+"""The diagnosis of a model's states in one go, or from what an observer of an evaluation has seen.
+
+"Unexplored states" (arXiv:2507.02782), section 3.5, appendix C; "Stuffed Mamba" (arXiv:2410.07145), sections 3.2, 3.3.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from hf_recurrent_lengthgen.evaluation.context_harm import check_training_length
+from hf_recurrent_lengthgen.evaluation.evaluate import estimate
+from hf_recurrent_lengthgen.evaluation.provenance import token_digest, weights_digest
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate
+from hf_recurrent_lengthgen.evaluation.state_distance import SMALLEST_DRIFT, Drift, pooled_std, state_drift
+from hf_recurrent_lengthgen.evaluation.state_patching import Heads, patch_heads
+from hf_recurrent_lengthgen.evaluation.state_results import (
+    ConvStates,
+    Extremes,
+    HeadPatching,
+    HeadStates,
+    LayerStates,
+    PatchedHeads,
+    RecurrenceInputs,
+    StateDiagnosis,
+    Values,
+)
+from hf_recurrent_lengthgen.evaluation.state_trajectory import (
+    LayerTrajectory,
+    PartStatistics,
+    StateObserver,
+    StateTrajectory,
+    sample_positions,
+)
+from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
+from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, stream_nll
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
+
+PATCHED_HEADS = 8
+"""Heads that are exchanged one by one unless told otherwise."""
+DETAILED_HEADS = 64
+"""Heads of which means, extremes and inputs are kept in results, too: those of the largest distances."""
+DIGITS = 4
+"""Significant digits of curves in results."""
+
+
+def diagnose_states(
+    model: nn.Module,
+    tokens: Tokens,
+    training_length: int,
+    *,
+    label: str,
+    data_description: str,
+    token_unit: str = "token",
+    positions: Sequence[int] | None = None,
+    patched_heads: int = PATCHED_HEADS,
+    smallest_drift: float = SMALLEST_DRIFT,
+    confidence: float = CONFIDENCE,
+    batch_size: int | None = None,
+    chunk_length: int | None = None,
+    progress: bool = True,
+) -> StateDiagnosis:
+    """Statistics, distances, inputs and patching of the states of a model; about two forward passes per token.
+
+    Args:
+        model: A recurrent model of this package, of remote code of ours, or wrapped by `stateful`.
+        tokens: Token ids (S, L + 1): S >= 2 texts of L > training_length positions.
+        training_length: Tokens per training sequence, T.
+        label: Name of the model.
+        data_description: What the tokens are, for people.
+        token_unit: What one token is, in the singular.
+        positions: Numbers of tokens read at which to look; by default `sample_positions`.
+        patched_heads: So many heads are exchanged one by one, those of the largest distances first; 0 for no patching.
+        smallest_drift: Distance below which nothing is called a drift.
+        confidence: Two-sided, of the intervals.
+        batch_size: Rows per forward pass; by default as many as memory limits allow.
+        chunk_length: Tokens per row and forward pass; by default as many as memory limits allow.
+        progress: Show progress bars.
+
+    Raises:
+        ValueError: for models without states, and as `stream_nll`, `state_drift` and `patch_heads`.
+    """
+    check_training_length(training_length)
+    length = int(tokens.shape[1]) - 1
+    chosen = tuple(positions or sample_positions(length, training_length))
+    observer = StateObserver(model, len(tokens), chosen)
+    options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
+    with observer:
+        stream_nll(model, tokens, stops=chosen, observer=observer, chunk_length=chunk_length, **options)
+    return describe_states(
+        model,
+        tokens,
+        observer.trajectory(),
+        training_length,
+        label=label,
+        data=DataRecord(data_description, token_digest(check_tokens(tokens, 2**62)), token_unit),
+        patched_heads=patched_heads,
+        smallest_drift=smallest_drift,
+        confidence=confidence,
+        **options,
+    )
+
+
+def describe_states(
+    model: nn.Module,
+    tokens: Tokens,
+    trajectory: StateTrajectory,
+    training_length: int,
+    *,
+    label: str,
+    data: DataRecord,
+    patched_heads: int = PATCHED_HEADS,
+    smallest_drift: float = SMALLEST_DRIFT,
+    confidence: float = CONFIDENCE,
+    batch_size: int | None = None,
+    progress: bool = True,
+) -> StateDiagnosis:
+    """The diagnosis from a trajectory that an observer took on `tokens`; arguments as for `diagnose_states`."""
+    recurrent = [layer for layer in trajectory.layers if layer.recurrent is not None]
+    if not recurrent:
+        raise ValueError(
+            f"{type(model).__name__} carries inputs of convolutions only, which hold its last tokens: there is no "
+            "state that could drift."
+        )
+    drifts = state_drift(trajectory, training_length, smallest_drift)
+    order = ranked(drifts)
+    detailed = set(order[:DETAILED_HEADS])
+    left_out = _left_out(model, recurrent)
+    patching = None
+    if patched_heads and getattr(model, "attends", False):
+        left_out.append("Heads were not patched: what the attention layers keep of the text cannot be exchanged.")
+    elif patched_heads:
+        groups = patched_groups(order, drifts, patched_heads)
+        patching = _patching(
+            model, tokens, training_length, groups, confidence, batch_size=batch_size, progress=progress
+        )
+    return StateDiagnosis(
+        model=label,
+        weights=weights_digest(model),
+        training_length=training_length,
+        positions=trajectory.positions,
+        sequences=len(tokens),
+        confidence=confidence,
+        data=data,
+        smallest_drift=smallest_drift,
+        std=_whole_std(recurrent),
+        layers=tuple(
+            _layer_states(index, layer, drift, detailed)
+            for index, (layer, drift) in enumerate(zip(trajectory.layers, drifts, strict=True))
+            if layer.recurrent is not None or layer.conv is not None
+        ),
+        patching=patching,
+        left_out=tuple(left_out),
+    )
+
+
+def ranked(drifts: Sequence[Drift | None]) -> list[tuple[int, int]]:
+    """All heads as (layer, head): those that drift first, each kind by falling distance in the last octave."""
+    keys = [
+        (not drift.drifts[head], -float(drift.late[head]), layer, head)
+        for layer, drift in enumerate(drifts)
+        if drift is not None
+        for head in range(len(drift.late))
+    ]
+    return [(layer, head) for _, _, layer, head in sorted(keys)]
+
+
+def patched_groups(order: Sequence[tuple[int, int]], drifts: Sequence[Drift | None], alone: int) -> dict[str, Heads]:
+    """What to exchange: all drifting heads together, all others together, and the first of the ranking one by one."""
+    drifting = [(layer, head) for layer, head in order if (drift := drifts[layer]) is not None and drift.drifts[head]]
+    others = [head for head in order if head not in set(drifting)]
+    groups: dict[str, Heads] = {}
+    if drifting:
+        groups[f"the {len(drifting)} that drift" if len(drifting) > 1 else "the one that drifts"] = drifting
+    if others:
+        groups[f"the {len(others)} others" if drifting else f"all {len(others)}"] = others
+    return groups | {f"layer {layer}, head {head}": [(layer, head)] for layer, head in order[:alone]}
+
+
+def _patching(
+    model: nn.Module, tokens: Tokens, training_length: int, groups: dict[str, Heads], confidence: float, **options: Any
+) -> HeadPatching:
+    found = patch_heads(model, tokens, training_length, list(groups.values()), **options)
+
+    def mean(values: np.ndarray) -> Estimate:
+        return estimate(values[:, None], confidence)
+
+    return HeadPatching(
+        found.position,
+        found.kept,
+        found.width,
+        mean(found.full),
+        mean(found.short),
+        mean(found.harm),
+        tuple(
+            PatchedHeads(name, tuple(heads), mean(restored), mean(broken))
+            for (name, heads), restored, broken in zip(groups.items(), found.restored, found.broken, strict=True)
+        ),
+    )
+
+
+def _left_out(model: Any, layers: Sequence[LayerTrajectory]) -> list[str]:
+    unread = sum(layer.inputs is None for layer in layers)
+    if not unread:
+        return []
+    reason = "their scans are in code that is not known here"
+    if Forgetting.of(model.config).in_recurrence:
+        reason = "the model is made to forget, so that its scans get other inputs than it has computed"
+    return [f"Inputs of the recurrence and retention were not read in {unread} of {len(layers)} layers: {reason}."]
+
+
+def _layer_states(
+    index: int, layer: LayerTrajectory, drift: Drift | None, detailed: set[tuple[int, int]]
+) -> LayerStates:
+    heads = () if drift is None else range(len(drift.late))
+    return LayerStates(
+        index,
+        layer.unit,
+        layer.shape,
+        None if layer.recurrent is None else _whole_std([layer]),
+        tuple(_head_states(head, layer, drift, (index, head) in detailed) for head in heads if drift is not None),
+        ()
+        if layer.conv is None
+        else tuple(_conv_states(name, part, layer.conv) for part, name in enumerate(layer.conv_parts)),
+    )
+
+
+def _head_states(head: int, layer: LayerTrajectory, drift: Drift, detailed: bool) -> HeadStates:
+    assert layer.recurrent is not None
+    mean, std = _moments(layer.recurrent, head)
+    inputs = None
+    if layer.inputs is not None:
+        inputs = RecurrenceInputs(
+            *(None if values is None else _curve(values[:, :, head].mean(1)) for values in layer.inputs)  # type: ignore[arg-type]
+        )
+    return HeadStates(
+        head,
+        std,
+        _curve(drift.distance[:, head]),
+        _rounded(drift.late[head]),
+        _rounded(drift.null[head]),
+        bool(drift.drifts[head]),
+        drift.leaves_at[head],
+        _rounded(drift.growth[head]),
+        mean if detailed else None,
+        _extremes(layer.recurrent, head) if detailed else None,
+        inputs if detailed else None,
+    )
+
+
+def _conv_states(name: str, part: int, conv: PartStatistics) -> ConvStates:
+    mean, std = _moments(conv, part)
+    return ConvStates(name, mean, std, _extremes(conv, part))
+
+
+def _moments(statistics: PartStatistics, unit: int) -> tuple[Values, Values]:
+    """Mean and standard deviation of a unit, pooled over sequences."""
+    mean, variance = (values[:, :, unit].astype(np.float64) for values in statistics[:2])
+    return _curve(mean.mean(1)), _curve(pooled_std(mean, variance))
+
+
+def _extremes(statistics: PartStatistics, unit: int) -> Extremes:
+    """The largest magnitude over sequences."""
+    values = statistics.extreme[:, :, unit]
+    rows = np.abs(values).argmax(1)[:, None]
+    index = np.take_along_axis(statistics.extreme_index[:, :, unit], rows, 1)[:, 0]
+    return Extremes(_curve(np.take_along_axis(values, rows, 1)[:, 0]), tuple(index.tolist()))
+
+
+def _whole_std(layers: Sequence[LayerTrajectory]) -> Values:
+    """Standard deviation over all elements of the recurrent parts of some layers."""
+    means, squares, elements = [], [], []
+    for layer in layers:
+        assert layer.recurrent is not None
+        mean, variance = layer.recurrent.mean.astype(np.float64), layer.recurrent.variance.astype(np.float64)
+        means.append(mean.mean((1, 2)))
+        squares.append((variance + mean**2).mean((1, 2)))
+        elements.append(mean.shape[2] * np.prod(layer.shape))
+    mean = np.average(means, axis=0, weights=elements)
+    return _curve(np.sqrt(np.maximum(np.average(squares, axis=0, weights=elements) - mean**2, 0)))
+
+
+def _curve(values: np.ndarray) -> Values:
+    return tuple(map(_rounded, values))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

@@ -1,0 +1,183 @@
+"""How far the states at a position are from those inside the training length, head by head.
+
+"Unexplored states" (Buitrago & Gu 2025, arXiv:2507.02782), section 3.5 and appendix C, shows that models fail where
+the distribution of some heads' states leaves what training has seen. Here that is one number per head and position:
+
+    distance(n) = W2(D_n, D_ref) / std(D_ref)
+
+D_n is the distribution of the elements of the head's state after n tokens, over sequences, head dim and state dim.
+D_ref pools those at the sampled positions in (T/2, T] (T: training length). W2 is the 2-Wasserstein distance: between
+normal distributions it is the root of (difference of means)^2 + (difference of stds)^2. So 1 means: as far as if all
+elements had moved by one standard deviation of training, or as if the standard deviation had doubled.
+
+What training positions show among themselves is the null level of a head: the largest distance between one half of
+the sequences at one of the reference positions, and the other half pooled over all of them, over several random
+halves. It holds the noise of half as many sequences and what drift there is inside training already, so that it is
+rather too large than too small. A head drifts if its mean distance over the last octave of positions is above its null
+level and above 1, which is the distance of a head whose state had become a constant, its mean in training.
+
+The distance sees the elements of a head as one cloud: states that are exchanged inside it do not change it. Models
+that were trained with carried states have seen more than (T/2, T]; for them the distance is an upper bound of what is
+new. Whether a head that drifts does harm is a question of its own, which `state_patching.py` answers.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_recurrent_lengthgen.evaluation.state_trajectory import LayerTrajectory, StateTrajectory
+
+SMALLEST_DRIFT = 1.0
+"""Distance below which nothing is called a drift: that of a head whose state had become a constant, its mean."""
+HALVES = 8
+"""Random halves of the sequences that the null level is taken over."""
+LEVELS = 64
+"""Shares of the elements that two distributions are compared on; half of them in the outer 8 % at each end."""
+
+
+class Drift(NamedTuple):
+    """Distances of the units of a layer.
+
+    Attributes:
+        distance: (n, U), in standard deviations of the reference.
+        null: (U,): the largest distance among training positions.
+        late: (U,): mean distance over the last octave of positions.
+        drifts: (U,): whether `late` is above `null` and above the smallest drift.
+        leaves_at: For each unit the first position beyond the training length from which on the distance stays above
+            both; None if it does not.
+        log_std_ratio: (n, U): log of the standard deviation over that of the reference.
+        growth: (U,): by how many octaves the standard deviation grows per doubling of the position, over the last
+            octave: 0 once it has settled, 1 where it is proportional to the position.
+    """
+
+    distance: np.ndarray
+    null: np.ndarray
+    late: np.ndarray
+    drifts: np.ndarray
+    leaves_at: tuple[int | None, ...]
+    log_std_ratio: np.ndarray
+    growth: np.ndarray
+
+
+def reference_positions(positions: tuple[int, ...], training_length: int) -> list[int]:
+    """Indices of the positions in (T/2, T].
+
+    Raises:
+        ValueError: where there are none, or none beyond the training length.
+    """
+    inside = [index for index, position in enumerate(positions) if training_length / 2 < position <= training_length]
+    if not inside or positions[-1] <= training_length:
+        raise ValueError(
+            f"The positions {positions[:3]} to {positions[-1]} must have some in ({training_length / 2:g}, "
+            f"{training_length}], to compare with, and some beyond; see sample_positions."
+        )
+    return inside
+
+
+def state_drift(
+    trajectory: StateTrajectory, training_length: int, smallest: float = SMALLEST_DRIFT
+) -> tuple[Drift | None, ...]:
+    """Distances of all layers; None for a layer without a recurrent part.
+
+    Raises:
+        ValueError: as `reference_positions`, and for fewer than two sequences.
+    """
+    inside = reference_positions(trajectory.positions, training_length)
+    return tuple(
+        None if layer.recurrent is None else _drift(layer, trajectory.positions, inside, training_length, smallest)
+        for layer in trajectory.layers
+    )
+
+
+def _drift(
+    layer: LayerTrajectory, positions: tuple[int, ...], inside: list[int], training_length: int, smallest: float
+) -> Drift:
+    assert layer.recurrent is not None
+    assert layer.sketch is not None
+    mean, variance = (values.astype(np.float64) for values in layer.recurrent[:2])
+    sequences = mean.shape[1]
+    if sequences < 2:
+        raise ValueError("Distances of states need at least two sequences, to tell a drift from another text.")
+    std = pooled_std(mean, variance)
+    scale = pooled_std(mean[inside].reshape(1, -1, mean.shape[2]), variance[inside].reshape(1, -1, mean.shape[2]))[0]
+    scale = np.maximum(scale, np.finfo(np.float32).tiny)
+    sketch = layer.sketch.astype(np.float64)
+
+    def pooled(places: list[int], rows: np.ndarray) -> np.ndarray:
+        return pooled_levels(np.moveaxis(sketch[np.ix_(places, rows)], 2, 0), layer.masses)
+
+    everyone = np.arange(sequences)
+    reference = pooled(inside, everyone)
+    distance = np.stack([_wasserstein(pooled([n], everyone), reference) for n in range(len(positions))]) / scale
+    random = np.random.default_rng(0)
+    null = np.zeros(len(scale))
+    for _ in range(HALVES):
+        order = random.permutation(sequences)
+        one, other = order[: sequences // 2], order[sequences // 2 :]
+        rest = pooled(inside, other)
+        null = np.maximum(null, np.max([_wasserstein(pooled([n], one), rest) for n in inside], 0) / scale)
+    late = [n for n, position in enumerate(positions) if position > max(training_length, positions[-1] / 2)]
+    last = distance[late].mean(0)
+    threshold = np.maximum(null, smallest)
+    before = max(n for n in range(len(positions)) if positions[n] <= max(positions[-1] / 2, training_length))
+    octaves = math.log2(positions[-1] / positions[before])
+    tiny = np.finfo(np.float32).tiny
+    return Drift(
+        distance,
+        null,
+        last,
+        last > threshold,
+        tuple(_leaves(distance[:, unit], threshold[unit], positions, training_length) for unit in range(len(scale))),
+        np.log(np.maximum(std, tiny) / scale),
+        np.log2(np.maximum(std[-1], tiny) / np.maximum(std[before], tiny)) / octaves,
+    )
+
+
+def _leaves(distance: np.ndarray, threshold: float, positions: tuple[int, ...], training_length: int) -> int | None:
+    found = None
+    for place in reversed(range(len(positions))):
+        if positions[place] <= training_length or distance[place] <= threshold:
+            break
+        found = positions[place]
+    return found
+
+
+def pooled_std(mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
+    """Standard deviation over sequences and elements, from mean and variance of each sequence, (n, S, ...)."""
+    return np.asarray(np.sqrt(variance.mean(1) + mean.var(1)))
+
+
+def pooled_levels(atoms: np.ndarray, masses: np.ndarray) -> np.ndarray:
+    """Means of the quantile function between levels, of distributions pooled from equally weighted parts.
+
+    Args:
+        atoms: (U, ..., G): values of each part.
+        masses: (G,): their shares.
+
+    Returns:
+        (U, LEVELS)
+    """
+    edges = _edges()
+    weights = np.broadcast_to(masses, atoms.shape[1:]).reshape(-1)
+    weights = weights / weights.sum()
+    result = np.empty((len(atoms), len(edges) - 1))
+    for unit, values in enumerate(atoms.reshape(len(atoms), -1)):
+        order = values.argsort()
+        shares = np.concatenate([[0.0], weights[order].cumsum()])
+        sums = np.concatenate([[0.0], (weights[order] * values[order]).cumsum()])
+        result[unit] = np.diff(np.interp(edges, shares, sums)) / np.diff(edges)
+    return result
+
+
+def _edges() -> np.ndarray:
+    """0 to 1 with LEVELS pieces: geometric at the ends, from 1/1024 to 1/16, and even between them."""
+    tail = np.geomspace(1 / 1024, 1 / 12, LEVELS // 4)
+    return np.concatenate(
+        [[0.0], tail, np.linspace(tail[-1], 1 - tail[-1], LEVELS // 2 + 1)[1:-1], 1 - tail[::-1], [1.0]]
+    )
+
+
+def _wasserstein(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """W2 of distributions given by `pooled_levels`, (U,)."""
+    return np.asarray(np.sqrt(((one - other) ** 2 * np.diff(_edges())).sum(1)))

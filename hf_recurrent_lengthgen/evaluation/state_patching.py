@@ -1,0 +1,174 @@
+"""Which heads do the harm: states of some heads are exchanged for others of the same text.
+
+At position n of a long text the whole context has left the state h, its last tokens alone leave the state h'. The
+next W tokens are read from h and from h', with n' + W <= T tokens of context for h', so that nothing beyond the
+training length T happens there. Harm is the NLL from h minus that from h'. Then, for some heads at a time:
+
+    restored = NLL from h, minus NLL from h with these heads taken from h'     (what they do harm)
+    broken   = NLL from h' with these heads taken from h, minus NLL from h'    (what harm they do alone)
+
+Where several heads fail at once, mending one may mend little, while breaking one shows what it does. Shares of the
+harm need not add up to 1. Models with attention are refused: what it keeps of the text cannot be exchanged.
+
+Only the recurrent part is exchanged head by head; h' as a whole has its own convolution part, too.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from hf_recurrent_lengthgen.evaluation.readers import Reader, evaluation_mode, reader_of
+from hf_recurrent_lengthgen.evaluation.state_trajectory import as_units
+from hf_recurrent_lengthgen.evaluation.streaming import (
+    Tokens,
+    check_tokens,
+    progress_bar,
+    reading_plan,
+    stream_chunks,
+)
+from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, concatenate_rows, take_rows
+
+Heads = Sequence[tuple[int, int]]
+"""(layer, unit) of some heads; see `state_trajectory.as_units` for layers without heads."""
+
+
+class Patching(NamedTuple):
+    """NLL in nats per token, averaged over the tokens after the exchange, for each of S sequences.
+
+    Attributes:
+        position: Tokens read before the exchange.
+        kept: Tokens that h' has read.
+        width: Tokens W that are scored after it.
+        full: From h, (S,).
+        short: From h', (S,).
+        restored: For each group of heads, (groups, S).
+        broken: For each group of heads, (groups, S).
+    """
+
+    position: int
+    kept: int
+    width: int
+    full: np.ndarray
+    short: np.ndarray
+    restored: np.ndarray
+    broken: np.ndarray
+
+    @property
+    def harm(self) -> np.ndarray:
+        """NLL from h minus that from h', (S,)."""
+        return np.asarray(self.full - self.short)
+
+
+def patch_heads(
+    model: nn.Module,
+    tokens: Tokens,
+    training_length: int,
+    groups: Sequence[Heads],
+    *,
+    position: int | None = None,
+    width: int | None = None,
+    batch_size: int | None = None,
+    progress: bool = True,
+) -> Patching:
+    """Exchange groups of heads at a position of long texts and measure the NLL of the tokens after it.
+
+    Args:
+        model: A model whose state is a value.
+        tokens: Token ids (S, L + 1).
+        training_length: Tokens per training sequence, T.
+        groups: The heads that are exchanged together; each group is a measurement.
+        position: Tokens read before; by default as many as leave `width` of them.
+        width: Tokens that are scored; half the training length by default. h' has read the T - `width` before them.
+        batch_size: Rows per forward pass; by default as many as memory limits allow.
+        progress: Show a progress bar.
+
+    Raises:
+        ValueError: for models without a state that is a value, heads that are not there, a width not below T, and
+            texts or positions that are too short.
+    """
+    reader = reader_of(model)
+    if not reader.carried_by_row:
+        raise ValueError(reader.refusal("an exchange of heads"))
+    array = check_tokens(tokens, reader.vocabulary, training_length + 1)
+    length = array.shape[1] - 1
+    width = max(1, training_length // 2) if width is None else width
+    if not 1 <= width < training_length:
+        raise ValueError(f"width must be from 1 to {training_length - 1}, below the training length; got {width}.")
+    kept = training_length - width
+    position = length - width if position is None else position
+    if not training_length <= position <= length - width:
+        raise ValueError(
+            f"position must lie between the training length {training_length} and {length - width}, which leaves "
+            f"{width} tokens to score; got {position}."
+        )
+    _check_groups(groups, reader.model.zero_state(1))
+    after = array[:, position : position + width + 1]
+    variants = 2 + 2 * len(groups)
+    total = len(array) * (position + kept + variants * width)
+    with evaluation_mode(reader.model), progress_bar(total, "patching", progress) as bar:
+        full = _state_after(reader, array[:, : position + 1], batch_size, bar)
+        short = _state_after(reader, array[:, position - kept : position + 1], batch_size, bar)
+        nll = np.empty((variants, len(array)))
+        for index in range(variants):
+            if index < 2:
+                state = (full, short)[index]
+            else:
+                group = groups[(index - 2) // 2]
+                state = exchange(full, short, group) if index % 2 == 0 else exchange(short, full, group)
+            nll[index] = _nll_from(reader, state, after, batch_size, bar)
+    return Patching(position, kept, width, nll[0], nll[1], nll[0] - nll[2::2], nll[3::2] - nll[1])
+
+
+@torch.no_grad()
+def exchange(state: RecurrentState, other: RecurrentState, heads: Heads) -> RecurrentState:
+    """`state` with the recurrent part of some heads taken from `other`; a new value."""
+    layers = list(state)
+    for layer in {layer for layer, _ in heads}:
+        units = as_units(state[layer].recurrent).clone()
+        chosen = [unit for other_layer, unit in heads if other_layer == layer]
+        units[:, chosen] = as_units(other[layer].recurrent)[:, chosen]
+        layers[layer] = state[layer]._replace(recurrent=units.reshape(state[layer].recurrent.shape))
+    return tuple(layers)
+
+
+def _check_groups(groups: Sequence[Heads], state: RecurrentState) -> None:
+    units = [as_units(layer.recurrent).shape[1] if layer.recurrent[0].numel() else 0 for layer in state]
+    for layer, unit in (head for group in groups for head in group):
+        if not 0 <= layer < len(units) or not 0 <= unit < units[layer]:
+            raise ValueError(
+                f"There is no head {unit} in layer {layer}: the layers 0 to {len(units) - 1} have {units} heads or "
+                "channel groups."
+            )
+    if not groups or not all(groups):
+        raise ValueError("groups must have at least one group of at least one head (layer, head).")
+
+
+def _state_after(reader: Reader, rows: np.ndarray, batch_size: int | None, bar: object) -> RecurrentState:
+    """The state after all tokens but the last of rows (S, n + 1)."""
+    states = []
+    batch, chunk = reading_plan(reader, len(rows), rows.shape[1] - 1, batch_size, None)
+    for first in range(0, len(rows), batch):
+        origins = [(row, 0) for row in range(first, min(first + batch, len(rows)))]
+        for piece in stream_chunks(reader, rows[first : first + batch], chunk, None, origins):
+            bar.update(piece.nll.numel())  # type: ignore[attr-defined]
+        states.append(piece.state)
+    return concatenate_rows(states)
+
+
+def _nll_from(
+    reader: Reader, state: RecurrentState, rows: np.ndarray, batch_size: int | None, bar: object
+) -> np.ndarray:
+    """Mean NLL of each of rows (S, W + 1) from a state, (S,)."""
+    batch, chunk = reading_plan(reader, len(rows), rows.shape[1] - 1, batch_size, None)
+    found = []
+    for first in range(0, len(rows), batch):
+        part = slice(first, min(first + batch, len(rows)))
+        pieces = []
+        for piece in stream_chunks(reader, rows[part], chunk, take_rows(state, part)):
+            pieces.append(piece.nll)
+            bar.update(piece.nll.numel())  # type: ignore[attr-defined]
+        found.append(torch.cat(pieces, 1).double().mean(1).cpu().numpy())
+    return np.concatenate(found)
