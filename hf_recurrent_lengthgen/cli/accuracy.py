@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_recurrent_lengthgen.cli.evaluate import on_device, positive
+from hf_recurrent_lengthgen.cli.measuring import on_device, positive
 from hf_recurrent_lengthgen.data.tasks import (
     EVALUATION_SEED,
     STRING_TASKS,

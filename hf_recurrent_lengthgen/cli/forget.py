@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from hf_recurrent_lengthgen.cli.evaluate import on_device, positive
 from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, STANDARD_LIBRARY, load_stream, load_tokenizer, token_unit
+from hf_recurrent_lengthgen.cli.measuring import on_device, positive
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.data import evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.files import write_result

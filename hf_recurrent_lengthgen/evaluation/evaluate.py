@@ -1,8 +1,10 @@
 """All length metrics of one model in one go."""
 
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -13,9 +15,11 @@ from hf_recurrent_lengthgen.evaluation.context_harm import (
     last_octave,
     window_nll,
 )
+from hf_recurrent_lengthgen.evaluation.documents import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.length_generalization import TOLERANCE, length_verdict, make_curve
-from hf_recurrent_lengthgen.evaluation.provenance import installed_versions, token_digest, weights_digest
+from hf_recurrent_lengthgen.evaluation.provenance import installed_versions, model_record, token_digest
 from hf_recurrent_lengthgen.evaluation.readers import vocabulary_size
+from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.evaluation.results import (
     ContextHarm,
     Curve,
@@ -26,7 +30,7 @@ from hf_recurrent_lengthgen.evaluation.results import (
     TwoResolutions,
 )
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE, bin_means, position_edges, t_interval
-from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, stream_nll
+from hf_recurrent_lengthgen.evaluation.streaming import Observer, Tokens, check_tokens, stream_nll
 
 HARM_THRESHOLD = 0.05
 """Harm in nats per token above which context counts as harmful."""
@@ -52,6 +56,9 @@ def evaluate_model(
     chunk_length: int | None = None,
     command: str | None = None,
     seed: int = 0,
+    stops: Sequence[int] = (),
+    observer: Observer | None = None,
+    cache: ResultCache | None = None,
     progress: bool = True,
 ) -> EvaluationResult:
     """Position-wise NLL, context harm, in-window NLL and the length verdict; three forward passes per token.
@@ -75,6 +82,9 @@ def evaluate_model(
         chunk_length: Tokens per row and forward pass; by default as many as memory limits allow.
         command: How the evaluation was started; by default this process' command line.
         seed: The seed the model and data came from; only recorded.
+        stops: As for `stream_nll`.
+        observer: As for `stream_nll`; with one, everything is computed, whatever is in the cache.
+        cache: Where results are kept by their content, and what there is of one after an interrupt.
         progress: Show progress bars.
 
     Raises:
@@ -90,10 +100,32 @@ def evaluate_model(
             f"harm_range {(start, stop)} must lie within [{training_length}, {length}), between the training "
             "length and the evaluated length."
         )
-    nll = stream_nll(model, array, batch_size=batch_size, chunk_length=chunk_length, progress=progress).nll
-    windows = window_nll(
-        model, array, training_length, batch_size=batch_size, chunk_length=chunk_length, progress=progress
+    key: dict[str, Any] = {
+        "result": "evaluation",
+        "model": model_record(model),
+        "tokens": token_digest(array),
+        "training_length": training_length,
+        "harm": [start, stop, harm_threshold],
+        "verdict": [tolerance, confidence],
+        "pieces": [batch_size, chunk_length],
+    }
+    recorded: dict[str, Any] = {
+        "model": label,
+        "data": DataRecord(data_description, key["tokens"], token_unit),
+        "command": " ".join(sys.argv) if command is None else command,
+        "seed": seed,
+    }
+    if cache is not None and observer is None and (kept := cache.get(key)):
+        return dataclasses.replace(from_json(kept, EvaluationResult), **recorded)
+    reading: Any = {"batch_size": batch_size, "chunk_length": chunk_length, "progress": progress}
+    kept_stream, kept_windows = (
+        None
+        if cache is None
+        else cache.partial({**key, "part": part, "stops": stops, "observed": observer is not None})
+        for part in ("stream", "windows")
     )
+    nll = stream_nll(model, array, stops=stops, observer=observer, partial=kept_stream, **reading).nll
+    windows = window_nll(model, array, training_length, partial=kept_windows, **reading)
 
     def curves(values: np.ndarray, first: int) -> TwoResolutions:
         """Both resolutions of values (S, length - first) at the positions from `first` on."""
@@ -119,14 +151,13 @@ def evaluate_model(
     )
     early, late = context_use_bands(training_length)
     window_edges = position_edges(training_length, training_length, EXACT_UNTIL, FINE_PER_OCTAVE)
-    return EvaluationResult(
-        model=label,
-        weights=weights_digest(model),
+    result = EvaluationResult(
+        **recorded,
+        weights=key["model"]["weights"],
         training_length=training_length,
         evaluated_length=length,
         sequences=len(array),
         confidence=confidence,
-        data=DataRecord(data_description, token_digest(array), token_unit),
         position_wise=curves(nll, 0),
         harm=ContextHarm(
             curves=harm_curves,
@@ -146,10 +177,14 @@ def evaluate_model(
         verdict=length_verdict(verdict_edges, verdict_nll, training_length, tolerance, confidence),
         device=str(next(model.parameters()).device),
         versions=installed_versions(),
-        command=" ".join(sys.argv) if command is None else command,
-        seed=seed,
         wall_seconds=time.perf_counter() - began,
     )
+    if cache is not None:
+        cache.put(key, to_json(result))
+        for partial in (kept_stream, kept_windows):
+            if partial is not None:
+                partial.remove()
+    return result
 
 
 def estimate(values: np.ndarray, confidence: float) -> Estimate:

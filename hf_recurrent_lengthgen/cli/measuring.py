@@ -1,0 +1,205 @@
+"""What the commands that measure models share: options, models, texts, and where results are kept."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, load_stream, load_tokenizer, token_unit
+from hf_recurrent_lengthgen.data import evaluation_sequences
+from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
+from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
+from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache, default_cache_folder
+from hf_recurrent_lengthgen.evaluation.results import Role
+from hf_recurrent_lengthgen.evaluation.streaming import check_tokens
+from hf_recurrent_lengthgen.loading import load_language_model
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Subject(NamedTuple):
+    """A model to measure, with its name for tables."""
+
+    label: str
+    role: Role
+    model: Any
+
+
+class Inputs(NamedTuple):
+    """What is measured, on what: token ids (S, L + 1)."""
+
+    subjects: list[Subject]
+    tokenizer: PreTrainedTokenizerBase
+    training_length: int
+    tokens: np.ndarray
+    data_description: str
+    token_unit: str
+    cache: ResultCache | None
+
+
+def add_options(parser: argparse.ArgumentParser, output: str, sequences: int) -> None:
+    """Add the options that `load_inputs` reads."""
+    parser.add_argument(
+        "models", nargs="+", metavar="MODEL", help="checkpoint folder or Hub name of any causal language model"
+    )
+    parser.add_argument(
+        "--roles",
+        metavar="ROLE,...",
+        help=f"what each model is, of {', '.join(get_args(Role))}: the page judges cured and control by the base",
+    )
+    parser.add_argument("--output", default=output, help="folder for the results (default: %(default)s)")
+    parser.add_argument("--data", default="stdlib", help=f"text to evaluate on (default: %(default)s): {DATA_HELP}")
+    parser.add_argument(
+        "--split", default="validation", help="split of the data; a single file is train (default: %(default)s)"
+    )
+    parser.add_argument("--text-column", default="text", help="column that holds the text (default: %(default)s)")
+    parser.add_argument("--tokenizer", help='tokenizer folder or name, or "bytes" (default: the models\' own)')
+    parser.add_argument(
+        "--training-length", type=positive, metavar="T", help="training length (default: from the models' configs)"
+    )
+    parser.add_argument("--length", type=positive, metavar="N", help="tokens per sequence (default: 64 T)")
+    parser.add_argument(
+        "--sequences", type=positive, default=sequences, metavar="N", help="number of sequences (default: %(default)s)"
+    )
+    parser.add_argument("--device", default="cpu", help="device to run on, such as cuda (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="of the weights; states stay float32 (default: %(default)s)"
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that checkpoints carry")
+    parser.add_argument(
+        "--cache", metavar="FOLDER", help=f"where results are kept (default: {default_cache_folder()})"
+    )
+    parser.add_argument("--no-cache", action="store_true", help="keep nothing, and compute everything anew")
+
+
+def positive(text: str) -> int:
+    """A number of the command line that is at least 1."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def load_inputs(options: argparse.Namespace) -> Inputs:
+    """Load models and texts, and check all that can be checked before the first forward pass over a text.
+
+    Raises:
+        ValueError: for what cannot be loaded or does not fit together.
+    """
+    names = options.models
+    if len(set(names)) < len(names):
+        raise ValueError(f"Each model can be given once, got {' '.join(names)}.")
+    roles = _roles(options)
+    models = [load_language_model(name, options.trust_remote_code, DTYPES[options.dtype]) for name in names]
+    training_length = options.training_length or _training_length(names, models)
+    length = options.length or 64 * training_length
+    if length <= training_length:
+        raise ValueError(f"--length is {length}, but must be above the training length, {training_length}.")
+    tokenizer = _tokenizer(options)
+    stream = load_stream(options.data, options.split, tokenizer, options.text_column)
+    tokens = evaluation_sequences(stream.tokens, options.sequences, length + 1)
+    for model in models:
+        array = check_tokens(tokens, reader_of(model).vocabulary, training_length + 1)
+    Path(options.output).mkdir(parents=True, exist_ok=True)  # fails now rather than after hours
+    cache = None if options.no_cache else _cache(options.cache or default_cache_folder())
+    subjects = [
+        Subject(_label(name, model.config), role, model)
+        for name, role, model in zip(names, roles, models, strict=True)
+    ]
+    unit = token_unit(tokenizer)
+    return Inputs(subjects, tokenizer, training_length, array, stream.description, unit, cache)
+
+
+@contextmanager
+def resumable(inputs: Inputs) -> Iterator[None]:
+    """Say how to go on, when a person stops the work inside."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if inputs.cache is not None:
+            print(f"\nWhat was found is kept in {inputs.cache.folder}: the same command goes on.", file=sys.stderr)
+        raise
+
+
+def announce(subject: Subject, inputs: Inputs, what: str) -> None:
+    """Say what begins."""
+    sequences, length = inputs.tokens.shape
+    reader: Reader = reader_of(subject.model)
+    print(f"{what} {subject.label} on {sequences} texts of {length - 1:,} {inputs.token_unit}s{_memory(reader)}")
+
+
+def _memory(reader: Reader) -> str:
+    if reader.constant_memory:
+        return ""
+    return ", with keys and values of all of a text" if reader.carries else ", each read at once"
+
+
+def _cache(folder: str | Path) -> ResultCache:
+    try:
+        return ResultCache(folder)
+    except OSError as error:
+        raise ValueError(
+            f"Results cannot be kept in {folder} ({error}): give --cache FOLDER or --no-cache."
+        ) from error
+
+
+def _roles(options: argparse.Namespace) -> list[Any]:
+    if options.roles is None:
+        return ["other"] * len(options.models)
+    roles = options.roles.split(",")
+    if len(roles) != len(options.models) or not set(roles) <= set(get_args(Role)):
+        raise ValueError(
+            f"--roles must name one of {', '.join(get_args(Role))} for each of the {len(options.models)} models, with "
+            f"commas between; got {options.roles}."
+        )
+    return roles
+
+
+def _training_length(names: list[str], models: list[Any]) -> int:
+    """The training length that the configs name.
+
+    Raises:
+        ValueError: if none does, or they differ.
+    """
+    found = {name: getattr(model.config, "training_length", None) for name, model in zip(names, models, strict=True)}
+    lengths = {length for length in found.values() if length is not None}
+    if len(lengths) == 1:
+        return int(lengths.pop())
+    if not lengths:
+        raise ValueError(f"The config of {names[0]} names no training length: give --training-length.")
+    told = ", ".join(f"{name}: {length}" for name, length in found.items())
+    raise ValueError(f"The models have different training lengths ({told}): give one with --training-length.")
+
+
+def _label(name: str, config: Any) -> str:
+    """The name of a model, with how it is made to forget."""
+    rule = Forgetting.of(config)
+    return name if rule == Forgetting() else f"{name} ({in_words(rule)})"
+
+
+def _tokenizer(options: argparse.Namespace) -> PreTrainedTokenizerBase:
+    """The tokenizer given, or the one that all models share."""
+    if options.tokenizer:
+        return load_tokenizer(options.tokenizer, options.trust_remote_code)
+    first, *others = (load_tokenizer(name, options.trust_remote_code) for name in options.models)
+    for name, other in zip(options.models[1:], others, strict=True):
+        if other.get_vocab() != first.get_vocab():
+            raise ValueError(
+                f"{options.models[0]} and {name} have different tokenizers, so their losses cannot be compared: "
+                "evaluate them one by one, or give the right one with --tokenizer."
+            )
+    return first
+
+
+def on_device(model: Any, device: str) -> Any:
+    """The model on the device that a person named."""
+    try:
+        return model.to(torch.device(device))
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
+        raise ValueError(f"Cannot use the device {device!r}: {error}") from error

@@ -1,0 +1,198 @@
+"""Any causal language model through one command; results that are kept; roles."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
+
+from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.data import byte_tokenizer, evaluation_sequences, token_stream
+from hf_recurrent_lengthgen.evaluation import context_harm, streaming
+from hf_recurrent_lengthgen.evaluation.files import read_result
+from hf_recurrent_lengthgen.evaluation.results import Comparison
+from tests.evaluation.test_stateful_models import plain_nll
+
+SIZES = {"vocab_size": 384, "hidden_size": 8, "num_hidden_layers": 1}
+ATTENTION = {**SIZES, "intermediate_size": 8, "num_attention_heads": 2}
+STOCK = {
+    "mamba": lambda: MambaForCausalLM(MambaConfig(**SIZES)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**ATTENTION)),
+    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**ATTENTION)),
+}
+REMOTE_CODE = """
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+
+class BagConfig(PreTrainedConfig):
+    model_type = "bag_of_tokens"
+
+    def __init__(self, vocab_size=384, **kwargs):
+        self.vocab_size = vocab_size
+        super().__init__(**kwargs)
+
+
+class BagForCausalLM(PreTrainedModel):
+    config_class = BagConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.table = torch.nn.Embedding(config.vocab_size, config.vocab_size)
+        self.post_init()
+
+    def forward(self, input_ids):
+        return CausalLMOutput(logits=self.table(input_ids).cumsum(1))
+"""
+
+Evaluate = Callable[..., int]
+
+
+@pytest.fixture
+def evaluate(tmp_path: Path, text_file: Path) -> Evaluate:
+    """Run `lengthgen evaluate` on 3 sequences of 64 bytes, into `tmp_path / "out"`."""
+
+    def run(*arguments: Any) -> int:
+        given = ["--data", text_file, "--split", "train", "--sequences", 3, "--length", 64, "--training-length", 8]
+        return main(["evaluate", *map(str, [*given, "--output", tmp_path / "out", *arguments])])
+
+    return run
+
+
+@pytest.fixture
+def tokens(text_file: Path) -> np.ndarray:
+    stream = token_stream([text_file.read_text(encoding="utf-8")], byte_tokenizer())
+    return evaluation_sequences(stream, 3, 65).numpy()
+
+
+def found(folder: Path) -> Comparison:
+    return read_result(folder / "out" / "result.json", Comparison)
+
+
+@pytest.mark.parametrize("kind", STOCK)
+def test_stock_models_evaluate(kind: str, evaluate: Evaluate, tokens: np.ndarray, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = STOCK[kind]()
+    model.save_pretrained(tmp_path / kind)
+    assert evaluate(tmp_path / kind, "--tokenizer", "bytes") == 0
+    [evaluated] = found(tmp_path).models
+    nll = plain_nll(model.eval(), tokens)
+    curve = evaluated.evaluation.position_wise.fine
+    expected = [nll[:, a:b].mean() for a, b in zip(curve.edges, curve.edges[1:], strict=False)]
+    np.testing.assert_allclose(curve.mean, expected, atol=2e-5)
+
+
+def test_remote_code_evaluates_if_it_may_run(
+    evaluate: Evaluate, tokens: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "remote"
+    folder.mkdir()
+    (folder / "modeling_bag.py").write_text(REMOTE_CODE)
+    auto_map = {"AutoConfig": "modeling_bag.BagConfig", "AutoModelForCausalLM": "modeling_bag.BagForCausalLM"}
+    config = {"model_type": "bag_of_tokens", "vocab_size": 384, "auto_map": auto_map}
+    (folder / "config.json").write_text(json.dumps(config))
+    table = torch.randn(384, 384, generator=torch.Generator().manual_seed(0))
+    save_file({"table.weight": table}, folder / "model.safetensors", {"format": "pt"})
+    byte_tokenizer().save_pretrained(folder)
+    assert evaluate(folder) == 1
+    assert "trust_remote_code" in capsys.readouterr().err
+    assert evaluate(folder, "--trust-remote-code", "--tokenizer", "bytes") == 0
+    shown = capsys.readouterr().out
+    assert "3 texts of 64 bytes, each read at once" in shown
+    nll = -table[torch.from_numpy(tokens[:, :-1]).long()].cumsum(1).log_softmax(-1)
+    expected = nll.gather(-1, torch.from_numpy(tokens[:, 1:, None]).long()).mean(0)[:8, 0]
+    [model] = found(tmp_path).models
+    np.testing.assert_allclose(model.evaluation.position_wise.fine.mean[:8], expected, atol=1e-4)
+
+
+def test_what_was_measured_is_not_measured_again(
+    evaluate: Evaluate, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert evaluate(checkpoint) == 0
+    first = found(tmp_path).models[0].evaluation
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr("hf_recurrent_lengthgen.evaluation.evaluate.stream_nll", never)
+    assert evaluate(checkpoint, "--roles", "base") == 0
+    again = found(tmp_path).models[0]
+    assert again.role == "base"
+    assert again.evaluation == first
+    with pytest.raises(AssertionError):
+        evaluate(checkpoint, "--no-cache")
+    with pytest.raises(AssertionError):
+        evaluate(checkpoint, "--length", 63)
+
+
+def test_an_interrupted_command_goes_on(
+    evaluate: Evaluate,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert evaluate(checkpoint, "--no-cache") == 0
+    expected = found(tmp_path).models[0].evaluation
+
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hf_recurrent_lengthgen.evaluation.result_cache.SECONDS_BETWEEN_SAVES", 0.0)
+        patched.setattr("hf_recurrent_lengthgen.evaluation.result_cache.MOST_TIME_SAVING", float("inf"))
+        patched.setattr("hf_recurrent_lengthgen.evaluation.evaluate.window_nll", interrupt)
+        assert evaluate(checkpoint, "--cache", tmp_path / "kept") == 130
+    assert f"is kept in {tmp_path / 'kept'}: the same command goes on" in capsys.readouterr().err
+    seen = []
+    chunks = streaming.stream_chunks
+    for module in (streaming, context_harm):
+        monkeypatch.setattr(
+            module, "stream_chunks", lambda *given, name=module.__name__: seen.append(name) or chunks(*given)
+        )
+    assert evaluate(checkpoint, "--cache", tmp_path / "kept") == 0
+    assert set(seen) == {"hf_recurrent_lengthgen.evaluation.context_harm"}
+    result = found(tmp_path).models[0].evaluation
+    assert (result.position_wise, result.harm) == (expected.position_wise, expected.harm)
+    assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".json"]
+
+
+@pytest.mark.parametrize("roles", ["base", "base,best", "base,cured,control", ""])
+def test_roles_must_be_known_and_as_many_as_models(
+    roles: str, evaluate: Evaluate, checkpoint: Path, stock_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(checkpoint, stock_checkpoint, "--tokenizer", "bytes", "--roles", roles) == 1
+    assert "--roles must name one of base, cured, control, other for each of the 2" in capsys.readouterr().err
+
+
+def test_models_of_different_training_lengths_need_the_option(
+    checkpoint: Path, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = StatefulMamba2ForCausalLM.from_pretrained(checkpoint)
+    other.config.training_length = 16
+    other.save_pretrained(tmp_path / "other")
+    given = ["--data", str(text_file), "--split", "train", "--tokenizer", "bytes", "--output", str(tmp_path / "out")]
+    assert main(["evaluate", str(checkpoint), str(tmp_path / "other"), *given]) == 1
+    assert "different training lengths" in capsys.readouterr().err
+
+
+def test_a_cache_that_cannot_be_written_is_said(
+    evaluate: Evaluate, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert evaluate(checkpoint, "--cache", tmp_path / "file") == 1
+    assert "give --cache FOLDER or --no-cache" in capsys.readouterr().err
