@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "harness": ("models", "hybrids", "loading", "data", "evaluation"),
     "recipes": ("data", "trainers"),
     "trainers": ("models", "hybrids", "surgery", "data", "evaluation"),
-    "cli": ("", "models", "hybrids", "loading", "surgery", "data", "evaluation", "plotting", "trainers"),
+    "cli": ("", "models", "hybrids", "loading", "surgery", "data", "evaluation", "plotting", "harness", "trainers"),
     "": ("models", "hybrids", "loading", "surgery", "data", "evaluation", "plotting", "trainers"),
 }
 

@@ -90,16 +90,17 @@ def test_the_wheel_holds_every_module_once(built: Built) -> None:
     assert f"{PACKAGE}/trainers/__init__.py" in modules
 
 
-def test_the_wheel_holds_recipes_types_license_and_nothing_else(built: Built) -> None:
+def test_the_wheel_holds_recipes_tasks_types_license_and_nothing_else(built: Built) -> None:
     others = {name for name in built.wheel_files if not name.endswith(".py")}
-    recipes = {
+    data = {
         path.relative_to(built.source).as_posix()
-        for path in (built.source / PACKAGE / "recipes").rglob("*")
+        for folder in ("harness", "recipes")
+        for path in (built.source / PACKAGE / folder).rglob("*")
         if path.suffix in (".json", ".md", ".yaml")
     }
-    assert len(recipes) > 20
+    assert len(data) > 40
     names = ["METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"]
-    assert others == recipes | {f"{PACKAGE}/py.typed", *(f"{built.info}/{name}" for name in names)}
+    assert others == data | {f"{PACKAGE}/py.typed", *(f"{built.info}/{name}" for name in names)}
     assert {name.partition("/")[0] for name in built.wheel_files} == {PACKAGE, built.info}
 
 

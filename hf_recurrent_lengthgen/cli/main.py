@@ -1,4 +1,4 @@
-"""The command line: `lengthgen demo | train | evaluate | accuracy | expand | forget | maps`."""
+"""The command line: `lengthgen demo | train | evaluate | accuracy | expand | forget | maps | harness`."""
 
 import argparse
 import contextlib
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from safetensors import SafetensorError
 
-from hf_recurrent_lengthgen.cli import accuracy, demo, evaluate, expand, forget, maps, train
+from hf_recurrent_lengthgen.cli import accuracy, demo, evaluate, expand, forget, harness, maps, train
 from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 
@@ -19,6 +19,7 @@ COMMANDS = {
     "expand": expand,
     "forget": forget,
     "maps": maps,
+    "harness": harness,
 }
 DESCRIPTION = """\
 Recurrent language models that keep working far beyond the length they were trained on.
@@ -30,6 +31,7 @@ Recurrent language models that keep working far beyond the length they were trai
   lengthgen expand     give some layers of a checkpoint larger states, to be post-trained
   lengthgen forget     make a copy of a checkpoint that forgets more, without training
   lengthgen maps       show what the layers of a checkpoint look at
+  lengthgen harness    run the tasks of lm-evaluation-harness, and groups of them from the papers
 
 lengthgen COMMAND --help lists the options of a command. A first session:
 

@@ -1,0 +1,65 @@
+"""Perplexity of long texts from local files, in the way of PG-19 (Rae et al. 2019).
+
+A folder of text files, one book each, such as those of PG-19's test split. Of each book, the first so many tokens are
+one stream; shorter books are left out. More streams of a book follow each other without gaps (`streams_per_book`).
+"""
+
+import logging
+from typing import Any
+
+import datasets
+
+from hf_recurrent_lengthgen.harness.local_files import Splits, folder_of
+from hf_recurrent_lengthgen.harness.tokenizers import metadata_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def rows(length: int, data_dir: str | None = None, streams_per_book: int = 1, **metadata: Any) -> Splits:
+    """Texts of `length` tokens with their number of tokens.
+
+    A cut can fall into a character or between two tokens that tokenize otherwise alone. So a text may have a few
+    tokens more or less than `length`; `tokens` is their number.
+
+    Args:
+        length: Tokens of a text.
+        data_dir: Folder of .txt files; required.
+        streams_per_book: Most texts of a book.
+        metadata: The rest, where the tokenizer is.
+
+    Raises:
+        ValueError: without such a folder, without a tokenizer, and if all books are shorter.
+    """
+    if data_dir is None:
+        raise ValueError(
+            "These are perplexities of books in local files: give --metadata data_dir=FOLDER, a folder of .txt files."
+        )
+    if streams_per_book < 1:
+        raise ValueError(f"streams_per_book must be at least 1, got {streams_per_book}.")
+    folder = folder_of(data_dir)
+    tokenizer = metadata_tokenizer(metadata, "cutting books to a number of tokens")
+    texts, short, longest = [], 0, 0
+    for path in sorted(folder.glob("*.txt")):
+        try:
+            book = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text: {error}.") from error
+        tokens = tokenizer.encode(book, add_special_tokens=False, verbose=False)
+        longest = max(longest, len(tokens))
+        short += len(tokens) < length
+        for start in range(0, min(len(tokens) // length, streams_per_book) * length, length):
+            text = tokenizer.decode(tokens[start : start + length])
+            count = len(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+            texts.append({"text": text, "tokens": count, "book": path.name})
+    if not texts:
+        raise ValueError(f"{folder} has no .txt file of {length} tokens or more; the longest has {longest}.")
+    if short:
+        logger.warning("%d books have fewer than %d tokens and are left out.", short, length)
+    return {"test": datasets.Dataset.from_list(texts)}
+
+
+def perplexities(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[float, int]]:
+    """Log-likelihood in nats with the number of tokens, words and bytes that it is of."""
+    text = doc["text"]
+    counts = {"token": doc["tokens"], "word": len(text.split()), "byte": len(text.encode())}
+    return {f"{unit}_perplexity": (results[0], count) for unit, count in counts.items()}

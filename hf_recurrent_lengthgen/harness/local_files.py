@@ -1,0 +1,94 @@
+"""Rows of tasks from local files, or from the Hub.
+
+Task files name a function of this folder as `custom_dataset`; lm_eval calls it with the metadata of the task, to which
+`--metadata` and `--model_args` of the command line belong.
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import datasets
+from lm_eval.tasks._yaml_loader import load_yaml
+
+logger = logging.getLogger(__name__)
+Splits = dict[str, datasets.Dataset]
+
+
+def rows(config_source: str, data_dir: str | None = None, **metadata: Any) -> Splits:
+    """The rows of a task by split, in the layout of its data set on the Hub.
+
+    With `data_dir`, they are in the JSON lines `TASK.SPLIT.jsonl` of that folder, or `TASK.jsonl` for the split that
+    is evaluated. Demonstrations are in the split `train` of most tasks; without its file there are none.
+
+    Args:
+        config_source: The task file, which lm_eval puts into the metadata.
+        data_dir: Folder; None for the Hub.
+        metadata: The rest, of which nothing is used.
+
+    Raises:
+        ValueError: for a folder or file that is missing, and lines that are no JSON objects.
+    """
+    config = load_yaml(config_source, resolve_func=False)
+    if data_dir is None:
+        options = (config.get("dataset_kwargs") or {}).get("hub", {})
+        loaded: Splits = datasets.load_dataset(config["dataset_path"], config.get("dataset_name"), **options)
+        return loaded
+    folder, task = folder_of(data_dir), config["task"]
+    evaluated = config.get("test_split") or config.get("validation_split")
+    found: Splits = {}
+    for split in filter(None, (config.get(f"{kind}_split") for kind in ("training", "validation", "test"))):
+        path = folder / f"{task}.{split}.jsonl"
+        if not path.exists() and split == evaluated:
+            path = folder / f"{task}.jsonl"
+        if path.exists():
+            found[split] = datasets.Dataset.from_list(json_lines(path))
+        elif split == evaluated:
+            raise ValueError(f"{folder} has neither {task}.{split}.jsonl nor {task}.jsonl, the rows of {task}.")
+        else:
+            logger.warning("%s has no %s.%s.jsonl, so %s has no demonstrations from it.", folder, task, split, task)
+            found[split] = datasets.Dataset.from_list([])
+    return found
+
+
+def longbench_rows(config_source: str, data_dir: str | None = None, **metadata: Any) -> Splits:
+    """The rows of a task of LongBench; local ones are its own files, such as `qasper_e.jsonl`.
+
+    Raises:
+        ValueError: as `rows`.
+    """
+    if data_dir is None:
+        return rows(config_source, **metadata)
+    name = load_yaml(config_source, resolve_func=False)["dataset_name"]
+    path = folder_of(data_dir) / f"{name}.jsonl"
+    if not path.exists():
+        raise ValueError(f"{data_dir} has no {name}.jsonl, a file of LongBench.")
+    lines = [{"question": line.get("input"), **line} for line in json_lines(path)]  # lm_eval's name for it
+    return {"test": datasets.Dataset.from_list(lines)}
+
+
+def folder_of(data_dir: str) -> Path:
+    """The folder that a person named."""
+    folder = Path(data_dir).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"data_dir is {data_dir}, which is no folder.")
+    return folder
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file with one in each line."""
+    found = []
+    try:
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+            if line.strip():
+                found.append(json.loads(line))
+                if not isinstance(found[-1], dict):
+                    raise ValueError(f"{path}, line {number}: expected an object, got {type(found[-1]).__name__}.")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {number}: not valid JSON ({error}).") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}.") from error
+    if not found:
+        raise ValueError(f"{path} holds no rows.")
+    return found

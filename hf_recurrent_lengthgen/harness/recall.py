@@ -1,0 +1,144 @@
+"""Questions about a document, which is read twice before the answer ("Just read twice", arXiv:2407.05483).
+
+A model with a state of fixed size does not know what to keep before it has seen the question. So the prompt is the
+question, the document, and again the document with the beginning of the answer:
+
+    {question} {document}.
+    {document}. {cue}
+
+This is how StateX (arXiv:2509.22630, C.2) asks, which counts an answer as right if the continuation contains it, in
+upper or lower case. Documents above 2,048 - 50 tokens are cut before they are repeated: around the answer where the
+authors of the prompt do so, else behind their beginning.
+"""
+
+import logging
+import re
+from typing import Any, NamedTuple
+
+import datasets
+from transformers import PreTrainedTokenizerBase
+
+from hf_recurrent_lengthgen.harness import local_files
+from hf_recurrent_lengthgen.harness.tokenizers import metadata_tokenizer
+
+ROOM_FOR_THE_ANSWER = 50
+"""Tokens that the document leaves free, as with the authors of the prompt."""
+
+logger = logging.getLogger(__name__)
+
+
+class Asked(NamedTuple):
+    """A question about a document; `cue` is what the answer continues."""
+
+    question: str
+    document: str
+    cue: str
+    answers: list[str]
+
+
+def rows(
+    config_source: str,
+    layout: str,
+    keep: str,
+    data_dir: str | None = None,
+    times: int = 2,
+    context_length: int | None = 2048,
+    **metadata: Any,
+) -> local_files.Splits:
+    """The rows of a task as prompts and answers.
+
+    Args:
+        config_source: The task file.
+        layout: Of the rows: "key" (text, key, value), "completion" (context, question, text, value) or "question"
+            (context, question, orig_question, answers).
+        keep: What is kept of documents that are too long: "answer" or "beginning".
+        data_dir: Folder with local files; see `local_files.rows`.
+        times: How often the document is read.
+        context_length: Tokens for the document and an answer; None cuts nothing.
+        metadata: The rest, where the tokenizer is.
+
+    Raises:
+        ValueError: for rows without what their layout has, and as `local_files.rows`.
+    """
+    if times < 1:
+        raise ValueError(f"times must be at least 1, got {times}.")
+    if context_length is not None and context_length <= ROOM_FOR_THE_ANSWER:
+        raise ValueError(f"context_length must be above {ROOM_FOR_THE_ANSWER}, or None, got {context_length}.")
+    source = local_files.rows(config_source, data_dir, **metadata)["validation"]
+    prompts, without_answer = [], 0
+    for number, row in enumerate(source):
+        try:
+            asked = LAYOUTS[layout](row)
+        except KeyError as error:
+            raise ValueError(f"Row {number} has no {error}; it has {', '.join(sorted(row))}.") from error
+        if not asked.answers:
+            without_answer += 1
+            continue
+        if context_length is not None and len(asked.document.encode()) > context_length - ROOM_FOR_THE_ANSWER:
+            tokenizer = metadata_tokenizer(metadata, "cutting documents (context_length)")
+            asked = cut(asked, tokenizer, context_length - ROOM_FOR_THE_ANSWER, keep)
+        prompts.append({"prompt": prompt(asked, times), "answers": asked.answers})
+    if without_answer:
+        logger.warning("%d rows have no answer and are left out.", without_answer)
+    return {"validation": datasets.Dataset.from_list(prompts)}
+
+
+def prompt(asked: Asked, times: int = 2) -> str:
+    """The document `times` times, the question before it and the beginning of the answer behind it."""
+    reading = f"{asked.document.strip().strip('.').strip()}."
+    repeated = "\n".join([reading] * times)
+    return f"{asked.question} {repeated} {asked.cue}".strip() if times > 1 else f"{reading} {asked.cue}".strip()
+
+
+def cut(asked: Asked, tokenizer: PreTrainedTokenizerBase, longest: int, keep: str) -> Asked:
+    """The question with at most `longest` tokens of the document."""
+    tokens = tokenizer.encode(asked.document, add_special_tokens=False)
+    if len(tokens) <= longest:
+        return asked
+    start = 0
+    if keep == "answer":
+        places = [asked.document.lower().find(answer.lower()) for answer in asked.answers]
+        first = min((place for place in places if place >= 0), default=0)
+        before = len(tokenizer.encode(asked.document[:first], add_special_tokens=False))
+        start = max(0, min(before - longest // 2, len(tokens) - longest))
+    return asked._replace(document=tokenizer.decode(tokens[start : start + longest], skip_special_tokens=True))
+
+
+def contains(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """1 if the continuation contains one of the answers, in upper or lower case."""
+    return {"contains": float(any(answer.lower() in results[0].lower() for answer in doc["answers"]))}
+
+
+def _key(row: dict[str, Any]) -> Asked:
+    name = row["key"].strip()
+    text = row["text"].partition("Summary of information above...")[0].strip()
+    cue = f"{name[:1].upper()}{name[1:]}:"
+    return Asked(f"Information about {cue[:-1]}.", _without_end(text, f"{name}:"), cue, _answers([row["value"]]))
+
+
+def _completion(row: dict[str, Any]) -> Asked:
+    document, text = row["context"].partition("Question:")[0].strip(), row["text"].strip()
+    if not text.startswith(document):
+        document = text
+    return Asked(row["question"].strip(), document, text.removeprefix(document).strip(), _answers([row["value"]]))
+
+
+def _question(row: dict[str, Any]) -> Asked:
+    document = re.sub(r"\[(PAR|DOC|TLE)\]", "", row["context"]).strip()
+    cue = row["question"].strip()
+    question = (row.get("orig_question") or cue).strip().strip(":")
+    return Asked(question, _without_end(document, cue), cue, _answers(row["answers"]))
+
+
+def _without_end(text: str, ending: str) -> str:
+    """The text without an ending that the prompt adds itself."""
+    while ending and text.lower().endswith(ending.lower()):
+        text = text[: -len(ending)].rstrip()
+    return text
+
+
+def _answers(given: list[str]) -> list[str]:
+    return [answer.strip() for answer in given if answer.strip()]
+
+
+LAYOUTS = {"key": _key, "completion": _completion, "question": _question}

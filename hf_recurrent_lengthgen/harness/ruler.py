@@ -1,0 +1,64 @@
+"""RULER (Hsieh et al. 2024, arXiv:2404.06654) from the files of its own generator.
+
+Its script writes `LENGTH/data/TASK/validation.jsonl`, with the tokenizer of the model; `data_dir` is the folder of the
+lengths. Scores are the share of the asked strings that the continuation contains, in upper or lower case; in qa_1 and
+qa_2, one of them is enough.
+"""
+
+from typing import Any
+
+import datasets
+
+from hf_recurrent_lengthgen.harness.local_files import Splits, folder_of, json_lines
+
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+"""The lengths that have a metric."""
+
+
+def rows(task: str, data_dir: str | None = None, max_seq_lengths: list[int] | None = None, **metadata: Any) -> Splits:
+    """Prompts and answers at all lengths that the folder has, or at those given.
+
+    Args:
+        task: RULER's name of the task.
+        data_dir: Folder of the lengths; required.
+        max_seq_lengths: Some of `LENGTHS`; None for all that are there.
+        metadata: The rest, of which nothing is used.
+
+    Raises:
+        ValueError: without such a folder, for lengths that are not there, and rows that are not RULER's.
+    """
+    if data_dir is None:
+        raise ValueError(
+            "RULER is read from files of its own generator: give --metadata data_dir=FOLDER, which has "
+            f"LENGTH/data/{task}/validation.jsonl. The tasks niah_... and ruler_... of lm_eval generate them, with "
+            'pip install "lm_eval[ruler]" and a network.'
+        )
+    folder = folder_of(data_dir)
+    if unknown := sorted(set(max_seq_lengths or ()) - set(LENGTHS)):
+        raise ValueError(f"max_seq_lengths must be some of {', '.join(map(str, LENGTHS))}, got {unknown}.")
+    paths = {length: folder / str(length) / "data" / task / "validation.jsonl" for length in LENGTHS}
+    wanted = max_seq_lengths or [length for length, path in paths.items() if path.exists()]
+    if missing := [str(paths[length]) for length in wanted if not paths[length].exists()]:
+        raise ValueError(f"There is no {', '.join(missing)}.")
+    if not wanted:
+        raise ValueError(f"{folder} has no LENGTH/data/{task}/validation.jsonl, for LENGTH one of {LENGTHS}.")
+    found = []
+    for length in wanted:
+        for line in json_lines(paths[length]):
+            if "input" not in line or not isinstance(line.get("outputs"), list) or not line["outputs"]:
+                raise ValueError(f"{paths[length]} has a row without input or outputs: {', '.join(sorted(line))}.")
+            prompt, prefix = line["input"], line.get("answer_prefix", "")
+            prompt = prompt if prompt.endswith(prefix) else prompt + prefix
+            found.append({"prompt": prompt, "outputs": list(map(str, line["outputs"])), "length": length})
+    return {"test": datasets.Dataset.from_list(found)}
+
+
+def share_found(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """The share of the asked strings in the continuation, as the metric of the prompt's length."""
+    found = [output.lower() in results[0].lower() for output in doc["outputs"]]
+    return {str(doc["length"]): sum(found) / len(found)}
+
+
+def one_found(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """1 if one of the strings is in the continuation, as the metric of the prompt's length."""
+    return {str(doc["length"]): float(any(output.lower() in results[0].lower() for output in doc["outputs"]))}
