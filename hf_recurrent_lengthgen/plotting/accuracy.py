@@ -1,11 +1,11 @@
 """Accuracy on a task against the length of its strings."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from hf_recurrent_lengthgen.plotting.style import (
     FONT_SIZE,
@@ -15,9 +15,10 @@ from hf_recurrent_lengthgen.plotting.style import (
     label_ends,
     mark_training_lengths,
     new_axes,
+    short_number,
 )
 
-_COLORS = (ROLE_COLORS["cured"], ROLE_COLORS["base"], ROLE_COLORS["other"], *OTHER_COLORS)
+LINE_COLORS = (ROLE_COLORS["cured"], ROLE_COLORS["base"], ROLE_COLORS["other"], *OTHER_COLORS)
 
 
 def accuracy_figure(
@@ -40,9 +41,9 @@ def accuracy_figure(
     figure, axes = new_axes("Accuracy: symbols (solid), whole answers (dashed)")
     axes.set_ylim(-0.03, 1.13)  # room for the mark above the lines
     axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
-    _length_axis(axes, lengths, unit)
+    length_axis(axes, lengths, unit)
     ends = []
-    for (name, curve), color in zip(curves.items(), cycle(_COLORS), strict=False):
+    for (name, curve), color in zip(curves.items(), cycle(LINE_COLORS), strict=False):
         for part, line in enumerate(("solid", (0, (4, 2)))):
             heights = [curve[length][part] for length in lengths]
             axes.plot(lengths, heights, color=color, linestyle=line, marker="o", markersize=3.5, linewidth=1.8)
@@ -53,10 +54,11 @@ def accuracy_figure(
     return figure
 
 
-def _length_axis(axes: Axes, lengths: list[int], unit: str) -> None:
+def length_axis(axes: Axes, lengths: Sequence[int], unit: str) -> None:
+    """A logarithmic axis with at most seven of the lengths as ticks."""
     axes.set_xscale("log", base=2)
     axes.set_xlim(lengths[0] / 1.12, lengths[-1] * 1.06)
     axes.xaxis.set_major_locator(FixedLocator(lengths if len(lengths) <= 7 else lengths[:: -(-len(lengths) // 7)]))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     axes.set_xlabel(f"Length ({unit})", fontsize=FONT_SIZE - 0.5, color=MUTED)
