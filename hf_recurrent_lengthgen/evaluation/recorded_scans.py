@@ -27,7 +27,7 @@ def layers_of(model: Any) -> nn.ModuleList:
             f"{type(model).__name__} has no layers that are known here: load it with "
             "hf_recurrent_lengthgen.load_model(...)."
         )
-    return blocks  # type: ignore[no-any-return]
+    return blocks
 
 
 @contextmanager

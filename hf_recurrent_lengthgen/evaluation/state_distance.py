@@ -105,7 +105,7 @@ def _drift(
     sketch = layer.sketch.astype(np.float64)
 
     def pooled(places: list[int], rows: np.ndarray) -> np.ndarray:
-        return pooled_levels(np.moveaxis(sketch[np.ix_(places, rows)], 2, 0), layer.masses)
+        return pooled_levels(np.moveaxis(sketch[places][:, rows], 2, 0), layer.masses)
 
     everyone = np.arange(sequences)
     reference = pooled(inside, everyone)

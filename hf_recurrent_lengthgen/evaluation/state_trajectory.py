@@ -166,7 +166,7 @@ class StateObserver:
 
     def __init__(self, model: nn.Module, sequences: int, positions: Sequence[int]) -> None:
         self._model: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-        if not hasattr(self._model, "zero_state"):
+        if not callable(getattr(self._model, "zero_state", None)):
             raise ValueError(
                 f"{type(model).__name__} carries no state that is a value: there is nothing to take statistics of. "
                 "Load a recurrent model with hf_recurrent_lengthgen.load_model(...), or wrap one with stateful(model)."
