@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from hf_recurrent_lengthgen.evaluation.documents import document
-from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
+from hf_recurrent_lengthgen.evaluation.results import (
+    ComparedModel,
+    Comparison,
+    Curve,
+    Estimate,
+    EvaluationResult,
+    Role,
+)
+from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis
 
 Distance = Literal["total_variation", "jensen_shannon", "cosine"]
 """Of two probability distributions: total variation, Jensen-Shannon distance, one minus the cosine similarity."""
@@ -111,3 +119,47 @@ class RankCorrelation:
                 f"{len(self.models)} models have {len(self.metric_values)} values of {self.metric} and "
                 f"{len(self.score_values)} of {self.score}."
             )
+
+
+@dataclass(frozen=True)
+class DiagnosedModel:
+    """What was found about one model.
+
+    Attributes:
+        role: See `results.Role`.
+        evaluation: Loss by position, harm, and how far it holds.
+        states: None where there are none, or they were not asked for.
+        remembrance: None where it was not asked for, as the next two.
+        misalignment: Long-short misalignment in nats, inside the training length.
+        constant_prompt: None also where the tokenizer has no token for it.
+        refused: What could not be measured, by name, and why.
+    """
+
+    role: Role
+    evaluation: EvaluationResult
+    states: StateDiagnosis | None
+    remembrance: Remembrance | None
+    misalignment: Estimate | None
+    constant_prompt: ConstantPrompt | None
+    refused: dict[str, str]
+
+
+@document("diagnosis")
+@dataclass(frozen=True)
+class Diagnosis:
+    """Models diagnosed on the same data, in the order they are shown.
+
+    `correlation` is that of misalignment and loss at long context over the models; None for fewer than three.
+    """
+
+    title: str
+    models: tuple[DiagnosedModel, ...]
+    correlation: RankCorrelation | None
+
+    def __post_init__(self) -> None:
+        _ = self.comparison  # its checks are those of the models together
+
+    @property
+    def comparison(self) -> Comparison:
+        """The evaluations alone."""
+        return Comparison(self.title, tuple(ComparedModel(m.role, m.evaluation, None) for m in self.models))

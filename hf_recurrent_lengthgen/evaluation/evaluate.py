@@ -83,7 +83,7 @@ def evaluate_model(
         command: How the evaluation was started; by default this process' command line.
         seed: The seed the model and data came from; only recorded.
         stops: As for `stream_nll`.
-        observer: As for `stream_nll`; with one, everything is computed, whatever is in the cache.
+        observer: As for `stream_nll`; the stream is read for it even if the result is in the cache.
         cache: Where results are kept by their content, and what there is of one after an interrupt.
         progress: Show progress bars.
 
@@ -115,8 +115,6 @@ def evaluate_model(
         "command": " ".join(sys.argv) if command is None else command,
         "seed": seed,
     }
-    if cache is not None and observer is None and (kept := cache.get(key)):
-        return dataclasses.replace(from_json(kept, EvaluationResult), **recorded)
     reading: Any = {"batch_size": batch_size, "chunk_length": chunk_length, "progress": progress}
     kept_stream, kept_windows = (
         None
@@ -124,7 +122,15 @@ def evaluate_model(
         else cache.partial({**key, "part": part, "stops": stops, "observed": observer is not None})
         for part in ("stream", "windows")
     )
-    nll = stream_nll(model, array, stops=stops, observer=observer, partial=kept_stream, **reading).nll
+
+    def stream() -> np.ndarray:
+        return stream_nll(model, array, stops=stops, observer=observer, partial=kept_stream, **reading).nll
+
+    if cache is not None and (kept := cache.get(key)):
+        if observer is not None:
+            stream()
+        return dataclasses.replace(from_json(kept, EvaluationResult), **recorded)
+    nll = stream()
     windows = window_nll(model, array, training_length, partial=kept_windows, **reading)
 
     def curves(values: np.ndarray, first: int) -> TwoResolutions:
@@ -181,9 +187,9 @@ def evaluate_model(
     )
     if cache is not None:
         cache.put(key, to_json(result))
-        for partial in (kept_stream, kept_windows):
-            if partial is not None:
-                partial.remove()
+    for partial in (kept_stream, kept_windows):
+        if partial is not None:
+            partial.remove()
     return result
 
 
