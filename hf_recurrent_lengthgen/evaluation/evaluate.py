@@ -4,6 +4,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,8 @@ def evaluate_model(
         command: How the evaluation was started; by default this process' command line.
         seed: The seed the model and data came from; only recorded.
         stops: As for `stream_nll`.
-        observer: As for `stream_nll`; the stream is read for it even if the result is in the cache.
+        observer: As for `stream_nll`, and entered around the stream if it is a context manager; the stream is read
+            for it even if the result is in the cache.
         cache: Where results are kept by their content, and what there is of one after an interrupt.
         progress: Show progress bars.
 
@@ -124,7 +126,9 @@ def evaluate_model(
     )
 
     def stream() -> np.ndarray:
-        return stream_nll(model, array, stops=stops, observer=observer, partial=kept_stream, **reading).nll
+        # what an observer records while it is entered belongs to the stream, not to the windows
+        with observer if isinstance(observer, AbstractContextManager) else nullcontext():
+            return stream_nll(model, array, stops=stops, observer=observer, partial=kept_stream, **reading).nll
 
     if cache is not None and (kept := cache.get(key)):
         if observer is not None:
