@@ -43,14 +43,23 @@ def write_report(comparison: Comparison, folder: Path, checkpoint: Path | None =
         Path of the page.
     """
     write_result(folder / "result.json", comparison)
-    for name, draw in FIGURES.items():
-        figure = draw(comparison.models)
-        save_png(figure, folder / f"{name}.png")
-        save_svg(figure, folder / f"{name}.svg")
-    page = folder / "index.html"
+    for name, figure_of in FIGURES.items():
+        draw(figure_of(comparison.models), folder / name)
     loading = None if checkpoint is None else LOADING.format(folder=str(checkpoint))
+    return write_page(folder, comparison_page(comparison, loading))
+
+
+def draw(figure: Figure, path: Path) -> None:
+    """Write a figure as `path` with .png and with .svg."""
+    save_png(figure, path.with_name(f"{path.name}.png"))
+    save_svg(figure, path.with_name(f"{path.name}.svg"))
+
+
+def write_page(folder: Path, text: str) -> Path:
+    """Write `index.html`; an old one is replaced when the new one is complete."""
+    page = folder / "index.html"
     with replacing(page) as temporary:
-        temporary.write_text(comparison_page(comparison, loading), encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
     return page
 
 
@@ -71,13 +80,19 @@ def summary_table(comparison: Comparison) -> str:
                 "nowhere" if found.harm.harmful_from is None else f"{found.harm.harmful_from:,}",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     note = (
         f"nats per {first.data.token_unit} with {confidence} intervals over {first.sequences} sequences; "
         "positive harm: the context beyond the training length makes predictions worse."
     )
-    return "\n".join([*lines, note])
+    return f"{in_columns(rows)}\n{note}"
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as lines of aligned columns."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def _text(estimate: Estimate, sign: bool = False) -> str:
