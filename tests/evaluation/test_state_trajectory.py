@@ -1,0 +1,340 @@
+"""Statistics of states and of the inputs of recurrences, against a loop over tokens in float64."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from hf_recurrent_lengthgen.evaluation.state_trajectory import (
+    LayerTrajectory,
+    StateObserver,
+    StateTrajectory,
+    sample_positions,
+)
+from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
+from hf_recurrent_lengthgen.models.forgetting import forgetting
+from tests.models.families import (
+    FAMILIES,
+    GLA,
+    HGRN2,
+    LINEAR_ATTENTION,
+    MAMBA,
+    MAMBA2,
+    RWKV5,
+    RWKV6,
+    Family,
+    build,
+    random_tokens,
+    variant_id,
+)
+
+SEQUENCES, LENGTH = 3, 20
+POSITIONS = (1, 2, 3, 9, 16, 17, 20)
+CASES = [
+    *((family, "default") for family in FAMILIES),
+    (MAMBA2, "own state size in each layer"),
+    (GLA, "short convolutions, gelu, grouped heads"),
+    (HGRN2, "short convolutions, no bounds"),
+]
+
+
+def made(family: Family, variant: str = "default", dtype: torch.dtype = torch.float64) -> Any:
+    return build(family, dtype, **family.variants.get(variant, {}))
+
+
+def observed(model: Any, tokens: Tensor, positions: tuple[int, ...] = POSITIONS, **options: Any) -> StateTrajectory:
+    observer = StateObserver(model, len(tokens), positions)
+    with observer:
+        stream_nll(model, tokens, stops=positions, observer=observer, progress=False, **options)
+    return observer.trajectory()
+
+
+def states_by_token(family: Family, model: Any, tokens: Tensor) -> list[Any]:
+    """The state after each token, from the family's equations."""
+    state, states = model.zero_state(len(tokens)), []
+    with torch.no_grad():
+        embedded = model.get_input_embeddings()(tokens)
+        for t in range(tokens.shape[1] - 1):
+            _, state = family.loop(model, embedded[:, t : t + 1], state)
+            states.append(state)
+    return states
+
+
+def units_of(recurrent: np.ndarray) -> np.ndarray:
+    """(S, U, E): heads as they are, channels in 16 groups (of 2 in the tiny models)."""
+    return recurrent.reshape(len(recurrent), recurrent.shape[1] if recurrent.ndim == 4 else 16, -1)
+
+
+@pytest.mark.parametrize(("family", "variant"), CASES, ids=variant_id)
+def test_statistics_are_those_of_the_states_after_each_token(family: Family, variant: str) -> None:
+    model, tokens = made(family, variant), random_tokens(SEQUENCES, LENGTH + 1)
+    states = states_by_token(family, model, tokens)
+    trajectory = observed(model, tokens, batch_size=2, chunk_length=6)
+    assert trajectory.positions == POSITIONS
+    for place, position in enumerate(POSITIONS):
+        for found, state in zip(trajectory.layers, states[position - 1], strict=True):
+            units = units_of(state.recurrent.numpy())
+            assert found.recurrent is not None
+            np.testing.assert_allclose(found.recurrent.mean[place], units.mean(-1), atol=1e-9)
+            np.testing.assert_allclose(found.recurrent.variance[place], units.var(-1), atol=1e-9)
+            index = np.abs(units).argmax(-1)
+            np.testing.assert_array_equal(found.recurrent.extreme_index[place], index)
+            extreme = np.take_along_axis(units, index[..., None], -1)[..., 0]
+            np.testing.assert_allclose(found.recurrent.extreme[place], extreme, atol=1e-9)
+            assert found.sketch is not None
+            np.testing.assert_allclose(found.sketch[place] @ found.masses, units.mean(-1), atol=1e-5)
+            conv = state.conv.numpy()
+            if conv[0].size:
+                assert found.conv is not None
+                mean = found.conv.mean[place] * part_sizes(found, conv) / conv.shape[1]
+                np.testing.assert_allclose(mean.sum(-1), conv.mean((1, 2)), atol=1e-9)
+            else:
+                assert found.conv is None
+
+
+def part_sizes(found: LayerTrajectory, conv: np.ndarray) -> np.ndarray:
+    """Channels of each part, from the shape of the heads."""
+    channels = conv.shape[1]
+    if found.conv_parts == ("x", "B", "C"):
+        return np.array([32, (channels - 32) / 2, (channels - 32) / 2])
+    if found.conv_parts == ("q", "k", "v"):
+        assert found.recurrent is not None
+        (values, keys), heads = found.shape, found.recurrent.mean.shape[2]
+        kv_heads = (channels - heads * keys) / (keys + values)
+        return np.array([heads * keys, kv_heads * keys, kv_heads * values])
+    return np.full(len(found.conv_parts), channels / len(found.conv_parts))
+
+
+def test_convolution_states_are_told_apart_by_part() -> None:
+    tokens = random_tokens(SEQUENCES, LENGTH + 1)
+    model = made(MAMBA2)
+    found = observed(model, tokens).layers[1].conv
+    state = states_by_token(MAMBA2, model, tokens)[-1][1].conv.numpy()
+    assert found is not None
+    for part, channels in enumerate((slice(0, 32), slice(32, 42), slice(42, 52))):  # 4 heads of 8, 2 groups of 5
+        np.testing.assert_allclose(found.variance[-1, :, part], state[:, channels].var((1, 2)), atol=1e-9)
+        values = np.abs(state[:, channels]).reshape(SEQUENCES, -1)
+        np.testing.assert_allclose(np.abs(found.extreme[-1, :, part]), values.max(1), atol=1e-9)
+    parts = {family.name: observed(made(family), tokens).layers[0].conv_parts for family in (MAMBA, RWKV6, GLA)}
+    assert parts == {"mamba": ("x",), "rwkv6": ("time mixing", "channel mixing"), "gla": ()}
+    short = made(GLA, "short convolutions, gelu, grouped heads")
+    assert observed(short, tokens).layers[0].conv_parts == ("q", "k", "v")
+
+
+def decays_and_writes(model: Any, tokens: Tensor, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """alpha_t and what token t writes, (L, S, ...) in a layer: its state is linear in where it began, and nothing it
+    is fed depends on it."""
+
+    def states(offset: float) -> np.ndarray:
+        state, found = list(model.zero_state(len(tokens))), []
+        state[layer] = state[layer]._replace(recurrent=state[layer].recurrent + offset)
+        carried = tuple(state)
+        for t in range(tokens.shape[1] - 1):
+            with torch.no_grad():
+                carried = model(tokens[:, t : t + 1], initial_state=carried).final_state
+            found.append(carried[layer].recurrent)
+        return np.stack([part.numpy() for part in found])
+
+    from_zero, from_one = states(0.0), states(1.0)
+    products = from_one - from_zero
+    before = np.concatenate([np.ones_like(products[:1]), products[:-1]])
+    decays = products / before
+    history = np.concatenate([np.zeros_like(from_zero[:1]), from_zero[:-1]])
+    return decays, from_zero - decays * history
+
+
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [*((family, "default") for family in FAMILIES), (GLA, "short convolutions, gelu, grouped heads")],
+    ids=variant_id,
+)
+@pytest.mark.parametrize("layer", [0, 1])
+def test_retention_is_the_product_of_the_decays_after_the_first_token(
+    family: Family, variant: str, layer: int
+) -> None:
+    model, tokens = made(family, variant), random_tokens(SEQUENCES, 10)
+    positions = (1, 2, 5, 9)
+    decays, _ = decays_and_writes(model, tokens, layer)
+    inputs = observed(model, tokens, positions, batch_size=2, chunk_length=3).layers[layer].inputs
+    assert inputs is not None
+    before = 0
+    for place, position in enumerate(positions):
+        kept = units_of(decays[1:position].prod(0))
+        np.testing.assert_allclose(np.exp(inputs.log_retention[place]), kept.mean(-1), rtol=1e-8)
+        logs = np.log(decays[before:position]).mean(0)
+        np.testing.assert_allclose(inputs.log_decay[place], units_of(logs).mean(-1), rtol=1e-5, atol=1e-12)
+        before = position
+
+
+@pytest.mark.parametrize("family", [MAMBA2, GLA, HGRN2, LINEAR_ATTENTION, RWKV6, RWKV5], ids=variant_id)
+def test_norms_of_keys_and_values_and_steps_make_up_what_is_written(family: Family) -> None:
+    model, tokens = made(family), random_tokens(SEQUENCES, 5)
+    _, writes = decays_and_writes(model, tokens, 1)
+    inputs = observed(model, tokens, (1, 2, 3, 4)).layers[1].inputs
+    assert inputs is not None
+    # a write is an outer product, whose norm is the product of the norms
+    found = inputs.key * inputs.value * (1 if inputs.step is None else inputs.step)
+    np.testing.assert_allclose(found, np.linalg.norm(writes, axis=(-2, -1)), rtol=1e-6)
+    assert (inputs.step is None) == (family is not MAMBA2)
+
+
+def test_steps_keys_and_values_are_what_the_modules_compute() -> None:
+    model, tokens = made(MAMBA), random_tokens(SEQUENCES, 5)
+    mixer, seen = model.backbone.layers[1].mixer, {}
+    for name in ("x_proj", "dt_proj"):
+        mixer.get_submodule(name).register_forward_hook(
+            lambda _, args, out, name=name: seen.__setitem__(name, (args[0], out))
+        )
+    with torch.no_grad():
+        model(tokens[:, :-1])
+    N = mixer.state_size
+    means = {
+        "value": units_of(seen["x_proj"][0].abs().mean(1).numpy()).mean(-1),
+        "step": units_of(softplus(seen["dt_proj"][1]).mean(1).numpy()).mean(-1),
+        "key": np.repeat(seen["x_proj"][1][..., -2 * N : -N].norm(dim=-1).mean(1).numpy()[:, None], 16, 1),
+    }
+    inputs: Any = observed(model, tokens, (4,)).layers[1].inputs
+    for name, expected in means.items():
+        np.testing.assert_allclose(getattr(inputs, name)[0], expected, rtol=1e-8)
+
+
+def test_retention_over_long_streams_does_not_underflow() -> None:
+    model = made(MAMBA2, dtype=torch.float32)
+    tokens = random_tokens(1, 5001)
+    inputs = observed(model, tokens, (1, 100, 5000)).layers[0].inputs
+    assert inputs is not None
+    assert float(inputs.log_retention[-1].min()) < -800  # exp is 0 there
+    np.testing.assert_allclose(
+        inputs.log_retention[-1] - inputs.log_retention[-2], 4900 * inputs.log_decay[-1], rtol=1e-6
+    )
+
+
+def test_an_observer_can_go_on_where_another_stopped() -> None:
+    model, tokens = made(MAMBA2), random_tokens(2, LENGTH + 1)
+    whole = StateObserver(model, 2, POSITIONS)
+    parts = [StateObserver(model, 2, POSITIONS) for _ in range(2)]
+
+    class Relay:
+        """Changes observers after 12 tokens, between two positions."""
+
+        def see(self, first: int, chunk: Any) -> None:
+            parts[chunk.start >= 12].see(first, chunk)
+            if chunk.start + chunk.nll.shape[1] == 12:
+                parts[1].restore(parts[0].arrays())
+                parts[0].__exit__(None, None, None)
+                parts[1].__enter__()
+
+    with whole:
+        stream_nll(model, tokens, stops=POSITIONS, observer=whole, chunk_length=3, progress=False)
+    parts[0].__enter__()
+    relay: Any = Relay()
+    stream_nll(model, tokens, stops=(*POSITIONS, 12), observer=relay, chunk_length=3, progress=False)
+    parts[1].__exit__(None, None, None)
+    for found, expected in zip(parts[1].trajectory().layers, whole.trajectory().layers, strict=True):
+        for one, other in zip(found, expected, strict=True):
+            if isinstance(other, tuple) and isinstance(other[0], np.ndarray):
+                for array, same in zip(one, other, strict=True):
+                    np.testing.assert_allclose(array, same, rtol=1e-12)
+
+
+def test_the_sketch_holds_means_of_neighbours_among_the_sorted_elements() -> None:
+    model = made(MAMBA2, "own state size in each layer")  # 8 * 12 elements: all of them are sketched
+    tokens = random_tokens(2, 9)
+    layer = observed(model, tokens, (8,)).layers[0]
+    state = states_by_token(MAMBA2, model, tokens)[-1][0].recurrent.numpy().reshape(2, 4, -1)
+    counts = np.round(layer.masses * 96).astype(int)
+    assert counts.sum() == 96
+    ordered, start = np.sort(state, -1), 0
+    assert layer.sketch is not None
+    for group, count in enumerate(counts):
+        np.testing.assert_allclose(
+            layer.sketch[0, ..., group], ordered[..., start : start + count].mean(-1), rtol=1e-5
+        )
+        start += count
+
+
+def test_wrapped_models_of_transformers_have_states_but_no_known_scans() -> None:
+    stateful = pytest.importorskip("hf_recurrent_lengthgen.hybrids").stateful
+    torch.manual_seed(0)
+    config = Mamba2Config(
+        vocab_size=29, hidden_size=16, num_hidden_layers=2, num_heads=4, head_dim=8, state_size=5, n_groups=1
+    )
+    try:
+        model = stateful(Mamba2ForCausalLM(config).eval())
+    except ValueError:
+        pytest.skip("this version of Transformers is too old for stateful()")
+    tokens = random_tokens(2, 9)
+    trajectory = observed(model, tokens, (1, 4, 8))
+    state = model(tokens[:, :4], output_final_state=True).final_state
+    for layer, expected in zip(trajectory.layers, state, strict=True):
+        assert layer.inputs is None
+        assert layer.recurrent is not None
+        np.testing.assert_allclose(
+            layer.recurrent.mean[1], expected.recurrent.detach().mean((2, 3)).numpy(), atol=1e-6
+        )
+
+
+def test_the_code_of_a_checkpoint_is_read_like_ours(tmp_path: Path) -> None:
+    ours, tokens = made(MAMBA2, dtype=torch.float32), random_tokens(2, 9)
+    ours.save_pretrained(tmp_path)
+    remote: Any = get_class_from_dynamic_module("modeling_stateful_mamba2.StatefulMamba2ForCausalLM", tmp_path)
+    found = observed(remote.from_pretrained(tmp_path).eval(), tokens, (8,)).layers[1]
+    expected = observed(ours, tokens, (8,)).layers[1]
+    assert found.inputs is not None
+    assert expected.inputs is not None
+    np.testing.assert_allclose(found.inputs.log_retention, expected.inputs.log_retention, rtol=1e-5)
+
+
+def test_a_model_that_forgets_has_no_inputs_and_a_plain_one_no_recorder_left() -> None:
+    model, tokens = made(MAMBA2), random_tokens(2, 9)
+    with forgetting(model, retention=0.9):
+        assert observed(model, tokens, (8,)).layers[0].inputs is None
+    without = StateObserver(model, 2, (8,))
+    stream_nll(model, tokens, stops=(8,), observer=without, progress=False)
+    assert without.trajectory().layers[0].inputs is None
+
+
+@pytest.mark.parametrize(
+    ("length", "training_length", "expected"),
+    [
+        (1024, 64, (1, 2, 4, 8, 16, 32, 40, 48, 56, 64, 91, 128, 181, 256, 362, 512, 724, 1024)),
+        (50, 64, (1, 2, 4, 8, 16, 32, 40, 48, 50)),
+        (3, 1, (1, 2, 3)),
+    ],
+)
+def test_positions(length: int, training_length: int, expected: tuple[int, ...]) -> None:
+    assert sample_positions(length, training_length) == expected
+
+
+def test_bad_arguments_are_refused() -> None:
+    model, tokens = made(MAMBA2), random_tokens(2, 9)
+    with pytest.raises(ValueError, match="rise, got"):
+        StateObserver(model, 2, (4, 4))
+    with pytest.raises(ValueError, match="rise, got"):
+        StateObserver(model, 2, ())
+    with pytest.raises(ValueError, match="sequences must be at least 1"):
+        StateObserver(model, 0, (4,))
+    with pytest.raises(ValueError, match="per_octave must be at least 1"):
+        sample_positions(10, 2, 0)
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=29,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+    )
+    with pytest.raises(ValueError, match="LlamaForCausalLM carries no state that is a value"):
+        StateObserver(llama, 2, (4,))
+    observer = StateObserver(model, 2, (4, 7))
+    stream_nll(model, tokens, stops=(4,), observer=observer, chunk_length=20, progress=False)
+    with pytest.raises(ValueError, match="Sequence 0 was not read to position 7"):
+        observer.trajectory()
