@@ -36,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     inputs = load_inputs(options)
     compared = []
-    with resumable(inputs):
+    with resumable(inputs.cache):
         for subject in inputs.subjects:
             announce(subject, inputs, "Evaluating")
             result = evaluate_model(

@@ -76,7 +76,12 @@ def load_documents(data: str, split: str, text_column: str = "text") -> list[str
 
 def load_stream(data: str, split: str, tokenizer: PreTrainedTokenizerBase, text_column: str = "text") -> Stream:
     """Token stream of a data set with the tokenizer's end-of-sequence token after each document."""
-    description = f"{data}, split {split}"
+    tokens = token_stream(load_documents(data, split, text_column), tokenizer)
+    return Stream(tokens, describe_data(data, split))
+
+
+def describe_data(data: str, split: str) -> str:
+    """What a split of a data set is, in words."""
     if data == STANDARD_LIBRARY:
-        description = f"{standard_library_corpus().description}, {split} files"
-    return Stream(token_stream(load_documents(data, split, text_column), tokenizer), description)
+        return f"{standard_library_corpus().description}, {split} files"
+    return f"{data}, split {split}"

@@ -1,4 +1,4 @@
-"""The command line: `lengthgen demo | train | evaluate | accuracy | expand | forget | maps | harness`."""
+"""The command line: `lengthgen demo | train | evaluate | accuracy | expand | forget | maps | retrieve | harness`."""
 
 import argparse
 import contextlib
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from safetensors import SafetensorError
 
-from hf_recurrent_lengthgen.cli import accuracy, demo, evaluate, expand, forget, harness, maps, train
+from hf_recurrent_lengthgen.cli import accuracy, demo, evaluate, expand, forget, harness, maps, retrieve, train
 from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 
@@ -19,6 +19,7 @@ COMMANDS = {
     "expand": expand,
     "forget": forget,
     "maps": maps,
+    "retrieve": retrieve,
     "harness": harness,
 }
 DESCRIPTION = """\
@@ -31,6 +32,7 @@ Recurrent language models that keep working far beyond the length they were trai
   lengthgen expand     give some layers of a checkpoint larger states, to be post-trained
   lengthgen forget     make a copy of a checkpoint that forgets more, without training
   lengthgen maps       show what the layers of a checkpoint look at
+  lengthgen retrieve   measure whether checkpoints find what stands far back in a text
   lengthgen harness    run the tasks of lm-evaluation-harness, and groups of them from the papers
 
 lengthgen COMMAND --help lists the options of a command. A first session:

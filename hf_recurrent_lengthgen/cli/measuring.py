@@ -60,13 +60,18 @@ def add_options(parser: argparse.ArgumentParser, output: str, sequences: int) ->
         "--split", default="validation", help="split of the data; a single file is train (default: %(default)s)"
     )
     parser.add_argument("--text-column", default="text", help="column that holds the text (default: %(default)s)")
-    parser.add_argument("--tokenizer", help='tokenizer folder or name, or "bytes" (default: the models\' own)')
-    parser.add_argument(
-        "--training-length", type=positive, metavar="T", help="training length (default: from the models' configs)"
-    )
     parser.add_argument("--length", type=positive, metavar="N", help="tokens per sequence (default: 64 T)")
     parser.add_argument(
         "--sequences", type=positive, default=sequences, metavar="N", help="number of sequences (default: %(default)s)"
+    )
+    add_model_options(parser)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of how models are loaded and run, and where what was found is kept."""
+    parser.add_argument("--tokenizer", help='tokenizer folder or name, or "bytes" (default: the models\' own)')
+    parser.add_argument(
+        "--training-length", type=positive, metavar="T", help="training length (default: from the models' configs)"
     )
     parser.add_argument("--device", default="cpu", help="device to run on, such as cuda (default: %(default)s)")
     parser.add_argument(
@@ -101,15 +106,15 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
     length = options.length or 64 * training_length
     if length <= training_length:
         raise ValueError(f"--length is {length}, but must be above the training length, {training_length}.")
-    tokenizer = _tokenizer(options)
+    tokenizer = shared_tokenizer(options)
     stream = load_stream(options.data, options.split, tokenizer, options.text_column)
     tokens = evaluation_sequences(stream.tokens, options.sequences, length + 1)
     for model in models:
         array = check_tokens(tokens, reader_of(model).vocabulary, training_length + 1)
     Path(options.output).mkdir(parents=True, exist_ok=True)  # fails now rather than after hours
-    cache = None if options.no_cache else _cache(options.cache or default_cache_folder())
+    cache = open_cache(options)
     subjects = [
-        Subject(_label(name, model.config), role, model)
+        Subject(model_label(name, model.config), role, model)
         for name, role, model in zip(names, roles, models, strict=True)
     ]
     unit = token_unit(tokenizer)
@@ -117,13 +122,13 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
 
 
 @contextmanager
-def resumable(inputs: Inputs) -> Iterator[None]:
+def resumable(cache: ResultCache | None) -> Iterator[None]:
     """Say how to go on, when a person stops the work inside."""
     try:
         yield
     except KeyboardInterrupt:
-        if inputs.cache is not None:
-            print(f"\nWhat was found is kept in {inputs.cache.folder}: the same command goes on.", file=sys.stderr)
+        if cache is not None:
+            print(f"\nWhat was found is kept in {cache.folder}: the same command goes on.", file=sys.stderr)
         raise
 
 
@@ -140,7 +145,15 @@ def _memory(reader: Reader) -> str:
     return ", with keys and values of all of a text" if reader.carries else ", each read at once"
 
 
-def _cache(folder: str | Path) -> ResultCache:
+def open_cache(options: argparse.Namespace) -> ResultCache | None:
+    """Where results are kept; None for --no-cache.
+
+    Raises:
+        ValueError: for a folder that cannot be made.
+    """
+    if options.no_cache:
+        return None
+    folder = options.cache or default_cache_folder()
     try:
         return ResultCache(folder)
     except OSError as error:
@@ -177,13 +190,13 @@ def _training_length(names: list[str], models: list[Any]) -> int:
     raise ValueError(f"The models have different training lengths ({told}): give one with --training-length.")
 
 
-def _label(name: str, config: Any) -> str:
+def model_label(name: str, config: Any) -> str:
     """The name of a model, with how it is made to forget."""
     rule = Forgetting.of(config)
     return name if rule == Forgetting() else f"{name} ({in_words(rule)})"
 
 
-def _tokenizer(options: argparse.Namespace) -> PreTrainedTokenizerBase:
+def shared_tokenizer(options: argparse.Namespace) -> PreTrainedTokenizerBase:
     """The tokenizer given, or the one that all models share."""
     if options.tokenizer:
         return load_tokenizer(options.tokenizer, options.trust_remote_code)

@@ -1,0 +1,275 @@
+"""`lengthgen retrieve`: whether checkpoints find what stands far back in a text, by depth and length."""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from transformers import PreTrainedTokenizerBase
+
+from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, STANDARD_LIBRARY, describe_data, load_documents, token_unit
+from hf_recurrent_lengthgen.cli.measuring import (
+    DTYPES,
+    add_model_options,
+    model_label,
+    on_device,
+    open_cache,
+    positive,
+    resumable,
+    shared_tokenizer,
+)
+from hf_recurrent_lengthgen.data.tasks import (
+    PASSKEY_STYLES,
+    BabilongGrid,
+    BabiQuestion,
+    NeedleGrid,
+    PasskeyGrid,
+    RetrievalGrid,
+    babi_files,
+    read_babi,
+)
+from hf_recurrent_lengthgen.evaluation.files import write_result
+from hf_recurrent_lengthgen.evaluation.retrieval import retrieval_accuracy
+from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalComparison, RetrievalResult, Share
+from hf_recurrent_lengthgen.loading import load_language_model
+from hf_recurrent_lengthgen.plotting.images import save_png, save_svg
+from hf_recurrent_lengthgen.plotting.retrieval import heat_map_figure, retrieval_accuracy_figure, within_figure
+from hf_recurrent_lengthgen.plotting.style import short_number
+
+DESCRIPTION = """\
+Measure whether models find what stands far back in a text, by where it stands and how long the text is. Answers count
+if greedy decoding gives them. Writes retrieval.json and figures: accuracy by depth and length, by length, and for
+needles near the end. Tasks:
+
+  passkey    a number of 5 digits in repeated sentences. Styles: "pass key" (arXiv:2507.02782), "passkey"
+             (arXiv:2410.07145), "infinity-bench" (arXiv:2509.22630)
+  niah       a number of 7 digits in running text: NIAH-single-2 of RULER, in the words of arXiv:2509.22630. The papers
+             hide it in essays; here it is --data, from its beginning
+  babilong   the questions qa1 to qa10 of bAbI, whose facts are spread through --data
+
+  lengthgen retrieve demo-output/base demo-output/cured --lengths 1k,2k,4k
+  lengthgen retrieve my-mamba2 --task niah --lengths 4k,8k,16k,32k,64k --samples 26 --data essays --split train
+  lengthgen retrieve my-mamba2 --task babilong --babi-folder tasks_1-20_v1-2/en-10k --shots 2
+
+Copying and recall of many key-value pairs are measured by "lengthgen accuracy". Models whose state is a value read
+what prompts begin with alike once, so that a second sample or depth costs less than a second text. Finished cells are
+kept, and an interrupted command goes on where it was.
+"""
+DEFAULT_LENGTHS = "1k,2k,4k,8k,16k"
+DEFAULT_DEPTHS = "10"
+_SIZES = {"k": 2**10, "m": 2**20}
+# Options that go with some tasks only; elsewhere they would do nothing.
+_GOES_WITH = {
+    "style": ("passkey",),
+    "depths": ("passkey", "niah"),
+    "within": ("passkey", "niah"),
+    "data": ("niah", "babilong"),
+    "split": ("niah", "babilong"),
+    "text_column": ("niah", "babilong"),
+    "babi_folder": ("babilong",),
+    "babi_tasks": ("babilong",),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lengthgen retrieve", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("models", nargs="+", metavar="MODEL", help="checkpoint folder or Hub name of any causal language model")
+    add("--task", choices=("passkey", "niah", "babilong"), default="passkey", help="default: %(default)s")
+    add("--style", choices=PASSKEY_STYLES, help='with passkey: words of the prompt (default: "pass key")')
+    add(
+        "--lengths",
+        default=DEFAULT_LENGTHS,
+        metavar="N,...",
+        help="tokens of prompt and answer; 1k is 1024 (default: %(default)s)",
+    )
+    add(
+        "--depths",
+        metavar="N | X,...",
+        help="number of depths, evenly from 0 (start of the text) to 1 (its end), or the depths themselves "
+        f"(default: {DEFAULT_DEPTHS})",
+    )
+    add("--samples", type=positive, default=10, metavar="N", help="prompts in each cell (default: %(default)s)")
+    add("--shots", type=int, default=0, metavar="N", help="solved examples before a prompt (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of keys, words and places (default: %(default)s)")
+    add(
+        "--within",
+        metavar="N,...",
+        help="the r of accuracy for needles within the last r tokens (default: the first four lengths)",
+    )
+    add("--data", help=f"with niah and babilong: the text (default: {STANDARD_LIBRARY}): {DATA_HELP}")
+    add("--split", help="split of the data; a single file is train (default: validation)")
+    add("--text-column", help="column that holds the text (default: text)")
+    add(
+        "--babi-folder",
+        metavar="FOLDER",
+        help="with babilong: files of the official archive, qa1_..._test.txt and so on; with shots also .._train.txt",
+    )
+    add("--babi-tasks", metavar="N,...", help="which of them (default: 1,2,3,4,5,6,7,8,9,10)")
+    add("--output", default="retrieval", help="folder for the results (default: %(default)s)")
+    add("--batch-size", type=positive, metavar="N", help="prompts read together (default: by memory, at most 16)")
+    add("--chunk-length", type=positive, metavar="N", help="tokens of each in a forward pass (default: by memory)")
+    add_model_options(parser)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command with its arguments."""
+    options = _parser().parse_args(arguments)
+    for name, tasks in _GOES_WITH.items():
+        if getattr(options, name) is not None and options.task not in tasks:
+            raise ValueError(
+                f"--{name.replace('_', '-')} does nothing with task {options.task}: it goes with "
+                f"{' and '.join(tasks)}."
+            )
+    if len(set(options.models)) < len(options.models):
+        raise ValueError(f"Each model can be given once, got {' '.join(options.models)}.")
+    lengths = _numbers("--lengths", options.lengths)
+    within = None if options.within is None else _numbers("--within", options.within)
+    output = Path(options.output)
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output {output} is a file: give the name of a folder.")
+    output.mkdir(parents=True, exist_ok=True)  # fails now rather than after hours
+    tokenizer, cache = shared_tokenizer(options), open_cache(options)
+    grid, description = _grid(options, tokenizer)
+    names = _short_names(options.models)
+    models = [load_language_model(name, options.trust_remote_code, DTYPES[options.dtype]) for name in options.models]
+    found = []
+    with resumable(cache):
+        for name, model in zip(options.models, models, strict=True):
+            print(f"{grid.task}, {len(grid.rows)} rows of {len(lengths)} lengths, {grid.samples} samples: {name}")
+            result = retrieval_accuracy(
+                on_device(model, options.device),
+                grid,
+                lengths,
+                label=model_label(names[name], model.config),
+                data_description=description,
+                token_unit=token_unit(tokenizer),
+                training_length=options.training_length or getattr(model.config, "training_length", None),
+                batch_size=options.batch_size,
+                chunk_length=options.chunk_length,
+                cache=cache,
+                command=shlex.join(["lengthgen", "retrieve", *arguments]),
+                progress=sys.stderr.isatty(),
+            )
+            found.append(result)
+    print(f"\n{_table(found)}")
+    print(f"\nResults: {_write(output, found, within)}")
+    return 0
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """Lengths such as "512,1k,1.5k,1m", ascending."""
+    numbers = []
+    for part in text.split(","):
+        digits, size = part.strip().lower(), 1
+        if digits[-1:] in _SIZES:
+            digits, size = digits[:-1], _SIZES[digits[-1:]]
+        try:
+            number = float(digits) * size
+        except ValueError:
+            number = 0.0
+        if not 1 <= number < 2**40 or number != int(number):
+            raise ValueError(
+                f"{option} is {text!r}, but must be whole numbers with commas between, such as 512,1k,2k."
+            )
+        numbers.append(int(number))
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"{option} is {text!r}, but each number can be given once.")
+    return sorted(numbers)
+
+
+def _depths(text: str) -> list[float]:
+    """A number of depths from 2 on, or depths."""
+    try:
+        depths = [float(part) for part in text.split(",")]
+    except ValueError:
+        depths = []
+    if len(depths) == 1 and depths[0] >= 2 and depths[0] == int(depths[0]):
+        return [float(depth) for depth in np.linspace(0, 1, int(depths[0])).round(6)]
+    if not depths or not all(0 <= depth <= 1 for depth in depths):
+        raise ValueError(
+            f"--depths is {text!r}, but must be a number of depths from 2 on, or depths from 0 to 1 with commas "
+            "between."
+        )
+    return depths
+
+
+def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tuple[RetrievalGrid, str]:
+    """The prompts, and what they are made of in words."""
+    sizes = {"samples": options.samples, "seed": options.seed, "shots": options.shots}
+    depths = _depths(DEFAULT_DEPTHS if options.depths is None else options.depths)
+    if options.task == "passkey":
+        style = options.style or next(iter(PASSKEY_STYLES))
+        return PasskeyGrid(tokenizer, depths, style=style, **sizes), "repeated sentences"
+    data, split = options.data or STANDARD_LIBRARY, options.split or "validation"
+    texts = load_documents(data, split, options.text_column or "text")
+    told = describe_data(data, split)
+    if options.task == "niah":
+        return NeedleGrid(tokenizer, texts, depths, **sizes), told
+    if options.babi_folder is None:
+        raise ValueError("--task babilong needs --babi-folder, the folder of the files qa1_..._test.txt.")
+    tasks = _numbers("--babi-tasks", options.babi_tasks or "1,2,3,4,5,6,7,8,9,10")
+
+    def questions(part: str) -> dict[str, list[BabiQuestion]]:
+        files = babi_files(options.babi_folder, part, tasks)
+        return {f"qa{task}": read_babi(path) for task, path in zip(tasks, files, strict=True)}
+
+    examples = questions("train") if options.shots > 0 else None
+    return BabilongGrid(tokenizer, questions("test"), texts, examples=examples, **sizes), f"bAbI in {told}"
+
+
+def _short_names(models: Sequence[str]) -> dict[str, str]:
+    """The last parts of the names where these differ."""
+    short = [Path(name).name for name in models]
+    return dict(zip(models, short if len(set(short)) == len(short) else models, strict=True))
+
+
+def _table(found: Sequence[RetrievalResult]) -> str:
+    """Accuracy by length with its interval, and the length up to which a model recalls."""
+    first = found[0]
+    width = max(8, *(len(result.model) for result in found))
+    head = "".join(f"{short_number(length):>16}" for length in first.lengths)
+    rows = []
+    for result in found:
+        cells = "".join(f"{_percent(share, result.confidence):>16}" for share in result.by_length)
+        recalled = result.recall_length()
+        rows.append(f"{result.model.ljust(width)}{cells}{'none' if recalled is None else short_number(recalled):>10}")
+    what = f"{first.task} ({first.style}{f', {first.shots} shots' if first.shots else ''})"
+    note = (
+        f"{what}: right answers in percent by length in {first.data.token_unit}s, with 95 % intervals;\n"
+        "T_recall is the length up to which at least 95 % are right."
+    )
+    if any(not cell.samples for row in first.cells for cell in row):
+        note += " Cells without samples, where no question fits, do not count."
+    return "\n".join([f"{'model'.ljust(width)}{head}{'T_recall':>10}", *rows, note])
+
+
+def _percent(share: Share, confidence: float) -> str:
+    if share.accuracy is None:
+        return "-"
+    low, high = share.interval(confidence)
+    return f"{100 * share.accuracy:.0f} ({100 * low:.0f} to {100 * high:.0f})"
+
+
+def _write(folder: Path, found: Sequence[RetrievalResult], within: Sequence[int] | None) -> Path:
+    """Write JSON and pictures; the path of the picture of cells."""
+    write_result(folder / "retrieval.json", RetrievalComparison(tuple(found)))
+    figures: dict[str, Callable[[], Figure]] = {
+        "heat_map": lambda: heat_map_figure(found),
+        "accuracy": lambda: retrieval_accuracy_figure(found),
+    }
+    for number, result in enumerate(found):
+        if result.depths is not None:
+            name = "within" if len(found) == 1 else f"within_{number + 1}"
+            figures[name] = lambda result=result: within_figure(result, within)  # type: ignore[misc]
+    for name, make in figures.items():
+        figure = make()
+        save_svg(figure, folder / f"{name}.svg")
+        save_png(figure, folder / f"{name}.png")
+    return folder / "heat_map.png"
