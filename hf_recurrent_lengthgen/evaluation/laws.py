@@ -1,0 +1,380 @@
+"""How long to train, and how far to recall: thresholds of length, and their laws in the size of the state.
+
+"Stuffed Mamba" (Chen et al., arXiv:2410.07145), sections 4.2, 4.3 and 5. A law belongs to a family of models: each
+state size N_S has one T_forget, the least of the training lengths from which on models do not fail on longer texts,
+and one T_recall, the greatest length of accurate recall over its training lengths. The paper finds
+T_forget = 5.172 N_S - 4.469 and T_recall = 4.756 (1.365^N_S - 1) - 0.742 for Mamba-2 (N_S in millions of state
+elements, T in thousands of tokens).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, takewhile
+from typing import Any, Literal
+
+import numpy as np
+from scipy.optimize import least_squares
+from scipy.stats import t as student
+
+from hf_recurrent_lengthgen.evaluation.law_results import Law, LawFit, LawLine, Quantity, Threshold
+from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
+from hf_recurrent_lengthgen.evaluation.retrieval_results import RECALL_ACCURACY
+from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
+
+FAILURE_FACTOR = 2.0
+"""A model fails where its loss is above this times the greatest loss inside the training length (section 4.2)."""
+STEEPEST = 30.0
+"""The exponential is searched up to c^(range of sizes) = e^30 and e^-30."""
+LARGEST_EXPONENT = 300.0
+"""Of c and c^N, so that squares of them are numbers."""
+LINE_POINTS = 101
+MILLION, THOUSAND = 1_000_000, 1_000
+"""The paper's units of state sizes and lengths."""
+Form = Literal["linear", "exponential"]
+
+
+def state_elements(model: Any) -> int:
+    """Numbers in the recurrent state of one text: recurrent parts and convolution columns of all layers.
+
+    With K - 1 columns for K taps, this is the "state size" of arXiv:2410.07145, Table 2. The tokens that a window of
+    forgetting keeps do not count.
+
+    Args:
+        model: With `state_shapes()`, as the models of this package and `stateful(model)` have it.
+
+    Raises:
+        ValueError: for a model without.
+    """
+    if not hasattr(model, "state_shapes"):
+        raise ValueError(
+            f"{type(model).__name__} has no state_shapes(), so its state cannot be counted: load it with "
+            "hf_recurrent_lengthgen.load_model(...), or wrap it with stateful(model)."
+        )
+    return sum(math.prod(shape.recurrent) + math.prod(shape.conv) for shape in model.state_shapes())
+
+
+def fails(curve: Curve, training_length: int, factor: float = FAILURE_FACTOR, skip: float | None = None) -> bool:
+    """Whether the loss beyond the training length is ever above `factor` times the greatest one inside it (4.2).
+
+    The loss of the very first tokens, which have no context, must not set the limit: the first bin is left out.
+
+    Args:
+        curve: Loss by position, from position 0 to well beyond the training length, averaged over texts (the paper
+            reads 128 of 1M tokens). `position_edges` gives edges, `evaluate_model` such curves.
+        training_length: T, one of the edges.
+        factor: Above 1.
+        skip: Leave out the bins that begin in this share of the training length; None for the first bin only, which
+            has to be wide enough then.
+
+    Raises:
+        ValueError: for a training length that is no edge, no bin left inside it or beyond it, losses that are NaN or
+            negative, and factors or shares that are not possible.
+    """
+    if not factor > 1:
+        raise ValueError(f"factor must be above 1, got {factor}.")
+    if skip is not None and not 0 <= skip < 1:
+        raise ValueError(f"skip must be a share of the training length from 0 to below 1, or None; got {skip}.")
+    if training_length not in curve.edges or curve.edges[0] != 0:
+        raise ValueError(
+            f"The curve must begin at 0 and have an edge at the training length {training_length}, but its edges are "
+            f"{_some(curve.edges)}; position_edges(length, training_length) gives such."
+        )
+    if any(math.isnan(loss) or loss < 0 for loss in curve.mean):
+        raise ValueError(f"Losses must be numbers of at least 0, got {_some(curve.mean)}.")
+    first = curve.edges[1] if skip is None else skip * training_length
+    bins = list(zip(pairwise(curve.edges), curve.mean, strict=True))
+    inside = [loss for (start, stop), loss in bins if first <= start and stop <= training_length]
+    beyond = [loss for (start, _), loss in bins if start >= training_length]
+    if not inside or not beyond:
+        raise ValueError(
+            f"The edges {_some(curve.edges)} leave no bin {'beyond' if inside else 'to set the limit inside'} the "
+            f"training length {training_length}: give narrower bins, longer texts, or a smaller skip."
+        )
+    return max(beyond) > factor * max(inside)
+
+
+def forget_threshold(
+    size: int, curves: Mapping[int, Curve], factor: float = FAILURE_FACTOR, skip: float | None = None
+) -> Threshold:
+    """T_forget of a state size: the least training length from which on models do not fail.
+
+    A length that holds below one that fails does not count. If none fails, T_forget is at most the shortest ("<=");
+    if the longest fails, it is above that (">").
+
+    Args:
+        size: N_S, `state_elements(model)`.
+        curves: Training length -> loss by position of the model trained with it.
+        factor: As for `fails`.
+        skip: As for `fails`.
+
+    Raises:
+        ValueError: for no curves, and as `fails`.
+    """
+    if not curves:
+        raise ValueError("T_forget needs the curve of at least one training length, got none.")
+    tried = sorted(curves)
+    failed = [length for length in tried if fails(curves[length], length, factor, skip)]
+    if not failed:
+        return Threshold(size, "<=", tried[0], tuple(tried))
+    longer = [length for length in tried if length > failed[-1]]
+    return Threshold(size, "=" if longer else ">", longer[0] if longer else failed[-1], tuple(tried))
+
+
+def recall_threshold(
+    size: int, accuracies: Mapping[int, Mapping[int, float]], least: float = RECALL_ACCURACY
+) -> Threshold:
+    """T_recall of a state size: up to which length recall is accurate, the most over training lengths (4.3).
+
+    If no model recalls at its shortest length, T_recall is below that ("<"); if one does up to its longest, it is at
+    least what was found (">=").
+
+    Args:
+        size: N_S, `state_elements(model)`.
+        accuracies: Training length -> length of the prompt -> share of right answers, from 0 to 1, as
+            `RetrievalResult` has them in `lengths` and `by_length`.
+        least: Accuracy from which on recall counts as accurate.
+
+    Raises:
+        ValueError: for no training length, one without lengths, shares outside [0, 1], and a `least` outside (0, 1].
+    """
+    if not 0 < least <= 1:
+        raise ValueError(f"least must be above 0 and at most 1, got {least}.")
+    if not accuracies or not all(accuracies.values()):
+        raise ValueError("T_recall needs at least one training length, and at least one length measured for each.")
+    shares = [share for found in accuracies.values() for share in found.values()]
+    if not all(0 <= share <= 1 for share in shares):
+        raise ValueError(f"Accuracies must be shares from 0 to 1, got {_some(shares)}.")
+    longest = {trained: _recalled(found, least) for trained, found in accuracies.items()}
+    length, tried = max(longest.values()), tuple(sorted(accuracies))
+    if length == 0:
+        return Threshold(size, "<", min(min(found) for found in accuracies.values()), tried)
+    open_ended = any(longest[trained] == max(found) for trained, found in accuracies.items())
+    return Threshold(size, ">=" if open_ended else "=", length, tried)
+
+
+def _recalled(accuracy: Mapping[int, float], least: float) -> int:
+    """The greatest length up to which no accuracy is below `least`; 0 if there is none."""
+    return max(takewhile(lambda length: accuracy[length] >= least, sorted(accuracy)), default=0)
+
+
+def fit_law(
+    quantity: Quantity,
+    thresholds: Sequence[Threshold],
+    rule: str,
+    confidence: float = CONFIDENCE,
+    size_unit: int = MILLION,
+    length_unit: int = THOUSAND,
+) -> Law:
+    """The paper's law for the thresholds: linear for T_forget (5.2), exponential for T_recall (5.3).
+
+    Only thresholds that are known exactly enter. Bounds are kept in the result; leaving them out bends a law toward
+    the lengths that were tried, so try longer and shorter ones rather than trust a fit with many of them. If there is
+    no fit, the result says why.
+
+    Args:
+        quantity: "forget" or "recall".
+        thresholds: Of one family, of different sizes; several of one size, say of seeds, are a point each.
+        rule: How they were found, in words, for readers of the result.
+        confidence: Two-sided, of all intervals.
+        size_unit: Elements in the unit of N in the law's formula.
+        length_unit: Tokens in the unit of T.
+
+    Raises:
+        ValueError: for no thresholds, and a confidence or units that are not possible.
+    """
+    known = [threshold for threshold in thresholds if threshold.relation == "="]
+    fit = fit_linear_law if quantity == "forget" else fit_exponential_law
+    points = [threshold.size for threshold in known], [threshold.length for threshold in known]
+    try:
+        found = fit(*points, confidence, size_unit, length_unit)
+    except NoFitError as error:
+        return Law(quantity, rule, tuple(thresholds), None, str(error))
+    return Law(quantity, rule, tuple(thresholds), found, None)
+
+
+class NoFitError(ValueError):
+    """The points do not determine the law."""
+
+
+def fit_linear_law(
+    sizes: Sequence[float],
+    lengths: Sequence[float],
+    confidence: float = CONFIDENCE,
+    size_unit: int = MILLION,
+    length_unit: int = THOUSAND,
+) -> LawFit:
+    """T = a N + b by least squares, with t-intervals of n - 2 degrees of freedom.
+
+    Args:
+        sizes: State elements.
+        lengths: Tokens.
+        confidence: Two-sided.
+        size_unit: Elements in the unit of N.
+        length_unit: Tokens in the unit of T.
+
+    Raises:
+        NoFitError: a `ValueError`, for fewer than two different sizes, or lengths that are all equal.
+        ValueError: for points that are not finite, and a confidence or units that are not possible.
+    """
+    n, t = _points(sizes, lengths, 2, confidence, size_unit, length_unit)
+    (a, b), *_ = np.linalg.lstsq(np.stack([n, np.ones_like(n)], 1), t, rcond=None)
+    return _law_fit("linear", {"a": a, "b": b}, n, t, confidence, size_unit, length_unit)
+
+
+def fit_exponential_law(
+    sizes: Sequence[float],
+    lengths: Sequence[float],
+    confidence: float = CONFIDENCE,
+    size_unit: int = MILLION,
+    length_unit: int = THOUSAND,
+) -> LawFit:
+    """T = a (c^N - 1) + b by least squares, with linearized t-intervals of n - 3 degrees of freedom.
+
+    For a given c the law is linear in a and b, so that only c is searched: log c on a grid, then to full precision.
+    Points that are nearly on a line leave a and c open: the intervals say so, and are only as good as the
+    linearization. All points count alike, so the greatest lengths decide; the intervals hold if thresholds are equally
+    uncertain at all sizes, and are far too narrow if that grows with the length. Below c = 1 the law saturates.
+
+    Args:
+        sizes: State elements.
+        lengths: Tokens.
+        confidence: Two-sided.
+        size_unit: Elements in the unit of N. It should be about the range of sizes: c is per unit.
+        length_unit: Tokens in the unit of T.
+
+    Raises:
+        NoFitError: a `ValueError`, for fewer than three different sizes, lengths that are all equal, and points that
+            no c fits best: on a straight line, or with a step that gets better the steeper the law.
+        ValueError: for points that are not finite, a confidence or units that are not possible, and a unit of sizes
+            in which c is too large for a number.
+    """
+    n, t = _points(sizes, lengths, 3, confidence, size_unit, length_unit)
+    span = np.ptp(n)
+    share = (n - n.min()) / span  # (n,), from 0 to 1
+
+    def solution(growth: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Slope and start (G,) of the best T = slope grown + start for each growth (G,), and residuals (G, n)."""
+        grown = _grown(growth[:, None], share)
+        centered = grown - grown.mean(1, keepdims=True)
+        slope = centered @ t / np.square(centered).sum(1)
+        start = t.mean() - slope * grown.mean(1)
+        return slope, start, slope[:, None] * grown + start[:, None] - t
+
+    grid = np.linspace(-STEEPEST, STEEPEST, 1201)
+    best = int(np.square(solution(grid)[2]).sum(1).argmin())
+    if best in (0, len(grid) - 1):
+        raise NoFitError("The points have a step, which no exponential law fits best: give more sizes around it.")
+    bounds, tolerances = (grid[best - 1], grid[best + 1]), {"xtol": 1e-15, "ftol": 1e-15, "gtol": 1e-15}
+    growth = float(least_squares(lambda x: solution(x)[2][0], [grid[best]], bounds=bounds, **tolerances).x[0])
+    if abs(growth) < 1e-6:
+        raise NoFitError("The points are on a straight line: a and c of an exponential law are not determined.")
+    slope, start = (float(found[0]) for found in solution(np.array([growth]))[:2])
+    if abs(growth) / span * max(1.0, n.max()) > LARGEST_EXPONENT:
+        raise ValueError(
+            f"c^N is too large for a number, with N in units of {size_unit:,} elements and sizes from "
+            f"{min(sizes):,} to {max(sizes):,}: give a size_unit of about their range, {max(sizes) - min(sizes):,}."
+        )
+    a = slope / growth * math.exp(-growth / span * n.min())
+    coefficients = {"a": a, "c": math.exp(growth / span), "b": start - slope / growth + a}
+    return _law_fit("exponential", coefficients, n, t, confidence, size_unit, length_unit)
+
+
+def _grown(growth: np.ndarray, share: np.ndarray) -> np.ndarray:
+    """(e^(growth share) - 1) / growth, which is `share` at growth 0; shapes as they broadcast."""
+    growth = np.where(growth == 0, 1e-100, growth)
+    grown: np.ndarray = np.expm1(growth * share) / growth
+    return grown
+
+
+def _points(
+    sizes: Sequence[float],
+    lengths: Sequence[float],
+    coefficients: int,
+    confidence: float,
+    size_unit: int,
+    length_unit: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sizes and lengths in their units, (n,) float64 each, checked."""
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}.")
+    if size_unit < 1 or length_unit < 1:
+        raise ValueError(f"size_unit and length_unit must be at least 1, got {size_unit} and {length_unit}.")
+    n, t = np.asarray(sizes, np.float64) / size_unit, np.asarray(lengths, np.float64) / length_unit
+    if n.ndim != 1 or n.shape != t.shape or not (np.isfinite(n).all() and np.isfinite(t).all()):
+        raise ValueError(f"A law needs one finite size and length for each point, got {list(sizes)}, {list(lengths)}.")
+    different = len(np.unique(n))
+    if different < coefficients:
+        raise NoFitError(
+            f"A law of {coefficients} coefficients needs points of at least {coefficients} state sizes with exact "
+            f"thresholds, got {different}."
+        )
+    if np.ptp(t) == 0:
+        raise NoFitError(f"All thresholds are {lengths[0]:g} tokens: there is nothing that a law could explain.")
+    return n, t
+
+
+def _law_fit(
+    form: Form,
+    coefficients: dict[str, float],
+    n: np.ndarray,
+    t: np.ndarray,
+    confidence: float,
+    size_unit: int,
+    length_unit: int,
+) -> LawFit:
+    """The fit with R^2, intervals from the covariance s^2 (J'J)^-1, and the line with its band."""
+    values = [float(value) for value in coefficients.values()]
+    grid = np.linspace(n.min(), n.max(), LINE_POINTS)
+    residuals, mean = law_value(form, values, n) - t, law_value(form, values, grid)
+    half, low, high = None, None, None
+    freedom = len(n) - len(values)
+    if freedom > 0:
+        scale = student.ppf((1 + confidence) / 2, freedom) * math.sqrt(residuals @ residuals / freedom)
+        jacobian = _jacobian(form, values, n)
+        norms = np.linalg.norm(jacobian, axis=0)
+        inverse = np.linalg.pinv(jacobian / norms, rcond=1e-14) / norms[:, None]  # (k, n); (J'J)^-1 = inverse inverse'
+        half = scale * np.linalg.norm(inverse, axis=1)
+        band = scale * np.linalg.norm(_jacobian(form, values, grid) @ inverse, axis=1)
+        low, high = (tuple((length_unit * bound).tolist()) for bound in (mean - band, mean + band))
+    estimates = {
+        name: Estimate(value, None, None)
+        if half is None
+        else Estimate(value, value - float(half[index]), value + float(half[index]))
+        for index, (name, value) in enumerate(zip(coefficients, values, strict=True))
+    }
+    deviations = t - t.mean()
+    return LawFit(
+        form=form,
+        size_unit=size_unit,
+        length_unit=length_unit,
+        coefficients=estimates,
+        r_squared=1 - float(residuals @ residuals) / float(deviations @ deviations),
+        points=len(n),
+        confidence=confidence,
+        line=LawLine(tuple((size_unit * grid).tolist()), tuple((length_unit * mean).tolist()), low, high),
+    )
+
+
+def law_value(form: Form, coefficients: Sequence[float], sizes: np.ndarray) -> np.ndarray:
+    """T of a law (a, b) or (a, c, b) at sizes N of any shape, both in its units."""
+    if form == "linear":
+        a, b = coefficients
+        value: np.ndarray = a * sizes + b
+    else:
+        a, c, b = coefficients
+        value = a * np.expm1(math.log(c) * sizes) + b
+    return value
+
+
+def _jacobian(form: Form, coefficients: Sequence[float], sizes: np.ndarray) -> np.ndarray:
+    """Derivatives of `law_value` by its coefficients, (n, k)."""
+    ones = np.ones_like(sizes)
+    if form == "linear":
+        return np.stack([sizes, ones], 1)
+    a, c, _ = coefficients
+    return np.stack([np.expm1(math.log(c) * sizes), a * sizes * c ** (sizes - 1), ones], 1)
+
+
+def _some(values: Sequence[float]) -> str:
+    """The first values, as text."""
+    return ", ".join(f"{value:g}" for value in values[:8]) + (", ..." if len(values) > 8 else "")
