@@ -97,7 +97,7 @@ class RankCorrelation:
         coefficient: From -1 to 1; equal values share the mean of their ranks.
         p_value: Two-sided: the share of pairings that are at least as far from 0, of all pairings of the two sets of
             values, or of `pairings` random ones.
-        least_p_value: What p_value is for a set of as many models without ties at best: 2 / n!.
+        least_p_value: The least that p_value can be for so many models without equal values.
         pairings: Number of pairings looked at.
         exact: Whether these are all.
     """

@@ -206,7 +206,8 @@ def final_predictions(
         if carry is not None:
             carry = add_rows(reader, carry, sum(start == begin for start, _ in reading))
         sequences = [sequence for _, sequence in reading]
-        step = max(1, min(chunk, budget // len(reading))) if reader.carries else end - begin
+        most = max(1, min(chunk, budget // len(reading))) if reader.carries else end - begin
+        step = math.ceil((end - begin) / math.ceil((end - begin) / most))  # equal pieces: no short one is left over
         for at in range(begin, end, step):
             ids = array[sequences, at : min(at + step, end)].astype(np.int64)
             logits, carry = reader.read(torch.from_numpy(ids).to(reader.device), carry, logits_to_keep=1)

@@ -1,0 +1,98 @@
+"""Loss on a prompt of one repeated token: does a model that has read nothing new for long still predict it?
+
+"Stuffed Mamba" (Chen et al. 2024, arXiv:2410.07145), section 4 and Appendix I, reads the "newlines" prompt: any number
+of newlines and nothing else. It is easy, endless and the same for everyone; a model whose state overflows beyond its
+training length fails on it all the same. One text is enough, as there is nothing to draw: so there are no intervals.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import ConstantPrompt
+from hf_recurrent_lengthgen.evaluation.length_generalization import make_curve
+from hf_recurrent_lengthgen.evaluation.statistics import bin_means, position_edges
+from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
+
+FAILURE_FACTOR = 2.0
+"""A model fails where its loss is above this times the highest inside the training length (section 4.2)."""
+BINS_PER_OCTAVE = 4
+
+
+def newline_token(tokenizer: Any) -> int:
+    """The id of the token that is one newline and nothing else, as it stands inside a text.
+
+    Some tokenizers put a space before every text, so that a newline alone is two tokens; then the one after a letter
+    is taken.
+
+    Raises:
+        ValueError: for a tokenizer that has no such token.
+    """
+    alone = tokenizer.encode("\n", add_special_tokens=False)
+    letter, inside = (tokenizer.encode(text, add_special_tokens=False) for text in ("a", "a\n"))
+    for ids in (alone, inside[len(letter) :] if inside[: len(letter)] == letter else []):
+        if len(ids) == 1 and tokenizer.decode(ids) == "\n":
+            return int(ids[0])
+    raise ValueError(
+        f"{type(tokenizer).__name__} has no token that is a single newline: it encodes one as {alone}. Repeat another "
+        "token of your choice."
+    )
+
+
+def constant_prompt(
+    model: nn.Module,
+    token: int,
+    training_length: int,
+    length: int,
+    *,
+    factor: float = FAILURE_FACTOR,
+    bins_per_octave: int = BINS_PER_OCTAVE,
+    chunk_length: int | None = None,
+    progress: bool = True,
+) -> ConstantPrompt:
+    """NLL by position of a text of `token` alone, and whether it rises beyond the training length.
+
+    It has risen where a bin is above `factor` times the highest bin inside the training length, the first bin left
+    out: the first token has nothing before it and must not set the limit (the rule of section 4.2, there for
+    ordinary texts).
+
+    Args:
+        model: As for `stream_nll`.
+        token: What is repeated; `newline_token(tokenizer)` for the paper's prompt.
+        training_length: Tokens per training sequence, at least 2.
+        length: Positions to score, above `training_length`.
+        factor: Above 1.
+        bins_per_octave: Bins for each doubling of the position.
+        chunk_length: As for `stream_nll`.
+        progress: Show a progress bar.
+
+    Raises:
+        ValueError: for a token outside the vocabulary, lengths and factors that are not possible, and as `stream_nll`.
+    """
+    if training_length < 2 or length <= training_length:
+        raise ValueError(
+            f"training_length must be at least 2 and length above it, got {training_length} and {length}: the prompt "
+            "shows what happens beyond the training length."
+        )
+    if not factor > 1:
+        raise ValueError(f"factor must be above 1, got {factor}.")
+    prompt = np.broadcast_to(np.int64(token), (1, length + 1))
+    nll = stream_nll(model, prompt, chunk_length=chunk_length, progress=progress).nll
+    edges = position_edges(length, training_length, 0, bins_per_octave)
+    curve = make_curve(edges, bin_means(nll, edges))
+    inside = max(curve.mean[1 : edges.index(training_length)])
+    beyond = [
+        (start, mean) for (start, _), mean in zip(pairwise(edges), curve.mean, strict=True) if start >= training_length
+    ]
+    return ConstantPrompt(
+        token=token,
+        training_length=training_length,
+        length=length,
+        curve=curve,
+        inside=inside,
+        beyond=max(mean for _, mean in beyond),
+        factor=factor,
+        exceeded_from=next((start for start, mean in beyond if mean > factor * inside), None),
+    )

@@ -1,0 +1,105 @@
+"""Rank correlations against the paper's table, scipy, and counting by hand."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import RankCorrelation
+from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
+from hf_recurrent_lengthgen.evaluation.rank_correlation import rank_correlation
+
+# "Output Alignment", Table 1: training loss, misalignment, log perplexity at 16k, LongBench-E score.
+TABLE = {
+    "GPT-J-6B": (2.1, 3.4, 9.5, 7.8),
+    "GPT-NeoX-20B": (2.3, 3.2, 9.4, 9.7),
+    "Llama2-7B": (1.9, 3.4, 9.4, 8.9),
+    "RandomPos": (2.2, 3.3, 8.2, 9.2),
+    "Yarn-Llama-2-7B-8k": (2.0, 2.6, 3.8, 21.2),
+    "Qwen-7B-8k": (1.7, 2.8, 3.2, 24.2),
+    "CLEX-LLaMA-4K": (1.7, 2.4, 1.8, 32.7),
+}
+
+
+def column(index: int) -> dict[str, float]:
+    return {name: row[index] for name, row in TABLE.items()}
+
+
+def named(values: list[float]) -> dict[str, float]:
+    return {f"m{index}": value for index, value in enumerate(values)}
+
+
+@pytest.mark.parametrize(
+    ("metric", "score", "printed"),
+    [(0, 2, 0.67), (1, 2, 0.88), (1, 3, -0.95), (0, 3, -0.56)],  # the paper prints -0.59 for the last
+)
+def test_coefficients_are_those_of_the_paper_s_table(metric: int, score: int, printed: float) -> None:
+    found = rank_correlation(column(metric), column(score))
+    assert round(found.coefficient, 2) == printed
+    assert found.coefficient == pytest.approx(
+        stats.spearmanr(list(column(metric).values()), list(column(score).values()))[0]
+    )
+    assert found.models == tuple(TABLE)
+
+
+def test_four_models_by_counting() -> None:
+    # Ranks 1234 and 2134: 1 - 6 * 2 / (4 * 15) = 0.8. Of the 24 orders, 1 has 1.0, 3 have 0.8 (one swap of
+    # neighbours), and their reverses have the negatives.
+    found = rank_correlation(named([1, 2, 3, 4]), named([20, 10, 30, 40]), "loss", "score")
+    assert found.coefficient == pytest.approx(0.8)
+    assert found.p_value == 8 / 24
+    assert (found.pairings, found.exact, found.least_p_value) == (24, True, 2 / 24)
+    perfect = rank_correlation(named([1, 2, 3, 4]), named([-1, -2, -3, -9]))
+    assert perfect.coefficient == pytest.approx(-1)
+    assert perfect.p_value == perfect.least_p_value
+
+
+def test_equal_values_share_their_rank() -> None:
+    # Ranks 1.5 1.5 3 and 1 2 3; of the six orders those with the last one at an end of the second column count.
+    found = rank_correlation(named([5, 5, 7]), named([1, 2, 3]))
+    assert found.coefficient == pytest.approx(3**0.5 / 2)
+    assert found.p_value == pytest.approx(4 / 6)
+
+
+def test_many_models_are_paired_at_random_and_agree_with_the_t_test() -> None:
+    generator = np.random.default_rng(0)
+    one = generator.normal(size=30)
+    other = one + generator.normal(size=30)
+    found = rank_correlation(named(one.tolist()), named(other.tolist()))
+    expected = stats.spearmanr(one, other)
+    assert found.coefficient == pytest.approx(expected.statistic)
+    assert found.p_value == pytest.approx(expected.pvalue, abs=3e-3)
+    assert 0.001 < found.p_value < 0.1
+    assert not found.exact
+    assert found == rank_correlation(named(one.tolist()), named(other.tolist()))
+    strongest = rank_correlation(named(one.tolist()), named(one.tolist()))
+    assert strongest.p_value == strongest.least_p_value == 1 / 100_000
+
+
+def test_models_are_matched_by_name_and_the_result_has_a_file_form(tmp_path: Any) -> None:
+    found = rank_correlation({"a": 1, "b": 2, "c": 3}, {"c": 30, "a": 10, "b": 20})
+    assert found.coefficient == pytest.approx(1)
+    assert found.score_values == (10, 20, 30)
+    write_result(tmp_path / "correlation.json", found)
+    assert read_result(tmp_path / "correlation.json", RankCorrelation) == found
+
+
+@pytest.mark.parametrize(
+    ("metric", "score", "message"),
+    [
+        ({"a": 1, "b": 2}, {"a": 1, "b": 2}, r"at least 3 models, got 2: \('a', 'b'\)"),
+        ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "d": 3}, r"one alone has \['c', 'd'\]"),
+        ({"a": 1, "b": 2, "c": 3}, {"a": 4, "b": 4, "c": 4}, "score is 4 for all models"),
+        ({"a": 1, "b": 2, "c": float("nan")}, {"a": 1, "b": 2, "c": 3}, "metric must be finite"),
+    ],
+    ids=str,
+)
+def test_what_has_no_order_is_refused(metric: dict[str, float], score: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rank_correlation(metric, score)
+
+
+def test_a_damaged_result_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 models have 1 values of a and 2 of b"):
+        RankCorrelation("a", "b", ("x", "y"), (1.0,), (1.0, 2.0), 1.0, 1.0, 1.0, 6, True)
