@@ -82,6 +82,8 @@ def diagnose_states(
         ValueError: for models without states, and as `stream_nll`, `state_drift` and `patch_heads`.
     """
     check_training_length(training_length)
+    if patched_heads < 0:
+        raise ValueError(f"patched_heads must be at least 0, got {patched_heads}.")
     length = int(tokens.shape[1]) - 1
     chosen = tuple(positions or sample_positions(length, training_length))
     observer = StateObserver(model, len(tokens), chosen)
@@ -123,7 +125,7 @@ def describe_states(
             f"{type(model).__name__} carries inputs of convolutions only, which hold its last tokens: there is no "
             "state that could drift."
         )
-    drifts = state_drift(trajectory, training_length, smallest_drift)
+    drifts = state_drift(trajectory, training_length, smallest_drift, confidence)
     order = ranked(drifts)
     detailed = set(order[:DETAILED_HEADS])
     left_out = _left_out(model, recurrent)

@@ -13,8 +13,12 @@ elements had moved by one standard deviation of training, or as if the standard 
 What training positions show among themselves is the null level of a head: the largest distance between one half of
 the sequences at one of the reference positions, and the other half pooled over all of them, over several random
 halves. It holds the noise of half as many sequences and what drift there is inside training already, so that it is
-rather too large than too small. A head drifts if its mean distance over the last octave of positions is above its null
-level and above 1, which is the distance of a head whose state had become a constant, its mean in training.
+rather too large than too small. A head drifts if its mean distance over the last octave of positions is
+
+- above its null level;
+- above 1, which is the distance of a head whose state had become a constant, its mean in training;
+- not due to a few texts: the distances of the single sequences from D_ref rise from the reference positions to the
+  last octave, with the lower bound of their paired t-interval over sequences.
 
 The distance sees the elements of a head as one cloud: states that are exchanged inside it do not change it. Models
 that were trained with carried states have seen more than (T/2, T]; for them the distance is an upper bound of what is
@@ -27,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_recurrent_lengthgen.evaluation.state_trajectory import LayerTrajectory, StateTrajectory
+from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE, t_interval
 
 SMALLEST_DRIFT = 1.0
 """Distance below which nothing is called a drift: that of a head whose state had become a constant, its mean."""
@@ -43,9 +48,9 @@ class Drift(NamedTuple):
         distance: (n, U), in standard deviations of the reference.
         null: (U,): the largest distance among training positions.
         late: (U,): mean distance over the last octave of positions.
-        drifts: (U,): whether `late` is above `null` and above the smallest drift.
-        leaves_at: For each unit the first position beyond the training length from which on the distance stays above
-            both; None if it does not.
+        drifts: (U,): see the description of this module.
+        leaves_at: For each unit that drifts the first position beyond the training length from which on the distance
+            stays above `null` and the smallest drift; None if it does not.
         log_std_ratio: (n, U): log of the standard deviation over that of the reference.
         growth: (U,): by how many octaves the standard deviation grows per doubling of the position, over the last
             octave: 0 once it has settled, 1 where it is proportional to the position.
@@ -76,22 +81,38 @@ def reference_positions(positions: tuple[int, ...], training_length: int) -> lis
 
 
 def state_drift(
-    trajectory: StateTrajectory, training_length: int, smallest: float = SMALLEST_DRIFT
+    trajectory: StateTrajectory,
+    training_length: int,
+    smallest: float = SMALLEST_DRIFT,
+    confidence: float = CONFIDENCE,
 ) -> tuple[Drift | None, ...]:
     """Distances of all layers; None for a layer without a recurrent part.
+
+    Args:
+        trajectory: What a `StateObserver` saw.
+        training_length: T.
+        smallest: Distance up to which nothing is called a drift.
+        confidence: Two-sided, of the interval over sequences.
 
     Raises:
         ValueError: as `reference_positions`, and for fewer than two sequences.
     """
     inside = reference_positions(trajectory.positions, training_length)
     return tuple(
-        None if layer.recurrent is None else _drift(layer, trajectory.positions, inside, training_length, smallest)
+        None
+        if layer.recurrent is None
+        else _drift(layer, trajectory.positions, inside, training_length, smallest, confidence)
         for layer in trajectory.layers
     )
 
 
 def _drift(
-    layer: LayerTrajectory, positions: tuple[int, ...], inside: list[int], training_length: int, smallest: float
+    layer: LayerTrajectory,
+    positions: tuple[int, ...],
+    inside: list[int],
+    training_length: int,
+    smallest: float,
+    confidence: float,
 ) -> Drift:
     assert layer.recurrent is not None
     assert layer.sketch is not None
@@ -118,8 +139,12 @@ def _drift(
         rest = pooled(inside, other)
         null = np.maximum(null, np.max([_wasserstein(pooled([n], one), rest) for n in inside], 0) / scale)
     late = [n for n, position in enumerate(positions) if position > max(training_length, positions[-1] / 2)]
-    last = distance[late].mean(0)
+    coarse = pooled_levels(np.moveaxis(sketch[inside], 2, 0), layer.masses, np.cumsum([0.0, *layer.masses]))
+    own = np.sqrt((sketch - coarse) ** 2 @ layer.masses) / scale  # of each sequence, (n, S, U)
+    rise = t_interval(own[late].mean(0) - own[inside].mean(0), confidence).low
     threshold = np.maximum(null, smallest)
+    last = distance[late].mean(0)
+    drifts = (last > threshold) & (rise > 0)
     before = max(n for n in range(len(positions)) if positions[n] <= max(positions[-1] / 2, training_length))
     octaves = math.log2(positions[-1] / positions[before])
     tiny = np.finfo(np.float32).tiny
@@ -127,8 +152,11 @@ def _drift(
         distance,
         null,
         last,
-        last > threshold,
-        tuple(_leaves(distance[:, unit], threshold[unit], positions, training_length) for unit in range(len(scale))),
+        drifts,
+        tuple(
+            _leaves(distance[:, unit], threshold[unit], positions, training_length) if drifts[unit] else None
+            for unit in range(len(scale))
+        ),
         np.log(np.maximum(std, tiny) / scale),
         np.log2(np.maximum(std[-1], tiny) / np.maximum(std[before], tiny)) / octaves,
     )
@@ -148,17 +176,18 @@ def pooled_std(mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
     return np.asarray(np.sqrt(variance.mean(1) + mean.var(1)))
 
 
-def pooled_levels(atoms: np.ndarray, masses: np.ndarray) -> np.ndarray:
+def pooled_levels(atoms: np.ndarray, masses: np.ndarray, edges: np.ndarray | None = None) -> np.ndarray:
     """Means of the quantile function between levels, of distributions pooled from equally weighted parts.
 
     Args:
         atoms: (U, ..., G): values of each part.
         masses: (G,): their shares.
+        edges: The levels, from 0 to 1; by default LEVELS pieces that are fine at the ends.
 
     Returns:
-        (U, LEVELS)
+        One mean for each piece between levels, (U, pieces).
     """
-    edges = _edges()
+    edges = _edges() if edges is None else edges
     weights = np.broadcast_to(masses, atoms.shape[1:]).reshape(-1)
     weights = weights / weights.sum()
     result = np.empty((len(atoms), len(edges) - 1))

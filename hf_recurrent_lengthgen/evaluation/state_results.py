@@ -51,8 +51,8 @@ class HeadStates:
         distance: Wasserstein-2 distance from the states inside the training length, in their standard deviations.
         late_distance: Its mean over the last octave of positions.
         null: The largest distance among positions inside the training length.
-        drifts: Whether `late_distance` is above `null` and above the smallest drift.
-        leaves_at: The first position from which on the distance stays above both; None if there is none.
+        drifts: Whether `late_distance` is above `null` and the smallest drift, and not due to a few texts.
+        leaves_at: If it drifts, the first position from which on the distance stays above both.
         growth: Octaves of std per doubling of the position over the last octave: 0 once it has settled.
         mean: Mean of the state; None, as what follows, for heads that are not among those in detail.
         extremes: Of the state.
@@ -157,7 +157,7 @@ class StateDiagnosis:
         training_length: T.
         positions: Where the states were looked at.
         sequences: How many texts.
-        confidence: Of the intervals of `patching`.
+        confidence: Of the intervals.
         data: The texts.
         smallest_drift: Distance below which nothing is called a drift.
         std: Standard deviation of the whole recurrent state, all layers together.

@@ -1,0 +1,165 @@
+"""The diagnosis as a whole: on a model of which one head is made to keep too much, as a document, and in pictures."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_recurrent_lengthgen.evaluation import state_diagnosis
+from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
+from hf_recurrent_lengthgen.evaluation.state_diagnosis import diagnose_states, patched_groups
+from hf_recurrent_lengthgen.evaluation.state_distance import Drift
+from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis, head_name
+from hf_recurrent_lengthgen.models.forgetting import forgetting
+from tests.models.families import LINEAR_ATTENTION, MAMBA, MAMBA2, RWKV6, Family, build, random_tokens, variant_id
+
+T, LENGTH, SEQUENCES = 16, 512, 4
+
+
+def one_head_keeps_all() -> Any:
+    """Mamba-2 whose heads forget within few tokens, but head 2 of layer 1, which keeps everything."""
+    model = build(MAMBA2)
+    with torch.no_grad():
+        for layer, block in enumerate(model.backbone.layers):
+            block.mixer.A_log.fill_(1.5)
+            block.mixer.dt_bias.fill_(1.0)
+            if layer == 1:
+                block.mixer.A_log[2] = -12.0
+    return model
+
+
+def diagnosed(model: Any, **options: Any) -> StateDiagnosis:
+    arguments = {"label": "tiny", "data_description": "random ids", "progress": False} | options
+    return diagnose_states(model, random_tokens(SEQUENCES, LENGTH + 1), T, **arguments)
+
+
+@pytest.fixture(scope="module")
+def diagnosis() -> StateDiagnosis:
+    return diagnosed(one_head_keeps_all(), patched_heads=2)
+
+
+def test_the_head_that_keeps_everything_is_named(diagnosis: StateDiagnosis) -> None:
+    assert [head_name(*pair) for pair in diagnosis.drifting] == ["layer 1, head 2"]
+    layer, head = diagnosis.ranking[0]
+    assert (layer.unit, layer.shape) == ("head", (8, 5))
+    assert head.leaves_at is not None
+    assert T < head.leaves_at <= 4 * T
+    assert head.late_distance > 5 > diagnosis.ranking[1][1].late_distance
+    assert head.inputs is not None
+    assert math.exp(head.inputs.log_retention[-1]) > 0.9
+    others = [other.inputs.log_retention[-1] for _, other in diagnosis.ranking[1:] if other.inputs is not None]
+    assert len(others) == 7
+    assert max(others) < -100
+    assert diagnosis.left_out == ()
+
+
+def test_what_is_patched_and_in_which_order(diagnosis: StateDiagnosis) -> None:
+    patching = diagnosis.patching
+    assert patching is not None
+    assert [group.name for group in patching.groups][:3] == ["the one that drifts", "the 7 others", "layer 1, head 2"]
+    assert patching.groups[0].heads == ((1, 2),) == patching.groups[2].heads
+    assert patching.groups[0].broken == patching.groups[2].broken
+    assert len(patching.groups[1].heads) == 7
+    assert patching.harm.mean == pytest.approx(patching.full.mean - patching.short.mean)
+    assert abs(patching.groups[1].broken.mean) < abs(patching.groups[0].broken.mean)
+    share = patching.share(patching.groups[0].restored)
+    assert share == (patching.groups[0].restored.mean / patching.harm.mean if patching.harmful else None)
+    none = replace(patching, harm=replace(patching.harm, mean=-0.1, low=-0.2, high=0.1))
+    assert none.share(patching.groups[0].restored) is None
+
+
+def test_stds_are_those_of_the_states(diagnosis: StateDiagnosis) -> None:
+    model, tokens = one_head_keeps_all(), random_tokens(SEQUENCES, LENGTH + 1)
+    place = diagnosis.positions.index(128)
+    with torch.no_grad():
+        state = model(tokens[:, :128]).final_state
+    parts = [layer.recurrent.double().numpy() for layer in state]
+    assert diagnosis.std[place] == pytest.approx(np.concatenate([part.ravel() for part in parts]).std(), rel=1e-3)
+    assert diagnosis.layers[1].std is not None
+    assert diagnosis.layers[1].std[place] == pytest.approx(parts[1].std(), rel=1e-3)
+    head = diagnosis.layers[1].heads[2]
+    assert head.std[place] == pytest.approx(parts[1][:, 2].std(), rel=1e-3)
+    assert head.mean is not None
+    assert head.mean[place] == pytest.approx(parts[1][:, 2].mean(), rel=1e-3)
+    values = parts[1][:, 2].reshape(SEQUENCES, -1)
+    row, index = np.unravel_index(np.abs(values).argmax(), values.shape)
+    assert head.extremes is not None
+    assert head.extremes.index[place] == index
+    assert head.extremes.value[place] == pytest.approx(values[row, index], rel=1e-3)
+    conv = state[1].conv.double().numpy()
+    assert [part.name for part in diagnosis.layers[1].conv] == ["x", "B", "C"]
+    assert diagnosis.layers[1].conv[0].std[place] == pytest.approx(conv[:, :32].std(), rel=1e-3)
+
+
+def test_a_document_is_read_as_it_was_written(diagnosis: StateDiagnosis, tmp_path: Path) -> None:
+    write_result(tmp_path / "states.json", diagnosis)
+    assert read_result(tmp_path / "states.json", StateDiagnosis) == diagnosis
+    assert (tmp_path / "states.json").stat().st_size < 1000 * len(diagnosis.positions) * len(diagnosis.ranking)
+    layer = replace(diagnosis.layers[0], heads=(replace(diagnosis.layers[0].heads[0], std=(1.0,) * 17),))
+    with pytest.raises(ValueError, match="positions have 17 values of std of layer 0, head 0"):
+        replace(diagnosis, layers=(layer,))
+    with pytest.raises(ValueError, match="Positions must rise"):
+        replace(diagnosis, positions=diagnosis.positions[::-1])
+
+
+def test_only_the_first_heads_of_the_ranking_have_details(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_diagnosis, "DETAILED_HEADS", 3)
+    found = diagnosed(one_head_keeps_all(), patched_heads=0)
+    assert found.patching is None
+    details = [(head.mean is None, head.extremes is None, head.inputs is None) for _, head in found.ranking]
+    assert details == [(False,) * 3] * 3 + [(True,) * 3] * 5
+
+
+@pytest.mark.parametrize("family", [MAMBA, LINEAR_ATTENTION, RWKV6], ids=variant_id)
+def test_other_families(family: Family) -> None:
+    found = diagnosed(build(family), patched_heads=1)
+    assert {layer.unit for layer in found.layers} == {"channel group" if family is MAMBA else "head"}
+    assert found.patching is not None
+    if family is LINEAR_ATTENTION:  # nothing is forgotten
+        assert len(found.drifting) == len(found.ranking)
+        assert all(head.inputs and set(head.inputs.log_retention) == {0.0} for _, head in found.ranking)
+
+
+def test_what_is_left_out_is_said() -> None:
+    model = one_head_keeps_all()
+    with forgetting(model, retention=0.99):
+        found = diagnosed(model, patched_heads=0)
+    assert found.left_out == (
+        "Inputs of the recurrence and retention were not read in 2 of 2 layers: the model is made to forget, so that "
+        "its scans get other inputs than it has computed.",
+    )
+    assert all(head.inputs is None for _, head in found.ranking)
+
+
+def test_groups_to_patch() -> None:
+    zeros = np.zeros((1, 2))
+
+    def drift(*drifts: bool) -> Drift:
+        return Drift(zeros, zeros[0], zeros[0], np.array(drifts), (None, None), zeros, zeros[0])
+
+    order = [(0, 1), (1, 0), (0, 0), (1, 1)]
+    groups = patched_groups(order, [drift(False, True), drift(True, False)], 1)
+    assert groups == {
+        "the 2 that drift": [(0, 1), (1, 0)],
+        "the 2 others": [(0, 0), (1, 1)],
+        "layer 0, head 1": [(0, 1)],
+    }
+    assert list(patched_groups(order, [drift(False, False)] * 2, 2)) == ["all 4", "layer 0, head 1", "layer 1, head 0"]
+    assert list(patched_groups(order, [drift(True, True)] * 2, 0)) == ["the 4 that drift"]
+
+
+def test_short_texts_and_wrong_lengths_are_refused() -> None:
+    model = build(MAMBA2)
+    options: dict[str, Any] = {"label": "tiny", "data_description": "random ids", "progress": False}
+    with pytest.raises(ValueError, match="some beyond"):
+        diagnose_states(model, random_tokens(2, T + 1), T, **options)
+    with pytest.raises(ValueError, match="at least two sequences"):
+        diagnose_states(model, random_tokens(1, 65), T, **options)
+    with pytest.raises(ValueError, match="training_length"):
+        diagnose_states(model, random_tokens(2, 65), 0, **options)
+    with pytest.raises(ValueError, match="patched_heads must be at least 0"):
+        diagnose_states(model, random_tokens(2, 65), T, patched_heads=-1, **options)

@@ -1,0 +1,129 @@
+"""Exchanges of heads, on a model of which one head is broken, and against plain forward passes."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from hf_recurrent_lengthgen.evaluation.state_patching import exchange, patch_heads
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from tests.models.families import GLA, MAMBA, MAMBA2, RWKV6, Family, build, random_state, random_tokens, variant_id
+
+T, VOCABULARY = 16, 7
+
+
+class OneBrokenHead(nn.Module):
+    """Two layers of three heads that all count tokens; once head 2 of layer 1 has counted more than T, the model
+    prefers a token that never comes, by 4 nats. Until then all tokens are equally likely."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.config = SimpleNamespace(vocab_size=VOCABULARY, model_type="toy")
+
+    def zero_state(self, rows: int) -> RecurrentState:
+        return tuple(LayerState(torch.zeros(rows, 3, 2, 2), torch.zeros(rows, 0)) for _ in range(2))
+
+    def forward(
+        self, input_ids: Tensor, initial_state: RecurrentState | None = None, output_final_state: bool = True
+    ) -> SimpleNamespace:
+        rows, length = input_ids.shape
+        state = initial_state or self.zero_state(rows)
+        count = state[1].recurrent[:, 2, 0, 0][:, None] + torch.arange(1, length + 1)
+        logits = torch.zeros(rows, length, VOCABULARY)
+        logits[..., 0] = torch.where(count > T, 4.0, 0.0) * self.scale
+        final = tuple(LayerState(layer.recurrent + length, layer.conv) for layer in state)
+        return SimpleNamespace(logits=logits, final_state=final)
+
+
+def test_the_broken_head_alone_makes_up_the_harm() -> None:
+    tokens = np.random.default_rng(0).integers(1, VOCABULARY, (5, 101))
+    heads = [(layer, head) for layer in range(2) for head in range(3)]
+    groups = [*([head] for head in heads), [(1, 2), (0, 0)], [(1, 0), (1, 1)]]
+    found = patch_heads(OneBrokenHead(), tokens, T, groups, batch_size=2, progress=False)
+    assert (found.position, found.kept, found.width) == (92, 8, 8)
+    broken = math.log(math.exp(4) + VOCABULARY - 1)
+    np.testing.assert_allclose(found.full, broken, rtol=1e-6)
+    np.testing.assert_allclose(found.short, math.log(VOCABULARY), rtol=1e-6)
+    harm = broken - math.log(VOCABULARY)
+    np.testing.assert_allclose(found.harm, harm, rtol=1e-6)
+    expected = np.array([harm if (1, 2) in group else 0 for group in groups])[:, None]
+    np.testing.assert_allclose(found.restored, np.broadcast_to(expected, (8, 5)), atol=1e-6)
+    np.testing.assert_allclose(found.broken, np.broadcast_to(expected, (8, 5)), atol=1e-6)
+
+
+@pytest.mark.parametrize("family", [MAMBA2, GLA, RWKV6], ids=variant_id)
+def test_each_exchange_equals_plain_forward_passes(family: Family) -> None:
+    model, tokens = build(family, torch.float64), random_tokens(3, 41)
+    with torch.no_grad():
+        full = model(tokens[:, :30]).final_state
+        short = model(tokens[:, 28:30]).final_state
+
+        def nll(state: RecurrentState) -> np.ndarray:
+            logits = model(tokens[:, 30:34], initial_state=state).logits
+            return np.asarray(cross_entropy(logits.mT, tokens[:, 31:35], reduction="none").mean(1))
+
+        def mixed(state: RecurrentState, other: RecurrentState) -> RecurrentState:
+            part = state[1].recurrent.clone()
+            part[:, 1] = other[1].recurrent[:, 1]
+            return (state[0], state[1]._replace(recurrent=part))
+
+        found = patch_heads(model, tokens, 6, [[(1, 1)]], position=30, width=4, batch_size=2, progress=False)
+        np.testing.assert_allclose(found.full, nll(full), atol=1e-6)
+        np.testing.assert_allclose(found.short, nll(short), atol=1e-6)
+        np.testing.assert_allclose(found.restored[0], nll(full) - nll(mixed(full, short)), atol=1e-6)
+        np.testing.assert_allclose(found.broken[0], nll(mixed(short, full)) - nll(short), atol=1e-6)
+    assert np.abs(found.restored).max() > 1e-4
+
+
+def test_channels_are_exchanged_in_groups_and_nothing_given_changes() -> None:
+    model = build(MAMBA)
+    one, other = random_state(model, 2), random_state(model, 2, seed=9)
+    before = one[0].recurrent.clone()
+    found = exchange(one, other, [(0, 3), (0, 15)])
+    channels = [6, 7, 30, 31]  # 32 channels in 16 groups
+    assert torch.equal(found[0].recurrent[:, channels], other[0].recurrent[:, channels])
+    rest = [channel for channel in range(32) if channel not in channels]
+    assert torch.equal(found[0].recurrent[:, rest], one[0].recurrent[:, rest])
+    assert torch.equal(one[0].recurrent, before)
+    assert torch.equal(found[1].recurrent, one[1].recurrent)
+    assert torch.equal(found[0].conv, one[0].conv)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"groups": [[(2, 0)]]}, "no head 0 in layer 2"),
+        ({"groups": [[(0, 4)]]}, "no head 4 in layer 0"),
+        ({"groups": [[(0, -1)]]}, "no head -1 in layer 0"),
+        ({"groups": []}, "at least one group"),
+        ({"groups": [[]]}, "at least one group of at least one head"),
+        ({"width": 16}, "width must be from 1 to 15"),
+        ({"position": 38}, "position must lie between the training length 16 and 32"),
+        ({"position": 3}, "position must lie between"),
+        ({"training_length": 60}, "too few"),
+    ],
+)
+def test_what_cannot_be_exchanged_is_refused(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"training_length": 16, "groups": [[(0, 0)]], "progress": False} | changes
+    with pytest.raises(ValueError, match=message):
+        patch_heads(build(MAMBA2), random_tokens(2, 41), **arguments)
+
+
+def test_models_without_states_are_refused() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Embedding(29, 29)
+            self.config = SimpleNamespace(vocab_size=29)
+
+        def forward(self, input_ids: Tensor) -> SimpleNamespace:
+            return SimpleNamespace(logits=self.head(input_ids))
+
+    with pytest.raises(ValueError, match="Plain carries no state that is a value, which an exchange of heads needs"):
+        patch_heads(Plain(), random_tokens(2, 41), 16, [[(0, 0)]])
