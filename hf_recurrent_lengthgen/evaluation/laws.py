@@ -56,22 +56,36 @@ def state_elements(model: Any) -> int:
 def fails(curve: Curve, training_length: int, factor: float = FAILURE_FACTOR, skip: float | None = None) -> bool:
     """Whether the loss beyond the training length is ever above `factor` times the greatest one inside it (4.2).
 
+    Args:
+        curve: As for `loss_ratio`; the paper averages 128 texts of 1M tokens.
+        training_length: As for `loss_ratio`.
+        factor: Above 1.
+        skip: As for `loss_ratio`.
+
+    Raises:
+        ValueError: as `loss_ratio`, and for other factors.
+    """
+    if not factor > 1:
+        raise ValueError(f"factor must be above 1, got {factor}.")
+    return loss_ratio(curve, training_length, skip) > factor
+
+
+def loss_ratio(curve: Curve, training_length: int, skip: float | None = None) -> float:
+    """The greatest loss beyond the training length over the greatest one inside it.
+
     The loss of the very first tokens, which have no context, must not set the limit: the first bin is left out.
 
     Args:
-        curve: Loss by position, from position 0 to well beyond the training length, averaged over texts (the paper
-            reads 128 of 1M tokens). `position_edges` gives edges, `evaluate_model` such curves.
+        curve: Loss by position, from position 0 to well beyond the training length, averaged over texts.
+            `position_edges` gives edges, `evaluate_model` such curves.
         training_length: T, one of the edges.
-        factor: Above 1.
         skip: Leave out the bins that begin in this share of the training length; None for the first bin only, which
             has to be wide enough then.
 
     Raises:
         ValueError: for a training length that is no edge, no bin left inside it or beyond it, losses that are NaN or
-            negative, and factors or shares that are not possible.
+            negative, and shares that are not possible.
     """
-    if not factor > 1:
-        raise ValueError(f"factor must be above 1, got {factor}.")
     if skip is not None and not 0 <= skip < 1:
         raise ValueError(f"skip must be a share of the training length from 0 to below 1, or None; got {skip}.")
     if training_length not in curve.edges or curve.edges[0] != 0:
@@ -90,7 +104,9 @@ def fails(curve: Curve, training_length: int, factor: float = FAILURE_FACTOR, sk
             f"The edges {_some(curve.edges)} leave no bin {'beyond' if inside else 'to set the limit inside'} the "
             f"training length {training_length}: give narrower bins, longer texts, or a smaller skip."
         )
-    return max(beyond) > factor * max(inside)
+    if max(inside) == 0:
+        return math.inf if max(beyond) > 0 else 1.0
+    return max(beyond) / max(inside)
 
 
 def forget_threshold(
@@ -105,7 +121,7 @@ def forget_threshold(
         size: N_S, `state_elements(model)`.
         curves: Training length -> loss by position of the model trained with it.
         factor: As for `fails`.
-        skip: As for `fails`.
+        skip: As for `loss_ratio`.
 
     Raises:
         ValueError: for no curves, and as `fails`.

@@ -20,6 +20,7 @@ from hf_recurrent_lengthgen.evaluation.laws import (
     fit_law,
     fit_linear_law,
     forget_threshold,
+    loss_ratio,
     recall_threshold,
     state_elements,
 )
@@ -89,6 +90,8 @@ class TestFails:
             ((9, 3, 2, 6, 6, 6), False),  # the limit is 2 * 3, and is not exceeded
             ((9, 3, 2, 2, 6.01, 2), True),  # ever, not at the end
             ((9, 3, 2, 2, 2, math.inf), True),
+            ((9, 0, 0, 0, 0, 0), False),
+            ((9, 0, 0, 0, 0.1, 0), True),
             ((1, 3, 3.01, 6.01, 1, 1), False),  # the greatest loss inside sets it
         ],
     )
@@ -102,6 +105,8 @@ class TestFails:
         assert not fails(found, 8, skip=0.25)  # from 2 on
         assert not fails(found, 8, skip=0)  # from 0 on
         assert fails(found, 8, factor=1.5)
+        assert loss_ratio(found, 8) == 5 / 3
+        assert loss_ratio(found, 8, skip=0.5) == 5 / 2
 
     @pytest.mark.parametrize(
         ("change", "message"),
