@@ -142,6 +142,7 @@ def _drift(
     coarse = pooled_levels(np.moveaxis(sketch[inside], 2, 0), layer.masses, np.cumsum([0.0, *layer.masses]))
     own = np.sqrt((sketch - coarse) ** 2 @ layer.masses) / scale  # of each sequence, (n, S, U)
     rise = t_interval(own[late].mean(0) - own[inside].mean(0), confidence).low
+    assert rise is not None  # there are two sequences
     threshold = np.maximum(null, smallest)
     last = distance[late].mean(0)
     drifts = (last > threshold) & (rise > 0)

@@ -165,8 +165,9 @@ class StateObserver:
     """
 
     def __init__(self, model: nn.Module, sequences: int, positions: Sequence[int]) -> None:
-        self._model: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-        if not callable(getattr(self._model, "zero_state", None)):
+        given: Any = model
+        self._model: Any = given.get_base_model() if hasattr(given, "get_base_model") else given
+        if not hasattr(self._model, "zero_state"):
             raise ValueError(
                 f"{type(model).__name__} carries no state that is a value: there is nothing to take statistics of. "
                 "Load a recurrent model with hf_recurrent_lengthgen.load_model(...), or wrap one with stateful(model)."

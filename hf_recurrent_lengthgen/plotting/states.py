@@ -135,7 +135,7 @@ def distance_map_figure(diagnoses: Sequence[StateDiagnosis]) -> Figure:
     bar = figure.colorbar(mesh, cax=figure.add_axes((box.x1 + 0.03, box.y0, 0.025, box.height)))
     ticks = [value for value in (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000) if value <= 10**top]
     bar.set_ticks([math.log10(value) for value in ticks], labels=[f"{value:g}" for value in ticks])
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     bar.ax.minorticks_off()
     bar.ax.tick_params(labelsize=FONT_SIZE - 2, colors=MUTED, labelcolor=INK, length=2)
     return figure

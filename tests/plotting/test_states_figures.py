@@ -1,0 +1,169 @@
+"""Figures of states: what they say, on diagnoses made by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate
+from hf_recurrent_lengthgen.evaluation.state_results import (
+    ConvStates,
+    Extremes,
+    HeadPatching,
+    HeadStates,
+    LayerStates,
+    PatchedHeads,
+    RecurrenceInputs,
+    StateDiagnosis,
+)
+from hf_recurrent_lengthgen.plotting.images import inline_svg, save_png, save_svg
+from hf_recurrent_lengthgen.plotting.states import (
+    DRIFT,
+    STEADY,
+    conv_std_figure,
+    distance_map_figure,
+    patching_figure,
+    retention_figure,
+    state_std_figure,
+)
+from hf_recurrent_lengthgen.plotting.style import DARK
+
+POSITIONS = (8, 16, 32, 48, 64, 128, 256, 512)
+FIGURES = [state_std_figure, retention_figure, conv_std_figure, distance_map_figure, patching_figure]
+
+
+def head(number: int, growth: float) -> HeadStates:
+    """Its std is 3 at 64 and grows with a power of the position."""
+    std = tuple(3 * (position / 64) ** growth for position in POSITIONS)
+    distance = tuple(abs(value / 3 - 1) for value in std)
+    retention = tuple(-position / (100 + 1000 * growth) for position in POSITIONS)
+    inputs = RecurrenceInputs(retention, retention, std, std, std)
+    zeros, drifts = (0.0,) * len(POSITIONS), growth > 0.5
+    extremes = Extremes(std, (0,) * len(POSITIONS))
+    leaves = 256 if drifts else None
+    return HeadStates(number, std, distance, distance[-1], 0.2, drifts, leaves, growth, zeros, extremes, inputs)
+
+
+def diagnosis(label: str, growths: list[list[float]], harm: float) -> StateDiagnosis:
+    zeros = (0.0,) * len(POSITIONS)
+    conv = (ConvStates("x", zeros, (2.0,) * len(POSITIONS), Extremes(zeros, (0,) * len(POSITIONS))),)
+    layers = tuple(
+        LayerStates(layer, "head", (8, 8), zeros, tuple(head(n, growth) for n, growth in enumerate(found)), conv)
+        for layer, found in enumerate(growths)
+    )
+
+    def estimate(value: float) -> Estimate:
+        return Estimate(value, value - 0.1, value + 0.1)
+
+    groups = (
+        PatchedHeads("the 2 that drift", ((0, 1), (1, 0)), estimate(harm), estimate(0.9 * harm)),
+        PatchedHeads("layer 1, head 0", ((1, 0),), estimate(-0.2 * harm), estimate(0.6 * harm)),
+    )
+    patching = HeadPatching(480, 32, 32, estimate(2 + harm), estimate(2), estimate(harm), groups)
+    data = DataRecord("made-up bytes", "ab" * 32, "byte")
+    return StateDiagnosis(label, "9f", 64, POSITIONS, 8, 0.95, data, 1.0, zeros, layers, patching, ())
+
+
+@pytest.fixture(scope="module")
+def pair() -> list[StateDiagnosis]:
+    return [
+        diagnosis("base", [[0.0, 0.8], [1.0, 0.0]], 1.0),
+        diagnosis("state passing", [[0.1, 0.0], [0.0, 0.0]], 0.0),
+    ]
+
+
+def texts(figure: Figure) -> list[str]:
+    found = [text.get_text() for axes in figure.axes for text in axes.texts]
+    titles = [axes.get_title(loc) for axes in figure.axes for loc in ("left", "right")]
+    return [text for text in [*found, *titles, *(text.get_text() for text in figure.texts)] if text]
+
+
+def colors_of(figure: Figure, panel: int) -> list[str]:
+    lines = figure.axes[panel].get_lines()
+    return [str(line.get_color()) for line in lines if line.get_color() in (DRIFT, STEADY)]
+
+
+@pytest.mark.parametrize("figure_of", [state_std_figure, retention_figure])
+def test_drifting_heads_are_orange_and_named(pair: list[StateDiagnosis], figure_of: Any) -> None:
+    figure = figure_of(pair)
+    assert colors_of(figure, 0) == [STEADY, STEADY, DRIFT, DRIFT]
+    assert colors_of(figure, 1) == [STEADY] * 4
+    assert {"base", "state passing", "L1 H0", "L0 H1", "2 steady", "none drifts"} <= set(texts(figure))
+    assert not {"L0 H0", "L1 H1"} & set(texts(figure))
+    assert any("trained on 64" in text for text in texts(figure))
+    assert figure.axes[0].get_ylim() == figure.axes[1].get_ylim()
+    assert figure.axes[0].get_xlim() == figure.axes[1].get_xlim() == (8, 512)
+
+
+def test_lines_are_the_ratio_to_the_training_length(pair: list[StateDiagnosis]) -> None:
+    lines = [line for line in state_std_figure(pair).axes[0].get_lines() if line.get_color() == DRIFT]
+    np.testing.assert_allclose(lines[0].get_ydata(), np.array(POSITIONS) / 64)
+    lines = [line for line in retention_figure(pair).axes[0].get_lines() if line.get_color() == DRIFT]
+    np.testing.assert_allclose(lines[0].get_ydata(), np.exp(-np.array(POSITIONS) / 1100))
+    lines = [line for line in conv_std_figure(pair).axes[1].get_lines() if line.get_color() == STEADY]
+    assert len(lines) == 2
+    np.testing.assert_allclose(lines[0].get_ydata(), 1)
+
+
+def test_many_heads_are_cut_down_and_counted() -> None:
+    many = diagnosis("large", [[1.0] * 60, [0.0] * 90], 1.0)
+    figure = state_std_figure([many])
+    assert {"+54 more", "90 steady"} <= set(texts(figure))
+    assert len(colors_of(figure, 0)) <= 80
+    figure = distance_map_figure([many])
+    assert "and 126 nearer heads" in texts(figure)
+    assert len(figure.axes[0].get_yticklabels()) == 24
+
+
+def test_the_map_has_the_worst_heads_first(pair: list[StateDiagnosis]) -> None:
+    figure = distance_map_figure(pair)
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["L1 H0", "L0 H1", "L0 H0", "L1 H1"]
+    mesh: Any = figure.axes[0].collections[0]
+    values = mesh.get_array().reshape(4, len(POSITIONS))
+    np.testing.assert_allclose(values[0, -1], np.log10(7))
+    np.testing.assert_allclose(values[2:], -1)  # no distance at all
+    assert mesh.norm.vmax == figure.axes[1].collections[0].norm.vmax
+
+
+def test_bars_are_the_harm_that_comes_and_goes(pair: list[StateDiagnosis]) -> None:
+    figure = patching_figure(pair)
+    widths = [bar.get_width() for bar in figure.axes[0].patches]  # type: ignore[attr-defined]
+    np.testing.assert_allclose(widths, [0.9, 0.6, 1.0, -0.2])
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["the 2 that drift", "layer 1, head 0"]
+    assert {"harm of all: 1.00", "harm of all: 0.00"} <= set(texts(figure))
+    assert any("nats per byte" in text for text in texts(figure))
+    assert figure.axes[0].get_xlim() == figure.axes[1].get_xlim()
+
+
+@pytest.mark.parametrize("figure_of", FIGURES)
+def test_figures_can_be_saved(pair: list[StateDiagnosis], figure_of: Any, tmp_path: Path) -> None:
+    figure = figure_of(pair)
+    save_png(figure, tmp_path / "figure.png")
+    save_svg(figure, tmp_path / "figure.svg")
+    assert (tmp_path / "figure.png").stat().st_size > 5000
+    svg = inline_svg(figure, "states", "what it shows", {color: f"var({color})" for color in DARK})
+    assert svg.startswith("<svg")
+    assert "var(" in svg
+
+
+def test_what_is_not_there_is_refused(pair: list[StateDiagnosis]) -> None:
+    bare = replace(
+        pair[0],
+        patching=None,
+        left_out=("No patching here.",),
+        layers=tuple(
+            replace(layer, conv=(), heads=tuple(replace(head, inputs=None) for head in layer.heads))
+            for layer in pair[0].layers
+        ),
+    )
+    with pytest.raises(ValueError, match=r"needs diagnoses with it: No patching here\."):
+        patching_figure([bare])
+    with pytest.raises(ValueError, match=r"No retention of the first token is known: No patching here\."):
+        retention_figure([bare])
+    with pytest.raises(ValueError, match="no convolution states"):
+        conv_std_figure([bare])
+    with pytest.raises(ValueError, match="at least one diagnosis"):
+        state_std_figure([])
