@@ -39,7 +39,11 @@ LABEL_GAP = 1.25
 
 def model_colors(models: Sequence[ComparedModel]) -> list[str]:
     """One color per model: that of its role for the first with the role, then one of the others in turn."""
-    roles = [model.role for model in models]
+    return role_colors([model.role for model in models])
+
+
+def role_colors(roles: Sequence[Role]) -> list[str]:
+    """`model_colors` for models of which only the roles are known."""
     further = cycle(OTHER_COLORS)
     return [next(further) if role in roles[:index] else ROLE_COLORS[role] for index, role in enumerate(roles)]
 

@@ -1,0 +1,108 @@
+"""Figures of Effective Remembrance and of the prompt of one token."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import ConstantPrompt, Remembrance
+from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
+from hf_recurrent_lengthgen.plotting.images import inline_svg, save_png, save_svg
+from hf_recurrent_lengthgen.plotting.remembrance import constant_prompt_figure, remembrance_figure
+from hf_recurrent_lengthgen.plotting.style import DARK, ROLE_COLORS
+
+STARTS = (0, 16, 32, 48, 60, 63)
+
+
+def remembrance(values: Sequence[float], width: float | None = 0.05) -> Remembrance:
+    """At 64 tokens of a model trained on 16."""
+    scaled = [
+        tuple(
+            Estimate(
+                scale * v, None if width is None else scale * v - width, None if width is None else scale * v + width
+            )
+            for v in values
+        )
+        for scale in (1.0, 0.9, 0.5)
+    ]
+    return Remembrance(16, 64, 1 if width is None else 8, 0.95, STARTS, *scaled)
+
+
+def prompt(factor: float = 2.0) -> ConstantPrompt:
+    curve = Curve((0, 1, 4, 16, 64), (9.0, 2.0, 1.0, 5.0), None, None)
+    return ConstantPrompt(13, 16, 64, curve, 2.0, 5.0, factor, 16)
+
+
+MODELS = {"base": remembrance([0, 0.3, 0.4, 0.5, 0.6, 0.7]), "cured": remembrance([0, 0, 0, 0.1, 0.2, 0.8])}
+FIGURES: list[Callable[[], Figure]] = [
+    lambda: remembrance_figure(MODELS, ["base", "cured"]),
+    lambda: remembrance_figure(MODELS, against="start"),
+    lambda: constant_prompt_figure({"base": prompt()}, ["base"]),
+]
+
+
+@pytest.mark.parametrize("against", ["kept", "start"])
+def test_lines_show_the_means_and_bands_the_intervals(against: Any) -> None:
+    axes = remembrance_figure(MODELS, ["base", "cured"], "jensen_shannon", against).axes[0]
+    expected_x = STARTS if against == "start" else [64 - start for start in STARTS]
+    for line, band, result, role in zip(
+        axes.lines, axes.collections, MODELS.values(), ("base", "cured"), strict=False
+    ):
+        assert list(line.get_xdata()) == list(expected_x)
+        assert list(line.get_ydata()) == [value.mean for value in result.jensen_shannon]
+        assert line.get_color() == ROLE_COLORS[role]
+        heights = band.get_paths()[0].vertices[:, 1]
+        bounds = [bound for value in result.jensen_shannon for bound in (value.low, value.high)]
+        assert (heights.min(), heights.max()) == pytest.approx((min(bounds), max(bounds)))
+    assert "Jensen-Shannon" in axes.get_title(loc="left")
+    assert axes.get_ylim() == (0, 1)
+    assert any(list(line.get_xdata()) == [16 if against == "kept" else 48] * 2 for line in axes.lines)
+    bold = [text for text in axes.texts if text.get_fontweight() == "bold"]
+    order = [text.get_text() for text in sorted(bold, key=lambda text: text.get_position()[1])]
+    assert order == (["cured", "base"] if against == "kept" else ["base", "cured"])
+
+
+def test_one_sequence_has_no_band() -> None:
+    axes = remembrance_figure({"one": remembrance([0, 0.1, 0.1, 0.2, 0.2, 0.3], None)}).axes[0]
+    assert not axes.collections
+    assert axes.get_ylim() == pytest.approx((0, 0.4))
+
+
+def test_the_prompt_s_curve_and_its_limit() -> None:
+    axes = constant_prompt_figure({"base": prompt(), "other": prompt(3.0)}, ["base", "other"]).axes[0]
+    curve, limit = axes.lines[:2]
+    np.testing.assert_allclose(curve.get_xdata(), [math.sqrt(2 * 4), math.sqrt(5 * 16), math.sqrt(17 * 64)])
+    assert list(curve.get_ydata()) == [2.0, 1.0, 5.0]
+    assert (list(limit.get_xdata()), list(limit.get_ydata())) == ([16, 64], [4, 4])
+    assert list(axes.lines[3].get_ydata()) == [6, 6]
+    assert "3x the highest before" in [text.get_text() for text in axes.texts]
+
+
+@pytest.mark.parametrize("figure_of", FIGURES)
+def test_figures_become_files_and_parts_of_pages(figure_of: Callable[[], Figure], tmp_path: Path) -> None:
+    with matplotlib.rc_context({"figure.max_open_warning": 1}):
+        save_png(figure_of(), tmp_path / "a.png")
+        save_svg(figure_of(), tmp_path / "a.svg")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    page = inline_svg(figure_of(), "f", "what it shows", DARK)
+    assert "trained on 16" in page or "length is kept" in page
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: remembrance_figure({}), "at least one model"),
+        (lambda: constant_prompt_figure({}), "at least one model"),
+        (lambda: remembrance_figure(MODELS, ["base"]), "2 models need as many roles, got 1"),
+        (lambda: remembrance_figure(MODELS, distance="l2"), "total_variation, jensen_shannon, cosine, got 'l2'"),  # type: ignore[arg-type]
+        (lambda: remembrance_figure(MODELS, against="t"), "'kept' or 'start', got 't'"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(draw: Callable[[], Figure], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        draw()
