@@ -1,0 +1,310 @@
+"""Accuracy by depth and length of models that remember by construction, and what is kept when a run is stopped."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import binomtest
+from torch import Tensor, nn
+
+from hf_recurrent_lengthgen.data import byte_tokenizer
+from hf_recurrent_lengthgen.data.tasks import (
+    BabilongGrid,
+    BabiQuestion,
+    NeedleGrid,
+    PasskeyGrid,
+    RetrievalGrid,
+    right_answers,
+)
+from hf_recurrent_lengthgen.evaluation import retrieval, shared_prefixes
+from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
+from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
+from hf_recurrent_lengthgen.evaluation.results import DataRecord
+from hf_recurrent_lengthgen.evaluation.retrieval import retrieval_accuracy
+from hf_recurrent_lengthgen.evaluation.retrieval_results import (
+    RetrievalCell,
+    RetrievalComparison,
+    RetrievalResult,
+    Share,
+)
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+
+RECENT, KEY = 40, 7
+NEEDLE = re.compile(rb"(\d{5,7})(?: is the pass ?key)?\.$")
+ASKED = re.compile(rb"(?:\? The pass ?key is|mentioned in the provided text is|\nAnswer:)( ?\d*)$")
+BACKGROUND = [" ".join(f"The {number} birds of day {number} sang." for number in range(10, 99))]
+
+
+class Recaller(nn.Module):
+    """Reads bytes, and keeps the last 40 of them, the last number that a needle gave, and the bytes read since then.
+
+    When it is asked, it says the number if at most `reach` bytes stand between the needle and the answer.
+    """
+
+    def __init__(self, reach: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.config = SimpleNamespace(vocab_size=384, reach=reach)
+        self.reach = reach
+        self.read = 0
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        initial_state: RecurrentState | None = None,
+        output_final_state: bool = True,
+        logits_to_keep: int = 0,
+    ) -> SimpleNamespace:
+        rows, length = input_ids.shape
+        self.read += rows * length
+        state = torch.zeros(rows, RECENT + KEY + 1) if initial_state is None else initial_state[0].recurrent.clone()
+        logits = torch.zeros(rows, length, 384)
+        for row in range(rows):
+            recent = bytes(state[row, :RECENT].byte().tolist()).lstrip(b"\0")
+            key = bytes(state[row, RECENT:-1].byte().tolist()).lstrip(b"\0")
+            since = int(state[row, -1])
+            for place, byte in enumerate((input_ids[row] - 3).tolist()):
+                recent, since = (recent + bytes([byte]))[-RECENT:], since + 1
+                if byte == ord(".") and (found := NEEDLE.search(recent)):
+                    key, since = found[1], 0
+                said = ASKED.search(recent)
+                if said and key and since - len(said[1]) <= self.reach:
+                    logits[row, place, (b" " + key + b".")[len(said[1])] + 3] = 1
+            kept = recent.rjust(RECENT, b"\0") + key.rjust(KEY, b"\0")
+            state[row] = torch.tensor([*kept, since])
+        kept_logits = logits[:, -logits_to_keep:] * self.scale
+        return SimpleNamespace(logits=kept_logits, final_state=(LayerState(state, torch.zeros(rows, 0)),))
+
+
+def measured(model: Any, grid: RetrievalGrid, lengths: list[int], **options: Any) -> RetrievalResult:
+    settings = {"label": "toy", "data_description": "text", "progress": False, **options}
+    return retrieval_accuracy(model, grid, lengths, **settings)
+
+
+def grids() -> list[RetrievalGrid]:
+    tokenizer, depths = byte_tokenizer(), [0, 0.31, 0.8, 1]
+    return [
+        PasskeyGrid(tokenizer, depths, 3),
+        PasskeyGrid(tokenizer, depths, 2, seed=1, style="infinity-bench", shots=1),
+        PasskeyGrid(tokenizer, depths, 2, style="passkey"),
+        NeedleGrid(tokenizer, BACKGROUND, depths, 2),
+    ]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_model_that_recalls_everything_is_always_right(number: int) -> None:
+    grid = grids()[number]
+    model = Recaller(float("inf")).train()
+    result = measured(model, grid, [777, 1203])
+    assert model.training
+    assert [[cell.right for cell in row] for row in result.cells] == [[grid.samples] * 2] * 4
+    assert [share.accuracy for share in result.by_length] == [1, 1]
+    assert result.recall_length() == 1203
+    assert result.rows == ("0 %", "31 %", "80 %", "100 %")
+    assert result.depths == (0, 0.31, 0.8, 1)
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("reach", [60, 200, 640])
+def test_a_model_that_recalls_the_last_bytes_is_right_where_the_needle_is_near(number: int, reach: int) -> None:
+    grid = grids()[number]
+    result = measured(Recaller(reach), grid, [777, 1203])
+    for row in range(4):
+        for place, length in enumerate((777, 1203)):
+            cell = result.cells[row][place]
+            # the distance, from the texts
+            distances = []
+            for task in grid.tasks(row, length):
+                text = bytes((task.prompt - 3).tolist())
+                needles = [m.end() for m in re.finditer(rb"is the pass ?key\.|is: \d{7}\.", text)]
+                distances.append(len(text) - needles[-1])
+            assert cell.distance == max(distances)
+            assert cell.right == sum(distance <= reach for distance in distances)
+    assert all(share.accuracy in (1, None) for share in result.within(reach))
+    assert sum(share.samples for share in result.within(10**6)) == 8 * grid.samples
+    assert measured(Recaller(10), grid, [777]).by_length[0].right == 0
+
+
+@pytest.mark.parametrize(("least", "batch_size", "chunk_length"), [(1, 3, 17), (64, None, None), (10**6, 2, 1000)])
+def test_sharing_what_prompts_begin_with_changes_nothing(
+    least: int, batch_size: int | None, chunk_length: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_prefixes, "LEAST_SHARED", least)
+    grid, lengths = PasskeyGrid(byte_tokenizer(), [0, 0.4, 0.9], 3), [431, 600, 843]
+    model = Recaller(300)
+    result = measured(model, grid, lengths, batch_size=batch_size, chunk_length=chunk_length)
+    expected = [[sum(right_answers(Recaller(300), grid.tasks(row, n))) for n in lengths] for row in range(3)]
+    assert [[cell.right for cell in row] for row in result.cells] == expected
+    assert 0 < sum(map(sum, expected)) < 27
+    plain = sum(9 * (length - 2) for length in lengths)  # all but the last digit and the period
+    assert model.read == plain if least == 10**6 else model.read < 0.8 * plain
+
+
+def test_how_much_is_read_at_a_thousand_tokens() -> None:
+    depths, samples, length = [0.1 * number for number in range(11)], 2, 1000
+    model = Recaller(0)
+    measured(model, PasskeyGrid(byte_tokenizer(), depths, samples), [length])
+    # the filler once, up to the last needle; behind each needle all of the rest
+    head, needle, question, answer = 151, 60, 38, 5
+    filler = length - head - 59 - question - 7
+    after = sum(filler - round(depth * filler) for depth in depths)
+    expected = head + filler + samples * (after + len(depths) * (needle + question + answer))
+    assert abs(model.read - expected) < 0.01 * expected
+
+
+def test_babilong_by_task_and_length() -> None:
+    stories = [
+        BabiQuestion((f"Mary is {10000 + number}.", "John went home."), "Where is Mary?", str(10000 + number), (0,))
+        for number in range(5)
+    ]
+    long = [BabiQuestion(tuple(["John went home."] * 60 + ["Mary is 12345."]), "Where is Mary?", "12345", (60,))]
+
+    grid = BabilongGrid(byte_tokenizer(), {"qa1": stories, "qa2": long}, BACKGROUND, samples=5, seed=2)
+    result = measured(Recaller(900), grid, [300, 1500])
+    assert result.rows == ("qa1", "qa2")
+    assert result.depths is None
+    assert [[cell.samples for cell in row] for row in result.cells] == [[5, 5], [0, 1]]
+    assert result.cells[1][0] == RetrievalCell(0, 0, None)
+    for row in range(2):
+        for place, length in enumerate((300, 1500)):
+            distances = []
+            for task in grid.tasks(row, length):
+                text = bytes((task.prompt - 3).tolist())
+                found = re.search(rb"Mary is \d{5}\.", text)
+                assert found is not None
+                distances.append(len(text) - found.end())
+                assert task.distance == distances[-1]
+            cell = result.cells[row][place]
+            assert (cell.right, cell.distance) == (sum(d <= 900 for d in distances), max(distances, default=None))
+    assert 0 < result.cells[0][1].right < 5
+    with pytest.raises(ValueError, match="No question fits into 60 tokens"):
+        measured(Recaller(0), grid, [40, 60])
+    shot = BabilongGrid(byte_tokenizer(), {"qa1": stories}, BACKGROUND, 2, shots=2, examples={"qa1": stories})
+    prompt = bytes((shot.tasks(0, 500)[0].prompt - 3).tolist())
+    assert prompt.count(b"Question: Where is Mary?") == 3
+    assert len(shot.tasks(0, 500)) == 2
+    with pytest.raises(ValueError, match="shots is 6, but qa1 has 5 questions"):
+        BabilongGrid(byte_tokenizer(), {"qa1": stories}, BACKGROUND, 2, shots=6, examples={"qa1": stories})
+
+
+def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, cache = PasskeyGrid(byte_tokenizer(), [0.2, 0.9], 2), ResultCache(tmp_path)
+    whole = Recaller(300)
+    expected = measured(whole, grid, [400, 600, 800])
+    put = ResultCache.put
+
+    def stopping(self: ResultCache, key: Any, value: Any) -> None:
+        put(self, key, value)
+        if len(list(tmp_path.glob("*.json"))) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ResultCache, "put", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        measured(Recaller(300), grid, [400, 600, 800], cache=cache)
+    monkeypatch.setattr(ResultCache, "put", put)
+    rest = Recaller(300)
+    result = measured(rest, grid, [400, 600, 800], cache=cache)
+    assert 0 < rest.read < whole.read
+    assert replace(result, wall_seconds=0) == replace(expected, wall_seconds=0)
+    again, others = Recaller(300), Recaller(200)
+    measured(again, grid, [400, 600], cache=cache)
+    assert again.read == 0
+    measured(others, grid, [400, 600], cache=cache)  # another config
+    assert others.read > 0
+    with torch.no_grad():
+        again.scale.add_(1)  # other weights
+    measured(again, PasskeyGrid(byte_tokenizer(), [0.2, 0.9], 2, seed=1), [400], cache=cache)
+    assert again.read > 0
+
+
+def test_prompts_of_many_tokens_are_read_in_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrieval, "TOKENS_AT_ONCE", 2000)
+    grid = PasskeyGrid(byte_tokenizer(), [0, 1], 2)
+    result = measured(Recaller(100), grid, [500, 700, 900])
+    assert [[cell.right for cell in row] for row in result.cells] == [[0] * 3, [2] * 3]
+
+
+def test_wrong_use_is_refused(tmp_path: Path) -> None:
+    grid, model = PasskeyGrid(byte_tokenizer(), [0.5], 1), Recaller(0)
+    for lengths in ([], [500, 500], [0]):
+        with pytest.raises(ValueError, match="lengths must be at least one, each once and at least 1"):
+            measured(model, grid, lengths)
+    with pytest.raises(ValueError, match="length is 200, but a passkey prompt without filler has 2"):
+        measured(model, grid, [900, 200])
+    assert model.read == 0  # before any reading
+    model.config.vocab_size = 100
+    with pytest.raises(ValueError, match="vocabulary from 0 to 99"):
+        measured(model, grid, [500])
+    for arguments, complaint in (
+        (([], 1), "at least 1 depth"),
+        (([0.5], 0), "at least 1 sample"),
+        (([0.5], 1, -1), "seed and shots from 0"),
+        (([0.5, 0.5], 1), "can be given once, got 50 %, 50 %"),
+        (([1.5], 1), "depth is 1.5"),
+        (([0.5], 1, 0, "key"), "style is 'key'"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            PasskeyGrid(byte_tokenizer(), *arguments)
+
+
+def result_of(cells: Sequence[Sequence[tuple[int, int, int | None]]], lengths: Any = (10, 20, 40)) -> RetrievalResult:
+    return RetrievalResult(
+        model="m",
+        weights="w",
+        training_length=10,
+        task="passkey",
+        style="pass key",
+        shots=0,
+        rows=tuple(str(row) for row in range(len(cells))),
+        depths=None,
+        lengths=lengths,
+        cells=tuple(tuple(RetrievalCell(*cell) for cell in row) for row in cells),
+        confidence=0.95,
+        data=DataRecord("text", "0", "token"),
+        device="cpu",
+        versions={},
+        command="",
+        seed=0,
+        wall_seconds=1.0,
+    )
+
+
+def test_recall_length_and_needles_near_the_end() -> None:
+    cells = [[(10, 10, 8), (9, 10, 18), (4, 10, 38)], [(10, 10, 2), (10, 10, 3), (10, 10, 4)]]
+    result = result_of(cells)
+    assert [share.accuracy for share in result.by_length] == [1, 0.95, 0.7]
+    assert [share.accuracy for share in result.by_row] == [23 / 30, 1]
+    assert (result.recall_length(), result.recall_length(0.96), result.recall_length(0.5)) == (20, 10, 40)
+    assert result_of([[(0, 1, 1)] * 3]).recall_length() is None
+    assert result_of([[(0, 1, 1), (1, 1, 1), (1, 1, 1)]]).recall_length() is None  # right again, but too late
+    assert result_of([[(0, 0, None), (1, 1, 1), (0, 1, 1)]]).recall_length() == 20
+    assert [(share.right, share.samples) for share in result.within(8)] == [(20, 20), (10, 10), (10, 10)]
+    assert [(share.right, share.samples) for share in result.within(3)] == [(10, 10), (10, 10), (0, 0)]
+
+
+@pytest.mark.parametrize(("right", "samples"), [(0, 1), (1, 1), (0, 10), (7, 10), (50, 256), (256, 256)])
+def test_intervals_are_those_of_wilson(right: int, samples: int) -> None:
+    expected = binomtest(right, samples).proportion_ci(0.9, method="wilson")
+    assert Share(right, samples).interval(0.9) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+def test_files_keep_results(tmp_path: Path) -> None:
+    result = result_of([[(1, 2, 5), (0, 2, 9), (0, 0, None)]])
+    comparison = RetrievalComparison((result, replace(result, model="other", weights="x")))
+    write_result(tmp_path / "r.json", comparison)
+    assert read_result(tmp_path / "r.json", RetrievalComparison) == comparison
+    with pytest.raises(ValueError, match="need different names"):
+        RetrievalComparison((result, result))
+    with pytest.raises(ValueError, match="must have the same data"):
+        RetrievalComparison((result, replace(result, model="o", data=DataRecord("text", "1", "token"))))
+    with pytest.raises(ValueError, match="3 of 2 answers cannot be right"):
+        RetrievalCell(3, 2, None)
+    with pytest.raises(ValueError, match="must have 3, one for each length"):
+        result_of([[(1, 2, 5)]])
+    with pytest.raises(ValueError, match="Lengths must ascend"):
+        result_of([[(1, 2, 5)] * 3], lengths=(10, 40, 20))
