@@ -27,9 +27,15 @@ def law_figure(law: Law) -> Figure:
     axes.set_position((0.125, 0.165, 0.825, 0.6))
     axes.set_title(axes.get_title("left"), loc="left", fontsize=FONT_SIZE, color=INK, pad=36, parse_math=False)
     axes.text(
-        *(0, 1.04, _caption(law)),
-        **{"transform": axes.transAxes, "va": "bottom", "linespacing": 1.3, "parse_math": False},
-        **{"fontsize": FONT_SIZE - 1.5, "color": MUTED},
+        0,
+        1.04,
+        _caption(law),
+        transform=axes.transAxes,
+        va="bottom",
+        linespacing=1.3,
+        parse_math=False,
+        fontsize=FONT_SIZE - 1.5,
+        color=MUTED,
     )
     heights: list[float] = [threshold.length for threshold in law.thresholds]
     if law.fit is not None:
