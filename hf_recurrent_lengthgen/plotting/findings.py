@@ -44,7 +44,12 @@ def findings(comparison: Comparison) -> list[Finding]:
 
 def summary(comparison: Comparison) -> str:
     """The headlines as one sentence after another."""
-    return " ".join(f"{finding.headline[0].upper()}{finding.headline[1:]}." for finding in findings(comparison))
+    return " ".join(sentence(finding.headline) for finding in findings(comparison))
+
+
+def sentence(words: str) -> str:
+    """ "Base breaks." from "base breaks"."""
+    return f"{words[0].upper()}{words[1:]}."
 
 
 def interval_text(estimate: Estimate, sign: bool = False) -> str:
@@ -88,9 +93,8 @@ def _finding(model: ComparedModel, base: ComparedModel | None) -> Finding:
             headline = f"{name} cures it: holds to {length}"
     details = [_harm(evaluation)]
     if broken is not None:
-        details.append(
-            f"That is {evaluation.harm.last.mean / broken.harm.last.mean:.0%} of the harm of {broken.model}."
-        )
+        kept = evaluation.harm.last.mean / broken.harm.last.mean
+        details.append(f"That is {_number(kept, '.0%')} of the harm of {broken.model}.")
     if model.role == "cured":
         details += [_cost(evaluation, base), _use(evaluation)]
     return Finding(model, found, headline, " ".join(filter(None, details)))

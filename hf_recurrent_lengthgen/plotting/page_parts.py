@@ -24,33 +24,37 @@ class Evaluated(Protocol):
 
 Shown = TypeVar("Shown", bound=Evaluated)
 
-STATUS_MARKS = {"breaks": "✕ breaks", "holds": "✓ holds", "unclear": "? unclear"}
+STATUS_MARKS = {"breaks": "✕", "holds": "✓", "unclear": "?"}
 
 CSS = """
 :root{color-scheme:light dark;--ground:#fff;--panel:#f5f6f8;%(light)s}
-@media(prefers-color-scheme:dark){:root{--ground:#14171b;--panel:#1d2127;%(dark)s}}
+@media(prefers-color-scheme:dark){:root{--ground:#14171b;--panel:#1d2127;%(dark)s}
+[id*=QuadMesh],figure image{filter:invert(.92) hue-rotate(180deg)}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--ground);color:var(--ink);font:16px/1.5 system-ui,sans-serif;overflow-wrap:break-word}
 main{max-width:1180px;margin:0 auto;padding:24px 16px 48px}
 h1{font-size:1.7rem;line-height:1.2;margin:0 0 4px}
 h2{font-size:1.15rem;margin:36px 0 8px}
 .lead{font-size:1.1rem;margin:0 0 20px;color:var(--muted)}
+.lead p{margin:0 0 6px}
 .lead b{color:var(--ink)}
 .cards{display:grid;gap:12px;grid-template-columns:repeat(auto-fit,minmax(min(100%%,300px),1fr))}
 .card{background:var(--panel);border-left:5px solid;border-radius:6px;padding:12px 16px;min-width:0}
 .card .status{font-weight:700;font-size:.8rem;letter-spacing:.05em;text-transform:uppercase}
-.card .big{font-size:1.9rem;font-weight:700;line-height:1.2;color:var(--ink)}
+.card .status b{font-size:1.1rem;line-height:1}
+.card .big{font-size:1.9rem;font-weight:700;line-height:1.2}
 .card .big small{font-size:.85rem;font-weight:400;color:var(--muted)}
-.card h3{font-size:1.05rem;margin:2px 0 4px;color:var(--ink)}
-.card p{margin:6px 0 0;font-size:.9rem;color:var(--ink)}
-.card dl{color:var(--ink);font-size:.9rem;margin-top:10px;border-top:1px solid var(--line);padding-top:8px}
+.card h3{font-size:1.05rem;margin:2px 0 4px}
+.card p{margin:6px 0 0;font-size:.9rem}
+.card dl{font-size:.9rem;margin-top:10px;border-top:1px solid var(--line);padding-top:8px}
 .figures{display:grid;gap:20px;grid-template-columns:repeat(auto-fit,minmax(min(100%%,340px),1fr));margin-top:28px}
-h2~.figures{margin-top:12px}
-.said{max-width:80ch;margin:0 0 6px}
-ul.said{padding-left:1.2em}
-details{margin-top:20px}
+.pair{display:grid;gap:16px 32px;grid-template-columns:repeat(auto-fit,minmax(min(100%%,440px),1fr));margin-top:12px}
+.pair p{max-width:75ch;margin:0 0 8px;font-size:.95rem}
+.pair h3{font-size:1rem;margin:0 0 2px}
+.pair>div>div{margin-bottom:16px}
+details{margin-top:16px}
 summary{cursor:pointer;color:var(--muted)}
-figure{margin:0;min-width:0;max-width:560px}
+figure{margin:0;min-width:0}
 figure svg{width:100%%;height:auto;display:block}
 figcaption{font-size:.85rem;color:var(--muted)}
 .scroll{overflow-x:auto}
@@ -63,6 +67,7 @@ dt{color:var(--muted)}
 dd{margin:0;min-width:0;overflow-wrap:anywhere}
 pre{background:var(--panel);border-radius:6px;padding:12px;overflow-x:auto;font-size:.88rem}
 .note{font-size:.88rem;color:var(--muted);max-width:75ch}
+@media(max-width:600px){.card dl{grid-template-columns:auto 1fr}}
 @media(max-width:600px){dl{grid-template-columns:1fr}dd{margin-bottom:6px}th,td{padding-right:8px}table{font-size:.84rem}}
 """
 COLOR_NAMES = {"#1b1f24": "ink", "#5b636d": "muted", "#d5d9de": "line"}
@@ -102,8 +107,8 @@ def card(finding: Finding, color: str, details: str) -> str:
     """A model's card: status, headline, harm, and the HTML of what follows."""
     evaluation = finding.model.evaluation
     return (
-        f'<div class="card" style="border-color:{color};color:{color}">'
-        f'<div class="status">{STATUS_MARKS[finding.status]}</div>'
+        f'<div class="card" style="border-color:{color}">'
+        f'<div class="status"><b style="color:{color}">{STATUS_MARKS[finding.status]}</b> {finding.status}</div>'
         f"<h3>{escape(finding.headline)}</h3>"
         f'<div class="big">{signed(evaluation.harm.last.mean)} '
         f"<small>nats per {escape(evaluation.data.token_unit)} of harm</small></div>"
