@@ -74,15 +74,17 @@ def test_a_stock_checkpoint_loads_into_our_class(demo_output: Path, capsys: pyte
 
 
 def test_the_commands_run(demo_output: Path) -> None:
-    commands = [line for block in blocks_of("bash") for line in block.splitlines() if line.startswith("lengthgen ")]
-    assert {shlex.split(command)[1] for command in commands} == {"train", "evaluate", "expand", "forget", "maps"}
     quick = {
         "train": "--max_steps 2 --block_length 16 --report_to none --per_device_eval_batch_size 64 --eval_strategy no",
         "evaluate": "--sequences 2",
         "expand": "",
         "forget": "",
         "maps": "",
+        "diagnose": "--sequences 2 --length 512 --patched-heads 0",
+        "retrieve": "",
     }
+    commands = [line for block in blocks_of("bash") for line in block.splitlines() if line.startswith("lengthgen ")]
+    assert {shlex.split(command)[1] for command in commands} == set(quick)
     for command in commands:
         arguments = shlex.split(command)[1:]
         assert main([*arguments, *shlex.split(quick[arguments[0]])]) == 0

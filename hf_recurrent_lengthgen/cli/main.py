@@ -1,4 +1,4 @@
-"""The command line: `lengthgen demo | train | evaluate | accuracy | expand | forget | maps | retrieve | harness`."""
+"""The command line: `lengthgen COMMAND`, one file for each command."""
 
 import argparse
 import contextlib
@@ -7,7 +7,18 @@ from collections.abc import Sequence
 
 from safetensors import SafetensorError
 
-from hf_recurrent_lengthgen.cli import accuracy, demo, evaluate, expand, forget, harness, maps, retrieve, train
+from hf_recurrent_lengthgen.cli import (
+    accuracy,
+    demo,
+    diagnose,
+    evaluate,
+    expand,
+    forget,
+    harness,
+    maps,
+    retrieve,
+    train,
+)
 from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 
@@ -15,6 +26,7 @@ COMMANDS = {
     "demo": demo,
     "train": train,
     "evaluate": evaluate,
+    "diagnose": diagnose,
     "accuracy": accuracy,
     "expand": expand,
     "forget": forget,
@@ -28,6 +40,7 @@ Recurrent language models that keep working far beyond the length they were trai
   lengthgen demo       train a small model, see it fail, cure it, get a report (about five minutes)
   lengthgen train      train or post-train a checkpoint, from a YAML file or flags
   lengthgen evaluate   measure checkpoints beyond their training length
+  lengthgen diagnose   the same, and why they fail: which states drift, what is remembered
   lengthgen accuracy   measure checkpoints that copy, recall or sort symbols
   lengthgen expand     give some layers of a checkpoint larger states, to be post-trained
   lengthgen forget     make a copy of a checkpoint that forgets more, without training

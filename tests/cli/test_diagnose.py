@@ -1,0 +1,124 @@
+"""Diagnosis of checkpoints by the command, also of models that have no states."""
+
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_recurrent_lengthgen.cli.diagnose import drifting_heads, late_loss
+from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import Diagnosis
+from hf_recurrent_lengthgen.evaluation.files import read_result
+from hf_recurrent_lengthgen.evaluation.provenance import weights_digest
+from hf_recurrent_lengthgen.loading import load_language_model
+
+Diagnose = Callable[..., int]
+
+
+@pytest.fixture
+def diagnose(tmp_path: Path, text_file: Path) -> Diagnose:
+    """Run `lengthgen diagnose` on 3 sequences of 64 bytes, into `tmp_path / "out"`."""
+
+    def run(*arguments: Any) -> int:
+        given = ["--data", text_file, "--split", "train", "--sequences", 3, "--length", 64, "--training-length", 8]
+        return main(["diagnose", *map(str, [*given, "--output", tmp_path / "out", *arguments])])
+
+    return run
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 384, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def test_a_diagnosis_of_all_parts(
+    diagnose: Diagnose, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert diagnose(checkpoint, "--roles", "base") == 0
+    found = read_result(tmp_path / "out" / "result.json", Diagnosis)
+    [model] = found.models
+    assert model.role == "base"
+    assert model.evaluation.weights == weights_digest(load_language_model(str(checkpoint)))
+    assert model.states is not None
+    assert model.states.weights == model.evaluation.weights
+    assert len(model.states.ranking) == 2 * 2
+    assert model.remembrance is not None
+    assert model.remembrance.length == 32
+    assert model.constant_prompt is not None
+    assert model.constant_prompt.token == 13  # ByT5's bytes begin at 3
+    assert found.correlation is None
+    shown = capsys.readouterr().out
+    assert f"Diagnosing {checkpoint} on 3 texts of 64 bytes" in shown
+    assert drifting_heads(model.states) in shown
+    assert f"Report: {tmp_path / 'out' / 'index.html'}" in shown
+    curve = model.evaluation.position_wise.fine
+    late = [mean for edge, mean in zip(curve.edges, curve.mean, strict=False) if edge >= 32]
+    assert late_loss(model) == pytest.approx(sum(late) / len(late))  # bins of one position each
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"index.html", "result.json", "context_harm.png", "context_harm.svg"} <= names
+    HTMLParser().feed((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
+
+
+def test_models_of_all_kinds_side_by_side(
+    diagnose: Diagnose,
+    checkpoint: Path,
+    stock_checkpoint: Path,
+    llama: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert diagnose(checkpoint, stock_checkpoint, llama, "--tokenizer", "bytes", "--patched-heads", 0) == 0
+    found = read_result(tmp_path / "out" / "result.json", Diagnosis)
+    assert [model.states is not None for model in found.models] == [True, True, False]
+    assert all(model.states is None or model.states.patching is None for model in found.models)
+    reason = found.models[2].refused["states"]
+    assert "LlamaForCausalLM carries no state that is a value" in reason
+    assert f"{llama}, states: {reason}" in capsys.readouterr().out
+    assert found.correlation is not None
+    assert found.correlation.models == (str(checkpoint), str(stock_checkpoint), str(llama))
+    assert "LlamaForCausalLM carries no state" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+
+
+def test_parts_can_be_chosen(diagnose: Diagnose, checkpoint: Path, tmp_path: Path) -> None:
+    assert diagnose(checkpoint, "--parts", "misalignment") == 0
+    [model] = read_result(tmp_path / "out" / "result.json", Diagnosis).models
+    assert (model.states, model.remembrance, model.constant_prompt) == (None, None, None)
+    assert model.misalignment is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--parts", "state"], "--parts must be some of states, remembrance"),
+        (["--seed", "-1"], "--seed must be at least 0, got -1"),
+        (["--patched-heads", "-2"], "--patched-heads must be at least 0, got -2"),
+        (["--length", "8"], "must be above the training length, 8"),
+    ],
+)
+def test_bad_options_are_refused(
+    arguments: list[str],
+    message: str,
+    diagnose: Diagnose,
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert diagnose(checkpoint, *arguments) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_text_has_no_distances(
+    diagnose: Diagnose, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert diagnose(checkpoint, "--sequences", 1) == 0
+    assert "needs at least two texts" in capsys.readouterr().out
+    [model] = read_result(tmp_path / "out" / "result.json", Diagnosis).models
+    assert model.states is None
