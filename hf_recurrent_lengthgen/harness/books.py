@@ -5,6 +5,9 @@ one stream; shorter books are left out. More streams of a book follow each other
 """
 
 import logging
+import math
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import datasets
@@ -63,3 +66,9 @@ def perplexities(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[f
     text = doc["text"]
     counts = {"token": doc["tokens"], "word": len(text.split()), "byte": len(text.encode())}
     return {f"{unit}_perplexity": (results[0], count) for unit, count in counts.items()}
+
+
+def perplexity(items: Sequence[tuple[float, int]]) -> float:
+    """Of all texts together, from log-likelihoods and counts; infinite where it has no floating-point number."""
+    mean = -sum(likelihood for likelihood, _ in items) / sum(count for _, count in items)
+    return math.exp(mean) if mean < math.log(sys.float_info.max) else math.inf

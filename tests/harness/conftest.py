@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lm_eval.tasks import TaskManager
@@ -28,8 +29,8 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 1,
 }
-HIT = 5.0
-"""Logit of the token that the counting model expects; all others are 0."""
+PEAK = 300.0
+"""Logit of the token that the counting model expects; that of one d ids away is PEAK cos(2 pi d / V)."""
 
 
 @pytest.fixture(scope="session")
@@ -55,25 +56,28 @@ def checkpoint(stock: Mamba2ForCausalLM, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture
 def counting() -> StateLM:
     """A model that expects the next id: after "a" comes "b"; its log-probabilities are those of `log_probability`."""
-    sizes = SIZES | {"hidden_size": VOCABULARY, "num_heads": 96, "num_hidden_layers": 1, "tie_word_embeddings": False}
-    sizes["layer_norm_epsilon"] = 1e-12
-    model = StatefulMamba2ForCausalLM(StatefulMamba2Config(**sizes)).eval()
+    sizes = SIZES | {"hidden_size": 16, "num_hidden_layers": 1, "tie_word_embeddings": False}
+    model = StatefulMamba2ForCausalLM(StatefulMamba2Config(**sizes, layer_norm_epsilon=1e-12)).eval()
+    angles = torch.arange(VOCABULARY) * 2 * math.pi / VOCABULARY
+    circle = torch.zeros(VOCABULARY, 16)
+    circle[:, 0], circle[:, 1] = angles.cos(), angles.sin()
     with torch.no_grad():
         for parameter in model.backbone.layers.parameters():
             parameter.zero_()
-        model.backbone.embeddings.weight.copy_(torch.eye(VOCABULARY))
+        model.backbone.embeddings.weight.copy_(circle)
         model.backbone.norm_f.weight.fill_(1)
-        # the norm makes a one-hot vector one of length sqrt(V)
-        model.lm_head.weight.copy_(torch.eye(VOCABULARY).roll(1, 0) * HIT / math.sqrt(VOCABULARY))
+        # the norm gives the 16 numbers of a token a length of 4
+        model.lm_head.weight.copy_(circle.roll(1, 0) * PEAK / 4)
     return StateLM(model, tokenizer=byte_tokenizer(), batch_size=2)
 
 
-def log_probability(text: str, before: str = "\x00") -> float:
-    """Of a text under the counting model, from its definition; by default after something that expects no letter."""
-    normalizer = math.log(math.exp(HIT) + VOCABULARY - 1)
-    data = (before + text).encode()
-    start = len(before.encode())
-    return sum((HIT if data[i] == data[i - 1] + 1 else 0.0) - normalizer for i in range(start, len(data)))
+def log_probability(text: str, before: str = "") -> float:
+    """Of a text after another, or after the end of text, under the counting model, from its definition."""
+    ids = np.array([*([] if before else [1]), *(byte + 3 for byte in (before + text).encode())])
+    scored = len(text.encode())
+    logits = PEAK * np.cos(2 * np.pi * (np.diff(ids)[-scored:] - 1) / VOCABULARY)
+    normalizer = np.log(np.exp(PEAK * (np.cos(2 * np.pi * np.arange(VOCABULARY) / VOCABULARY) - 1)).sum()) + PEAK
+    return float((logits - normalizer).sum())
 
 
 @pytest.fixture

@@ -140,7 +140,7 @@ def test_scores_are_those_of_a_model_worked_out_by_hand(counting: StateLM, known
     asked = requests("loglikelihood", ("count: a", "bcd"), ("count: a", "bdf"), ("count: b", "a"))
     found = counting.loglikelihood(asked, **QUIET)
     assert [value for value, _ in found] == pytest.approx(
-        [known("bcd", "a"), known("bdf", "a"), known("a", "b")], abs=1e-5
+        [known("bcd", "a"), known("bdf", "a"), known("a", "b")], abs=1e-3
     )
     assert [greedy for _, greedy in found] == [True, False, False]
 

@@ -1,0 +1,80 @@
+"""`lengthgen harness`, with and without lm-evaluation-harness."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+from lm_eval._cli.run import Run
+from lm_eval.config.evaluate_config import EvaluatorConfig
+
+from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.harness import TASKS
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> list[EvaluatorConfig]:
+    """What lm_eval would have run."""
+    configs: list[EvaluatorConfig] = []
+    monkeypatch.setattr(
+        Run, "_execute", staticmethod(lambda options: configs.append(EvaluatorConfig.from_cli(options)))
+    )
+    monkeypatch.setattr("lm_eval.utils.setup_logging", lambda: None)
+    return configs
+
+
+def test_the_model_and_our_tasks_are_there(run: list[EvaluatorConfig]) -> None:
+    arguments = ["--tasks", "lengthgen_recall", "--model_args", "pretrained=m", "--metadata", "data_dir=d"]
+    before = list(sys.argv)
+    assert main(["harness", *arguments]) == 0
+    assert main(["harness", "run", *arguments, "--model", "hf", "--include_path", "mine", "--device", "meta"]) == 0
+    first, second = run
+    assert (first.model, first.include_path) == ("lengthgen", [str(TASKS)])
+    assert first.metadata == {"pretrained": "m", "data_dir": "d"}
+    assert first.device in ("cpu", "cuda:0")
+    assert (second.model, second.include_path, second.device) == ("hf", [str(TASKS), "mine"], "meta")
+    assert sys.argv == before
+
+
+def test_a_config_file_is_followed(run: list[EvaluatorConfig], tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("tasks: piqa\nmodel: dummy\ninclude_path: mine\ndevice: meta\n")
+    assert main(["harness", "--config", str(tmp_path / "run.yaml")]) == 0
+    assert (run[0].model, run[0].include_path, run[0].device) == ("dummy", [str(TASKS), "mine"], "meta")
+
+
+def test_a_wrong_file_ends_the_command(
+    run: list[EvaluatorConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["harness", "--config", str(tmp_path / "none.yaml")]) == 1
+    assert "Config file not found" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_names_every_group(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["harness", *arguments]) == 0
+    shown = capsys.readouterr().out
+    groups = [path.stem for path in (TASKS / "groups").glob("*.yaml")]
+    assert len(groups) == 8
+    assert [group for group in groups if group not in shown] == []
+
+
+def test_without_lm_eval_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith(("lm_eval", "hf_recurrent_lengthgen.harness"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # what an import finds that is not installed
+    monkeypatch.delattr("hf_recurrent_lengthgen.harness")
+    assert main(["harness", "--tasks", "piqa"]) == 1
+    shown = capsys.readouterr().err
+    assert "lengthgen harness needs lm-evaluation-harness" in shown
+    assert 'pip install "hf_recurrent_lengthgen[eval]"' in shown
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "hf_recurrent_lengthgen\[eval\]"'):
+        importlib.import_module("hf_recurrent_lengthgen.harness")
+
+
+def test_nothing_else_imports_lm_eval() -> None:
+    package = TASKS.parents[1]
+    files = [path for path in package.rglob("*.py") if "lm_eval" in path.read_text(encoding="utf-8")]
+    outside = {path.relative_to(package).as_posix() for path in files if TASKS.parent not in path.parents}
+    assert outside == {"cli/harness.py"}
