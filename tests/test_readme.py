@@ -92,7 +92,7 @@ def test_the_commands_run(demo_output: Path) -> None:
 
 def test_the_training_guide_runs(demo_output: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     (demo_output / "texts").mkdir()
     (demo_output / "texts" / "one.txt").write_text("Some lines of text.\n" * 50)
     names: dict[str, object] = {}

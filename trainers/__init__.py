@@ -10,6 +10,14 @@ from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialSt
 from hf_recurrent_lengthgen.trainers.learned_state_config import LearnedStateConfig
 from hf_recurrent_lengthgen.trainers.learned_state_trainer import LearnedStateTrainer
 from hf_recurrent_lengthgen.trainers.learned_states import LearnedState, LearnedStates
+from hf_recurrent_lengthgen.trainers.metric_callbacks import (
+    Metric,
+    MetricCallback,
+    context_harm,
+    effective_remembrance_at,
+    misalignment,
+    nll_by_length,
+)
 from hf_recurrent_lengthgen.trainers.mixed_states import MixedStates
 from hf_recurrent_lengthgen.trainers.mixed_states_config import MixedStatesConfig
 from hf_recurrent_lengthgen.trainers.mixed_states_trainer import MixedStatesTrainer
@@ -39,6 +47,8 @@ __all__ = [
     "LearnedStateConfig",
     "LearnedStateTrainer",
     "LearnedStates",
+    "Metric",
+    "MetricCallback",
     "MixedStates",
     "MixedStatesConfig",
     "MixedStatesTrainer",
@@ -54,5 +64,9 @@ __all__ = [
     "TbttTrainer",
     "ZeroStateTrainer",
     "ZeroStates",
+    "context_harm",
+    "effective_remembrance_at",
+    "misalignment",
+    "nll_by_length",
     "sweep_sigma",
 ]

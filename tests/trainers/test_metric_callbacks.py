@@ -1,0 +1,231 @@
+"""Metrics during training: what is logged, and that training does not notice."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import ConstantPrompt
+from hf_recurrent_lengthgen.evaluation.effective_remembrance import effective_remembrance
+from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
+from hf_recurrent_lengthgen.evaluation.misalignment import Misalignment, long_short_misalignment
+from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
+from hf_recurrent_lengthgen.trainers import (
+    Metric,
+    MetricCallback,
+    context_harm,
+    effective_remembrance_at,
+    misalignment,
+    nll_by_length,
+)
+from hf_recurrent_lengthgen.trainers.metric_callbacks import numbers_of
+
+TOKENS = np.random.default_rng(0).integers(3, 17, (3, 65))
+
+
+def disturbing(model: nn.Module) -> float:
+    """A metric that asserts how it is called, and leaves as much changed as it can."""
+    assert not any(module.training for module in model.modules())
+    assert not torch.is_grad_enabled()
+    model.train()
+    return float(torch.rand(())) + random.random() + float(np.random.rand())
+
+
+@pytest.mark.parametrize("method", ["state passing", "random noise"])
+def test_training_is_bit_for_bit_that_without_metrics(toys: ModuleType, tmp_path: Path, method: str) -> None:
+    logs, weights = [], []
+    for name in ("without", "with"):
+        trainer = toys.resumable_trainer(tmp_path / name, method=method, save_strategy="no")
+        trainer.model.backbone.layers[0].register_forward_hook(  # a model whose steps depend on random numbers
+            lambda module, _, output: (output[0] * (1 + 0.1 * torch.rand(()) * module.training), *output[1:])
+        )
+        if name == "with":
+            MetricCallback([Metric("noise", disturbing), nll_by_length(TOKENS, 16)], every_steps=1).attach(trainer)
+        trainer.train()
+        weights.append(toys.weights(trainer.model))
+        logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+    toys.assert_same_weights(*weights)
+    assert len(logs[0]) == 8
+    assert logs[0] == logs[1]
+    assert weights[0].keys()
+    assert trainer.model.training
+
+
+class Tracker(TrainerCallback):
+    """Keeps what a tracker gets."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[int, dict[str, float]]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.got.append((state.global_step, dict(logs)))
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({}, [0, 3, 6, 8]),
+        ({"at_start": False}, [3, 6, 8]),
+        ({"at_end": False}, [0, 3, 6]),
+        ({"every_steps": 4}, [0, 4, 8]),
+    ],
+    ids=str,
+)
+def test_values_are_logged_at_the_steps_asked_for(
+    toys: ModuleType, tmp_path: Path, options: dict[str, Any], steps: list[int]
+) -> None:
+    trainer = toys.resumable_trainer(tmp_path, save_strategy="no", logging_steps=3)
+    tracker = Tracker()
+    trainer.add_callback(tracker)
+    metrics = {"one": lambda model: torch.tensor(1.5), "two": lambda model: {"a": 1, "b": Estimate(2.0, 1.0, None)}}
+    MetricCallback(metrics, **{"every_steps": 3} | options).attach(trainer)
+    trainer.train()
+    found = [entry for entry in trainer.state.log_history if "eval_one" in entry]
+    assert [entry["step"] for entry in found] == steps
+    expected = {"eval_one": 1.5, "eval_two_a": 1.0, "eval_two_b": 2.0, "eval_two_b_low": 1.0}
+    assert all(entry.items() >= expected.items() for entry in found)
+    assert [(step, logs["eval_two_a"]) for step, logs in tracker.got if "eval_two_a" in logs] == [
+        (s, 1.0) for s in steps
+    ]
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [3, 6]
+
+
+def test_ready_made_metrics_are_those_of_evaluation(toys: ModuleType, tmp_path: Path) -> None:
+    model, T = toys.tiny_model(), 16
+    args = TrainingArguments(str(tmp_path), max_steps=1, save_strategy="no", **toys.QUIET)
+    trainer = Trainer(model, args, train_dataset=toys.sequences(8))
+    whole = evaluate_model(model, TOKENS, T, label="m", data_description="", progress=False)
+    remembrance = effective_remembrance(model, TOKENS, T, progress=False).beyond_training
+    moved = long_short_misalignment(model, TOKENS, T, progress=False)
+    metrics = [f(TOKENS, T) for f in (context_harm, nll_by_length, effective_remembrance_at, misalignment)]
+    MetricCallback(metrics, every_steps=5, at_end=False, prefix="m/").attach(trainer)
+    trainer.train()
+    found = trainer.state.log_history[0]
+    assert remembrance is not None
+    for name, estimate in (
+        ("m/context_harm", whole.harm.last),
+        ("m/remembrance_48", remembrance),
+        ("m/misalignment", Estimate(moved.mean, moved.low, moved.high)),
+    ):
+        bounds = [found[name], found[f"{name}_low"], found[f"{name}_high"]]
+        np.testing.assert_allclose(bounds, [estimate.mean, estimate.low, estimate.high], rtol=1e-5, atol=1e-7)
+    with torch.no_grad():
+        ids = torch.from_numpy(TOKENS)
+        logits = model.eval()(ids[:, :-1]).logits
+    assert trainer.state.global_step == 1  # the step taken since has hardly moved the loss
+    nll = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(3, 64)
+    assert found["m/nll_inside"] == pytest.approx(float(nll[:, :T].mean()), abs=1e-3)
+    assert found["m/nll_beyond"] == pytest.approx(float(nll[:, T:].mean()), abs=1e-3)
+
+
+def broken(model: nn.Module) -> float:
+    raise KeyError("gone")
+
+
+@pytest.mark.parametrize(
+    ("metric", "error", "message"),
+    [
+        (broken, RuntimeError, "The metric 'm' failed at step 0: KeyError: 'gone'"),
+        (lambda model: "text", ValueError, "'m' failed at step 0: .*got str"),
+        (lambda model: {}, ValueError, "'m' failed at step 0: .*it gave no number"),
+        (
+            context_harm(TOKENS[:, :10], 16).function,
+            ValueError,
+            "'m' failed at step 0: .*training length 16, got shape",
+        ),
+    ],
+    ids=["error", "text", "nothing", "short tokens"],
+)
+def test_a_failing_metric_is_named(toys: ModuleType, tmp_path: Path, metric: Any, error: type, message: str) -> None:
+    trainer = toys.resumable_trainer(tmp_path, save_strategy="no")
+    MetricCallback({"fine": lambda model: 1.0, "m": metric}, every_steps=2).attach(trainer)
+    with pytest.raises(error, match=message):
+        trainer.train()
+    assert trainer.model.training
+
+
+def test_names_that_meet_are_refused(toys: ModuleType, tmp_path: Path) -> None:
+    trainer = toys.resumable_trainer(tmp_path, save_strategy="no")
+    MetricCallback({"a": lambda model: {"b": 1.0}, "a_b": lambda model: 2.0}, every_steps=2).attach(trainer)
+    with pytest.raises(ValueError, match=r"'a_b' failed at step 0: .*\['eval_a_b'\] are there already"):
+        trainer.train()
+
+
+def test_unusable_settings_are_refused(toys: ModuleType, tmp_path: Path) -> None:
+    fine = {"a": lambda model: 1.0}
+    with pytest.raises(ValueError, match=r"at least one, with different names, got \[\]"):
+        MetricCallback([], every_steps=1)
+    with pytest.raises(ValueError, match=r"different names, got \['misalignment', 'misalignment'\]"):
+        MetricCallback([misalignment(TOKENS, 8), misalignment(TOKENS, 16)], every_steps=1)
+    with pytest.raises(ValueError, match="every_steps must be at least 1, got 0"):
+        MetricCallback(fine, every_steps=0)
+    trainer = toys.resumable_trainer(tmp_path / "a", save_strategy="no")
+    callback = MetricCallback(fine, every_steps=1).attach(trainer)
+    with pytest.raises(ValueError, match="attached to a trainer already"):
+        callback.attach(trainer)
+    loose = toys.resumable_trainer(tmp_path / "b", save_strategy="no")
+    loose.add_callback(MetricCallback(fine, every_steps=1))
+    with pytest.raises(ValueError, match=r"attach\(trainer\) instead of giving"):
+        loose.train()
+    other = toys.resumable_trainer(tmp_path / "c", save_strategy="no")
+    other.is_fsdp_enabled = True
+    with pytest.raises(ValueError, match="holds only a part of it under FSDP"):
+        MetricCallback(fine, every_steps=1).attach(other)
+
+
+def test_typed_results_give_their_numbers() -> None:
+    assert numbers_of("m", Misalignment(2.0, 1.0, None, np.zeros(3))) == {"m_mean": 2.0, "m_low": 1.0}
+    prompt = ConstantPrompt(13, 16, 64, Curve((0, 16, 64), (1.0, 5.0), None, None), 1.0, 5.0, 2.0, None)
+    found = numbers_of("m", prompt)
+    assert (found["m_inside"], found["m_beyond"]) == (1.0, 5.0)
+    assert not {"m_curve", "m_exceeded_from"} & found.keys()
+    assert numbers_of("m", Estimate(1.0, None, None)) == {"m": 1.0}
+    assert numbers_of("m", np.float32(2)) == {"m": 2.0}
+    with pytest.raises(ValueError, match="got list"):
+        numbers_of("m", [1.0, 2.0])
+
+
+SCRIPT = """
+import importlib.util, sys
+import torch
+from hf_recurrent_lengthgen.trainers import MetricCallback
+spec = importlib.util.spec_from_file_location("trainer_toys", sys.argv[1])
+toys = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = toys
+spec.loader.exec_module(toys)
+
+def count(model):
+    assert torch.distributed.get_rank() == 0 and type(model).__name__ == "StatefulMamba2ForCausalLM"
+    if sys.argv[3] == "fail" and trainer.state.global_step == 4:
+        raise KeyError("gone")
+    return trainer.state.global_step
+
+trainer = toys.resumable_trainer(sys.argv[2], rows=24, save_strategy="no")
+MetricCallback({"count": count}, every_steps=2).attach(trainer)
+trainer.train()
+steps = [entry["eval_count"] for entry in trainer.state.log_history if "eval_count" in entry]
+assert steps == [0, 2, 4, 6], steps
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outcome", ["work", "fail"])
+def test_the_main_process_measures_and_all_go_on_or_end(toys: ModuleType, tmp_path: Path, outcome: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    arguments = [str(toys.__file__), str(tmp_path / "run"), outcome]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, timeout=200)
+    if outcome == "work":
+        assert done.returncode == 0, done.stderr[-2000:]
+    else:
+        assert done.returncode == 1
+        assert done.stderr.count("RuntimeError: The metric 'count' failed at step 4: KeyError: 'gone'") == 2

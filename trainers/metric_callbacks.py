@@ -1,0 +1,271 @@
+"""Metrics of length while a model trains, beside the loss: in the log and in whatever `report_to` names.
+
+    metrics = [context_harm(tokens, 2048), effective_remembrance_at(tokens, 2048)]
+    MetricCallback(metrics, every_steps=50).attach(trainer)
+
+Any function from a model to a number, to several by name, or to a result of `evaluation` is a metric.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate.utils import broadcast_object_list
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_recurrent_lengthgen.evaluation.context_harm import check_training_length, last_octave, window_nll
+from hf_recurrent_lengthgen.evaluation.effective_remembrance import LENGTHS_OF_TRAINING, effective_remembrance
+from hf_recurrent_lengthgen.evaluation.evaluate import estimate
+from hf_recurrent_lengthgen.evaluation.misalignment import long_short_misalignment
+from hf_recurrent_lengthgen.evaluation.results import Estimate
+from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
+from hf_recurrent_lengthgen.evaluation.streaming import Tokens, stream_nll
+
+MetricFunction = Callable[[Any], Any]
+
+
+class Metric(NamedTuple):
+    """A name, and a function from a model to a number, a mapping of names to such, or a typed result."""
+
+    name: str
+    function: MetricFunction
+
+
+class MetricCallback(TrainerCallback):
+    """Measures the model during training, and logs what it finds as Trainer logs its own evaluation.
+
+    Metrics run on the model without its wrappers (DDP, torch.compile; a PEFT model stays one), in evaluation mode,
+    without gradients and autocast, in the dtype of the weights. Modes and random numbers are put back: a run trains
+    bit for bit what it would without this callback.
+
+    With several processes the main one measures and the others wait for its results, so a measurement must take less
+    than `ddp_timeout`. All of them log the same and, if a metric fails, all end.
+
+    Args:
+        metrics: Metrics, or functions by name.
+        every_steps: Optimizer steps between measurements.
+        at_start: Measure before the first step, too: a metric that fails does so at once, not after hours.
+        at_end: Measure after the last step, whatever its number.
+        prefix: Put before every name; "eval_" is a group of its own in most trackers.
+
+    Raises:
+        ValueError: for no metrics, names that are empty or doubled, and every_steps < 1.
+    """
+
+    def __init__(
+        self,
+        metrics: Sequence[Metric] | Mapping[str, MetricFunction],
+        every_steps: int,
+        at_start: bool = True,
+        at_end: bool = True,
+        prefix: str = "eval_",
+    ) -> None:
+        given = metrics.items() if isinstance(metrics, Mapping) else metrics
+        self.metrics = [Metric(name, function) for name, function in given]
+        names = [metric.name for metric in self.metrics]
+        if not names or not all(names) or len(set(names)) < len(names):
+            raise ValueError(f"metrics must be at least one, with different names, got {names}.")
+        if every_steps < 1:
+            raise ValueError(f"every_steps must be at least 1, got {every_steps}.")
+        self.every_steps, self.at_start, self.at_end, self.prefix = every_steps, at_start, at_end, prefix
+        self._trainer: Trainer | None = None
+        self._measured_at: int | None = None
+
+    def attach(self, trainer: Trainer) -> "MetricCallback":
+        """Add this callback to a trainer, in whose log the values go.
+
+        Raises:
+            ValueError: if it belongs to another trainer, and under FSDP and DeepSpeed, where no process can run the
+                model alone.
+        """
+        if self._trainer is not None:
+            raise ValueError("This MetricCallback is attached to a trainer already: make another one.")
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            raise ValueError(
+                "MetricCallback runs the whole model in the main process, which holds only a part of it under FSDP or "
+                "DeepSpeed. Evaluate the checkpoints afterwards (`lengthgen evaluate`)."
+            )
+        self._trainer = trainer
+        trainer.add_callback(self)
+        return self
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._measured_at = None
+        if self._trainer is None:
+            raise ValueError(
+                "A MetricCallback logs through its trainer: call MetricCallback(...).attach(trainer) instead of "
+                "giving it in callbacks=[...]."
+            )
+        if self.at_start:
+            self._measure(state, control)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        # The end of training is too late for some trackers, which have closed their files.
+        if state.global_step % self.every_steps == 0 or (self.at_end and control.should_training_stop):
+            self._measure(state, control)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.at_end and self._measured_at != state.global_step:
+            self._measure(state, control)
+
+    def _measure(self, state: TrainerState, control: TrainerControl) -> None:
+        assert self._trainer is not None
+        found: list[Any] = [None]
+        if self._trainer.is_world_process_zero():
+            model = self._trainer.accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
+            found = [self._values(model, state.global_step)]
+        if self._trainer.args.world_size > 1:
+            broadcast_object_list(found)
+        if isinstance(found[0], Exception):
+            raise found[0]
+        should_log = control.should_log  # logging puts it off, and the loss of this step is not logged yet
+        self._trainer.log(dict(found[0]))
+        control.should_log = should_log
+        self._measured_at = state.global_step
+
+    def _values(self, model: nn.Module, step: int) -> dict[str, float] | Exception:
+        """What is logged, or the error of the first metric that fails."""
+        values: dict[str, float] = {}
+        for name, function in self.metrics:
+            try:
+                with undisturbed(model):
+                    found = numbers_of(f"{self.prefix}{name}", function(model))
+                if not found or found.keys() & values.keys():
+                    raise ValueError("it gave no number" if not found else f"{sorted(found)} are there already")
+            except Exception as error:
+                kind = ValueError if isinstance(error, ValueError) else RuntimeError
+                failure = kind(f"The metric {name!r} failed at step {step}: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                return failure
+            values |= found
+        return values
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards modes and random numbers are as they were before."""
+    training = [(module, module.training) for module in model.modules()]
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+    try:
+        with torch.random.fork_rng(devices), torch.no_grad():
+            model.eval()
+            yield
+    finally:
+        for module, mode in training:
+            module.training = mode
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def numbers_of(name: str, value: Any) -> dict[str, float]:
+    """The numbers in a metric's value, by name.
+
+    An `Estimate` has the name of its mean, and its bounds "_low" and "_high"; entries of a mapping and fields of a
+    dataclass or named tuple have their names behind an underscore. What is no number in a typed result (curves, text,
+    None) is left out: for the whole of it, write the result to a file.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) == 1:
+        value = value.item()
+    if isinstance(value, Real):
+        return {name: float(value)}
+    if isinstance(value, Estimate):
+        bounds = {f"{name}_low": value.low, f"{name}_high": value.high}
+        return {name: value.mean} | {key: bound for key, bound in bounds.items() if bound is not None}
+    if isinstance(value, Mapping):
+        return {key: x for part, item in value.items() for key, x in numbers_of(f"{name}_{part}", item).items()}
+    if is_dataclass(value):
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif hasattr(value, "_asdict"):
+        parts = value._asdict()
+    else:
+        raise ValueError(
+            f"a metric must give a number, a mapping of names to numbers or a result, got {type(value).__name__}"
+        )
+    kept = {part: item for part, item in parts.items() if isinstance(item, Real | Estimate) or is_dataclass(item)}
+    return numbers_of(name, kept)
+
+
+def nll_by_length(tokens: Tokens, training_length: int, name: str = "nll") -> Metric:
+    """Loss inside the training length and beyond, with intervals over sequences; tokens (S, L + 1)."""
+
+    def measure(model: nn.Module) -> dict[str, Estimate]:
+        _check_reach(tokens, training_length)
+        nll = stream_nll(model, tokens, progress=False).nll
+        parts = {"inside": nll[:, :training_length], "beyond": nll[:, training_length:]}
+        return {part: estimate(values, CONFIDENCE) for part, values in parts.items()}
+
+    return Metric(name, measure)
+
+
+def context_harm(tokens: Tokens, training_length: int, name: str = "context_harm") -> Metric:
+    """What context beyond the training length costs, mean over the last octave of positions; tokens (S, L + 1).
+
+    As `EvaluationResult.harm.last`: three forward passes per token.
+    """
+    check_training_length(training_length)
+
+    def measure(model: nn.Module) -> Estimate:
+        _check_reach(tokens, training_length)
+        nll = stream_nll(model, tokens, progress=False).nll
+        harm = nll[:, training_length:] - window_nll(model, tokens, training_length, progress=False).truncated
+        start, stop = last_octave(nll.shape[1], training_length)
+        return estimate(harm[:, start - training_length : stop - training_length], CONFIDENCE)
+
+    return Metric(name, measure)
+
+
+def effective_remembrance_at(
+    tokens: Tokens,
+    training_length: int,
+    length: int | None = None,
+    starts: Sequence[int] | None = None,
+    name: str = "remembrance",
+) -> Metric:
+    """Effective Remembrance in total variation at some start points; tokens (S, at least `length`).
+
+    Args:
+        tokens: Token ids.
+        training_length: Tokens per training sequence.
+        length: T; by default 4 training lengths.
+        starts: By default the one a training length before the end: what lies further back should make no difference.
+        name: Of the metric; each start's number is put behind it.
+    """
+    end = LENGTHS_OF_TRAINING * training_length if length is None else length
+    chosen = [end - training_length] if starts is None else list(starts)
+
+    def measure(model: nn.Module) -> dict[str, Estimate]:
+        found = effective_remembrance(model, tokens, training_length, length=end, starts=chosen, progress=False)
+        return {str(start): found.at(start) for start in chosen}
+
+    return Metric(name, measure)
+
+
+def misalignment(
+    tokens: Tokens, training_length: int, samples: int = 8, seed: int = 0, name: str = "misalignment"
+) -> Metric:
+    """Long-short misalignment; tokens (S, at least `training_length`), the same pairs of contexts each time."""
+
+    def measure(model: nn.Module) -> Estimate:
+        found = long_short_misalignment(model, tokens, training_length, samples=samples, seed=seed, progress=False)
+        return Estimate(found.mean, found.low, found.high)
+
+    return Metric(name, measure)
+
+
+def _check_reach(tokens: Tokens, training_length: int) -> None:
+    if tokens.ndim != 2 or tokens.shape[1] - 1 <= training_length:
+        raise ValueError(
+            f"tokens must be (sequences, length + 1) with a length above the training length {training_length}, got "
+            f"shape {tuple(tokens.shape)}."
+        )
