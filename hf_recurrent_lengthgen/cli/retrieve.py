@@ -20,6 +20,7 @@ from hf_recurrent_lengthgen.cli.measuring import (
     positive,
     resumable,
     shared_tokenizer,
+    short_names,
 )
 from hf_recurrent_lengthgen.data.tasks import (
     PASSKEY_STYLES,
@@ -137,7 +138,7 @@ def run(arguments: Sequence[str]) -> int:
     output.mkdir(parents=True, exist_ok=True)  # fails now rather than after hours
     tokenizer, cache = shared_tokenizer(options), open_cache(options)
     grid, description = _grid(options, tokenizer)
-    names = _short_names(options.models)
+    names = short_names(options.models)
     models = [load_language_model(name, options.trust_remote_code, DTYPES[options.dtype]) for name in options.models]
     found = []
     with resumable(cache):
@@ -222,12 +223,6 @@ def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tu
 
     examples = questions("train") if options.shots > 0 else None
     return BabilongGrid(tokenizer, questions("test"), texts, examples=examples, **sizes), f"bAbI in {told}"
-
-
-def _short_names(models: Sequence[str]) -> dict[str, str]:
-    """The last parts of the names where these differ."""
-    short = [Path(name).name for name in models]
-    return dict(zip(models, short if len(set(short)) == len(short) else models, strict=True))
 
 
 def _table(found: Sequence[RetrievalResult]) -> str:

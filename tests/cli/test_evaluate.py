@@ -38,7 +38,7 @@ def test_one_model(evaluate: Evaluate, checkpoint: Path, tmp_path: Path, capsys:
     [model] = read_result(out / "result.json", Comparison).models
     assert (model.role, model.training) == ("other", None)
     found = model.evaluation
-    assert (found.model, found.training_length, found.evaluated_length, found.sequences) == (str(checkpoint), 8, 64, 3)
+    assert (found.model, found.training_length, found.evaluated_length, found.sequences) == (checkpoint.name, 8, 64, 3)
     assert found.data.token_unit == "byte"
     assert 4 < found.in_window.loss.mean < 8  # log(384) = 5.95
     shown = capsys.readouterr()

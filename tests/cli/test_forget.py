@@ -136,7 +136,7 @@ def test_a_report_names_how_a_model_forgets(
         tmp_path / "report",
     ]
     assert main(["evaluate", *map(str, [checkpoint, out, *options])]) == 0
-    names = [str(checkpoint), f"{out} (retention 0.9999, insertion 0.75)"]
+    names = [checkpoint.name, f"{out.name} (retention 0.9999, insertion 0.75)"]
     assert [m.evaluation.model for m in read_result(tmp_path / "report" / "result.json", Comparison).models] == names
     assert names[1] in capsys.readouterr().out
     assert names[1] in (tmp_path / "report" / "index.html").read_text()
