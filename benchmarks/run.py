@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from alignment import bench_alignment, peak_of_alignment
 from chunked_backprop import bench_chunked_backprop, peak_of_chunks
+from effective_remembrance import bench_remembrance, peak_of_remembrance
 from families import bench_gla, bench_mamba1, bench_rwkv6, peak_of_mamba1, peak_of_scan
 from forgetting import bench_window, peak_of_window
 from measure import in_own_process, peak_mib, saved_bytes, take_turns
@@ -169,9 +170,11 @@ BENCHMARKS = {
     "statex": bench_statex,
     "stream": bench_stream,
     "window": bench_window,
+    "remembrance": bench_remembrance,
 }
 CALLS = {
     "peak_of_pass": peak_of_pass,
+    "peak_of_remembrance": peak_of_remembrance,
     "stream_of": stream_of,
     "peak_of_alignment": peak_of_alignment,
     "peak_of_chunks": peak_of_chunks,
