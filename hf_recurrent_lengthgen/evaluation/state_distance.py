@@ -25,6 +25,7 @@ that were trained with carried states have seen more than (T/2, T]; for them the
 new. Whether a head that drifts does harm is a question of its own, which `state_patching.py` answers.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -190,16 +191,18 @@ def pooled_levels(atoms: np.ndarray, masses: np.ndarray, edges: np.ndarray | Non
     """
     edges = _edges() if edges is None else edges
     weights = np.broadcast_to(masses, atoms.shape[1:]).reshape(-1)
-    weights = weights / weights.sum()
-    result = np.empty((len(atoms), len(edges) - 1))
-    for unit, values in enumerate(atoms.reshape(len(atoms), -1)):
-        order = values.argsort()
-        shares = np.concatenate([[0.0], weights[order].cumsum()])
-        sums = np.concatenate([[0.0], (weights[order] * values[order]).cumsum()])
-        result[unit] = np.diff(np.interp(edges, shares, sums)) / np.diff(edges)
-    return result
+    values = atoms.reshape(len(atoms), -1)
+    order = values.argsort(1)
+    shares = weights[order] / weights.sum()
+    sums = np.pad((shares * np.take_along_axis(values, order, 1)).cumsum(1), ((0, 0), (1, 0)))
+    shares = np.pad(shares.cumsum(1), ((0, 0), (1, 0)))
+    totals = np.empty((len(values), len(edges)))
+    for unit in range(len(values)):
+        totals[unit] = np.interp(edges, shares[unit], sums[unit])
+    return np.diff(totals) / np.diff(edges)
 
 
+@functools.cache
 def _edges() -> np.ndarray:
     """0 to 1 with LEVELS pieces: geometric at the ends, from 1/1024 to 1/16, and even between them."""
     tail = np.geomspace(1 / 1024, 1 / 12, LEVELS // 4)
