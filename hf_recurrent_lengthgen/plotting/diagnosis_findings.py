@@ -23,7 +23,7 @@ from hf_recurrent_lengthgen.evaluation.state_results import (
     StateDiagnosis,
     head_name,
 )
-from hf_recurrent_lengthgen.plotting.findings import HALF, findings, interval_text, sentence
+from hf_recurrent_lengthgen.plotting.findings import HALF, findings, interval_text, number_text, sentence
 
 SETTLED = 0.1
 """Octaves of spread per doubling of the position above which a head's spread is said to grow."""
@@ -71,7 +71,7 @@ def drift_text(states: StateDiagnosis) -> str:
     if not ranking:
         return "It has no heads whose states could drift."
     layer, head = ranking[0]
-    distance = f"{head.late_distance:.2g} standard deviations"
+    distance = f"{distance_text(head)} standard deviations"
     if not drifting:
         return (
             f"None of {_counted(ranking)} drifts: the furthest, {head_name(layer, head)}, is {distance} from the "
@@ -85,6 +85,11 @@ def drift_text(states: StateDiagnosis) -> str:
         f"{head_name(layer, head)}, is {distance} from the states of training over the last octave of "
         f"positions.{leaves} Its spread {still}."
     )
+
+
+def distance_text(head: HeadStates) -> str:
+    """How far a head is over the last octave, in standard deviations: "47.3"."""
+    return f"{head.late_distance:.3g}" if head.late_distance < 1000 else f"{head.late_distance:,.0f}"
 
 
 def retention_text(states: StateDiagnosis) -> str:
@@ -110,8 +115,8 @@ def patching_text(states: StateDiagnosis) -> str:
     unit, kept = states.data.token_unit, f"the last {patching.kept:,} tokens alone"
     if not patching.harmful:
         return (
-            f"After {patching.position:,} tokens its state is not shown to be worse than that of {kept} "
-            f"({interval_text(patching.harm, sign=True)} nats per {unit}): there is no harm to attribute to heads."
+            f"After {patching.position:,} tokens its state is not shown to be worse than that of {kept}: "
+            f"{interval_text(patching.harm, sign=True)} nats per {unit}. There is no harm to attribute to heads."
         )
     together, others = drifting_group(states), _other_group(states)
     told = [
@@ -123,21 +128,28 @@ def patching_text(states: StateDiagnosis) -> str:
         told.append(f"With states of the short context in {heads}, {_goes_away(patching, together.restored)}.")
         if others is not None:
             told.append(f"With them in all others, {_goes_away(patching, others.restored)}.")
-    alone = _alone(patching)
-    if alone and _shown(best := max((group.broken for group in alone), key=lambda broken: broken.mean)):
-        group = next(group for group in alone if group.broken is best)
+    alone = [group for group in patching.groups if len(group.heads) == 1]
+    worst = max(alone, key=lambda group: group.broken.mean, default=None)
+    if worst is not None and _shown(worst.broken):
+        names = {(layer.layer, head.head): head_name(layer, head) for layer, head in states.ranking}
         told.append(
-            f"Of single heads, {group.name} does most: its state alone brings {_share(patching, best)} of the harm "
-            "into a short context."
+            f"Of {len(alone)} heads taken one by one, {names[worst.heads[0]]} does most: its state alone brings "
+            f"{_share(patching, worst.broken)} of the harm into a short context."
         )
     return " ".join(told)
 
 
+def far_tokens(found: Remembrance | None) -> Estimate | None:
+    """Effective Remembrance of the tokens beyond the training length, where there are any and it was measured."""
+    return None if found is None or found.length <= found.training_length else found.beyond_training
+
+
 def remembrance_text(found: Remembrance) -> str:
     """How far the tokens beyond the training length move the prediction."""
-    beyond = found.beyond_training
-    if found.length <= found.training_length or beyond is None:
+    if found.length <= found.training_length:
         return f"Texts of {found.length:,} tokens do not show what tokens beyond the training length do."
+    if (beyond := far_tokens(found)) is None:
+        return "What tokens beyond the training length do was not measured."
     return (
         f"At {found.length:,} tokens, those further back than the last {found.training_length:,} move the prediction "
         f"by {interval_text(beyond)} of at most 1."
@@ -149,7 +161,7 @@ def constant_prompt_text(found: ConstantPrompt) -> str:
     highest = f"at most {found.inside:.3g} nats per token inside the training length and {found.beyond:.3g} beyond"
     if found.exceeded_from is None:
         return f"The loss is {highest}, never above {found.factor:g} times the former up to {found.length:,} tokens."
-    return f"The loss is {highest}: above {found.factor:g} times the former from {found.exceeded_from:,} tokens on."
+    return f"The loss is {highest}: it is above {found.factor:g} times the former at {found.exceeded_from:,} tokens."
 
 
 def correlation_text(found: RankCorrelation) -> str:
@@ -161,9 +173,9 @@ def correlation_text(found: RankCorrelation) -> str:
         f"; {count} models allow {found.least_p_value:.2g} at the least" if found.least_p_value >= CHANCE / 5 else ""
     )
     return (
-        f"Over {count} models, {found.metric} and {found.score} have a rank correlation of {found.coefficient:.2f} "
-        f"(Spearman; p = {found.p_value:.2g} over {pairings}{least}).{shown}"
-    ).replace(" -", " \N{MINUS SIGN}")
+        f"Over {count} models, {found.metric} and {found.score} have a rank correlation of "
+        f"{number_text(found.coefficient, '.2f')} (Spearman; p = {found.p_value:.2g} over {pairings}{least}).{shown}"
+    )
 
 
 def not_measured(diagnosis: Diagnosis) -> list[str]:
@@ -190,11 +202,11 @@ def facts(model: DiagnosedModel) -> list[tuple[str, str]]:
         told.append(("Heads that drift", furthest if drifting else f"none of {total}"))
         if states.patching is not None and states.patching.harmful and (group := drifting_group(states)) is not None:
             told.append(("Their part of the harm", harm_share_text(states.patching, group.restored)))
-    if model.remembrance is not None and (beyond := model.remembrance.beyond_training) is not None:
+    if (beyond := far_tokens(model.remembrance)) is not None:
         told.append(("Effective Remembrance", f"{beyond.mean:.2f} of tokens beyond training"))
     if model.constant_prompt is not None:
         start = model.constant_prompt.exceeded_from
-        told.append(("Constant prompt", "holds" if start is None else f"fails from {start:,} tokens on"))
+        told.append(("Constant prompt", "holds" if start is None else f"fails at {start:,} tokens"))
     if model.misalignment is not None:
         told.append(("Misalignment", f"{model.misalignment.mean:.2f} nats"))
     return told
@@ -217,10 +229,6 @@ def _other_group(states: StateDiagnosis) -> PatchedHeads | None:
 def _group_of(states: StateDiagnosis, heads: set[tuple[int, int]]) -> PatchedHeads | None:
     groups = () if states.patching is None or not heads else states.patching.groups
     return next((group for group in groups if set(group.heads) == heads), None)
-
-
-def _alone(patching: HeadPatching) -> list[PatchedHeads]:
-    return [group for group in patching.groups if len(group.heads) == 1]
 
 
 def _reason(states: StateDiagnosis | None, status: str) -> str:

@@ -13,9 +13,11 @@ from hf_recurrent_lengthgen.plotting.diagnosis_findings import (
     constant_prompt_text,
     correlation_text,
     diagnosis_summary,
+    distance_text,
     drift_text,
     drifting_group,
     facts,
+    far_tokens,
     harm_share_text,
     not_measured,
     patching_text,
@@ -280,7 +282,7 @@ def _drift_cell(model: DiagnosedModel) -> str:
     if states is None or not states.ranking:
         return ABSENT
     layer, head = states.ranking[0]
-    furthest = f"{head_name(layer, head)}: {head.late_distance:.3g}"
+    furthest = f"{head_name(layer, head)}: {distance_text(head)}"
     return f"<b>{len(states.drifting)} of {len(states.ranking):,}</b><small>{escape(furthest)}</small>"
 
 
@@ -297,7 +299,7 @@ def _removed_cell(model: DiagnosedModel) -> str:
 
 
 def _remembrance_cell(model: DiagnosedModel) -> str:
-    beyond = None if model.remembrance is None else model.remembrance.beyond_training
+    beyond = far_tokens(model.remembrance)
     return ABSENT if beyond is None else cell(beyond)
 
 

@@ -55,10 +55,10 @@ def sentence(words: str) -> str:
 def interval_text(estimate: Estimate, sign: bool = False) -> str:
     """ "1.363 (1.301 to 1.425)", or the mean alone where there is no interval."""
     form = "+.3f" if sign else ".3f"
-    text = _number(estimate.mean, form)
+    text = number_text(estimate.mean, form)
     if estimate.low is None or estimate.high is None:
         return text
-    return f"{text} ({_number(estimate.low, form)} to {_number(estimate.high, form)})"
+    return f"{text} ({number_text(estimate.low, form)} to {number_text(estimate.high, form)})"
 
 
 def range_text(positions: tuple[int, int]) -> str:
@@ -66,7 +66,8 @@ def range_text(positions: tuple[int, int]) -> str:
     return f"positions {positions[0]:,} to {positions[1]:,}"
 
 
-def _number(value: float, form: str) -> str:
+def number_text(value: float, form: str) -> str:
+    """A number in a format of Python's, with a real minus sign."""
     return format(value, form).replace("-", "\N{MINUS SIGN}")
 
 
@@ -94,7 +95,7 @@ def _finding(model: ComparedModel, base: ComparedModel | None) -> Finding:
     details = [_harm(evaluation)]
     if broken is not None:
         kept = evaluation.harm.last.mean / broken.harm.last.mean
-        details.append(f"That is {_number(kept, '.0%')} of the harm of {broken.model}.")
+        details.append(f"That is {number_text(kept, '.0%')} of the harm of {broken.model}.")
     if model.role == "cured":
         details += [_cost(evaluation, base), _use(evaluation)]
     return Finding(model, found, headline, " ".join(filter(None, details)))
@@ -113,7 +114,7 @@ def _cost(evaluation: EvaluationResult, base: ComparedModel | None) -> str:
     if base is None:
         return ""
     cost = evaluation.in_window.loss.mean - base.evaluation.in_window.loss.mean
-    return f"Inside the training length its loss is {_number(cost, '+.3f')} against {base.evaluation.model}."
+    return f"Inside the training length its loss is {number_text(cost, '+.3f')} against {base.evaluation.model}."
 
 
 def _use(evaluation: EvaluationResult) -> str:

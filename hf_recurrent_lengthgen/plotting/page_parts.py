@@ -236,7 +236,9 @@ def provenance(evaluations: Sequence[EvaluationResult]) -> str:
 
 
 def entry_list(entries: Sequence[tuple[str, str]]) -> str:
-    """Names with what is said of them."""
+    """Names with what is said of them; nothing where there are none."""
+    if not entries:
+        return ""
     return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(value)}</dd>' for name, value in entries)}</dl>"
 
 

@@ -1,0 +1,148 @@
+"""Diagnoses made by hand, of models trained on 16 tokens and read to 1,024, as in conftest.py."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import (
+    ConstantPrompt,
+    DiagnosedModel,
+    Diagnosis,
+    RankCorrelation,
+    Remembrance,
+)
+from hf_recurrent_lengthgen.evaluation.results import Curve, DataRecord, Estimate, Role
+from hf_recurrent_lengthgen.evaluation.state_results import (
+    ConvStates,
+    Extremes,
+    HeadPatching,
+    HeadStates,
+    LayerStates,
+    PatchedHeads,
+    RecurrenceInputs,
+    StateDiagnosis,
+)
+from tests.plotting.conftest import compared
+
+POSITIONS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+STEADY = 0.3
+"""Distance of heads that are not said to drift."""
+Heads = Mapping[tuple[int, int], float]
+
+
+def near(mean: float) -> Estimate:
+    return Estimate(mean, mean - 0.01, mean + 0.01)
+
+
+def head(number: int, distance: float, growth: float = 0.0, known: bool = True) -> HeadStates:
+    """Drifts if it is further than 1; holds 0.9 of the first token after 16 tokens if it drifts, else 0.1."""
+    drifts = distance > 1
+    curve = tuple(distance if position > 16 else 0.1 for position in POSITIONS)
+    std = tuple(2.0 * max(1.0, position / 16) ** growth for position in POSITIONS)
+    retention = tuple((-0.10536 if drifts else -2.30259) * position / 16 for position in POSITIONS)
+    zeros = (0.0,) * len(POSITIONS)
+    inputs = RecurrenceInputs(retention, retention, std, std, std) if known else None
+    leaves_at = 32 if drifts else None
+    return HeadStates(number, std, curve, distance, 0.2, drifts, leaves_at, growth, zeros, None, inputs)
+
+
+def states(
+    drifting: Heads,
+    harm: float = 1.0,
+    restored: float = 0.97,
+    others: float = 0.0,
+    broken: Heads | None = None,
+    layers: int = 2,
+    heads: int = 4,
+    unit: str = "head",
+    growth: float = 0.5,
+    known: bool = True,
+) -> StateDiagnosis:
+    """States of `layers` x `heads` heads, those of `drifting` at the distance given; shares of the harm as given."""
+    zeros = (0.0,) * len(POSITIONS)
+    conv = (ConvStates("x", zeros, (2.0,) * len(POSITIONS), Extremes(zeros, (0,) * len(POSITIONS))),)
+    found = tuple(
+        LayerStates(
+            layer,
+            unit,
+            (8, 8),
+            (1.0,) * len(POSITIONS),
+            tuple(
+                head(
+                    number, drifting.get((layer, number), STEADY), growth if (layer, number) in drifting else 0, known
+                )
+                for number in range(heads)
+            ),
+            conv,
+        )
+        for layer in range(layers)
+    )
+    every = {(layer, number) for layer in range(layers) for number in range(heads)}
+    groups = []
+    if drifting:
+        groups.append(PatchedHeads("those that drift", tuple(drifting), near(restored * harm), near(harm)))
+    if rest := tuple(sorted(every - set(drifting))):
+        groups.append(PatchedHeads("all others", rest, near(others * harm), near(0.0)))
+    for place, share in (broken or {}).items():
+        groups.append(PatchedHeads("alone", (place,), near(0.0), near(share * harm)))
+    patching = HeadPatching(1016, 8, 8, near(2 + harm), near(2.0), near(harm), tuple(groups))
+    data = DataRecord("made-up bytes", "ab" * 32, "byte")
+    return StateDiagnosis(
+        "unused", "9f", 16, POSITIONS, 32, 0.95, data, 1.0, (1.0,) * len(POSITIONS), found, patching, ()
+    )
+
+
+def remembrance(beyond: float, length: int = 64) -> Remembrance:
+    """Values that differ, so that only the one for the training length is `beyond`."""
+    starts = (0, length - 16, length - 8) if length > 16 else (0, length - 8)
+    values = tuple(near(value) for value in ((0.99, beyond, beyond + 0.1) if length > 16 else (beyond, beyond + 0.1)))
+    return Remembrance(16, length, 32, 0.95, starts, values, values, values)
+
+
+def constant_prompt(inside: float, beyond: float) -> ConstantPrompt:
+    """Rises from 32 tokens on."""
+    curve = Curve((0, 2, 16, 32, 1024), (9.0, inside, inside, beyond), None, None)
+    return ConstantPrompt(13, 16, 1024, curve, inside, beyond, 2.0, 32 if beyond > 2 * inside else None)
+
+
+def diagnosed(
+    role: Role, label: str, harm: float, found: StateDiagnosis | None = None, width: float | None = 0.01
+) -> DiagnosedModel:
+    """A model with the parts that need no states, too."""
+    return DiagnosedModel(
+        role,
+        compared(role, label, harm, width).evaluation,
+        None if found is None else replace(found, model=label),
+        remembrance(0.2 if harm > 0.05 else 0.03),
+        near(3.6),
+        constant_prompt(1.5, 4.0 if harm > 0.05 else 1.4),
+        {},
+    )
+
+
+def expected(base: Heads | None = None) -> Diagnosis:
+    """The pair of the demo as it should come out; `base` has the heads that drift in the base, the furthest first."""
+    drifting = base or {(1, 2): 47.3, (0, 3): 12.0, (0, 1): 3.0}
+    broken = {place: 1.2 if index == 1 else 0.4 for index, place in enumerate(drifting)}
+    return Diagnosis(
+        "Why base fails",
+        (
+            diagnosed("base", "base", 1.4, states(drifting, broken=broken)),
+            diagnosed("cured", "sp", 0.02, states({}, harm=0.005)),
+        ),
+        None,
+    )
+
+
+def correlation(p_value: float, coefficient: float = 0.9, exact: bool = True, count: int = 5) -> RankCorrelation:
+    names: Sequence[str] = [f"m{index}" for index in range(count)]
+    values = tuple(float(index) for index in range(count))
+    return RankCorrelation(
+        "misalignment", "loss", tuple(names), values, values, coefficient, p_value, 0.017, 120, exact
+    )
+
+
+def without_parts(model: DiagnosedModel, reason: str | None = None) -> DiagnosedModel:
+    """Only the evaluation; states refused for a reason."""
+    return DiagnosedModel(
+        model.role, model.evaluation, None, None, None, None, {} if reason is None else {"states": reason}
+    )

@@ -1,0 +1,256 @@
+"""What is said of diagnoses made by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
+from hf_recurrent_lengthgen.evaluation.results import Estimate
+from hf_recurrent_lengthgen.plotting.diagnosis_findings import (
+    constant_prompt_text,
+    correlation_text,
+    diagnosis_summary,
+    drift_text,
+    facts,
+    not_measured,
+    patching_text,
+    remembrance_text,
+    retention_text,
+    verdicts,
+)
+from tests.plotting.diagnoses import (
+    constant_prompt,
+    correlation,
+    diagnosed,
+    expected,
+    remembrance,
+    states,
+    without_parts,
+)
+
+
+def reason(model: DiagnosedModel) -> str:
+    return verdicts(Diagnosis("", (model,), None))[0].reason
+
+
+def test_the_expected_pair_is_told_in_two_lines() -> None:
+    base, cured = verdicts(expected())
+    assert base == (
+        "Base breaks beyond 64 tokens.",
+        "3 of its 8 heads drift, layer 1, head 2 the furthest; replacing the states of these heads by those of a "
+        "short context removes 97% of the harm.",
+    )
+    assert cured == ("Sp cures it: holds to 1,024 tokens.", "None of its 8 heads drifts.")
+    assert diagnosis_summary(expected()) == f"{base.headline} {base.reason} {cured.headline} {cured.reason}"
+
+
+def test_the_cards_name_the_head_and_its_share() -> None:
+    base, cured = (dict(facts(model)) for model in expected().models)
+    assert base == {
+        "Heads that drift": "3 of 8, layer 1, head 2 the furthest",
+        "Their part of the harm": "97%",
+        "Effective Remembrance": "0.20 of tokens beyond training",
+        "Constant prompt": "fails at 32 tokens",
+        "Misalignment": "3.60 nats",
+    }
+    assert cured["Heads that drift"] == "none of 8"
+    assert cured["Constant prompt"] == "holds"
+    assert "Their part of the harm" not in cured
+
+
+def test_drift_is_told_with_all_heads_and_how_far_the_furthest_is() -> None:
+    base, cured = (model.states for model in expected().models)
+    assert base is not None
+    assert cured is not None
+    assert drift_text(base) == (
+        "3 of 8 heads drift: layer 0, heads 1, 3; layer 1, head 2. The furthest, layer 1, head 2, is 47.3 standard "
+        "deviations from the states of training over the last octave of positions. It leaves them at 32 tokens. Its "
+        "spread grows by 41% with each doubling of the position."
+    )
+    assert drift_text(cured) == (
+        "None of 8 heads drifts: the furthest, layer 0, head 0, is 0.3 standard deviations from the states of "
+        "training over the last octave of positions."
+    )
+
+
+def test_a_head_whose_spread_has_settled_is_not_said_to_grow() -> None:
+    assert drift_text(states({(0, 1): 3.0}, growth=0.05)).endswith("Its spread no longer grows.")
+    assert drift_text(states({(0, 1): 3.0}, growth=-0.4)).endswith("Its spread no longer grows.")
+
+
+def test_one_head_and_channel_groups_are_told_in_their_words() -> None:
+    assert drift_text(states({(0, 1): 3.0})).startswith("1 of 8 heads drifts: layer 0, head 1. The furthest")
+    groups = states({(0, 1): 1234.5, (0, 2): 3.0}, unit="channel group")
+    assert "2 of 8 channel groups drift: layer 0, channel groups 1, 2. " in drift_text(groups)
+    assert "layer 0, channel group 1, is 1,234 standard deviations" in drift_text(groups)
+    assert reason(diagnosed("base", "b", 1.4, states({(0, 1): 3.0}))) == (
+        "1 of its 8 heads drifts: layer 0, head 1; replacing the states of this head by those of a short context "
+        "removes 97% of the harm."
+    )
+
+
+def test_of_many_heads_the_furthest_are_listed() -> None:
+    drifting = {(layer, number): 100.0 - 10 * layer - number for layer in range(4) for number in range(5)}
+    text = drift_text(states(drifting, layers=5, heads=8))
+    assert text.startswith(
+        "20 of 40 heads drift: layer 0, heads 0, 1, 2, 3, 4; layer 1, heads 0, 1, 2, 3, 4; layer 2, heads 0, 1; and 8 "
+        "less far. The furthest, layer 0, head 0,"
+    )
+
+
+def test_no_heads_are_no_reason() -> None:
+    empty = states({}, layers=1, heads=0)
+    assert drift_text(empty) == "It has no heads whose states could drift."
+    assert reason(diagnosed("base", "b", 1.4, empty)) == ""
+
+
+def test_retention_is_that_of_the_head_that_holds_most() -> None:
+    assert retention_text(states({(1, 2): 5.0})) == (
+        "At 16 tokens layer 1, head 2 still holds 90% of what the first token wrote (no head holds more), at 1,024 "
+        "tokens 0%."
+    )
+    assert retention_text(states({(1, 2): 5.0}, known=False)) == ""
+    some = states({(1, 2): 5.0})
+    first = some.layers[0]
+    unknown = replace(first, heads=tuple(replace(head, inputs=None) for head in first.heads))
+    assert "(none of the 4 looked at holds more)" in retention_text(replace(some, layers=(unknown, some.layers[1])))
+
+
+def test_patching_names_the_group_the_others_and_the_worst_head_alone() -> None:
+    base = expected().models[0].states
+    assert base is not None
+    assert patching_text(base) == (
+        "After 1,016 tokens its state does 1.000 (0.990 to 1.010) nats per byte of harm against that of the last 8 "
+        "tokens alone. With states of the short context in the 3 that drift, 97% of it goes away. With them in all "
+        "others, none of it is shown to go away. Of 3 heads taken one by one, layer 0, head 3 does most: its state "
+        "alone brings 120% of the harm into a short context."
+    )
+    assert "in the one that drifts, 97%" in patching_text(states({(0, 0): 9.0}))
+    assert "in all others, 30% of it goes away" in patching_text(states({(0, 0): 9.0}, others=0.3))
+    assert patching_text(replace(base, patching=None)) == ""
+
+
+def test_without_harm_nothing_is_attributed() -> None:
+    text = patching_text(states({(0, 0): 9.0}, harm=0.005))
+    assert text == (
+        "After 1,016 tokens its state is not shown to be worse than that of the last 8 tokens alone: +0.005 "
+        "(\N{MINUS SIGN}0.005 to +0.015) nats per byte. There is no harm to attribute to heads."
+    )
+
+
+def test_harm_without_drift_is_told_as_it_is() -> None:
+    found = states({}, harm=1.0)
+    assert reason(diagnosed("base", "b", 1.4, found)) == "None of its 8 heads drifts."
+    assert "goes away" not in patching_text(found)
+
+
+@pytest.mark.parametrize(
+    ("restored", "told"),
+    [
+        (0.6, "; replacing the states of these heads by those of a short context removes 60% of the harm."),
+        (0.2, "; but replacing the states of these heads by those of a short context removes only 20% of the harm."),
+        (
+            0.0,
+            "; but replacing the states of these heads by those of a short context is not shown to remove any of the "
+            "harm.",
+        ),
+    ],
+)
+def test_drifting_heads_that_do_little_harm_are_not_blamed(restored: float, told: str) -> None:
+    found = states({(1, 2): 9.0, (0, 0): 8.0}, restored=restored)
+    assert reason(diagnosed("base", "b", 1.4, found)) == f"2 of its 8 heads drift, layer 1, head 2 the furthest{told}"
+    share = dict(facts(diagnosed("base", "b", 1.4, found)))["Their part of the harm"]
+    assert share == ("none shown" if restored == 0 else f"{restored:.0%}")
+
+
+def test_drift_that_does_no_harm_is_told() -> None:
+    holding = diagnosed("cured", "sp", 0.0, states({(1, 2): 9.0}, harm=0.0))
+    assert reason(holding) == "1 of its 8 heads drifts: layer 1, head 2, without harm."
+    unpatched = diagnosed("base", "b", 1.4, replace(states({(1, 2): 9.0}), patching=None))
+    assert reason(unpatched) == "1 of its 8 heads drifts: layer 1, head 2."
+
+
+def test_a_cure_that_does_not_work_is_told() -> None:
+    models = expected().models[0], diagnosed("cured", "sp", 1.3, states({(0, 2): 7.0}, restored=0.8))
+    verdict = verdicts(Diagnosis("", models, None))[1]
+    assert verdict.headline == "Sp does not cure it."
+    assert verdict.reason.startswith("1 of its 8 heads drifts: layer 0, head 2; replacing")
+    assert "80% of the harm" in verdict.reason
+
+
+def test_of_many_models_only_the_first_that_breaks_is_explained() -> None:
+    found = states({(1, 2): 9.0})
+    models = tuple(
+        diagnosed("other", name, harm, found) for name, harm in (("a", 0.0), ("b", 1.0), ("c", 1.0), ("d", 0.0))
+    )
+    reasons = [verdict.reason for verdict in verdicts(Diagnosis("", models, None))]
+    assert [bool(told) for told in reasons] == [False, True, False, False]
+    assert all(verdict.reason for verdict in verdicts(Diagnosis("", models[:3], None)))
+    holding = Diagnosis("", tuple(diagnosed("other", name, 0.0, found) for name in "abcd"), None)
+    assert not any(verdict.reason for verdict in verdicts(holding))
+
+
+def test_models_without_states_have_a_verdict_and_no_reason() -> None:
+    model = without_parts(diagnosed("other", "llama", 1.4), "It has no state.")
+    assert verdicts(Diagnosis("", (model,), None))[0] == ("Llama breaks beyond 64 tokens.", "")
+    assert facts(model) == []
+
+
+def test_remembrance_is_that_of_the_training_length() -> None:
+    assert remembrance_text(remembrance(0.2)) == (
+        "At 64 tokens, those further back than the last 16 move the prediction by 0.200 (0.190 to 0.210) of at most 1."
+    )
+    assert remembrance_text(remembrance(0.2, length=16)) == (
+        "Texts of 16 tokens do not show what tokens beyond the training length do."
+    )
+    elsewhere = replace(remembrance(0.2), starts=(0, 32, 40))
+    assert remembrance_text(elsewhere) == "What tokens beyond the training length do was not measured."
+
+
+def test_the_constant_prompt_is_told_with_its_limit() -> None:
+    assert constant_prompt_text(constant_prompt(1.5, 4.0)) == (
+        "The loss is at most 1.5 nats per token inside the training length and 4 beyond: it is above 2 times the "
+        "former at 32 tokens."
+    )
+    assert constant_prompt_text(constant_prompt(1.5, 1.4)) == (
+        "The loss is at most 1.5 nats per token inside the training length and 1.4 beyond, never above 2 times the "
+        "former up to 1,024 tokens."
+    )
+
+
+def test_a_correlation_by_chance_is_not_said_to_be_there() -> None:
+    assert correlation_text(correlation(0.02)) == (
+        "Over 5 models, misalignment and loss have a rank correlation of 0.90 (Spearman; p = 0.02 over all pairings; "
+        "5 models allow 0.017 at the least)."
+    )
+    told = correlation_text(correlation(0.3, coefficient=-0.4, exact=False))
+    assert "rank correlation of \N{MINUS SIGN}0.40 (Spearman; p = 0.3 over 120 random pairings" in told
+    assert told.endswith("That does not show that they go together.")
+
+
+def test_what_was_not_measured_is_told_with_the_reason() -> None:
+    base, cured = expected().models
+    assert not_measured(expected()) == []
+    assert base.states is not None
+    partly = replace(base, states=replace(base.states, left_out=("Inputs were not read.",)))
+    refused = replace(cured, constant_prompt=None, refused={"constant prompt": "No such token."})
+    assert not_measured(Diagnosis("", (partly, refused), None)) == [
+        "base: Inputs were not read.",
+        "sp, constant prompt: No such token.",
+    ]
+    bare = without_parts(cured, "It keeps no state.")
+    assert not_measured(Diagnosis("", (bare,), None)) == [
+        "sp, states: It keeps no state.",
+        "Effective Remembrance: not asked for.",
+        "Long-short misalignment: not asked for.",
+        "Constant prompt: not asked for.",
+    ]
+
+
+def test_an_interval_that_holds_zero_shows_nothing() -> None:
+    found = states({(1, 2): 9.0})
+    assert found.patching is not None
+    group = replace(found.patching.groups[0], restored=Estimate(0.9, -0.1, 1.9))
+    wide = replace(found, patching=replace(found.patching, groups=(group, *found.patching.groups[1:])))
+    assert "is not shown to remove any" in reason(diagnosed("base", "b", 1.4, wide))
+    assert "none of it is shown to go away" in patching_text(wide)

@@ -1,0 +1,222 @@
+"""The page of diagnoses made by hand: what it says, that it stands alone, and what it leaves out."""
+
+import dataclasses
+import re
+
+import pytest
+
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import Diagnosis
+from hf_recurrent_lengthgen.plotting.diagnosis_findings import diagnosis_summary
+from hf_recurrent_lengthgen.plotting.diagnosis_page import DIAGNOSIS_FIGURES, diagnosis_page
+from tests.plotting.diagnoses import correlation, diagnosed, expected, remembrance, states, without_parts
+from tests.plotting.test_page import Reader
+
+STATE_FIGURES = {"state_distance", "state_patching", "state_std", "state_retention", "conv_std"}
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return diagnosis_page(expected())
+
+
+@pytest.fixture(scope="module")
+def llama() -> Diagnosis:
+    """A model without states, and of which nothing else was asked."""
+    return Diagnosis("t", (without_parts(diagnosed("other", "llama", 1.4), "It has no state."),), None)
+
+
+def drawn(page: str) -> set[str]:
+    """Names of the figures of a page, from the ids inside them."""
+    return {name for name in DIAGNOSIS_FIGURES if f'id="{name}-figure_1"' in page}
+
+
+def test_the_page_loads_nothing(page: str) -> None:
+    reader = Reader(page)
+    loading = {"src", "srcset", "href", "xlink:href", "data", "action", "poster", "background"}
+    loads = [value for _, name, value in reader.attributes if name in loading and not value.startswith("#")]
+    assert all(value.startswith("data:image/png;base64,") for value in loads)
+    assert not {tag for tag, _, _ in reader.attributes} & {"script", "link", "iframe", "object", "embed", "base"}
+    without_images = re.sub(r"data:image/png;base64,[A-Za-z0-9+/=\s]*", "", page)
+    assert "//" not in without_images
+    assert "@import" not in page
+    assert "<script" not in page
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", page))
+
+
+def test_the_first_words_are_the_verdict(page: str) -> None:
+    text = Reader(page).text
+    assert diagnosis_summary(expected()) in text
+    top, rest = page.split("<section>", 1)
+    for words in (
+        "Base breaks beyond 64 tokens.",
+        "✕ breaks",
+        "3 of 8, layer 1, head 2 the furthest",
+        "✓ holds",
+    ):
+        assert words in re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", top))
+    assert re.findall("<h2>(.*?)</h2>", rest) == [
+        "How far it holds",
+        "Why: the states",
+        "What it remembers",
+        "One token over and over",
+        "Inside the training length",
+        "Numbers",
+        "What the words mean",
+        "How this was made",
+    ]
+
+
+def test_every_section_says_what_was_found(page: str) -> None:
+    text = Reader(page).text
+    for words in (
+        "base At positions 512 to 1,024 the loss is +1.400",
+        "base 3 of 8 heads drift: layer 0, heads 1, 3; layer 1, head 2. The furthest, layer 1, head 2,",
+        "At 16 tokens layer 1, head 2 still holds 90%",
+        "With states of the short context in the 3 that drift, 97% of it goes away.",
+        "base At 64 tokens, those further back than the last 16 move the prediction by 0.200",
+        "sp At 64 tokens, those further back than the last 16 move the prediction by 0.030",
+        "it is above 2 times the former at 32 tokens",
+        "Long-short misalignment 3.600",
+    ):
+        assert words in text, words
+
+
+def test_every_number_is_in_the_table(page: str) -> None:
+    table = Reader(page[page.index("<table") : page.index("</table>") + len("</table>")]).text
+    for row in (
+        "Context harm positions 512 to 1,024, nats per byte +1.400 +1.390 to +1.410 +0.020 +0.010 to +0.030",
+        "3 of 8 layer 1, head 2: 47.3 0 of 8 layer 0, head 0: 0.3",
+        "+1.000 +0.990 to +1.010 +0.005 \N{MINUS SIGN}0.005 to +0.015",
+        "in the heads that drift +0.970 +0.960 to +0.980 97% none drifts",
+        "0 to 1 0.200 0.190 to 0.210 0.030 0.020 to 0.040",
+        "3.600 3.590 to 3.610",
+        "and inside 4 1.5 inside 1.4 1.5 inside",
+    ):
+        assert row in table, row
+
+
+def test_the_head_that_is_named_is_the_one_that_drifts() -> None:
+    text = Reader(diagnosis_page(expected({(0, 0): 30.0, (1, 2): 5.0}))).text
+    assert text.count("layer 0, head 0 the furthest") == 2
+    assert "layer 0, head 0: 30" in text
+    assert "head 2 the furthest" not in text
+
+
+def test_how_it_was_made_names_both_models(page: str) -> None:
+    text = Reader(page).text
+    for expected_words in (
+        "lengthgen demo --seed 0",
+        "made-up bytes; 32 sequences of 1,024 tokens",
+        "ab" * 32,
+        "torch 2.13",
+        "SHA-256 of the weights 9f",
+        "24 s for 2 models",
+    ):
+        assert expected_words in text, expected_words
+
+
+def test_element_ids_are_unique(page: str) -> None:
+    identifiers = [value for _, name, value in Reader(page).attributes if name == "id"]
+    assert len(identifiers) == len(set(identifiers)) > 100
+
+
+def test_all_figures_are_drawn_and_described(page: str) -> None:
+    assert drawn(page) == set(DIAGNOSIS_FIGURES)
+    images = re.findall(r'<svg role="img" aria-label="([^"]*)"', page)
+    assert len(images) == len(DIAGNOSIS_FIGURES)
+    assert all("layer 1, head 2 the furthest" in label for label in images)
+
+
+def test_colors_follow_the_scheme_of_the_reader(page: str) -> None:
+    used = set(re.findall(r"var\((--[\w-]+)\)", page))
+    light, dark = page.split("@media(prefers-color-scheme:dark)", 1)
+    for variable in used:
+        assert f"{variable}:" in light
+        assert f"{variable}:" in dark.split("}}", 1)[0]
+
+
+def test_a_model_without_parts_gets_no_empty_figures_or_sections(llama: Diagnosis) -> None:
+    page = diagnosis_page(llama)
+    text = Reader(page).text
+    assert drawn(page) == {"context_harm", "position_wise", "in_window"}
+    assert {name for name, draw in DIAGNOSIS_FIGURES.items() if draw(llama) is None} == STATE_FIGURES | {
+        "remembrance",
+        "constant_prompt",
+    }
+    for absent in ("Why: the states", "What it remembers", "One token over", "Wasserstein", "drift"):
+        assert absent not in text
+    assert "<dl></dl>" not in page
+    assert "Not measured llama, states: It has no state. Effective Remembrance: not asked for." in text
+
+
+def test_models_with_and_without_states_stand_side_by_side(llama: Diagnosis) -> None:
+    base = expected().models[0]
+    assert base.states is not None
+    unpatched = dataclasses.replace(
+        diagnosed("other", "hybrid", 0.0, states({}, known=False)), remembrance=None, constant_prompt=None
+    )
+    assert unpatched.states is not None
+    unpatched = dataclasses.replace(unpatched, states=dataclasses.replace(unpatched.states, patching=None))
+    page = diagnosis_page(Diagnosis("t", (base, unpatched, *llama.models), None))
+    text = Reader(page).text
+    assert drawn(page) == set(DIAGNOSIS_FIGURES)
+    assert "Heads that drift of all; the furthest, in standard deviations of training 3 of 8" in text
+    assert text.count("not measured") == 10  # all 6 rows of the bare model, 4 of the hybrid's
+
+
+def test_eight_models_are_told() -> None:
+    base = expected().models[0]
+    others = [without_parts(diagnosed("other", f"model {index}", 0.0)) for index in range(7)]
+    page = diagnosis_page(Diagnosis("t", (base, *others), correlation(0.01)))
+    text = Reader(page).text
+    assert page.count('class="card"') == 8
+    assert "Over the models Over 5 models, misalignment and loss have a rank correlation of 0.90" in text
+    assert "3 of its 8 heads drift" in text
+
+
+def test_everything_given_is_escaped() -> None:
+    evil = '"><script>alert(1)</script>&'
+    model = diagnosed("base", evil, 1.0, states({(0, 1): 3.0}))
+    assert model.states is not None
+    data = dataclasses.replace(model.evaluation.data, description=evil, digest=evil, token_unit=evil)
+    model = dataclasses.replace(
+        model,
+        evaluation=dataclasses.replace(
+            model.evaluation, data=data, command=evil, device=evil, versions={evil: evil}, weights=evil
+        ),
+        states=dataclasses.replace(
+            model.states,
+            left_out=(evil,),
+            data=data,
+            layers=tuple(dataclasses.replace(layer, unit=evil) for layer in model.states.layers),
+        ),
+        refused={evil: evil},
+    )
+    found = dataclasses.replace(correlation(0.01), metric=evil, score=evil)
+    page = diagnosis_page(Diagnosis(evil, (model,), found))
+    assert "<script" not in page
+    assert Reader(page).text.count("alert(1)") >= 20
+
+
+def test_one_sequence_gives_a_page_without_intervals() -> None:
+    model = diagnosed("base", "base", 1.0, width=None)
+    text = Reader(diagnosis_page(Diagnosis("t", (dataclasses.replace(model, remembrance=None),), None))).text
+    assert "? unclear" in text
+    assert "Bands:" not in text
+    assert "one sequence does not tell" in text
+
+
+def test_a_text_no_longer_than_training_has_no_remembrance_beyond_it() -> None:
+    model = dataclasses.replace(diagnosed("base", "base", 1.0), remembrance=remembrance(0.0, length=16))
+    text = Reader(diagnosis_page(Diagnosis("t", (model,), None))).text
+    assert "Texts of 16 tokens do not show" in text
+    assert "Effective Remembrance of tokens beyond the training length, 0 to 1 not measured" in text
+
+
+@pytest.mark.slow
+def test_the_page_of_a_large_model_stays_small() -> None:
+    drifting = {(layer, number): 50.0 - layer for layer in range(12) for number in range(64)}
+    large = diagnosed("base", "base", 1.4, states(drifting, layers=24, heads=64))
+    page = diagnosis_page(Diagnosis("t", (large,), None))
+    assert "768 of 1,536 heads drift" in page
+    assert len(page) < 1_000_000
