@@ -101,7 +101,7 @@ def cut(asked: Asked, tokenizer: PreTrainedTokenizerBase, longest: int, keep: st
         first = min((place for place in places if place >= 0), default=0)
         before = len(tokenizer.encode(asked.document[:first], add_special_tokens=False))
         start = max(0, min(before - longest // 2, len(tokens) - longest))
-    return asked._replace(document=tokenizer.decode(tokens[start : start + longest], skip_special_tokens=True))
+    return asked._replace(document=str(tokenizer.decode(tokens[start : start + longest], skip_special_tokens=True)))
 
 
 def contains(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
