@@ -21,6 +21,8 @@ from effective_remembrance import bench_remembrance, peak_of_remembrance
 from families import bench_gla, bench_mamba1, bench_rwkv6, peak_of_mamba1, peak_of_scan
 from forgetting import bench_window, peak_of_window
 from measure import in_own_process, peak_mib, saved_bytes, take_turns
+from retrieval import bench_retrieval
+from states import bench_states
 from statex import bench_statex
 from torch import nn
 from trainer_steps import DEMO, LENGTH, WIDE, bench_trainer
@@ -169,7 +171,9 @@ BENCHMARKS = {
     "chunked_backprop": bench_chunked_backprop,
     "statex": bench_statex,
     "stream": bench_stream,
+    "states": bench_states,
     "window": bench_window,
+    "retrieval": bench_retrieval,
     "remembrance": bench_remembrance,
 }
 CALLS = {

@@ -164,7 +164,10 @@ class RunArguments:
     )
     task_style: str | None = field(
         default=None,
-        metadata={"help": 'With passkey: "pass key" (prompt of arXiv:2507.02782, default) or "passkey" (2410.07145).'},
+        metadata={
+            "help": 'With passkey: "pass key" (prompt of arXiv:2507.02782, default), "passkey" (2410.07145) or '
+            '"infinity-bench" (2509.22630).'
+        },
     )
     mimetic: bool = field(
         default=False,
