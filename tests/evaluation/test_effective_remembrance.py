@@ -12,6 +12,7 @@ from scipy.spatial.distance import cityblock, cosine
 from scipy.stats import entropy
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers.cache_utils import Cache
 
 from hf_recurrent_lengthgen import (
     StatefulGLAConfig,
@@ -30,6 +31,8 @@ from hf_recurrent_lengthgen.evaluation.effective_remembrance import (
 )
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.results import Estimate
+from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.hybrids.tiny_models import tiny_model
 from hf_recurrent_lengthgen.models.forgetting import forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
 
@@ -100,6 +103,14 @@ def test_pieces_do_not_change_the_values(batch_size: int | None, chunk_length: i
             model, tokens, 17, starts, batch_size=batch_size, chunk_length=chunk_length, progress=False
         )
         np.testing.assert_allclose(values, by_definition(model, tokens, 17, starts), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.skipif(not hasattr(Cache, "get_recurrent_state"), reason="needs Transformers 5.21 or newer")
+def test_a_hybrid_keeps_the_keys_and_values_of_each_start_point() -> None:
+    model, tokens, starts = stateful(tiny_model("bamba")).eval(), token_ids(33), [0, 1, 16, 32]
+    values = remembrance_values(model, tokens, 33, starts, chunk_length=5, progress=False)
+    np.testing.assert_allclose(values, by_definition(model, tokens, 33, starts), rtol=1e-4, atol=1e-6)
+    assert values[:, 0, 1].min() > 1e-5
 
 
 def test_a_window_on_the_state_joins_the_batch_too() -> None:
