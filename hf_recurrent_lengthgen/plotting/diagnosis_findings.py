@@ -81,7 +81,7 @@ def drift_text(states: StateDiagnosis) -> str:
     growth = 2**head.growth - 1
     still = f"grows by {growth:.0%} with each doubling of the position" if head.growth > SETTLED else "no longer grows"
     return (
-        f"{len(drifting)} of {_counted(ranking)} {_verb(drifting, 'drift')}: {_listed(drifting)}. The furthest, "
+        f"{len(drifting):,} of {_counted(ranking)} {_verb(drifting, 'drift')}: {_listed(drifting)}. The furthest, "
         f"{head_name(layer, head)}, is {distance} from the states of training over the last octave of "
         f"positions.{leaves} Its spread {still}."
     )
@@ -124,7 +124,7 @@ def patching_text(states: StateDiagnosis) -> str:
         f"against that of {kept}."
     ]
     if together is not None:
-        heads = "the one that drifts" if len(together.heads) == 1 else f"the {len(together.heads)} that drift"
+        heads = "the one that drifts" if len(together.heads) == 1 else f"the {len(together.heads):,} that drift"
         told.append(f"With states of the short context in {heads}, {_goes_away(patching, together.restored)}.")
         if others is not None:
             told.append(f"With them in all others, {_goes_away(patching, others.restored)}.")
@@ -198,8 +198,8 @@ def facts(model: DiagnosedModel) -> list[tuple[str, str]]:
     told = []
     if (states := model.states) is not None and states.ranking:
         drifting, total = states.drifting, len(states.ranking)
-        furthest = f"{len(drifting)} of {total}, {head_name(*states.ranking[0])} the furthest"
-        told.append(("Heads that drift", furthest if drifting else f"none of {total}"))
+        furthest = f"{len(drifting):,} of {total:,}, {head_name(*states.ranking[0])} the furthest"
+        told.append(("Heads that drift", furthest if drifting else f"none of {total:,}"))
         if states.patching is not None and states.patching.harmful and (group := drifting_group(states)) is not None:
             told.append(("Their part of the harm", harm_share_text(states.patching, group.restored)))
     if (beyond := far_tokens(model.remembrance)) is not None:
@@ -239,7 +239,7 @@ def _reason(states: StateDiagnosis | None, status: str) -> str:
     if not drifting:
         return f"none of its {_counted(states.ranking)} drifts"
     furthest = f", {head_name(*drifting[0])} the furthest" if len(drifting) > 1 else f": {head_name(*drifting[0])}"
-    told = f"{len(drifting)} of its {_counted(states.ranking)} {_verb(drifting, 'drift')}{furthest}"
+    told = f"{len(drifting):,} of its {_counted(states.ranking)} {_verb(drifting, 'drift')}{furthest}"
     if status == "holds":
         return f"{told}, without harm"
     if patching is None or group is None or not patching.harmful:

@@ -27,6 +27,7 @@ from hf_recurrent_lengthgen.plotting.diagnosis_findings import (
 )
 from hf_recurrent_lengthgen.plotting.figures import context_harm_figure, in_window_figure, position_wise_figure
 from hf_recurrent_lengthgen.plotting.findings import findings, interval_text
+from hf_recurrent_lengthgen.plotting.names import figure_names, short_names, with_names
 from hf_recurrent_lengthgen.plotting.page import HARM_CAPTION, STREAM_CAPTION, WINDOW_CAPTION
 from hf_recurrent_lengthgen.plotting.page_parts import (
     Row,
@@ -62,14 +63,15 @@ class Picture(NamedTuple):
 
 
 def _compared(draw: Callable[[Sequence[ComparedModel]], Figure]) -> Draw:
-    return lambda diagnosis: draw(diagnosis.comparison.models)
+    return lambda diagnosis: draw(_for_figures(diagnosis).comparison.models)
 
 
 def _of_states(draw: Callable[[Sequence[StateDiagnosis]], Figure], has: Callable[[StateDiagnosis], bool]) -> Draw:
     """A figure of those models whose states have what it shows."""
 
     def drawn(diagnosis: Diagnosis) -> Figure | None:
-        shown = [model.states for model in diagnosis.models if model.states is not None and has(model.states)]
+        models = _for_figures(diagnosis).models
+        shown = [model.states for model in models if model.states is not None and has(model.states)]
         return draw(shown) if shown else None
 
     return drawn
@@ -81,11 +83,20 @@ def _drawn_by_name(
     """A figure of those models that have a part."""
 
     def drawn(diagnosis: Diagnosis) -> Figure | None:
-        models = [model for model in diagnosis.models if part(model) is not None]
+        models = [model for model in _for_figures(diagnosis).models if part(model) is not None]
         named = {model.evaluation.model: part(model) for model in models}
         return draw(named, [model.role for model in models]) if named else None
 
     return drawn
+
+
+def _for_figures(diagnosis: Diagnosis) -> Diagnosis:
+    """The diagnosis with names that fit into figures."""
+    return with_names(diagnosis, figure_names(short_names(_names(diagnosis))))
+
+
+def _names(diagnosis: Diagnosis) -> list[str]:
+    return [model.evaluation.model for model in diagnosis.models]
 
 
 def _has_heads(states: StateDiagnosis) -> bool:
@@ -142,7 +153,12 @@ DIAGNOSIS_FIGURES: dict[str, Draw] = {name: picture.draw for name, picture in PI
 
 
 def diagnosis_page(diagnosis: Diagnosis) -> str:
-    """The HTML text of a page that needs nothing but itself, in light and dark, for desktop and phone."""
+    """The HTML text of a page that needs nothing but itself, in light and dark, for desktop and phone.
+
+    Models that are paths are called by the last part of it; the whole is in the list of how all was made.
+    """
+    given = _names(diagnosis)
+    diagnosis = with_names(diagnosis, short_names(given))
     colors = page_colors(diagnosis.comparison)
     found = findings(diagnosis.comparison)
     lead = "".join(
@@ -176,7 +192,7 @@ def diagnosis_page(diagnosis: Diagnosis) -> str:
         "<h2>What the words mean</h2>",
         *(f'<p class="note">{escape(text)}</p>' for text in [definitions(evaluations[0]), *_definitions(diagnosis)]),
         "<h2>How this was made</h2>",
-        provenance(evaluations),
+        provenance(evaluations, given),
     ]
     return html_page(diagnosis.title, sections)
 
@@ -283,7 +299,7 @@ def _drift_cell(model: DiagnosedModel) -> str:
         return ABSENT
     layer, head = states.ranking[0]
     furthest = f"{head_name(layer, head)}: {distance_text(head)}"
-    return f"<b>{len(states.drifting)} of {len(states.ranking):,}</b><small>{escape(furthest)}</small>"
+    return f"<b>{len(states.drifting):,} of {len(states.ranking):,}</b><small>{escape(furthest)}</small>"
 
 
 def _removed_cell(model: DiagnosedModel) -> str:

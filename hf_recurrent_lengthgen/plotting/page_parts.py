@@ -215,11 +215,17 @@ def definitions(evaluation: EvaluationResult) -> str:
     )
 
 
-def provenance(evaluations: Sequence[EvaluationResult]) -> str:
-    """How the evaluations were made."""
+def provenance(evaluations: Sequence[EvaluationResult], given: Sequence[str] | None = None) -> str:
+    """How the evaluations were made; `given` are the names of the models where the page has others."""
     first = evaluations[0]
     seconds = sum(evaluation.wall_seconds for evaluation in evaluations)
+    renamed = [
+        f"{evaluation.model}: {name}"
+        for evaluation, name in zip(evaluations, given or [], strict=given is not None)
+        if evaluation.model != name
+    ]
     entries = [
+        *([("Models", "; ".join(renamed))] if renamed else []),
         ("Command", _each(evaluations, lambda found: found.command)),
         ("Seed", _each(evaluations, lambda found: str(found.seed))),
         ("Data", f"{first.data.description}; {first.sequences} sequences of {first.evaluated_length:,} tokens"),

@@ -220,3 +220,11 @@ def test_the_page_of_a_large_model_stays_small() -> None:
     page = diagnosis_page(Diagnosis("t", (large,), None))
     assert "768 of 1,536 heads drift" in page
     assert len(page) < 1_000_000
+
+
+def test_paths_are_told_once_and_named_by_their_ends() -> None:
+    models = diagnosed("base", "/data/run 7/base", 1.0), diagnosed("cured", "/data/run 7/cured", 0.0)
+    page = diagnosis_page(Diagnosis("t", models, None))
+    assert "Base breaks beyond 64 tokens. Cured cures it" in Reader(page).text.replace("  ", " ")
+    assert "Models base: /data/run 7/base; cured: /data/run 7/cured Command" in Reader(page).text
+    assert page.count("/data/run 7/base") == 1
