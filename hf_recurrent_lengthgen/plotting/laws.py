@@ -15,7 +15,7 @@ POINT, LINE = ROLE_COLORS["base"], ROLE_COLORS["cured"]
 ARROW = 16
 """Length of a bound's arrow in points."""
 _TITLES = {
-    "forget": "T_forget: shortest training that holds (tokens)",
+    "forget": "T_forget: shortest training length that holds (tokens)",
     "recall": "T_recall: longest accurate recall (tokens)",
 }
 _UNITS = {1: "", 1000: "thousand ", 1_000_000: "million "}

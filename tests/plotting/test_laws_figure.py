@@ -58,7 +58,7 @@ def test_points_line_band_and_formula() -> None:
     assert caption(figure) == (
         "T = 5.17 N - 4.47    R² = 0.999, 3 points\nN: million elements, T: thousand tokens"
     )  # an R^2 of 0.9996 is not 1.000
-    assert axes.get_title("left") == "T_forget: shortest training that holds (tokens)"
+    assert axes.get_title("left") == "T_forget: shortest training length that holds (tokens)"
     assert arrows(axes) == []
 
 
