@@ -1,0 +1,62 @@
+"""What statistics of states add to an evaluation: processor time, which other work on the machine changes little."""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+from trainer_steps import DEMO, WIDE
+
+from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
+from hf_recurrent_lengthgen.evaluation.state_distance import state_drift
+from hf_recurrent_lengthgen.evaluation.state_trajectory import StateObserver, sample_positions
+from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
+
+
+def read(model: nn.Module, tokens: np.ndarray, training_length: int, states: bool) -> None:
+    """One pass over the texts, with statistics, inputs of the recurrence and distances of all heads or without."""
+    if not states:
+        stream_nll(model, tokens, progress=False)
+        return
+    positions = sample_positions(tokens.shape[1] - 1, training_length)
+    observer = StateObserver(model, len(tokens), positions)
+    with observer:
+        stream_nll(model, tokens, stops=positions, observer=observer, progress=False)
+    state_drift(observer.trajectory(), training_length)
+
+
+def bench_states(rounds: int) -> dict[str, float]:
+    """An evaluation (NLL, harm, verdict) and its first pass, without and with state statistics of all heads.
+
+    The demo's dimensions, 8 texts of 32 training lengths of 128; and two layers of 130m's, 2 texts of 8 of 256.
+    """
+    result = {}
+    for name, sizes, training_length, shape in (("demo", DEMO, 128, (8, 4097)), ("wide", WIDE, 256, (2, 2049))):
+        torch.manual_seed(0)
+        model = StatefulMamba2ForCausalLM(StatefulMamba2Config(**sizes)).eval()
+        tokens = np.random.default_rng(0).integers(0, 251, shape)
+        evaluate = partial(
+            evaluate_model, model, tokens, training_length, label="", data_description="", progress=False
+        )
+        turns: dict[str, Callable[[], object]] = {
+            "plain": partial(read, model, tokens, training_length, states=False),
+            "states": partial(read, model, tokens, training_length, states=True),
+            "evaluation": evaluate,
+        }
+        seconds: dict[str, list[float]] = {turn: [] for turn in turns}
+        for _ in range(rounds):
+            for turn, run in turns.items():
+                began = time.process_time()
+                run()
+                seconds[turn].append(time.process_time() - began)
+        plain, states, evaluation = (np.array(times) for times in seconds.values())
+        result |= {
+            f"{name}_pass_cpu_seconds": statistics.median(plain),
+            f"{name}_pass_with_to_without": statistics.median(states / plain),
+            f"{name}_evaluation_with_to_without": statistics.median((evaluation + states - plain) / evaluation),
+        }
+    return result
