@@ -279,9 +279,7 @@ def fit_exponential_law(
     grid = np.linspace(-STEEPEST, STEEPEST, 1201)
     best = int(np.square(solution(grid)[2]).sum(1).argmin())
     if best in (0, len(grid) - 1):
-        raise NoFitError(
-            "No exponential law fits best, but a steeper one always better: the points have a step, or scatter."
-        )
+        raise NoFitError("The points have a step, or scatter: the steeper an exponential law, the better it fits.")
     bounds, tolerances = (grid[best - 1], grid[best + 1]), {"xtol": 1e-15, "ftol": 1e-15, "gtol": 1e-15}
     growth = float(least_squares(lambda x: solution(x)[2][0], [grid[best]], bounds=bounds, **tolerances).x[0])
     if abs(growth) < 1e-6:

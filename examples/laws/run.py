@@ -1,0 +1,189 @@
+"""The laws of "Stuffed Mamba" (arXiv:2410.07145) in small: T_forget and T_recall of a family of tiny Mamba-2 models.
+
+text    bytes of text: from which training length on do models of a state size not fail on 8,192 bytes (T_forget)?
+needle  a symbol after a mark, among other symbols: up to which length do they recall it (T_recall)?
+
+Writes into the output folder: runs.json, forget.json and recall.json (`evaluation.law_results.Law`), forget.png,
+recall.png, tables.md, and each run into a folder below it. An interrupted study continues.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_recurrent_lengthgen.evaluation.files import write_result
+from hf_recurrent_lengthgen.evaluation.law_results import Law, Threshold
+from hf_recurrent_lengthgen.evaluation.laws import (
+    fit_law,
+    forget_threshold,
+    loss_ratio,
+    recall_threshold,
+)
+from hf_recurrent_lengthgen.evaluation.results import Curve
+from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.plotting.images import save_png
+from hf_recurrent_lengthgen.plotting.laws import law_figure
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from small_setting import markdown
+from training import Result, Run, found_or_trained
+
+STATE_SIZES = (4, 8, 16, 32, 64)
+TEXT = Run("text", state_size=4, length=16, seed=0)
+NEEDLE = replace(
+    TEXT,
+    **{"task": "needle", "hidden_size": 32, "head_dim": 16, "mimetic_c": 8.0, "mimetic_offset": 0},
+    **{"initializer_range": 0.1, "steps": 200, "tokens": 64, "positions": 4096, "rows": 128},
+)
+LENGTHS = {"text": (16, 64, 256), "needle": (16, 32, 64, 128)}
+"""Training lengths."""
+QUICK: dict[str, Any] = {
+    "hidden_size": 16,
+    "head_dim": 16,
+    "steps": 2,
+    "rows": 4,
+    "window_tokens": 512,
+    "positions": 256,
+}
+SKIP = 1 / 8
+"""Share of the training length that sets no limit."""
+RULES = {
+    "forget": "fails if the loss in any bin of half an octave up to 8,192 bytes is above twice the greatest one in "
+    "the last 7/8 of the training length",
+    "recall": "length up to which 95 % of 128 needles at even depths are recalled",
+}
+UNITS = {"size_unit": 1000, "length_unit": 1}
+
+
+def runs(tasks: Sequence[str], seeds: Sequence[int]) -> Iterator[Run]:
+    """All runs, by seed, task, training length and state size."""
+    for seed in seeds:
+        for task in tasks:
+            for length in LENGTHS[task]:
+                for size in STATE_SIZES:
+                    yield replace(NEEDLE if task == "needle" else TEXT, state_size=size, length=length, seed=seed)
+
+
+def families(results: Sequence[Result], task: str) -> Iterator[tuple[int, int, dict[int, Result]]]:
+    """State size N, seed, and the results of a task by training length."""
+    chosen = sorted((r for r in results if r["run"]["task"] == task), key=_place)
+    for (size, seed), group in groupby(chosen, key=_place):
+        yield size, seed, {result["run"]["length"]: result for result in group}
+
+
+def _place(result: Result) -> tuple[int, int]:
+    return result["run"]["state_size"], result["run"]["seed"]
+
+
+def curve(result: Result) -> Curve:
+    """Loss by position of a text model."""
+    return Curve(tuple(result["edges"]), tuple(result["mean"]), None, None)
+
+
+def accuracy(result: Result) -> dict[int, float]:
+    """Length -> accuracy of a needle model."""
+    return {int(length): share for length, share in result["accuracy"].items()}
+
+
+def elements(found: Mapping[int, Result]) -> int:
+    """State elements, which all training lengths share."""
+    (count,) = {result["state_elements"] for result in found.values()}
+    return int(count)
+
+
+def forget(results: Sequence[Result]) -> tuple[Law, str]:
+    """The law of T_forget, and the table of loss ratios."""
+    thresholds, rows = [], []
+    lengths = sorted(LENGTHS["text"])
+    for size, seed, found in families(results, "text"):
+        curves = {length: curve(result) for length, result in found.items()}
+        thresholds.append(forget_threshold(elements(found), curves, skip=SKIP))
+        ratios = [f"{loss_ratio(curves[n], n, SKIP):.2f}" if n in curves else "" for n in lengths]
+        rows.append([str(size), f"{elements(found):,}", str(seed), *ratios, short(thresholds[-1])])
+    law = fit_law("forget", thresholds, RULES["forget"], **UNITS)
+    return law, markdown(["N", "state elements", "seed", *map(str, lengths), "T_forget"], rows)
+
+
+def recall(results: Sequence[Result]) -> tuple[Law, str]:
+    """The law of T_recall, and the table of each training length's own."""
+    thresholds, rows = [], []
+    lengths = sorted(LENGTHS["needle"])
+    for size, seed, found in families(results, "needle"):
+        shares = {length: accuracy(result) for length, result in found.items()}
+        thresholds.append(recall_threshold(elements(found), shares))
+        own = [short(recall_threshold(elements(found), {n: shares[n]})) if n in shares else "" for n in lengths]
+        rows.append([str(size), f"{elements(found):,}", str(seed), *own, short(thresholds[-1])])
+    law = fit_law("recall", thresholds, RULES["recall"], **UNITS)
+    return law, markdown(["N", "state elements", "seed", *map(str, lengths), "T_recall"], rows)
+
+
+def short(threshold: Threshold) -> str:
+    """The length, with a relation if it is a bound."""
+    return f"{'' if threshold.relation == '=' else threshold.relation + ' '}{threshold.length:,}"
+
+
+def formulas(laws: Sequence[Law]) -> str:
+    """Coefficients with their intervals, or why there are none."""
+    rows = []
+    for law in laws:
+        if law.fit is None:
+            rows.append([f"T_{law.quantity}", law.why_no_fit or "", "", "", ""])
+            continue
+        values = [
+            f"{name} = {e.mean:.4g}" + ("" if e.low is None else f" ({e.low:.4g} to {e.high:.4g})")
+            for name, e in law.fit.coefficients.items()
+        ]
+        form = {"linear": "a N + b", "exponential": "a (c^N - 1) + b"}[law.fit.form]
+        rows.append([f"T_{law.quantity}", form, ", ".join(values), f"{law.fit.r_squared:.3f}", str(law.fit.points)])
+    return markdown(["law", "form", "coefficients and 95 % intervals", "R²", "points"], rows)
+
+
+def tables(results: Sequence[Result]) -> dict[str, str]:
+    """The tables of the README by name."""
+    parts = {"forget": forget(results), "recall": recall(results)}
+    return {name: table for name, (_, table) in parts.items()} | {"laws": formulas([law for law, _ in parts.values()])}
+
+
+def report(results: Sequence[Result], output: Path) -> None:
+    """Files and tables of the results that are there."""
+    lines = ",\n".join(json.dumps(result) for result in results)
+    with replacing(output / "runs.json") as temporary:
+        temporary.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    for name, (law, _) in (("forget", forget(results)), ("recall", recall(results))):
+        write_result(output / f"{name}.json", law)
+        save_png(law_figure(law), output / f"{name}.png")
+    text = "\n".join(f"<!-- {name} -->\n{table}<!-- end -->\n" for name, table in tables(results).items())
+    with replacing(output / "tables.md") as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", default="demo-output/laws", help="folder for everything (%(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="seeds in this order (0 1)")
+    parser.add_argument("--task", choices=LENGTHS, help="train only this task (both)")
+    parser.add_argument("--report", action="store_true", help="train nothing, report on what is there")
+    parser.add_argument("--quick", action="store_true", help="sizes that show in seconds that the command works")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # more threads are no faster at these sizes
+    folder = Path(options.output) / "runs"
+    wanted = list(runs(["needle", "text"], options.seeds))
+    if options.quick:
+        wanted = [replace(run, **QUICK) for run in wanted if run.state_size <= 16 and run.length <= 64]
+    missing = [run for run in wanted if not run.file(folder).is_file() and options.task in (None, run.task)]
+    for place, run in enumerate([] if options.report else missing, 1):
+        result = found_or_trained(run, folder)
+        print(f"[{place}/{len(missing)}] {run.label}: {result['seconds']} s", flush=True)
+    found = [found_or_trained(run, folder) for run in wanted if run.file(folder).is_file()]
+    if not {"text", "needle"} <= {result["run"]["task"] for result in found}:
+        sys.exit(f"{folder} has no run of both tasks yet: run without --report and --task.")
+    report(found, Path(options.output))

@@ -1,0 +1,166 @@
+"""The study of laws runs in miniature and continues, and its README holds its results."""
+
+import json
+import runpy
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.cli import inputs
+from hf_recurrent_lengthgen.data import standard_library_corpus
+from hf_recurrent_lengthgen.evaluation.files import read_result
+from hf_recurrent_lengthgen.evaluation.law_results import Law
+from hf_recurrent_lengthgen.evaluation.results import Curve, DataRecord, TwoResolutions
+from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalResult
+from hf_recurrent_lengthgen.evaluation.statistics import position_edges
+
+FOLDER = Path(__file__).parents[1] / "examples" / "laws"
+
+
+@pytest.fixture
+def small_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty short files instead of the standard library, which takes seconds to read."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(60):
+        lines = (f"value_{index} = {index * number}\n" for index in range(100))
+        (folder / f"file_{number}.py").write_text("".join(lines))
+    corpus = standard_library_corpus(folder)
+    monkeypatch.setattr(inputs, "standard_library_corpus", lambda: corpus)
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Names of run.py."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return runpy.run_path(str(FOLDER / "run.py"))
+
+
+def run_study(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    runpy.run_path(str(FOLDER / "run.py"), run_name="__main__")
+
+
+@pytest.mark.usefixtures("small_corpus")
+def test_the_study_runs_continues_and_reports_without_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    arguments = ("--quick", "--output", output, "--seeds", 3)
+    with pytest.raises(SystemExit, match="no run of both tasks yet"):
+        run_study(monkeypatch, *arguments, "--report")
+    run_study(monkeypatch, *arguments)
+    printed = capsys.readouterr().out
+    assert printed.count("seed=3: ") == 15
+    tables = (output / "tables.md").read_text()
+    assert tables in printed
+    for name, lengths in (("forget", (16, 64)), ("recall", (16, 32, 64))):
+        law = read_result(output / f"{name}.json", Law)
+        assert [threshold.tried for threshold in law.thresholds] == [lengths] * 3
+        assert (output / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    first = json.loads((output / "runs.json").read_text())
+
+    (lost,) = (output / "runs").glob("text_N=8_T=16_*")
+    lost.unlink()
+    run_study(monkeypatch, *arguments)
+    assert capsys.readouterr().out.count("seed=3: ") == 1
+    again = json.loads((output / "runs.json").read_text())
+    assert [{**result, "seconds": 0} for result in again] == [{**result, "seconds": 0} for result in first]
+    lost.unlink()
+    run_study(monkeypatch, *arguments, "--report")
+    assert capsys.readouterr().out.count("seed=3: ") == 0
+    assert len(json.loads((output / "runs.json").read_text())) == 14
+
+
+@pytest.mark.usefixtures("modules")
+def test_a_needle_stands_where_it_should_and_is_the_answer() -> None:
+    training = sys.modules["training"]
+    places = torch.tensor([0, 5, 17])
+    rows, values = training.needle_rows(20, places, torch.Generator().manual_seed(0))
+    assert rows.shape == (3, 20)
+    assert (rows == training.MARK).nonzero().tolist() == [[0, 0], [1, 5], [2, 17]]
+    assert rows[:, -1].tolist() == [training.QUESTION] * 3
+    assert (rows == training.QUESTION).sum() == 3
+    assert values.tolist() == [int(row[place + 1]) for row, place in zip(rows, places, strict=True)]
+    assert int(values.max()) < training.VALUES
+
+
+def test_the_readme_holds_the_results(modules: dict[str, Any]) -> None:
+    results = json.loads((FOLDER / "runs.json").read_text())
+    readme = (FOLDER / "README.md").read_text()
+    for name, table in modules["tables"](results).items():
+        assert f"<!-- {name} -->\n{table}<!-- end -->" in readme
+    for name in ("forget", "recall"):
+        law, _ = modules[name](results)
+        assert read_result(FOLDER / f"{name}.json", Law) == law
+
+    # One cell of each table, from the numbers of the run.
+    text = next(r for r in results if r["run"]["task"] == "text" and r["run"]["length"] == 16)
+    bins = list(zip(pairwise(text["edges"]), text["mean"], strict=True))
+    inside = max(loss for (start, stop), loss in bins if start >= 2 and stop <= 16)
+    beyond = max(loss for (start, _), loss in bins if start >= 16)
+    row = f"| {text['run']['state_size']} | {text['state_elements']:,} | {text['run']['seed']} |"
+    assert f"{row} {beyond / inside:.2f} |" in readme
+    needle = next(r for r in results if r["run"]["task"] == "needle" and r["run"]["length"] == 16)
+    recalled = 0
+    for length, share in sorted((int(length), share) for length, share in needle["accuracy"].items()):
+        if share < 0.95:
+            break
+        recalled = length
+    row = f"| {needle['run']['state_size']} | {needle['state_elements']:,} | {needle['run']['seed']} |"
+    assert f"{row} {recalled} |" in readme
+
+
+def test_the_readmes_lines_for_own_models_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three sizes whose models fail below 16, 32 and 64 tokens, and recall up to 16, 32 and 128."""
+    monkeypatch.chdir(tmp_path)
+    code = (FOLDER / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    code = code.replace("rule=", "size_unit=100, length_unit=1, rule=")  # these models are tiny
+    exec(code, {"family": [models(*sizes) for sizes in ((4, 16, 16), (8, 32, 32), (16, 64, 128))]})
+    forget, recall = (read_result(f"{name}.json", Law) for name in ("forget", "recall"))
+    assert [(t.size, t.relation, t.length) for t in forget.thresholds] == [
+        (80, "=", 16),
+        (136, "=", 32),
+        (248, "=", 64),
+    ]
+    assert [(t.size, t.relation, t.length) for t in recall.thresholds] == [
+        (80, "=", 16),
+        (136, "=", 32),
+        (248, "=", 128),
+    ]
+    assert forget.fit is not None
+    assert recall.fit is not None
+    assert capsys.readouterr().out.count("LawFit(") == 2
+    assert {path.name for path in tmp_path.glob("*.png")} == {"forget.png", "recall.png"}
+
+
+def models(state_size: int, holds_from: int, recalls: int) -> dict[int, tuple[Any, Any, RetrievalResult]]:
+    """Training length -> a model and made-up results."""
+    config = StatefulMamba2Config(
+        **{"hidden_size": 4, "num_heads": 1, "head_dim": 8, "n_groups": 1, "state_size": state_size},
+        **{"num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1},
+    )
+    found = {}
+    for trained in (8, 16, 32, 64, 128):
+        loss = [7.0 if edge >= 256 and trained < holds_from else 3.0 for edge in position_edges(1024, trained)[:-1]]
+        curve = Curve(position_edges(1024, trained), tuple(loss), None, None)
+        lengths = (16, 32, 64, 128, 256)
+        cells = tuple(RetrievalCell(20 if length <= recalls else 10, 20, 5) for length in lengths)
+        passkey = RetrievalResult(
+            **{"model": "m", "weights": "", "training_length": trained, "task": "passkey", "style": "", "shots": 0},
+            **{"rows": ("50 %",), "depths": (0.5,), "lengths": lengths, "cells": (cells,), "confidence": 0.95},
+            **{"data": DataRecord("", "", "byte"), "seed": 0, "device": "cpu", "versions": {}, "command": ""},
+            wall_seconds=0.0,
+        )
+        evaluation = SimpleNamespace(position_wise=TwoResolutions(curve, curve))
+        found[trained] = (StatefulMamba2ForCausalLM(config), evaluation, passkey)
+    return found
