@@ -5,6 +5,7 @@ int, float, str and bool. `@document("kind")` gives it a name in its file.
 """
 
 import json
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -42,7 +43,9 @@ def to_json(document: Any) -> str:
     kind, version = _SCHEMAS[type(document)]
     plain = _plain(document)
     _decode(plain, type(document), "")  # the reader's own checks: nothing is written that it would refuse
-    return json.dumps({"kind": kind, "schema_version": version, **plain}, indent=1)
+    text = json.dumps({"kind": kind, "schema_version": version, **plain}, indent=1)
+    # lists of numbers on one line: a newline in JSON stands between values only
+    return re.sub(r"\[\n([^\[\]{}\"]*)\n *\]", lambda match: f"[{' '.join(match[1].split())}]", text)
 
 
 def from_json(text: str, kind: type[Document]) -> Document:

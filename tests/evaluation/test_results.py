@@ -61,6 +61,13 @@ def edited(text: str, change: Any) -> str:
     return json.dumps(plain)
 
 
+def test_numbers_stand_on_one_line_and_texts_as_they_are(result: EvaluationResult) -> None:
+    text = to_json(dataclasses.replace(result, model="[\n 1,\n 2\n]"))
+    assert '"edges": [0, 1, 8]' in text
+    assert '"model": "[\\n 1,\\n 2\\n]"' in text
+    assert from_json(text, EvaluationResult).model == "[\n 1,\n 2\n]"
+
+
 def test_documents_survive_the_round_trip(result: EvaluationResult, comparison: Comparison) -> None:
     assert from_json(to_json(result), EvaluationResult) == result
     assert from_json(to_json(comparison), Comparison) == comparison
