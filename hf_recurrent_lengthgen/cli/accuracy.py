@@ -60,6 +60,12 @@ def _parser() -> argparse.ArgumentParser:
         "--batch-size", type=positive, default=64, metavar="N", help="strings at once (default: %(default)s)"
     )
     parser.add_argument(
+        "--chunk-length",
+        type=positive,
+        metavar="N",
+        help="tokens of a forward pass, with the state carried on, for long strings (default: all)",
+    )
+    parser.add_argument(
         "--seed", type=int, default=EVALUATION_SEED, metavar="N", help="seed of the strings (default: %(default)s)"
     )
     parser.add_argument("--device", default="cpu", help="device to run on, such as cuda (default: %(default)s)")
@@ -81,7 +87,9 @@ def run(arguments: Sequence[str]) -> int:
     found: Curves = {}
     for name, model in zip(options.models, models, strict=True):
         placed = on_device(model, options.device)
-        found[name] = accuracy_by_length(placed, task, lengths, options.samples, options.batch_size, options.seed)
+        found[name] = accuracy_by_length(
+            placed, task, lengths, options.samples, options.batch_size, options.seed, options.chunk_length
+        )
     print(_table(found, task))
     print(f"\nResults: {_write(output, found, task, training_length, options)}")
     return 0

@@ -97,12 +97,7 @@ def right_answers(
     """
     if len({len(task.prompt) + len(task.answer) for task in tasks}) != 1:
         raise ValueError("Give at least one task, and tasks of one length in tokens.")
-    if batch_size < 1 or (chunk_length is not None and chunk_length < 1):
-        raise ValueError(f"batch_size and chunk_length must be at least 1, got {batch_size} and {chunk_length}.")
-    if chunk_length is not None and "initial_state" not in inspect.signature(model.forward).parameters:
-        raise ValueError(
-            f"{type(model).__name__}.forward takes no initial_state, so chunk_length must be None, got {chunk_length}."
-        )
+    check_pieces(model, batch_size, chunk_length)
     device = next(model.parameters()).device
     right = []
     with answering(model):
@@ -116,6 +111,16 @@ def right_answers(
                 first = longest - len(task.answer)
                 right.append(all(row[first : first + task.scored]))
     return right
+
+
+def check_pieces(model: nn.Module, batch_size: int, chunk_length: int | None) -> None:
+    """Raise a `ValueError` for sizes of forward passes that are not possible with a model."""
+    if batch_size < 1 or (chunk_length is not None and chunk_length < 1):
+        raise ValueError(f"batch_size and chunk_length must be at least 1, got {batch_size} and {chunk_length}.")
+    if chunk_length is not None and "initial_state" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"{type(model).__name__}.forward takes no initial_state, so chunk_length must be None, got {chunk_length}."
+        )
 
 
 @contextmanager

@@ -5,10 +5,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
-from hf_recurrent_lengthgen.data.tasks.answers import answering
+from hf_recurrent_lengthgen.data.tasks.answers import answering, check_pieces
 from hf_recurrent_lengthgen.data.tasks.strings import END_ID, TaskStrings
 
 EVALUATION_SEED = 2**40
@@ -28,7 +28,9 @@ class StringAccuracy(NamedTuple):
 
 
 @torch.inference_mode()
-def string_accuracy(model: nn.Module, dataset: TaskStrings, batch_size: int = 64) -> StringAccuracy:
+def string_accuracy(
+    model: nn.Module, dataset: TaskStrings, batch_size: int = 64, chunk_length: int | None = None
+) -> StringAccuracy:
     """How many symbols, and how many whole answers, a causal language model gets right, from the zero state.
 
     The model reads the right answer along with the prompt; the end token is not scored, as in the code of Jelassi et
@@ -38,12 +40,14 @@ def string_accuracy(model: nn.Module, dataset: TaskStrings, batch_size: int = 64
         model: takes `input_ids` (B, T) and returns `logits` (B, T, V); it is in evaluation mode meanwhile.
         dataset: All its rows are read.
         batch_size: Rows of a forward pass.
+        chunk_length: Tokens of a forward pass, with the state carried on; None for all at once. It bounds the memory
+            of long rows.
 
     Raises:
-        ValueError: for a batch size below 1, and a model that knows fewer tokens than the task has.
+        ValueError: for a batch size or chunk length below 1, a chunk length with a model that takes no initial state,
+            and a model that knows fewer tokens than the task has.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
+    check_pieces(model, batch_size, chunk_length)
     known = getattr(getattr(model, "config", None), "vocab_size", dataset.vocab_size)
     if known < dataset.vocab_size:
         raise ValueError(
@@ -55,14 +59,27 @@ def string_accuracy(model: nn.Module, dataset: TaskStrings, batch_size: int = 64
     with answering(model):
         for start in range(0, len(dataset), batch_size):
             batch = dataset.batch(range(start, min(start + batch_size, len(dataset))))
-            logits = model(input_ids=batch["input_ids"][:, :-1].to(device)).logits
+            best = _best(model, batch["input_ids"][:, :-1].to(device), chunk_length)
             labels = batch["labels"][:, 1:]
             scored = (labels != IGNORED_LABEL) & (labels != END_ID)
-            right = logits.argmax(-1).cpu() == labels
+            right = best.cpu() == labels
             characters += int(scored.sum())
             right_characters += int((right & scored).sum())
             right_rows += int((right | ~scored).all(1).sum())
     return StringAccuracy(right_characters / characters, right_rows / len(dataset))
+
+
+def _best(model: nn.Module, ids: Tensor, chunk_length: int | None) -> Tensor:
+    """The most likely token after each of `ids` (B, T)."""
+    if chunk_length is None:
+        logits: Tensor = model(input_ids=ids).logits
+        return logits.argmax(-1)
+    state, best = None, []
+    for chunk in ids.split(chunk_length, dim=1):
+        output = model(input_ids=chunk, initial_state=state)
+        state = output.final_state
+        best.append(output.logits.argmax(-1))
+    return torch.cat(best, dim=1)
 
 
 def accuracy_by_length(
@@ -72,6 +89,7 @@ def accuracy_by_length(
     samples: int = 256,
     batch_size: int = 64,
     seed: int = EVALUATION_SEED,
+    chunk_length: int | None = None,
 ) -> dict[int, StringAccuracy]:
     """`string_accuracy` at several lengths of a task's strings.
 
@@ -80,6 +98,7 @@ def accuracy_by_length(
         lengths: Symbols (pairs for recall) of a string; by default 1, 2 and 4 times the longest of `task`.
         samples: Rows for each length.
         seed: Their seed, which should not be that of the training data.
+        chunk_length: See `string_accuracy`.
 
     Raises:
         ValueError: as `string_accuracy`, and for a length that is not possible with the task's vocabulary.
@@ -87,7 +106,7 @@ def accuracy_by_length(
     if lengths is None:
         lengths = [multiple * task.longest for multiple in (1, 2, 4)]
     data = {length: task.resized(length, samples, seed) for length in lengths}  # all checked before the first is run
-    return {length: string_accuracy(model, rows, batch_size) for length, rows in data.items()}
+    return {length: string_accuracy(model, rows, batch_size, chunk_length) for length, rows in data.items()}
 
 
 def area_under_curve(accuracy: Mapping[int, float]) -> float:

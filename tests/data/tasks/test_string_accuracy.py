@@ -94,7 +94,7 @@ def test_lengths_are_1_2_and_4_times_that_of_training() -> None:
     assert list(accuracy_by_length(model, task, [5], samples=2)) == [5]
     with pytest.raises(ValueError, match="vocab_size is 7, but copying with vocabulary 5 has 8 tokens"):
         string_accuracy(model, CopyingStrings(3, 5))
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="batch_size and chunk_length must be at least 1, got 0"):
         string_accuracy(model, task, 0)
     with pytest.raises(ValueError, match="needs at least 12"):
         accuracy_by_length(model, AssociativeRecall(3, 6, 5))
@@ -106,3 +106,28 @@ def test_the_area_under_a_curve() -> None:
     assert area_under_curve({200: 0.0, 50: 1.0, 100: 0.5}) == pytest.approx((50 * 0.75 + 100 * 0.25) / 150)
     with pytest.raises(ValueError, match="at least two lengths, got 1"):
         area_under_curve({50: 1.0})
+
+
+@pytest.mark.parametrize("chunk_length", [1, 7, 1000])
+def test_rows_read_in_pieces_count_the_same(chunk_length: int) -> None:
+    class Nearly(nn.Module):
+        """Says the sum of all tokens read modulo the vocabulary; its state is that sum."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+            self.longest = 0
+
+        def forward(self, input_ids: Tensor, initial_state: Tensor | None = None) -> SimpleNamespace:
+            self.longest = max(self.longest, input_ids.shape[1])
+            total = input_ids.cumsum(1) + (0 if initial_state is None else initial_state)
+            logits = nn.functional.one_hot(total % 8, 8) * self.scale
+            return SimpleNamespace(logits=logits, final_state=total[:, -1:])
+
+    task, model = CopyingStrings((10, 30), 5, 200), Nearly()
+    found = accuracy_by_length(model, task, [12, 30], 100, chunk_length=chunk_length)
+    assert model.longest <= chunk_length
+    assert found == accuracy_by_length(Nearly(), task, [12, 30], 100)
+    assert 0.05 < found[30].character < 0.3
+    with pytest.raises(ValueError, match="takes no initial_state, so chunk_length must be None, got 5"):
+        string_accuracy(Oracle(task, []), task, chunk_length=5)
