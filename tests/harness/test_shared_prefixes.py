@@ -61,13 +61,14 @@ CASES = [
     [3, 4],
     [5] * 70,
     SHARED,
+    *([*SHARED, *[question] * 40, choice, 9, 8] for question in (11, 12) for choice in (3, 4, 5)),
 ]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 16])
 @pytest.mark.parametrize("chunk_length", [None, 1, 7])
 def test_scores_are_those_of_each_text_alone(reader: Reader, batch_size: int, chunk_length: int | None) -> None:
-    starts = [60, 1, 64, 120, 64, 1, 1, 69, 30]
+    starts = [60, 1, 64, 120, 64, 1, 1, 69, 30, *[100] * 6]
     read: list[int] = []
     tree = prefix_tree(CASES)
     branches = read_tree(
@@ -82,7 +83,7 @@ def test_scores_are_those_of_each_text_alone(reader: Reader, batch_size: int, ch
         greedy = all(int(logits[place - 1].argmax()) == text[place] for place in range(start, len(text)))
         assert found[index] == (pytest.approx(expected, abs=1e-9), greedy)
     # the last token of a text is not read, but where others continue it
-    assert sum(read) == 60 + 0 + 2 + 63 + 0 + 1 + 1 + 69
+    assert sum(read) == 60 + 0 + 2 + 63 + 0 + 1 + 1 + 69 + 2 * (40 + 3 * 2)
     assert sum(read) < sum(map(len, CASES)) / 2
 
 
