@@ -64,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {number}.")
     inputs = load_inputs(options)
     diagnosed = []
-    with resumable(inputs):
+    with resumable(inputs.cache):
         for subject in inputs.subjects:
             announce(subject, inputs, "Diagnosing")
             diagnosed.append(

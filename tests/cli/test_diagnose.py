@@ -122,3 +122,19 @@ def test_one_text_has_no_distances(
     assert "needs at least two texts" in capsys.readouterr().out
     [model] = read_result(tmp_path / "out" / "result.json", Diagnosis).models
     assert model.states is None
+
+
+def test_an_interrupt_says_how_to_go_on(
+    diagnose: Diagnose,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_recurrent_lengthgen.evaluation.diagnose.effective_remembrance", interrupt)
+    assert diagnose(checkpoint, "--cache", tmp_path / "kept") == 130
+    assert f"is kept in {tmp_path / 'kept'}: the same command goes on" in capsys.readouterr().err
+    assert list((tmp_path / "kept").glob("*.json"))  # the states and the evaluation
