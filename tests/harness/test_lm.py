@@ -54,14 +54,6 @@ def test_choices_get_the_numbers_of_lm_eval(ours: StateLM, theirs: HFLM) -> None
     assert_same(ours.loglikelihood(asked, **QUIET), theirs.loglikelihood(asked, **QUIET))
 
 
-def test_a_greedy_continuation_is_told(ours: StateLM, theirs: HFLM) -> None:
-    text = theirs.generate_until(requests("generate_until", (CONTEXTS[0], {"until": [], "max_gen_toks": 3})), **QUIET)
-    asked = requests("loglikelihood", (CONTEXTS[0], text[0]), (CONTEXTS[0], text[0] + "x"))
-    found = ours.loglikelihood(asked, **QUIET)
-    assert [greedy for _, greedy in found] == [True, False]
-    assert_same(found, theirs.loglikelihood(asked, **QUIET))
-
-
 def test_four_choices_cost_their_context_once(ours: StateLM) -> None:
     ours.loglikelihood(MULTIPLE_CHOICE[:4], **QUIET)
     context = len(f"{CONTEXTS[0]} ")
