@@ -55,7 +55,7 @@ def test_a_diagnosis_of_all_parts(
     assert model.constant_prompt.token == 13  # ByT5's bytes begin at 3
     assert found.correlation is None
     shown = capsys.readouterr().out
-    assert f"Diagnosing {checkpoint} on 3 texts of 64 bytes" in shown
+    assert f"Diagnosing {checkpoint.name} on 3 texts of 64 bytes" in shown
     assert drifting_heads(model.states) in shown
     assert f"Report: {tmp_path / 'out' / 'index.html'}" in shown
     curve = model.evaluation.position_wise.fine
