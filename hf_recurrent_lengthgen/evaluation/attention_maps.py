@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.evaluation.map_results import AttentionMaps, LayerMaps
 from hf_recurrent_lengthgen.evaluation.recorded_scans import layers_of, recorded_scans
-from hf_recurrent_lengthgen.evaluation.streaming import evaluation_mode
+from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.mixer_layouts import key_and_query_weights, known_mixers
 

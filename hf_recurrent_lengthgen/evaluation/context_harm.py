@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import nn
 
-from hf_recurrent_lengthgen.evaluation.readers import evaluation_mode, reader_of
+from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import PartialResult
 from hf_recurrent_lengthgen.evaluation.streaming import (
     Tokens,
@@ -28,6 +28,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import (
     reading_plan,
     stream_chunks,
 )
+from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 
 SHORTEST_TRAINING_LENGTH = 4
 """Below this there is no room for the two bands of `context_use`."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import Remembrance
-from hf_recurrent_lengthgen.evaluation.readers import Reader, evaluation_mode, reader_of
+from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE, t_interval
 from hf_recurrent_lengthgen.evaluation.streaming import (
@@ -36,6 +36,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import (
     check_tokens,
     progress_bar,
 )
+from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.recurrent_state import map_state
 
 START_POINTS = 64

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE, t_interval
-from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, evaluation_mode, progress_bar
+from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, progress_bar
+from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 
 LOGITS_PER_CHUNK = {"cpu": 2**19, "accelerator": 2**25}
 """Most logits worked on at once unless the caller chooses: a CPU's cache, and enough to fill an accelerator."""

@@ -15,30 +15,18 @@ cache and drop the recurrent state that it holds.
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, concatenate_rows, take_rows
 
 PROBE_LENGTH = 24
 """Tokens on which a cache is tried out."""
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put all modules into evaluation mode, and exactly those back that were in training mode."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 class Reader:
@@ -51,6 +39,7 @@ class Reader:
         constant_memory: Whether what is carried does not grow with the text.
         carried_by_row: Whether what is carried is a value that `take_rows` and `join_rows` work on and reading does
             not change.
+        keeps: Whether the model computes only the logits that `logits_to_keep` asks for.
     """
 
     carries = False
@@ -61,7 +50,7 @@ class Reader:
         self.model: Any = model
         self.vocabulary = vocabulary_size(model)
         self._why = why
-        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
     def device(self) -> torch.device:
@@ -122,7 +111,7 @@ class Reader:
         return {"use_cache": False} if "use_cache" in inspect.signature(self.model.forward).parameters else {}
 
     def _forward(self, input_ids: Tensor, logits_to_keep: int, **arguments: Any) -> Tensor:
-        if logits_to_keep and self._keeps:
+        if logits_to_keep and self.keeps:
             arguments["logits_to_keep"] = logits_to_keep
         try:
             logits: Tensor = self.model(input_ids=input_ids, **arguments).logits
@@ -151,7 +140,7 @@ class StateReader(Reader):
     def read(self, input_ids: Tensor, carry: Any = None, logits_to_keep: int = 0) -> tuple[Tensor, Any]:
         state, cache = carry or self.begin()
         attention = {"attention_cache": cache} if self._attends else {}
-        if logits_to_keep and self._keeps:
+        if logits_to_keep and self.keeps:
             attention["logits_to_keep"] = logits_to_keep
         output = self.model(input_ids=input_ids, initial_state=state, output_final_state=True, **attention)
         logits = output.logits

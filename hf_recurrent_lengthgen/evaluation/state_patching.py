@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_recurrent_lengthgen.evaluation.readers import Reader, evaluation_mode, reader_of
+from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.state_trajectory import as_units
 from hf_recurrent_lengthgen.evaluation.streaming import (
     Tokens,
@@ -29,6 +29,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import (
     reading_plan,
     stream_chunks,
 )
+from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, concatenate_rows, take_rows
 
 Heads = Sequence[tuple[int, int]]

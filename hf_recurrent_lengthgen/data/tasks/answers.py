@@ -1,8 +1,7 @@
 """What all tasks share: a prompt and its answer as tokens, as a training item, and checked against a model."""
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
+from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 
 _ANCHOR = "a"  # a letter does not merge with the space or line break after it
 
@@ -100,7 +100,7 @@ def right_answers(
     check_pieces(model, batch_size, chunk_length)
     device = next(model.parameters()).device
     right = []
-    with answering(model):
+    with evaluation_mode(model):
         for start in range(0, len(tasks), batch_size):
             batch = tasks[start : start + batch_size]
             ids = torch.stack([torch.cat([task.prompt, task.answer]) for task in batch]).to(device)  # (B, n + m)
@@ -121,18 +121,6 @@ def check_pieces(model: nn.Module, batch_size: int, chunk_length: int | None) ->
         raise ValueError(
             f"{type(model).__name__}.forward takes no initial_state, so chunk_length must be None, got {chunk_length}."
         )
-
-
-@contextmanager
-def answering(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; afterwards each module is in the mode it was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _last_logits(model: nn.Module, ids: Tensor, count: int, chunk_length: int | None) -> Tensor:

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_recurrent_lengthgen.data.tasks.answers import answering
 from hf_recurrent_lengthgen.data.tasks.keyed_random import Array, random_bits, random_integers
 from hf_recurrent_lengthgen.data.tasks.keyed_rows import PADDING_ID, KeyedRows, Lengths, Rows
 from hf_recurrent_lengthgen.data.tasks.string_accuracy import EVALUATION_SEED
+from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 
 Quantity = Literal["mean", "sum", "length"]
 BEGIN_ID, END_ID, FIRST_BIT_ID, BIT_VOCAB_SIZE = 1, 2, 3, 5
@@ -147,7 +147,7 @@ def errors_by_length(
     recover = REPRESENTATIONS[task.representation].recover
     device = next(model.parameters()).device
     errors = {}
-    with answering(model):
+    with evaluation_mode(model):
         for length in lengths:
             rows = task.resized(length, samples, seed)
             total = 0.0

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
-from hf_recurrent_lengthgen.data.tasks.answers import answering, check_pieces
+from hf_recurrent_lengthgen.data.tasks.answers import check_pieces
 from hf_recurrent_lengthgen.data.tasks.strings import END_ID, TaskStrings
+from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 
 EVALUATION_SEED = 2**40
 """Seed of rows for evaluation; training takes small ones."""
@@ -56,7 +57,7 @@ def string_accuracy(
         )
     device = next(model.parameters()).device
     characters = right_characters = right_rows = 0
-    with answering(model):
+    with evaluation_mode(model):
         for start in range(0, len(dataset), batch_size):
             batch = dataset.batch(range(start, min(start + batch_size, len(dataset))))
             best = _best(model, batch["input_ids"][:, :-1].to(device), chunk_length)
