@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -20,6 +20,7 @@ from hf_recurrent_lengthgen.evaluation.results import Role
 from hf_recurrent_lengthgen.evaluation.streaming import check_tokens
 from hf_recurrent_lengthgen.loading import load_language_model
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.plotting.names import short_names
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -113,7 +114,7 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
         array = check_tokens(tokens, reader_of(model).vocabulary, training_length + 1)
     Path(options.output).mkdir(parents=True, exist_ok=True)  # fails now rather than after hours
     cache = open_cache(options)
-    short = short_names(names)
+    short = dict(zip(names, short_names(names), strict=True))
     subjects = [
         Subject(model_label(short[name], model.config), role, model)
         for name, role, model in zip(names, roles, models, strict=True)
@@ -189,12 +190,6 @@ def _training_length(names: list[str], models: list[Any]) -> int:
         raise ValueError(f"The config of {names[0]} names no training length: give --training-length.")
     told = ", ".join(f"{name}: {length}" for name, length in found.items())
     raise ValueError(f"The models have different training lengths ({told}): give one with --training-length.")
-
-
-def short_names(names: Sequence[str]) -> dict[str, str]:
-    """The last part of each name, or the names as they are where two last parts are equal."""
-    short = {name: Path(name).name or name for name in names}
-    return short if len(set(short.values())) == len(short) else {name: name for name in names}
 
 
 def model_label(name: str, config: Any) -> str:

@@ -20,7 +20,6 @@ from hf_recurrent_lengthgen.cli.measuring import (
     positive,
     resumable,
     shared_tokenizer,
-    short_names,
 )
 from hf_recurrent_lengthgen.data.tasks import (
     PASSKEY_STYLES,
@@ -37,6 +36,7 @@ from hf_recurrent_lengthgen.evaluation.retrieval import retrieval_accuracy
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalComparison, RetrievalResult, Share
 from hf_recurrent_lengthgen.loading import load_language_model
 from hf_recurrent_lengthgen.plotting.images import save_png, save_svg
+from hf_recurrent_lengthgen.plotting.names import short_names
 from hf_recurrent_lengthgen.plotting.retrieval import heat_map_figure, retrieval_accuracy_figure, within_figure
 from hf_recurrent_lengthgen.plotting.style import short_number
 
@@ -138,7 +138,7 @@ def run(arguments: Sequence[str]) -> int:
     output.mkdir(parents=True, exist_ok=True)  # fails now rather than after hours
     tokenizer, cache = shared_tokenizer(options), open_cache(options)
     grid, description = _grid(options, tokenizer)
-    names = short_names(options.models)
+    names = dict(zip(options.models, short_names(options.models), strict=True))
     models = [load_language_model(name, options.trust_remote_code, DTYPES[options.dtype]) for name in options.models]
     found = []
     with resumable(cache):
