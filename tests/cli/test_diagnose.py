@@ -80,9 +80,10 @@ def test_models_of_all_kinds_side_by_side(
     assert all(model.states is None or model.states.patching is None for model in found.models)
     reason = found.models[2].refused["states"]
     assert "LlamaForCausalLM carries no state that is a value" in reason
-    assert f"{llama}, states: {reason}" in capsys.readouterr().out
+    assert f"{llama.parent.name}/{llama.name}, states: {reason}" in capsys.readouterr().out
     assert found.correlation is not None
-    assert found.correlation.models == (str(checkpoint), str(stock_checkpoint), str(llama))
+    names = tuple(f"{folder.parent.name}/{folder.name}" for folder in (checkpoint, stock_checkpoint, llama))
+    assert found.correlation.models == names
     assert "LlamaForCausalLM carries no state" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
 
 

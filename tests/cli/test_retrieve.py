@@ -52,7 +52,8 @@ def test_models_are_compared_and_finished_cells_kept(
     assert "T_recall" in shown
     comparison = read_result(output / "retrieval.json", RetrievalComparison)
     one, other = comparison.models
-    assert (one.model, other.model) == (str(checkpoint), str(llama))  # both folders have one name
+    names = tuple(f"{folder.parent.name}/{folder.name}" for folder in (checkpoint, llama))
+    assert (one.model, other.model) == names  # both folders have one name
     assert one.weights == weights_digest(load_model(str(checkpoint)))
     assert (one.lengths, one.depths, one.training_length, other.training_length) == ((400, 512), (0, 1), 8, None)
     assert [[cell.samples for cell in row] for row in one.cells] == [[2, 2], [2, 2]]
