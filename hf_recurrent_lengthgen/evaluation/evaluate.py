@@ -16,7 +16,6 @@ from hf_recurrent_lengthgen.evaluation.context_harm import (
     last_octave,
     window_nll,
 )
-from hf_recurrent_lengthgen.evaluation.documents import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.length_generalization import TOLERANCE, length_verdict, make_curve
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions, model_record, token_digest
 from hf_recurrent_lengthgen.evaluation.readers import vocabulary_size
@@ -130,10 +129,12 @@ def evaluate_model(
         with observer if isinstance(observer, AbstractContextManager) else nullcontext():
             return stream_nll(model, array, stops=stops, observer=observer, partial=kept_stream, **reading).nll
 
-    if cache is not None and (kept := cache.get(key)):
+    if kept := cache.get_document(key, EvaluationResult) if cache is not None else None:
         if observer is not None:
             stream()
-        return dataclasses.replace(from_json(kept, EvaluationResult), **recorded)
+            if kept_stream is not None:
+                kept_stream.remove()
+        return dataclasses.replace(kept, **recorded)
     nll = stream()
     windows = window_nll(model, array, training_length, partial=kept_windows, **reading)
 
@@ -190,7 +191,7 @@ def evaluate_model(
         wall_seconds=time.perf_counter() - began,
     )
     if cache is not None:
-        cache.put(key, to_json(result))
+        cache.put_document(key, result)
     for partial in (kept_stream, kept_windows):
         if partial is not None:
             partial.remove()

@@ -4,6 +4,8 @@ import functools
 import hashlib
 import json
 import platform
+import sys
+import sysconfig
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+
+ADAPTER_SETTINGS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling", "use_dora", "use_rslora")
+"""What of an adapter's layer (PEFT) is in no weight and no config of the model, but in its predictions."""
 
 
 def token_digest(tokens: np.ndarray) -> str:
@@ -22,24 +27,49 @@ def token_digest(tokens: np.ndarray) -> str:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """SHA-256 of the names, dtypes, shapes and bytes of all parameters."""
+    """SHA-256 of the names, dtypes, shapes and bytes of all parameters, and of the buffers saved with them."""
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-        digest.update(parameter.detach().reshape(-1).view(torch.uint8).cpu().numpy().data)
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):  # extra state of a module
+            digest.update(f"{name} {value!r}".encode())
+            continue
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().reshape(-1).view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()
 
 
 def model_record(model: Any) -> dict[str, str]:
-    """What the predictions of a model depend on: its class, weights, config and kind of device."""
+    """What the predictions of a model depend on: its class, weights, config, adapters, code and kind of device."""
     config = model.config
     plain = config.to_dict() if hasattr(config, "to_dict") else vars(config)
-    text = json.dumps({key: repr(value) for key, value in plain.items() if key != "_name_or_path"}, sort_keys=True)
+    settings = {key: repr(value) for key, value in plain.items() if key != "_name_or_path"}
+    adapters = {
+        name: [repr(getattr(module, setting, None)) for setting in ADAPTER_SETTINGS]
+        for name, module in model.named_modules()
+        if hasattr(module, "active_adapters") and hasattr(module, "scaling")
+    }
     return {
         "class": type(model).__name__,
         "weights": weights_digest(model),
-        "config": hashlib.sha256(text.encode()).hexdigest(),
+        "config": _digest_of(settings),
+        "adapters": _digest_of(adapters),
+        "code": _digest_of(_foreign_code(model)),
         "device": next(model.parameters()).device.type,
+    }
+
+
+def _digest_of(value: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _foreign_code(model: nn.Module) -> dict[str, str]:
+    """Digests of the files of a model's classes that belong to no installed package, such as a checkpoint's code."""
+    installed = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))
+    files = {getattr(sys.modules.get(type(module).__module__), "__file__", None) for module in model.modules()}
+    return {
+        Path(file).name: hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        for file in files
+        if file is not None and not file.startswith(installed) and Path(file).is_file()
     }
 
 

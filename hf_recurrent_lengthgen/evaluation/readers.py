@@ -27,6 +27,8 @@ from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, concat
 
 PROBE_LENGTH = 24
 """Tokens on which a cache is tried out."""
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+"""Rotary encodings that turn all keys anew when a text gets longer, which those in a cache are not."""
 
 
 class Reader:
@@ -194,6 +196,9 @@ def reader_of(model: Any) -> Reader:
             )
         model = model.get_base_model()
     parameters = inspect.signature(model.forward).parameters
+    config = _text_config(model)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(model).__name__} has an encoder and a decoder: it is no causal language model.")
     if "initial_state" in parameters:
         try:
             getattr(model, "check_has_states", lambda: None)()
@@ -202,7 +207,8 @@ def reader_of(model: Any) -> Reader:
         return StateReader(model)
     whole = Reader(model, "its forward takes neither initial_state nor past_key_values")
     with torch.inference_mode(), evaluation_mode(model):
-        ids = (torch.arange(PROBE_LENGTH, device=whole.device)[None] * 7919 + 1) % whole.vocabulary
+        positions = min(PROBE_LENGTH, getattr(config, "max_position_embeddings", None) or PROBE_LENGTH)
+        ids = (torch.arange(positions, device=whole.device)[None] * 7919 + 1) % whole.vocabulary
         at_once, _ = whole.read(ids)
         if not _equal(at_once, whole.read(ids)[0]):
             raise ValueError(
@@ -212,12 +218,15 @@ def reader_of(model: Any) -> Reader:
         changed = torch.cat([ids[:, :-1], (ids[:, -1:] + 1) % whole.vocabulary], dim=1)
         if not _equal(at_once[:, :-1], whole.read(changed)[0][:, :-1]):
             raise ValueError(f"{whole.name} looks at later tokens, so that it is no causal language model.")
-        if "past_key_values" not in parameters:
+        if "past_key_values" not in parameters or positions < 2:
             return whole
+        if changing := _rope_types(config) & LENGTH_DEPENDENT_ROPE:
+            return Reader(model, f"its {changing.pop()} position encoding depends on the length of the text")
+        begin = max(1, positions // 3 - 1)
         try:
             reader = CacheReader(model)
-            first, cache = reader.read(ids[:, :7])
-            second, _ = reader.read(ids[:, 7:], cache)
+            first, cache = reader.read(ids[:, :begin])
+            second, _ = reader.read(ids[:, begin:], cache)
         except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             return Reader(model, f"its cache does not work in pieces: {error}")
         if not _equal(at_once, torch.cat([first, second], dim=1)):
@@ -235,6 +244,16 @@ def _text_config(model: Any) -> Any:
     if config is None:
         raise ValueError(f"{type(model).__name__} has no config, so it is no language model of Transformers.")
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _rope_types(config: Any) -> set[str]:
+    """The kinds of rotary position encoding that a config names, for all kinds of layers."""
+    found, waiting = set(), [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
+    while waiting:
+        if isinstance(settings := waiting.pop(), dict):
+            found |= {settings[key] for key in ("rope_type", "type") if isinstance(settings.get(key), str)}
+            waiting += settings.values()
+    return found
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -9,7 +9,8 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from hf_recurrent_lengthgen.evaluation.documents import Document, from_json, to_json
 from hf_recurrent_lengthgen.evaluation.provenance import code_digest, installed_versions
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 
@@ -32,16 +34,29 @@ def default_cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_recurrent_lengthgen"
 
 
+@contextmanager
+def _going_on(path: Path) -> Iterator[None]:
+    """Turn a disk that is full or may not be written into a warning: the computation is worth more than the file."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        warnings.warn(f"Cannot keep {path} ({error}): going on without.", stacklevel=4)
+
+
 class ResultCache:
     """A folder of values, each in a file named by the SHA-256 of its key.
 
     The key of a file is the caller's with the versions of the packages and a digest of this package's code, so that
     what other code computed is not taken for a result of this one.
+
+    Attributes:
+        found: How many values were found so far.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.found = 0
         self._code = {"code": code_digest(), "versions": installed_versions()}
 
     def get(self, key: Mapping[str, Any]) -> Any:
@@ -51,22 +66,40 @@ class ResultCache:
             kept = json.loads(path.read_text(encoding="utf-8"))
             if kept["key"] != full:
                 raise ValueError("it belongs to another key")
-            return kept["value"]
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError) as error:
-            warnings.warn(f"The kept result {path} is damaged ({error}): computing it again.", stacklevel=2)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._warn_of_damage(path, error)
+            return None
+        self.found += 1
+        return kept["value"]
+
+    def get_document(self, key: Mapping[str, Any], kind: type[Document]) -> Document | None:
+        """The document of a key, or None."""
+        if (text := self.get(key)) is None:
+            return None
+        try:
+            return from_json(text, kind)
+        except (ValueError, TypeError) as error:
+            self._warn_of_damage(self._file(key, "json")[0], error)
             return None
 
     def put(self, key: Mapping[str, Any], value: Any) -> None:
-        """Keep a value of plain JSON types."""
+        """Keep a value of plain JSON types; where that fails, say so and go on, so that the value is not lost."""
         path, full = self._file(key, "json")
-        with replacing(path) as temporary:
+        with _going_on(path), replacing(path) as temporary:
             temporary.write_text(json.dumps({"key": full, "value": value}), encoding="utf-8")
+
+    def put_document(self, key: Mapping[str, Any], document: Any) -> None:
+        """Keep a document, as `put` does."""
+        self.put(key, to_json(document))
 
     def partial(self, key: Mapping[str, Any]) -> "PartialResult":
         """Where a long computation keeps what it has so far."""
         return PartialResult(self._file(key, "partial.safetensors")[0])
+
+    def _warn_of_damage(self, path: Path, error: Exception) -> None:
+        warnings.warn(f"The kept result {path} is damaged ({error}): computing it again.", stacklevel=4)
 
     def _file(self, key: Mapping[str, Any], ending: str) -> tuple[Path, dict[str, Any]]:
         full = json.loads(json.dumps({**key, **self._code}))
@@ -87,7 +120,7 @@ class PartialResult:
             arrays: dict[str, np.ndarray] = load_file(self.path)
         except FileNotFoundError:
             return None
-        except (SafetensorError, ValueError) as error:
+        except (OSError, SafetensorError, ValueError) as error:
             warnings.warn(f"What was kept in {self.path} is damaged ({error}): starting again.", stacklevel=2)
             return None
         return arrays
@@ -100,7 +133,7 @@ class PartialResult:
     def save(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Replace what is kept."""
         began = time.monotonic()
-        with replacing(self.path) as temporary:
+        with _going_on(self.path), replacing(self.path) as temporary:
             save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, temporary)
         self._last = time.monotonic()
         self._cost = self._last - began

@@ -23,6 +23,8 @@ from transformers import (
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
@@ -185,6 +187,33 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
     config = BertConfig(vocab_size=29, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
     with pytest.raises(ValueError, match="BertLMHeadModel looks at later tokens"):
         reader_of(BertLMHeadModel(config))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn"])
+def test_positions_that_turn_with_the_length_are_read_at_once(kind: str, tokens: np.ndarray) -> None:
+    torch.manual_seed(0)
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    rope |= {"original_max_position_embeddings": 32}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, max_position_embeddings=32, rope_parameters=rope))
+    assert reader_of(model).carries == (kind == "yarn")
+    found = stream_nll(model, tokens, chunk_length=16, progress=False)
+    np.testing.assert_allclose(found.nll, plain_nll(model.eval(), tokens), atol=2e-5)
+
+
+def test_short_learned_positions_can_be_read() -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=29, n_embd=32, n_layer=1, n_head=2, n_positions=8))
+    tokens = np.random.default_rng(3).integers(0, 29, (2, 9))
+    found = stream_nll(model, tokens, chunk_length=3, progress=False)
+    np.testing.assert_allclose(found.nll, plain_nll(model.eval(), tokens), atol=2e-5)
+
+
+def test_encoder_decoders_are_refused() -> None:
+    model = T5ForConditionalGeneration(T5Config(vocab_size=29, d_model=16, num_layers=1, d_kv=8, num_heads=2, d_ff=16))
+    with pytest.raises(ValueError, match="has an encoder and a decoder"):
+        reader_of(model)
 
 
 def test_positions_that_a_model_does_not_have_are_named(tokens: np.ndarray) -> None:

@@ -1,18 +1,23 @@
 """Results by content, and runs that go on where they were stopped."""
 
+import errno
 import functools
+import importlib
 import json
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen.evaluation import provenance, result_cache
 from hf_recurrent_lengthgen.evaluation.context_harm import window_nll
-from hf_recurrent_lengthgen.evaluation.provenance import model_record
+from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
+from hf_recurrent_lengthgen.evaluation.provenance import model_record, weights_digest
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache, default_cache_folder
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from tests.evaluation.test_readers import Watcher
@@ -77,6 +82,93 @@ def test_a_record_changes_with_weights_and_config() -> None:
     with torch.no_grad():
         next(model.parameters()).view(-1)[0] += 1
     assert {key for key, value in model_record(model).items() if value != first[key]} == {"config", "weights"}
+
+
+def test_a_record_changes_with_buffers_and_adapters() -> None:
+    """Whatever moves the predictions moves the record."""
+    torch.manual_seed(0)
+    adapters = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(llama(), adapters)
+    model.add_adapter("two", adapters)
+    ids = torch.arange(5)[None]
+    records, predictions = [model_record(model)], [model(ids).logits]
+
+    def note() -> None:
+        records.append(model_record(model))
+        predictions.append(model(ids).logits)
+
+    model.set_adapter("two")
+    note()
+    with model.disable_adapter():
+        note()
+    for module in model.modules():
+        if isinstance(getattr(module, "scaling", None), dict):
+            module.scaling["two"] *= 4
+    note()
+    assert len({str(logits.flatten().tolist()) for logits in predictions}) == 4
+    assert len({str(record) for record in records}) == 4
+    plain = build(MAMBA2)
+    plain.register_buffer("offset", torch.zeros(3))
+    first = weights_digest(plain)
+    plain.offset += 1
+    assert weights_digest(plain) != first
+
+
+def test_a_record_changes_with_code_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "code_of_a_checkpoint.py"
+    file.write_text("from torch import nn\nclass Layer(nn.Linear): pass\n")
+    model = llama()
+    model.extra = importlib.import_module("code_of_a_checkpoint").Layer(2, 2)
+    first = model_record(model)
+    file.write_text("from torch import nn\nclass Layer(nn.Linear): more = 1\n")
+    assert {key for key, value in model_record(model).items() if value != first[key]} == {"code"}
+
+
+def test_a_disk_that_is_full_costs_no_result(
+    tokens: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = ResultCache(tmp_path)
+
+    @contextmanager
+    def full(path: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+        yield
+
+    monkeypatch.setattr(result_cache, "replacing", full)
+    with pytest.warns(UserWarning, match="No space left on device.*going on without"):
+        found = evaluate_model(
+            build(MAMBA2), tokens, 16, label="m", data_description="random ids", cache=cache, progress=False
+        )
+    assert found.evaluated_length == 90
+    with pytest.warns(UserWarning, match="going on without"):
+        cache.partial(KEY).save({"a": np.arange(3)})
+
+
+def test_a_document_that_is_damaged_inside_is_computed_again(tokens: np.ndarray, tmp_path: Path) -> None:
+    cache = ResultCache(tmp_path)
+    settings: Any = {"label": "m", "data_description": "random ids", "cache": cache, "progress": False}
+    first = evaluate_model(build(MAMBA2), tokens, 16, **settings)
+    (file,) = tmp_path.glob("*.json")
+    file.write_text(file.read_text().replace(r"\"sequences\": 5", r"\"sequences\": \"x\""))
+    with pytest.warns(UserWarning, match="is damaged"):
+        again = evaluate_model(build(MAMBA2), tokens, 16, **settings)
+    assert again.harm == first.harm
+    assert evaluate_model(build(MAMBA2), tokens, 16, **settings) == again
+    assert cache.found == 2
+
+
+def test_nothing_is_left_where_an_observer_reads_a_kept_evaluation(
+    tokens: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(result_cache, "SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(result_cache, "MOST_TIME_SAVING", float("inf"))
+    settings: Any = {"label": "m", "data_description": "random ids", "cache": ResultCache(tmp_path), "progress": False}
+    evaluate_model(build(MAMBA2), tokens, 16, **settings)
+    watcher = Watcher()
+    evaluate_model(build(MAMBA2), tokens, 16, observer=watcher, **settings)
+    assert watcher.seen
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
 
 
 def test_saving_takes_little_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
