@@ -150,15 +150,20 @@ class MetricCallback(TrainerCallback):
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards modes and random numbers are as they were before."""
+    """Evaluation mode without gradients and autocast; afterwards all is as before, random numbers, too."""
     training = [(module, module.training) for module in model.modules()]
+    forward = vars(model).get("forward")  # with mixed precision, accelerate's, beside what it had before
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     try:
         with torch.random.fork_rng(devices), torch.no_grad():
             model.eval()
+            if "_original_forward" in vars(model):
+                vars(model)["forward"] = model._original_forward
             yield
     finally:
+        if forward is not None:
+            vars(model)["forward"] = forward
         for module, mode in training:
             module.training = mode
         random.setstate(python_state)

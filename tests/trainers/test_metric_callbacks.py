@@ -39,11 +39,15 @@ def disturbing(model: nn.Module) -> float:
     return float(torch.rand(())) + random.random() + float(np.random.rand())
 
 
-@pytest.mark.parametrize("method", ["state passing", "random noise"])
-def test_training_is_bit_for_bit_that_without_metrics(toys: ModuleType, tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "bf16"), [("state passing", False), ("state passing", True), ("random noise", False)]
+)
+def test_training_is_bit_for_bit_that_without_metrics(
+    toys: ModuleType, tmp_path: Path, method: str, bf16: bool
+) -> None:
     logs, weights = [], []
     for name in ("without", "with"):
-        trainer = toys.resumable_trainer(tmp_path / name, method=method, save_strategy="no")
+        trainer = toys.resumable_trainer(tmp_path / name, method=method, save_strategy="no", bf16=bf16)
         trainer.model.backbone.layers[0].register_forward_hook(  # a model whose steps depend on random numbers
             lambda module, _, output: (output[0] * (1 + 0.1 * torch.rand(()) * module.training), *output[1:])
         )
@@ -57,6 +61,33 @@ def test_training_is_bit_for_bit_that_without_metrics(toys: ModuleType, tmp_path
     assert logs[0] == logs[1]
     assert weights[0].keys()
     assert trainer.model.training
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_metrics_see_the_weights_in_their_dtype(toys: ModuleType, tmp_path: Path, broken: bool) -> None:
+    ids = torch.from_numpy(TOKENS)
+    seen = []
+
+    def metric(model: nn.Module) -> float:
+        alone = toys.tiny_model().eval()
+        alone.load_state_dict(model.state_dict())
+        torch.testing.assert_close(model(input_ids=ids).logits, alone(input_ids=ids).logits, rtol=0, atol=0)
+        seen.append(alone)
+        return 1 / (0 if broken else 1)
+
+    trainer = toys.resumable_trainer(tmp_path, save_strategy="no", bf16=True, max_steps=1)
+    MetricCallback({"one": metric}, every_steps=1, at_start=False).attach(trainer)
+    if broken:
+        with pytest.raises(RuntimeError, match="'one' failed at step 1"):
+            trainer.train()
+    else:
+        trainer.train()
+    assert len(seen) == 1
+    # training itself is in bfloat16, and stays so
+    training = trainer.model.eval()(input_ids=ids).logits
+    assert not torch.equal(training, seen[0](input_ids=ids).logits)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(training, seen[0](input_ids=ids).logits.float(), rtol=0, atol=0)
 
 
 class Tracker(TrainerCallback):
