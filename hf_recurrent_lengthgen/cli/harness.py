@@ -54,7 +54,10 @@ def run(arguments: Sequence[str]) -> int:
         options.model = settings.get("model", "lengthgen")
     if arguments[0] == "run" and options.device is None:  # lm_eval would take a GPU that may not be there
         options.device = settings.get("device", "cuda:0" if torch.cuda.is_available() else "cpu")
-    theirs = getattr(options, "include_path", None) or settings.get("include_path")
-    options.include_path = [str(TASKS), *([theirs] if theirs else [])]
+    theirs = getattr(options, "include_path", None) or settings.get("include_path") or []
+    paths = theirs if isinstance(theirs, list) else [theirs]
+    if not all(isinstance(path, str) for path in paths):
+        raise ValueError(f"include_path in {config} must be a folder or a list of folders, got {theirs!r}.")
+    options.include_path = [str(TASKS), *paths]
     cli.execute(options)
     return 0
