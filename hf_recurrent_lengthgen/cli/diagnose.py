@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_recurrent_lengthgen.cli.measuring import add_options, announce, load_inputs, on_device, resumable
+from hf_recurrent_lengthgen.cli.measuring import (
+    add_options,
+    announce,
+    load_inputs,
+    on_device,
+    resumable,
+    told_of_cache,
+)
 from hf_recurrent_lengthgen.cli.report import draw, in_columns, summary_table, write_page
 from hf_recurrent_lengthgen.evaluation.constant_prompt import newline_token
 from hf_recurrent_lengthgen.evaluation.diagnose import PARTS, diagnose_model
@@ -26,6 +33,10 @@ Measure how language models generalize in length, and see why they fail: everyth
   constant prompt  the loss of a text of line breaks only
 
   lengthgen diagnose demo-output/base demo-output/cured --roles base,cured --output diagnosis
+  lengthgen diagnose my-mamba2 --data book.txt --split train --training-length 2048 --length 16384 --sequences 8
+
+Each token is read four times, and the first 4 T of each text 32 times more (Effective Remembrance; --parts leaves it
+out). Four texts or fewer seldom show anything: intervals are over texts.
 
 Writes result.json, index.html and figures. Any causal language model will do; what one cannot be measured on is left
 out, with the reason. An interrupted command goes on where it was.
@@ -91,7 +102,8 @@ def run(arguments: Sequence[str]) -> int:
         if (figure := figure_of(diagnosis)) is not None:
             draw(figure, folder / name)
     page = write_page(folder, diagnosis_page(diagnosis))
-    print(f"\n{summary_table(diagnosis.comparison)}\n\n{why_table(diagnosis)}\n\nReport: {page}")
+    print(f"\n{summary_table(diagnosis.comparison)}\n\n{why_table(diagnosis)}")
+    print(f"{told_of_cache(inputs.cache)}\nReport: {page}")
     return 0
 
 

@@ -5,7 +5,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_recurrent_lengthgen.cli.measuring import add_options, announce, load_inputs, on_device, resumable
+from hf_recurrent_lengthgen.cli.measuring import (
+    add_options,
+    announce,
+    load_inputs,
+    on_device,
+    positive,
+    resumable,
+    told_of_cache,
+)
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
 from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison
@@ -16,10 +24,12 @@ predictions (context harm), and how far each model holds. Writes result.json, in
 
   lengthgen evaluate demo-output/base demo-output/cured --roles base,cured --output comparison
   lengthgen evaluate my-mamba2 --data book.txt --split train --training-length 2048 --length 65536 --sequences 4
+  lengthgen evaluate state-spaces/mamba2-1.3b-hf --training-length 2048 --data books --device cuda --dtype bfloat16
 
-Any causal language model of Transformers will do. Recurrent ones read texts of any length in constant memory, others
-with a cache of keys and values that grows, or at once. Results are kept by their content: what was measured before is
-not measured again, and an interrupted command goes on where it was. `lengthgen diagnose` also says why.
+Each token is read three times: once in its whole text, twice in windows of T. Any causal language model of
+Transformers will do. Recurrent ones read texts of any length in constant memory, others with a cache of keys and values
+that grows, or at once. Results are kept by their content: what was measured before is not measured again, and an
+interrupted command goes on where it was. `lengthgen diagnose` also says why.
 """
 
 
@@ -28,6 +38,13 @@ def _parser() -> argparse.ArgumentParser:
         "lengthgen evaluate", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser, output="evaluation", sequences=32)
+    for name, what in (("batch-size", "texts or windows"), ("chunk-length", "tokens of each")):
+        parser.add_argument(
+            f"--{name}",
+            type=positive,
+            metavar="N",
+            help=f"{what} in a forward pass (default: 4,096 tokens in all, fewer with many logits)",
+        )
     return parser
 
 
@@ -46,11 +63,13 @@ def run(arguments: Sequence[str]) -> int:
                 label=subject.label,
                 data_description=inputs.data_description,
                 token_unit=inputs.token_unit,
+                batch_size=options.batch_size,
+                chunk_length=options.chunk_length,
                 cache=inputs.cache,
                 progress=sys.stderr.isatty(),
             )
             compared.append(ComparedModel(subject.role, result, None))
     comparison = Comparison("Beyond the training length", tuple(compared))
     print(f"\n{summary_table(comparison)}")
-    print(f"\nReport: {write_report(comparison, Path(options.output))}")
+    print(f"{told_of_cache(inputs.cache)}\nReport: {write_report(comparison, Path(options.output))}")
     return 0

@@ -109,10 +109,18 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
         raise ValueError(f"--length is {length}, but must be above the training length, {training_length}.")
     tokenizer = shared_tokenizer(options)
     stream = load_stream(options.data, options.split, tokenizer, options.text_column)
-    tokens = evaluation_sequences(stream.tokens, options.sequences, length + 1)
+    try:
+        tokens = evaluation_sequences(stream.tokens, options.sequences, length + 1)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} Give more text (--data, --split), fewer --sequences, or a shorter --length"
+            f"{'' if options.length else f', which is 64 training lengths unless given: {length:,}'}."
+        ) from error
     for model in models:
         array = check_tokens(tokens, reader_of(model).vocabulary, training_length + 1)
-    Path(options.output).mkdir(parents=True, exist_ok=True)  # fails now rather than after hours
+    if (output := Path(options.output)).exists() and not output.is_dir():
+        raise ValueError(f"--output {output} is a file: give the name of a folder.")
+    output.mkdir(parents=True, exist_ok=True)  # fails now rather than after hours
     cache = open_cache(options)
     short = dict(zip(names, short_names(names), strict=True))
     subjects = [
@@ -139,6 +147,13 @@ def announce(subject: Subject, inputs: Inputs, what: str) -> None:
     sequences, length = inputs.tokens.shape
     reader: Reader = reader_of(subject.model)
     print(f"{what} {subject.label} on {sequences} texts of {length - 1:,} {inputs.token_unit}s{_memory(reader)}")
+
+
+def told_of_cache(cache: ResultCache | None) -> str:
+    """What was not computed again, for people."""
+    return (
+        f"\n{cache.found} results were there already, in {cache.folder}" if cache is not None and cache.found else ""
+    )
 
 
 def _memory(reader: Reader) -> str:
@@ -187,7 +202,9 @@ def _training_length(names: list[str], models: list[Any]) -> int:
     if len(lengths) == 1:
         return int(lengths.pop())
     if not lengths:
-        raise ValueError(f"The config of {names[0]} names no training length: give --training-length.")
+        positions = getattr(models[0].config, "max_position_embeddings", None)
+        hint = f" (perhaps its max_position_embeddings, {positions})" if positions else ""
+        raise ValueError(f"The config of {names[0]} names no training length: give --training-length{hint}.")
     told = ", ".join(f"{name}: {length}" for name, length in found.items())
     raise ValueError(f"The models have different training lengths ({told}): give one with --training-length.")
 

@@ -120,7 +120,11 @@ def test_remote_code_evaluates_if_it_may_run(
 
 
 def test_what_was_measured_is_not_measured_again(
-    evaluate: Evaluate, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    evaluate: Evaluate,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert evaluate(checkpoint) == 0
     first = found(tmp_path).models[0].evaluation
@@ -129,7 +133,9 @@ def test_what_was_measured_is_not_measured_again(
         raise AssertionError
 
     monkeypatch.setattr("hf_recurrent_lengthgen.evaluation.evaluate.stream_nll", never)
+    assert "results were there already" not in capsys.readouterr().out
     assert evaluate(checkpoint, "--roles", "base") == 0
+    assert "1 results were there already, in " in capsys.readouterr().out
     again = found(tmp_path).models[0]
     assert again.role == "base"
     assert again.evaluation == first
@@ -196,3 +202,25 @@ def test_a_cache_that_cannot_be_written_is_said(
     (tmp_path / "file").write_text("")
     assert evaluate(checkpoint, "--cache", tmp_path / "file") == 1
     assert "give --cache FOLDER or --no-cache" in capsys.readouterr().err
+
+
+def test_too_little_text_names_the_options(
+    evaluate: Evaluate, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(checkpoint, "--length", 5000) == 1
+    assert "Give more text (--data, --split), fewer --sequences, or a shorter --length." in capsys.readouterr().err
+
+
+def test_pieces_are_those_asked_for(
+    evaluate: Evaluate, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    chunks = streaming.stream_chunks
+
+    def watched(reader: Any, rows: np.ndarray, chunk: int, *given: Any) -> Any:
+        seen.append((len(rows), chunk))
+        return chunks(reader, rows, chunk, *given)
+
+    monkeypatch.setattr(streaming, "stream_chunks", watched)
+    assert evaluate(checkpoint, "--batch-size", 2, "--chunk-length", 10) == 0
+    assert seen == [(2, 10), (1, 10)]
