@@ -197,7 +197,8 @@ def long_short_misalignment(
 
     Raises:
         ValueError: for T < 2, samples < 1, a negative seed, tokens too short, outside the vocabulary or of a wrong
-            type, and for logits that are not finite.
+            type, and for predictions of which the misalignment is not finite. Tokens that both contexts rule out
+            (logits of -inf) count 0; one that only one of them rules out is refused.
     """
     for name, value, least in (("training_length", training_length, 2), ("samples", samples, 1), ("seed", seed, 0)):
         if value < least:
@@ -214,11 +215,14 @@ def long_short_misalignment(
             for sample, (end, lengths) in enumerate(pairs):
                 contexts = [array[sequence, end - length : end].astype(np.int64) for length in lengths]
                 after = [model(torch.from_numpy(x)[None].to(device), **last).logits[0, -1] for x in contexts]
-                nats = symmetric_cross_entropy(*after).item()
+                possible = ~((after[0] == -torch.inf) & (after[1] == -torch.inf))
+                nats = symmetric_cross_entropy(*(x[possible] for x in after)).item() if possible.any() else np.nan
                 if not np.isfinite(nats):
                     raise ValueError(
-                        f"The predictions of {type(model).__name__} in sequence {sequence} after the {lengths[0]} and "
-                        f"the {lengths[1]} tokens that end before position {end} are not finite, or too far apart."
+                        f"The misalignment of the predictions of {type(model).__name__} in sequence {sequence} after "
+                        f"the {lengths[0]} and the {lengths[1]} tokens that end before position {end} is not finite: "
+                        "logits overflow, weights are broken, or one prediction rules out a token that the other "
+                        "allows."
                     )
                 values[sequence, sample] = nats
                 bar.update(sum(lengths))

@@ -280,6 +280,46 @@ def test_predictions_that_are_not_finite_are_named(counter_model: type, random_t
         long_short_misalignment(model, random_tokens, 8, progress=False)
 
 
+@pytest.mark.parametrize("hidden", [[4], [0, 2, 4]])
+def test_tokens_that_both_contexts_rule_out_count_nothing(
+    hidden: list[int], counter_model: type, random_tokens: np.ndarray
+) -> None:
+    """The formula, over the other tokens alone."""
+    masked = counter_model(torch.ones_like).eval()
+    forward = masked.forward
+
+    def ruled_out(*given: Any, **arguments: Any) -> Any:
+        output = forward(*given, **arguments)
+        output.logits[..., hidden] = -math.inf
+        return output
+
+    masked.forward = ruled_out
+    tokens = random_tokens[:, :20]
+    found = long_short_misalignment(masked, tokens, 8, progress=False)
+    assert np.isfinite(found.by_sequence).all()
+    for sequence, row in enumerate(tokens):
+        nats = []
+        for end, lengths in context_pairs(20, 8, 8, 0, sequence):
+            contexts = (torch.from_numpy(row[None, end - length : end].astype(np.int64)) for length in lengths)
+            allowed = [token for token in range(VOCABULARY) if token not in hidden]
+            nats.append(naive(*(masked(ids).logits[0, -1, allowed].detach() for ids in contexts)).item())
+        assert found.by_sequence[sequence] == pytest.approx(np.mean(nats), rel=1e-5)
+
+
+def test_a_token_that_one_context_alone_rules_out_is_refused(counter_model: type, random_tokens: np.ndarray) -> None:
+    model = counter_model(torch.ones_like)
+    forward = model.forward
+
+    def ruled_out(input_ids: Tensor, **arguments: Any) -> Any:
+        output = forward(input_ids, **arguments)
+        output.logits[..., 1] = -math.inf if input_ids.shape[1] % 2 else 0.0
+        return output
+
+    model.forward = ruled_out
+    with pytest.raises(ValueError, match="one prediction rules out a token that the other allows"):
+        long_short_misalignment(model, random_tokens, 8, progress=False)
+
+
 def test_one_sequence_of_the_training_length_is_enough(counter_model: type, random_tokens: np.ndarray) -> None:
     result = long_short_misalignment(counter_model(torch.ones_like), random_tokens[:1, :8], 8, progress=False)
     assert result.low is None
