@@ -1,6 +1,7 @@
 """All diagnoses of one model in one go: how far it holds, and what goes wrong where it does not."""
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,8 +17,8 @@ from hf_recurrent_lengthgen.evaluation.misalignment import long_short_misalignme
 from hf_recurrent_lengthgen.evaluation.provenance import model_record, token_digest
 from hf_recurrent_lengthgen.evaluation.readers import Reader, StateReader, reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
-from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate, Role
-from hf_recurrent_lengthgen.evaluation.state_diagnosis import PATCHED_HEADS, describe_states
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate, EvaluationResult, Role
+from hf_recurrent_lengthgen.evaluation.state_diagnosis import PATCHED_HEADS, describe_states, with_patching
 from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis
 from hf_recurrent_lengthgen.evaluation.state_trajectory import StateObserver, sample_positions
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
@@ -57,7 +58,7 @@ def diagnose_model(
         role: What the model is to the others of a comparison.
         parts: Which of `PARTS` to take.
         repeated_token: The token of the constant prompt, such as that of a line break; None for no such prompt.
-        patched_heads: So many heads are exchanged one by one, see `describe_states`; 0 for no patching.
+        patched_heads: So many heads are exchanged one by one, see `with_patching`; 0 for no patching.
         confidence: Two-sided, of all intervals.
         command: How the diagnosis was started; by default this process' command line.
         seed: Of random draws; recorded.
@@ -65,7 +66,7 @@ def diagnose_model(
         progress: Show progress bars.
 
     Raises:
-        ValueError: as `evaluate_model`, for unknown parts, and states of a single text.
+        ValueError: as `evaluate_model`, and for unknown parts. What a part raises is in `refused` instead.
     """
     if unknown := [part for part in parts if part not in PARTS]:
         raise ValueError(f"parts must be among {', '.join(PARTS)}, got {', '.join(unknown)}.")
@@ -89,13 +90,24 @@ def diagnose_model(
             cache.put(own, to_json(found) if kind is not dict else found)
         return found
 
-    def mean_misalignment(seed: int) -> dict[str, float | None]:
+    def mean_misalignment() -> dict[str, float | None]:
         found = long_short_misalignment(
             model, array, training_length, seed=seed, confidence=confidence, progress=progress
         )
         return {"mean": found.mean, "low": found.low, "high": found.high}
 
     refused: dict[str, str] = {}
+
+    def attempt(part: str, find: Callable[[], Any]) -> Any:
+        """The result of a part that was asked for; None, and the reason kept, where it cannot be measured."""
+        if part not in parts:
+            return None
+        try:
+            return find()
+        except ValueError as error:
+            refused[part] = str(error)
+            return None
+
     evaluating: Any = {
         "label": label,
         "data_description": data_description,
@@ -106,55 +118,46 @@ def diagnose_model(
         "cache": cache,
         "progress": progress,
     }
-    states: StateDiagnosis | None = None
-    evaluations = []
-    if "states" in parts and (reason := _no_states(reader, len(array))):
-        refused["states"] = reason
-    elif "states" in parts:
+    evaluations: list[EvaluationResult] = []
+
+    def find_states() -> StateDiagnosis:
+        if reason := _no_states(reader, len(array)):
+            raise ValueError(reason)
         positions = sample_positions(array.shape[1] - 1, training_length)
         observer = StateObserver(model, len(array), positions)
 
         def observe() -> StateDiagnosis:
             seen: Any = {"stops": positions, "observer": observer}
             evaluations.append(evaluate_model(model, array, training_length, **seen, **evaluating))
+            trajectory = observer.trajectory()
             return describe_states(
-                model,
-                array,
-                observer.trajectory(),
-                training_length,
-                label=label,
-                data=data,
-                patched_heads=patched_heads,
-                confidence=confidence,
-                progress=progress,
+                model, array, trajectory, training_length, label=label, data=data, confidence=confidence
             )
 
-        found = kept("states", StateDiagnosis, observe, patched_heads=patched_heads)
-        states = dataclasses.replace(found, model=label, data=data)
+        found = kept("states", StateDiagnosis, observe)
+        if patched_heads:
+            patch = functools.partial(with_patching, model, array, found, patched_heads, progress=progress)
+            found = kept("patched states", StateDiagnosis, patch, patched_heads=patched_heads)
+        return dataclasses.replace(found, model=label, data=data)
+
+    def find_constant_prompt() -> ConstantPrompt:
+        if repeated_token is None:
+            raise ValueError("The tokenizer has no single token for a line break.")
+        length = array.shape[1] - 1
+        find = functools.partial(constant_prompt, model, repeated_token, training_length, length, progress=progress)
+        return kept("constant prompt", ConstantPrompt, find, token=repeated_token, length=length)
+
+    read = min(LENGTHS_OF_TRAINING * training_length, array.shape[1])
+    remember = functools.partial(
+        effective_remembrance, model, array, training_length, length=read, confidence=confidence, progress=progress
+    )
+    states = attempt("states", find_states)
     [evaluation] = evaluations or [evaluate_model(model, array, training_length, **evaluating)]
-    remembrance = misalignment = repeated = None
-    if "remembrance" in parts:
-        length = min(LENGTHS_OF_TRAINING * training_length, array.shape[1])
-        remembrance = kept(
-            "remembrance",
-            Remembrance,
-            lambda: effective_remembrance(
-                model, array, training_length, length=length, confidence=confidence, progress=progress
-            ),
-        )
-    if "misalignment" in parts:
-        found = kept("misalignment", dict, lambda: mean_misalignment(seed), seed=seed)
-        misalignment = Estimate(**found)
-    if "constant prompt" in parts and repeated_token is not None:
-        repeated = kept(
-            "constant prompt",
-            ConstantPrompt,
-            lambda: constant_prompt(model, repeated_token, training_length, array.shape[1] - 1, progress=progress),
-            token=repeated_token,
-            length=array.shape[1] - 1,
-        )
-    elif "constant prompt" in parts:
-        refused["constant prompt"] = "The tokenizer has no single token for a line break."
+    remembrance = attempt("remembrance", lambda: kept("remembrance", Remembrance, remember))
+    misalignment = attempt(
+        "misalignment", lambda: Estimate(**kept("misalignment", dict, mean_misalignment, seed=seed))
+    )
+    repeated = attempt("constant prompt", find_constant_prompt)
     return DiagnosedModel(role, evaluation, states, remembrance, misalignment, repeated, refused)
 
 

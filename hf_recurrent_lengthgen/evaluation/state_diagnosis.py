@@ -3,6 +3,7 @@
 "Unexplored states" (arXiv:2507.02782), section 3.5, appendix C; "Stuffed Mamba" (arXiv:2410.07145), sections 3.2, 3.3.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,7 +80,8 @@ def diagnose_states(
         progress: Show progress bars.
 
     Raises:
-        ValueError: for models without states, and as `stream_nll`, `state_drift` and `patch_heads`.
+        ValueError: for models without states, and as `stream_nll` and `state_drift`. Why heads could not be patched
+            is in `left_out` of the result.
     """
     check_training_length(training_length)
     if patched_heads < 0:
@@ -90,18 +92,17 @@ def diagnose_states(
     options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
     with observer:
         stream_nll(model, tokens, stops=chosen, observer=observer, chunk_length=chunk_length, **options)
-    return describe_states(
+    described = describe_states(
         model,
         tokens,
         observer.trajectory(),
         training_length,
         label=label,
         data=DataRecord(data_description, token_digest(check_tokens(tokens, 2**62)), token_unit),
-        patched_heads=patched_heads,
         smallest_drift=smallest_drift,
         confidence=confidence,
-        **options,
     )
+    return with_patching(model, tokens, described, patched_heads, **options)
 
 
 def describe_states(
@@ -112,13 +113,10 @@ def describe_states(
     *,
     label: str,
     data: DataRecord,
-    patched_heads: int = PATCHED_HEADS,
     smallest_drift: float = SMALLEST_DRIFT,
     confidence: float = CONFIDENCE,
-    batch_size: int | None = None,
-    progress: bool = True,
 ) -> StateDiagnosis:
-    """The diagnosis from a trajectory that an observer took on `tokens`; arguments as for `diagnose_states`."""
+    """The diagnosis without patching, from a trajectory taken on `tokens`; arguments as for `diagnose_states`."""
     recurrent = [layer for layer in trajectory.layers if layer.recurrent is not None]
     if not recurrent:
         raise ValueError(
@@ -128,15 +126,6 @@ def describe_states(
     drifts = state_drift(trajectory, training_length, smallest_drift, confidence)
     order = ranked(drifts)
     detailed = set(order[:DETAILED_HEADS])
-    left_out = _left_out(model, recurrent)
-    patching = None
-    if patched_heads and getattr(model, "attends", False):
-        left_out.append("Heads were not patched: what the attention layers keep of the text cannot be exchanged.")
-    elif patched_heads:
-        groups = patched_groups(order, drifts, patched_heads)
-        patching = _patching(
-            model, tokens, training_length, groups, confidence, batch_size=batch_size, progress=progress
-        )
     return StateDiagnosis(
         model=label,
         weights=weights_digest(model),
@@ -152,9 +141,47 @@ def describe_states(
             for index, (layer, drift) in enumerate(zip(trajectory.layers, drifts, strict=True))
             if layer.recurrent is not None or layer.conv is not None
         ),
-        patching=patching,
-        left_out=tuple(left_out),
+        patching=None,
+        left_out=tuple(_left_out(model, recurrent)),
     )
+
+
+def with_patching(
+    model: nn.Module,
+    tokens: Tokens,
+    states: StateDiagnosis,
+    patched_heads: int = PATCHED_HEADS,
+    *,
+    batch_size: int | None = None,
+    progress: bool = True,
+) -> StateDiagnosis:
+    """The diagnosis with the exchange of its heads, or with the reason why that could not be measured.
+
+    Args:
+        model: The model that was described.
+        tokens: The texts it was described on.
+        states: What `describe_states` found.
+        patched_heads, batch_size, progress: As for `diagnose_states`.
+    """
+    if not patched_heads:
+        return states
+    order = [(layer.layer, head.head) for layer, head in states.ranking]
+    groups = patched_groups(order, len(states.drifting), patched_heads)
+    try:
+        if getattr(model, "attends", False):
+            raise ValueError("what the attention layers keep of the text cannot be exchanged.")
+        patching = _patching(
+            model,
+            tokens,
+            states.training_length,
+            groups,
+            states.confidence,
+            batch_size=batch_size,
+            progress=progress,
+        )
+    except ValueError as error:
+        return dataclasses.replace(states, left_out=(*states.left_out, f"Heads were not patched: {error}"))
+    return dataclasses.replace(states, patching=patching)
 
 
 def ranked(drifts: Sequence[Drift | None]) -> list[tuple[int, int]]:
@@ -168,10 +195,15 @@ def ranked(drifts: Sequence[Drift | None]) -> list[tuple[int, int]]:
     return [(layer, head) for _, _, layer, head in sorted(keys)]
 
 
-def patched_groups(order: Sequence[tuple[int, int]], drifts: Sequence[Drift | None], alone: int) -> dict[str, Heads]:
-    """What to exchange: all drifting heads together, all others together, and the first of the ranking one by one."""
-    drifting = [(layer, head) for layer, head in order if (drift := drifts[layer]) is not None and drift.drifts[head]]
-    others = [head for head in order if head not in set(drifting)]
+def patched_groups(order: Sequence[tuple[int, int]], drift: int, alone: int) -> dict[str, Heads]:
+    """What to exchange: all drifting heads together, all others together, and the first of the ranking one by one.
+
+    Args:
+        order: All heads (layer, head), first those that drift.
+        drift: How many drift.
+        alone: How many are exchanged one by one.
+    """
+    drifting, others = order[:drift], order[drift:]
     groups: dict[str, Heads] = {}
     if drifting:
         groups[f"the {len(drifting)} that drift" if len(drifting) > 1 else "the one that drifts"] = drifting

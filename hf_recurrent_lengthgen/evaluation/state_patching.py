@@ -82,20 +82,21 @@ def patch_heads(
         training_length: Tokens per training sequence, T.
         groups: The heads that are exchanged together; each group is a measurement.
         position: Tokens read before; by default as many as leave `width` of them.
-        width: Tokens that are scored; half the training length by default. h' has read the T - `width` before them.
+        width: Tokens that are scored; by default half the training length, or what the texts have beyond it if that
+            is less. h' has read the T - `width` before them.
         batch_size: Rows per forward pass; by default as many as memory limits allow.
         progress: Show a progress bar.
 
     Raises:
-        ValueError: for models without a state that is a value, heads that are not there, a width not below T, and
-            texts or positions that are too short.
+        ValueError: for models without a state that is a value, heads that are not there, a width not below T (so
+            also for T = 1), and texts or positions that are too short.
     """
     reader = reader_of(model)
     if not reader.carried_by_row:
         raise ValueError(reader.refusal("an exchange of heads"))
     array = check_tokens(tokens, reader.vocabulary, training_length + 1)
     length = array.shape[1] - 1
-    width = max(1, training_length // 2) if width is None else width
+    width = max(1, min(training_length // 2, length - training_length)) if width is None else width
     if not 1 <= width < training_length:
         raise ValueError(f"width must be from 1 to {training_length - 1}, below the training length; got {width}.")
     kept = training_length - width

@@ -1,6 +1,7 @@
 """All diagnoses of a model in one go are those of the single functions, or are refused with the reason."""
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
 from hf_recurrent_lengthgen.evaluation.misalignment import long_short_misalignment
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.evaluation.state_diagnosis import diagnose_states
+from hf_recurrent_lengthgen.evaluation.state_trajectory import StateObserver
 from tests.models.families import GLA, MAMBA2, VOCABULARY, build, variant_id
 
 T = 16
@@ -76,6 +78,82 @@ def test_what_cannot_be_measured_is_said(tokens: np.ndarray) -> None:
     alone = diagnose_model(build(MAMBA2).eval(), tokens[:1], T, repeated_token=3, **SETTINGS)
     assert list(alone.refused) == ["states"]
     assert "needs at least two texts" in alone.refused["states"]
+
+
+@pytest.mark.parametrize("length", [T + 1, T + 3, 3 * T // 2 - 1])
+def test_texts_a_little_beyond_training_are_diagnosed(length: int, model: Any, tokens: np.ndarray) -> None:
+    found = diagnose_model(model, tokens[:, : length + 1], T, repeated_token=3, **SETTINGS)
+    assert found.refused == {}
+    assert found.states is not None
+    assert found.states.patching is not None
+
+
+@pytest.mark.parametrize(
+    ("part", "function"),
+    [
+        ("states", "describe_states"),
+        ("remembrance", "effective_remembrance"),
+        ("misalignment", "long_short_misalignment"),
+        ("constant prompt", "constant_prompt"),
+    ],
+)
+def test_a_part_that_cannot_be_measured_leaves_the_others(
+    part: str, function: str, tokens: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValueError("cannot be measured here.")
+
+    monkeypatch.setattr(f"hf_recurrent_lengthgen.evaluation.diagnose.{function}", refuse)
+    found = diagnose_model(build(MAMBA2).eval(), tokens, T, repeated_token=3, **SETTINGS)
+    assert found.refused == {part: "cannot be measured here."}
+    measured = [found.states, found.remembrance, found.misalignment, found.constant_prompt]
+    assert [value is None for value in measured] == [name == part for name in PARTS]
+    assert found.evaluation.evaluated_length == 100
+
+
+def test_an_error_of_the_observer_leaves_the_evaluation(tokens: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValueError("this state cannot be looked at.")
+
+    monkeypatch.setattr(StateObserver, "see", refuse)
+    found = diagnose_model(build(MAMBA2).eval(), tokens, T, parts=("states",), **SETTINGS)
+    assert found.refused == {"states": "this state cannot be looked at."}
+    assert found.evaluation.evaluated_length == 100
+
+
+def test_a_model_that_rules_out_tokens_has_all_parts(tokens: np.ndarray) -> None:
+    model = build(MAMBA2).eval()
+    hidden = VOCABULARY - 1
+
+    def mask(_: Any, __: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits.index_fill(-1, torch.tensor([hidden]), -torch.inf)
+
+    model.lm_head.register_forward_hook(mask)
+    found = diagnose_model(model, tokens.clip(0, hidden - 1), T, repeated_token=3, **SETTINGS)
+    assert found.refused == {}
+    assert found.misalignment is not None
+    assert np.isfinite(found.misalignment.mean)
+
+
+def test_states_are_kept_before_heads_are_patched(
+    tokens: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt of the patching, and another number of patched heads, read no stream again."""
+    model, cache = build(MAMBA2).eval(), ResultCache(tmp_path)
+    settings: Any = {**SETTINGS, "parts": ("states",), "cache": cache}
+
+    def stop(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_recurrent_lengthgen.evaluation.state_diagnosis.patch_heads", stop)
+        with pytest.raises(KeyboardInterrupt):
+            diagnose_model(model, tokens, T, **settings)
+    monkeypatch.setattr(StateObserver, "see", stop)
+    found = diagnose_model(model, tokens, T, patched_heads=2, **settings).states
+    assert found is not None
+    assert found.patching is not None
+    assert diagnose_model(model, tokens, T, patched_heads=0, **settings).states == replace(found, patching=None)
 
 
 def test_a_kept_diagnosis_reads_nothing_again(

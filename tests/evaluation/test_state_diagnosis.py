@@ -12,7 +12,6 @@ import torch
 from hf_recurrent_lengthgen.evaluation import state_diagnosis
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.state_diagnosis import diagnose_states, patched_groups
-from hf_recurrent_lengthgen.evaluation.state_distance import Drift
 from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis, head_name
 from hf_recurrent_lengthgen.models.forgetting import forgetting
 from tests.models.families import LINEAR_ATTENTION, MAMBA, MAMBA2, RWKV6, Family, build, random_tokens, variant_id
@@ -136,20 +135,37 @@ def test_what_is_left_out_is_said() -> None:
 
 
 def test_groups_to_patch() -> None:
-    zeros = np.zeros((1, 2))
-
-    def drift(*drifts: bool) -> Drift:
-        return Drift(zeros, zeros[0], zeros[0], np.array(drifts), (None, None), zeros, zeros[0])
-
     order = [(0, 1), (1, 0), (0, 0), (1, 1)]
-    groups = patched_groups(order, [drift(False, True), drift(True, False)], 1)
+    groups = patched_groups(order, 2, 1)
     assert groups == {
         "the 2 that drift": [(0, 1), (1, 0)],
         "the 2 others": [(0, 0), (1, 1)],
         "layer 0, head 1": [(0, 1)],
     }
-    assert list(patched_groups(order, [drift(False, False)] * 2, 2)) == ["all 4", "layer 0, head 1", "layer 1, head 0"]
-    assert list(patched_groups(order, [drift(True, True)] * 2, 0)) == ["the 4 that drift"]
+    assert list(patched_groups(order, 0, 2)) == ["all 4", "layer 0, head 1", "layer 1, head 0"]
+    assert list(patched_groups(order, 4, 0)) == ["the 4 that drift"]
+
+
+@pytest.mark.parametrize("beyond", [1, 2, 7, 8, 9])
+def test_texts_a_little_beyond_training_are_patched_with_what_they_have(beyond: int) -> None:
+    model, tokens = build(MAMBA2), random_tokens(4, T + beyond + 1)
+    options: dict[str, Any] = {"label": "tiny", "data_description": "random ids", "progress": False}
+    found = diagnose_states(model, tokens, T, patched_heads=1, **options)
+    assert found.left_out == ()
+    assert found.patching is not None
+    width = min(T // 2, beyond)
+    assert (found.patching.position, found.patching.width) == (T + beyond - width, width)
+
+
+def test_what_cannot_be_patched_is_said_and_the_rest_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValueError("no exchange.")
+
+    monkeypatch.setattr(state_diagnosis, "patch_heads", refuse)
+    found = diagnosed(build(MAMBA2))
+    assert found.left_out == ("Heads were not patched: no exchange.",)
+    assert found.patching is None
+    assert len(found.ranking) == 8
 
 
 def test_short_texts_and_wrong_lengths_are_refused() -> None:
