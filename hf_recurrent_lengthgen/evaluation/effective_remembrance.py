@@ -13,7 +13,6 @@ keys and values, or nothing at all, reads each start point on its own, several t
 smaller batches.
 """
 
-import inspect
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
@@ -168,8 +167,8 @@ def sweep_plan(
     for name, value in (("batch_size", batch_size), ("chunk_length", chunk_length)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, or None to choose by memory; got {value}.")
-    keeps = "logits_to_keep" in inspect.signature(reader.model.forward).parameters
-    tokens = TOKENS_PER_FORWARD if keeps else max(1, min(TOKENS_PER_FORWARD, LOGITS_PER_FORWARD // reader.vocabulary))
+    limit = TOKENS_PER_FORWARD if reader.keeps else LOGITS_PER_FORWARD // reader.vocabulary
+    tokens = max(1, min(TOKENS_PER_FORWARD, limit))
     if batch_size is None:
         # Rows join after every length / starts tokens: more rows than fill a pass of so many tokens do not help.
         piece = min(SHORTEST_CHUNK, max(1, length // starts)) if reader.carried_by_row else length

@@ -237,6 +237,10 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="length is 200, but a passkey prompt without filler has 2"):
         measured(model, grid, [900, 200])
     assert model.read == 0  # before any reading
+    broken = Recaller(0)
+    torch.nn.init.constant_(broken.scale, float("nan"))
+    with pytest.raises(ValueError, match="predictions for passkey, depth 50 %, 500 tokens are NaN or infinite"):
+        measured(broken, grid, [500])
     model.config.vocab_size = 100
     with pytest.raises(ValueError, match="vocabulary from 0 to 99"):
         measured(model, grid, [500])
