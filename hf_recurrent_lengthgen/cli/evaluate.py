@@ -28,8 +28,8 @@ predictions (context harm), and how far each model holds. Writes result.json, in
 
 Each token is read three times: once in its whole text, twice in windows of T. Any causal language model of
 Transformers will do. Recurrent ones read texts of any length in constant memory, others with a cache of keys and
-values that grows, or at once. Results are kept by their content: what was measured before is not measured again, and an
-interrupted command goes on where it was. `lengthgen diagnose` also says why.
+values that grows, or at once. Results are kept by their content: what was measured before is not measured again, and
+an interrupted command goes on where it was. `lengthgen diagnose` also says why.
 """
 
 

@@ -49,6 +49,10 @@ class Verdict(NamedTuple):
     reason: str
 
 
+HARM_WORTH_KNOWING = 0.05
+"""Nats per token; where an interval reaches above, one cannot say that there is no harm."""
+
+
 def verdicts(diagnosis: Diagnosis) -> list[Verdict]:
     """What to know first, model by model."""
     found = findings(diagnosis.comparison)
@@ -114,9 +118,11 @@ def patching_text(states: StateDiagnosis) -> str:
         return ""
     unit, kept = states.data.token_unit, f"the last {patching.kept:,} tokens alone"
     if not patching.harmful:
+        wide = patching.harm.high is None or patching.harm.high > HARM_WORTH_KNOWING
         return (
             f"After {patching.position:,} tokens its state is not shown to be worse than that of {kept}: "
-            f"{interval_text(patching.harm, sign=True)} nats per {unit}. There is no harm to attribute to heads."
+            f"{interval_text(patching.harm, sign=True)} nats per {unit}. "
+            + ("More texts would tell." if wide else "There is no harm to attribute to heads.")
         )
     together, others = drifting_group(states), _other_group(states)
     told = [
@@ -203,12 +209,12 @@ def facts(model: DiagnosedModel) -> list[tuple[str, str]]:
         if states.patching is not None and states.patching.harmful and (group := drifting_group(states)) is not None:
             told.append(("Their part of the harm", harm_share_text(states.patching, group.restored)))
     if (beyond := far_tokens(model.remembrance)) is not None:
-        told.append(("Effective Remembrance", f"{beyond.mean:.2f} of tokens beyond training"))
+        told.append(("Effective Remembrance", f"{beyond.mean:.2f} beyond training (0: no effect of far tokens)"))
     if model.constant_prompt is not None:
         start = model.constant_prompt.exceeded_from
         told.append(("Constant prompt", "holds" if start is None else f"fails at {start:,} tokens"))
     if model.misalignment is not None:
-        told.append(("Misalignment", f"{model.misalignment.mean:.2f} nats"))
+        told.append(("Misalignment", f"{model.misalignment.mean:.2f} nats (less is better)"))
     return told
 
 

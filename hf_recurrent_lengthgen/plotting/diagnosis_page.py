@@ -344,7 +344,9 @@ def _definitions(diagnosis: Diagnosis) -> list[str]:
     if any(model.remembrance for model in models):
         told.append(
             "Effective Remembrance (arXiv:2507.02782, Definition 3.3) is the total variation between the predictions "
-            "after all tokens and after the last ones only: 0 where the tokens before make no difference, at most 1."
+            "after all tokens and after the last ones only: 0 where the tokens before make no difference, at most 1. "
+            "A model that breaks is moved by far tokens in vain; one that holds may do so by forgetting them. Whether "
+            "it finds what stands far back is measured by lengthgen retrieve."
         )
     if any(model.misalignment for model in models):
         told.append(
@@ -354,6 +356,6 @@ def _definitions(diagnosis: Diagnosis) -> list[str]:
     if any(model.constant_prompt for model in models):
         told.append(
             "The constant prompt is one token over and over (the “newlines” prompt of arXiv:2410.07145, section 4): "
-            "easy text, on which a model whose state overflows fails all the same."
+            "easy text, on which some models fail whose states overflow. To hold on it does not acquit a model."
         )
     return told

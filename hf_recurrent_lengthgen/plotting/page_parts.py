@@ -174,12 +174,12 @@ def evaluation_rows(models: Sequence[Shown]) -> list[Row[Shown]]:
             lambda model: cell(model.evaluation.in_window.context_use, sign=True),
         ),
         Row(
-            "Generalizes to",
-            f"means alone, {tolerance} tolerance, tokens; text difficulty counts, too",
+            "Definition 3.2 holds to",
+            f"raw loss by position, {tolerance} tolerance, tokens; how hard the texts get there counts, too",
             lambda model: f"{model.evaluation.verdict.holds_to:,}",
         ),
         Row(
-            "Proven failure from",
+            "Definition 3.2 fails from",
             "same, with intervals, tokens",
             lambda model: tokens(model.evaluation.verdict.violated_from, "none"),
         ),
@@ -209,9 +209,10 @@ def definitions(evaluation: EvaluationResult) -> str:
         f"Intervals are {evaluation.confidence:.0%} t-intervals over {evaluation.sequences} sequences, paired for "
         "harm, context use and failure. A model breaks if the interval of its harm lies above "
         f"{evaluation.harm.threshold:g}, holds if it lies at or below, and is on the border otherwise. "
-        "“Generalizes to” is Definition 3.2 of “Understanding and Improving Length Generalization in Recurrent "
-        "Models” (arXiv:2507.02782) on logarithmic position bins: from the best bin inside the training length (for "
-        f"{evaluation.model}: positions {start:,} to {stop:,}) perplexity must not rise by more than the tolerance."
+        "Definition 3.2 is that of “Understanding and Improving Length Generalization in Recurrent Models” "
+        "(arXiv:2507.02782) on logarithmic position bins: from the best bin inside the training length (for "
+        f"{evaluation.model}: positions {start:,} to {stop:,}) perplexity must not rise by more than the tolerance. "
+        "It does not tell a model that gets worse from texts that get harder: with few texts, harm tells more."
     )
 
 

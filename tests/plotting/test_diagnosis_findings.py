@@ -49,9 +49,9 @@ def test_the_cards_name_the_head_and_its_share() -> None:
     assert base == {
         "Heads that drift": "3 of 8, layer 1, head 2 the furthest",
         "Their part of the harm": "97%",
-        "Effective Remembrance": "0.20 of tokens beyond training",
+        "Effective Remembrance": "0.20 beyond training (0: no effect of far tokens)",
         "Constant prompt": "fails at 32 tokens",
-        "Misalignment": "3.60 nats",
+        "Misalignment": "3.60 nats (less is better)",
     }
     assert cured["Heads that drift"] == "none of 8"
     assert cured["Constant prompt"] == "holds"
@@ -136,6 +136,13 @@ def test_without_harm_nothing_is_attributed() -> None:
         "After 1,016 tokens its state is not shown to be worse than that of the last 8 tokens alone: +0.005 "
         "(\N{MINUS SIGN}0.005 to +0.015) nats per byte. There is no harm to attribute to heads."
     )
+
+
+def test_a_wide_interval_is_no_acquittal() -> None:
+    found = states({(0, 0): 9.0}, harm=0.5)
+    assert found.patching is not None
+    wide = replace(found, patching=replace(found.patching, harm=Estimate(0.4, -0.1, 0.9)))
+    assert patching_text(wide).endswith("(\N{MINUS SIGN}0.100 to +0.900) nats per byte. More texts would tell.")
 
 
 def test_harm_without_drift_is_told_as_it_is() -> None:
