@@ -21,6 +21,7 @@ from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, 
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.rank_correlation import FEWEST_MODELS, rank_correlation
 from hf_recurrent_lengthgen.evaluation.state_diagnosis import PATCHED_HEADS
+from hf_recurrent_lengthgen.evaluation.state_distance import FEWEST_SEQUENCES
 from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis, head_name
 from hf_recurrent_lengthgen.plotting.diagnosis_page import DIAGNOSIS_FIGURES, diagnosis_page
 
@@ -58,7 +59,8 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=PATCHED_HEADS,
         metavar="N",
-        help="exchange the states of so many heads one by one and of all that drift (default: %(default)s)",
+        help="exchange the states of so many heads one by one, and of all that drift together; 0 exchanges nothing "
+        "(default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of random draws (default: %(default)s)")
     return parser
@@ -154,7 +156,10 @@ def why_table(diagnosis: Diagnosis) -> str:
     reasons = [
         f"{model.evaluation.model}, {name}: {reason}"
         for model in diagnosis.models
-        for name, reason in model.refused.items()
+        for name, reason in [
+            *model.refused.items(),
+            *(("states", reason) for reason in (model.states.left_out if model.states else ())),
+        ]
     ]
     return "\n".join([in_columns(rows), *reasons])
 
@@ -163,6 +168,8 @@ def drifting_heads(states: StateDiagnosis) -> str:
     """ "3 of 16: layer 1, head 2; ..." with the three that drift most."""
     drifting = states.drifting
     total = len(states.ranking)
+    if states.sequences < FEWEST_SEQUENCES:
+        return f"not told from {states.sequences} texts"
     if not drifting:
         return f"none of {total}"
     named = "; ".join(head_name(*pair) for pair in drifting[:3])

@@ -14,7 +14,13 @@ from hf_recurrent_lengthgen.evaluation.context_harm import check_training_length
 from hf_recurrent_lengthgen.evaluation.evaluate import estimate
 from hf_recurrent_lengthgen.evaluation.provenance import token_digest, weights_digest
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate
-from hf_recurrent_lengthgen.evaluation.state_distance import SMALLEST_DRIFT, Drift, pooled_std, state_drift
+from hf_recurrent_lengthgen.evaluation.state_distance import (
+    FEWEST_SEQUENCES,
+    SMALLEST_DRIFT,
+    Drift,
+    pooled_std,
+    state_drift,
+)
 from hf_recurrent_lengthgen.evaluation.state_patching import Heads, patch_heads
 from hf_recurrent_lengthgen.evaluation.state_results import (
     ConvStates,
@@ -66,7 +72,8 @@ def diagnose_states(
 
     Args:
         model: A recurrent model of this package, of remote code of ours, or wrapped by `stateful`.
-        tokens: Token ids (S, L + 1): S >= 2 texts of L > training_length positions.
+        tokens: Token ids (S, L + 1): S >= 2 texts of L > training_length positions; from `FEWEST_SEQUENCES` texts on
+            heads are said to drift.
         training_length: Tokens per training sequence, T.
         label: Name of the model.
         data_description: What the tokens are, for people.
@@ -142,7 +149,7 @@ def describe_states(
             if layer.recurrent is not None or layer.conv is not None
         ),
         patching=None,
-        left_out=tuple(_left_out(model, recurrent)),
+        left_out=tuple(_left_out(model, recurrent, len(tokens))),
     )
 
 
@@ -234,14 +241,21 @@ def _patching(
     )
 
 
-def _left_out(model: Any, layers: Sequence[LayerTrajectory]) -> list[str]:
+def _left_out(model: Any, layers: Sequence[LayerTrajectory], sequences: int) -> list[str]:
+    told = []
+    if sequences < FEWEST_SEQUENCES:
+        told.append(
+            f"No head is said to drift: {sequences} texts do not tell a drift from other texts, "
+            f"{FEWEST_SEQUENCES} and more may."
+        )
     unread = sum(layer.inputs is None for layer in layers)
     if not unread:
-        return []
+        return told
     reason = "their scans are in code that is not known here"
     if Forgetting.of(model.config).in_recurrence:
         reason = "the model is made to forget, so that its scans get other inputs than it has computed"
-    return [f"Inputs of the recurrence and retention were not read in {unread} of {len(layers)} layers: {reason}."]
+    inputs = f"Inputs of the recurrence and retention were not read in {unread} of {len(layers)} layers: {reason}."
+    return [*told, inputs]
 
 
 def _layer_states(

@@ -12,13 +12,22 @@ elements had moved by one standard deviation of training, or as if the standard 
 
 What training positions show among themselves is the null level of a head: the largest distance between one half of
 the sequences at one of the reference positions, and the other half pooled over all of them, over several random
-halves. It holds the noise of half as many sequences and what drift there is inside training already, so that it is
-rather too large than too small. A head drifts if its mean distance over the last octave of positions is
+halves. It holds the noise of half as many sequences and what drift there is inside training already. It is too small
+for a head that changes more slowly than over T/2 tokens: there each text looks like itself at all reference positions,
+and like another text later. So a head drifts if its mean distance over the last octave of positions is
 
 - above its null level;
 - above 1, which is the distance of a head whose state had become a constant, its mean in training;
 - not due to a few texts: the distances of the single sequences from D_ref rise from the reference positions to the
-  last octave, with the lower bound of their paired t-interval over sequences.
+  last octave, with the lower bound of their paired t-interval over sequences. As all heads are asked, the confidence
+  is that of all intervals of the model together (Bonferroni).
+
+Fewer than FEWEST_SEQUENCES cannot tell the last of these: no head is said to drift then. Heads that change slowly can
+still be taken for drifting, most easily with few texts: of stationary ones that forget within 6 T tokens, in models
+of 12 heads, less than 1 in 100 are with 4 to 16 texts, where each of them goes from one text's mean to another's.
+
+Standard deviations count as at least SMALLEST_STD of the magnitude of a head's elements in training, so that rounding
+is no drift of a head whose elements are all the same.
 
 The distance sees the elements of a head as one cloud: states that are exchanged inside it do not change it. Models
 that were trained with carried states have seen more than (T/2, T]; for them the distance is an upper bound of what is
@@ -36,6 +45,10 @@ from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE, t_interval
 
 SMALLEST_DRIFT = 1.0
 """Distance below which nothing is called a drift: that of a head whose state had become a constant, its mean."""
+FEWEST_SEQUENCES = 4
+"""Sequences that are needed to call something a drift."""
+SMALLEST_STD = 1e-5
+"""Least standard deviation, relative to the root mean square of a head's elements: about 100 roundings of float32."""
 HALVES = 8
 """Random halves of the sequences that the null level is taken over."""
 LEVELS = 64
@@ -93,16 +106,18 @@ def state_drift(
         trajectory: What a `StateObserver` saw.
         training_length: T.
         smallest: Distance up to which nothing is called a drift.
-        confidence: Two-sided, of the interval over sequences.
+        confidence: Two-sided, of the intervals over sequences of all heads together.
 
     Raises:
         ValueError: as `reference_positions`, and for fewer than two sequences.
     """
     inside = reference_positions(trajectory.positions, training_length)
+    heads = sum(layer.recurrent.mean.shape[2] for layer in trajectory.layers if layer.recurrent is not None)
+    of_one = 1 - (1 - confidence) / max(1, heads)
     return tuple(
         None
         if layer.recurrent is None
-        else _drift(layer, trajectory.positions, inside, training_length, smallest, confidence)
+        else _drift(layer, trajectory.positions, inside, training_length, smallest, of_one)
         for layer in trajectory.layers
     )
 
@@ -123,7 +138,9 @@ def _drift(
         raise ValueError("Distances of states need at least two sequences, to tell a drift from another text.")
     std = pooled_std(mean, variance)
     scale = pooled_std(mean[inside].reshape(1, -1, mean.shape[2]), variance[inside].reshape(1, -1, mean.shape[2]))[0]
-    scale = np.maximum(scale, np.finfo(np.float32).tiny)
+    magnitude = np.sqrt((mean[inside] ** 2 + variance[inside]).mean((0, 1)))
+    floor = np.maximum(SMALLEST_STD * magnitude, np.finfo(np.float32).tiny)  # (U,)
+    scale = np.maximum(scale, floor)
     sketch = layer.sketch.astype(np.float64)
 
     def pooled(places: list[int], rows: np.ndarray) -> np.ndarray:
@@ -146,10 +163,9 @@ def _drift(
     assert rise is not None  # there are two sequences
     threshold = np.maximum(null, smallest)
     last = distance[late].mean(0)
-    drifts = (last > threshold) & (rise > 0)
+    drifts = (last > threshold) & (rise > 0) & (sequences >= FEWEST_SEQUENCES)
     before = max(n for n in range(len(positions)) if positions[n] <= max(positions[-1] / 2, training_length))
     octaves = math.log2(positions[-1] / positions[before])
-    tiny = np.finfo(np.float32).tiny
     return Drift(
         distance,
         null,
@@ -159,8 +175,8 @@ def _drift(
             _leaves(distance[:, unit], threshold[unit], positions, training_length) if drifts[unit] else None
             for unit in range(len(scale))
         ),
-        np.log(np.maximum(std, tiny) / scale),
-        np.log2(np.maximum(std[-1], tiny) / np.maximum(std[before], tiny)) / octaves,
+        np.log(np.maximum(std, floor) / scale),
+        np.log2(np.maximum(std[-1], floor) / np.maximum(std[before], floor)) / octaves,
     )
 
 

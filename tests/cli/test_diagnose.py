@@ -100,6 +100,7 @@ def test_parts_can_be_chosen(diagnose: Diagnose, checkpoint: Path, tmp_path: Pat
         (["--parts", "state"], "--parts must be some of states, remembrance"),
         (["--seed", "-1"], "--seed must be at least 0, got -1"),
         (["--patched-heads", "-2"], "--patched-heads must be at least 0, got -2"),
+        (["--data", "stdlib", "--text-column", "x"], "the text column 'x' does nothing"),
         (["--length", "8"], "must be above the training length, 8"),
     ],
 )
@@ -123,6 +124,23 @@ def test_one_text_has_no_distances(
     assert "needs at least two texts" in capsys.readouterr().out
     [model] = read_result(tmp_path / "out" / "result.json", Diagnosis).models
     assert model.states is None
+
+
+def test_reasons_for_what_is_left_out_of_states_are_shown(
+    diagnose: Diagnose, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert diagnose(checkpoint, "--parts", "states", "--patched-heads", 0) == 0
+    shown = capsys.readouterr().out
+    assert "not told from 3 texts" in shown
+    assert f"{checkpoint.name}, states: No head is said to drift: 3 texts do not tell" in shown
+
+
+def test_texts_a_little_beyond_training(diagnose: Diagnose, checkpoint: Path, tmp_path: Path) -> None:
+    assert diagnose(checkpoint, "--parts", "states", "--length", 9) == 0
+    [model] = read_result(tmp_path / "out" / "result.json", Diagnosis).models
+    assert model.refused == {}
+    assert model.states is not None
+    assert model.states.patching is not None
 
 
 def test_an_interrupt_says_how_to_go_on(

@@ -157,6 +157,16 @@ def test_texts_a_little_beyond_training_are_patched_with_what_they_have(beyond: 
     assert (found.patching.position, found.patching.width) == (T + beyond - width, width)
 
 
+def test_few_texts_are_said_to_tell_no_drift() -> None:
+    options: dict[str, Any] = {"label": "tiny", "data_description": "random ids", "progress": False}
+    found = diagnose_states(one_head_keeps_all(), random_tokens(3, LENGTH + 1), T, patched_heads=0, **options)
+    assert found.left_out == (
+        "No head is said to drift: 3 texts do not tell a drift from other texts, 4 and more may.",
+    )
+    assert found.drifting == ()
+    assert found.ranking[0][1].late_distance > 5
+
+
 def test_what_cannot_be_patched_is_said_and_the_rest_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise ValueError("no exchange.")

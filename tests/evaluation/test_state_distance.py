@@ -104,6 +104,57 @@ def test_no_head_is_named_where_nothing_drifts() -> None:
         assert not drift.drifts.any()
 
 
+def slow_topics(heads: int, positions: tuple[int, ...], sequences: int, seed: int) -> np.ndarray:
+    """Stationary states whose mean goes from one text's topic to another's within 6 T tokens: (n, S, H, 8, 8)."""
+    random = np.random.default_rng(seed)
+    topic, states, before = random.normal(size=(sequences, heads, 1, 1)), [], positions[0]
+    for position in positions:
+        kept = math.exp(-(position - before) / (6 * T))
+        topic = kept * topic + math.sqrt(1 - kept**2) * random.normal(size=topic.shape)
+        states.append(2 * topic + 0.3 * random.normal(size=(sequences, heads, 8, 8)))
+        before = position
+    return np.stack(states)
+
+
+@pytest.mark.parametrize("sequences", [4, 8])
+def test_texts_that_change_slowly_do_not_drift(sequences: int) -> None:
+    """Also where a text is unlike what it was, by more than 1, which it is in several heads here."""
+    positions = sample_positions(64 * T, T)
+    drift = drift_of(slow_topics(300, positions, sequences, seed=0), positions)
+    assert (drift.late > np.maximum(drift.null, 1)).sum() > 3
+    assert not drift.drifts.any()
+
+
+def test_the_rise_is_judged_for_all_heads_together() -> None:
+    """A rise that is enough for a head alone is too uncertain among 40 heads; a certain one is found among them."""
+    states = normal(heads=40, sequences=4)
+    states[PLACE[128] :, :, 0] *= np.array([3.0, 4.0, 5.0, 7.0])[:, None, None]  # rises 2, 3, 4, 6: t = 4.4 of 3.2
+    states[PLACE[128] :, :, 1] *= 4
+    assert drift_of(states[:, :, :1]).drifts[0]
+    assert drift_of(states).drifts.nonzero()[0].tolist() == [1]
+
+
+@pytest.mark.parametrize(("sequences", "told"), [(2, False), (3, False), (4, True)])
+def test_few_texts_tell_no_drift(sequences: int, told: bool) -> None:
+    states = normal(sequences=sequences)
+    states[PLACE[128] :] += 50
+    drift = drift_of(states)
+    assert drift.late[0] > 30
+    assert drift.drifts[0] == told
+
+
+def test_rounding_of_equal_elements_is_no_drift() -> None:
+    rounded = 1 + 1e-7 * np.arange(len(POSITIONS))
+    moved = np.where(np.arange(len(POSITIONS)) < PLACE[128], 1.0, 1.001)
+    states = np.ones((len(POSITIONS), 4, 2, 4, 4))
+    states *= 300 * np.stack([rounded, moved], 1)[:, None, :, None, None]
+    drift = drift_of(states)
+    assert drift.drifts.tolist() == [False, True]
+    assert drift.distance[:, 0].max() < 0.2
+    np.testing.assert_allclose(drift.distance[PLACE[128] :, 1], 100, rtol=0.01)
+    np.testing.assert_allclose(drift.log_std_ratio, 0, atol=0.1)
+
+
 def test_one_deviating_text_is_no_drift() -> None:
     states = normal(sequences=8)
     states[PLACE[256] :, 3] *= 10
