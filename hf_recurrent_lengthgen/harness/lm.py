@@ -5,7 +5,9 @@ Numbers are those of lm_eval's own class for Transformers (`hf`) on the same wei
 - nothing is cut off on the left unless `max_length` says so (`hf` takes 2,048 for a config without a length);
 - `loglikelihood_rolling` reads a document as one stream, where `hf` cuts it into windows of `max_length` tokens and
   forgets at each border;
-- a tokenizer that puts an end of text behind each text (ByT5's) is kept from it: `hf` counts that token as context.
+- a tokenizer that puts an end of text behind each text (ByT5's) is kept from it: `hf` counts that token as context;
+- each generated text, and each beam, ends by its own tokens, where `hf` ends a single text; in batches `hf` goes on
+  until stop strings are in all rows, which can change answers.
 """
 
 import logging
@@ -19,11 +21,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.models.utils_hf import stop_sequences_criteria
-from transformers import PreTrainedTokenizerBase
+from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.streaming import evaluation_mode, forward_plan, progress_bar
+from hf_recurrent_lengthgen.harness.endings import BrokenLogits, Ending
 from hf_recurrent_lengthgen.harness.shared_prefixes import Branch, Ids, prefix_tree, read_tree, walk
 from hf_recurrent_lengthgen.harness.tokenizers import find_tokenizer, starts_with_bos
 from hf_recurrent_lengthgen.loading import load_model
@@ -160,18 +162,28 @@ class StateLM(TemplateLM):
             ids = [self.tokenizer.bos_token_id, *ids]
         return ids
 
-    def _loglikelihood_tokens(
-        self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any
-    ) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-likelihood in nats of each continuation after its context, and whether it is the greedy one.
+
+        A continuation with a token that the model masks (logit -inf) has the log-likelihood -inf.
 
         Raises:
             ValueError: for a continuation without tokens, one above `max_length`, and where the model gives NaN.
         """
+        for context, continuation in (request.args for request in requests):
+            if not context and not self.tok_encode(continuation, add_special_tokens=False):
+                raise _no_tokens(context, continuation)
+        answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+        return answers
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """`loglikelihood` of texts that are token ids."""
         pairs = []
         for (context, continuation), context_ids, continuation_ids in requests:
             if not continuation_ids:
-                raise ValueError(f"The continuation {continuation!r} of {context[-80:]!r} has no tokens of its own.")
+                raise _no_tokens(context, continuation)
             if self.max_length is not None and len(continuation_ids) > self.max_length:
                 raise ValueError(
                     f"A continuation has {len(continuation_ids)} tokens, max_length is {self.max_length}: leave "
@@ -223,7 +235,8 @@ class StateLM(TemplateLM):
         """Continue each context until one of its stop strings, the end of text, or its number of tokens.
 
         Raises:
-            ValueError: for generation arguments other than `GENERATION_ARGUMENTS`, `until` and a number of tokens.
+            ValueError: for generation arguments other than `GENERATION_ARGUMENTS`, `until` and a number of tokens, and
+                where the model predicts NaN.
         """
         results = [""] * len(requests)
         alike: dict[str, list[int]] = {}
@@ -255,6 +268,8 @@ class StateLM(TemplateLM):
             if new_tokens >= self.max_length:
                 raise ValueError(f"The task generates {new_tokens} tokens, max_length is only {self.max_length}.")
             ids = self._cut(ids, self.max_length - new_tokens)
+        ends = self._ends()
+        ending = Ending(self.tokenizer, stop, ends)
         pad, waiting = self.tokenizer.pad_token_id, list[tuple[int, Any]]()
 
         def flush() -> Iterator[tuple[int, str]]:
@@ -267,13 +282,15 @@ class StateLM(TemplateLM):
                     input_ids=prompt,
                     initial_state=state,
                     max_new_tokens=new_tokens,
-                    stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, 1, len(places)),
+                    stopping_criteria=StoppingCriteriaList([ending]),
+                    logits_processor=LogitsProcessorList([BrokenLogits(ending, [contexts[p] for p in places])]),
+                    eos_token_id=ends or None,
                     pad_token_id=self.prefix_token_id if pad is None else pad,
                     use_cache=True,
                     **arguments,
                 )
             for place, tokens in zip(places, output[:, 1:].tolist(), strict=True):
-                text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+                text = self.tokenizer.decode(ending.cut(tokens) or tokens, skip_special_tokens=True)
                 yield place, postprocess_generated_text(text, stop, None)
 
         # the last token of a context is the prompt of generate, what precedes it the state
@@ -285,6 +302,12 @@ class StateLM(TemplateLM):
                 yield from flush()
         if waiting:
             yield from flush()
+
+    def _ends(self) -> Ids:
+        """The ids of an end of text: the tokenizer's, and those of the model's generation config."""
+        ends: int | Ids | None = self._reader.model.generation_config.eos_token_id
+        known = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        return sorted({*known, *([] if self.eot_token_id is None else [self.eot_token_id])})
 
     def _read(self, texts: list[Ids], starts: list[int] | None, disable_tqdm: bool) -> Iterator[tuple[int, Branch]]:
         """Read texts, what they share once; see `read_tree`."""
@@ -312,6 +335,10 @@ class StateLM(TemplateLM):
         if too_long := sum(len(text) > longest for text in texts):
             logger.warning("max_length: %d requests are cut off on the left to %d tokens.", too_long, longest)
         return [text[-longest:] for text in texts]
+
+
+def _no_tokens(context: str, continuation: str) -> ValueError:
+    return ValueError(f"The continuation {continuation!r} of {context[-80:]!r} has no tokens of its own.")
 
 
 def _reader(pretrained: Any, device: str | None, dtype: str | torch.dtype | None, trust_remote_code: bool) -> Reader:

@@ -1,5 +1,6 @@
 """The model class of lm_eval: the numbers of lm_eval's own class, with fewer tokens."""
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,94 @@ GENERATION = [{"until": ["\n\n"], "max_gen_toks": 12}, {"until": "=", "max_gen_t
 def test_greedy_texts_are_those_of_lm_eval(ours: StateLM, theirs: HFLM, arguments: dict[str, Any]) -> None:
     asked = requests("generate_until", *((context, dict(arguments)) for context in [*CONTEXTS, "ab", CONTEXTS[0]]))
     assert ours.generate_until(asked, **QUIET) == theirs.generate_until(asked, **QUIET)
+
+
+PROMPTS = ["", "a", "hello", "hello", "abc" * 40, "abc" * 40 + "d", "zz", "what is it"]
+ENDS = {
+    "stop strings in special tokens": {"until": ["\n", "e"], "max_gen_toks": 40},
+    "longer stop strings": {"until": ["d_1", "ra_", "?>"], "max_gen_toks": 25},
+    "end of text": {"until": ["\n\n"], "max_gen_toks": 20, "ends": 1.5},
+    "two ends of text": {"until": ["\n\n"], "max_gen_toks": 20, "ends": 1.0, "eos_token_id": [7, 100]},
+}
+
+
+def continued(model: Any, prompt: str, until: list[str], most: int, ends: set[int]) -> str:
+    """The greedy text up to its end, by the definition: the whole text is read for each token."""
+    tokenizer, generated = byte_tokenizer(), list[int]()
+    read = tokenizer.encode(prompt, add_special_tokens=False) or [1]
+    while len(generated) < most:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([read + generated]), use_cache=False).logits[0, -1]
+        generated.append(int(logits.argmax()))
+        if generated[-1] in ends or any(text in tokenizer.decode(generated) for text in until):
+            break
+    shown = tokenizer.decode(generated, skip_special_tokens=True)
+    return shown[: min([len(shown), *(shown.index(text) for text in until if text in shown)])]
+
+
+def draw(model: Any) -> None:
+    """Weights that no version of a library changes."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, parameter in sorted(model.named_parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_answers_do_not_depend_on_the_batch(stock: Mamba2ForCausalLM, checkpoint: Path, case: str) -> None:
+    arguments: dict[str, Any] = dict(ENDS[case])
+    bias, also = arguments.pop("ends", 0.0), arguments.pop("eos_token_id", None)
+    ends = {1, *(also or [])}
+
+    def lean_to_ends(module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
+        logits[..., sorted(ends)] += bias * logits.std(-1, keepdim=True)
+        return logits
+
+    other = copy.deepcopy(stock)
+    loaded = [StateLM(str(checkpoint), device="cpu", batch_size=size) for size in (1, 2, 8)]
+    for model in [other, *(lm._reader.model for lm in loaded)]:
+        draw(model)
+        model.generation_config.eos_token_id = also  # the end of text is known to the tokenizer only
+        model.get_output_embeddings().register_forward_hook(lean_to_ends)
+    expected = [continued(other, prompt, arguments["until"], arguments["max_gen_toks"], ends) for prompt in PROMPTS]
+    asked = requests("generate_until", *((prompt, arguments) for prompt in PROMPTS))
+    assert [lm.generate_until(asked, **QUIET) for lm in loaded] == [expected] * 3
+    assert len(set(expected)) > 2
+    theirs = HFLM(pretrained=other, tokenizer=byte_tokenizer(), max_length=4096, add_bos_token=False, batch_size=1)
+    assert theirs.generate_until(asked[1:], **QUIET) == expected[1:]  # hf reads no empty prompt
+
+
+def test_beams_do_not_depend_on_the_batch(checkpoint: Path) -> None:
+    arguments = {"until": ["e", "\n"], "max_gen_toks": 12, "num_beams": 3}
+    asked = requests("generate_until", *((prompt, arguments) for prompt in PROMPTS))
+    loaded = [StateLM(str(checkpoint), device="cpu", batch_size=size) for size in (1, 2, 8)]
+    for lm in loaded:
+        draw(lm._reader.model)
+    alone, *others = [lm.generate_until(asked, **QUIET) for lm in loaded]
+    assert others == [alone] * 2
+    assert len(set(alone)) > 2
+
+
+def test_a_broken_model_generates_nothing(counting: StateLM) -> None:
+    asked = requests("generate_until", *((text, {"until": ["d"], "max_gen_toks": 9}) for text in ("x: a", "y: b")))
+    assert counting.generate_until(asked, **QUIET) == ["bc", "c"]
+
+    def break_after(letter: str, value: float) -> None:
+        head = counting._reader.model.get_output_embeddings()
+        head._forward_hooks.clear()
+        byte = ord(letter) + 3
+        head.register_forward_hook(  # where the letter's successor is the likeliest
+            lambda module, inputs, logits: logits.masked_fill(logits.argmax(-1, keepdim=True) == byte + 1, value)
+        )
+
+    for value in (math.nan, math.inf, -math.inf):
+        break_after("b", value)
+        with pytest.raises(ValueError, match=r"after 'y: b' and 0 tokens more are NaN or infinite"):
+            counting.generate_until(asked[1:], **QUIET)
+        with pytest.raises(ValueError, match=r"after 'x: a' and 1 tokens more are NaN or infinite"):
+            counting.generate_until(asked[:1], **QUIET)
+        break_after("d", value)  # behind the end
+        assert counting.generate_until(asked, **QUIET) == ["bc", "c"]
 
 
 def test_stop_strings_end_a_text(counting: StateLM) -> None:
@@ -229,6 +318,29 @@ def test_a_broken_model_is_told(counting: StateLM) -> None:
         counting.loglikelihood(requests("loglikelihood", ("a", "b")), **QUIET)
 
 
-def test_a_continuation_without_tokens_is_refused(counting: StateLM) -> None:
-    with pytest.raises(ValueError, match="has no tokens of its own"):
-        counting.loglikelihood(requests("loglikelihood", ("a", "")), **QUIET)
+@pytest.mark.parametrize("context", ["a", ""])
+def test_a_continuation_without_tokens_is_refused(counting: StateLM, context: str) -> None:
+    with pytest.raises(ValueError, match=f"The continuation '' of '{context}' has no tokens of its own"):
+        counting.loglikelihood(requests("loglikelihood", (context, "")), **QUIET)
+
+
+def test_masked_tokens_have_the_log_likelihoods_of_lm_eval(stock: Mamba2ForCausalLM, ours: StateLM) -> None:
+    def mask(module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
+        logits[..., [ord("z") + 3, *range(259, 384)]] = -math.inf
+        return logits
+
+    other = copy.deepcopy(stock)
+    for model in (other, ours._reader.model):
+        model.get_output_embeddings().register_forward_hook(mask)
+    theirs = HFLM(pretrained=other, tokenizer=byte_tokenizer(), max_length=4096, add_bos_token=False)
+    asked = requests(
+        "loglikelihood", ("a", "bc"), ("a", "z"), ("a", "yzx"), ("", "z"), ("az", "bzb" * 9), ("az", "bc")
+    )
+    found = ours.loglikelihood(asked, **QUIET)
+    assert_same(found, theirs.loglikelihood(asked, **QUIET))
+    assert [value == -math.inf for value, _ in found] == [False, True, True, True, True, False]
+    documents = requests("loglikelihood_rolling", ("abc",), ("abzc",))
+    rolling = ours.loglikelihood_rolling(documents, **QUIET)
+    assert rolling == pytest.approx(theirs.loglikelihood_rolling(documents, **QUIET), abs=1e-4)
+    generate = requests("generate_until", *((text, {"until": ["\n"], "max_gen_toks": 20}) for text in CONTEXTS))
+    assert ours.generate_until(generate, **QUIET) == theirs.generate_until(generate, **QUIET)
