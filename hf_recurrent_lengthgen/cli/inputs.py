@@ -1,7 +1,8 @@
 """Models, tokenizers and token streams from what a person types."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import datasets
@@ -62,14 +63,29 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     return tokenizer
 
 
+def check_given_once(models: Sequence[str]) -> None:
+    """Raise a `ValueError` for models of which two are one folder or one name."""
+    if len({Path(name).resolve() if Path(name).exists() else name for name in models}) < len(models):
+        raise ValueError(f"Each model can be given once, got {' '.join(models)}.")
+
+
 def token_unit(tokenizer: Any) -> str:
     """What one token is, in the singular."""
     return "byte" if type(tokenizer).__name__ == "ByT5Tokenizer" else "token"
 
 
 def load_documents(data: str, split: str, text_column: str = "text") -> list[str]:
-    """Texts of a data set."""
+    """Texts of a data set.
+
+    Raises:
+        ValueError: for a column of the standard library, which has none, and as `load_texts`.
+    """
     if data == STANDARD_LIBRARY:
+        if text_column != "text":
+            raise ValueError(
+                f"{STANDARD_LIBRARY} has no columns, so the text column {text_column!r} does nothing: leave it out "
+                "or name other data."
+            )
         return list(standard_library_corpus().texts(split))
     return load_texts(data, split, text_column)
 

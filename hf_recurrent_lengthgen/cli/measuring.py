@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, load_stream, load_tokenizer, token_unit
+from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, check_given_once, load_stream, load_tokenizer, token_unit
 from hf_recurrent_lengthgen.data import evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
@@ -99,8 +99,7 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
         ValueError: for what cannot be loaded or does not fit together.
     """
     names = options.models
-    if len(set(names)) < len(names):
-        raise ValueError(f"Each model can be given once, got {' '.join(names)}.")
+    check_given_once(names)
     roles = _roles(options)
     models = [load_language_model(name, options.trust_remote_code, DTYPES[options.dtype]) for name in names]
     training_length = options.training_length or _training_length(names, models)
@@ -232,6 +231,8 @@ def shared_tokenizer(options: argparse.Namespace) -> PreTrainedTokenizerBase:
 def on_device(model: Any, device: str) -> Any:
     """The model on the device that a person named."""
     try:
-        return model.to(torch.device(device))
+        if (place := torch.device(device)).type == "meta":
+            raise ValueError("Cannot use the device 'meta', which holds no values: give cpu or an accelerator.")
+        return model.to(place)
     except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
         raise ValueError(f"Cannot use the device {device!r}: {error}") from error

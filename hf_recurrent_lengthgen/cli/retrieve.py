@@ -10,7 +10,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from transformers import PreTrainedTokenizerBase
 
-from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, STANDARD_LIBRARY, describe_data, load_documents, token_unit
+from hf_recurrent_lengthgen.cli.inputs import (
+    DATA_HELP,
+    STANDARD_LIBRARY,
+    check_given_once,
+    describe_data,
+    load_documents,
+    token_unit,
+)
 from hf_recurrent_lengthgen.cli.measuring import (
     DTYPES,
     add_model_options,
@@ -101,7 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--within",
         metavar="N,...",
-        help="the r of accuracy for needles within the last r tokens (default: the first four lengths)",
+        help="the r of accuracy for needles within the last r tokens, at most the longest length (default: the first "
+        "four lengths)",
     )
     add("--data", help=f"with niah and babilong: the text (default: {STANDARD_LIBRARY}): {DATA_HELP}")
     add("--split", help="split of the data; a single file is train (default: validation)")
@@ -128,10 +136,11 @@ def run(arguments: Sequence[str]) -> int:
                 f"--{name.replace('_', '-')} does nothing with task {options.task}: it goes with "
                 f"{' and '.join(tasks)}."
             )
-    if len(set(options.models)) < len(options.models):
-        raise ValueError(f"Each model can be given once, got {' '.join(options.models)}.")
+    check_given_once(options.models)
     lengths = _numbers("--lengths", options.lengths)
     within = None if options.within is None else _numbers("--within", options.within)
+    if within is not None and within[-1] > lengths[-1]:
+        raise ValueError(f"--within names {within[-1]}, but must be at most the longest of --lengths, {lengths[-1]}.")
     output = Path(options.output)
     if output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is a file: give the name of a folder.")

@@ -235,9 +235,14 @@ def _evaluation_rows(settings: RunArguments, training: InitialStateConfig, token
 
 
 def _stream(settings: RunArguments, data: str, split: str, tokenizer: Any) -> Tensor:
-    stream = load_stream(data, split, tokenizer, settings.text_column).tokens
+    stream = load_stream(data, split, tokenizer, _text_column(settings, data)).tokens
     least = settings.minimum_document_tokens
     return keep_long_documents(stream, tokenizer.eos_token_id, least) if least else stream
+
+
+def _text_column(settings: RunArguments, data: str) -> str:
+    """The column of training or evaluation data; the standard library has none, and the other may need one."""
+    return "text" if data == STANDARD_LIBRARY else settings.text_column
 
 
 def _passkeys(settings: RunArguments, samples: int, seed: int, tokenizer: Any) -> PasskeyPrompts:
@@ -262,7 +267,7 @@ def _questions(
     """Questions of bAbI's `files` ("train" or "test") in a split of the text of `data`."""
     assert settings.task_files is not None
     questions = [question for file in babi_files(settings.task_files, files) for question in read_babi(file)]
-    background = load_documents(data, split, settings.text_column)
+    background = load_documents(data, split, _text_column(settings, data))
     prompts = BabilongPrompts(tokenizer, questions, background, settings.block_length, seed)
     if prompts.left_out:
         print(f"Left out {prompts.left_out} of {len(questions)} questions, whose facts do not fit into a row.")

@@ -134,6 +134,8 @@ def test_a_damaged_checkpoint_is_one_line(
     ("arguments", "message"),
     [
         (["--device", "abacus"], "Cannot use the device 'abacus'"),
+        (["--device", "meta"], "Cannot use the device 'meta', which holds no values"),
+        (["--data", "stdlib", "--text-column", "x"], "the text column 'x' does nothing"),
         (["--length", "8"], "--length is 8, but must be above the training length, 8"),
         (["--data", "nowhere.txt"], "no file or folder nowhere.txt"),
         (["--text-column", "body"], "no column 'body'"),
@@ -149,8 +151,9 @@ def test_bad_options_are_refused(
 def test_a_model_given_twice_is_refused_before_any_work(
     evaluate: Evaluate, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert evaluate(checkpoint, checkpoint) == 1
-    assert "Each model can be given once" in capsys.readouterr().err
+    for again in (checkpoint, f"{checkpoint}/", checkpoint / ".." / checkpoint.name):
+        assert evaluate(checkpoint, again) == 1
+        assert "Each model can be given once" in capsys.readouterr().err
 
 
 def test_models_with_different_tokenizers_are_not_compared(

@@ -184,6 +184,8 @@ def test_streams_say_where_they_come_from(tmp_path: Path) -> None:
     assert stream.description == f"{path}, split train"
     with pytest.raises(ValueError, match="no column 'text'"):
         load_stream(str(path), "train", byte_tokenizer())
+    with pytest.raises(ValueError, match="stdlib has no columns, so the text column 'body' does nothing"):
+        load_stream("stdlib", "validation", byte_tokenizer(), "body")
     with pytest.raises(ValueError, match="'train' and 'validation'"):
         load_stream("stdlib", "test", byte_tokenizer())
 

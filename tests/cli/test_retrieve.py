@@ -126,6 +126,7 @@ def test_needles_in_a_text(checkpoint: Path, text_file: Path, tmp_path: Path, mo
         (["--shots", "-1"], "seed and shots from 0, got 10, 10, 0 and -1"),
         (["--seed", "-1"], "seed and shots from 0"),
         (["--within", "x"], "--within is 'x'"),
+        (["--lengths", "400,600", "--within", "100,601"], "--within names 601, but must be at most the longest"),
         (["--data", "stdlib"], "--data does nothing with task passkey: it goes with niah and babilong"),
         (["--task", "niah", "--style", "pass key"], "--style does nothing with task niah"),
         (["--task", "babilong", "--depths", "3"], "--depths does nothing with task babilong"),

@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -666,3 +667,9 @@ def test_short_documents_are_left_out_of_the_evaluation_too(
         for dataset in rows["train_dataset"], rows["eval_dataset"]:
             bytes_seen = {token for row in dataset for token in row["input_ids"].tolist()}
             assert {chr(token - 3) for token in bytes_seen if token > 2} == letters
+
+
+@pytest.mark.parametrize(("data", "column"), [("stdlib", "text"), ("pages.jsonl", "body")])
+def test_the_standard_library_beside_other_data_needs_no_column(data: str, column: str) -> None:
+    settings: Any = SimpleNamespace(text_column="body")
+    assert command._text_column(settings, data) == column
