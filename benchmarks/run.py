@@ -22,7 +22,7 @@ from families import bench_gla, bench_mamba1, bench_rwkv6, peak_of_mamba1, peak_
 from forgetting import bench_window, peak_of_window
 from measure import in_own_process, peak_mib, saved_bytes, take_turns
 from retrieval import bench_retrieval
-from states import bench_states
+from states import bench_states, peak_of_states
 from statex import bench_statex
 from torch import nn
 from trainer_steps import DEMO, LENGTH, WIDE, bench_trainer
@@ -179,6 +179,7 @@ BENCHMARKS = {
 CALLS = {
     "peak_of_pass": peak_of_pass,
     "peak_of_remembrance": peak_of_remembrance,
+    "peak_of_states": peak_of_states,
     "stream_of": stream_of,
     "peak_of_alignment": peak_of_alignment,
     "peak_of_chunks": peak_of_chunks,

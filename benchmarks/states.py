@@ -1,5 +1,6 @@
 """What statistics of states add to an evaluation: processor time, which other work on the machine changes little."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from measure import in_own_process, peak_mib
 from torch import nn
 from trainer_steps import DEMO, WIDE
 
@@ -15,6 +17,8 @@ from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
 from hf_recurrent_lengthgen.evaluation.state_distance import state_drift
 from hf_recurrent_lengthgen.evaluation.state_trajectory import StateObserver, sample_positions
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
+
+STREAMS = (65_536, 1_048_576)
 
 
 def read(model: nn.Module, tokens: np.ndarray, training_length: int, states: bool) -> None:
@@ -59,4 +63,20 @@ def bench_states(rounds: int) -> dict[str, float]:
             f"{name}_pass_with_to_without": statistics.median(states / plain),
             f"{name}_evaluation_with_to_without": statistics.median((evaluation + states - plain) / evaluation),
         }
+    for length in STREAMS:
+        peak = in_own_process("peak_of_states", str(length))
+        result[f"peak_mib_at_{length}"] = peak["peak_mib"]
     return result
+
+
+def peak_of_states(length: str) -> dict[str, float]:
+    """Peak memory of a process that takes the statistics along one stream with the demo's dimensions."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.manual_seed(0)
+    model = StatefulMamba2ForCausalLM(StatefulMamba2Config(**DEMO)).eval()
+    tokens = np.random.default_rng(0).integers(0, 251, (1, int(length) + 1), dtype=np.int32)
+    positions = sample_positions(int(length), 128)
+    observer = StateObserver(model, 1, positions)
+    with observer:
+        stream_nll(model, tokens, stops=positions, observer=observer, progress=False)
+    return {"peak_mib": peak_mib()}
