@@ -21,7 +21,6 @@ from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, 
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.rank_correlation import FEWEST_MODELS, rank_correlation
 from hf_recurrent_lengthgen.evaluation.state_diagnosis import PATCHED_HEADS
-from hf_recurrent_lengthgen.evaluation.state_distance import FEWEST_SEQUENCES
 from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis, head_name
 from hf_recurrent_lengthgen.plotting.diagnosis_page import DIAGNOSIS_FIGURES, diagnosis_page
 
@@ -168,7 +167,7 @@ def drifting_heads(states: StateDiagnosis) -> str:
     """ "3 of 16: layer 1, head 2; ..." with the three that drift most."""
     drifting = states.drifting
     total = len(states.ranking)
-    if states.sequences < FEWEST_SEQUENCES:
+    if not states.names_heads:
         return f"not told from {states.sequences} texts"
     if not drifting:
         return f"none of {total}"

@@ -15,7 +15,6 @@ from hf_recurrent_lengthgen.evaluation.evaluate import estimate
 from hf_recurrent_lengthgen.evaluation.provenance import token_digest, weights_digest
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate
 from hf_recurrent_lengthgen.evaluation.state_distance import (
-    FEWEST_SEQUENCES,
     SMALLEST_DRIFT,
     Drift,
     pooled_std,
@@ -23,6 +22,7 @@ from hf_recurrent_lengthgen.evaluation.state_distance import (
 )
 from hf_recurrent_lengthgen.evaluation.state_patching import Heads, patch_heads
 from hf_recurrent_lengthgen.evaluation.state_results import (
+    FEWEST_SEQUENCES,
     ConvStates,
     Extremes,
     HeadPatching,

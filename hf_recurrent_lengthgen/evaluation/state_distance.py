@@ -40,13 +40,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hf_recurrent_lengthgen.evaluation.state_results import FEWEST_SEQUENCES
 from hf_recurrent_lengthgen.evaluation.state_trajectory import LayerTrajectory, StateTrajectory
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE, t_interval
 
 SMALLEST_DRIFT = 1.0
 """Distance below which nothing is called a drift: that of a head whose state had become a constant, its mean."""
-FEWEST_SEQUENCES = 4
-"""Sequences that are needed to call something a drift."""
 SMALLEST_STD = 1e-5
 """Least standard deviation, relative to the root mean square of a head's elements: about 100 roundings of float32."""
 HALVES = 8

@@ -11,6 +11,8 @@ from hf_recurrent_lengthgen.evaluation.documents import document
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate
 
 Values = tuple[float, ...]
+FEWEST_SEQUENCES = 4
+"""Sequences that are needed to call something a drift."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,11 @@ class StateDiagnosis:
         for name, curve in curves.items():
             if len(curve) != len(positions):
                 raise ValueError(f"{len(positions)} positions have {len(curve)} values of {name}.")
+
+    @property
+    def names_heads(self) -> bool:
+        """Whether there were enough texts to say which heads drift."""
+        return self.sequences >= FEWEST_SEQUENCES
 
     @property
     def ranking(self) -> tuple[tuple[LayerStates, HeadStates], ...]:

@@ -76,6 +76,11 @@ def drift_text(states: StateDiagnosis) -> str:
         return "It has no heads whose states could drift."
     layer, head = ranking[0]
     distance = f"{distance_text(head)} standard deviations"
+    if not states.names_heads:
+        return (
+            f"{states.sequences} texts are too few to say which heads drift: the furthest, {head_name(layer, head)}, "
+            f"is {distance} from the states of training over the last octave of positions."
+        )
     if not drifting:
         return (
             f"None of {_counted(ranking)} drifts: the furthest, {head_name(layer, head)}, is {distance} from the "
@@ -205,7 +210,8 @@ def facts(model: DiagnosedModel) -> list[tuple[str, str]]:
     if (states := model.states) is not None and states.ranking:
         drifting, total = states.drifting, len(states.ranking)
         furthest = f"{len(drifting):,} of {total:,}, {head_name(*states.ranking[0])} the furthest"
-        told.append(("Heads that drift", furthest if drifting else f"none of {total:,}"))
+        none = f"none of {total:,}" if states.names_heads else f"not told from {states.sequences} texts"
+        told.append(("Heads that drift", furthest if drifting else none))
         if states.patching is not None and states.patching.harmful and (group := drifting_group(states)) is not None:
             told.append(("Their part of the harm", harm_share_text(states.patching, group.restored)))
     if (beyond := far_tokens(model.remembrance)) is not None:
@@ -242,6 +248,8 @@ def _reason(states: StateDiagnosis | None, status: str) -> str:
     if states is None or not states.ranking:
         return ""
     drifting, patching, group = states.drifting, states.patching, drifting_group(states)
+    if not states.names_heads:
+        return f"{states.sequences} texts are too few to say which heads drift"
     if not drifting:
         return f"none of its {_counted(states.ranking)} drifts"
     furthest = f", {head_name(*drifting[0])} the furthest" if len(drifting) > 1 else f": {head_name(*drifting[0])}"

@@ -138,6 +138,13 @@ def test_without_harm_nothing_is_attributed() -> None:
     )
 
 
+def test_few_texts_name_no_heads() -> None:
+    few = replace(states({}, harm=1.0), sequences=3)
+    assert reason(diagnosed("base", "b", 1.4, few)) == "3 texts are too few to say which heads drift."
+    assert drift_text(few).startswith("3 texts are too few to say which heads drift: the furthest, ")
+    assert dict(facts(diagnosed("base", "b", 1.4, few)))["Heads that drift"] == "not told from 3 texts"
+
+
 def test_a_wide_interval_is_no_acquittal() -> None:
     found = states({(0, 0): 9.0}, harm=0.5)
     assert found.patching is not None
