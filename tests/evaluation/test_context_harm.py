@@ -8,6 +8,8 @@ import torch
 
 from hf_recurrent_lengthgen.evaluation.context_harm import context_use_bands, last_octave, window_nll
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
+from hf_recurrent_lengthgen.models.forgetting import forgetting
+from tests.models.families import MAMBA2, VOCABULARY, build
 
 NLL = Callable[..., list[float]]
 
@@ -58,6 +60,22 @@ def test_a_model_that_sees_only_its_last_token_has_no_harm(counter_model: Any, r
     full = stream_nll(model, random_tokens, progress=False).nll
     truncated = window_nll(model, random_tokens, 16, progress=False).truncated
     np.testing.assert_allclose(full[:, 16:] - truncated, 0, atol=1e-6)
+
+
+def test_no_harm_where_the_reach_of_all_layers_fits_into_the_kept_context() -> None:
+    """Two layers that each reach 3 taps and 1 token of the window back: 9 tokens, of at least 17 kept."""
+    model = build(MAMBA2).eval()
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, 101))
+    with forgetting(model, window=2):
+        near = (
+            stream_nll(model, tokens, progress=False).nll[:, 32:]
+            - window_nll(model, tokens, 32, progress=False).truncated
+        )
+    far = (
+        stream_nll(model, tokens, progress=False).nll[:, 32:] - window_nll(model, tokens, 32, progress=False).truncated
+    )
+    assert np.abs(near).max() < 1e-5
+    assert np.abs(far).max() > 1e-4
 
 
 def test_harm_of_a_model_that_worsens_with_every_token_is_the_hand_computed_one(counter_model: Any) -> None:
