@@ -10,7 +10,6 @@ from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.constant_prompt import constant_prompt
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import ConstantPrompt, DiagnosedModel, Remembrance
-from hf_recurrent_lengthgen.evaluation.documents import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.effective_remembrance import LENGTHS_OF_TRAINING, effective_remembrance
 from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
 from hf_recurrent_lengthgen.evaluation.misalignment import long_short_misalignment
@@ -83,11 +82,12 @@ def diagnose_model(
     def kept(part: str, kind: type, compute: Callable[[], Any], **settings: Any) -> Any:
         """The result of a part, from the cache or computed."""
         own = {"result": part, **key, **settings}
-        if cache is not None and (text := cache.get(own)):
-            return from_json(text, kind) if kind is not dict else text
-        found = compute()
-        if cache is not None:
-            cache.put(own, to_json(found) if kind is not dict else found)
+        if cache is None:
+            return compute()
+        plain = kind is dict
+        if (found := cache.get(own) if plain else cache.get_document(own, kind)) is None:
+            found = compute()
+            (cache.put if plain else cache.put_document)(own, found)
         return found
 
     def mean_misalignment() -> dict[str, float | None]:
