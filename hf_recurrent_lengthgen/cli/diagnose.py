@@ -126,7 +126,7 @@ def misalignment_and_loss(models: Sequence[DiagnosedModel]) -> RankCorrelation |
 
 
 def late_loss(model: DiagnosedModel) -> float:
-    """Mean loss over the positions of the harm summary, from the fine curve."""
+    """Mean loss over the positions of the harm summary, from the bins inside them."""
     curve, (start, stop) = model.evaluation.position_wise.coarse, model.evaluation.harm.last_range
     bins = [
         (b - a, mean)

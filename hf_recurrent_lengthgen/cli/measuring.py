@@ -150,9 +150,9 @@ def announce(subject: Subject, inputs: Inputs, what: str) -> None:
 
 def told_of_cache(cache: ResultCache | None) -> str:
     """What was not computed again, for people."""
-    return (
-        f"\n{cache.found} results were there already, in {cache.folder}" if cache is not None and cache.found else ""
-    )
+    if cache is None or not cache.found:
+        return ""
+    return f"\nResults that were kept before, in {cache.folder}: {cache.found}"
 
 
 def _memory(reader: Reader) -> str:

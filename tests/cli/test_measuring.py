@@ -1,6 +1,7 @@
 """Any causal language model through one command; results that are kept; roles."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,9 +134,9 @@ def test_what_was_measured_is_not_measured_again(
         raise AssertionError
 
     monkeypatch.setattr("hf_recurrent_lengthgen.evaluation.evaluate.stream_nll", never)
-    assert "results were there already" not in capsys.readouterr().out
+    assert "were kept before" not in capsys.readouterr().out
     assert evaluate(checkpoint, "--roles", "base") == 0
-    assert "1 results were there already, in " in capsys.readouterr().out
+    assert re.search(r"Results that were kept before, in .*: 1\n", capsys.readouterr().out)
     again = found(tmp_path).models[0]
     assert again.role == "base"
     assert again.evaluation == first
