@@ -219,7 +219,7 @@ def pooled_levels(atoms: np.ndarray, masses: np.ndarray, edges: np.ndarray | Non
 
 @functools.cache
 def _edges() -> np.ndarray:
-    """0 to 1 with LEVELS pieces: geometric at the ends, from 1/1024 to 1/16, and even between them."""
+    """0 to 1 with LEVELS pieces: geometric at the ends, from 1/1024 to 1/12, and even between them."""
     tail = np.geomspace(1 / 1024, 1 / 12, LEVELS // 4)
     return np.concatenate(
         [[0.0], tail, np.linspace(tail[-1], 1 - tail[-1], LEVELS // 2 + 1)[1:-1], 1 - tail[::-1], [1.0]]
