@@ -1,0 +1,173 @@
+"""What a checkpoint folder tells of itself beside its config: where it comes from, what was checked."""
+
+import hashlib
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from hf_recurrent_lengthgen.evaluation.documents import document
+from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
+
+LINEAGE_FILE, VERIFICATION_FILE = "lineage.json", "verification.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The checkpoint that a lineage begins with.
+
+    Args:
+        name: Its name on the Hub (owner/name), or that of a folder or file, without the path to it.
+        on_hub: Whether `name` is a name on the Hub.
+        revision: Commit on the Hub, 40 hex digits; None if unknown.
+        format: Whose layout it has: "mamba-ssm", "transformers", "fla", "rwkv", "rwkv-hf", "lengthgen" (ours).
+        license: As its own card says; None if it says nothing.
+        files: SHA-256 of its weight files by name.
+    """
+
+    name: str
+    on_hub: bool
+    revision: str | None
+    format: str
+    license: str | None
+    files: dict[str, str]
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """One training of a checkpoint: what with, how much.
+
+    Args:
+        method: "state_passing", "none" (plain training), ...
+        data: Description for people.
+        steps: Optimizer steps.
+        tokens: Predicted tokens of all steps together.
+        seconds: Wall-clock time of training on the hardware at hand, the last run's if it was resumed.
+        loss: Mean training loss over the run, in nats per token, as Trainer reports it.
+        hardware: "2 x NVIDIA H100", "CPU (2 threads)", ...
+        settings: The settings of the run by name, as text.
+    """
+
+    method: str
+    data: str
+    steps: int
+    tokens: int
+    seconds: float
+    loss: float
+    hardware: str
+    settings: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing done to a checkpoint; `training` for trainings only.
+
+    Args:
+        kind: What was done.
+        description: In words: "state_passing, 100 steps".
+        command: Shell command that did it; "" from Python.
+        versions: Of Python and packages.
+        training: The run, for trainings.
+    """
+
+    kind: Literal["convert", "train", "expand", "forget"]
+    description: str
+    command: str
+    versions: dict[str, str]
+    training: TrainingRun | None = None
+
+
+@document("lineage")
+@dataclass(frozen=True)
+class Lineage:
+    """Where the weights of a checkpoint come from; `source` is None for random initial weights."""
+
+    source: Source | None = None
+    steps: tuple[Step, ...] = ()
+
+    def then(self, step: Step) -> "Lineage":
+        """The lineage of what the step makes of this checkpoint."""
+        return replace(self, steps=(*self.steps, step))
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison of a verification.
+
+    Args:
+        what: "logits", "final state", "logits in pieces", ...
+        against: The reference: "mamba_ssm 2.3.2 MambaLMHeadModel", "this package, weights of the source", ...
+        tokens: Number of tokens that were read.
+        difference: Largest absolute difference.
+        tolerance: What is allowed.
+    """
+
+    what: str
+    against: str
+    tokens: int
+    difference: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        return self.difference <= self.tolerance
+
+
+@document("verification")
+@dataclass(frozen=True)
+class Verification:
+    """What was checked of a checkpoint, and of which files: SHA-256 by name of weights, config and code."""
+
+    files: dict[str, str]
+    checks: tuple[Check, ...]
+    versions: dict[str, str]
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.checks) and all(check.passed for check in self.checks)
+
+
+def read_lineage(folder: str | os.PathLike[str]) -> Lineage | None:
+    """The lineage of a checkpoint folder; None if it has none.
+
+    Raises:
+        ValueError: for a damaged file.
+    """
+    path = Path(folder) / LINEAGE_FILE
+    return read_result(path, Lineage) if path.is_file() else None
+
+
+def write_lineage(folder: str | os.PathLike[str], lineage: Lineage) -> None:
+    """Write the lineage into a checkpoint folder."""
+    write_result(Path(folder) / LINEAGE_FILE, lineage)
+
+
+def read_verification(folder: str | os.PathLike[str]) -> Verification | None:
+    """The verification of a checkpoint folder; None if it has none.
+
+    Raises:
+        ValueError: for a damaged file.
+    """
+    path = Path(folder) / VERIFICATION_FILE
+    return read_result(path, Verification) if path.is_file() else None
+
+
+def write_verification(folder: str | os.PathLike[str], verification: Verification) -> None:
+    """Write the verification into a checkpoint folder."""
+    write_result(Path(folder) / VERIFICATION_FILE, verification)
+
+
+def file_digest(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of a file, read in pieces."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verified_files(folder: str | os.PathLike[str]) -> dict[str, str]:
+    """SHA-256 by name of the files of a checkpoint folder that its predictions depend on."""
+    suffixes = (".safetensors", ".safetensors.index.json", ".py")
+    return {
+        path.name: file_digest(path)
+        for path in sorted(Path(folder).iterdir())
+        if path.is_file() and (path.name.endswith(suffixes) or path.name == "config.json")
+    }
