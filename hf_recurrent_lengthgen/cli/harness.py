@@ -49,7 +49,10 @@ def run(arguments: Sequence[str]) -> int:
     finally:
         sys.argv = own
     config = getattr(options, "config", None)
-    settings = EvaluatorConfig.load_yaml_config(config) if config else {}
+    try:
+        settings = EvaluatorConfig.load_yaml_config(config) if config else {}
+    except TypeError as error:  # a file that holds no settings by name
+        raise ValueError(str(error)) from error
     if arguments[0] == "run" and options.model is None:
         options.model = settings.get("model", "lengthgen")
     if arguments[0] == "run" and options.device is None:  # lm_eval would take a GPU that may not be there

@@ -66,6 +66,15 @@ def test_a_wrong_file_ends_the_command(
     assert "Config file not found" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["- piqa\n", "piqa\n", ""])
+def test_a_file_without_settings_ends_the_command(
+    run: list[EvaluatorConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    assert main(["harness", "--config", str(tmp_path / "run.yaml")]) == 1
+    assert "run.yaml" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
 def test_help_names_every_group(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["harness", *arguments]) == 0
