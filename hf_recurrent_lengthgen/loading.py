@@ -1,18 +1,24 @@
 """One function for the checkpoints of all families."""
 
+import inspect
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
-from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
+from hf_recurrent_lengthgen.models import CAUSAL_LM_CLASSES, STATEFUL_CLASSES
+from hf_recurrent_lengthgen.models.configuration_stateful import CODE_FORMAT_VERSION
+
+logger = logging.get_logger(__name__)
 
 
 @contextmanager
@@ -36,6 +42,36 @@ def check_name(name: str) -> None:
     here = path.exists() or (path.parent != Path() and path.parent.is_dir()) or len(path.parts) > 2
     if here and not path.is_dir():
         raise ValueError(f"{name} is no folder here: give a checkpoint's folder, or a name on the Hub (owner/name).")
+
+
+def differing_code(folder: str | os.PathLike[str]) -> list[str]:
+    """Names of the Python files in a checkpoint folder that the installed package does not have the same, sorted."""
+    installed = Path(inspect.getfile(CAUSAL_LM_CLASSES[0])).parent
+    return sorted(
+        path.name
+        for path in Path(folder).glob("*.py")
+        if not (installed / path.name).is_file() or (installed / path.name).read_bytes() != path.read_bytes()
+    )
+
+
+def _tell_of_differing_code(name: str, settings: dict[str, Any]) -> None:
+    """Log the code that a checkpoint of ours brings and that is not run, because the installed one differs."""
+    own_types = {cls.config_class.model_type for cls in CAUSAL_LM_CLASSES}
+    if settings.get("model_type") not in own_types or not settings.get("auto_map"):
+        return
+    try:
+        folder = name if Path(name).is_dir() else snapshot_download(name, allow_patterns="*.py")
+        names = differing_code(folder)
+    except (OSError, ValueError) as error:
+        logger.info(f"The code in {name} could not be compared with the installed one: {error}")
+        return
+    if names:
+        brought = settings.get("code_format_version", CODE_FORMAT_VERSION)
+        logger.warning(
+            f"{name} brings code that differs from the installed hf_recurrent_lengthgen: {', '.join(names)} (code "
+            f"format version {brought}, installed {CODE_FORMAT_VERSION}). The installed code is used; lengthgen "
+            "verify says whether both give the same results."
+        )
 
 
 def load_model(name: str, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> Any:
@@ -85,6 +121,7 @@ def _load(name: str, trust_remote_code: bool, dtype: torch.dtype, stateless: boo
         raise ValueError(f"{name} is no checkpoint folder here, and no model on the Hub: {error}") from error
     if str(model_type).startswith("stateful_"):
         loading["trust_remote_code"] = trust_remote_code
+        _tell_of_differing_code(name, settings)
     elif model_type not in STATEFUL_CLASSES:
         wrap = model_type in SUPPORTED
         if not wrap and stateless:
