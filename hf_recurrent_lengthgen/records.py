@@ -2,6 +2,9 @@
 
 import hashlib
 import os
+import re
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -41,9 +44,10 @@ class TrainingRun:
         method: "state_passing", "none" (plain training), ...
         data: Description for people.
         steps: Optimizer steps.
-        tokens: Predicted tokens of all steps together.
+        tokens: Tokens of all steps together: rows times training length; where a task scores its answers only, fewer
+            are predicted.
         seconds: Wall-clock time of training on the hardware at hand, the last run's if it was resumed.
-        loss: Mean training loss over the run, in nats per token, as Trainer reports it.
+        loss: Mean of the training losses that Trainer logged, in nats per token.
         hardware: "2 x NVIDIA H100", "CPU (2 threads)", ...
         settings: The settings of the run by name, as text.
     """
@@ -98,7 +102,7 @@ class Check:
         what: "logits", "final state", "logits in pieces", ...
         against: The reference: "mamba_ssm 2.3.2 MambaLMHeadModel", "this package, weights of the source", ...
         tokens: Number of tokens that were read.
-        difference: Largest absolute difference.
+        difference: Largest absolute difference, divided by the largest value if that is above 1; or what was counted.
         tolerance: What is allowed.
     """
 
@@ -171,3 +175,28 @@ def verified_files(folder: str | os.PathLike[str]) -> dict[str, str]:
         for path in sorted(Path(folder).iterdir())
         if path.is_file() and (path.name.endswith(suffixes) or path.name == "config.json")
     }
+
+
+def portable(argument: str) -> str:
+    """An argument of a command without the folders of a machine: the last part of an absolute path, also after "="."""
+    option, equals, value = argument.rpartition("=")
+    absolute = value.startswith(("/", "~"))
+    return f"{option}{equals}{Path(value).name or value}" if absolute else argument
+
+
+def portable_command(command: str | Sequence[str]) -> str:
+    """A shell command, given as text or in parts, with `portable` arguments and the program's name only."""
+    program, *arguments = _words(command) if isinstance(command, str) else command or [""]
+    return shlex.join([Path(program).name, *map(portable, arguments)]) if program else ""
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command) or [""]
+    except ValueError:  # of sys.argv, joined without quotes
+        return command.split()
+
+
+def portable_text(text: str) -> str:
+    """A description with the last part of each absolute path."""
+    return re.sub(r"(?<![\w:/.~-])~?/(?:[^/\s,;]+/)*(?=[^/\s,;])", "", text)

@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
+from hf_recurrent_lengthgen.cli.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
@@ -36,8 +37,10 @@ from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison,
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.records import Lineage, read_lineage
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
+from hf_recurrent_lengthgen.trainers.training_runs import training_run
 
 
 @dataclass(frozen=True)
@@ -92,10 +95,14 @@ def run(arguments: Sequence[str]) -> int:
     try:
         run_demo(Path(options.output), options.seed, options.resume)
     except KeyboardInterrupt:
-        again = ["lengthgen", "demo", "--output", options.output, "--seed", str(options.seed), "--resume"]
-        print(f"\nTo continue, keeping the models that are finished: {shlex.join(again)}")
+        again = shlex.join([*_command(options.output, options.seed), "--resume"])
+        print(f"\nTo continue, keeping the models that are finished: {again}")
         raise
     return 0
+
+
+def _command(output: str | Path, seed: int) -> list[str]:
+    return ["lengthgen", "demo", "--output", str(output), "--seed", str(seed)]
 
 
 def run_demo(output: Path, seed: int = 0, resume: bool = False, settings: DemoSettings = DEFAULTS) -> Comparison:
@@ -112,7 +119,8 @@ def run_demo(output: Path, seed: int = 0, resume: bool = False, settings: DemoSe
         if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).is_file():
             raise ValueError(f"{folder} holds files that are not of a demo: give another --output.")
     tokenizer = byte_tokenizer()
-    blocks = PackedBlocks(load_stream("stdlib", "train", tokenizer).tokens, settings.training_length)
+    train_tokens, train_data = load_stream("stdlib", "train", tokenizer)
+    blocks = PackedBlocks(train_tokens, settings.training_length)
     held_out = load_stream("stdlib", "validation", tokenizer)
     length = settings.evaluation_multiple * settings.training_length
     tokens = evaluation_sequences(held_out.tokens, settings.sequences, length + 1)
@@ -126,8 +134,11 @@ def run_demo(output: Path, seed: int = 0, resume: bool = False, settings: DemoSe
                 print(f"  kept {output / role}, which is finished")
             else:
                 resume = resume and role != "base"  # the others start from the base
-                kept = _train(role, output, seed, settings, blocks, tokenizer, run_key)
-                print(f"  done: {kept.steps} steps in {kept.seconds:.0f} s, loss {kept.loss:.3f}, in {output / role}")
+                kept = _train(role, output, seed, settings, blocks, tokenizer, train_data, run_key)
+                print(
+                    f"  done: {kept.steps} steps in {kept.seconds:.0f} s, mean loss {kept.loss:.3f}, "
+                    f"in {output / role}"
+                )
             records[role] = kept
         print(f"\n[4/4] Evaluating all three on {settings.sequences} held-out texts of {length:,} bytes", flush=True)
         compared = []
@@ -140,6 +151,7 @@ def run_demo(output: Path, seed: int = 0, resume: bool = False, settings: DemoSe
                 data_description=held_out.description,
                 token_unit="byte",
                 seed=seed,
+                command=shlex.join(_command(output, seed)),
                 progress=sys.stderr.isatty(),
             )
             print(f"  {role}: done in {result.wall_seconds:.0f} s", flush=True)
@@ -182,13 +194,24 @@ def _finished(folder: Path, run_key: str) -> TrainingRecord | None:
     """The record of a stage that an earlier run with the same settings finished."""
     if not (folder / RECORD).is_file():
         return None
-    record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    return TrainingRecord(**record) if record.pop("run") == run_key else None
+    if json.loads((folder / RECORD).read_text(encoding="utf-8")) != {"run": run_key}:
+        return None
+    lineage = read_lineage(folder)
+    return None if lineage is None else _record(lineage)
 
 
-def _write_record(folder: Path, **record: Any) -> None:
+def _record(lineage: Lineage) -> TrainingRecord:
+    """The last training, in words for the page."""
+    run = lineage.steps[-1].training
+    assert run is not None
+    drop = run.settings.get("state drop probability")
+    method = "plain training" if drop is None else f"state passing, zero state with probability {drop}"
+    return TrainingRecord(f"{method}, learning rate {run.settings['learning rate']}", run.steps, run.seconds, run.loss)
+
+
+def _write_run(folder: Path, run: str) -> None:
     with replacing(folder / RECORD) as temporary:
-        temporary.write_text(json.dumps(record), encoding="utf-8")
+        temporary.write_text(json.dumps({"run": run}), encoding="utf-8")
 
 
 class _Progress(TrainerCallback):
@@ -217,11 +240,18 @@ class _Progress(TrainerCallback):
 
 
 def _train(
-    role: Role, output: Path, seed: int, settings: DemoSettings, blocks: PackedBlocks, tokenizer: Any, run_key: str
+    role: Role,
+    output: Path,
+    seed: int,
+    settings: DemoSettings,
+    blocks: PackedBlocks,
+    tokenizer: Any,
+    data: str,
+    run_key: str,
 ) -> TrainingRecord:
-    """Train one of the three models into `output/role`; its record says that it is finished."""
+    """Train one of the three models into `output/role`; the file RECORD says that it is finished."""
     folder = output / role
-    _write_record(folder, run="not finished")
+    _write_run(folder, "not finished")
     for old in folder.iterdir():
         if old.is_dir():
             shutil.rmtree(old)
@@ -253,18 +283,20 @@ def _train(
     if role == "cured":
         arguments = StatePassingConfig(**common, state_drop_probability=settings.state_drop_probability)
         trainer: Trainer = StatePassingTrainer(model, arguments, train_dataset=blocks, processing_class=tokenizer)
-        method = f"state passing, zero state with probability {settings.state_drop_probability}"
+        method = "state_passing"
         model.config.interventions = [f"state_passing, {steps} steps"]
     else:
         trainer = Trainer(model, TrainingArguments(**common), train_dataset=blocks, processing_class=tokenizer)
-        method = "plain training"
+        method = "none"
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(_Progress)
-    began = time.perf_counter()
-    trainer.train()
-    seconds = time.perf_counter() - began
+    done = trainer.train()
     trainer.save_model()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    record = TrainingRecord(f"{method}, learning rate {learning_rate:g}", steps, seconds, losses[-1])
-    _write_record(folder, **asdict(record), run=run_key)
-    return record
+    weights = f"mimetic initialization, c {settings.mimetic_c:g}, offset {settings.mimetic_offset}"
+    further = {"initial weights": weights} if role == "base" else None
+    training = training_run(trainer, done, method, data, settings.training_length, further)
+    start = Lineage() if role == "base" else lineage_of(str(output / "base"))
+    what = "plain training" if method == "none" else method
+    lineage = record_step(folder, start, "train", f"{what}, {steps:,} steps", _command(output, seed), training)
+    _write_run(folder, run_key)
+    return _record(lineage)

@@ -1,6 +1,7 @@
 """`lengthgen diagnose`: how checkpoints generalize in length, and why."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,6 +94,7 @@ def run(arguments: Sequence[str]) -> int:
                     patched_heads=options.patched_heads,
                     seed=options.seed,
                     cache=inputs.cache,
+                    command=shlex.join(["lengthgen", "diagnose", *arguments]),
                     progress=sys.stderr.isatty(),
                 )
             )

@@ -1,6 +1,7 @@
 """`lengthgen evaluate`: position-wise loss, context harm and the length verdict of one or more checkpoints."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,6 +67,7 @@ def run(arguments: Sequence[str]) -> int:
                 batch_size=options.batch_size,
                 chunk_length=options.chunk_length,
                 cache=inputs.cache,
+                command=shlex.join(["lengthgen", "evaluate", *arguments]),
                 progress=sys.stderr.isatty(),
             )
             compared.append(ComparedModel(subject.role, result, None))

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from hf_recurrent_lengthgen.cli.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
 from hf_recurrent_lengthgen.loading import load_model
@@ -108,7 +109,13 @@ def run(arguments: Sequence[str]) -> int:
         model, **expansion, initialization=options.initialization or "reinit", seed=options.seed or 0
     )
     del model
-    save_checkpoint(expanded, tokenizer_to_copy(options.model, options.trust_remote_code), output)
+    start, command = lineage_of(options.model), ["lengthgen", "expand", *arguments]
+    save_checkpoint(
+        expanded,
+        tokenizer_to_copy(options.model, options.trust_remote_code),
+        output,
+        lambda folder: record_step(folder, start, "expand", expanded.config.interventions[-1], command),
+    )
     print(report)
     train = shlex.join(["lengthgen", "train", "--model", str(output), "--output_dir", "FOLDER", "--intervention"])
     print(f"\nSaved to {output}. Next: {train} none (or state_passing, ...)")

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, STANDARD_LIBRARY, load_stream, load_tokenizer, token_unit
+from hf_recurrent_lengthgen.cli.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.cli.measuring import on_device, positive
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.data import evaluation_sequences
@@ -28,6 +29,7 @@ from hf_recurrent_lengthgen.evaluation.forgetting_search import (
 from hf_recurrent_lengthgen.evaluation.results import ForgettingSearch
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
+from hf_recurrent_lengthgen.records import portable
 
 DESCRIPTION = """\
 Make a copy of a checkpoint that forgets at inference, without training (arXiv:2410.07145): its states hold the last
@@ -122,7 +124,7 @@ def run(arguments: Sequence[str]) -> int:
             return 0
     if output is not None:
         assert rule is not None
-        _save(options, rule, output, found)
+        _save(options, rule, output, found, ["lengthgen", "forget", *arguments])
     return 0
 
 
@@ -156,7 +158,7 @@ def _search(options: argparse.Namespace, given: dict[str, list[Any]]) -> Forgett
         on_device(model, options.device),
         tokens,
         settings,
-        label=options.model,
+        label=portable(options.model),
         data_description=stream.description,
         token_unit=unit,
         file=options.results,
@@ -195,7 +197,9 @@ def _loaded(options: argparse.Namespace, dtype: torch.dtype) -> Any:
     return model
 
 
-def _save(options: argparse.Namespace, rule: Forgetting, output: Path, found: ForgettingSearch | None) -> None:
+def _save(
+    options: argparse.Namespace, rule: Forgetting, output: Path, found: ForgettingSearch | None, command: list[str]
+) -> None:
     """Write the copy; its weights have the dtype of the checkpoint."""
     values, _ = PreTrainedConfig.get_config_dict(options.model)
     dtype = getattr(torch, str(values.get("dtype") or values.get("torch_dtype") or "float32"), torch.float32)
@@ -205,7 +209,13 @@ def _save(options: argparse.Namespace, rule: Forgetting, output: Path, found: Fo
     with forgetting(model, **changed):
         done = [*(getattr(model.config, "interventions", None) or ()), f"forgetting at inference: {in_words(rule)}"]
         model.config.interventions = done
-        write = None if found is None else lambda folder: write_result(folder / SEARCH_FILE, found)
+        start = lineage_of(options.model)
+
+        def write(folder: Path) -> None:
+            record_step(folder, start, "forget", done[-1], command)
+            if found is not None:
+                write_result(folder / SEARCH_FILE, found)
+
         save_checkpoint(model, tokenizer_to_copy(options.model, options.trust_remote_code), output, write)
         if rule.window is not None:
             print(f"State of a sequence: {plain:,} -> {_state_elements(model):,} numbers.")

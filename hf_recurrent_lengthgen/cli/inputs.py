@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from hf_recurrent_lengthgen.data import byte_tokenizer, load_texts, standard_library_corpus, token_stream
 from hf_recurrent_lengthgen.loading import check_name, quiet_transformers
+from hf_recurrent_lengthgen.records import portable
 
 STANDARD_LIBRARY = "stdlib"
 DATA_HELP = (
@@ -97,7 +98,7 @@ def load_stream(data: str, split: str, tokenizer: PreTrainedTokenizerBase, text_
 
 
 def describe_data(data: str, split: str) -> str:
-    """What a split of a data set is, in words."""
+    """What a split of a data set is, in words: of an absolute path the last part."""
     if data == STANDARD_LIBRARY:
         return f"{standard_library_corpus().description}, {split} files"
-    return f"{data}, split {split}"
+    return f"{portable(data)}, split {split}"

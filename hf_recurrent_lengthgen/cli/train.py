@@ -11,11 +11,19 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, load_documents, load_stream, load_tokenizer
+from hf_recurrent_lengthgen.cli.inputs import (
+    STANDARD_LIBRARY,
+    describe_data,
+    load_documents,
+    load_stream,
+    load_tokenizer,
+)
+from hf_recurrent_lengthgen.cli.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.cli.options import RunArguments, RunParser, continues, evaluates
 from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks, keep_long_documents
 from hf_recurrent_lengthgen.data.tasks import (
     EVALUATION_SEED,
+    PASSKEY_STYLES,
     BabilongPrompts,
     PasskeyPrompts,
     StringCollator,
@@ -26,11 +34,13 @@ from hf_recurrent_lengthgen.data.tasks import (
 )
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models import CAUSAL_LM_CLASSES, STATEFUL_CLASSES
+from hf_recurrent_lengthgen.records import Lineage
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, LearnedStateConfig
 from hf_recurrent_lengthgen.trainers.alignment_loss import largest_extra
 from hf_recurrent_lengthgen.trainers.checkpoints import newest_complete_checkpoint
 from hf_recurrent_lengthgen.trainers.learned_state_trainer import LEARNED_STATE_FILE
+from hf_recurrent_lengthgen.trainers.training_runs import training_run
 
 TASK_SAMPLES, TASK_EVALUATION_SAMPLES = 100_000, 256
 """Samples that are made for an epoch where max_steps does not say how many there are, and for an evaluation."""
@@ -39,10 +49,11 @@ TASK_SAMPLES, TASK_EVALUATION_SAMPLES = 100_000, 256
 def run(arguments: Sequence[str]) -> int:
     """Run the command with its arguments."""
     arguments = list(arguments)
+    command = ["lengthgen", "train", *arguments]
     config_file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     settings, training, trainer_class = RunParser(everything="--help-all" in arguments).read(arguments, config_file)
     try:
-        train(settings, training, trainer_class)
+        train(settings, training, trainer_class, command)
     except KeyboardInterrupt:
         if training.process_index == 0 and newest_complete_checkpoint(str(training.output_dir)) is not None:
             print("On the command line, continue with --resume, beside the same options.", flush=True)
@@ -50,8 +61,19 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def train(settings: RunArguments, training: InitialStateConfig, trainer_class: type[InitialStateTrainer]) -> Trainer:
-    """Train as the settings say, and save model and tokenizer to `training.output_dir`.
+def train(
+    settings: RunArguments,
+    training: InitialStateConfig,
+    trainer_class: type[InitialStateTrainer],
+    command: Sequence[str] = (),
+) -> Trainer:
+    """Train as the settings say, and save model, tokenizer and lineage to `training.output_dir`.
+
+    Args:
+        settings: What to train, on what.
+        training: Arguments of the trainer.
+        trainer_class: Of the intervention.
+        command: The command that does it, for the lineage; empty from Python.
 
     Raises:
         ValueError: for settings that contradict each other, and as the data, model and trainer raise.
@@ -97,26 +119,62 @@ def train(settings: RunArguments, training: InitialStateConfig, trainer_class: t
         eval_dataset=eval_rows,
         processing_class=tokenizer,
     )
-    _record_methods(trainer, settings, training)
-    trainer.train(resume_from_checkpoint=settings.resume or None)
+    method = _method(settings, training)
+    _record_method(trainer, method, training)
+    start = lineage_of(settings.model) if trainer.is_world_process_zero() else Lineage()
+    done = trainer.train(resume_from_checkpoint=settings.resume or None)
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
+        if not _state_alone(training):
+            length = rows.row_length if isinstance(rows, TaskStrings) else settings.block_length
+            weights = {"initial weights": _initial_weights(settings)} if settings.from_scratch else {}
+            record = training_run(trainer, done, method or "none", _data(settings), length, weights)
+            description = f"{method or 'plain training'}, {record.steps:,} steps"
+            record_step(Path(output), start, "train", description, command, record)
         print(_next_step(settings, training))
     return trainer
 
 
-def _record_methods(trainer: Trainer, settings: RunArguments, training: InitialStateConfig) -> None:
-    """Say in the config of what is trained, which may not be the model given, how it is trained."""
+def _method(settings: RunArguments, training: InitialStateConfig) -> str:
+    """The intervention and the loss in words; "" for plain training."""
     methods: list[str] = [settings.intervention] if settings.intervention != "none" else []
     if training.alignment_alpha:
         methods.append(f"output alignment {training.alignment_alpha:g}")
-    if methods:
+    return " with ".join(methods)
+
+
+def _record_method(trainer: Trainer, method: str, training: InitialStateConfig) -> None:
+    """Say in the config of what is trained, which may not be the model given, how it is trained."""
+    if method:
         steps = training.max_steps
         budget = f"{steps} steps" if steps > 0 else f"{training.num_train_epochs:g} epochs"
-        done = f"{' with '.join(methods)}, {budget}"
         config: Any = trainer.model.config  # type: ignore[union-attr]
-        config.interventions = [*(getattr(config, "interventions", None) or ()), done]
+        config.interventions = [*(getattr(config, "interventions", None) or ()), f"{method}, {budget}"]
+
+
+def _data(settings: RunArguments) -> str:
+    """What was trained on, in words."""
+    if settings.of_symbols:
+        return f"{settings.task} of {settings.task_length} random symbols"
+    if settings.task == "passkey":
+        return f"passkey prompts, style {settings.task_style or next(iter(PASSKEY_STYLES))}"
+    told = describe_data(settings.data, settings.data_split)
+    if settings.task == "babilong":
+        return f"questions of bAbI in {told}"
+    least = settings.minimum_document_tokens
+    return f"{told}, documents of at least {least:,} tokens" if least else told
+
+
+def _initial_weights(settings: RunArguments) -> str:
+    if not settings.mimetic:
+        return "random"
+    return f"mimetic initialization, c {settings.mimetic_c:g}, offset {settings.mimetic_offset}"
+
+
+def _state_alone(training: InitialStateConfig) -> bool:
+    """Whether a learned state is saved, and no model."""
+    return isinstance(training, LearnedStateConfig) and not training.train_model
 
 
 def _new_model(file: str, trust_remote_code: bool) -> Any:
@@ -163,7 +221,7 @@ def _record_task(config: Any, rows: TaskStrings) -> None:
 def _next_step(settings: RunArguments, training: InitialStateConfig) -> str:
     """What was saved, and how to use or measure it."""
     output = str(training.output_dir)
-    if isinstance(training, LearnedStateConfig) and not training.train_model:
+    if _state_alone(training):
         return _use_of_state(os.path.join(output, LEARNED_STATE_FILE), settings.model)
     evaluate = shlex.join(["lengthgen", "accuracy" if settings.of_symbols else "evaluate", output])
     if settings.task != "passkey":

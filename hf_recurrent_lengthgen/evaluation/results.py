@@ -138,7 +138,7 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """How a model came about: method and settings in words, steps, wall-clock seconds, last training loss."""
+    """How a model came about: method and settings in words, steps, wall-clock seconds, mean training loss."""
 
     method: str
     steps: int

@@ -51,7 +51,7 @@ def comparison_page(comparison: Comparison, loading: str | None = None) -> str:
         card(finding, color, f"<p>{escape(finding.detail)}</p>")
         for finding, color in zip(findings(comparison), colors, strict=True)
     )
-    rows = [Row("Training", "method, steps, time, last loss", _training), *evaluation_rows(models)]
+    rows = [Row("Training", "method, steps, time, mean loss", _training), *evaluation_rows(models)]
     sections = [
         f"<h1>{escape(comparison.title)}</h1>",
         f'<p class="lead">{escape(found)}</p>',

@@ -1,6 +1,7 @@
 """The demo from end to end, in miniature."""
 
 import html
+import json
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import standard_library_corpus
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import Comparison
+from hf_recurrent_lengthgen.records import read_lineage
 
 TINY = DemoSettings(
     hidden_size=16,
@@ -111,12 +113,42 @@ def test_the_numbers_say_what_was_done(finished: Finished) -> None:
     assert len(set(losses)) == 3
 
 
+def test_the_checkpoints_say_where_they_come_from(finished: Finished) -> None:
+    lineages = {role: read_lineage(finished.output / role) for role in ROLES}
+    told: dict[str, list[Any]] = {role: [] for role in ROLES}
+    for role, lineage in lineages.items():
+        assert lineage is not None
+        assert lineage.source is None
+        for step in lineage.steps:
+            assert step.training is not None
+            told[role].append((step.description, step.training.method, step.training.tokens))
+    base = ("plain training, 4 steps", "none", 4 * 2 * 16)
+    assert told == {
+        "base": [base],
+        "cured": [base, ("state_passing, 3 steps", "state_passing", 3 * 2 * 16)],
+        "control": [base, ("plain training, 3 steps", "none", 3 * 2 * 16)],
+    }
+    for model in finished.comparison.models:
+        lineage = lineages[model.role]
+        assert lineage is not None
+        assert model.training is not None
+        last = lineage.steps[-1].training
+        assert last is not None
+        assert (last.steps, last.seconds, last.loss) == (
+            model.training.steps,
+            model.training.seconds,
+            model.training.loss,
+        )
+        assert lineage.steps[-1].command == "lengthgen demo --output output --seed 3"
+        assert json.loads((finished.output / model.role / demo.RECORD).read_text()).keys() == {"run"}
+
+
 def test_what_is_printed_is_short_and_useful(finished: Finished) -> None:
     assert finished.errors == ""  # no bars, no reports, no warnings
     stages = re.findall(r"^\[(\d)/4\] .*\n((?:  .*\n)+)", finished.printed, flags=re.MULTILINE)
     assert [number for number, _ in stages] == ["1", "2", "3", "4"]
     for _, lines in stages[:3]:
-        assert re.search(r"  done: \d steps in \d+ s, loss \d\.\d{3}, in ", lines)
+        assert re.search(r"  done: \d steps in \d+ s, mean loss \d\.\d{3}, in ", lines)
         assert re.search(r"  step    3 of \d: loss \d\.\d{3}\n", lines)
     assert re.search(r"^Total: \d+ s\. Page with figures: .*index.html$", finished.printed, flags=re.MULTILINE)
     assert "{'loss'" not in finished.printed

@@ -254,7 +254,7 @@ def test_the_commands_of_the_recipes_are_accepted(monkeypatch: pytest.MonkeyPatc
         raise ValueError("enough")
 
     monkeypatch.setattr(forget_module, "_search", searched)
-    monkeypatch.setattr(forget_module, "_save", lambda options, rule, output, found: done.append(rule))
+    monkeypatch.setattr(forget_module, "_save", lambda options, rule, output, found, line: done.append(rule))
     for command in re.findall(r"`lengthgen (forget .*)`", (RECIPES / "README.md").read_text()):
         main(shlex.split(command))
     assert done == [

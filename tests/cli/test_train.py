@@ -147,7 +147,7 @@ def test_the_intervention_decides_the_trainer(
     intervention: str, passes: bool, train: Train, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = []
-    monkeypatch.setattr(command, "train", lambda settings, training, trainer: used.append((trainer, training)))
+    monkeypatch.setattr(command, "train", lambda settings, training, trainer, line: used.append((trainer, training)))
     assert train(model=checkpoint, intervention=intervention) == 0
     [(trainer, training)] = used
     assert issubclass(trainer, StatePassingTrainer) == isinstance(training, StatePassingConfig) == passes

@@ -1,0 +1,113 @@
+"""Where checkpoints come from: what the commands that make one checkpoint of another write of it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from huggingface_hub import hf_hub_download, metadata_load
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from transformers import PreTrainedConfig
+
+from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
+from hf_recurrent_lengthgen.records import (
+    LINEAGE_FILE,
+    Lineage,
+    Source,
+    Step,
+    TrainingRun,
+    file_digest,
+    portable_command,
+    read_lineage,
+    write_lineage,
+)
+
+_OTHER_FORMATS = {**dict.fromkeys(("gla", "hgrn2", "linear_attn", "rwkv6"), "fla"), "rwkv5": "rwkv-hf"}
+"""Of model types that Transformers does not have."""
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pth")
+
+
+def lineage_of(model: str) -> Lineage:
+    """The lineage of a checkpoint that a command starts from.
+
+    Its own, if it has one; else it is the source of what comes. A config.json has random weights, so no source.
+
+    Args:
+        model: Checkpoint folder, name on the Hub, or a config.json.
+
+    Raises:
+        ValueError: for a damaged lineage, and names of nothing.
+    """
+    if model.endswith(".json"):
+        return Lineage()
+    on_hub = not Path(model).is_dir()
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(model)
+    except OSError as error:
+        raise ValueError(f"{model} is no checkpoint folder here, and no model on the Hub: {error}") from error
+    revision = values.get("_commit_hash") if on_hub else None
+    folder = _snapshot(model, revision) if on_hub else Path(model)
+    known = read_lineage(folder)
+    return known if known is not None else Lineage(_source(model, folder, on_hub, revision, values))
+
+
+def record_step(
+    folder: Path,
+    start: Lineage,
+    kind: Literal["train", "expand", "forget"],
+    description: str,
+    command: Sequence[str],
+    training: TrainingRun | None = None,
+) -> Lineage:
+    """Write the lineage of a checkpoint that a command made, and return it.
+
+    Args:
+        folder: The new checkpoint.
+        start: Lineage of what it was made of.
+        kind: What was done.
+        description: The same in words.
+        command: Program and arguments; absolute paths are shortened, so that they tell nothing of the machine.
+        training: The training, if it was one.
+    """
+    step = Step(kind, description, portable_command(command), installed_versions(), training)
+    lineage = start.then(step)
+    write_lineage(folder, lineage)
+    return lineage
+
+
+def _snapshot(name: str, revision: str | None) -> Path:
+    """The cached files of a model on the Hub, with its lineage and card if it has them."""
+    for file in (LINEAGE_FILE, "README.md"):
+        _download(name, file, revision)
+    folder = _download(name, "config.json", revision)
+    if folder is None:
+        raise ValueError(f"{name} has no config.json on the Hub, so it is no checkpoint.")
+    return folder.parent
+
+
+def _download(name: str, file: str, revision: str | None) -> Path | None:
+    """Path of a file in the cache; None where there is none."""
+    try:
+        return Path(hf_hub_download(name, file, revision=revision))
+    except (HfHubHTTPError, LocalEntryNotFoundError):  # no such file, or offline and not in the cache
+        return None
+
+
+def _source(model: str, folder: Path, on_hub: bool, revision: str | None, values: dict[str, Any]) -> Source:
+    model_type = str(values.get("model_type"))
+    layout = "lengthgen" if model_type.startswith("stateful_") else _OTHER_FORMATS.get(model_type, "transformers")
+    files = {path.name: file_digest(path) for pattern in _WEIGHTS for path in sorted(folder.glob(pattern))}
+    return Source(model if on_hub else folder.resolve().name, on_hub, revision, layout, license_of(folder), files)
+
+
+def license_of(folder: Path) -> str | None:
+    """The licence that the card of a checkpoint names; None if there is no card, or one that names none."""
+    card = folder / "README.md"
+    if not card.is_file():
+        return None
+    try:
+        found = (metadata_load(card) or {}).get("license")
+    except (ValueError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"The metadata of {card} cannot be read ({error}): repair or remove the file.") from error
+    return found if isinstance(found, str) else None

@@ -1,0 +1,186 @@
+"""What the commands write of where a checkpoint comes from."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from hf_recurrent_lengthgen.cli.lineage import lineage_of
+from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.records import (
+    Lineage,
+    Source,
+    Step,
+    portable,
+    portable_command,
+    portable_text,
+    read_lineage,
+    write_lineage,
+)
+
+
+def run(*arguments: Any) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def train(model: Path, output: Path, text_file: Path, *options: Any) -> int:
+    few = ("--max_steps", 3, "--per_device_train_batch_size", 2, "--logging_steps", 1, "--save_strategy", "no")
+    data = ("--data", text_file, "--block_length", 8, "--use_cpu")
+    return run("train", "--model", model, "--output_dir", output, *data, *few, *options)
+
+
+def steps_of(folder: Path) -> tuple[Step, ...]:
+    lineage = read_lineage(folder)
+    assert lineage is not None
+    return lineage.steps
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_training_is_recorded_with_what_it_started_from(checkpoint: Path, tmp_path: Path, text_file: Path) -> None:
+    assert train(checkpoint, tmp_path / "out", text_file, "--learning_rate", "1e-3", "--alignment_alpha", 0.1) == 0
+    lineage = read_lineage(tmp_path / "out")
+    assert lineage is not None
+    digest = sha256(checkpoint / "model.safetensors")
+    assert lineage.source == Source("checkpoint", False, None, "lengthgen", None, {"model.safetensors": digest})
+    [step] = lineage.steps
+    assert (step.kind, step.description) == ("train", "state_passing with output alignment 0.1, 3 steps")
+    assert step.command.startswith("lengthgen train --model checkpoint --output_dir out --data text.txt")
+    assert step.versions["torch"]
+    assert step.versions["python"]
+    training = step.training
+    assert training is not None
+    assert (training.method, training.data) == ("state_passing with output alignment 0.1", "text.txt, split train")
+    assert (training.steps, training.tokens) == (3, 3 * 2 * 8)
+    assert training.seconds > 0
+    assert training.hardware.startswith("CPU (")
+    assert training.settings["learning rate"] == "0.001"
+    assert training.settings["batch"] == "2 rows of 8 tokens"
+    assert training.settings["state drop probability"] == "0.1"
+    assert training.settings["seed"] == "42"
+    logged = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    losses = [entry["loss"] for entry in logged if "loss" in entry]
+    assert len(losses) == 3
+    assert training.loss == pytest.approx(sum(losses) / 3)
+
+
+def test_nothing_of_the_machine_is_written(checkpoint: Path, tmp_path: Path, text_file: Path) -> None:
+    assert train(checkpoint, tmp_path / "out", text_file) == 0
+    text = (tmp_path / "out" / "lineage.json").read_text()
+    assert str(tmp_path) not in text
+    assert str(Path.home()) not in text
+    assert str(checkpoint.parent) not in text
+
+
+def test_each_command_goes_on_with_the_lineage_of_its_start(checkpoint: Path, tmp_path: Path, text_file: Path) -> None:
+    start = tmp_path / "start"
+    shutil.copytree(checkpoint, start)
+    source = Source("state-spaces/mamba2-130m", True, "a" * 40, "mamba-ssm", "apache-2.0", {"pytorch_model.bin": "0"})
+    converted = Step("convert", "from mamba-ssm", "lengthgen convert state-spaces/mamba2-130m start", {"torch": "2"})
+    write_lineage(start, Lineage(source, (converted,)))
+    assert run("expand", start, "--output_dir", tmp_path / "larger", "--layers", "all", "--factor", 2) == 0
+    assert train(tmp_path / "larger", tmp_path / "trained", text_file, "--intervention", "none") == 0
+    assert run("forget", tmp_path / "trained", "--output_dir", tmp_path / "forgets", "--window", 4) == 0
+    lineage = read_lineage(tmp_path / "forgets")
+    assert lineage is not None
+    assert lineage.source == source
+    assert lineage.steps[0] == converted
+    told = [(step.kind, step.description, step.training is not None) for step in lineage.steps[1:]]
+    config = json.loads((tmp_path / "forgets" / "config.json").read_text())
+    assert told == [
+        ("expand", config["interventions"][0], False),
+        ("train", "plain training, 3 steps", True),
+        ("forget", "forgetting at inference: window 4", False),
+    ]
+    assert lineage.steps[1].command == "lengthgen expand start --output_dir larger --layers all --factor 2"
+    assert lineage.steps[3].command == "lengthgen forget trained --output_dir forgets --window 4"
+    assert steps_of(tmp_path / "trained") == lineage.steps[:3]
+
+
+def test_a_resumed_training_is_one_step_over_all_of_it(checkpoint: Path, tmp_path: Path, text_file: Path) -> None:
+    saving = ("--save_strategy", "steps", "--save_steps", 1)
+    assert train(checkpoint, tmp_path / "out", text_file, *saving) == 0
+    shutil.rmtree(tmp_path / "out" / "checkpoint-3")
+    whole = steps_of(tmp_path / "out")[0].training
+    assert train(checkpoint, tmp_path / "out", text_file, *saving, "--resume") == 0
+    [step] = steps_of(tmp_path / "out")
+    assert step.training is not None
+    assert whole is not None
+    assert step.command.endswith("--resume")
+    assert (step.training.steps, step.training.tokens) == (3, 3 * 2 * 8)
+    assert step.training.loss == pytest.approx(whole.loss)
+
+
+def test_training_from_scratch_has_no_source(config_file: Path, tmp_path: Path, text_file: Path) -> None:
+    assert train(config_file, tmp_path / "out", text_file, "--intervention", "none", "--mimetic") == 0
+    lineage = read_lineage(tmp_path / "out")
+    assert lineage is not None
+    assert lineage.source is None
+    assert lineage.steps[0].training is not None
+    assert lineage.steps[0].training.method == "none"
+    assert lineage.steps[0].training.settings["initial weights"] == "mimetic initialization, c 8, offset 0"
+
+
+def test_a_learned_state_alone_is_no_checkpoint(checkpoint: Path, tmp_path: Path, text_file: Path) -> None:
+    assert train(checkpoint, tmp_path / "out", text_file, "--intervention", "learned") == 0
+    assert not (tmp_path / "out" / "lineage.json").exists()
+
+
+def test_the_source_is_told_by_its_config_and_card(stock_checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "stock"
+    shutil.copytree(stock_checkpoint, folder)
+    assert lineage_of(str(folder)).source == Source(
+        "stock", False, None, "transformers", None, {"model.safetensors": sha256(folder / "model.safetensors")}
+    )
+    ModelCard("---\nlicense: mit\n---\n# Stock").save(folder / "README.md")
+    source = lineage_of(str(folder)).source
+    assert source is not None
+    assert source.license == "mit"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "gla"}))
+    source = lineage_of(str(folder)).source
+    assert source is not None
+    assert source.format == "fla"
+    (folder / "README.md").write_text("---\nlicense: [mit\n---\n")
+    with pytest.raises(ValueError, match=r"metadata of .*README\.md cannot be read"):
+        lineage_of(str(folder))
+
+
+def test_what_is_no_checkpoint_has_no_lineage(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no checkpoint folder here, and no model on the Hub"):
+        lineage_of("nobody/nothing")
+
+
+@pytest.mark.parametrize(
+    ("argument", "shown"),
+    [
+        ("/home/me/model", "model"),
+        ("/home/me/model/", "model"),
+        ("--model=/home/me/model", "--model=model"),
+        ("~/model", "model"),
+        ("../data/book.txt", "../data/book.txt"),
+        ("owner/name", "owner/name"),
+        ("https://example.org/a/b", "https://example.org/a/b"),
+        ("/", "/"),
+        ("1e-3", "1e-3"),
+    ],
+)
+def test_absolute_paths_are_shortened(argument: str, shown: str) -> None:
+    assert portable(argument) == shown
+
+
+def test_commands_and_descriptions_are_shortened() -> None:
+    assert portable_command("/opt/bin/lengthgen train --model '/a b/c d' --seed 1") == (
+        "lengthgen train --model 'c d' --seed 1"
+    )
+    assert portable_command("lengthgen train --data it's") == """lengthgen train --data 'it'"'"'s'"""
+    assert portable_command("") == ""
+    assert portable_text("/data/book.txt, split train") == "book.txt, split train"
+    same = "see https://a.org/b/c, 1/2 of owner/name, ../x/y"
+    assert portable_text(same) == same
