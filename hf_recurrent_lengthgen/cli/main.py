@@ -18,6 +18,7 @@ from hf_recurrent_lengthgen.cli import (
     maps,
     retrieve,
     train,
+    verify,
 )
 from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
@@ -33,6 +34,7 @@ COMMANDS = {
     "maps": maps,
     "retrieve": retrieve,
     "harness": harness,
+    "verify": verify,
 }
 DESCRIPTION = """\
 Recurrent language models that keep working far beyond the length they were trained on.
@@ -47,6 +49,7 @@ Recurrent language models that keep working far beyond the length they were trai
   lengthgen maps       show what the layers of a checkpoint look at
   lengthgen retrieve   measure whether checkpoints find what stands far back in a text
   lengthgen harness    run the tasks of lm-evaluation-harness, and groups of them from the papers
+  lengthgen verify     check a checkpoint: without this package, in pieces, against its source
 
 lengthgen COMMAND --help lists the options of a command. A first session:
 

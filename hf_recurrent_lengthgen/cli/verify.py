@@ -1,0 +1,111 @@
+"""`lengthgen verify`: whether a checkpoint gives what it should, here, elsewhere, and as its source does."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from hf_recurrent_lengthgen.records import VERIFICATION_FILE, Check, Verification
+from hf_recurrent_lengthgen.verification import verify_checkpoint
+from hf_recurrent_lengthgen.verification.comparing import TOLERANCE
+from hf_recurrent_lengthgen.verification.verify import DEFAULT_LENGTH
+
+DESCRIPTION = f"""\
+Check a checkpoint folder, and write {VERIFICATION_FILE} into it if it passes, which lengthgen push asks for.
+
+  lengthgen verify CHECKPOINT                              before it is published
+  lengthgen verify SOURCE CHECKPOINT                       after lengthgen convert, before any training
+  lengthgen verify state-spaces/mamba2-130m mamba2-130m
+
+Random tokens are read, computed in float32 whatever the dtype of the weights. A new process in which this package
+cannot be imported loads the folder with the code in it, offline, and must give the logits and final states of the
+installed classes; so must reading in pieces with the state carried. Config, weights, shapes of states and tokenizer
+must fit, and nothing may be NaN. With a source, its weights must be those of the checkpoint, and its upstream
+implementation must give the same: mamba-ssm on a GPU (--device cuda), Transformers for Mamba and Mamba-2, fla on a
+GPU; where none of them is at hand, our own scan in float64 with the weights read from the source.
+
+A difference of {TOLERANCE:g} is allowed, relative to the largest value where that is above 1. Needs memory for the weights
+at 4 bytes per parameter (twice that with a source) and for rows x length x vocabulary x 12 bytes of logits. Hybrids
+of Transformers, and exports, are loaded by Transformers' own class in the new process. Adapters (PEFT) are to be
+merged first.
+"""
+_WORDS = {True: "ok", False: "FAILED"}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lengthgen verify", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "checkpoints",
+        nargs="+",
+        metavar="[SOURCE] CHECKPOINT",
+        help="folder to verify; before it, what it was converted from: folder, .pth file or name on the Hub",
+    )
+    parser.add_argument(
+        "--length", type=int, default=DEFAULT_LENGTH, metavar="N", help="tokens per text (default: %(default)s)"
+    )
+    parser.add_argument("--rows", type=int, default=2, metavar="N", help="texts (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the tokens (default: %(default)s)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float64"),
+        default="float32",
+        help="to compute in; float64 takes twice the memory, for models whose rounding in float32 comes near the "
+        "tolerance (default: %(default)s)",
+    )
+    parser.add_argument("--device", default="cpu", help="to compute on, such as cuda (default: %(default)s)")
+    parser.add_argument(
+        "--trust_remote_code",
+        "--trust-remote-code",
+        action="store_true",
+        help="run code in the folder that is not that of the installed package",
+    )
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command with its arguments."""
+    options = _parser().parse_args(arguments)
+    if len(options.checkpoints) > 2:
+        raise ValueError(f"Give one checkpoint, or its source and it, got {' '.join(options.checkpoints)}.")
+    *source, checkpoint = options.checkpoints
+    settings = {name: getattr(options, name) for name in ("length", "rows", "seed", "dtype", "device")}
+    verification = verify_checkpoint(
+        checkpoint,
+        source[0] if source else None,
+        **settings,
+        trust_remote_code=options.trust_remote_code,
+        progress=sys.stderr.isatty(),
+    )
+    print(table(verification.checks))
+    print(f"\n{_verdict(checkpoint, verification)}")
+    return 0 if verification.passed else 1
+
+
+def table(checks: Sequence[Check]) -> str:
+    """The checks, one a line."""
+    head = ("what", "against", "tokens", "difference", "allowed", "")
+    rows = [
+        (
+            c.what,
+            c.against,
+            f"{c.tokens:,}",
+            f"{c.difference:.2g}",
+            f"{c.tolerance:.2g}",
+            "ok" if c.passed else "FAILED",
+        )
+        for c in checks
+    ]
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    align = (str.ljust, str.ljust, str.rjust, str.rjust, str.rjust, str.ljust)
+    return "\n".join(
+        "  ".join(place(cell, width) for place, cell, width in zip(align, row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    )
+
+
+def _verdict(checkpoint: str, verification: Verification) -> str:
+    if verification.passed:
+        return f"All {len(verification.checks)} checks passed; written to {checkpoint}/{VERIFICATION_FILE}."
+    failed = ", ".join(dict.fromkeys(check.what for check in verification.checks if not check.passed))
+    return f"{checkpoint} is not verified: {failed}. No {VERIFICATION_FILE} is left in it."

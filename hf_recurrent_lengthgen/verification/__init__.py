@@ -1,0 +1,5 @@
+"""Whether a checkpoint gives what it should: without this package, in pieces, and against its source."""
+
+from hf_recurrent_lengthgen.verification.verify import verify_checkpoint
+
+__all__ = ["verify_checkpoint"]

@@ -1,0 +1,290 @@
+"""The checks of a checkpoint folder, in order: a clean process, this package, the source."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
+from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
+from hf_recurrent_lengthgen.loading import differing_code, load_model, quiet_transformers
+from hf_recurrent_lengthgen.models import CAUSAL_LM_CLASSES
+from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
+from hf_recurrent_lengthgen.records import VERIFICATION_FILE, Check, Verification, verified_files, write_verification
+from hf_recurrent_lengthgen.verification import stranger
+from hf_recurrent_lengthgen.verification.comparing import (
+    Reading,
+    compare_readings,
+    count,
+    named_parts,
+    not_finite,
+    states,
+)
+from hf_recurrent_lengthgen.verification.sources import Sizes, open_source
+
+TOKENIZER_FILES = (
+    *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "spiece.model", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "rwkv_vocab_v20230424.txt"),
+)
+PROBE = "The state of a recurrent model is a value.\n\tdef f(x): return x ** 2  # été, 状態, 🙂\n"
+"""A text for tokenizers: words, code, white space, letters of several scripts."""
+DEFAULT_LENGTH = 600
+"""More than two chunks of 256 tokens, the longest that the families' scans work with, and a rest."""
+
+
+class Stranger(NamedTuple):
+    """What a process without this package found: facts, and readings by name ("at once", "in pieces")."""
+
+    facts: dict[str, Any]
+    readings: dict[str, Reading]
+
+
+def verify_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    source: str | None = None,
+    *,
+    length: int = DEFAULT_LENGTH,
+    rows: int = 2,
+    seed: int = 0,
+    dtype: Literal["float32", "float64"] = "float32",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    progress: bool = False,
+) -> Verification:
+    """Check that a checkpoint gives the same everywhere, and write verification.json into it if it does.
+
+    Random tokens are read. Weights of any dtype are computed with in `dtype`, by the torch scans. The checks:
+
+    - A new process, in which this package cannot be imported, loads the checkpoint with its own code, offline, and
+      gives the logits and final states of the installed classes. Config, weights and shapes of states agree.
+    - Reading in pieces (the first of one token) with the state carried gives what reading at once gives.
+    - Nothing is NaN or infinite.
+    - The tokenizer, if there is one, loads in that process, and all its tokens are in the model's vocabulary.
+    - With a source: its weights are those of the checkpoint, and its upstream implementation, or our own scan where
+      that is not here, gives the same logits and final states.
+
+    A checkpoint without code of ours (hybrids, exports to Transformers) is loaded by Transformers' class in the new
+    process, and read in pieces by `load_model`'s.
+
+    A difference may be `comparing.TOLERANCE` (1e-5), relative to the largest value of a tensor if that is above 1.
+    Memory: the weights once in `dtype` (twice with a source), and three times the logits, rows x length x vocabulary.
+
+    Args:
+        checkpoint: Folder.
+        source: What it was converted from: a folder, a .pth file, or a name on the Hub, in any format that is
+            converted.
+        length: Tokens to read, 2 or more.
+        rows: Texts to read.
+        seed: Of the tokens.
+        dtype: To compute in.
+        device: To compute on: "cpu", "cuda", ...
+        trust_remote_code: Whether code in the folder that is not the installed package's may run.
+        progress: Whether to say on stderr what is done.
+
+    Returns:
+        The verification, passed or not. Only one that passed is in the folder afterwards.
+
+    Raises:
+        ValueError: for a folder that cannot be verified (adapters, other formats), one that does not load, or
+            changes meanwhile, a source that does not fit, and settings out of range.
+    """
+    folder = _checked_folder(checkpoint, trust_remote_code)
+    if length < 2 or rows < 1:
+        raise ValueError(f"Give a length of 2 tokens or more and at least one row, got {length} and {rows}.")
+    if dtype not in ("float32", "float64"):
+        raise ValueError(f'dtype must be "float32" or "float64", got {dtype!r}: tolerances are for these.')
+    tell = partial(print, file=sys.stderr, flush=True) if progress else str
+    files = verified_files(folder)
+    vocabulary = _vocabulary(folder)
+    tokens = torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
+    sizes = Sizes(tokens, getattr(torch, dtype), device)
+    opened = None if source is None else open_source(source, folder)
+    verification = None
+    try:
+        tell("Loading and reading in a process without this package ...")
+        found = _ask_stranger(folder, sizes)
+        tell("Reading with the installed classes ...")
+        ours, checks = _own_checks(folder, sizes, found, trust_remote_code)
+        checks += _tokenizer_checks(folder, found, vocabulary)
+        if opened is not None:
+            tell(f"Comparing with {source} ...")
+            checks += opened.checks(sizes, ours)
+        if verified_files(folder) != files:
+            raise ValueError(f"The files in {folder} changed while they were verified: verify it again.")
+        verification = Verification(files, tuple(checks), installed_versions())
+    except ValueError:
+        (folder / VERIFICATION_FILE).unlink(missing_ok=True)
+        raise
+    if verification.passed:
+        write_verification(folder, verification)
+    else:
+        (folder / VERIFICATION_FILE).unlink(missing_ok=True)
+    return verification
+
+
+def _checked_folder(checkpoint: str | os.PathLike[str], trust_remote_code: bool) -> Path:
+    folder = Path(checkpoint)
+    if not folder.is_dir():
+        raise ValueError(
+            f"{checkpoint} is no folder here: give a checkpoint's folder. One on the Hub is verified as a copy, which "
+            "lengthgen pull makes."
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{folder} holds adapters, whose results depend on another checkpoint: merge them into it "
+            "(merge_and_unload() of PEFT), save that and verify it."
+        )
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no config.json, so it is no checkpoint.")
+    settings, _ = PreTrainedConfig.get_config_dict(folder)
+    if "model_type" not in settings:
+        raise ValueError(f"{folder} is no checkpoint for Transformers: lengthgen convert makes one, verify that.")
+    if (other := differing_code(folder)) and not trust_remote_code:
+        raise ValueError(
+            f"{folder} brings code that is not that of the installed package ({', '.join(other)}), which a "
+            "verification runs: look at it, and give --trust_remote_code (trust_remote_code=True) if you trust it."
+        )
+    return folder.resolve()
+
+
+def _vocabulary(folder: Path) -> int:
+    settings, _ = PreTrainedConfig.get_config_dict(folder)
+    vocabulary = settings.get("vocab_size") or settings.get("text_config", {}).get("vocab_size")
+    if not isinstance(vocabulary, int) or vocabulary < 1:
+        raise ValueError(f"The config.json in {folder} has no vocab_size above 0, got {vocabulary!r}.")
+    return vocabulary
+
+
+def pieces_of(length: int) -> list[int]:
+    """One token, then pieces of growing length, whose sum is `length`."""
+    pieces, left = [], length
+    for size in (1, 2, 63, 64, 65):
+        if left > size:
+            pieces.append(size)
+            left -= size
+    return [*pieces, left]
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def _ask_stranger(folder: Path, sizes: Sizes) -> Stranger:
+    """Load and read the checkpoint in a new process that cannot import this package.
+
+    Raises:
+        ValueError: with the last line of what it says, if it cannot, or weights and config disagree.
+    """
+    with tempfile.TemporaryDirectory(prefix="lengthgen-verify-") as name:
+        place = Path(name)
+        request = {
+            "checkpoint": str(folder),
+            "dtype": str(sizes.dtype).removeprefix("torch."),
+            "device": sizes.device,
+            "pieces": pieces_of(sizes.tokens.shape[1]),
+            "tokenizer": _has_tokenizer(folder),
+            "probe": PROBE,
+        }
+        (place / "request.json").write_text(json.dumps(request), encoding="utf-8")
+        save_file({"tokens": sizes.tokens}, place / "tokens.safetensors")
+        home = {"HF_HOME": name, "HF_MODULES_CACHE": f"{name}/modules", "HF_HUB_OFFLINE": "1"}
+        process = subprocess.run(
+            [sys.executable, "-P", stranger.__file__, name],
+            cwd=name,
+            env=os.environ | home,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if process.returncode != 0:
+            told = [line for line in process.stderr.splitlines() if line.strip()] or ["no message"]
+            raise ValueError(
+                f"{folder} does not work where hf_recurrent_lengthgen is not installed (exit status "
+                f"{process.returncode}): {told[-1].strip()}"
+            )
+        facts = json.loads((place / "answer.json").read_text(encoding="utf-8"))
+        tensors = load_file(place / "readings.safetensors")
+    keys = ("missing", "unexpected", "mismatched")
+    problems = "; ".join(f"{key}: {', '.join(facts[key])}" for key in keys if facts[key])
+    if problems:
+        raise ValueError(f"The weights in {folder} do not fit its config.json, {problems}.")
+    names = dict.fromkeys(name.partition("/")[0] for name in tensors)
+    split = {
+        name: {key.partition("/")[2]: value for key, value in tensors.items() if key.startswith(f"{name}/")}
+        for name in names
+    }
+    return Stranger(facts, split)
+
+
+def _own_checks(folder: Path, sizes: Sizes, found: Stranger, trust_remote_code: bool) -> tuple[Reading, list[Check]]:
+    """The reading of the installed classes, and what it says of the stranger's."""
+    model = _installed_model(folder, sizes, trust_remote_code)
+    rows, length = sizes.tokens.shape
+    theirs, in_pieces = found.readings["at once"], found.readings.get("in pieces")
+    at_once = theirs
+    with torch.no_grad(), evaluation_mode(model):
+        if found.facts["carries"]:
+            ours: Reading = stranger.read(model, sizes.tokens, [length], carry=True)
+        else:
+            reader = reader_of(model)
+            ours = at_once = _read(reader, sizes.tokens, [length])
+            in_pieces = _read(reader, sizes.tokens, pieces_of(length)) if reader.carries else None
+    checks = compare_readings(f"{found.facts['class']} without this package", ours, theirs)
+    if found.facts["carries"]:
+        named = named_parts(model.state_shapes())
+        shapes = {name: (rows, *part) for name, part in named.items()}
+        given = {name: tuple(part.shape) for name, part in states(theirs).items()}
+        wrong = sum(shapes.get(name) != given.get(name) for name in {*shapes, *given})
+        checks.append(count("state parts of a wrong shape", "the shapes that config.json gives", length, wrong))
+    if in_pieces is not None:
+        against = f"read at once; pieces of {', '.join(map(str, pieces_of(length)))} tokens"
+        checks += [replace(c, what=f"{c.what} in pieces") for c in compare_readings(against, in_pieces, at_once)]
+    broken = not_finite(theirs) + not_finite(ours)
+    return ours, [*checks, count("NaN or infinite values", "all logits and final states", length, broken)]
+
+
+def _installed_model(folder: Path, sizes: Sizes, trust_remote_code: bool) -> Any:
+    """As `load_model`, with the torch scan also where the config asks for kernels."""
+    settings, _ = PreTrainedConfig.get_config_dict(folder)
+    with quiet_transformers():
+        if settings["model_type"] in {cls.config_class.model_type for cls in CAUSAL_LM_CLASSES}:
+            config = AutoConfig.from_pretrained(folder, scan_backend="torch")
+            model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=sizes.dtype)
+        else:
+            model = load_model(str(folder), trust_remote_code, sizes.dtype)
+    if hasattr(model.config, "scan_backend"):
+        model.config.scan_backend = "torch"
+    return model.to(sizes.device)
+
+
+def _read(reader: Reader, tokens: Tensor, lengths: list[int]) -> Reading:
+    """As `stranger.read`, with any model."""
+    carry, logits = None, []
+    for piece in tokens.to(reader.device).split(lengths, dim=1):
+        output, carry = reader.read(piece, carry)
+        logits.append(output.cpu())
+    parts = named_parts(reader.state(carry) if reader.carries else ())
+    return {"logits": torch.cat(logits, dim=1), **{name: part.cpu() for name, part in parts.items()}}
+
+
+def _tokenizer_checks(folder: Path, found: Stranger, vocabulary: int) -> list[Check]:
+    if "tokenizer" not in found.facts:
+        return []
+    facts = found.facts["tokenizer"]
+    if not facts["real"] or not facts["ids"]:
+        raise ValueError(
+            f"The tokenizer in {folder} knows no tokens where hf_recurrent_lengthgen is not installed: a file of it "
+            f"is missing. It has {', '.join(name for name in TOKENIZER_FILES if (folder / name).is_file())}."
+        )
+    beyond = max(0, facts["largest_id"] + 1 - vocabulary)
+    return [count("token ids beyond the vocabulary", "vocab_size of config.json", len(facts["ids"]), beyond)]
