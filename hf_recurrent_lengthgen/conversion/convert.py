@@ -1,0 +1,223 @@
+"""A checkpoint of another layout becomes one of ours, tensor by tensor."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import custom_object_save
+
+from hf_recurrent_lengthgen.conversion.dtypes import named_dtype
+from hf_recurrent_lengthgen.conversion.formats import (
+    SOURCE_CONFIG,
+    Format,
+    Settings,
+    blank_model,
+    expected_shapes,
+    tied_names,
+)
+from hf_recurrent_lengthgen.conversion.json_files import read_json_object, read_settings_file
+from hf_recurrent_lengthgen.conversion.key_maps import Rename, Tensors, expand, to_ours
+from hf_recurrent_lengthgen.conversion.new_folders import check_new, new_folder
+from hf_recurrent_lengthgen.conversion.registry import detect, named_format
+from hf_recurrent_lengthgen.conversion.sources import Source, locate
+from hf_recurrent_lengthgen.conversion.tensor_files import Meta, TensorFiles, same_bits
+from hf_recurrent_lengthgen.conversion.tensor_writing import Entry, parse_size, write_safetensors
+from hf_recurrent_lengthgen.conversion.tokenizer_files import checked_tokenizer, copy_tokenizer
+from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
+from hf_recurrent_lengthgen.records import Lineage, Step, file_digest, write_lineage
+from hf_recurrent_lengthgen.records import Source as Origin
+
+TRAINING_LENGTHS = {
+    # The Mamba (arXiv:2312.00752, E.2) and Mamba-2 (arXiv:2405.21060) models on the Pile saw 2048 tokens.
+    **{f"state-spaces/mamba-{size}": 2048 for size in ("130m", "370m", "790m", "1.4b", "2.8b")},
+    **{f"state-spaces/mamba-{size}-hf": 2048 for size in ("130m", "370m", "790m", "1.4b", "2.8b")},
+    **{f"state-spaces/mamba2-{size}": 2048 for size in ("130m", "370m", "780m", "1.3b", "2.7b")},
+    **{f"AntonV/mamba2-{size}-hf": 2048 for size in ("130m", "370m", "780m", "1.3b", "2.7b")},
+}
+"""Tokens per training sequence of official checkpoints, where their papers say so."""
+
+
+def convert_checkpoint(
+    source: str,
+    output: Path,
+    *,
+    revision: str | None = None,
+    format: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    tokenizer: str | PreTrainedTokenizerBase | None = None,
+    training_length: int | None = None,
+    max_shard_size: str | int = "5GB",
+    command: str = "",
+) -> Path:
+    """Write a checkpoint of ours from one of another layout, all of it or nothing.
+
+    Args:
+        source: Checkpoint folder, one .pth file, or owner/name (or owner/name/file.pth) on the Hub.
+        output: Folder for the result, new or empty.
+        revision: Branch, tag or commit on the Hub; what it leads to is recorded.
+        format: Name of the layout; None to detect it.
+        dtype: Of all weights, "bfloat16" and the like; None keeps that of each tensor.
+        tokenizer: Folder or name on the Hub to copy one from, or a tokenizer; None for that of the source, if any.
+        training_length: Tokens per training sequence; None for what is known of the source.
+        max_shard_size: As in Transformers' `save_pretrained`.
+        command: Shell command, for the lineage.
+
+    Raises:
+        ValueError: for a source that is not there, damaged, of an unknown layout or of an architecture that is not
+            ours, weights that do not fit their config (all of them are listed), and a tokenizer of another model.
+    """
+    output = Path(output)
+    check_new(output)
+    wanted = named_dtype(dtype)
+    parse_size(max_shard_size)
+    if training_length is not None and training_length < 1:
+        raise ValueError(f"training_length must be at least 1, got {training_length}.")
+    found = locate(source, revision)
+    settings = read_settings(found)
+    files = TensorFiles(found.path)
+    layout = detect(settings, files.metas, source) if format is None else named_format(format)
+    config = layout.to_config(settings, files.metas)
+    if layout.keeps_config:
+        setattr(config, SOURCE_CONFIG, {"format": layout.name, "config": settings})
+    config.training_length = training_length or TRAINING_LENGTHS.get(found.name if found.on_hub else "")
+    entries = our_entries(layout, config, files, source)
+    if wanted is not None:
+        entries = [_cast(entry, wanted) for entry in entries]
+    if wanted is not None or getattr(config, "dtype", None) is None:
+        config.dtype = _common_dtype(entries)
+    lineage = Lineage(_origin(found, layout, files)).then(
+        Step("convert", f"convert from {layout.title}", command, installed_versions())
+    )
+    with new_folder(output) as folder:
+        write_safetensors(folder, entries, max_shard_size)
+        files.close()
+        _add_tokenizer(folder, found, tokenizer, config)
+        write_model_files(folder, config)
+        if (found.folder / "generation_config.json").is_file():
+            kept = read_json_object(found.folder / "generation_config.json")
+            GenerationConfig.from_dict(kept).save_pretrained(folder)
+        write_lineage(folder, lineage)
+    return output
+
+
+def read_settings(source: Source) -> Settings | None:
+    """config.json of a checkpoint; None if it has none.
+
+    Raises:
+        ValueError: for a damaged one, adapters and quantized weights.
+    """
+    if (source.folder / "adapter_config.json").is_file() and not (source.folder / "config.json").is_file():
+        raise ValueError(
+            f"{source.folder} holds adapters without their model: merge them first (merge_and_unload of PEFT), and "
+            "give the folder of the merged model."
+        )
+    path = source.folder / "config.json"
+    settings = read_settings_file(path) if path.is_file() else None
+    if settings is not None and settings.get("quantization_config"):
+        raise ValueError(f"{source.folder} holds quantized weights: give the checkpoint that they were made from.")
+    return settings
+
+
+def write_model_files(folder: Path, config: Any) -> None:
+    """Write what `save_pretrained` writes beside the weights: config, code, generation config."""
+    model = blank_model(config)
+    config = model.config
+    config.architectures = [type(model).__name__]
+    config.auto_map = model.code_map()
+    custom_object_save(model, folder)
+    config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+
+
+class _WithoutHead:
+    """Weights without the output head, which is tied to the embeddings."""
+
+    def __init__(self, files: TensorFiles, head: str) -> None:
+        self._files, self._head = files, head
+
+    @property
+    def metas(self) -> Mapping[str, Meta]:
+        return {name: meta for name, meta in self._files.metas.items() if name != self._head}
+
+    def tensor(self, name: str) -> Tensor:
+        return self._files.tensor(name)
+
+
+def our_entries(layout: Format, config: Any, files: TensorFiles, where: str) -> list[Entry]:
+    """Our tensors, in the order of the source's files, so that each is opened about once.
+
+    Args:
+        layout: Of the source.
+        config: Ours, from its `to_config`.
+        files: The weights of the source.
+        where: What it is, for errors.
+
+    Raises:
+        ValueError: for weights that do not fit the config, listing all of them, and a tied head that is another.
+    """
+    renames = expand(layout.renames(config), config.num_hidden_layers)
+    source: Tensors = files
+    tied = tied_names(config)
+    if tied is not None and layout.tied_head in files:
+        _check_tied(files, layout.tied_head, renames, tied[1], where)
+        source = _WithoutHead(files, layout.tied_head)
+    order = {name: number for number, name in enumerate(files.keys())}
+    entries = to_ours(renames, source, expected_shapes(config), where)
+    first = {name: order[rename.their_names[0]] for rename in renames for name in rename.our_names}
+    return sorted(entries, key=lambda entry: first[entry.name])
+
+
+def _check_tied(files: TensorFiles, head: str, renames: Sequence[Rename], embeddings: str, where: str) -> None:
+    """Raise a `ValueError` if the head is not the embeddings."""
+    theirs = next(str(rename.theirs) for rename in renames if rename.ours == embeddings)
+    if theirs not in files:
+        return  # reported as missing
+    if files.metas[head] != files.metas[theirs] or not same_bits(files.tensor(head), files.tensor(theirs)):
+        raise ValueError(
+            f"{where} says that head and embeddings are tied, but {head} and {theirs} in its weights differ: set "
+            "tie_embeddings (or tie_word_embeddings) in its config.json to false if the head is meant."
+        )
+
+
+def _cast(entry: Entry, dtype: torch.dtype) -> Entry:
+    if not entry.dtype.is_floating_point:
+        return entry
+    return entry._replace(dtype=dtype, read=lambda: entry.read().to(dtype))
+
+
+def _common_dtype(entries: Sequence[Entry]) -> torch.dtype:
+    """The dtype of most bytes."""
+    sizes: Counter[torch.dtype] = Counter()
+    for entry in entries:
+        sizes[entry.dtype] += entry.bytes
+    return sizes.most_common(1)[0][0]
+
+
+def _origin(source: Source, layout: Format, files: TensorFiles) -> Origin:
+    return Origin(
+        name=source.name,
+        on_hub=source.on_hub,
+        revision=source.revision,
+        format=layout.name,
+        license=source.license,
+        files={path.name: file_digest(path) for path in files.paths},
+    )
+
+
+def _add_tokenizer(folder: Path, source: Source, given: str | PreTrainedTokenizerBase | None, config: Any) -> None:
+    """Tokenizer files, and the ids of special tokens in the config where that has none."""
+    if isinstance(given, PreTrainedTokenizerBase):
+        given.save_pretrained(folder)
+    elif given is None:
+        if not copy_tokenizer(source.folder, folder):
+            return
+    elif not copy_tokenizer(locate(given, weights=False).folder, folder):
+        raise ValueError(f"{given} holds no tokenizer files: give another folder or name on the Hub.")
+    tokenizer = checked_tokenizer(folder, config.vocab_size)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if tokenizer is not None and getattr(config, name, None) is None:
+            setattr(config, name, getattr(tokenizer, name))

@@ -1,0 +1,87 @@
+"""A checkpoint of ours becomes one of another layout, tensor by tensor, where that has the same architecture."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_recurrent_lengthgen.conversion.convert import read_settings
+from hf_recurrent_lengthgen.conversion.exported_configs import check_exportable, exported_config
+from hf_recurrent_lengthgen.conversion.formats import MODEL_CLASSES, Format, Settings, expected_shapes, tied_names
+from hf_recurrent_lengthgen.conversion.json_files import write_settings_file
+from hf_recurrent_lengthgen.conversion.key_maps import expand, to_theirs
+from hf_recurrent_lengthgen.conversion.new_folders import check_new, new_folder
+from hf_recurrent_lengthgen.conversion.registry import named_format
+from hf_recurrent_lengthgen.conversion.sources import locate
+from hf_recurrent_lengthgen.conversion.tensor_files import Meta, TensorFiles
+from hf_recurrent_lengthgen.conversion.tensor_writing import parse_size, write_safetensors, write_torch
+from hf_recurrent_lengthgen.conversion.tokenizer_files import copy_tokenizer
+
+
+def export_checkpoint(
+    checkpoint: str,
+    output: Path,
+    format: str,
+    *,
+    revision: str | None = None,
+    max_shard_size: str | int = "5GB",
+) -> Path:
+    """Write a checkpoint of ours in another layout, all of it or nothing; values and dtypes are kept.
+
+    Args:
+        checkpoint: Folder of ours, also one that a Trainer saved in the middle of training, or its name on the Hub.
+        output: Folder for the result, new or empty.
+        format: Name of the layout.
+        revision: Branch, tag or commit on the Hub.
+        max_shard_size: As in Transformers' `save_pretrained`; of layouts in one file, nothing.
+
+    Raises:
+        ValueError: for what is no checkpoint of ours, an architecture that the layout cannot hold (each difference is
+            named), and weights that do not fit their config.
+    """
+    output = Path(output)
+    check_new(output)
+    parse_size(max_shard_size)
+    layout = named_format(format)
+    found = locate(checkpoint, revision)
+    config = our_config(read_settings(found), checkpoint)
+    check_exportable(layout, config)
+    files = TensorFiles(found.path)
+    renames = expand(layout.renames(config), config.num_hidden_layers)
+    entries = to_theirs(renames, files, expected_shapes(config), checkpoint)
+    shared = _shared_head(layout, config, {str(rename.ours): str(rename.theirs) for rename in renames})
+    metas = {entry.name: Meta(entry.shape, entry.dtype) for entry in entries}
+    settings = exported_config(layout, config, metas | {name: metas[other] for name, other in shared.items()})
+    with new_folder(output) as folder:
+        if layout.container == "safetensors":
+            write_safetensors(folder, entries, max_shard_size)
+        else:
+            write_torch(folder / layout.weights_file, entries, shared)
+        if settings is not None:
+            write_settings_file(folder / "config.json", settings)
+        if settings is not None and "model_type" in settings and (found.folder / "generation_config.json").is_file():
+            shutil.copyfile(found.folder / "generation_config.json", folder / "generation_config.json")
+        copy_tokenizer(found.folder, folder)
+    return output
+
+
+def our_config(settings: Settings | None, where: str) -> Any:
+    """The config of a checkpoint of ours, without its code.
+
+    Raises:
+        ValueError: for another one.
+    """
+    model_type = (settings or {}).get("model_type")
+    if settings is None or model_type not in MODEL_CLASSES:
+        has = "no config.json" if settings is None else f"the model type {model_type!r}"
+        raise ValueError(
+            f"{where} has {has}, so it is no checkpoint of this package: `lengthgen convert` makes one of it."
+        )
+    kept = {name: value for name, value in settings.items() if name not in ("architectures", "auto_map")}
+    return MODEL_CLASSES[model_type].config_class.from_dict(kept)
+
+
+def _shared_head(layout: Format, config: Any, names: Mapping[str, str]) -> dict[str, str]:
+    """The name of their tied head and of what it is tied to, where their files hold both."""
+    tied = tied_names(config)
+    return {layout.tied_head: names[tied[1]]} if tied is not None and layout.writes_tied_head else {}

@@ -1,0 +1,115 @@
+"""From our config back to that of another layout, if that can hold the same architecture."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, Format, Settings
+from hf_recurrent_lengthgen.conversion.registry import FORMATS
+from hf_recurrent_lengthgen.conversion.tensor_files import Meta
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
+
+NOT_ARCHITECTURE = {
+    *("_attn_implementation", "_name_or_path", "architectures", "auto_map", "code_format_version", "dtype"),
+    *("interventions", "model_type", "scan_backend", "torch_dtype", "training_length", "transformers_version"),
+    # of initialization
+    *("initializer_range", "rescale_prenorm_residual", "time_step_floor", "time_step_init_scheme"),
+    *("time_step_max", "time_step_min", "time_step_scale"),
+    # of generation
+    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
+    # of implementations that give the same
+    *("attn_mode", "chunk_size", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_swiglu"),
+    *("max_position_embeddings", "use_associative_scan", "use_mambapy"),
+}
+"""Entries of our config that change no prediction."""
+
+UNIFORM_FIELDS = {"layer_state_sizes": "state_size", "layer_num_heads": "num_heads"}
+"""Sizes of each layer, and the field for all layers."""
+
+
+def uniform(config: Any) -> Any:
+    """The config with sizes for all layers where those of each layer are equal.
+
+    Raises:
+        ValueError: if they differ.
+    """
+    config = deepcopy(config)
+    for each, common in UNIFORM_FIELDS.items():
+        sizes = getattr(config, each, None)
+        if sizes is None:
+            continue
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"{each} differs between the layers ({list(sizes)}), which no other layout can hold: it can only be "
+                "published as a checkpoint of this package."
+            )
+        setattr(config, common, sizes[0])
+        setattr(config, each, None)
+    return config
+
+
+def exported_config(format: Format, config: Any, metas: Mapping[str, Meta]) -> Settings | None:
+    """Their config of ours: that which the checkpoint was converted from, with what was changed since.
+
+    Args:
+        format: To export to.
+        config: Ours.
+        metas: What will be written, by their names.
+
+    Raises:
+        ValueError: for another architecture than theirs, naming each difference.
+    """
+    check_exportable(format, config)
+    plain = format.from_config(uniform(config))
+    kept = getattr(config, SOURCE_CONFIG, None) or {}
+    if plain is not None and kept.get("format") == format.name:
+        before = format.from_config(format.to_config(kept["config"], metas)) or {}
+        changed = {name: value for name, value in plain.items() if name not in before or before[name] != value}
+        plain = {**kept["config"], **changed}
+    _check_same(format, uniform(config), format.to_config(plain, metas))
+    return plain
+
+
+def check_exportable(format: Format, config: Any) -> None:
+    """Refuse what no other layout has.
+
+    Raises:
+        ValueError: naming the setting and what to do.
+    """
+    if config.model_type not in format.families:
+        possible = [other.name for other in FORMATS.values() if config.model_type in other.families]
+        raise ValueError(
+            f"{format.title} cannot hold a model of type {config.model_type}: its formats are {', '.join(possible)}."
+        )
+    if Forgetting.of(config) != Forgetting():
+        raise ValueError(
+            f"This model forgets (forgetting: {config.forgetting}), which no other layout can hold: export the "
+            "checkpoint that it was made from."
+        )
+    if getattr(config, "attention_layers", None):
+        raise ValueError(
+            f"The layers {config.attention_layers} (attention_layers) of this model are attention, which "
+            f"{format.title} cannot hold: it can only be published as a checkpoint of this package."
+        )
+
+
+def _check_same(format: Format, config: Any, again: Any) -> None:
+    """Refuse a config that a way there and back changes."""
+    ignored = NOT_ARCHITECTURE | {"forgetting", SOURCE_CONFIG}
+    if config.model_type == "stateful_mamba2":
+        ignored |= {"time_step_rank"}  # Mamba-2 has none
+    names = [name for name in type(config)().to_dict() if name not in ignored]
+    different = [
+        f"{name} {getattr(config, name, None)!r} (there {getattr(again, name, None)!r})"
+        for name in names
+        if _plain(getattr(config, name, None)) != _plain(getattr(again, name, None))
+    ]
+    if different:
+        raise ValueError(
+            f"{format.title} cannot hold this model, which differs in {', '.join(different)}: it can be published "
+            "as a checkpoint of this package."
+        )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple | list) else value

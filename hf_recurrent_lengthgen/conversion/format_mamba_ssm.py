@@ -1,0 +1,181 @@
+"""Checkpoints of mamba-ssm's `MambaLMHeadModel`: Mamba-1 and Mamba-2, config.json and pytorch_model.bin.
+
+Their config names the vocabulary before it is padded to a multiple of `pad_vocab_size_multiple`; ours has the rows of
+the weights. Our config.json keeps theirs under "source_config", with the settings that only matter when a model is
+initialized or which kernels run.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from hf_recurrent_lengthgen.conversion.formats import Format, Settings, check_settings, same_names
+from hf_recurrent_lengthgen.conversion.key_maps import Rename
+from hf_recurrent_lengthgen.conversion.tensor_files import Meta
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMambaConfig
+
+NORM_EPSILON = 1e-5  # `create_block` has no setting for it
+
+DEFAULTS: Settings = {  # of `MambaConfig`, for entries that a config.json lacks
+    "d_model": 2560,
+    "d_intermediate": 0,
+    "n_layer": 64,
+    "vocab_size": 50277,
+    "ssm_cfg": {},
+    "attn_layer_idx": [],
+    "attn_cfg": {},
+    "rms_norm": True,
+    "residual_in_fp32": True,
+    "fused_add_norm": True,
+    "pad_vocab_size_multiple": 8,
+    "tie_embeddings": True,
+}
+MAMBA1: Settings = {  # of `Mamba`
+    "d_state": 16,
+    "d_conv": 4,
+    "expand": 2,
+    "dt_rank": "auto",
+    "dt_min": 0.001,
+    "dt_max": 0.1,
+    "dt_init": "random",
+    "dt_scale": 1.0,
+    "dt_init_floor": 1e-4,
+    "conv_bias": True,
+    "bias": False,
+    "use_fast_path": True,
+}
+MAMBA2: Settings = {  # of `Mamba2`
+    "d_state": 128,
+    "d_conv": 4,
+    "conv_init": None,
+    "expand": 2,
+    "headdim": 64,
+    "d_ssm": None,
+    "ngroups": 1,
+    "A_init_range": (1, 16),
+    "D_has_hdim": False,
+    "rmsnorm": True,
+    "norm_before_gate": False,
+    "dt_min": 0.001,
+    "dt_max": 0.1,
+    "dt_init_floor": 1e-4,
+    "dt_limit": (0.0, float("inf")),
+    "bias": False,
+    "conv_bias": True,
+    "chunk_size": 256,
+    "use_mem_eff_path": True,
+}
+SHARED_FIELDS = {
+    "d_state": "state_size",
+    "d_conv": "conv_kernel",
+    "expand": "expand",
+    "bias": "use_bias",
+    "conv_bias": "use_conv_bias",
+    "dt_min": "time_step_min",
+    "dt_max": "time_step_max",
+    "dt_init_floor": "time_step_floor",
+}
+FIELDS = {  # from settings of the layer to fields of our config
+    "Mamba1": SHARED_FIELDS
+    | {"dt_rank": "time_step_rank", "dt_init": "time_step_init_scheme", "dt_scale": "time_step_scale"},
+    "Mamba2": SHARED_FIELDS
+    | {"headdim": "head_dim", "ngroups": "n_groups", "dt_limit": "time_step_limit", "chunk_size": "chunk_size"},
+}
+LAYERS = {"Mamba1": MAMBA1, "Mamba2": MAMBA2}
+WHERE = "This mamba-ssm checkpoint"
+
+
+def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
+    return settings is not None and {"d_model", "n_layer"} <= settings.keys() and "model_type" not in settings
+
+
+def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:
+    given = DEFAULTS | check_settings(settings, DEFAULTS, WHERE)
+    if given["attn_layer_idx"]:
+        raise ValueError(
+            f"{WHERE} has softmax attention in the layers {given['attn_layer_idx']} (attn_layer_idx), which has no "
+            "state of fixed size that could be given or carried: give a checkpoint of Mamba layers only."
+        )
+    for name, needed in (("d_intermediate", 0), ("rms_norm", True)):
+        if given[name] != needed:
+            raise ValueError(
+                f"{WHERE} has {name} {given[name]!r}; layers with an MLP and norms other than RMSNorm cannot be "
+                f"converted, so {name} must be {needed}."
+            )
+    layer_settings = dict(given["ssm_cfg"] or {})
+    layer = layer_settings.pop("layer", "Mamba1")
+    if layer not in LAYERS:
+        raise ValueError(f"{WHERE} has layers of the kind {layer!r}, possible are {', '.join(LAYERS)} (ssm_cfg).")
+    mixer = LAYERS[layer] | check_settings(layer_settings, LAYERS[layer], f"ssm_cfg of {WHERE.lower()}")
+    inner = mixer["expand"] * given["d_model"]
+    needs: Settings = {
+        "d_ssm": (None, inner),
+        "D_has_hdim": (False,),
+        "rmsnorm": (True,),
+        "norm_before_gate": (False,),
+    }
+    for name, possible in needs.items():
+        if name in mixer and mixer[name] not in possible:
+            raise ValueError(f"{WHERE} has {name} {mixer[name]!r} in ssm_cfg, which must be {possible[-1]!r}.")
+    if type(mixer["expand"]) is not int:
+        raise ValueError(f"{WHERE} has expand {mixer['expand']!r} in ssm_cfg, which must be a whole number.")
+    fields: Settings = {ours: mixer[theirs] for theirs, ours in FIELDS[layer].items()}
+    fields |= {
+        "hidden_size": given["d_model"],
+        "num_hidden_layers": given["n_layer"],
+        "vocab_size": _padded(given["vocab_size"], given["pad_vocab_size_multiple"]),
+        "layer_norm_epsilon": NORM_EPSILON,
+        "residual_in_fp32": given["residual_in_fp32"],
+        "tie_word_embeddings": given["tie_embeddings"],
+        # known to the tokenizer only
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if layer == "Mamba1":
+        return StatefulMambaConfig(**fields)
+    return StatefulMamba2Config(**fields, num_heads=inner // mixer["headdim"])
+
+
+def _padded(size: int, multiple: int) -> int:
+    return size + -size % multiple
+
+
+def _from_config(config: Any) -> Settings:
+    layer = "Mamba1" if config.model_type == "stateful_mamba" else "Mamba2"
+    mixer = {theirs: getattr(config, ours) for theirs, ours in FIELDS[layer].items()}
+    mixer = {name: list(value) if isinstance(value, tuple) else value for name, value in mixer.items()}
+    changed = {name: value for name, value in mixer.items() if value != _plain(LAYERS[layer][name])}
+    return DEFAULTS | {
+        "d_model": config.hidden_size,
+        "n_layer": config.num_hidden_layers,
+        "vocab_size": config.vocab_size,
+        "ssm_cfg": {"layer": layer} | changed,
+        "residual_in_fp32": config.residual_in_fp32,
+        # the largest power of 2 that needs no further padding
+        "pad_vocab_size_multiple": config.vocab_size & -config.vocab_size,
+        "tie_embeddings": config.tie_word_embeddings,
+    }
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _renames(config: Any) -> list[Rename]:
+    return same_names(config, {"backbone.embeddings.weight": "backbone.embedding.weight"})
+
+
+MAMBA_SSM = Format(
+    name="mamba-ssm",
+    title="mamba-ssm, the library of the Mamba authors",
+    families=("stateful_mamba", "stateful_mamba2"),
+    container="torch",
+    recognizes=_recognizes,
+    to_config=_to_config,
+    from_config=_from_config,
+    renames=_renames,
+    writes_tied_head=True,
+    tokenizer="EleutherAI/gpt-neox-20b",
+)

@@ -1,0 +1,52 @@
+"""Checkpoints of Transformers' own Mamba, Mamba-2 and FalconMamba: names and config fields are those of ours."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, Format, Settings, same_names
+from hf_recurrent_lengthgen.conversion.tensor_files import Meta
+from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
+
+ARCHITECTURES = {"mamba": "MambaForCausalLM", "mamba2": "Mamba2ForCausalLM", "falcon_mamba": "FalconMambaForCausalLM"}
+OUR_FIELDS = {
+    *("_name_or_path", "attention_head_dim", "attention_kind", "attention_layers", "auto_map", "code_format_version"),
+    *("forgetting", "interventions", "layer_state_sizes", "scan_backend", "training_length", SOURCE_CONFIG),
+}
+"""Fields of our config that the stock classes lack; their neutral values are checked by the way there and back."""
+
+
+def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
+    return settings is not None and settings.get("model_type") in ARCHITECTURES
+
+
+def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:
+    assert settings is not None
+    config_class = STATEFUL_CLASSES[settings["model_type"]].config_class
+    kept = {name: value for name, value in settings.items() if name not in ("architectures", "auto_map")}
+    config: PreTrainedConfig = config_class.from_dict(kept)
+    return config
+
+
+def _from_config(config: Any) -> Settings:
+    model_type = config.model_type.removeprefix("stateful_")
+    if getattr(config, "mixer_rms_eps", None) is not None:
+        model_type = "falcon_mamba"
+    settings = {name: value for name, value in config.to_dict().items() if name not in OUR_FIELDS}
+    if model_type == "mamba":
+        settings.pop("mixer_rms_eps", None)
+    return settings | {"model_type": model_type, "architectures": [ARCHITECTURES[model_type]]}
+
+
+TRANSFORMERS = Format(
+    name="transformers",
+    title="the Mamba, Mamba-2 and FalconMamba of Transformers",
+    families=("stateful_mamba", "stateful_mamba2"),
+    container="safetensors",
+    recognizes=_recognizes,
+    to_config=_to_config,
+    from_config=_from_config,
+    renames=same_names,
+    keeps_config=False,
+)

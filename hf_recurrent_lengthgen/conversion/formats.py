@@ -1,0 +1,95 @@
+"""Layouts of checkpoints: how each is recognized, and how its config and names become ours and back."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.initialization import no_init_weights
+
+from hf_recurrent_lengthgen.conversion.key_maps import Rename
+from hf_recurrent_lengthgen.conversion.tensor_files import Meta
+from hf_recurrent_lengthgen.models import CAUSAL_LM_CLASSES
+
+MODEL_CLASSES: dict[str, Any] = {cls.config_class.model_type: cls for cls in CAUSAL_LM_CLASSES}
+"""Our language models by model type."""
+
+SOURCE_CONFIG = "source_config"
+"""Entry of our config.json: the format and the config that a checkpoint was converted from, for the way back."""
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Format:
+    """One layout.
+
+    Args:
+        name: For `--format`: "mamba-ssm".
+        title: For people.
+        families: Our model types that it can hold.
+        container: The kind of files that its own library reads.
+        recognizes: From its config.json (None without one) and the names, shapes and dtypes of the weights.
+        to_config: From the same, our config. ValueError for what we cannot represent, by name.
+        from_config: From our config, its config.json; None for layouts without one. ValueError for what it cannot
+            represent. `exported_config` is to be called instead.
+        renames: From our config, the map of all our tensors; "{layer}" for each layer is allowed.
+        tied_head: Name of its output head, which with tied embeddings may be missing.
+        writes_tied_head: Whether its library wants the head in the file all the same.
+        keeps_config: Whether our config.json keeps its config, as our config cannot express all entries of it.
+        weights_file: Name in an exported folder, for `container` "torch".
+        tokenizer: The tokenizer of its official checkpoints, where those carry none; empty otherwise.
+    """
+
+    name: str
+    title: str
+    families: tuple[str, ...]
+    container: Literal["safetensors", "torch"]
+    recognizes: Callable[[Settings | None, Mapping[str, Meta]], bool]
+    to_config: Callable[[Settings | None, Mapping[str, Meta]], PreTrainedConfig]
+    from_config: Callable[[Any], Settings | None]
+    renames: Callable[[Any], Sequence[Rename]]
+    tied_head: str = "lm_head.weight"
+    writes_tied_head: bool = False
+    keeps_config: bool = True
+    weights_file: str = "pytorch_model.bin"
+    tokenizer: str = ""
+
+
+def blank_model(config: PreTrainedConfig) -> Any:
+    """Our model of a config on the meta device, without values."""
+    with torch.device("meta"), no_init_weights():
+        return MODEL_CLASSES[config.model_type](config)
+
+
+def expected_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors in a checkpoint of ours by name, in order; a tied head is not in there."""
+    model = blank_model(config)
+    tied = model._tied_weights_keys if config.tie_word_embeddings else {}
+    return {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in tied}
+
+
+def tied_names(config: PreTrainedConfig) -> tuple[str, str] | None:
+    """Our names of head and embeddings if they are one; None if not."""
+    tied: dict[str, str] = MODEL_CLASSES[config.model_type]._tied_weights_keys or {}
+    return next(iter(tied.items())) if config.tie_word_embeddings and tied else None
+
+
+def same_names(config: PreTrainedConfig, others: Mapping[str, str] | None = None) -> list[Rename]:
+    """A map of all our tensors to equal names, but for `others`, from ours to theirs."""
+    return [Rename((others or {}).get(name, name), name) for name in expected_shapes(config)]
+
+
+def check_settings(settings: Settings | None, known: Iterable[str], where: str) -> Settings:
+    """The settings, all of them known.
+
+    Raises:
+        ValueError: naming those that are not.
+    """
+    if settings is None:
+        raise ValueError(f"{where} needs a config.json beside the weights.")
+    if unknown := sorted(settings.keys() - set(known)):
+        told = ", ".join(f"{name} ({settings[name]!r})" for name in unknown)
+        raise ValueError(f"{where} has the settings {told}, which this version cannot convert.")
+    return settings

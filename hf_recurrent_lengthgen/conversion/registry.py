@@ -1,0 +1,45 @@
+"""All formats, and which of them a checkpoint has."""
+
+from collections.abc import Mapping
+
+from hf_recurrent_lengthgen.conversion.format_mamba_ssm import MAMBA_SSM
+from hf_recurrent_lengthgen.conversion.format_transformers import TRANSFORMERS
+from hf_recurrent_lengthgen.conversion.formats import MODEL_CLASSES, Format, Settings
+from hf_recurrent_lengthgen.conversion.tensor_files import Meta
+
+FORMATS: dict[str, Format] = {format.name: format for format in (MAMBA_SSM, TRANSFORMERS)}
+"""In the order of detection."""
+
+
+def detect(settings: Settings | None, metas: Mapping[str, Meta], where: str) -> Format:
+    """The format of a checkpoint.
+
+    Raises:
+        ValueError: for ours, and where none is recognized.
+    """
+    model_type = (settings or {}).get("model_type")
+    if model_type in MODEL_CLASSES:
+        raise ValueError(
+            f"{where} is a checkpoint of this package already: load it as it is, or `lengthgen export` it."
+        )
+    for format in FORMATS.values():
+        if format.recognizes(settings, metas):
+            return format
+    kind = (
+        "no config.json"
+        if settings is None
+        else f"the model type {model_type!r} and {', '.join(sorted(settings)[:8])}"
+    )
+    formats = "; ".join(f"{format.name} ({format.title})" for format in FORMATS.values())
+    raise ValueError(f"{where} has {kind}, which is none of the layouts known here: {formats}.")
+
+
+def named_format(name: str) -> Format:
+    """The format of that name.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if name not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {name!r}.")
+    return FORMATS[name]

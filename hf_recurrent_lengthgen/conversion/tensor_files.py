@@ -1,0 +1,227 @@
+"""The weights of a checkpoint, read tensor by tensor, whatever files hold them.
+
+`TensorFiles` maps its files into memory and keeps one of them open at a time, so that reading all tensors needs the
+memory of one file and one tensor. `tensor_writing.py` is the other direction.
+"""
+
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hf_recurrent_lengthgen.conversion.dtypes import DTYPES
+from hf_recurrent_lengthgen.conversion.json_files import AGAIN, read_json_object
+
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+"""Names in a folder, in the order in which Transformers looks for them; a single .pth file comes last."""
+
+
+class Meta(NamedTuple):
+    """Shape and dtype of a tensor that is not read yet."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal in shape, dtype and bytes: also NaN, and the sign of zero."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+
+
+class _Open(Protocol):
+    """One open file."""
+
+    metas: dict[str, Meta]
+
+    def tensor(self, name: str) -> Tensor: ...
+
+
+class TensorFiles:
+    """Weights of a checkpoint: one or several .safetensors, .bin or .pth files.
+
+    Args:
+        source: Checkpoint folder, or one file.
+
+    Attributes:
+        container: "safetensors", or "torch" for pickles of `torch.save`, which are read with `weights_only=True`.
+        paths: The weight files.
+        index: The index that lists them; None for a single file.
+
+    Raises:
+        ValueError: if there are no weights, and for files that are damaged, contradict their index, lie outside the
+            folder, or hold anything but tensors by name.
+    """
+
+    def __init__(self, source: str | os.PathLike[str]) -> None:
+        path, self.index = _weight_file(Path(source)), None
+        if path.name.endswith(".index.json"):
+            self.index = path
+        self.container: Literal["safetensors", "torch"] = "safetensors" if ".safetensors" in path.name else "torch"
+        named = {} if self.index is None else _read_index(self.index)
+        self.paths = tuple(sorted({path.parent / name for name in named.values()})) if self.index else (path,)
+        if missing := [file.name for file in self.paths if not file.is_file()]:
+            raise ValueError(f"{path} names files that are not there: {', '.join(missing)}. {AGAIN.capitalize()}.")
+        self._files: dict[str, Path] = {}
+        self._metas: dict[str, Meta] = {}
+        self._opened: tuple[Path, _Open] | None = None
+        for file in self.paths:
+            metas = self._open(file).metas
+            if twice := sorted(self._metas.keys() & metas.keys()):
+                raise ValueError(f"{file} and files before it both hold {', '.join(twice)}: {AGAIN}.")
+            self._metas |= metas
+            self._files |= dict.fromkeys(metas, file)
+        if self.index is not None:
+            _check_index(self.index, named, {name: file.name for name, file in self._files.items()})
+        self.close()
+
+    def keys(self) -> list[str]:
+        """Names of all tensors, in the order of the files."""
+        return list(self._metas)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._metas
+
+    @property
+    def metas(self) -> Mapping[str, Meta]:
+        """Shape and dtype of each tensor."""
+        return self._metas
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor."""
+        return self._metas[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of one tensor."""
+        return self._metas[name].dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, on the CPU: a view of the mapped file where that can be mapped, so do not write into it."""
+        return self._open(self._files[name]).tensor(name)
+
+    def close(self) -> None:
+        """Unmap what is open; reading opens it again."""
+        self._opened = None
+
+    def _open(self, path: Path) -> _Open:
+        if self._opened is None or self._opened[0] != path:
+            self._opened = None  # unmapped before the next file is mapped
+            self._opened = (path, (_Safetensors if self.container == "safetensors" else _Pickled)(path))
+        return self._opened[1]
+
+
+def _weight_file(source: Path) -> Path:
+    """The file to begin with: an index, or the only file."""
+    if source.is_file():
+        if not source.name.endswith((".safetensors", ".bin", ".pth", ".pt", ".index.json")):
+            raise ValueError(f"{source} is no weight file: give a folder, or a .safetensors, .bin, .pth or .pt file.")
+        return source
+    if not source.is_dir():
+        raise ValueError(f"{source} is not there: give a checkpoint folder, or one weight file.")
+    for name in WEIGHT_FILES:
+        if (source / name).is_file():
+            return source / name
+    single = sorted(source.glob("*.pth"))
+    if len(single) > 1:
+        raise ValueError(
+            f"{source} holds several .pth files ({', '.join(path.name for path in single)}): give the path of one."
+        )
+    if not single:
+        raise ValueError(f"{source} holds no weights: there is none of {', '.join(WEIGHT_FILES)}, *.pth.")
+    return single[0]
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """From tensor to file name; nothing outside the folder, nothing of another kind."""
+    named = read_json_object(path).get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise ValueError(f"{path} must hold a weight_map from tensors to files: {AGAIN}.")
+    suffix = Path(path.name.removesuffix(".index.json")).suffix
+    plain = all(
+        isinstance(name, str) and name.endswith(suffix) and not name.startswith(".") and not set(name) & set("/\\:\0")
+        for name in named.values()
+    )
+    if not plain:
+        bad = sorted({repr(name) for name in named.values()})
+        raise ValueError(
+            f"{path} must name *{suffix} files in its own folder, got {', '.join(bad[:5])}: do not use it."
+        )
+    return named
+
+
+def _check_index(path: Path, named: Mapping[str, str], found: Mapping[str, str]) -> None:
+    problems = {
+        "in the index, in no file": sorted(named.keys() - found.keys()),
+        "in a file, not in the index": sorted(found.keys() - named.keys()),
+        "in another file than the index says": sorted(
+            name for name in named.keys() & found.keys() if named[name] != found[name]
+        ),
+    }
+    if any(problems.values()):
+        told = "; ".join(f"{what}: {', '.join(names)}" for what, names in problems.items() if names)
+        raise ValueError(f"{path} does not fit its files, {told}. {AGAIN.capitalize()}.")
+
+
+class _Safetensors:
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = safe_open(path, framework="pt")
+            self.metas = {}
+            for name in self._file.keys():
+                part = self._file.get_slice(name)
+                if part.get_dtype() not in DTYPES:
+                    raise ValueError(
+                        f"{path} holds {name} as {part.get_dtype()}, which is none of {', '.join(DTYPES)}."
+                    )
+                self.metas[name] = Meta(tuple(part.get_shape()), DTYPES[part.get_dtype()])
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged ({error}): {AGAIN}.") from error
+
+    def tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+
+class _Pickled:
+    def __init__(self, path: Path) -> None:
+        with open(path, "rb") as file:
+            mappable = file.read(4) == b"PK\x03\x04"
+        try:
+            # An older file than torch 1.6, no zip archive, cannot be mapped: it is read as a whole.
+            value = torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
+        except pickle.UnpicklingError as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"{path} is damaged, or would run code when it is opened, so it was not ({reason}): do not use it, or "
+                "convert its weights to safetensors where you trust it."
+            ) from error
+        except (RuntimeError, EOFError, KeyError, ValueError, AttributeError, TypeError, IndexError) as error:
+            raise ValueError(f"{path} is damaged ({str(error).partition(chr(10))[0]}): {AGAIN}.") from error
+        if not isinstance(value, dict):
+            raise ValueError(f"{path} must hold tensors by name, got {type(value).__name__}.")
+        for name, part in value.items():
+            plain = isinstance(part, Tensor) and part.layout == torch.strided and part.device.type == "cpu"
+            if not isinstance(name, str) or not plain or part.dtype not in DTYPES.values():
+                raise ValueError(f"{path} must hold tensors by name, but {name!r} is {_described(part)}.")
+        self._tensors: dict[str, Tensor] = value
+        self.metas = {name: Meta(tuple(part.shape), part.dtype) for name, part in value.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensors[name].detach()
+
+
+def _described(part: Any) -> str:
+    if isinstance(part, Tensor):
+        return f"a {str(part.layout).removeprefix('torch.')} tensor of {part.dtype} on {part.device}"
+    return f"a {type(part).__name__}"

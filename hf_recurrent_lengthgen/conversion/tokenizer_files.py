@@ -1,0 +1,87 @@
+"""Tokenizers of converted checkpoints: their files are copied, no code of theirs runs."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import get_relative_import_files
+
+from hf_recurrent_lengthgen.conversion.json_files import read_json_object
+from hf_recurrent_lengthgen.conversion.sources import TOKENIZER_FILES
+
+
+def copy_tokenizer(source: Path, target: Path) -> list[str]:
+    """Copy what a folder holds of a tokenizer, with the code that its config names.
+
+    Returns:
+        Names of the files; empty if it holds none.
+
+    Raises:
+        ValueError: for code that is missing, or has the name of a file that is in the target.
+    """
+    names = tokenizer_files(source)
+    if there := [name for name in names if (target / name).exists()]:
+        raise ValueError(f"The tokenizer in {source} has files of the names {', '.join(there)}, which the model has.")
+    for name in names:
+        (target / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / name, target / name)
+    return names
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """Names of the files in a folder that belong to a tokenizer, its code included; empty if it holds none.
+
+    Raises:
+        ValueError: for code that its config names and that is missing.
+    """
+    found = [path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()]
+    names = sorted({path.relative_to(folder).as_posix() for path in found})
+    if not any(name.startswith(("tokenizer", "vocab", "spiece", "rwkv_vocab")) for name in names):
+        return []
+    return names + _code(folder)
+
+
+def _code(source: Path) -> list[str]:
+    """Names of the Python files of a tokenizer."""
+    path = source / "tokenizer_config.json"
+    auto_map = read_json_object(path).get("auto_map") if path.is_file() else None
+    modules = {entry.rpartition("--")[2].partition(".")[0] for entry in _texts(auto_map) if "--" not in entry}
+    files = [source / f"{module}.py" for module in sorted(modules)]
+    for module, file in zip(sorted(modules), files, strict=True):
+        if not module.isidentifier() or not file.is_file():
+            raise ValueError(f"The tokenizer in {source} needs the code {file.name}, which is not there.")
+    needed = {Path(other).name for file in files for other in get_relative_import_files(file)}
+    return sorted({file.name for file in files} | needed)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _texts(part)
+
+
+def checked_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in a folder; None for one of remote code, which does not run here.
+
+    Raises:
+        ValueError: if it cannot be loaded, or has ids beyond the vocabulary of the model.
+    """
+    config = folder / "tokenizer_config.json"
+    if config.is_file() and read_json_object(config).get("auto_map"):
+        return None
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(f"The tokenizer cannot be loaded ({error}).") from error
+    if (largest := max(tokenizer.get_vocab().values(), default=-1)) >= vocab_size:
+        raise ValueError(
+            f"The tokenizer has ids up to {largest}, but the model only {vocab_size} embeddings: it is that of "
+            "another model."
+        )
+    return tokenizer
