@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hf_recurrent_lengthgen.records import VERIFICATION_FILE, Check, Verification
 from hf_recurrent_lengthgen.verification import verify_checkpoint
 from hf_recurrent_lengthgen.verification.comparing import TOLERANCE
+from hf_recurrent_lengthgen.verification.upstream import KERNEL_TOLERANCE
 from hf_recurrent_lengthgen.verification.verify import DEFAULT_LENGTH
 
 DESCRIPTION = f"""\
@@ -23,10 +24,10 @@ must fit, and nothing may be NaN. With a source, its weights must be those of th
 implementation must give the same: mamba-ssm on a GPU (--device cuda), Transformers for Mamba and Mamba-2, fla on a
 GPU; where none of them is at hand, our own scan in float64 with the weights read from the source.
 
-A difference of {TOLERANCE:g} is allowed, relative to the largest value where that is above 1. Needs memory for the weights
-at 4 bytes per parameter (twice that with a source) and for rows x length x vocabulary x 12 bytes of logits. Hybrids
-of Transformers, and exports, are loaded by Transformers' own class in the new process. Adapters (PEFT) are to be
-merged first.
+A difference of {TOLERANCE:g} is allowed, relative to the largest value where that is above 1; for the logits of
+mamba-ssm's and fla's kernels {KERNEL_TOLERANCE:g}. Needs memory for the weights, one model at a time, at 4 bytes per
+parameter (8 for our own scan), and for rows x length x vocabulary x 12 bytes of logits. Hybrids of Transformers, and
+exports, are loaded by Transformers' own class in the new process. Adapters (PEFT) are to be merged first.
 """
 _WORDS = {True: "ok", False: "FAILED"}
 

@@ -1,10 +1,30 @@
-"""What a checkpoint was converted from, and what its upstream implementation gives."""
+"""What a checkpoint was converted from: its config and weights must be those of the checkpoint, and so its outputs.
 
+The weights are read from the source again, and given to the upstream implementation, or where that is not here to a
+new model of ours.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
+
+from hf_recurrent_lengthgen.conversion.convert import our_entries, read_settings
+from hf_recurrent_lengthgen.conversion.exported_configs import NOT_ARCHITECTURE
+from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, Format, Settings
+from hf_recurrent_lengthgen.conversion.registry import detect
+from hf_recurrent_lengthgen.conversion.sources import TOKENIZER_FILES, Source, locate
+from hf_recurrent_lengthgen.conversion.tensor_files import TensorFiles
+from hf_recurrent_lengthgen.conversion.tensor_writing import Entry
+from hf_recurrent_lengthgen.loading import quiet_transformers
+from hf_recurrent_lengthgen.records import Check
+from hf_recurrent_lengthgen.verification.comparing import Reading, compare_readings, count
+from hf_recurrent_lengthgen.verification.upstream import upstream_of
 
 
 class Sizes(NamedTuple):
@@ -15,6 +35,115 @@ class Sizes(NamedTuple):
     device: str
 
 
-def open_source(source: str, folder: Path) -> Any:
-    """Open a source to compare with."""
-    raise ValueError(f"{source} cannot be compared with yet: verify the checkpoint alone.")
+@dataclass(frozen=True)
+class OpenedSource:
+    """A source whose weights fit its config.
+
+    Args:
+        located: Where it is.
+        layout: Its format.
+        settings: Its config.json.
+        config: What our config of it is.
+        files: Its weights.
+        entries: Our weights, as they are made of its own.
+        checkpoint: The folder to compare with.
+        our_config: The config in that.
+    """
+
+    located: Source
+    layout: Format
+    settings: Settings | None
+    config: Any
+    files: TensorFiles
+    entries: Sequence[Entry]
+    checkpoint: Path
+    our_config: Any
+
+    def checks(self, sizes: Sizes, ours: Reading) -> list[Check]:
+        """Config, weights, tokenizer, and what the source's weights give upstream."""
+        checks = [self._config_check(), self._weights_check(), *self._tokenizer_checks()]
+        return checks + self._reading_checks(sizes, ours)
+
+    def _config_check(self) -> Check:
+        names = different_fields(self.config, self.our_config)
+        what = f"config: {', '.join(names)}" if names else "entries of the config that differ"
+        return count(what, f"the config of {self.located.name}", 0, len(names))
+
+    def _weights_check(self) -> Check:
+        """Equal bit for bit, in the dtype of the checkpoint."""
+        ours = TensorFiles(self.checkpoint)
+        unequal = len(ours.metas.keys() - {entry.name for entry in self.entries})
+        for entry in self.entries:
+            tensor = ours.tensor(entry.name) if entry.name in ours else None
+            unequal += tensor is None or not same_bits(tensor, entry.read().to(tensor.dtype))
+        return count("weights that differ in any bit", f"the weight files of {self.located.name}", 0, unequal)
+
+    def _tokenizer_checks(self) -> list[Check]:
+        """The files of the source's tokenizer are in the checkpoint, unless it was given another one."""
+        given = tokenizer_files(self.located.folder)
+        if not given:
+            return []
+        missing = 0 if tokenizer_files(self.checkpoint) else len(given)
+        return [count("tokenizer files that are missing", f"the tokenizer of {self.located.name}", 0, missing)]
+
+    def _reading_checks(self, sizes: Sizes, ours: Reading) -> list[Check]:
+        upstream = upstream_of(self.layout, self.config, self.settings, sizes.device)
+        dtype = upstream.dtype or sizes.dtype
+        weights = {entry.name: entry.read().to(dtype) for entry in self.entries}
+        against = f"{upstream.name}, weights of {self.located.name}"
+        with quiet_transformers():  # it says that it has no kernels
+            theirs = upstream.read(weights, sizes.tokens)
+        return compare_readings(against, ours, theirs, upstream.tolerance)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal, NaN and the sign of zero included."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+
+
+def different_fields(source: Any, checkpoint: Any) -> list[str]:
+    """Entries of two configs of ours that predictions depend on and that differ."""
+    ignored = NOT_ARCHITECTURE | {SOURCE_CONFIG}
+    if checkpoint.model_type == "stateful_mamba2":
+        ignored |= {"time_step_rank"}  # Mamba-2 has none
+    one, other = ({name: plain(value) for name, value in config.to_dict().items()} for config in (source, checkpoint))
+    return sorted(name for name in (one.keys() | other.keys()) - ignored if one.get(name) != other.get(name))
+
+
+def plain(value: Any) -> Any:
+    """Lists for tuples, as a file has them."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """Names of the files in a folder that belong to a tokenizer."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    return [name for name in names if any(fnmatch(name, pattern) for pattern in TOKENIZER_FILES)]
+
+
+def open_source(source: str, folder: Path) -> OpenedSource:
+    """Find a source, on the Hub if need be, and read its config and the names of its weights.
+
+    Args:
+        source: Folder, .pth file or name on the Hub.
+        folder: The checkpoint that was made of it.
+
+    Raises:
+        ValueError: for a source that cannot be converted, as `convert_checkpoint`, and one of another family than the
+            checkpoint.
+    """
+    located = locate(source)
+    settings = read_settings(located)
+    files = TensorFiles(located.path)
+    layout = detect(settings, files.metas, source)
+    config = layout.to_config(settings, files.metas)
+    our_config = AutoConfig.from_pretrained(folder)
+    if our_config.model_type != config.model_type:
+        raise ValueError(
+            f"{source} is converted to a checkpoint of type {config.model_type}, and {folder} is of type "
+            f"{our_config.model_type}: give the source that it was converted from, before it."
+        )
+    entries = our_entries(layout, config, files, source)
+    return OpenedSource(located, layout, settings, config, files, entries, folder, our_config)

@@ -32,8 +32,7 @@ def read(model: Any, tokens: torch.Tensor, lengths: list[int], carry: bool) -> d
     """
     state, logits = None, []
     for piece in tokens.to(next(model.parameters()).device).split(lengths, dim=1):
-        options = {"initial_state": state} if state is not None else {}
-        output = model(input_ids=piece, **options)
+        output = model(input_ids=piece, initial_state=state) if carry else model(input_ids=piece)
         logits.append(output.logits.cpu())
         state = output.final_state if carry else None
     parts = {f"state.{i}.{j}": part.cpu() for i, layer in enumerate(state or ()) for j, part in enumerate(layer)}
@@ -67,10 +66,15 @@ def answer(request: dict[str, Any], tokens: torch.Tensor) -> tuple[dict[str, Any
     config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=True)
     if hasattr(config, "scan_backend"):
         config.scan_backend = "torch"
-    options = {"config": config, "dtype": getattr(torch, request["dtype"]), "ignore_mismatched_sizes": True}
-    model, found = AutoModelForCausalLM.from_pretrained(
-        checkpoint, trust_remote_code=True, output_loading_info=True, **options
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        checkpoint,
+        config=config,
+        dtype=getattr(torch, request["dtype"]),
+        trust_remote_code=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
     )
+    model, found = loaded
     model = model.eval().to(request["device"])
     carry = "initial_state" in inspect.signature(model.forward).parameters
     in_pieces = carry and not getattr(model, "stateless_layers", [])
@@ -82,7 +86,7 @@ def answer(request: dict[str, Any], tokens: torch.Tensor) -> tuple[dict[str, Any
         **{name: sorted(map(str, found[f"{name}_keys"])) for name in ("missing", "unexpected", "mismatched")},
     }
     readings = {"at once": [tokens.shape[1]], **({"in pieces": request["pieces"]} if in_pieces else {})}
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for name, lengths in readings.items():
             tensors |= {f"{name}/{key}": value for key, value in read(model, tokens, lengths, carry).items()}
@@ -90,7 +94,7 @@ def answer(request: dict[str, Any], tokens: torch.Tensor) -> tuple[dict[str, Any
 
 
 def main(folder: Path) -> None:
-    sys.meta_path.insert(0, Hidden())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, Hidden())
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     exact_arithmetic()
     facts, tensors = answer(request, load_file(folder / "tokens.safetensors")["tokens"])

@@ -30,12 +30,8 @@ from hf_recurrent_lengthgen.verification.comparing import (
     not_finite,
     states,
 )
-from hf_recurrent_lengthgen.verification.sources import Sizes, open_source
+from hf_recurrent_lengthgen.verification.sources import Sizes, open_source, tokenizer_files
 
-TOKENIZER_FILES = (
-    *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "spiece.model", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "rwkv_vocab_v20230424.txt"),
-)
 PROBE = "The state of a recurrent model is a value.\n\tdef f(x): return x ** 2  # été, 状態, 🙂\n"
 """A text for tokenizers: words, code, white space, letters of several scripts."""
 DEFAULT_LENGTH = 600
@@ -175,10 +171,6 @@ def pieces_of(length: int) -> list[int]:
     return [*pieces, left]
 
 
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in TOKENIZER_FILES)
-
-
 def _ask_stranger(folder: Path, sizes: Sizes) -> Stranger:
     """Load and read the checkpoint in a new process that cannot import this package.
 
@@ -192,7 +184,7 @@ def _ask_stranger(folder: Path, sizes: Sizes) -> Stranger:
             "dtype": str(sizes.dtype).removeprefix("torch."),
             "device": sizes.device,
             "pieces": pieces_of(sizes.tokens.shape[1]),
-            "tokenizer": _has_tokenizer(folder),
+            "tokenizer": bool(tokenizer_files(folder)),
             "probe": PROBE,
         }
         (place / "request.json").write_text(json.dumps(request), encoding="utf-8")
@@ -219,7 +211,7 @@ def _ask_stranger(folder: Path, sizes: Sizes) -> Stranger:
     if problems:
         raise ValueError(f"The weights in {folder} do not fit its config.json, {problems}.")
     names = dict.fromkeys(name.partition("/")[0] for name in tensors)
-    split = {
+    split: dict[str, Reading] = {
         name: {key.partition("/")[2]: value for key, value in tensors.items() if key.startswith(f"{name}/")}
         for name in names
     }
@@ -256,6 +248,7 @@ def _own_checks(folder: Path, sizes: Sizes, found: Stranger, trust_remote_code: 
 def _installed_model(folder: Path, sizes: Sizes, trust_remote_code: bool) -> Any:
     """As `load_model`, with the torch scan also where the config asks for kernels."""
     settings, _ = PreTrainedConfig.get_config_dict(folder)
+    model: Any
     with quiet_transformers():
         if settings["model_type"] in {cls.config_class.model_type for cls in CAUSAL_LM_CLASSES}:
             config = AutoConfig.from_pretrained(folder, scan_backend="torch")
@@ -264,7 +257,8 @@ def _installed_model(folder: Path, sizes: Sizes, trust_remote_code: bool) -> Any
             model = load_model(str(folder), trust_remote_code, sizes.dtype)
     if hasattr(model.config, "scan_backend"):
         model.config.scan_backend = "torch"
-    return model.to(sizes.device)
+    model.to(sizes.device)
+    return model
 
 
 def _read(reader: Reader, tokens: Tensor, lengths: list[int]) -> Reading:
@@ -284,7 +278,7 @@ def _tokenizer_checks(folder: Path, found: Stranger, vocabulary: int) -> list[Ch
     if not facts["real"] or not facts["ids"]:
         raise ValueError(
             f"The tokenizer in {folder} knows no tokens where hf_recurrent_lengthgen is not installed: a file of it "
-            f"is missing. It has {', '.join(name for name in TOKENIZER_FILES if (folder / name).is_file())}."
+            f"is missing. It has {', '.join(tokenizer_files(folder))}."
         )
     beyond = max(0, facts["largest_id"] + 1 - vocabulary)
     return [count("token ids beyond the vocabulary", "vocab_size of config.json", len(facts["ids"]), beyond)]
