@@ -19,7 +19,7 @@ NOT_ARCHITECTURE = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
     # of implementations that give the same
     *("attn_mode", "chunk_size", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_swiglu"),
-    *("max_position_embeddings", "use_associative_scan", "use_mambapy"),
+    *("max_position_embeddings", "rescale_every", "use_associative_scan", "use_mambapy"),
 }
 """Entries of our config that change no prediction."""
 
@@ -43,7 +43,10 @@ def uniform(config: Any) -> Any:
                 f"{each} differs between the layers ({list(sizes)}), which no other layout can hold: it can only be "
                 "published as a checkpoint of this package."
             )
-        setattr(config, common, sizes[0])
+        if config.model_type == "stateful_rwkv5":
+            config.head_size = config.inner_size // sizes[0]
+        else:
+            setattr(config, common, sizes[0])
         setattr(config, each, None)
     return config
 
@@ -66,8 +69,17 @@ def exported_config(format: Format, config: Any, metas: Mapping[str, Meta]) -> S
         before = format.from_config(format.to_config(kept["config"], metas)) or {}
         changed = {name: value for name, value in plain.items() if name not in before or before[name] != value}
         plain = {**kept["config"], **changed}
+    if plain is not None and "model_type" in plain:
+        _set_dtype(plain, config, named="dtype" in plain or "torch_dtype" in plain or not kept)
     _check_same(format, uniform(config), format.to_config(plain, metas))
     return plain
+
+
+def _set_dtype(settings: Settings, config: Any, named: bool) -> None:
+    """Name the dtype of the weights, under the name that the source had; a config that named none stays as it is."""
+    name = "torch_dtype" if "torch_dtype" in settings else "dtype"
+    if named and config.dtype is not None:
+        settings[name] = str(config.dtype).removeprefix("torch.")
 
 
 def check_exportable(format: Format, config: Any) -> None:
@@ -86,6 +98,7 @@ def check_exportable(format: Format, config: Any) -> None:
             f"This model forgets (forgetting: {config.forgetting}), which no other layout can hold: export the "
             "checkpoint that it was made from."
         )
+    uniform(config)
     if getattr(config, "attention_layers", None):
         raise ValueError(
             f"The layers {config.attention_layers} (attention_layers) of this model are attention, which "
@@ -95,7 +108,7 @@ def check_exportable(format: Format, config: Any) -> None:
 
 def _check_same(format: Format, config: Any, again: Any) -> None:
     """Refuse a config that a way there and back changes."""
-    ignored = NOT_ARCHITECTURE | {"forgetting", SOURCE_CONFIG}
+    ignored = NOT_ARCHITECTURE | {"forgetting", SOURCE_CONFIG, *format.from_shapes}
     if config.model_type == "stateful_mamba2":
         ignored |= {"time_step_rank"}  # Mamba-2 has none
     names = [name for name in type(config)().to_dict() if name not in ignored]

@@ -33,7 +33,7 @@ def _from_config(config: Any) -> Settings:
     model_type = config.model_type.removeprefix("stateful_")
     if getattr(config, "mixer_rms_eps", None) is not None:
         model_type = "falcon_mamba"
-    settings = {name: value for name, value in config.to_dict().items() if name not in OUR_FIELDS}
+    settings = {name: value for name, value in config.to_diff_dict().items() if name not in OUR_FIELDS}
     if model_type == "mamba":
         settings.pop("mixer_rms_eps", None)
     return settings | {"model_type": model_type, "architectures": [ARCHITECTURES[model_type]]}
