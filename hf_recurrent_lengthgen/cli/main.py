@@ -9,10 +9,13 @@ from safetensors import SafetensorError
 
 from hf_recurrent_lengthgen.cli import (
     accuracy,
+    card,
+    convert,
     demo,
     diagnose,
     evaluate,
     expand,
+    export,
     forget,
     harness,
     maps,
@@ -34,7 +37,10 @@ COMMANDS = {
     "maps": maps,
     "retrieve": retrieve,
     "harness": harness,
+    "convert": convert,
+    "export": export,
     "verify": verify,
+    "card": card,
 }
 DESCRIPTION = """\
 Recurrent language models that keep working far beyond the length they were trained on.
@@ -49,7 +55,10 @@ Recurrent language models that keep working far beyond the length they were trai
   lengthgen maps       show what the layers of a checkpoint look at
   lengthgen retrieve   measure whether checkpoints find what stands far back in a text
   lengthgen harness    run the tasks of lm-evaluation-harness, and groups of them from the papers
+  lengthgen convert    make a checkpoint of mamba-ssm, fla, RWKV or Transformers one that takes states
+  lengthgen export     write a checkpoint in the layout of another library
   lengthgen verify     check a checkpoint: without this package, in pieces, against its source
+  lengthgen card       write the model card of a checkpoint, from its records and results
 
 lengthgen COMMAND --help lists the options of a command. A first session:
 

@@ -1,0 +1,309 @@
+"""Model cards: built of what a folder and result files say, checked, and written beside the weights."""
+
+import hashlib
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from hf_recurrent_lengthgen.cards.facts import Checkpoint, Evidence, read_checkpoint, read_evidence
+from hf_recurrent_lengthgen.cards.markdown import escape
+from hf_recurrent_lengthgen.cards.metadata import PACKAGE, card_data
+from hf_recurrent_lengthgen.cards.results_section import (
+    FIGURES,
+    RESULTS,
+    commands_section,
+    comparison_section,
+    figures,
+    position_wise_image,
+    result_files,
+    retrieval_section,
+    verdict,
+)
+from hf_recurrent_lengthgen.cards.sections import (
+    citation_section,
+    limits_section,
+    making_section,
+    summary,
+    use_section,
+)
+from hf_recurrent_lengthgen.evaluation.files import write_result
+from hf_recurrent_lengthgen.plotting.images import save_png
+
+README = "README.md"
+_MARK = re.compile(r"\n<!-- lengthgen card, SHA-256 of the text above: ([0-9a-f]{64}) -->\n*\Z")
+_OURS = re.compile(r"(position_wise|context_harm|retrieval)(-\d+)?\.png|(comparison|diagnosis|retrieval)(-\d+)?\.json")
+Paths = Sequence[str | os.PathLike[str]]
+
+
+@dataclass(frozen=True)
+class CardSettings:
+    """What no file says.
+
+    Attributes:
+        repo_id: Name on the Hub, owner/name; None if it is not there yet.
+        license: Identifier of the Hub; None for that of the source.
+        language: Of the training text, as the Hub names it: "en", "code".
+        datasets: Names on the Hub of the training data.
+        authors: Who made it.
+    """
+
+    repo_id: str | None = None
+    license: str | None = None
+    language: tuple[str, ...] = ()
+    datasets: tuple[str, ...] = ()
+    authors: tuple[str, ...] = ()
+
+
+class WrittenCard(NamedTuple):
+    """Path of a card, and what it lacks."""
+
+    path: Path
+    missing: list[str]
+
+
+def build_card(
+    folder: str | os.PathLike[str],
+    results: Paths = (),
+    repo_id: str | None = None,
+    *,
+    license: str | None = None,
+    language: Sequence[str] = (),
+    datasets: Sequence[str] = (),
+    authors: Sequence[str] = (),
+) -> ModelCard:
+    """The card of a checkpoint. Its pictures and copies of results are written by `write_card`.
+
+    Args:
+        folder: The checkpoint.
+        results: Result files of `lengthgen evaluate`, `diagnose` and `retrieve`; none for a card without numbers.
+        repo_id, license, language, datasets, authors: See `CardSettings`.
+
+    Raises:
+        ValueError: for an adapter, damaged files, results of other weights, and metadata that the Hub would refuse.
+    """
+    settings = CardSettings(repo_id, license, tuple(language), tuple(datasets), tuple(authors))
+    checkpoint = read_checkpoint(folder)
+    return render(checkpoint, read_evidence(checkpoint, results), settings)
+
+
+def write_card(
+    folder: str | os.PathLike[str],
+    results: Paths | None = None,
+    repo_id: str | None = None,
+    *,
+    license: str | None = None,
+    language: Sequence[str] = (),
+    datasets: Sequence[str] = (),
+    authors: Sequence[str] = (),
+    overwrite: bool = False,
+) -> WrittenCard:
+    """Write README.md, figures/ and results/ into a checkpoint folder.
+
+    All is made beside, and moved when it is complete, the README.md last.
+
+    Args:
+        folder: The checkpoint.
+        results: As in `build_card`; None for those of the card that is there.
+        repo_id, license, language, datasets, authors: See `CardSettings`.
+        overwrite: Whether to replace a README.md that this function did not write, or that was changed since.
+
+    Raises:
+        ValueError: as `build_card`, and for such a README.md.
+    """
+    path = Path(folder)
+    if results is None:
+        results = sorted(file for file in (path / RESULTS).glob("*.json") if _OURS.fullmatch(file.name))
+    settings = CardSettings(repo_id, license, tuple(language), tuple(datasets), tuple(authors))
+    checkpoint = read_checkpoint(path)
+    if not overwrite:
+        _check_replaceable(path / README)
+    evidence = read_evidence(checkpoint, results)
+    card = render(checkpoint, evidence, settings)
+    new = Path(tempfile.mkdtemp(prefix=".card.", suffix=".tmp", dir=path))
+    try:
+        write_files(new, card, evidence)
+        _replace(path, new)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return WrittenCard(path / README, missing(checkpoint, evidence, card))
+
+
+def render(checkpoint: Checkpoint, evidence: Sequence[Evidence], settings: CardSettings) -> ModelCard:
+    """The card of what was read."""
+    source = None if checkpoint.lineage is None else checkpoint.lineage.source
+    license = settings.license or (None if source is None else source.license)
+    name = (settings.repo_id or checkpoint.name).rpartition("/")[2]
+    data = card_data(checkpoint, evidence, name, license, settings.language, settings.datasets)
+    sections = [
+        f"# {escape(name)}",
+        *([f"By {escape(', '.join(settings.authors))}."] if settings.authors else []),
+        summary(checkpoint),
+        *_measured(evidence, first=True),
+        "## Use",
+        use_section(checkpoint, settings.repo_id or checkpoint.name, settings.repo_id is not None),
+        *_measured(evidence, first=False),
+        "## How it was made",
+        making_section(checkpoint, license),
+        "## Limits",
+        limits_section(checkpoint, evidence, license),
+        "## Citation",
+        citation_section(checkpoint, _version()),
+    ]
+    body = "\n\n".join(section for section in sections if section)
+    card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")
+    check_card(card)
+    return card
+
+
+def _measured(evidence: Sequence[Evidence], first: bool) -> list[str]:
+    """The verdict and the main figure for the top of a card, or the section with all numbers."""
+    images, names = list(figures(evidence)), result_files(evidence)
+    if first:
+        item = next((item for item in evidence if item.compared), None)
+        return [] if item is None else [verdict(item.compared), position_wise_image("position_wise.png")]
+    if not evidence:
+        return []
+    parts = ["## Results"]
+    for item, name in zip(evidence, names, strict=True):
+        used, images = images[: (here := 2 if item.compared else 1)], images[here:]
+        parts.append((comparison_section if item.compared else retrieval_section)(item, name, used))
+    return [*parts, "To measure again:", commands_section(evidence)]
+
+
+def write_files(folder: Path, card: ModelCard, evidence: Sequence[Evidence]) -> None:
+    """Write a card with its figures and results into a folder."""
+    for kind in (FIGURES, RESULTS):
+        (folder / kind).mkdir()
+    for name, make in figures(evidence).items():
+        save_png(make(), folder / FIGURES / name)
+    for name, item in zip(result_files(evidence), evidence, strict=True):
+        write_result(folder / RESULTS / name, item.original)
+    (folder / README).write_text(marked(str(card)), encoding="utf-8")
+
+
+def marked(text: str) -> str:
+    """A card with the comment by which it is known that nobody changed it."""
+    text = text.rstrip("\n") + "\n"
+    return f"{text}\n<!-- lengthgen card, SHA-256 of the text above: {_sha256(text)} -->\n"
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_replaceable(readme: Path) -> None:
+    if not readme.exists():
+        return
+    text = readme.read_text(encoding="utf-8", errors="replace")
+    mark = _MARK.search(text)
+    if mark is None or _sha256(text[: mark.start()]) != mark[1]:
+        raise ValueError(
+            f"{readme} was not written by lengthgen card, or was changed since: keep what you need of it elsewhere, "
+            "and give --overwrite."
+        )
+
+
+def _replace(folder: Path, new: Path) -> None:
+    """Move a finished card over the old one, and remove what that had beside it."""
+    written = {file.relative_to(new) for file in new.rglob("*") if file.is_file()}
+    for kind in (FIGURES, RESULTS):
+        (folder / kind).mkdir(exist_ok=True)
+    for file in sorted(written, key=lambda file: file.name == README):
+        os.replace(new / file, folder / file)
+    for kind in (FIGURES, RESULTS):
+        for old in (folder / kind).iterdir():
+            if _OURS.fullmatch(old.name) and old.relative_to(folder) not in written:
+                old.unlink()
+        if not any((folder / kind).iterdir()):
+            (folder / kind).rmdir()
+
+
+def missing(checkpoint: Checkpoint, evidence: Sequence[Evidence], card: ModelCard) -> list[str]:
+    """What a card lacks, and how it is given."""
+    told = {
+        "results on long texts (lengthgen evaluate, --results)": any(item.compared for item in evidence),
+        "results on retrieval (lengthgen retrieve, --results)": any(item.retrieved for item in evidence),
+        "a licence (--license)": card.data.get("license"),
+        "the language of its training text (--language)": card.data.get("language"),
+        "the training data on the Hub (--datasets)": card.data.get("datasets"),
+        "its lineage (lineage.json)": checkpoint.lineage,
+        "a verification of these files (lengthgen verify)": checkpoint.verification,
+        "a training length (config.json)": checkpoint.training_length,
+        "a tokenizer": checkpoint.tokenizer,
+    }
+    return [what for what, there in told.items() if not there]
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML takes the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [self.construct_object(key, deep) for key, _ in node.value]
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"given twice: {sorted({key for key in keys if keys.count(key) > 1})}")
+        return super().construct_mapping(node, deep)
+
+
+def check_card(card: ModelCard) -> None:
+    """Check what the Hub checks of a card, as far as that is possible without it.
+
+    Raises:
+        ValueError: with all that is wrong.
+    """
+    problems = []
+    text = str(card)
+    block = re.match(r"---\n(.*?)\n---\n", text, flags=re.DOTALL)
+    try:
+        values = yaml.load(block[1], _UniqueKeys) if block else None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"The metadata of the card is not valid YAML: {error}.") from error
+    if not isinstance(values, dict):
+        raise ValueError("The card has no metadata.")
+    again = ModelCard(text).data.to_dict()
+    if again != card.data.to_dict():
+        problems.append("the metadata changes when it is read back")
+    for name in _listed(values.get("base_model")) + _listed(values.get("datasets")):
+        try:
+            validate_repo_id(name)
+        except HFValidationError as error:
+            problems.append(f"{name!r} is no name on the Hub ({error})")
+    allowed = {
+        "license": (r"[a-z0-9][a-z0-9.+-]*", "an identifier of the Hub, such as apache-2.0"),
+        "language": (r"[a-z]{2,3}(-[A-Za-z]{2,4})?|code|multilingual", "a code of ISO 639, code or multilingual"),
+        "base_model_relation": ("finetune|adapter|merge|quantized", "finetune, adapter, merge or quantized"),
+    }
+    for key, (pattern, what) in allowed.items():
+        problems += [
+            f"{key} must be {what}, got {value!r}"
+            for value in _listed(values.get(key))
+            if not re.fullmatch(pattern, str(value))
+        ]
+    for result in card.data.get("eval_results", []):
+        value = result.metric_value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            problems.append(f"{result.metric_name or result.metric_type} must be a finite number, got {value!r}")
+    if problems:
+        raise ValueError(f"The Hub would not take this card: {'; '.join(problems)}.")
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list) else [value]
+
+
+def _version() -> str:
+    try:
+        return metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:
+        return "unknown"

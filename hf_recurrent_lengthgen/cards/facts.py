@@ -1,0 +1,284 @@
+"""All that a card is written from, read from a checkpoint folder and result files, and checked against each other."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
+from hf_recurrent_lengthgen.evaluation.documents import from_json
+from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
+from hf_recurrent_lengthgen.evaluation.provenance import weights_digest
+from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison, EvaluationResult
+from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalComparison, RetrievalResult
+from hf_recurrent_lengthgen.loading import load_language_model
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.plotting.names import with_names
+from hf_recurrent_lengthgen.records import (
+    Lineage,
+    Verification,
+    portable,
+    portable_command,
+    portable_text,
+    read_lineage,
+    read_verification,
+    verified_files,
+)
+
+OWN_NAME = "this model"
+KINDS = {
+    "comparison": Comparison,
+    "evaluation": EvaluationResult,
+    "diagnosis": Diagnosis,
+    "retrieval_comparison": RetrievalComparison,
+    "retrieval": RetrievalResult,
+}
+_FORGETS = re.compile(rf"\((?:{'|'.join(name.replace('_', ' ') for name in Forgetting._fields)}) [^()]*\)$")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Result = Comparison | Diagnosis | RetrievalComparison
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a folder says of itself.
+
+    Attributes:
+        name: Of the folder.
+        config: config.json.
+        parameters: Numbers in the weight files; tied weights count once.
+        tokenizer: Whether there is one.
+        lineage: None if the folder has none.
+        verification: None if the folder has none of these files.
+        find_weights: Of some digests of weights, the one that these weights have, or None.
+    """
+
+    name: str
+    config: dict[str, Any]
+    parameters: int
+    tokenizer: bool
+    lineage: Lineage | None
+    verification: Verification | None
+    find_weights: Callable[[set[str]], str | None]
+
+    @property
+    def model_type(self) -> str:
+        return str(self.config.get("model_type"))
+
+    @property
+    def carries_code(self) -> bool:
+        """Whether Transformers alone loads it as what it is here."""
+        return self.model_type.startswith("stateful_") and bool(self.config.get("auto_map"))
+
+    @property
+    def training_length(self) -> int | None:
+        length = self.config.get("training_length")
+        return length if isinstance(length, int) else None
+
+    @property
+    def forgets(self) -> Forgetting:
+        return Forgetting.of(_Namespace(self.config))
+
+
+class _Namespace:
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.forgetting = values.get("forgetting")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A result file: its kind, its content, and which of its models is this checkpoint."""
+
+    kind: str
+    original: Result
+    own: int
+
+    @property
+    def result(self) -> Result:
+        """The content, with this checkpoint named `OWN_NAME`."""
+        labels = [evaluated.model for evaluated in evaluations(self.original)]
+        others = [f"other {label}" if label == OWN_NAME else label for label in labels]
+        return named(self.original, [*others[: self.own], OWN_NAME, *others[self.own + 1 :]])
+
+    @property
+    def compared(self) -> list[ComparedModel]:
+        """The evaluated models, this checkpoint first; none of a retrieval."""
+        result = self.result
+        if isinstance(result, RetrievalComparison):
+            return []
+        models = list(result.comparison.models if isinstance(result, Diagnosis) else result.models)
+        return [models[self.own], *models[: self.own], *models[self.own + 1 :]]
+
+    @property
+    def diagnosed(self) -> DiagnosedModel | None:
+        """What a diagnosis found of this checkpoint."""
+        return self.result.models[self.own] if isinstance(self.result, Diagnosis) else None
+
+    @property
+    def retrieved(self) -> list[RetrievalResult]:
+        """The models of a retrieval, this checkpoint first."""
+        if not isinstance(self.result, RetrievalComparison):
+            return []
+        models = list(self.result.models)
+        return [models[self.own], *models[: self.own], *models[self.own + 1 :]]
+
+
+def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
+    """Read what a card says of a folder.
+
+    Raises:
+        ValueError: for what is no checkpoint with weights as safetensors, an adapter, and damaged files.
+    """
+    path = Path(folder)
+    if (path / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{path} holds an adapter (PEFT), not a model: merge it (merge_and_unload), save that, give its folder."
+        )
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path} holds no config.json, so it is no checkpoint.")
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path / 'config.json'} is damaged ({error}): copy or save it again.") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path / 'config.json'} is no config: it holds {type(config).__name__}.")
+    verification = read_verification(path)
+    return Checkpoint(
+        name=path.resolve().name,
+        config=config,
+        parameters=_parameters(path),
+        tokenizer=any((path / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")),
+        lineage=read_lineage(path),
+        verification=verification if verification is None or verification.files == verified_files(path) else None,
+        find_weights=_WeightsOf(path),
+    )
+
+
+def _parameters(folder: Path) -> int:
+    """Numbers in the weight files, from their headers."""
+    files = sorted(folder.glob("*.safetensors"))
+    weights = [file for file in files if file.name.startswith("model")]
+    if not weights:
+        raise ValueError(f"{folder} holds no model*.safetensors: save the model with save_pretrained.")
+    count = 0
+    for file in weights:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():
+                    count += torch.Size(tensors.get_slice(key).get_shape()).numel()
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged ({error}): copy or save it again.") from error
+    return count
+
+
+class _WeightsOf:
+    """Which of some digests the weights of a folder have, loaded as `lengthgen evaluate` does, in some dtype."""
+
+    def __init__(self, folder: Path) -> None:
+        self._digest = cache(lambda dtype: weights_digest(load_language_model(str(folder), dtype=dtype)))
+
+    def __call__(self, wanted: set[str]) -> str | None:
+        return next((digest for dtype in _DTYPES if (digest := self._digest(dtype)) in wanted), None)
+
+
+def read_evidence(checkpoint: Checkpoint, files: Sequence[str | os.PathLike[str]]) -> tuple[Evidence, ...]:
+    """Read result files and find the checkpoint in them.
+
+    Raises:
+        ValueError: for files of another kind, and results of other weights or of other forgetting.
+    """
+    return tuple(_evidence(checkpoint, Path(file)) for file in files)
+
+
+def _evidence(checkpoint: Checkpoint, file: Path) -> Evidence:
+    kind, result = _read(file)
+    labels = [evaluated.model for evaluated in evaluations(result)]
+    weights = [evaluated.weights for evaluated in evaluations(result)]
+    own = checkpoint.find_weights(set(weights))
+    if own is None:
+        raise ValueError(
+            f"{file} holds results of other weights ({', '.join(labels)}) than those in {checkpoint.name}: evaluate "
+            "this checkpoint, or give the results that belong to it."
+        )
+    same = [index for index, digest in enumerate(weights) if digest == own]
+    if (rule := checkpoint.forgets) != Forgetting():
+        mark = f"({in_words(rule)})"
+        found = [index for index in same if labels[index].endswith(mark)]
+    else:
+        mark = "no forgetting at inference"
+        found = [index for index in same if not _FORGETS.search(labels[index])]
+    if not found:
+        raise ValueError(
+            f"{file} holds results of these weights as {', '.join(labels[index] for index in same)}, but "
+            f"{checkpoint.name} is to be evaluated with {mark}: evaluate this folder."
+        )
+    return Evidence(kind, result, found[0])
+
+
+def _read(file: Path) -> tuple[str, Result]:
+    """A result file, without what it tells of the machine's folders; results of one model as a comparison of one."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        plain = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read as a result file: {error}.") from error
+    kind = plain.get("kind") if isinstance(plain, dict) else None
+    if kind not in KINDS:
+        raise ValueError(
+            f"{file} is of the kind {kind!r}, but must be of {', '.join(KINDS)}: result.json of lengthgen evaluate or "
+            "diagnose, or retrieval.json of lengthgen retrieve."
+        )
+    try:
+        result: Any = from_json(json.dumps(_portable(plain)), KINDS[kind])
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    if isinstance(result, EvaluationResult):
+        return "comparison", Comparison("Beyond the training length", (ComparedModel("other", result, None),))
+    if isinstance(result, RetrievalResult):
+        return "retrieval_comparison", RetrievalComparison((result,))
+    return kind, result
+
+
+_SHORTENED: dict[str, Callable[[str], str]] = {
+    "command": portable_command,
+    "description": portable_text,
+    "model": portable,
+}
+
+
+def _portable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: _SHORTENED[key](item) if key in _SHORTENED and isinstance(item, str) else _portable(item)
+            for key, item in value.items()
+        }
+    return [_portable(item) for item in value] if isinstance(value, list) else value
+
+
+def evaluations(result: Result) -> Sequence[EvaluationResult] | Sequence[RetrievalResult]:
+    """What was found of each model."""
+    if isinstance(result, RetrievalComparison):
+        return result.models
+    return [model.evaluation for model in result.models]
+
+
+def named(result: Result, names: Sequence[str]) -> Result:
+    """A result with other names of its models, in their order."""
+    if isinstance(result, Diagnosis):
+        return with_names(result, names)
+    if isinstance(result, RetrievalComparison):
+        pairs = zip(result.models, names, strict=True)
+        return replace(result, models=tuple(replace(model, model=name) for model, name in pairs))
+    return replace(
+        result,
+        models=tuple(
+            replace(model, evaluation=replace(model.evaluation, model=name))
+            for model, name in zip(result.models, names, strict=True)
+        ),
+    )

@@ -1,0 +1,170 @@
+"""The metadata of a card, by which the Hub lists, filters and compares models."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from hf_recurrent_lengthgen.cards.facts import Checkpoint, Evidence
+from hf_recurrent_lengthgen.cards.methods import methods_in
+from hf_recurrent_lengthgen.cards.results_section import mean_over, own_evaluations, retrieval_results
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate, EvaluationResult
+from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalResult
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
+
+LIBRARY = "transformers"
+PIPELINE = "text-generation"
+PACKAGE = "hf_recurrent_lengthgen"
+_KINDS = {
+    "mamba": ("state-space-model",),
+    "gla": ("linear-attention",),
+    "hgrn2": ("linear-attention",),
+    "linear_attention": ("linear-attention",),
+    "rwkv5": ("rwkv",),
+    "rwkv6": ("rwkv",),
+}
+
+
+def card_data(
+    checkpoint: Checkpoint,
+    evidence: Sequence[Evidence],
+    model_name: str,
+    license: str | None,
+    language: Sequence[str],
+    datasets: Sequence[str],
+) -> ModelCardData:
+    """The metadata.
+
+    Args:
+        checkpoint: What it is of.
+        evidence: What was measured.
+        model_name: Name of the model in `model-index`.
+        license: Identifier of the Hub; None if it is not known.
+        language, datasets: Of the training text, as the Hub names them.
+    """
+    source = checkpoint.lineage.source if checkpoint.lineage is not None else None
+    base = source.name if source is not None and source.on_hub else None
+    changed = checkpoint.lineage is not None and any(
+        step.kind in ("train", "expand") for step in checkpoint.lineage.steps
+    )
+    results = [result for found in own_evaluations(evidence) for result in _of_evaluation(found)]
+    results += [result for found in retrieval_results(evidence) for result in _of_retrieval(found)]
+    further: dict[str, Any] = {"base_model_relation": "finetune"} if base and changed else {}
+    return ModelCardData(
+        license=license,
+        language=_one_or_more(language),
+        library_name=LIBRARY,
+        pipeline_tag=PIPELINE,
+        tags=tags(checkpoint),
+        base_model=base,
+        datasets=list(datasets) or None,
+        metrics=list(dict.fromkeys(result.metric_type for result in results if result.metric_type in _ON_HUB)) or None,
+        model_name=model_name if results else None,
+        eval_results=results or None,
+        **further,
+    )
+
+
+_ON_HUB = ("perplexity", "accuracy")
+
+
+def tags(checkpoint: Checkpoint) -> list[str]:
+    """What people filter by."""
+    family = checkpoint.model_type.removeprefix("stateful_")
+    kinds = next((tags for name, tags in _KINDS.items() if family.startswith(name)), ())
+    done = [method.tag for method in methods_in(checkpoint.lineage) if method.tag]
+    if checkpoint.forgets != Forgetting():
+        done.append("forgetting")
+    found = ["recurrent", *kinds, family.replace("_", "-"), *(["length-generalization"] if done else []), *done]
+    return list(dict.fromkeys([*found, *(["custom_code"] if checkpoint.carries_code else []), PACKAGE]))
+
+
+def _one_or_more(values: Sequence[str]) -> str | list[str] | None:
+    return (list(values) or None) if len(values) != 1 else values[0]
+
+
+def _of_evaluation(found: EvaluationResult) -> list[EvalResult]:
+    unit, length = found.data.token_unit, found.training_length
+    start, stop = found.harm.last_range
+    inside, beyond = found.in_window.loss, mean_over(found, start, stop)
+    common = {"token_unit": unit, "sequences": found.sequences, "confidence": found.confidence}
+
+    def result(kind: str, name: str, value: float, positions: tuple[int, int], bounds: Estimate | None) -> EvalResult:
+        interval = {} if bounds is None or bounds.low is None else {"low": bounds.low, "high": bounds.high}
+        args = {"first_position": positions[0], "end_position": positions[1], **common, **interval}
+        return EvalResult(
+            task_type=PIPELINE,
+            **_dataset(found.data),
+            metric_type=kind,
+            metric_name=name,
+            metric_value=value,
+            metric_args=args,
+        )
+
+    results = [
+        result(
+            "perplexity",
+            f"Perplexity per {unit} inside the training length of {length:,}",
+            _perplexity(inside.mean),
+            (0, length),
+            Estimate(0.0, None, None)
+            if inside.low is None or inside.high is None
+            else Estimate(0.0, _perplexity(inside.low), _perplexity(inside.high)),
+        ),
+        result(
+            "context_harm",
+            f"Harm of the context beyond {length:,} {unit}s at positions {start:,} to {stop:,} (nats per {unit})",
+            found.harm.last.mean,
+            (start, stop),
+            found.harm.last,
+        ),
+    ]
+    if beyond is not None:
+        name = f"Perplexity per {unit} at positions {start:,} to {stop:,}"
+        results.insert(1, result("perplexity", name, _perplexity(beyond), (start, stop), None))
+    return results
+
+
+def _of_retrieval(found: RetrievalResult) -> list[EvalResult]:
+    return [
+        EvalResult(
+            task_type=PIPELINE,
+            dataset_type=found.task,
+            dataset_name=f"{found.task} ({found.style}) in {data_name(found.data.description)[0]}",
+            metric_type="accuracy",
+            metric_name=f"Right answers at {length:,} {found.data.token_unit}s",
+            metric_value=share.accuracy,
+            metric_args={
+                "length": length,
+                "samples": share.samples,
+                "shots": found.shots,
+                "low": share.interval(found.confidence)[0],
+                "high": share.interval(found.confidence)[1],
+            },
+        )
+        for length, share in zip(found.lengths, found.by_length, strict=True)
+        if share.accuracy is not None
+    ]
+
+
+def _dataset(data: DataRecord) -> dict[str, Any]:
+    name, split = data_name(data.description)
+    return {
+        "dataset_name": name,
+        "dataset_type": re.sub(r"[^\w./-]+", "-", name).strip("-").lower() or "text",
+        "dataset_split": split,
+        "dataset_args": {"description": data.description, "sha256_of_token_ids": data.digest},
+    }
+
+
+def data_name(description: str) -> tuple[str, str | None]:
+    """Name and split of a data set from its description in words."""
+    match = re.search(r", (?:split (\S+)|(\w+) files)$", description)
+    split = None if match is None else match[1] or match[2]
+    return (description if match is None else description[: match.start()]).partition(";")[0].strip() or "text", split
+
+
+def _perplexity(nll: float) -> float:
+    return math.exp(min(nll, 700.0))

@@ -1,0 +1,246 @@
+"""What was measured, as Markdown: the verdict in words, tables with intervals, figures, and how to measure again."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from matplotlib.figure import Figure
+
+from hf_recurrent_lengthgen.cards.facts import Evidence
+from hf_recurrent_lengthgen.cards.markdown import code, escape, fence, link, table
+from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Curve, Estimate, EvaluationResult
+from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalResult, Share
+from hf_recurrent_lengthgen.plotting.figures import context_harm_figure, position_wise_figure
+from hf_recurrent_lengthgen.plotting.findings import number_text, status
+from hf_recurrent_lengthgen.plotting.page_parts import definitions
+from hf_recurrent_lengthgen.plotting.retrieval import retrieval_accuracy_figure
+
+FIGURES, RESULTS = "figures", "results"
+_TASKS = {"passkey": "Passkeys", "niah": "Needles in running text", "babilong": "BABILong"}
+
+
+def result_files(evidence: Sequence[Evidence]) -> list[str]:
+    """A file name for each result: comparison.json, diagnosis.json, retrieval.json, the second of a kind -2."""
+    return _numbered([item.kind.removesuffix("_comparison") + ".json" for item in evidence])
+
+
+def figures(evidence: Sequence[Evidence]) -> dict[str, Callable[[], Figure]]:
+    """The figures of a card by file name."""
+    made: list[tuple[str, Callable[[], Figure]]] = []
+    for item in evidence:
+        if models := item.compared:
+            made += [
+                ("position_wise.png", partial(position_wise_figure, models)),
+                ("context_harm.png", partial(context_harm_figure, models)),
+            ]
+        if found := item.retrieved:
+            made.append(("retrieval.png", partial(retrieval_accuracy_figure, found)))
+    return dict(zip(_numbered([name for name, _ in made]), (make for _, make in made), strict=True))
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    """The second "a.png" becomes "a-2.png"."""
+    numbered = []
+    for index, name in enumerate(names):
+        count = names[: index + 1].count(name)
+        stem, _, kind = name.rpartition(".")
+        numbered.append(name if count == 1 else f"{stem}-{count}.{kind}")
+    return numbered
+
+
+def verdict(models: Sequence[ComparedModel]) -> str:
+    """Whether the first model works beyond its training length, and what the others do there; paragraphs."""
+    own = models[0].evaluation
+    harm, length, unit = own.harm, own.training_length, own.data.token_unit
+    found = status(own)
+    headline = {
+        "holds": f"It works beyond its training length of {length:,} {unit}s, up to the "
+        f"{own.evaluated_length:,} {unit}s that were tested.",
+        "breaks": f"It fails beyond its training length of {length:,} {unit}s.",
+        "unclear": f"Whether it works beyond its training length of {length:,} {unit}s is not clear.",
+    }[found]
+    start, stop = harm.last_range
+    told = f"**{headline}** At positions {start:,} to {stop:,}, its loss with the whole text is "
+    told += f"{_estimate(harm.last, sign=True)} nats per {unit} against that with the last {length:,} {unit}s alone"
+    words = {"base": "for the model before", "control": "for a control with equally many plain steps"}
+    for model in models[1:]:
+        if model.role in words:
+            told += f"; {words[model.role]} it is {_estimate(model.evaluation.harm.last, sign=True)}"
+    return f"{told}."
+
+
+def comparison_section(item: Evidence, name: str, images: Sequence[str]) -> str:
+    """Table, figures and data of an evaluation or diagnosis."""
+    models = item.compared
+    own = models[0].evaluation
+    parts = [
+        f"On {own.sequences} texts of {own.evaluated_length:,} {own.data.token_unit}s "
+        f"({escape(own.data.description)}), numbers in nats per {own.data.token_unit}, "
+        f"with {own.confidence:.0%} intervals in brackets:",
+        table(_rows(models)),
+        *_extra(item),
+    ]
+    if len(images) > 1:
+        parts += [_image(images[1], "Harm of the extra context against position"), _HARM.format(own.training_length)]
+    parts += [escape(definitions(own)), f"All numbers: {link(code(f'{RESULTS}/{name}'), f'{RESULTS}/{name}')}."]
+    return "\n\n".join(parts)
+
+
+_HARM = (
+    "Loss with the whole context minus loss of the same tokens with at most the last {:,} of context: above zero, the "
+    "earlier text harms."
+)
+
+
+def position_wise_image(name: str) -> str:
+    """The main figure."""
+    return _image(name, "Loss against position in the text, beyond the training length")
+
+
+def _image(name: str, description: str) -> str:
+    return f"![{description}]({FIGURES}/{name})"
+
+
+def _rows(models: Sequence[ComparedModel]) -> list[list[str]]:
+    found = [model.evaluation for model in models]
+    own = found[0]
+    start, stop = own.harm.last_range
+    early, late = (sum(band) // 2 for band in (own.in_window.early_band, own.in_window.late_band))
+    lengths = {evaluation.training_length for evaluation in found}
+    inside = f"inside {own.training_length:,} {own.data.token_unit}s" if len(lengths) == 1 else "inside its length"
+    beyond = f"beyond {own.training_length:,}" if len(lengths) == 1 else "beyond its length"
+
+    definition = f"Perplexity within {own.verdict.tolerance:.0%} of its best (Definition 3.2)"
+
+    def row(title: str, read: Callable[[EvaluationResult], str]) -> list[str]:
+        return [title, *map(read, found)]
+
+    return [
+        ["", "**this model**", *(escape(evaluation.model) for evaluation in found[1:])],
+        row(f"Loss {inside}", lambda result: _estimate(result.in_window.loss)),
+        row(f"Loss at {start:,} to {stop:,}", lambda result: _number(mean_over(result, start, stop))),
+        row(
+            f"Harm of the context {beyond}, at {start:,} to {stop:,}",
+            lambda result: _estimate(result.harm.last, sign=True),
+        ),
+        row(f"Harm above {own.harm.threshold:g} from", lambda result: _tokens(result.harm.harmful_from, "nowhere")),
+        row(
+            f"Gain from context {inside}, position {early:,} to {late:,}",
+            lambda result: _estimate(result.in_window.context_use, sign=True),
+        ),
+        row(f"{definition} up to", lambda result: f"{result.verdict.holds_to:,}"),
+        row(f"{definition} violated from", lambda result: _tokens(result.verdict.violated_from, "nowhere")),
+    ]
+
+
+def mean_over(result: EvaluationResult, start: int, stop: int) -> float | None:
+    """Mean loss of positions [start, stop), if the bins end there."""
+    curve: Curve = result.position_wise.fine
+    if not {start, stop} <= {*curve.edges}:
+        curve = result.position_wise.coarse
+    if not {start, stop} <= {*curve.edges}:
+        return None
+    bins = range(curve.edges.index(start), curve.edges.index(stop))
+    return math.fsum(curve.mean[i] * (curve.edges[i + 1] - curve.edges[i]) for i in bins) / (stop - start)
+
+
+def _extra(item: Evidence) -> list[str]:
+    """What only a diagnosis has."""
+    found = item.diagnosed
+    if found is None:
+        return []
+    told = []
+    if found.remembrance is not None and (beyond := found.remembrance.beyond_training) is not None:
+        told.append(
+            f"- Effective remembrance: what lies further back than the training length changes predictions by "
+            f"{_estimate(beyond)} (total variation, 0 to 1)."
+        )
+    if found.misalignment is not None:
+        told.append(f"- Long-short misalignment: {_estimate(found.misalignment)} nats.")
+    told += [f"- Not measured: {escape(what)} ({escape(why)})." for what, why in found.refused.items()]
+    return ["\n".join(told)] if told else []
+
+
+def retrieval_section(item: Evidence, name: str, images: Sequence[str]) -> str:
+    """Right answers by length."""
+    models = item.retrieved
+    first = models[0]
+    what = f"{_TASKS.get(first.task, first.task)}, style {escape(first.style)}" + (
+        f", {first.shots} solved examples before each" if first.shots else ""
+    )
+    rows = [[f"{first.data.token_unit}s", *(f"{length:,}" for length in first.lengths)]]
+    rows += [
+        [
+            "**this model**" if model is first else escape(model.model),
+            *(_share(share, model.confidence) for share in model.by_length),
+        ]
+        for model in models
+    ]
+    recalled = first.recall_length()
+    told = "at no length" if recalled is None else f"up to {recalled:,} {first.data.token_unit}s"
+    parts = [
+        f"{what}: right answers in percent by length, over all depths, with {first.confidence:.0%} intervals. At "
+        f"least 95 % are right {told}.",
+        table(rows),
+        *(_image(image, "Right answers against length") for image in images),
+        f"All numbers: {link(code(f'{RESULTS}/{name}'), f'{RESULTS}/{name}')}.",
+    ]
+    return "\n\n".join(parts)
+
+
+def commands_section(evidence: Sequence[Evidence]) -> str:
+    """The commands that made the numbers, and with what."""
+    found: list[EvaluationResult | RetrievalResult] = []
+    for item in evidence:
+        found += [*(model.evaluation for model in item.compared[:1]), *item.retrieved[:1]]
+    commands = list(dict.fromkeys(result.command for result in found if result.command))
+    with_what = list(
+        dict.fromkeys(
+            f"seed {result.seed} on {escape(result.device)} with {escape(versions_text(result.versions))}"
+            for result in found
+        )
+    )
+    blocks = [fence("\n".join(commands), "bash")] if commands else []
+    return "\n\n".join([*blocks, f"Measured with {'; '.join(with_what)}."])
+
+
+def versions_text(versions: dict[str, str]) -> str:
+    """ "python 3.11, torch 2.13"."""
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _estimate(estimate: Estimate, sign: bool = False) -> str:
+    form = "+.3f" if sign else ".3f"
+    text = number_text(estimate.mean, form)
+    if estimate.low is None or estimate.high is None:
+        return text
+    low, high = (number_text(bound, form) for bound in (estimate.low, estimate.high))
+    return f"{text} [{low}, {high}]"
+
+
+_NONE = "\N{EN DASH}"
+
+
+def _number(value: float | None) -> str:
+    return _NONE if value is None else number_text(value, ".3f")
+
+
+def _tokens(value: int | None, absent: str) -> str:
+    return absent if value is None else f"{value:,}"
+
+
+def _share(share: Share, confidence: float) -> str:
+    if share.accuracy is None:
+        return _NONE
+    low, high = share.interval(confidence)
+    return f"{100 * share.accuracy:.0f} [{100 * low:.0f}, {100 * high:.0f}]"
+
+
+def retrieval_results(evidence: Sequence[Evidence]) -> list[RetrievalResult]:
+    """What was found of this checkpoint in all retrievals."""
+    return [item.retrieved[0] for item in evidence if item.retrieved]
+
+
+def own_evaluations(evidence: Sequence[Evidence]) -> list[EvaluationResult]:
+    """What was found of this checkpoint in all evaluations and diagnoses."""
+    return [item.compared[0].evaluation for item in evidence if item.compared]

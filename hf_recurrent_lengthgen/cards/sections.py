@@ -1,0 +1,316 @@
+"""The parts of a card that tell what a checkpoint is, how it is used, how it was made, and what is not known of it."""
+
+import json
+from collections.abc import Sequence
+
+from hf_recurrent_lengthgen.cards.facts import Checkpoint, Evidence
+from hf_recurrent_lengthgen.cards.markdown import code, escape, fence, link, table
+from hf_recurrent_lengthgen.cards.metadata import PACKAGE, data_name
+from hf_recurrent_lengthgen.cards.methods import FORGETTING, methods_in, methods_of
+from hf_recurrent_lengthgen.cards.results_section import own_evaluations, retrieval_results, versions_text
+from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
+from hf_recurrent_lengthgen.evaluation.results import EvaluationResult
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.plotting.findings import number_text, status
+from hf_recurrent_lengthgen.records import Source, Step
+
+FAMILIES = {
+    "mamba": "Mamba",
+    "mamba2": "Mamba-2",
+    "falcon_mamba": "FalconMamba",
+    "gla": "GLA",
+    "hgrn2": "HGRN-2",
+    "linear_attention": "linear attention",
+    "linear_attn": "linear attention",
+    "rwkv5": "RWKV-5",
+    "rwkv6": "RWKV-6",
+}
+
+
+def family(checkpoint: Checkpoint) -> str:
+    """What kind of model it is, for people."""
+    name = checkpoint.model_type.removeprefix("stateful_")
+    return FAMILIES.get(name, name)
+
+
+def summary(checkpoint: Checkpoint) -> str:
+    """What it is and what was done to it, in a paragraph."""
+    lineage = checkpoint.lineage
+    what = f"A recurrent language model ({escape(family(checkpoint))}, {checkpoint.parameters:,} parameters)"
+    if lineage is None:
+        return f"{what}. How it was made is not recorded."
+    if lineage.source is None:
+        what += ", trained from scratch"
+    else:
+        what += f", made from {_source(lineage.source)}"
+    done = [_step_in_words(step) for step in lineage.steps if step.kind != "convert"]
+    steps = f": {', then '.join(done)}." if done else "."
+    sentences = [
+        f"{method.sentence}" + (f" ({link(method.paper.name, method.paper.address)})." if method.paper else ".")
+        for method in methods_in(lineage)
+        if method.sentence
+    ]
+    return " ".join([what + steps, *sentences])
+
+
+def _source(source: Source) -> str:
+    if not source.on_hub:
+        return f"the checkpoint {code(source.name)}"
+    return link(escape(source.name), f"https://huggingface.co/{source.name}")
+
+
+def _step_in_words(step: Step) -> str:
+    if step.training is None:
+        return escape(step.description)
+    titles = " with ".join(method.title for method in methods_of(step))
+    return f"{titles} ({step.training.steps:,} steps, {count(step.training.tokens)} tokens)"
+
+
+def count(number: int) -> str:
+    """ "2.0 million"."""
+    for size, name in ((10**9, "billion"), (10**6, "million")):
+        if number >= size:
+            return f"{number / size:.1f} {name}"
+    return f"{number:,}"
+
+
+def use_section(checkpoint: Checkpoint, place: str, on_hub: bool) -> str:
+    """How to load it, generate, go on from a state, and train it further; the code runs where `place` is."""
+    where = json.dumps(place)
+    pinned = ', revision="main"' if on_hub else ""
+    hint = "  # a commit instead of main pins what you run" if on_hub else ""
+    if checkpoint.carries_code:
+        intro = (
+            f"With Transformers and torch; the checkpoint carries the code of its model class "
+            f"({code('trust_remote_code=True')})."
+        )
+        load = [
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            f"model = AutoModelForCausalLM.from_pretrained({where}{pinned}, trust_remote_code=True){hint}",
+        ]
+    else:
+        intro = f"With {code(PACKAGE)}, which gives the model its states."
+        load = [
+            *(["from transformers import AutoTokenizer", ""] if checkpoint.tokenizer else []),
+            f"from {PACKAGE} import load_model",
+            "",
+            f"model = load_model({where})",
+        ]
+        pinned = ""
+    if checkpoint.tokenizer:
+        load += [f"tokenizer = AutoTokenizer.from_pretrained({where}{pinned})", ""]
+    else:
+        load = ["import torch", *(line.removesuffix(", AutoTokenizer") for line in load), ""]
+    generate = [
+        _prompt("prompt", "Once upon a time", checkpoint),
+        _generate("prompt", "", checkpoint),
+    ]
+    parts = [
+        intro,
+        fence("\n".join([*load, *generate]), "python"),
+        "A text is read once, and its state continued as often as you like:",
+        fence("\n".join(_continue(checkpoint)), "python"),
+        _train_further(checkpoint, place),
+    ]
+    return "\n\n".join(parts)
+
+
+def _prompt(name: str, text: str, checkpoint: Checkpoint) -> str:
+    if checkpoint.tokenizer:
+        return f'{name} = tokenizer("{text}", add_special_tokens=False, return_tensors="pt")'
+    return f'{name} = {{"input_ids": torch.tensor([[3, 4, 5]])}}  # the checkpoint has no tokenizer'
+
+
+def _generate(prompt: str, further: str, checkpoint: Checkpoint) -> str:
+    call = f"model.generate(**{prompt}{further}, max_new_tokens=40, do_sample=False)[0]"
+    return f"print(tokenizer.decode({call}))" if checkpoint.tokenizer else f"print({call})"
+
+
+def _continue(checkpoint: Checkpoint) -> list[str]:
+    if checkpoint.model_type.startswith("stateful_"):
+        return [
+            _prompt("text", "A text that may be long. ", checkpoint),
+            "state = model(**text).final_state  # all that the model knows of the text, a tuple of tensors",
+            _prompt("question", "It says", checkpoint),
+            _generate("question", ", initial_state=state", checkpoint),
+        ]
+    return [
+        _prompt("text", "A text that may be long. ", checkpoint),
+        "cache = model.new_attention_cache()  # keys and values of attention layers, if there are any"
+        if _wrapped(checkpoint)
+        else "",
+        f"state = model(**text{', attention_cache=cache, output_final_state=True' if _wrapped(checkpoint) else ''})"
+        ".final_state",
+        _prompt("question", "It says", checkpoint),
+        _generate(
+            "question", f", initial_state=state{', attention_cache=cache' if _wrapped(checkpoint) else ''}", checkpoint
+        ),
+    ]
+
+
+def _wrapped(checkpoint: Checkpoint) -> bool:
+    """Whether `load_model` wraps the stock class."""
+    return not checkpoint.model_type.startswith("stateful_") and checkpoint.model_type not in FAMILIES
+
+
+def _train_further(checkpoint: Checkpoint, place: str) -> str:
+    if checkpoint.forgets != Forgetting():
+        return "It cannot be trained as it is: train the checkpoint that it was made from, and let that forget again."
+    length = f" --block_length {checkpoint.training_length}" if checkpoint.training_length else ""
+    command = f"lengthgen train --model {_shell(place)}{length} --data YOUR_TEXT.txt --output_dir further"
+    return f"To train it further, with {code(PACKAGE)}:\n\n{fence(command, 'bash')}"
+
+
+def _shell(text: str) -> str:
+    return text if all(letter.isalnum() or letter in "-_./" for letter in text) else json.dumps(text)
+
+
+def making_section(checkpoint: Checkpoint, license: str | None) -> str:
+    """Source, steps, settings, commands and versions."""
+    lineage = checkpoint.lineage
+    if lineage is None:
+        return f"The folder has no {code('lineage.json')}: how it was made is not known."
+    parts = []
+    if lineage.source is not None:
+        source = lineage.source
+        revision = f", revision {code(source.revision)}" if source.revision else ", revision unknown"
+        parts.append(
+            f"Base model: {_source(source)}{revision}, in the layout of {escape(source.format)}, licence "
+            f"{escape(source.license) if source.license else 'unknown'}."
+        )
+    parts.append(
+        "\n".join(
+            f"{number}. {_step_in_words(step) if step.training else escape(step.description)}"
+            for number, step in enumerate(lineage.steps, 1)
+        )
+    )
+    trainings = [(number, step) for number, step in enumerate(lineage.steps, 1) if step.training is not None]
+    if trainings:
+        parts.append(_trainings(trainings))
+    if commands := list(dict.fromkeys(step.command for step in lineage.steps if step.command)):
+        parts += ["Commands:" if len(commands) > 1 else "Command:", fence("\n".join(commands), "bash")]
+    if versions := list(dict.fromkeys(versions_text(step.versions) for step in lineage.steps if step.versions)):
+        parts.append(f"Made with {escape('; '.join(versions))}.")
+    parts.append(_verified(checkpoint))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _trainings(steps: Sequence[tuple[int, Step]]) -> str:
+    runs = [step.training for _, step in steps if step.training is not None]
+    data = [escape(run.data) for run in runs]
+    rows = [
+        ["", *(f"step {number}" for number, _ in steps)],
+        ["Data", data[0], *("the same" if text == data[0] else text for text in data[1:])],
+        ["Steps", *(f"{run.steps:,}" for run in runs)],
+        ["Tokens", *(f"{run.tokens:,}" for run in runs)],
+        ["Time", *(f"{run.seconds:,.0f} s on {escape(run.hardware)}" for run in runs)],
+        ["Mean loss, nats per token", *(number_text(run.loss, ".3f") for run in runs)],
+    ]
+    for name in dict.fromkeys(name for run in runs for name in run.settings):
+        rows.append([escape(name[:1].upper() + name[1:]), *(escape(run.settings.get(name, "")) for run in runs)])
+    return table(rows, numbers=False)
+
+
+def _verified(checkpoint: Checkpoint) -> str:
+    verification = checkpoint.verification
+    if verification is None:
+        return ""
+    rows = [["Check", "against", "tokens", "difference", "allowed"]]
+    rows += [
+        [
+            escape(check.what),
+            escape(check.against),
+            f"{check.tokens:,}",
+            f"{check.difference:.1e}{'' if check.passed else ' (too large)'}",
+            f"{check.tolerance:.1e}",
+        ]
+        for check in verification.checks
+    ]
+    return f"What {code('lengthgen verify')} checked of these files:\n\n{table(rows, numbers=False)}"
+
+
+def limits_section(checkpoint: Checkpoint, evidence: Sequence[Evidence], license: str | None) -> str:
+    """What is known to fail, and what was not measured."""
+    found = [*_failures(checkpoint, evidence), *_unmeasured(checkpoint, evidence)]
+    if license is None:
+        found.append("The licence is not known.")
+    return "\n".join(f"- {sentence}" for sentence in found)
+
+
+def _failures(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[str]:
+    told = []
+    for result in own_evaluations(evidence):
+        told += _failures_of(result)
+    if (rule := checkpoint.forgets) != Forgetting():
+        told.append(f"It is made to forget at inference ({escape(in_words(rule))}): what it forgets it cannot use.")
+    steps = () if checkpoint.lineage is None else checkpoint.lineage.steps
+    kinds = [step.kind for step in steps]
+    if "expand" in kinds and "train" not in kinds[kinds.index("expand") :]:
+        told.append("Its states were expanded, and it was not trained since.")
+    if checkpoint.verification is not None and not checkpoint.verification.passed:
+        told.append("It did not pass its verification.")
+    if "train" in kinds:
+        told.append("Each training was run once, with one seed.")
+    return told
+
+
+def _failures_of(result: EvaluationResult) -> list[str]:
+    told, unit, verdict = [], result.data.token_unit, result.verdict
+    if status(result) == "breaks":
+        start = result.harm.harmful_from
+        told.append(
+            "Known failure: on longer texts it predicts worse than with the last "
+            f"{result.training_length:,} {unit}s alone" + (f", from position {start:,} on." if start else ".")
+        )
+    if verdict.violated_from is not None:
+        told.append(
+            f"Known failure: from position {verdict.violated_from:,} on its perplexity is more than "
+            f"{verdict.tolerance:.0%} above the best one inside its training length."
+        )
+    elif verdict.holds_to < result.evaluated_length:
+        told.append(
+            f"By the means of the loss alone (Definition 3.2) it holds to {verdict.holds_to:,} {unit}s; that the "
+            "loss rises beyond is within the intervals."
+        )
+    if result.in_window.context_use.low is None or result.in_window.context_use.low <= 0:
+        told.append("It is not shown to use the context inside its training length.")
+    return told
+
+
+def _unmeasured(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[str]:
+    evaluated, retrieved = own_evaluations(evidence), retrieval_results(evidence)
+    told = []
+    if not evaluated:
+        told.append("Its loss on long texts was not measured, so nothing is known of how far it holds.")
+    for result in evaluated:
+        told.append(
+            f"Measured on {result.sequences} texts of one data set ({escape(data_name(result.data.description)[0])}), "
+            f"up to {result.evaluated_length:,} {result.data.token_unit}s; nothing is known of others, and beyond."
+        )
+    if not retrieved:
+        told.append(
+            "Whether it finds what stands far back (passkeys, needles) was not measured; to hold is not to use."
+        )
+    told.append("Standard benchmarks were not run, and nothing was checked of harmful or false content in its texts.")
+    if checkpoint.verification is None:
+        told.append(f"These files were not verified ({code('lengthgen verify')}).")
+    if not checkpoint.tokenizer:
+        told.append("It has no tokenizer.")
+    if checkpoint.lineage is None:
+        told.append("How it was made is not recorded.")
+    return told
+
+
+def citation_section(checkpoint: Checkpoint, version: str) -> str:
+    """BibTeX of the methods' papers and of this package."""
+    methods = methods_in(checkpoint.lineage)
+    if checkpoint.forgets != Forgetting() and FORGETTING not in methods:
+        methods.append(FORGETTING)
+    papers = list(dict.fromkeys(method.paper for method in methods if method.paper))
+    package = f"""\
+@software{{{PACKAGE},
+  title = {{{{{PACKAGE}}}: recurrent language models that keep working beyond their training length}},
+  version = {{{version}}}
+}}"""
+    return fence("\n\n".join([*(paper.bibtex for paper in papers), package]), "bibtex")

@@ -1,0 +1,67 @@
+"""`lengthgen card`: the model card of a checkpoint, from its records and results."""
+
+import argparse
+from collections.abc import Sequence
+
+from hf_recurrent_lengthgen.cards import write_card
+
+DESCRIPTION = """\
+Write the model card of a checkpoint: README.md with the metadata that the Hub reads, figures/ and results/ in its
+folder. What was done comes from its lineage.json, which the commands of this package write; numbers come from result
+files only, which must be of these weights.
+
+  lengthgen evaluate demo-output/base demo-output/cured --roles base,cured --output evaluation
+  lengthgen retrieve demo-output/cured --output retrieval
+  lengthgen card demo-output/cured --results evaluation/result.json retrieval/retrieval.json --language code
+
+The licence is that of the source, if it is known. The last lines say what the card lacks. A README.md that this
+command did not write, or that was changed since, is not replaced without --overwrite.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lengthgen card", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of the checkpoint")
+    parser.add_argument(
+        "--results",
+        nargs="+",
+        metavar="FILE",
+        help="result.json of lengthgen evaluate or diagnose, retrieval.json of lengthgen retrieve (default: those in "
+        "results/ of the folder, which the last card quoted)",
+    )
+    parser.add_argument("--repo", metavar="OWNER/NAME", help="name on the Hub, for the code that loads it")
+    parser.add_argument(
+        "--license", metavar="ID", help="licence as the Hub names it, such as apache-2.0 (default: the source's)"
+    )
+    parser.add_argument(
+        "--language", nargs="+", default=[], metavar="CODE", help="of the training text: en, de, code, multilingual"
+    )
+    parser.add_argument(
+        "--datasets", nargs="+", default=[], metavar="NAME", help="training data, by their names on the Hub"
+    )
+    parser.add_argument("--authors", nargs="+", default=[], metavar="NAME", help="who made it")
+    parser.add_argument("--overwrite", action="store_true", help="replace any README.md")
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command with its arguments."""
+    options = _parser().parse_args(arguments)
+    card = write_card(
+        options.checkpoint,
+        options.results,
+        options.repo,
+        license=options.license,
+        language=options.language,
+        datasets=options.datasets,
+        authors=options.authors,
+        overwrite=options.overwrite,
+    )
+    print(f"Written: {card.path}")
+    if card.missing:
+        print("It lacks:")
+        for what in card.missing:
+            print(f"  {what}")
+    return 0
