@@ -1,0 +1,112 @@
+"""`lengthgen convert`: a checkpoint of another library becomes one of this package."""
+
+import argparse
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_recurrent_lengthgen.cli.inputs import load_tokenizer
+from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
+from hf_recurrent_lengthgen.conversion.dtypes import FLOATS
+from hf_recurrent_lengthgen.conversion.registry import FORMATS
+from hf_recurrent_lengthgen.conversion.tensor_files import TensorFiles
+from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files
+from hf_recurrent_lengthgen.records import portable_command, read_lineage
+
+DESCRIPTION = """\
+Convert a checkpoint of another library into one of this package, which takes and returns states, can be post-trained,
+and loads in Transformers anywhere, as its code travels with it. Weights are copied bit for bit, tensor by tensor, so
+little memory is needed; the source stays as it is. What it was made of is written to lineage.json.
+
+  lengthgen convert state-spaces/mamba2-130m --output_dir mamba2 --tokenizer EleutherAI/gpt-neox-20b
+  lengthgen convert tiiuae/falcon-mamba-7b --output_dir falcon --revision main
+  lengthgen convert my-training-run/model.pth --output_dir converted
+
+Formats, which are detected:
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    formats = "\n".join(f"  {name:<14}{format.title}" for name, format in FORMATS.items())
+    parser = argparse.ArgumentParser(
+        "lengthgen convert", description=DESCRIPTION + formats, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="checkpoint folder, one .pth file, or a name on the Hub: owner/name, or owner/name/file.pth",
+    )
+    parser.add_argument(
+        "--output_dir", "--output-dir", metavar="FOLDER", required=True, help="folder for the result, new or empty"
+    )
+    parser.add_argument(
+        "--revision", metavar="NAME", help="branch, tag or commit on the Hub (default: its main branch)"
+    )
+    parser.add_argument("--format", metavar="NAME", help="the layout of SOURCE (default: detected)")
+    parser.add_argument(
+        "--dtype", choices=FLOATS, help="of all weights in the result (default: that of each tensor in SOURCE)"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="NAME",
+        help='folder or name on the Hub to copy a tokenizer from, or "bytes" (default: that of SOURCE)',
+    )
+    parser.add_argument(
+        "--training_length",
+        "--training-length",
+        type=int,
+        metavar="T",
+        help="tokens per sequence that the model was trained on, which evaluation starts from (default: known for "
+        "official Mamba and Mamba-2 checkpoints, else left open)",
+    )
+    parser.add_argument(
+        "--max_shard_size",
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="largest file of weights (default: 5GB)",
+    )
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command with its arguments."""
+    options = _parser().parse_args(arguments)
+    output = Path(options.output_dir)
+    try:
+        convert_checkpoint(
+            options.source,
+            output,
+            revision=options.revision,
+            format=options.format,
+            dtype=options.dtype,
+            tokenizer=load_tokenizer("bytes") if options.tokenizer == "bytes" else options.tokenizer,
+            training_length=options.training_length,
+            max_shard_size=options.max_shard_size,
+            command=portable_command(["lengthgen", "convert", *arguments]),
+        )
+    except KeyboardInterrupt:
+        print(f"\nNothing was written to {output}. The same command starts again; finished downloads are kept.")
+        raise
+    print(_summary(options.source, output))
+    return 0
+
+
+def _summary(name: str, output: Path) -> str:
+    """What was written, and what is missing."""
+    lineage = read_lineage(output)
+    assert lineage is not None and lineage.source is not None  # noqa: PT018
+    source = lineage.source
+    files = TensorFiles(output)
+    parameters = sum(math.prod(meta.shape) for meta in files.metas.values())
+    lines = [
+        f"Converted {source.name} ({source.format}{f', revision {source.revision}' if source.revision else ''}, "
+        f"licence {source.license or 'not stated'}): {parameters:,} parameters in {len(files.paths)} file(s)."
+    ]
+    if not tokenizer_files(output):
+        official = FORMATS[source.format].tokenizer
+        advice = f" That of the official checkpoints is {official}: --tokenizer {official}." if official else ""
+        lines.append(f"{source.name} holds no tokenizer, so {output} has none.{advice}")
+    lines.append(f"Saved to {output}. Next: {shlex.join(['lengthgen', 'verify', name, str(output)])}")
+    return "\n".join(lines)

@@ -1,0 +1,66 @@
+"""`lengthgen export`: a checkpoint of this package becomes one of another library."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_recurrent_lengthgen.conversion.export import export_checkpoint
+from hf_recurrent_lengthgen.conversion.registry import FORMATS
+
+DESCRIPTION = """\
+Write a checkpoint of this package in the layout of another library, which then loads it by itself. Weights are copied
+bit for bit; the checkpoint stays as it is. What the other library has no name for is refused: states expanded in some
+layers, forgetting, attention layers. Carried states and lineage stay behind.
+
+  lengthgen export trained --format mamba-ssm --output_dir for-mamba-ssm
+  lengthgen export trained/checkpoint-500 --format transformers --output_dir stock
+
+Formats:
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    formats = "\n".join(f"  {name:<14}{format.title}" for name, format in FORMATS.items())
+    parser = argparse.ArgumentParser(
+        "lengthgen export", description=DESCRIPTION + formats, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder of this package, or Hub name")
+    parser.add_argument("--format", choices=FORMATS, required=True, help="the layout to write")
+    parser.add_argument(
+        "--output_dir", "--output-dir", metavar="FOLDER", required=True, help="folder for the result, new or empty"
+    )
+    parser.add_argument(
+        "--revision", metavar="NAME", help="branch, tag or commit on the Hub (default: its main branch)"
+    )
+    parser.add_argument(
+        "--max_shard_size",
+        "--max-shard-size",
+        metavar="SIZE",
+        help="largest file of weights, in formats that allow several (default: 5GB)",
+    )
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command with its arguments."""
+    options = _parser().parse_args(arguments)
+    layout = FORMATS[options.format]
+    if layout.container == "torch" and options.max_shard_size is not None:
+        raise ValueError(
+            f"{layout.name} reads one file of weights, so --max_shard_size {options.max_shard_size} does nothing: "
+            "leave it out."
+        )
+    output = Path(options.output_dir)
+    try:
+        export_checkpoint(
+            options.checkpoint,
+            output,
+            options.format,
+            revision=options.revision,
+            max_shard_size=options.max_shard_size or "5GB",
+        )
+    except KeyboardInterrupt:
+        print(f"\nNothing was written to {output}. The same command starts again.")
+        raise
+    print(f"Exported to {output}, for {layout.title}: {', '.join(sorted(path.name for path in output.iterdir()))}.")
+    return 0
