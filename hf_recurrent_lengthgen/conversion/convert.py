@@ -83,7 +83,8 @@ def convert_checkpoint(
     config = layout.to_config(settings, files.metas)
     if layout.keeps_config:
         setattr(config, SOURCE_CONFIG, {"format": layout.name, "config": settings})
-    config.training_length = training_length or TRAINING_LENGTHS.get(found.name if found.on_hub else "")
+    known_length = TRAINING_LENGTHS.get(found.name if found.on_hub else "")
+    config.training_length = training_length or known_length or config.training_length  # type: ignore[attr-defined]
     entries = our_entries(layout, config, files, source)
     if wanted is not None:
         entries = [_cast(entry, wanted) for entry in entries]
@@ -159,7 +160,7 @@ def our_entries(layout: Format, config: Any, files: TensorFiles, where: str) -> 
     Raises:
         ValueError: for weights that do not fit the config, listing all of them, and a tied head that is another.
     """
-    renames = expand(layout.renames(config), config.num_hidden_layers)
+    renames = expand(layout.renames_of(config, files.metas), config.num_hidden_layers)
     source: Tensors = files
     tied = tied_names(config)
     if tied is not None and layout.tied_head in files:

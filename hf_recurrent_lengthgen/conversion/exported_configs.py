@@ -65,12 +65,13 @@ def exported_config(format: Format, config: Any, metas: Mapping[str, Meta]) -> S
     check_exportable(format, config)
     plain = format.from_config(uniform(config))
     kept = getattr(config, SOURCE_CONFIG, None) or {}
-    if plain is not None and kept.get("format") == format.name:
+    same = kept.get("format") == format.name
+    if plain is not None and same:
         before = format.from_config(format.to_config(kept["config"], metas)) or {}
         changed = {name: value for name, value in plain.items() if name not in before or before[name] != value}
         plain = {**kept["config"], **changed}
     if plain is not None and "model_type" in plain:
-        _set_dtype(plain, config, named="dtype" in plain or "torch_dtype" in plain or not kept)
+        _set_dtype(plain, config, named=bool(plain.get("dtype") or plain.get("torch_dtype")) or not same)
     _check_same(format, uniform(config), format.to_config(plain, metas))
     return plain
 

@@ -20,6 +20,17 @@ SOURCE_CONFIG = "source_config"
 
 Settings = dict[str, Any]
 
+GENERIC_SETTINGS = {
+    *PreTrainedConfig().to_dict(),
+    *("_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "model_type"),
+    *("pad_token_id", "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache"),
+}
+"""Entries of any config.json of Transformers."""
+
+
+def _none(config: Any, metas: Mapping[str, Meta]) -> None:
+    return None
+
 
 @dataclass(frozen=True)
 class Format:
@@ -40,6 +51,9 @@ class Format:
         keeps_config: Whether our config.json keeps its config, as our config cannot express all entries of it.
         weights_file: Name in an exported folder, for `container` "torch".
         tokenizer: The tokenizer of its official checkpoints, where those carry none; empty otherwise.
+        older: For layouts that earlier versions of a library wrote otherwise: the map for the tensors that are there,
+            by their names; None where they are as `renames` says.
+        from_shapes: Fields of our config that this layout leaves to the shapes of the weights.
     """
 
     name: str
@@ -55,6 +69,13 @@ class Format:
     keeps_config: bool = True
     weights_file: str = "pytorch_model.bin"
     tokenizer: str = ""
+    older: Callable[[Any, Mapping[str, Meta]], Sequence[Rename] | None] = _none
+    from_shapes: tuple[str, ...] = ()
+
+    def renames_of(self, config: Any, metas: Mapping[str, Meta]) -> Sequence[Rename]:
+        """The map for a checkpoint that holds these tensors; "{layer}" is allowed."""
+        older = self.older(config, metas)
+        return self.renames(config) if older is None else older
 
 
 def blank_model(config: PreTrainedConfig) -> Any:

@@ -1,0 +1,206 @@
+"""Checkpoints of flash-linear-attention (fla): GLA, HGRN-2, linear attention, RWKV-6, Mamba and Mamba-2.
+
+Parameter names are ours. The config of the first four is ours, too, but for settings that choose an implementation;
+fla's Mamba classes have the model types of Transformers' with names of their own for some fields. Checkpoints from
+before February 2025 hold `mlp.gate_proj` and `mlp.up_proj` as one tensor; they can be read.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from hf_recurrent_lengthgen.conversion.formats import (
+    GENERIC_SETTINGS,
+    SOURCE_CONFIG,
+    Format,
+    Settings,
+    check_settings,
+    same_names,
+)
+from hf_recurrent_lengthgen.conversion.key_maps import Rename, Transform
+from hf_recurrent_lengthgen.conversion.tensor_files import Meta
+from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
+
+WHERE = "This fla checkpoint"
+LOSSES: Settings = {"fuse_cross_entropy": True, "fuse_linear_cross_entropy": False}
+FLAGS: Settings = LOSSES | {"attn_mode": "chunk", "max_position_embeddings": 2048}
+IMPLEMENTATION: dict[str, Settings] = {
+    "gla": FLAGS | {"fuse_swiglu": True, "use_gk": True, "use_gv": False},
+    "hgrn2": FLAGS | {"fuse_swiglu": True},
+    "linear_attn": FLAGS | {"fuse_swiglu": True, "attn_mode": "fused_chunk"},
+    "rwkv6": FLAGS,
+    "mamba": LOSSES | {"fuse_norm": True, "use_l2warp": False},
+    "mamba2": LOSSES | {"fuse_norm": True, "use_l2warp": False, "conv_init": None, "A_init_range": [1, 16]},
+}
+"""By model type, what fla 0.6 has beside the fields of our config, and its defaults."""
+
+NEUTRAL: dict[str, Settings] = {
+    "mamba": {"use_l2warp": False},
+    "mamba2": {"use_l2warp": False, "D_has_hdim": False, "rmsnorm": True, "norm_before_gate": False},
+}
+"""What must be as it is in ours; our configs of the others check it themselves."""
+
+ALIASES: dict[str, Settings] = {
+    "rwkv6": {"eps": "norm_eps", "rms_norm_eps": "norm_eps"},
+    "mamba": {
+        "layer_norm_epsilon": "norm_eps",
+        "time_step_rank": "dt_rank",
+        "time_step_scale": "dt_scale",
+        "time_step_init_scheme": "dt_init_scheme",
+        **{f"time_step_{name}": f"dt_{name}" for name in ("min", "max")},
+        "time_step_floor": "dt_init_floor",
+    },
+    "mamba2": {
+        "layer_norm_epsilon": "norm_eps",
+        "rms_norm": "rmsnorm",
+        **{f"time_step_{name}": f"dt_{name}" for name in ("min", "max", "limit")},
+        "time_step_floor": "dt_init_floor",
+    },
+}
+"""Names that earlier versions of fla gave to fields; for the Mamba classes also ours, the other way around."""
+
+STEP_SIZES = {"dt_min": 0.001, "dt_max": 0.1, "dt_init_floor": 1e-4, "norm_eps": 1e-5, "expand": 2, "conv_kernel": 4}
+DEFAULTS: dict[str, Settings] = {
+    "mamba": STEP_SIZES
+    | {"state_size": 16, "dt_rank": "auto", "dt_scale": 1.0, "dt_init_scheme": "random", "residual_in_fp32": False},
+    "mamba2": STEP_SIZES
+    | {"state_size": 128, "head_dim": 64, "n_groups": 1, "dt_limit": [0.0, float("inf")], "residual_in_fp32": True},
+}
+"""Of fla's Mamba classes, where ours differ or have other names."""
+
+ARCHITECTURES = {
+    "gla": "GLAForCausalLM",
+    "hgrn2": "HGRN2ForCausalLM",
+    "linear_attn": "LinearAttentionForCausalLM",
+    "rwkv6": "RWKV6ForCausalLM",
+    "mamba": "MambaForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+}
+OUR_TYPES = {name: STATEFUL_CLASSES[name].config_class.model_type for name in ARCHITECTURES}
+OURS_ONLY = {
+    *("_name_or_path", "attention_head_dim", "attention_kind", "attention_layers", "code_format_version"),
+    *("forgetting", "gate_logit_normalizer", "group_norm_eps", "interventions", "layer_num_heads"),
+    *("layer_state_sizes", "mixer_rms_eps", "scan_backend", "training_length", SOURCE_CONFIG),
+}
+"""Fields of ours that fla lacks; the way there and back checks that they are neutral."""
+
+
+def _split(gate_and_up: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = gate_and_up.chunk(2)
+    return gate, up
+
+
+def _join(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.cat([gate, up])
+
+
+GATE_AND_UP = Transform("gate above up", _split, _join)
+
+
+def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
+    kind = (settings or {}).get("model_type")
+    if settings is None or kind not in ARCHITECTURES:
+        return False
+    if kind in ("mamba", "mamba2"):  # also of Transformers, which has none of these
+        return not {"fuse_norm", "fuse_cross_entropy", "norm_eps"}.isdisjoint(settings)
+    return kind != "rwkv6" or "rwkv.embeddings.weight" not in metas
+
+
+def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:
+    kind = (settings or {}).get("model_type", "")
+    if settings is not None and kind not in ARCHITECTURES:
+        raise ValueError(f"{WHERE} has the model type {kind!r}, possible are {', '.join(ARCHITECTURES)}.")
+    given = _renamed(check_settings(settings, _known(kind) if kind else (), WHERE), kind)
+    if given.pop("share_conv_kernel", False) and given.get("use_short_conv"):
+        raise ValueError(f"{WHERE} has share_conv_kernel true: one convolution for q, k and v cannot be converted.")
+    for name, neutral in NEUTRAL.get(kind, {}).items():
+        if given.get(name, neutral) != neutral:
+            raise ValueError(f"{WHERE} has {name} {given[name]!r}, which must be {neutral!r} to be converted.")
+    config_class = STATEFUL_CLASSES[kind].config_class
+    config: PreTrainedConfig = config_class.from_dict(
+        _our_fields(given, kind) | {"model_type": config_class.model_type}
+    )
+    return config
+
+
+def _known(kind: str) -> set[str]:
+    """Names of settings that are understood."""
+    names = _field_names(kind) | IMPLEMENTATION[kind].keys() | ALIASES.get(kind, {}).keys()
+    if kind in ("mamba", "mamba2"):
+        return names | GENERIC_SETTINGS | NEUTRAL[kind].keys() | {"intermediate_size", "num_heads", "time_step_rank"}
+    return names | GENERIC_SETTINGS | {"rms_norm_eps", "share_conv_kernel"}
+
+
+def _field_names(kind: str) -> set[str]:
+    """fla's names of the fields of our config."""
+    ours = set(STATEFUL_CLASSES[kind].config_class().to_dict()) - OURS_ONLY - GENERIC_SETTINGS
+    if kind in ("mamba", "mamba2"):
+        ours -= {"use_mambapy", "use_associative_scan"}
+        ours = {ALIASES[kind].get(name, name) for name in ours} | DEFAULTS[kind].keys()
+        return ours - ({"time_step_rank"} if kind == "mamba2" else set())
+    return ours
+
+
+def _renamed(given: Settings, kind: str) -> Settings:
+    """Under the names of fla 0.6."""
+    aliases = {"rms_norm_eps": "norm_eps"} | ALIASES.get(kind, {})
+    renamed = {aliases.get(name, name): value for name, value in given.items() if name in aliases}
+    return renamed | {name: value for name, value in given.items() if name not in aliases}
+
+
+def _our_fields(given: Settings, kind: str) -> Settings:
+    fields = {name: value for name, value in given.items() if name not in ("architectures", "auto_map")}
+    if kind not in ("mamba", "mamba2"):
+        return fields
+    fields = DEFAULTS[kind] | fields
+    hidden, expand = fields.get("hidden_size", 2048), fields["expand"]
+    inner = fields.pop("intermediate_size", expand * hidden)
+    if type(expand) is not int or inner != expand * hidden:
+        raise ValueError(
+            f"{WHERE} has expand {expand!r} and intermediate_size {inner}; expand must be a whole number, and "
+            f"intermediate_size expand * hidden_size."
+        )
+    if kind == "mamba2":
+        fields["num_heads"] = fields.get("num_heads", inner // fields["head_dim"])
+        fields = {name: value for name, value in fields.items() if name not in NEUTRAL[kind]}
+    back = {theirs: ours for ours, theirs in ALIASES[kind].items() if ours != "rms_norm"}
+    return {back.get(name, name): value for name, value in fields.items()}
+
+
+def _from_config(config: Any) -> Settings:
+    kind = next(name for name, ours in OUR_TYPES.items() if ours == config.model_type)
+    back = {theirs: ours for ours, theirs in ALIASES.get(kind, {}).items() if kind.startswith("mamba")}
+    settings = {name: getattr(config, back.get(name, name), None) for name in sorted(_field_names(kind))}
+    settings |= {name: getattr(config, name, default) for name, default in IMPLEMENTATION[kind].items()}
+    settings |= NEUTRAL.get(kind, {})
+    settings |= {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    settings |= {"tie_word_embeddings": config.tie_word_embeddings, "model_type": kind}
+    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+    return settings | {"architectures": [ARCHITECTURES[kind]]}
+
+
+def _older(config: Any, metas: Mapping[str, Meta]) -> list[Rename] | None:
+    """The map for gate and up projections in one tensor."""
+    parts = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+    first = "model.layers.0."
+    if first + parts[0] not in metas or first + parts[1] in metas:
+        return None
+    gate, up = (f"model.layers.{{layer}}.{part}" for part in parts)
+    others = [rename for rename in same_names(config) if not str(rename.ours).endswith(parts)]
+    return [*others, Rename(gate, (gate, up), GATE_AND_UP)]
+
+
+FLA = Format(
+    name="fla",
+    title="flash-linear-attention",
+    families=tuple(OUR_TYPES.values()),
+    container="safetensors",
+    recognizes=_recognizes,
+    to_config=_to_config,
+    from_config=_from_config,
+    renames=same_names,
+    older=_older,
+)
