@@ -1,0 +1,400 @@
+"""What the hub for tests answers to each kind of request."""
+
+import base64
+import email.utils
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, quote
+
+import yaml
+
+from .store import Blob, Collection, Commit, Refused, Repository, is_large
+
+if TYPE_CHECKING:
+    from .endpoint import Endpoint
+
+DATE = "2025-01-01T00:00:00.000Z"
+REPOSITORY = r"/api/models/(?P<name>[\w.-]+/[\w.-]+)"
+Headers = dict[str, str]
+
+
+@dataclass
+class Request:
+    """One request and the status of its answer; 0 where the connection was cut instead."""
+
+    method: str
+    path: str
+    token: str | None
+    body: bytes
+    query: dict[str, list[str]]
+    headers: Headers
+    status: int = 0
+
+
+@dataclass
+class Answer:
+    status: int = 200
+    body: bytes = b""
+    headers: Headers = field(default_factory=dict)
+
+
+def refusal(refused: Refused) -> Answer:
+    answer = as_json({"error": refused.message}, refused.status)
+    answer.headers["X-Error-Message"] = refused.message
+    if refused.code is not None:
+        answer.headers["X-Error-Code"] = refused.code
+    return answer
+
+
+def as_json(value: Any, status: int = 200) -> Answer:
+    return Answer(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+
+def whoami(hub: "Endpoint", request: Request) -> Answer:
+    account = hub.account(request)
+    if account is None:
+        raise Refused(401, "Invalid username or password.")
+    role = "write" if account.may_write else "read"
+    organizations = [{"name": name, "type": "org"} for name in account.organizations]
+    access = {"accessToken": {"displayName": "test", "role": role}}
+    return as_json({"type": "user", "name": account.name, "orgs": organizations, "auth": access})
+
+
+def create_repository(hub: "Endpoint", request: Request) -> Answer:
+    account, asked = hub.account(request), json.loads(request.body)
+    if account is None:
+        raise Refused(401, "Invalid username or password.")
+    name = f"{asked.get('organization') or account.name}/{asked['name']}"
+    if not account.may_write or not account.owns(name):
+        raise Refused(403, "You don't have the rights to create a model under this namespace")
+    private = asked.get("private") or asked.get("visibility") == "private"
+    hub.create(name, bool(private))
+    return as_json({"url": f"{hub.url}/{name}", "name": name, "id": "0" * 24})
+
+
+def model_info(hub: "Endpoint", request: Request, name: str, revision: str = "main") -> Answer:
+    repository = hub.repository(request, name)
+    commit = repository.at(revision)
+    siblings: list[dict[str, Any]] = []
+    for path, blob in sorted(commit.files.items()):
+        entry = {"rfilename": path}
+        if "blobs" in request.query:
+            entry |= {"blobId": blob.oid, "size": len(blob.content)}
+            if blob.sha256 is not None:
+                entry["lfs"] = {"sha256": blob.sha256, "size": len(blob.content), "pointerSize": 130}
+        siblings.append(entry)
+    about = {"id": name, "sha": commit.id, "private": repository.private, "gated": repository.gated and "auto"}
+    return as_json(about | {"siblings": siblings, "tags": [], "lastModified": DATE, "createdAt": DATE})
+
+
+def refs(hub: "Endpoint", request: Request, name: str) -> Answer:
+    branches = hub.repository(request, name).branches
+    listed = [{"name": key, "ref": f"refs/heads/{key}", "targetCommit": at} for key, at in branches.items()]
+    return as_json({"branches": listed, "converts": [], "tags": [], "pullRequests": []})
+
+
+def create_branch(hub: "Endpoint", request: Request, name: str, branch: str) -> Answer:
+    repository = hub.repository(request, name, write=True)
+    if branch in repository.branches:
+        raise Refused(409, f"Reference already exists: {branch}")
+    start = json.loads(request.body).get("startingPoint", "main")
+    repository.branches[branch] = repository.at(start).id
+    return as_json({})
+
+
+def paged(hub: "Endpoint", request: Request, entries: list[Any]) -> Answer:
+    start = int(request.query.get("cursor", ["0"])[0])
+    answer = as_json(entries[start : start + hub.page])
+    if start + hub.page < len(entries):
+        kept = "&".join(f"{key}={value[0]}" for key, value in request.query.items() if key != "cursor")
+        answer.headers["Link"] = f'<{hub.url}{quote(request.path)}?{kept}&cursor={start + hub.page}>; rel="next"'
+    return answer
+
+
+def entry_of(repository: Repository, commit: Commit, path: str, expand: bool) -> dict[str, Any]:
+    blob = commit.files[path]
+    entry: dict[str, Any] = {"type": "file", "path": path, "oid": blob.oid, "size": len(blob.content)}
+    if blob.sha256 is not None:
+        entry["lfs"] = {"oid": blob.sha256, "size": len(blob.content), "pointerSize": 130}
+    if expand:
+        last = repository.last_change(commit.id, path)
+        entry["lastCommit"] = {"id": last.id, "title": last.title, "date": DATE}
+    return entry
+
+
+def tree(hub: "Endpoint", request: Request, name: str, revision: str, folder: str = "") -> Answer:
+    repository = hub.repository(request, name)
+    commit = repository.at(revision)
+    inside = [path for path in sorted(commit.files) if path.startswith(f"{folder}/" if folder else "")]
+    if folder and not inside:
+        raise Refused(404, f"{folder} does not exist on {revision}", "EntryNotFound")
+    expand = request.query.get("expand", ["false"])[0].lower() == "true"
+    if request.query.get("recursive", ["false"])[0].lower() == "true":
+        return paged(hub, request, [entry_of(repository, commit, path, expand) for path in inside])
+    depth = folder.count("/") + 1 if folder else 0
+    folders = sorted({"/".join(path.split("/")[: depth + 1]) for path in inside if path.count("/") > depth})
+    entries = [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in folders]
+    files = [entry_of(repository, commit, path, expand) for path in inside if path.count("/") == depth]
+    return paged(hub, request, entries + files)
+
+
+def paths_info(hub: "Endpoint", request: Request, name: str, revision: str) -> Answer:
+    repository = hub.repository(request, name)
+    commit = repository.at(revision)
+    asked = parse_qs(request.body.decode())
+    expand = asked.get("expand", ["false"])[0].lower() == "true"
+    return as_json([entry_of(repository, commit, path, expand) for path in asked["paths"] if path in commit.files])
+
+
+def commits(hub: "Endpoint", request: Request, name: str, revision: str) -> Answer:
+    return paged(
+        hub,
+        request,
+        [
+            {
+                "id": commit.id,
+                "title": commit.title,
+                "message": commit.description,
+                "authors": [{"user": commit.author}],
+                "date": DATE,
+            }
+            for commit in hub.repository(request, name).history(revision)
+        ],
+    )
+
+
+def preupload(hub: "Endpoint", request: Request, name: str, revision: str) -> Answer:
+    files = hub.repository(request, name, write=True).at(revision).files
+    body, answers = json.loads(request.body), []
+    hosted = files[".gitignore"].content.decode() if ".gitignore" in files else ""
+    ignored = body.get("gitIgnore", hosted).split()  # names of files only, of what git can
+    for file in body["files"]:
+        there = files.get(file["path"])
+        oid = None if there is None else there.sha256 or there.oid
+        mode = "lfs" if is_large(file["path"], file["size"]) else "regular"
+        ignore = file["path"].rpartition("/")[2] in ignored
+        answers.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": ignore, "oid": oid})
+    return as_json({"files": answers})
+
+
+def large_file_batch(hub: "Endpoint", request: Request, name: str) -> Answer:
+    hub.repository(request, name, write=True)
+    objects = []
+    for asked in json.loads(request.body)["objects"]:
+        sha256, size = asked["oid"], asked["size"]
+        answer: dict[str, Any] = {"oid": sha256, "size": size}
+        if sha256 not in hub.large_files:
+            place = f"{hub.url}/upload/{sha256}/{size}"
+            upload: dict[str, Any] = {"href": place, "header": {}}
+            if hub.part_size is not None and size > hub.part_size:
+                upload["href"] = f"{place}/complete"
+                count = -(-size // hub.part_size)
+                upload["header"] = {"chunk_size": str(hub.part_size)}
+                upload["header"] |= {f"{part:05}": f"{place}/part/{part}" for part in range(1, count + 1)}
+            verify = {"href": f"{hub.url}/{name}.git/info/lfs/objects/verify"}
+            answer["actions"] = {"upload": upload, "verify": verify}
+        objects.append(answer)
+    return as_json({"transfer": "basic", "objects": objects})
+
+
+def upload(hub: "Endpoint", request: Request, sha256: str, size: str) -> Answer:
+    keep(hub, sha256, int(size), request.body)
+    return Answer()
+
+
+def keep(hub: "Endpoint", sha256: str, size: int, content: bytes) -> None:
+    if len(content) != size:
+        raise Refused(400, "The size of the content is not the one announced")
+    if hub.check_uploads and hashlib.sha256(content).hexdigest() != sha256:
+        raise Refused(400, "The SHA-256 of the content is not the one announced")
+    hub.large_files[sha256] = content
+
+
+def upload_part(hub: "Endpoint", request: Request, sha256: str, size: str, part: str) -> Answer:
+    hub._parts.setdefault(sha256, {})[int(part)] = request.body
+    return Answer(headers={"ETag": f'"{hashlib.md5(request.body).hexdigest()}"'})
+
+
+def upload_complete(hub: "Endpoint", request: Request, sha256: str, size: str) -> Answer:
+    parts = hub._parts.pop(sha256)
+    for part in json.loads(request.body)["parts"]:
+        if part["etag"] != f'"{hashlib.md5(parts[part["partNumber"]]).hexdigest()}"':
+            raise Refused(400, "A part is not the one that was sent")
+    keep(hub, sha256, int(size), b"".join(parts[number] for number in sorted(parts)))
+    return as_json({})
+
+
+def verify(hub: "Endpoint", request: Request, name: str) -> Answer:
+    hub.repository(request, name, write=True)
+    asked = json.loads(request.body)
+    if len(hub.large_files.get(asked["oid"], b"")) != asked["size"]:
+        raise Refused(404, "The object is not there")
+    return as_json({})
+
+
+def commit(hub: "Endpoint", request: Request, name: str, revision: str) -> Answer:
+    repository = hub.repository(request, name, write=True)
+    header: dict[str, str] = {}
+    added, removed = {}, []
+    for line in request.body.splitlines():
+        entry = json.loads(line)
+        value = entry["value"]
+        if entry["key"] == "header":
+            header = value
+        elif entry["key"] == "file":
+            added[value["path"]] = Blob(base64.b64decode(value["content"]))
+        elif entry["key"] == "lfsFile":
+            if value["oid"] not in hub.large_files:
+                raise Refused(400, f"The large file of {value['path']} has not been uploaded")
+            added[value["path"]] = Blob(hub.large_files[value["oid"]], value["oid"])
+        elif entry["key"] == "deletedFile":
+            removed.append(value["path"])
+        else:
+            raise Refused(400, f"Unknown key {entry['key']}")
+    account = hub.account(request)
+    assert account is not None
+    oid = hub.change(repository, revision, header, added, removed, account.name)
+    return as_json(
+        {"success": True, "commitOid": oid, "commitUrl": f"{hub.url}/{name}/commit/{oid}", "hookOutput": ""}
+    )
+
+
+def validate_card(hub: "Endpoint", request: Request) -> Answer:
+    parts = json.loads(request.body)["content"].split("---\n", 2)
+    try:
+        data = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0] else None
+    except yaml.YAMLError as error:
+        return as_json({"errors": [{"message": str(error)}], "warnings": []}, 400)
+    warned = [] if data else [{"message": "empty or missing yaml metadata in repo card"}]
+    return as_json({"errors": [], "warnings": warned})
+
+
+def resolve(hub: "Endpoint", request: Request, name: str, revision: str, path: str) -> Answer:
+    at = hub.repository(request, name).at(revision)
+    headers = {"X-Repo-Commit": at.id}
+    if path not in at.files:
+        answer = refusal(Refused(404, "Entry not found", "EntryNotFound"))
+        answer.headers |= headers
+        return answer
+    blob = at.files[path]
+    if blob.sha256 is None:
+        return ranged(request, Answer(200, blob.content, headers | {"ETag": f'"{blob.oid}"'}))
+    linked = {"X-Linked-Etag": f'"{blob.sha256}"', "X-Linked-Size": str(len(blob.content))}
+    return Answer(302, b"", headers | linked | {"Location": f"{hub.delivery}/large/{blob.sha256}"})
+
+
+def large_file(hub: "Endpoint", request: Request, sha256: str) -> Answer:
+    return ranged(request, Answer(200, hub.large_files[sha256], {"ETag": f'"{sha256}"'}))
+
+
+def ranged(request: Request, answer: Answer) -> Answer:
+    asked = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", ""))
+    answer.headers |= {"Accept-Ranges": "bytes", "Last-Modified": email.utils.formatdate(0, usegmt=True)}
+    if asked is None:
+        return answer
+    size = len(answer.body)
+    start, end = int(asked[1]), int(asked[2] or size - 1)
+    if start >= size:
+        return Answer(416, b"", {"Content-Range": f"bytes */{size}"})
+    part = answer.body[start : end + 1]
+    where = {"Content-Range": f"bytes {start}-{start + len(part) - 1}/{size}"}
+    return Answer(206, part, answer.headers | where)
+
+
+def collection_data(hub: "Endpoint", found: Collection) -> dict[str, Any]:
+    items = [
+        {"_id": f"{position:024}", "id": name, "type": kind, "position": position}
+        for position, (kind, name) in enumerate(found.items)
+    ]
+    data = {"slug": found.slug, "title": found.title, "owner": {"name": found.slug.partition("/")[0]}, "items": items}
+    return data | {"lastUpdated": DATE, "position": 0, "private": found.private, "theme": "blue", "upvotes": 0}
+
+
+def owned_collection(hub: "Endpoint", request: Request, slug: str, write: bool) -> Collection:
+    account, found = hub.account(request), hub.collections.get(slug)
+    owned = account is not None and account.owns(slug)
+    if found is None or (found.private and not owned):
+        raise Refused(404, "Collection not found")
+    if write and not (owned and account is not None and account.may_write):
+        raise Refused(403, "You don't have the required permissions to perform this action.")
+    return found
+
+
+def list_collections(hub: "Endpoint", request: Request) -> Answer:
+    account, owners = hub.account(request), request.query.get("owner", [])
+    seen = [
+        collection_data(hub, found)
+        for found in hub.collections.values()
+        if found.slug.partition("/")[0] in owners
+        and (not found.private or (account is not None and account.owns(found.slug)))
+    ]
+    for data in seen:  # the Hub lists four items of each; the client numbers the collections itself
+        data["items"] = data["items"][:4]
+        del data["position"]
+    return paged(hub, request, seen)
+
+
+def create_collection(hub: "Endpoint", request: Request) -> Answer:
+    account, asked = hub.account(request), json.loads(request.body)
+    slug = f"{asked['namespace']}/{re.sub(r'[^a-z0-9]+', '-', asked['title'].lower())}-{len(hub.collections):024x}"
+    if account is None or not account.may_write or not account.owns(slug):
+        raise Refused(403, "You don't have the rights to create a collection under this namespace")
+    found = hub.collections[slug] = Collection(slug, asked["title"], asked.get("private", False))
+    return as_json(collection_data(hub, found))
+
+
+def get_collection(hub: "Endpoint", request: Request, slug: str) -> Answer:
+    return as_json(collection_data(hub, owned_collection(hub, request, slug, write=False)))
+
+
+def update_collection(hub: "Endpoint", request: Request, slug: str) -> Answer:
+    found, asked = owned_collection(hub, request, slug, write=True), json.loads(request.body)
+    found.title, found.private = asked.get("title", found.title), asked.get("private", found.private)
+    return as_json({"data": collection_data(hub, found)})
+
+
+def add_collection_item(hub: "Endpoint", request: Request, slug: str) -> Answer:
+    found = owned_collection(hub, request, slug, write=True)
+    asked = json.loads(request.body)["item"]
+    item = (asked["type"], asked["id"])
+    if item in found.items:
+        raise Refused(409, "This item is already in the collection")
+    hub.repository(request, asked["id"])
+    found.items.append(item)
+    return as_json(collection_data(hub, found))
+
+
+LARGE_FILES = r"/(?P<name>[\w.-]+/[\w.-]+?)\.git/info/lfs/objects"
+UPLOAD = r"/upload/(?P<sha256>[0-9a-f]{64})/(?P<size>\d+)"
+COLLECTION = r"/api/collections/(?P<slug>[\w.-]+/[\w.-]+)"
+ROUTES: list[tuple[str, str, Callable[..., Answer]]] = [
+    ("GET", r"/api/whoami-v2", whoami),
+    ("POST", r"/api/repos/create", create_repository),
+    ("POST", r"/api/validate-yaml", validate_card),
+    ("GET", REPOSITORY, model_info),
+    ("GET", REPOSITORY + r"/revision/(?P<revision>[^/]+)", model_info),
+    ("GET", REPOSITORY + r"/refs", refs),
+    ("POST", REPOSITORY + r"/branch/(?P<branch>[^/]+)", create_branch),
+    ("GET", REPOSITORY + r"/tree/(?P<revision>[^/]+)", tree),
+    ("GET", REPOSITORY + r"/tree/(?P<revision>[^/]+)/(?P<folder>.+)", tree),
+    ("POST", REPOSITORY + r"/paths-info/(?P<revision>[^/]+)", paths_info),
+    ("GET", REPOSITORY + r"/commits/(?P<revision>[^/]+)", commits),
+    ("POST", REPOSITORY + r"/preupload/(?P<revision>[^/]+)", preupload),
+    ("POST", REPOSITORY + r"/commit/(?P<revision>[^/]+)", commit),
+    ("POST", LARGE_FILES + r"/batch", large_file_batch),
+    ("POST", LARGE_FILES + r"/verify", verify),
+    ("PUT", UPLOAD, upload),
+    ("PUT", UPLOAD + r"/part/(?P<part>\d+)", upload_part),
+    ("POST", UPLOAD + r"/complete", upload_complete),
+    ("GET HEAD", r"/(?P<name>[\w.-]+/[\w.-]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)", resolve),
+    ("GET HEAD", r"/large/(?P<sha256>[0-9a-f]{64})", large_file),
+    ("GET", r"/api/collections", list_collections),
+    ("POST", r"/api/collections", create_collection),
+    ("GET", COLLECTION, get_collection),
+    ("PATCH", COLLECTION, update_collection),
+    ("POST", COLLECTION + r"/items", add_collection_item),
+]
