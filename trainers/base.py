@@ -54,6 +54,7 @@ from hf_recurrent_lengthgen.trainers.checks import (
     takes_states,
 )
 from hf_recurrent_lengthgen.trainers.chunked_backprop import check_chunkable, forward_in_chunks, innermost_model
+from hf_recurrent_lengthgen.trainers.hub_pushes import copy_code, has_card_of_another, leave_out_pickles
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
 from hf_recurrent_lengthgen.trainers.interrupts import InterruptCallback
@@ -505,6 +506,23 @@ class InitialStateTrainer(Trainer, ABC):
             begin_save(folder)
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self.is_world_process_zero():
+            copy_code(checkpoint_folder, self.output_dir)
+            leave_out_pickles(self.output_dir)
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, without the pickle of its arguments, in which a token may be."""
+        if self.is_world_process_zero():
+            leave_out_pickles(self.output_dir)
+        return super().push_to_hub(*args, **kwargs)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Trainer's, unless the output folder holds a card from elsewhere, such as `lengthgen card`."""
+        if self.is_world_process_zero() and not has_card_of_another(self.output_dir):
+            super().create_model_card(*args, **kwargs)
 
     # Trainer writes the random state of a process last of its own files; the initial states follow it. Nothing marks
     # the folder complete, and no older one is deleted, before every process has written its files.

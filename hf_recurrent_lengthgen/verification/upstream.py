@@ -8,7 +8,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -102,7 +102,7 @@ class MambaSSM(Upstream):
     def __init__(self, layout: Format, config: Any, settings: Settings | None, device: str) -> None:
         super().__init__(layout, config, settings, device)
         self.name = f"mamba_ssm {_version('mamba_ssm')} MambaLMHeadModel"
-        self._settings = settings if layout.name == MAMBA_SSM.name else MAMBA_SSM.from_config(config)
+        self._settings = (settings if layout.name == MAMBA_SSM.name else MAMBA_SSM.from_config(config)) or {}
 
     def read(self, weights: Weights, tokens: Tensor) -> Reading:
         from mamba_ssm.models.config_mamba import MambaConfig
@@ -128,8 +128,7 @@ class Fla(Upstream):
         self.name = f"fla {_version('flash-linear-attention')} {(settings or {}).get('model_type')}"
 
     def read(self, weights: Weights, tokens: Tensor) -> Reading:
-        import fla  # noqa: F401  registers its models
-
+        import_module("fla")  # registers its models
         config = AutoConfig.for_model(**(self.settings or {}))
         model = AutoModelForCausalLM.from_config(config, dtype=next(iter(weights.values())).dtype).eval()
         theirs = _their_weights(self.layout, self.config, weights)

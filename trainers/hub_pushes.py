@@ -1,0 +1,43 @@
+"""What Trainer's pushes to the Hub lack, and what they should not hold.
+
+Trainer uploads its output folder. In the middle of training it copies weights and config into that from the newest
+checkpoint, but not the code that loads them; and it writes its arguments there as a pickle, with the token of
+`hub_token` in it.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from huggingface_hub import ModelCard
+
+from hf_recurrent_lengthgen.models.atomic_files import replacing
+
+NOT_PUSHED = "training_args.bin"
+TRAINERS_TAG = "generated_from_trainer"
+
+
+def copy_code(checkpoint: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
+    """Copy the Python files of a checkpoint; those of PEFT and of models of Transformers have none."""
+    for path in sorted(Path(checkpoint).glob("*.py")):
+        with replacing(Path(output) / path.name) as temporary:
+            shutil.copyfile(path, temporary)
+
+
+def leave_out_pickles(output: str | os.PathLike[str]) -> None:
+    """Name the pickle in the folder's .gitignore, which the Hub goes by when files are offered to it."""
+    path = Path(output) / ".gitignore"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    if NOT_PUSHED not in lines:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            temporary.write_text("\n".join([*lines, NOT_PUSHED, ""]), encoding="utf-8")
+
+
+def has_card_of_another(output: str | os.PathLike[str]) -> bool:
+    """Whether the folder holds a model card that neither Trainer nor PEFT wrote."""
+    path = Path(output) / "README.md"
+    if not path.is_file():
+        return False
+    data = ModelCard.load(path).data
+    return TRAINERS_TAG not in (data.tags or ()) and data.library_name != "peft"
