@@ -142,6 +142,8 @@ def write_card(
 
 def render(checkpoint: Checkpoint, evidence: Sequence[Evidence], settings: CardSettings) -> ModelCard:
     """The card of what was read."""
+    if settings.repo_id is not None:
+        _check_name(settings.repo_id)
     source = None if checkpoint.lineage is None else checkpoint.lineage.source
     license = settings.license or (None if source is None else source.license)
     name = (settings.repo_id or checkpoint.name).rpartition("/")[2]
@@ -276,9 +278,9 @@ def check_card(card: ModelCard) -> None:
         problems.append("the metadata changes when it is read back")
     for name in _listed(values.get("base_model")) + _listed(values.get("datasets")):
         try:
-            validate_repo_id(name)
-        except HFValidationError as error:
-            problems.append(f"{name!r} is no name on the Hub ({error})")
+            _check_name(name)
+        except ValueError as error:
+            problems.append(str(error))
     allowed = {
         "license": (r"[a-z0-9][a-z0-9.+-]*", "an identifier of the Hub, such as apache-2.0"),
         "language": (r"[a-z]{2,3}(-[A-Za-z]{2,4})?|code|multilingual", "a code of ISO 639, code or multilingual"),
@@ -296,6 +298,13 @@ def check_card(card: ModelCard) -> None:
             problems.append(f"{result.metric_name or result.metric_type} must be a finite number, got {value!r}")
     if problems:
         raise ValueError(f"The Hub would not take this card: {'; '.join(problems)}.")
+
+
+def _check_name(name: Any) -> None:
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ValueError(f"{name!r} is no name on the Hub ({error})") from error
 
 
 def _listed(value: Any) -> list[Any]:

@@ -117,16 +117,16 @@ def _rows(models: Sequence[ComparedModel]) -> list[list[str]]:
 
     return [
         ["", "**this model**", *(escape(evaluation.model) for evaluation in found[1:])],
-        row(f"Loss {inside}", lambda result: _estimate(result.in_window.loss)),
+        row(f"Loss {inside}", lambda result: _cell(result.in_window.loss)),
         row(f"Loss at {start:,} to {stop:,}", lambda result: _number(mean_over(result, start, stop))),
         row(
             f"Harm of the context {beyond}, at {start:,} to {stop:,}",
-            lambda result: _estimate(result.harm.last, sign=True),
+            lambda result: _cell(result.harm.last, sign=True),
         ),
         row(f"Harm above {own.harm.threshold:g} from", lambda result: _tokens(result.harm.harmful_from, "nowhere")),
         row(
             f"Gain from context {inside}, position {early:,} to {late:,}",
-            lambda result: _estimate(result.in_window.context_use, sign=True),
+            lambda result: _cell(result.in_window.context_use, sign=True),
         ),
         row(f"{definition} up to", lambda result: f"{result.verdict.holds_to:,}"),
         row(f"{definition} violated from", lambda result: _tokens(result.verdict.violated_from, "nowhere")),
@@ -209,13 +209,18 @@ def versions_text(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def _estimate(estimate: Estimate, sign: bool = False) -> str:
+def _estimate(estimate: Estimate, sign: bool = False, between: str = " ") -> str:
     form = "+.3f" if sign else ".3f"
     text = number_text(estimate.mean, form)
     if estimate.low is None or estimate.high is None:
         return text
     low, high = (number_text(bound, form) for bound in (estimate.low, estimate.high))
-    return f"{text} [{low}, {high}]"
+    return f"{text}{between}[{low}, {high}]"
+
+
+def _cell(estimate: Estimate, sign: bool = False) -> str:
+    """The interval below, so that the table is narrow."""
+    return _estimate(estimate, sign, "<br>")
 
 
 _NONE = "\N{EN DASH}"
@@ -233,7 +238,7 @@ def _share(share: Share, confidence: float) -> str:
     if share.accuracy is None:
         return _NONE
     low, high = share.interval(confidence)
-    return f"{100 * share.accuracy:.0f} [{100 * low:.0f}, {100 * high:.0f}]"
+    return f"{100 * share.accuracy:.0f}<br>[{100 * low:.0f}, {100 * high:.0f}]"
 
 
 def retrieval_results(evidence: Sequence[Evidence]) -> list[RetrievalResult]:

@@ -85,6 +85,7 @@ def use_section(checkpoint: Checkpoint, place: str, on_hub: bool) -> str:
             f"({code('trust_remote_code=True')})."
         )
         load = [
+            "import torch",
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             "",
             f"model = AutoModelForCausalLM.from_pretrained({where}{pinned}, trust_remote_code=True){hint}",
@@ -92,7 +93,9 @@ def use_section(checkpoint: Checkpoint, place: str, on_hub: bool) -> str:
     else:
         intro = f"With {code(PACKAGE)}, which gives the model its states."
         load = [
-            *(["from transformers import AutoTokenizer", ""] if checkpoint.tokenizer else []),
+            "import torch",
+            *(["from transformers import AutoTokenizer"] if checkpoint.tokenizer else []),
+            "",
             f"from {PACKAGE} import load_model",
             "",
             f"model = load_model({where})",
@@ -101,11 +104,8 @@ def use_section(checkpoint: Checkpoint, place: str, on_hub: bool) -> str:
     if checkpoint.tokenizer:
         load += [f"tokenizer = AutoTokenizer.from_pretrained({where}{pinned})", ""]
     else:
-        load = ["import torch", *(line.removesuffix(", AutoTokenizer") for line in load), ""]
-    generate = [
-        _prompt("prompt", "Once upon a time", checkpoint),
-        _generate("prompt", "", checkpoint),
-    ]
+        load = [*(line.removesuffix(", AutoTokenizer") for line in load), ""]
+    generate = [_prompt("prompt", "Once upon a time", checkpoint), *_generate("prompt", "", checkpoint)]
     parts = [
         intro,
         fence("\n".join([*load, *generate]), "python"),
@@ -122,30 +122,23 @@ def _prompt(name: str, text: str, checkpoint: Checkpoint) -> str:
     return f'{name} = {{"input_ids": torch.tensor([[3, 4, 5]])}}  # the checkpoint has no tokenizer'
 
 
-def _generate(prompt: str, further: str, checkpoint: Checkpoint) -> str:
-    call = f"model.generate(**{prompt}{further}, max_new_tokens=40, do_sample=False)[0]"
-    return f"print(tokenizer.decode({call}))" if checkpoint.tokenizer else f"print({call})"
+def _generate(prompt: str, further: str, checkpoint: Checkpoint) -> list[str]:
+    shown = "tokenizer.decode(tokens[0])" if checkpoint.tokenizer else "tokens[0]"
+    return [f"tokens = model.generate(**{prompt}{further}, max_new_tokens=40)", f"print({shown})"]
 
 
 def _continue(checkpoint: Checkpoint) -> list[str]:
-    if checkpoint.model_type.startswith("stateful_"):
-        return [
-            _prompt("text", "A text that may be long. ", checkpoint),
-            "state = model(**text).final_state  # all that the model knows of the text, a tuple of tensors",
-            _prompt("question", "It says", checkpoint),
-            _generate("question", ", initial_state=state", checkpoint),
-        ]
+    cache = ["cache = model.new_attention_cache()  # keys and values, if it has attention layers"]
+    wrapped = _wrapped(checkpoint)
+    read = ", attention_cache=cache, output_final_state=True" if wrapped else ""
+    go_on = f", initial_state=state{', attention_cache=cache' if wrapped else ''}"
     return [
         _prompt("text", "A text that may be long. ", checkpoint),
-        "cache = model.new_attention_cache()  # keys and values of attention layers, if there are any"
-        if _wrapped(checkpoint)
-        else "",
-        f"state = model(**text{', attention_cache=cache, output_final_state=True' if _wrapped(checkpoint) else ''})"
-        ".final_state",
+        *(cache if wrapped else []),
+        "with torch.no_grad():",
+        f"    state = model(**text{read}).final_state  # all that it knows of the text",
         _prompt("question", "It says", checkpoint),
-        _generate(
-            "question", f", initial_state=state{', attention_cache=cache' if _wrapped(checkpoint) else ''}", checkpoint
-        ),
+        *_generate("question", go_on, checkpoint),
     ]
 
 

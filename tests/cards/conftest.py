@@ -1,0 +1,63 @@
+"""Checkpoints that were really trained and measured, small enough for a second."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.data import byte_tokenizer
+
+SIZES = {
+    "vocab_size": 384,
+    "hidden_size": 8,
+    "num_heads": 2,
+    "head_dim": 8,
+    "state_size": 4,
+    "n_groups": 1,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+
+
+def run(*arguments: Any) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+class Work:
+    """A folder with base, cured and results, made by the commands, and a place to copy from."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.text = folder / "text.txt"
+        self.base, self.cured = folder / "base", folder / "cured"
+        self.results = folder / "evaluation" / "result.json"
+        self.diagnosis = folder / "diagnosis" / "result.json"
+        self.retrieval = folder / "retrieval" / "retrieval.json"
+
+    def copy(self, name: str, to: Path) -> Path:
+        shutil.copytree(self.folder / name, to)
+        return to
+
+
+@pytest.fixture(scope="session")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
+    work = Work(tmp_path_factory.mktemp("work"))
+    lines: Sequence[str] = [f"{number} times {number} is {number**2}." for number in range(200)]
+    work.text.write_text(" ".join(lines), encoding="utf-8")
+    torch.manual_seed(0)
+    StatefulMamba2ForCausalLM(StatefulMamba2Config(**SIZES, training_length=8)).save_pretrained(work.base)
+    byte_tokenizer().save_pretrained(work.base)
+    few = ("--max_steps", 3, "--per_device_train_batch_size", 2, "--logging_steps", 1, "--save_strategy", "no")
+    data = ("--data", work.text, "--block_length", 8, "--use_cpu")
+    assert run("train", "--model", work.base, "--output_dir", work.cured, *data, *few) == 0
+    measured = ("--data", work.text, "--split", "train", "--length", 64, "--sequences", 3, "--no-cache")
+    pair = (work.base, work.cured, "--roles", "base,cured")
+    assert run("evaluate", *pair, *measured, "--output", work.results.parent) == 0
+    return work

@@ -1,0 +1,500 @@
+"""Cards of checkpoints that were really trained and measured; numbers are read again from the JSON of the results."""
+
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard, metadata_load
+from markdown_it import MarkdownIt
+from transformers import AutoTokenizer
+
+from hf_recurrent_lengthgen.cards import build_card, card, check_card, write_card
+from hf_recurrent_lengthgen.cards.markdown import escape
+from hf_recurrent_lengthgen.cli import evaluate
+from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.cli.options import RunParser
+from hf_recurrent_lengthgen.hybrids.tiny_models import tiny_model
+from hf_recurrent_lengthgen.records import (
+    Check,
+    Lineage,
+    Source,
+    Step,
+    Verification,
+    read_lineage,
+    verified_files,
+    write_lineage,
+    write_verification,
+)
+from tests.cards.conftest import Work
+
+MINUS = "\N{MINUS SIGN}"
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def written(value: float, form: str = ".3f") -> str:
+    return format(value, form).replace("-", MINUS)
+
+
+def shown(text: str) -> str:
+    """What a reader sees of a Markdown line."""
+    html = MarkdownIt("commonmark").enable("table").render(text)
+    return (
+        re.sub(r"<[^>]+>", "", html)
+        .replace("&lt;", "<")
+        .replace("&gt;", ">")
+        .replace("&quot;", '"')
+        .replace("&amp;", "&")
+        .strip()
+    )
+
+
+def evaluations(work: Work) -> dict[str, Any]:
+    """The evaluations of the result file by role, as plain JSON."""
+    return {model["role"]: model["evaluation"] for model in json.loads(work.results.read_text())["models"]}
+
+
+def changed(work: Work, to: Path, change: Callable[[dict[str, Any]], None], role: str = "cured") -> Path:
+    """The result file with another evaluation of the model of a role."""
+    plain = json.loads(work.results.read_text())
+    change(next(model["evaluation"] for model in plain["models"] if model["role"] == role))
+    to.write_text(json.dumps(plain))
+    return to
+
+
+@pytest.fixture(scope="session")
+def cured(work: Work, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cured checkpoint with its card."""
+    folder = work.copy("cured", tmp_path_factory.mktemp("carded") / "cured")
+    write_card(folder, [work.results], license="apache-2.0", language=["en"], datasets=["owner/times"])
+    return folder
+
+
+def test_the_metadata_is_what_the_hubs_own_loader_reads(cured: Path, work: Work) -> None:
+    data = metadata_load(cured / "README.md")
+    assert data is not None
+    assert {key: data[key] for key in data if key not in ("model-index", "tags")} == {
+        "license": "apache-2.0",
+        "language": "en",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "datasets": ["owner/times"],
+        "metrics": ["perplexity"],
+    }
+    assert {"recurrent", "state-space-model", "mamba2", "length-generalization", "state-passing"} <= {*data["tags"]}
+    assert {"custom_code", "hf_recurrent_lengthgen"} <= {*data["tags"]}
+    loaded = ModelCard.load(cured / "README.md").data
+    assert loaded.to_dict() == data
+    found = evaluations(work)["cured"]
+    results = {result.metric_name: result for result in loaded.eval_results}
+    inside = results["Perplexity per byte inside the training length of 8"]
+    assert inside.metric_type == "perplexity"
+    assert inside.metric_value == pytest.approx(math.exp(found["in_window"]["loss"]["mean"]))
+    assert inside.metric_args["high"] == pytest.approx(math.exp(found["in_window"]["loss"]["high"]))
+    harm = results["Harm of the context beyond 8 bytes at positions 32 to 64 (nats per byte)"]
+    assert harm.metric_value == pytest.approx(found["harm"]["last"]["mean"])
+    assert (harm.metric_args["first_position"], harm.metric_args["end_position"]) == (32, 64)
+    assert (harm.metric_args["low"], harm.metric_args["sequences"]) == (found["harm"]["last"]["low"], 3)
+    assert (harm.dataset_name, harm.dataset_type, harm.dataset_split) == ("text.txt", "text.txt", "train")
+    assert harm.dataset_args["sha256_of_token_ids"] == found["data"]["digest"]
+    curve = found["position_wise"]["fine"]
+    bins = zip(curve["edges"], curve["edges"][1:], curve["mean"], strict=False)
+    total = sum((stop - start) * mean for start, stop, mean in bins if start >= 32)
+    beyond = results["Perplexity per byte at positions 32 to 64"]
+    assert beyond.metric_value == pytest.approx(math.exp(total / 32))
+
+
+def test_the_tables_show_the_numbers_of_the_result_file(cured: Path, work: Work) -> None:
+    text = (cured / "README.md").read_text(encoding="utf-8")
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("| ")}
+    roles = evaluations(work)
+
+    def cells(estimate: Callable[[Any], dict[str, float]], form: str) -> str:
+        found = [estimate(roles[role]) for role in ("cured", "base")]
+        return " | ".join(
+            f"{written(value['mean'], form)}<br>[{written(value['low'], form)}, {written(value['high'], form)}]"
+            for value in found
+        )
+
+    assert "|  | **this model** | base |" in text
+    assert rows["Loss inside 8 bytes"].endswith(f"| {cells(lambda found: found['in_window']['loss'], '.3f')} |")
+    harm = rows["Harm of the context beyond 8, at 32 to 64"]
+    assert harm.endswith(f"| {cells(lambda found: found['harm']['last'], '+.3f')} |")
+    assert (
+        json.loads((cured / "results" / "comparison.json").read_text())["models"][1]["evaluation"]["weights"]
+        == (roles["cured"]["weights"])
+    )
+    lineage = read_lineage(cured)
+    assert lineage is not None
+    training = lineage.steps[0].training
+    assert training is not None
+    assert rows["Steps"] == "| Steps | 3 |"
+    assert rows["Tokens"] == "| Tokens | 48 |"
+    assert rows["Mean loss, nats per token"] == f"| Mean loss, nats per token | {training.loss:.3f} |"
+    assert rows["Learning rate"] == "| Learning rate | 5e-05 |"
+    assert "state passing (3 steps, 48 tokens)" in text
+    assert blocks(text, "bash")[-1].startswith("lengthgen train --model base --output_dir cured --data text.txt")
+
+
+def test_pictures_are_files_beside_the_card(cured: Path) -> None:
+    text = (cured / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(r"!\[[^\]]+\]\((.*?)\)", text)
+    assert shown == ["figures/position_wise.png", "figures/context_harm.png"]
+    assert all((cured / name).read_bytes().startswith(b"\x89PNG") for name in shown)
+    linked = re.findall(r"\]\(((?!https:)[^)]*)\)", text)
+    assert all((cured / name).is_file() for name in linked)
+    assert {path.name for path in (cured / "figures").iterdir()} == {"position_wise.png", "context_harm.png"}
+
+
+def test_its_code_runs_without_our_package(cured: Path, tmp_path: Path) -> None:
+    code = blocks((cured / "README.md").read_text(encoding="utf-8"), "python")
+    assert len(code) == 2
+    absent = "import sys; sys.modules['hf_recurrent_lengthgen'] = None\n"
+    proof = "\nassert type(model).__module__.startswith('transformers_modules.')\nassert state[0].recurrent.any()"
+    done = subprocess.run(
+        [sys.executable, "-c", absent + "\n".join(code) + proof],
+        cwd=cured.parent,
+        env=os.environ | {"HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout) > 20
+
+
+def test_its_commands_are_understood(cured: Path) -> None:
+    commands = [line for block in blocks((cured / "README.md").read_text(), "bash") for line in block.splitlines()]
+    further, measured, made = (shlex.split(command) for command in commands)
+    for command in (further, made):
+        assert command[:2] == ["lengthgen", "train"]
+        run, _, _ = RunParser().read(command[2:])
+        assert run.block_length == 8
+    assert measured[:2] == ["lengthgen", "evaluate"]
+    assert evaluate._parser().parse_args(measured[2:]).models == ["base", "cured"]
+
+
+def run_python(text: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    for block in blocks(text, "python"):
+        exec(block, names)
+    return names
+
+
+def test_a_hybrid_goes_on_from_its_state_and_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_model("falcon_h1").save_pretrained(tmp_path / "hybrid")
+    text = str(build_card(tmp_path / "hybrid"))
+    assert "custom_code" not in metadata_of(text)["tags"]
+    assert "load_model" in text
+    assert "attention_cache=cache" in text
+    monkeypatch.chdir(tmp_path)
+    names = run_python(text)
+    assert names["tokens"].shape[1] > 3
+    assert names["state"] is not None
+
+
+def test_a_checkpoint_without_tokenizer_or_training_length(
+    work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = work.copy("base", tmp_path / "bare")
+    for path in folder.iterdir():
+        if "token" in path.name:
+            path.unlink()
+    config = json.loads((folder / "config.json").read_text())
+    del config["training_length"]
+    (folder / "config.json").write_text(json.dumps(config))
+    made = write_card(folder)
+    assert {"a tokenizer", "a training length (config.json)", "its lineage (lineage.json)"} <= {*made.missing}
+    text = made.path.read_text()
+    assert "model-index" not in text
+    assert "How it was made is not recorded." in text
+    assert "--block_length" not in text
+    assert not (folder / "figures").exists()
+    monkeypatch.chdir(tmp_path)
+    assert run_python(text)["tokens"].shape[1] > 3
+
+
+def metadata_of(text: str) -> dict[str, Any]:
+    return ModelCard(text).data.to_dict()
+
+
+def test_a_source_on_the_hub_is_the_base_model_and_gives_its_licence(work: Work, tmp_path: Path) -> None:
+    folder = work.copy("cured", tmp_path / "cured")
+    lineage = read_lineage(folder)
+    assert lineage is not None
+    source = Source("state-spaces/mamba2-130m", True, "ab" * 20, "mamba-ssm", "mit", {"pytorch_model.bin": "0"})
+    convert = Step("convert", "converted from mamba-ssm", "lengthgen convert state-spaces/mamba2-130m base", {})
+    write_lineage(folder, Lineage(source, (convert, *lineage.steps)))
+    text = str(build_card(folder, repo_id="me/mamba2-130m-cured"))
+    data = metadata_of(text)
+    assert (data["base_model"], data["base_model_relation"]) == ("state-spaces/mamba2-130m", "finetune")
+    assert data["license"] == "mit"
+    assert "made from [state-spaces/mamba2-130m](https://huggingface.co/state-spaces/mamba2-130m)" in text
+    assert f"revision `{'ab' * 20}`" in text
+    assert text.partition("\n---\n\n")[2].startswith("# mamba2-130m-cured\n")
+    assert 'from_pretrained("me/mamba2-130m-cured", revision="main", trust_remote_code=True)' in text
+    assert "@article{buitrago2025understanding," in text
+    assert metadata_of(str(build_card(folder, license="other")))["license"] == "other"
+    write_lineage(folder, Lineage(source, (convert,)))
+    assert "base_model_relation" not in metadata_of(str(build_card(folder)))  # as it was, in another layout
+
+
+def test_an_unknown_licence_is_said_and_left_out(work: Work) -> None:
+    text = str(build_card(work.cured))
+    assert "license" not in metadata_of(text)
+    assert "- The licence is not known." in text
+
+
+def test_results_of_other_weights_are_refused(work: Work, tmp_path: Path) -> None:
+    def other(evaluation: dict[str, Any]) -> None:
+        evaluation["weights"] = "0" * 64
+
+    file = changed(work, tmp_path / "other.json", other)
+    with pytest.raises(ValueError, match=r"other\.json holds results of other weights \(base, cured\) than .* cured"):
+        build_card(work.cured, [file])
+    assert build_card(work.base, [file])
+
+
+def test_results_in_bfloat16_are_of_these_weights(work: Work, tmp_path: Path) -> None:
+    measured = ("--data", work.text, "--split", "train", "--length", 32, "--sequences", 2, "--no-cache")
+    arguments = ("evaluate", work.cured, *measured, "--dtype", "bfloat16", "--output", tmp_path / "out")
+    assert main([str(argument) for argument in arguments]) == 0
+    assert "texts of 32 bytes" in str(build_card(work.cured, [tmp_path / "out" / "result.json"]))
+
+
+def test_a_copy_that_forgets_has_its_own_results(work: Work, tmp_path: Path) -> None:
+    forgets = tmp_path / "forgets"
+    assert main(["forget", str(work.cured), "--output_dir", str(forgets), "--window", "4"]) == 0
+    with pytest.raises(ValueError, match=r"as cured, but forgets is to be evaluated with \(window 4\)"):
+        build_card(forgets, [work.results])
+
+    def label(evaluation: dict[str, Any]) -> None:
+        evaluation["model"] = "forgets (window 4)"
+
+    own = changed(work, tmp_path / "own.json", label)
+    text = str(build_card(forgets, [own]))
+    assert "It is made to forget at inference (window 4)" in text
+    assert "It cannot be trained as it is" in text
+    assert "@article{chen2024stuffed," in text
+    assert "forgetting" in metadata_of(text)["tags"]
+    with pytest.raises(ValueError, match=r"as forgets .*, but cured is to be evaluated with no forgetting"):
+        build_card(work.cured, [own])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json is damaged"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{}"), "holds an adapter .*merge_and_unload"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "holds no model.*safetensors"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"12345678"), "model.safetensors is damaged"),
+        (lambda folder: (folder / "lineage.json").write_text("{}"), "lineage.json: Expected a document"),
+    ],
+    ids=["no-config", "cut-config", "adapter", "no-weights", "cut-weights", "lineage"],
+)
+def test_what_is_no_whole_checkpoint_is_refused(
+    work: Work, tmp_path: Path, spoil: Callable[[Path], object], complaint: str
+) -> None:
+    folder = work.copy("cured", tmp_path / "folder")
+    spoil(folder)
+    with pytest.raises(ValueError, match=complaint):
+        build_card(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("{", "cannot be read as a result file"),
+        ("[]", "is of the kind None"),
+        ('{"kind": "lineage"}', "is of the kind 'lineage', but must be of comparison, .*retrieval"),
+        ('{"kind": "comparison", "schema_version": 1}', "schema version 1"),
+    ],
+)
+def test_what_is_no_result_file_is_refused(work: Work, tmp_path: Path, content: str, complaint: str) -> None:
+    (tmp_path / "file.json").write_text(content)
+    with pytest.raises(ValueError, match=complaint):
+        build_card(work.cured, [tmp_path / "file.json"])
+
+
+def test_a_readme_of_a_person_is_kept(work: Work, tmp_path: Path) -> None:
+    folder = work.copy("cured", tmp_path / "cured")
+    readme = folder / "README.md"
+    readme.write_text("mine")
+    with pytest.raises(ValueError, match=r"was not written by lengthgen card.*--overwrite"):
+        write_card(folder)
+    assert readme.read_text() == "mine"
+    write_card(folder, overwrite=True)
+    readme.write_text(readme.read_text().replace("## Use", "## My use"))
+    with pytest.raises(ValueError, match="or was changed since"):
+        write_card(folder)
+
+
+def test_a_card_is_written_again_from_its_own_results(work: Work, tmp_path: Path) -> None:
+    folder = work.copy("cured", tmp_path / "cured")
+    first = write_card(folder, [work.results]).path.read_text()
+    assert write_card(folder).path.read_text() == first
+    assert write_card(folder, []).path.read_text() != first
+    assert not (folder / "figures").exists()
+    assert not (folder / "results").exists()
+
+
+def test_an_interrupt_leaves_the_old_card(work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = work.copy("cured", tmp_path / "cured")
+    old = write_card(folder, []).path.read_text()
+    before = sorted(path.name for path in folder.iterdir())
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for place in ("save_png", "write_result"):
+        with monkeypatch.context() as patch:
+            patch.setattr(card, place, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                write_card(folder, [work.results])
+    assert (folder / "README.md").read_text() == old
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_nothing_of_the_machine_is_written(cured: Path, work: Work) -> None:
+    for file in ("README.md", "results/comparison.json", "lineage.json"):
+        text = (cured / file).read_text()
+        assert not re.search(r"(?<![\w.:/])/(tmp|home|root|work|usr)\b", text), file
+    found = json.loads((cured / "results" / "comparison.json").read_text())["models"][0]["evaluation"]
+    assert str(work.folder) in evaluations(work)["base"]["command"]
+    assert found["command"].startswith("lengthgen evaluate base cured --roles base,cured --data text.txt")
+
+
+NAMES = [
+    "a_b*c*",
+    "x|y",
+    "<b>no</b>",
+    "[a](b)",
+    "`tick`",
+    "1. one",
+    "# head",
+    "&amp;",
+    "$x$",
+    "a\\b",
+    "__x__",
+    "~~s~~",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_shown_as_they_are(name: str, work: Work, tmp_path: Path) -> None:
+    assert shown(escape(name)) == name
+    assert shown(f"# {escape(name)}") == name
+    assert shown(f"| {escape(name)} | b |\n| --- | --- |\n| c | d |").splitlines()[0] == name
+
+
+def test_a_card_with_special_names(work: Work, tmp_path: Path) -> None:
+    folder = work.copy("cured", tmp_path / "we_ird* [x] |y|")
+
+    def label(evaluation: dict[str, Any]) -> None:
+        evaluation["model"] = "ba|se_*x*"
+        evaluation["data"]["description"] = "some | <data>, split a"
+
+    plain = json.loads(changed(work, tmp_path / "r.json", label, "base").read_text())
+    text = str(build_card(folder, [tmp_path / "r.json"], authors=["A *star*"]))
+    html = MarkdownIt("commonmark").enable("table").render(text.partition("\n---\n\n")[2])
+    assert "<h1>we_ird* [x] |y|</h1>" in html
+    assert '<th style="text-align:right">ba|se_*x*</th>' in html
+    assert "By A *star*." in html
+    assert metadata_of(text)["model-index"][0]["name"] == "we_ird* [x] |y|"
+    assert plain["models"][0]["evaluation"]["model"] == "ba|se_*x*"
+    [train] = [line for line in blocks(text, "bash")[0].splitlines()]
+    assert shlex.split(train)[3] == "we_ird* [x] |y|"
+
+
+def test_a_known_failure_is_told(work: Work, tmp_path: Path) -> None:
+    def fail(evaluation: dict[str, Any]) -> None:
+        evaluation["harm"]["last"] = {"mean": 1.0, "low": 0.9, "high": 1.1}
+        evaluation["harm"]["harmful_from"] = 16
+        evaluation["verdict"] |= {"holds_to": 8, "violated_from": 16}
+        evaluation["in_window"]["context_use"] = {"mean": 0.1, "low": -0.1, "high": 0.3}
+
+    text = str(build_card(work.cured, [changed(work, tmp_path / "fails.json", fail)]))
+    assert "**It fails beyond its training length of 8 bytes.**" in text
+    limits = text.partition("## Limits")[2]
+    assert "longer texts it predicts worse than with the last 8 bytes alone, from position 16 on" in limits
+    assert "from position 16 on its perplexity is more than 1% above the best one" in limits
+    assert "not shown to use the context inside its training length" in limits
+
+    def hold(evaluation: dict[str, Any]) -> None:
+        evaluation["harm"]["last"] = {"mean": -0.2, "low": -0.3, "high": -0.1}
+        evaluation["verdict"] |= {"holds_to": 64, "violated_from": None}
+        evaluation["in_window"]["context_use"] = {"mean": 0.1, "low": 0.05, "high": 0.3}
+
+    text = str(build_card(work.cured, [changed(work, tmp_path / "holds.json", hold)]))
+    assert "**It works beyond its training length of 8 bytes, up to the 64 bytes that were tested.**" in text
+    assert f"is {MINUS}0.200 [{MINUS}0.300, {MINUS}0.100] nats per byte" in text
+    limits = text.partition("## Limits")[2]
+    assert "Known failure" not in limits
+    assert "Definition 3.2" not in limits
+    assert "(passkeys, needles) was not measured" in limits
+
+
+def test_one_text_has_no_intervals(work: Work, tmp_path: Path) -> None:
+    measured = ("--data", work.text, "--split", "train", "--length", 32, "--sequences", 1, "--no-cache")
+    arguments = ("evaluate", work.cured, *measured, "--output", tmp_path / "out")
+    assert main([str(argument) for argument in arguments]) == 0
+    text = str(build_card(work.cured, [tmp_path / "out" / "result.json"]))
+    assert "is not clear" in text
+    assert "None" not in text
+
+
+def test_a_verification_is_quoted_while_it_is_of_these_files(work: Work, tmp_path: Path) -> None:
+    folder = work.copy("cured", tmp_path / "cured")
+    check = Check("logits", "the reference scan", 64, 3e-7, 1e-5)
+    write_verification(folder, Verification(verified_files(folder), (check,), {"torch": "2"}))
+    text = str(build_card(folder))
+    assert "| logits | the reference scan | 64 | 3.0e-07 | 1.0e-05 |" in text
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"use_cache": True}))
+    text = str(build_card(folder))
+    assert "the reference scan" not in text
+    assert "These files were not verified" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"license": "Apache 2.0"}, "license must be an identifier of the Hub, such as apache-2.0, got 'Apache 2.0'"),
+        ({"language": ["english"]}, "language must be a code of ISO 639"),
+        ({"datasets": ["a/b/c"]}, "'a/b/c' is no name on the Hub"),
+    ],
+)
+def test_what_the_hub_would_refuse_is_refused(work: Work, options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        build_card(work.cured, **options)
+
+
+def test_a_broken_card_does_not_pass_the_check(cured: Path) -> None:
+    good = ModelCard.load(cured / "README.md")
+    check_card(good)
+    good.data.eval_results[0].metric_value = math.inf
+    with pytest.raises(ValueError, match=r"Perplexity per byte inside .* must be a finite number, got inf"):
+        check_card(good)
+
+
+def test_a_key_that_is_given_twice_is_found() -> None:
+    with pytest.raises(ValueError, match=r"given twice: .*'license'"):
+        yaml.load("license: mit\nlicense: other", card._UniqueKeys)
+
+
+def test_the_tokenizer_of_the_code_is_there(cured: Path) -> None:
+    assert AutoTokenizer.from_pretrained(cured)("ab", add_special_tokens=False)["input_ids"] == [100, 101]

@@ -1,0 +1,42 @@
+"""`lengthgen card`: what it writes, says and refuses."""
+
+from pathlib import Path
+
+import pytest
+from huggingface_hub import metadata_load
+
+from hf_recurrent_lengthgen.cli.main import main
+
+
+def test_the_card_is_written_and_what_it_lacks_is_said(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for path in checkpoint.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    options = ["--license", "mit", "--language", "en", "de", "--datasets", "owner/texts", "--authors", "A. Person"]
+    assert main(["card", str(folder), *options, "--repo", "me/mine"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"Written: {folder / 'README.md'}\nIt lacks:\n")
+    assert "  results on long texts (lengthgen evaluate, --results)\n" in shown
+    assert "licence" not in shown
+    data = metadata_load(folder / "README.md")
+    assert data is not None
+    assert (data["license"], data["language"], data["datasets"]) == ("mit", ["en", "de"], ["owner/texts"])
+    text = (folder / "README.md").read_text()
+    assert "By A. Person." in text
+    assert 'from_pretrained("me/mine", revision="main"' in text
+
+
+def test_what_cannot_be_is_refused_in_one_line(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["card", str(tmp_path / "nothing")]) == 1
+    assert main(["card", str(checkpoint), "--results", str(tmp_path / "none.json")]) == 1
+    assert main(["card", str(checkpoint), "--repo", "a/b/c"]) == 1
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first.endswith("nothing holds no config.json, so it is no checkpoint.")
+    assert "none.json cannot be read as a result file" in second
+    assert "'a/b/c' is no name on the Hub" in third
+    assert not (checkpoint / "README.md").exists()
