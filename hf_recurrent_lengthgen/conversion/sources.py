@@ -1,12 +1,10 @@
 """Where a checkpoint is: a folder or file here, or a model on the Hub, of which what is needed is downloaded."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 
-from huggingface_hub import HfApi, metadata_load, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub import metadata_load, snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from hf_recurrent_lengthgen.conversion.tensor_files import WEIGHT_FILES
 from hf_recurrent_lengthgen.loading import check_name
@@ -14,6 +12,10 @@ from hf_recurrent_lengthgen.loading import check_name
 TOKENIZER_FILES = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
     *("tokenizer.model", "spiece.model", "*.tiktoken", "rwkv_vocab*.txt", "chat_template.*", "chat_templates/*"),
+)
+CONTAINERS = (
+    ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"],
+    ["pytorch_model.bin", "pytorch_model-*-of-*.bin", "pytorch_model.bin.index.json"],
 )
 SMALL_FILES = ("config.json", "generation_config.json", "README.md", "*.py", *TOKENIZER_FILES)
 
@@ -71,15 +73,27 @@ def locate(name: str, revision: str | None = None, weights: bool = True) -> Sour
         return _local(path.resolve())
     parts = name.split("/")
     file = parts[2] if len(parts) == 3 and name.endswith((".pth", ".pt")) and not path.parent.is_dir() else None
+    if file is None and name.endswith((".pth", ".pt", ".bin", ".safetensors")):
+        raise ValueError(f"There is no file {name}: give the path of one, or owner/name/file.pth on the Hub.")
     repo_id = name if file is None else "/".join(parts[:2])
     check_name(repo_id)
     try:
         folder, commit = _downloaded(repo_id, revision, file, weights)
     except LocalEntryNotFoundError as error:
-        raise ValueError(f"{name} is not here, and the Hub cannot be reached: {error}") from error
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ValueError(
+            f"{name} is not here, and the Hub cannot be reached ({type(error.__cause__ or error).__name__}), nor is "
+            "it in its cache: give a folder or file that is here, or connect."
+        ) from error
+    except ValueError:
+        raise
+    except Exception as error:
+        # A broken connection is an error of httpx or httpx2, whichever the Hub's client uses.
+        if not isinstance(error, OSError) and not type(error).__module__.startswith("httpx"):
+            raise
         told = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ValueError(f"{name} is no checkpoint here, and cannot be had from the Hub: {told}") from error
+        raise ValueError(
+            f"{name} is no checkpoint here, and cannot be had from the Hub ({told}). What was downloaded is kept."
+        ) from error
     return Source(folder if file is None else folder / file, repo_id, True, commit)
 
 
@@ -93,31 +107,26 @@ def _local(path: Path) -> Source:
 
 
 def _downloaded(repo_id: str, revision: str | None, file: str | None, weights: bool) -> tuple[Path, str]:
-    try:
-        info = HfApi().model_info(repo_id, revision=revision)
-    except OfflineModeIsEnabled:
-        folder = Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
-        return folder, folder.name
-    assert info.sha is not None
-    names = [sibling.rfilename for sibling in info.siblings or ()]
-    wanted = [name for name in names if any(fnmatch(name, pattern) for pattern in SMALL_FILES)]
-    wanted = [name for name in wanted if "/" not in name or name.startswith("chat_templates/")]
-    if file is not None and file not in names:
-        raise ValueError(f"{repo_id} holds no {file}, but {', '.join(sorted(names))}.")
-    if weights:
-        wanted += [file] if file is not None else _weights(names, repo_id)
-    return Path(snapshot_download(repo_id, revision=info.sha, allow_patterns=wanted)), info.sha
-
-
-def _weights(names: Sequence[str], repo_id: str) -> list[str]:
-    """Of the files of a model, the weights in the container that comes first in `WEIGHT_FILES`."""
-    first = next((name for name in WEIGHT_FILES if name in names), None)
-    if first is not None:
-        stem, _, suffix = first.removesuffix(".index.json").rpartition(".")
-        shards = [name for name in names if fnmatch(name, f"{stem}-*-of-*.{suffix}")]
-        return [first, *(shards if first.endswith(".index.json") else ())]
-    single = [name for name in names if name.endswith(".pth") and "/" not in name]
-    if len(single) != 1:
-        told = f"several .pth files: give one of {', '.join(f'{repo_id}/{name}' for name in single)}"
-        raise ValueError(f"{repo_id} holds {told if single else f'no weights, but {chr(44).join(sorted(names))}'}.")
-    return single
+    """Folder in the cache, and commit. Without a network, what is in the cache is taken."""
+    folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(SMALL_FILES)))
+    commit = folder.name
+    if not weights:
+        return folder, commit
+    if file is not None:
+        snapshot_download(repo_id, revision=commit, allow_patterns=[file])
+        if not (folder / file).is_file():
+            raise ValueError(f"{repo_id} holds no {file} at {commit}.")
+        return folder, commit
+    for patterns in CONTAINERS:
+        snapshot_download(repo_id, revision=commit, allow_patterns=patterns)
+        if any((folder / name).is_file() for name in WEIGHT_FILES):
+            return folder, commit
+    # Several of them can be many times the weights of one model, so they are counted first.
+    found = snapshot_download(repo_id, revision=commit, allow_patterns=["*.pth"], dry_run=True)
+    single = sorted(info.filename for info in found)
+    if not single:
+        raise ValueError(f"{repo_id} holds no weights: there is none of {', '.join(WEIGHT_FILES)}, *.pth.")
+    if len(single) > 1:
+        raise ValueError(f"{repo_id} holds several .pth files: give one of {', '.join(single)} as {repo_id}/FILE.")
+    snapshot_download(repo_id, revision=commit, allow_patterns=single)
+    return folder, commit
