@@ -1,0 +1,290 @@
+"""`lengthgen recipe`: post-trained checkpoints of the papers, from the official checkpoint to a pushed one."""
+
+import argparse
+import shlex
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from hf_recurrent_lengthgen.cli import recipe_smoke
+from hf_recurrent_lengthgen.cli.recipe_run import run_stages
+from hf_recurrent_lengthgen.cli.recipe_stages import RESULT, Choices, check_commands, stages
+from hf_recurrent_lengthgen.cli.report import in_columns
+from hf_recurrent_lengthgen.recipes import copy_recipes
+from hf_recurrent_lengthgen.recipes.catalogue import Options, Recipe, in_words, load_recipe, recipe_names
+
+DESCRIPTION = """\
+The post-trained checkpoints of the papers, one recipe each: which checkpoint to start from, how to train it, what to
+measure, what the paper says of it. A run converts the official checkpoint, checks it, trains, verifies, measures,
+writes the card, and pushes where --push says so; each stage is a command of its own, in its own folder.
+
+  lengthgen recipe list
+  lengthgen recipe show mamba2-130m-state-passing
+  lengthgen recipe run mamba2-130m-state-passing --output_dir cured --data pile --device cuda
+  lengthgen recipe run mamba2-130m-state-passing --output_dir cured --data pile --device cuda --push me/my-mamba2
+  lengthgen recipe smoke mamba2-130m-state-passing       the same stages on a tiny random stand-in, seconds on a CPU
+  lengthgen recipe copy my-recipes                       YAML files to change; run my-recipes/checkpoints/NAME.yaml
+
+None of the recipes has been run by us at full size.
+"""
+RUN = """\
+Run the stages of a recipe. The same command goes on where a run was stopped: what is done is not done again, a
+training resumes exactly, measurements keep what they have. What was done with other settings is not mixed up or
+overwritten: such a run is refused, and --redo keeps the old results in earlier/.
+
+  lengthgen recipe run NAME --data pile --until check                             convert, and check the conversion
+  lengthgen recipe run NAME --data pile --set train.max_steps=200 --set evaluate.length=65536
+  lengthgen recipe run NAME --data pile --launch "accelerate launch --num_processes 8" \\
+      --set train.gradient_accumulation_steps=2
+
+Batches are written for one GPU: with several, divide gradient_accumulation_steps by their number.
+"""
+EXIT_INTERRUPTED = 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("lengthgen recipe", description=DESCRIPTION, formatter_class=raw)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("list", help="all recipes")
+    show = actions.add_parser("show", help="all that is known of one, with the command of every stage")
+    run = actions.add_parser("run", help="run one", description=RUN, formatter_class=raw)
+    smoke = actions.add_parser("smoke", help="run one, or all, on tiny random stand-ins")
+    copy = actions.add_parser("copy", help="copy the YAML files to a folder")
+    copy.add_argument("folder", metavar="FOLDER", help="a folder that does not exist yet")
+    for action in (show, run):
+        action.add_argument("name", metavar="NAME", help="name of a recipe, or a YAML file")
+    smoke.add_argument("name", metavar="NAME", help='name of a recipe, a YAML file, or "all"')
+    smoke.add_argument(
+        "--output_dir", "--output-dir", metavar="FOLDER", help="new folder to keep the results in (default: not kept)"
+    )
+    smoke.add_argument("--push", metavar="OWNER/NAME", help="push as well (default: only say what would be pushed)")
+    for action in (show, run):
+        _add_run_options(action)
+    run.add_argument("--stages", metavar="STAGE,...", help="only these (default: all)")
+    run.add_argument("--until", metavar="STAGE", help="the last stage to do")
+    run.add_argument("--redo", metavar="STAGE", help="do it again, with all that builds on it; old results are kept")
+    run.add_argument(
+        "--launch",
+        metavar="COMMAND",
+        help='start the training on several processes: "accelerate launch --num_processes 8", "torchrun ..."',
+    )
+    return parser
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--output_dir", "--output-dir", metavar="FOLDER", help="folder of the run (default: output/NAME)"
+    )
+    parser.add_argument(
+        "--data", help="the text, with train and validation splits (default: as the training file says)"
+    )
+    parser.add_argument("--source", metavar="MODEL", help="folder, file or Hub name in place of the recipe's source")
+    parser.add_argument("--tokenizer", help="folder or Hub name in place of the recipe's tokenizer")
+    parser.add_argument("--device", help="to train and measure on (default: cuda where there is one, else cpu)")
+    parser.add_argument("--push", metavar="OWNER/NAME", help="push the result to the Hub, privately")
+    parser.add_argument(
+        "--dry_run", "--dry-run", action="store_true", help="with --push: only say what would be pushed"
+    )
+    parser.add_argument(
+        "--trust_remote_code",
+        "--trust-remote-code",
+        action="store_true",
+        help="run the code that the source carries (tokenizers of RWKV)",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="STAGE.OPTION=VALUE",
+        help="option of a stage's command, which wins over the recipe's; can be repeated",
+    )
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command with its arguments."""
+    options = _parser().parse_args(arguments)
+    if options.action == "list":
+        print(list_table([load_recipe(name) for name in recipe_names()]))
+    elif options.action == "copy":
+        print(f"Copied to {copy_recipes(options.folder)}. Next: its README.md")
+    elif options.action == "smoke":
+        return _smoke(options)
+    else:
+        recipe = load_recipe(options.name)
+        folder = Path(options.output_dir or f"output/{recipe.name}")
+        if folder == Path("."):
+            folder = folder.resolve()
+        choices = _choices(options)
+        if options.action == "show":
+            print(describe(recipe, folder, choices))
+            return 0
+        return _run(options, recipe, folder, choices, arguments)
+    return 0
+
+
+def _run(options: argparse.Namespace, recipe: Recipe, folder: Path, choices: Choices, arguments: Sequence[str]) -> int:
+    planned = stages(recipe, folder, choices)
+    check_commands(planned)
+    only = None if options.stages is None else [name.strip() for name in options.stages.split(",")]
+    begin = time.monotonic()
+    try:
+        settings = {"until": options.until, "only": only, "redo": options.redo, "launch": options.launch}
+        run_stages(recipe.name, planned, folder, **settings, say=_say)
+    except KeyboardInterrupt:
+        print(f"\nContinue with: {_again(arguments)}", flush=True)
+        raise
+    except (ValueError, OSError):
+        print(f"\nWhat is done is kept. When the cause is gone, continue with: {_again(arguments)}", flush=True)
+        raise
+    print(f"\nDone in {time.monotonic() - begin:.0f} s. The checkpoint: {folder / RESULT}")
+    return 0
+
+
+def _again(arguments: Sequence[str]) -> str:
+    """The command that goes on; what is done again once is not to be done again twice."""
+    left = list(arguments)
+    while "--redo" in left:
+        place = left.index("--redo")
+        del left[place : place + 2]
+    return shlex.join(["lengthgen", "recipe", *[part for part in left if not part.startswith("--redo=")]])
+
+
+def _smoke(options: argparse.Namespace) -> int:
+    names = recipe_names() if options.name == "all" else [options.name]
+    if (
+        options.output_dir is not None
+        and Path(options.output_dir).exists()
+        and any(Path(options.output_dir).iterdir())
+    ):
+        raise ValueError(f"{options.output_dir} is there already and not an empty folder: give another --output_dir.")
+    times = []
+    with TemporaryDirectory(prefix="recipe-smoke-") as temporary:
+        for name in names:
+            begin = time.monotonic()
+            smoke(load_recipe(name), Path(options.output_dir or temporary) / Path(name).stem, options.push)
+            times.append((Path(name).stem, f"{time.monotonic() - begin:.0f} s"))
+    print(f"\nAll stages ended well, on random stand-ins:\n{in_columns([('recipe', 'time'), *times])}")
+    return 0
+
+
+def smoke(recipe: Recipe, folder: Path, push: str | None = None) -> None:
+    """Run all stages of a recipe on a stand-in, in a new folder."""
+    small, choices = recipe_smoke.prepare(recipe, folder / "stand-in", push)
+    planned = stages(small, folder / "run", choices)
+    check_commands(planned)
+    run_stages(small.name, planned, folder / "run", say=_say)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _choices(options: argparse.Namespace) -> Choices:
+    given: dict[str, Options] = {}
+    for entry in options.set:
+        name, equals, value = entry.partition("=")
+        stage, dot, option = name.partition(".")
+        if not (equals and dot and stage and option):
+            raise ValueError(f"--set takes STAGE.OPTION=VALUE, such as train.max_steps=200; got {entry!r}.")
+        given.setdefault(stage, {})[option] = value
+    if reserved := given.get("train", {}).keys() & {"model", "output_dir", "resume"}:
+        raise ValueError(f"--set train.{sorted(reserved)[0]} does nothing here: the run chooses it.")
+    if options.dry_run and options.push is None:
+        raise ValueError("--dry_run does nothing without --push OWNER/NAME.")
+    device = options.device or ("cuda" if options.action == "show" or torch.cuda.is_available() else "cpu")
+    return Choices(
+        options.source,
+        options.tokenizer,
+        options.data,
+        device,
+        options.push,
+        options.dry_run,
+        options.trust_remote_code,
+        None,
+        given,
+    )
+
+
+def list_table(recipes: Sequence[Recipe]) -> str:
+    """One line for each."""
+    rows = [("recipe", "base", "method", "paper", "steps", "tokens")]
+    rows += [(r.name, r.source.model, r.method, r.paper.name, f"{r.steps:,}", in_words(r.tokens)) for r in recipes]
+    return in_columns(rows)
+
+
+def describe(recipe: Recipe, folder: Path, choices: Choices) -> str:
+    """All that is known of a recipe, and the command of every stage."""
+    source, data, (weights, logits) = recipe.source, recipe.data, recipe.training_memory
+    rows = recipe.training["per_device_train_batch_size"]
+    tokenizer = (
+        source.tokenizer or f"its own{', Python code: needs --trust_remote_code' if source.remote_code else ''}"
+    )
+    parts = {
+        "Paper": [f"{recipe.paper.title} ({recipe.paper.name}): {recipe.paper.places}"],
+        "Starts from": [
+            f"https://huggingface.co/{source.model}, revision {source.revision} (the run records the commit), layout "
+            f"{source.format}, {in_words(source.parameters)} parameters, trained on {source.training_length:,} tokens",
+            f"Tokenizer: {tokenizer}",
+            *filter(None, [source.note]),
+        ],
+        "Data": ["none: the prompts are made"]
+        if data is None
+        else [f"{data.name}: {data.where}", *filter(None, [data.note])],
+        "Training": [
+            f"{recipe.method}: {recipe.steps:,} steps of {recipe.tokens_per_step:,} tokens ({recipe.rows} rows of "
+            f"{int(recipe.training['block_length']):,}), {in_words(recipe.tokens)} tokens in all",
+            ", ".join(f"{name} {value}" for name, value in _shown_settings(recipe)),
+            *(f"To be given: --set train.{name}=VALUE ({why})" for name, why in recipe.train.missing.items()),
+        ],
+        "Hardware": [
+            f"One GPU, of which the training takes at least {weights / 1e9:.1f} GB for weights, gradients and AdamW "
+            f"in float32 and {logits / 1e9:.1f} GB for logits of {rows} rows; activations come on top. Estimated, not "
+            "measured: this recipe has not been run by us.",
+            *filter(None, [recipe.hardware]),
+        ],
+        "The paper says": [f"{item.what} [{item.source}]" for item in recipe.expected],
+        "Ours, where the paper is silent or other": list(recipe.ours),
+        "Measures more, from the folder of the run": list(recipe.further),
+        "Stages": _stage_lines(recipe, folder, choices),
+    }
+    text = [recipe.title]
+    for title, lines in parts.items():
+        if lines:
+            text += ["", f"{title}:", *(line if title in _AS_IT_IS else _wrapped(line) for line in lines)]
+    return "\n".join(text)
+
+
+_AS_IT_IS = ("Stages", "Measures more, from the folder of the run")
+
+
+def _stage_lines(recipe: Recipe, folder: Path, choices: Choices) -> list[str]:
+    missing = {name: "VALUE" for name in recipe.train.missing}
+    options = dict(choices.options)
+    options["train"] = {**missing, **options.get("train", {})}
+    shown = Choices(
+        choices.source,
+        choices.tokenizer,
+        choices.data,
+        choices.device,
+        choices.push or "OWNER/NAME",
+        choices.dry_run,
+        choices.trust_remote_code or recipe.source.remote_code,
+        choices.cache,
+        {name: value for name, value in options.items() if value},
+    )
+    return [f"  {stage.name}\n    {stage.line}" for stage in stages(recipe, folder, shown)]
+
+
+def _shown_settings(recipe: Recipe) -> list[tuple[str, str]]:
+    left_out = {"model", "output_dir", "data", "max_steps", "block_length", "intervention", "task", "tokenizer"}
+    left_out |= {"per_device_train_batch_size", "gradient_accumulation_steps", "save_steps", "save_total_limit"}
+    return [(name, str(value)) for name, value in recipe.training.items() if name not in {*left_out, "logging_steps"}]
+
+
+def _wrapped(line: str) -> str:
+    return textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)

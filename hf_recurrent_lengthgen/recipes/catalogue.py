@@ -1,0 +1,334 @@
+"""Recipes of the papers' post-trained checkpoints: one YAML file each in checkpoints/, read strictly.
+
+A recipe says from which checkpoint a run starts, how it is trained (a file of settings of `lengthgen train`, and what
+differs from it), how the result is measured, and what the paper says of it. `lengthgen recipe` runs it. A file may
+begin with "like: NAME": it then holds what differs from that recipe, entry by entry.
+"""
+
+import difflib
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+RECIPES = Path(__file__).parent
+CHECKPOINTS = RECIPES / "checkpoints"
+
+Options = dict[str, str]
+"""Options of a command by name, as they are written; "true" for those without a value."""
+
+_NOTHING = ("", "null", "~")
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Where the checkpoint is described.
+
+    Args:
+        arxiv: Number on arXiv; None for a paper that is not there.
+        title: Of the paper.
+        places: "4.4, B.2, Figure 5".
+    """
+
+    title: str
+    places: str
+    arxiv: str | None = None
+
+    @property
+    def name(self) -> str:
+        """As in tables: the number, else the title without what follows a colon."""
+        return f'"{self.title.partition(":")[0]}"' if self.arxiv is None else f"arXiv:{self.arxiv}"
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint that a run starts from.
+
+    Args:
+        model: Name on the Hub.
+        format: Its layout: "mamba-ssm", "transformers", "fla", "rwkv", "rwkv-hf".
+        family: "mamba", "mamba2", "gla", "rwkv6".
+        parameters: Number of them.
+        training_length: Tokens of the texts it was trained on.
+        vocab_size: Rows of its embeddings, padding included.
+        revision: Branch, tag or commit. A run records the commit.
+        tokenizer: Name on the Hub; None for its own.
+        remote_code: Whether its tokenizer is Python code in its repository.
+        note: What a person should know, such as how it differs from the paper's.
+    """
+
+    model: str
+    format: str
+    family: str
+    parameters: int
+    training_length: int
+    vocab_size: int
+    revision: str = "main"
+    tokenizer: str | None = None
+    remote_code: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run is trained and measured on.
+
+    Args:
+        name: For people: "the Pile".
+        where: How to get it.
+        note: Licence or access, where known.
+    """
+
+    name: str
+    where: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Train:
+    """The training.
+
+    Args:
+        file: Settings of `lengthgen train`, relative to the folder of the recipes.
+        options: What differs from the file.
+        missing: Options that a person has to give, with the reason.
+    """
+
+    file: str
+    options: Options = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the paper says of the checkpoint, and where."""
+
+    what: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One post-trained checkpoint.
+
+    Args:
+        name: Name of the file, without ".yaml".
+        title: For people.
+        paper: Where it is described.
+        source: What it starts from.
+        train: How it is trained.
+        measure: Options of the commands that measure it and its start: "evaluate", "diagnose", "retrieve".
+        expected: What the paper says of it.
+        hardware: What a person should know beside the estimates, such as what the authors used.
+        data: Training and evaluation text; None for tasks that need none.
+        expand: Options of `lengthgen expand`; None for no expansion.
+        ours: Choices that are not the paper's.
+        further: Commands that measure more, but are no part of a run.
+    """
+
+    name: str
+    title: str
+    paper: Paper
+    source: Start
+    train: Train
+    measure: dict[Literal["evaluate", "diagnose", "retrieve"], Options]
+    expected: tuple[Expected, ...]
+    hardware: str = ""
+    data: Data | None = None
+    expand: Options | None = None
+    ours: tuple[str, ...] = ()
+    further: tuple[str, ...] = ()
+    folder: Path = RECIPES
+
+    @property
+    def training_file(self) -> Path:
+        return self.folder / self.train.file
+
+    @cached_property
+    def training(self) -> dict[str, Any]:
+        """All training settings as they are written; what differs wins over the file."""
+        return {**_mapping(self.training_file), **self.train.options}
+
+    @property
+    def rows(self) -> int:
+        """Rows of an optimizer step."""
+        return int(self.training["per_device_train_batch_size"]) * int(self.training["gradient_accumulation_steps"])
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.rows * int(self.training["block_length"])
+
+    @property
+    def steps(self) -> int:
+        return int(self.training["max_steps"])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole training."""
+        return self.steps * self.tokens_per_step
+
+    @property
+    def method(self) -> str:
+        """How it is trained, in words."""
+        intervention = str(self.training["intervention"]).replace("_", " ")
+        parts = [] if self.expand is None else ["expanded states"]
+        parts += [intervention] if intervention != "none" else []
+        parts += [f"output alignment {alpha}"] if float(alpha := self.training.get("alignment_alpha", "0")) else []
+        task = self.training.get("task", "text")
+        return " and ".join(parts or ["plain training"]) + ("" if task == "text" else f", {task}")
+
+    @property
+    def training_memory(self) -> tuple[int, int]:
+        """Least bytes of a training on one GPU: of the weights with gradients and AdamW in float32, and of logits."""
+        logits = int(self.training["per_device_train_batch_size"]) * int(self.training["block_length"])
+        # float32 logits, their gradients, and the bfloat16 ones that they are made of
+        return 16 * self.source.parameters, 10 * logits * self.source.vocab_size
+
+
+def recipe_names() -> list[str]:
+    """Names of all recipes of this package."""
+    return sorted(path.stem for path in CHECKPOINTS.glob("*.yaml"))
+
+
+def load_recipe(name: str) -> Recipe:
+    """A recipe of this package by its name, or one in a file.
+
+    Args:
+        name: "mamba2-130m-state-passing", or the path of a .yaml file; its folder is in a copy of the recipes.
+
+    Raises:
+        ValueError: for what is not there, unknown, missing or wrongly typed entries, and a training file that is not
+            there or lacks what the budget is counted from.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else CHECKPOINTS / f"{name}.yaml"
+    if not path.is_file():
+        near = difflib.get_close_matches(name, recipe_names(), n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "lengthgen recipe list lists all."
+        raise ValueError(f"There is no recipe {name}: {hint}")
+    values = _mapping(path)
+    if (base := values.pop("like", None)) is not None:
+        parent = path.parent / f"{base}.yaml"
+        if not parent.is_file() or "like" in (inherited := _mapping(parent)):
+            raise ValueError(f"{path}: like names {base!r}, but must name a recipe beside it that has no like itself.")
+        values = _merged(inherited, values)
+    recipe: Recipe = _read({"name": path.stem} | values, Recipe, str(path), "")
+    recipe = replace(recipe, folder=path.resolve().parent.parent)
+    _check(recipe, path)
+    return recipe
+
+
+def _check(recipe: Recipe, path: Path) -> None:
+    """Refuse what the types allow, but makes no sense."""
+    if recipe.name != path.stem:
+        raise ValueError(f"{path}: name is {recipe.name!r}, but must be that of the file; leave it out.")
+    if not recipe.training_file.is_file():
+        raise ValueError(f"{path}: train.file is {recipe.train.file!r}, but {recipe.training_file} is not there.")
+    if not recipe.measure:
+        raise ValueError(f"{path}: measure is empty; give evaluate, diagnose or retrieve.")
+    given = recipe.train.options.keys() & {"model", "output_dir"}
+    if given:
+        raise ValueError(f"{path}: train.options has {', '.join(sorted(given))}, which a run chooses: leave it out.")
+    needed = ("per_device_train_batch_size", "gradient_accumulation_steps", "block_length", "max_steps")
+    if lacking := [name for name in needed if name not in recipe.training]:
+        raise ValueError(
+            f"{path}: neither {recipe.train.file} nor train.options has {', '.join(lacking)}, which the number of "
+            "tokens is counted from."
+        )
+    if (recipe.training.get("data") is None) != (recipe.data is None):
+        raise ValueError(f"{path}: data must be described if, and only if, the training reads some.")
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    """A YAML file with all scalars as text, as they are written ("3e-5", "0.1")."""
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold 'name: value' lines, got {type(values).__name__}.")
+    return values
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `changes`: mappings entry by entry, all else as a whole."""
+    both = {
+        name: _merged(base[name], value) if isinstance(base.get(name), dict) and isinstance(value, dict) else value
+        for name, value in changes.items()
+    }
+    return {**base, **both}
+
+
+def _read(value: Any, kind: Any, file: str, place: str) -> Any:
+    """`value`, as YAML gives it, as an instance of `kind`."""
+    where = f"{file}: {place or 'the file'}"
+    origin, arguments = get_origin(kind), get_args(kind)
+    if is_dataclass(kind) and isinstance(value, dict):
+        allowed = {item.name: item for item in fields(kind) if item.name != "folder"}
+        for name in value:
+            if name not in allowed:
+                raise ValueError(f"{where} has the unknown entry {name!r}; {_nearest(name, allowed)}")
+        required = [name for name, item in allowed.items() if item.default is item.default_factory]  # both MISSING
+        if missing := [name for name in required if name not in value]:
+            raise ValueError(f"{where} lacks {', '.join(missing)}.")
+        hints = get_type_hints(kind)
+        return kind(**{name: _read(item, hints[name], file, _at(place, name)) for name, item in value.items()})
+    if origin in (Union, types.UnionType):
+        (kind,) = (argument for argument in arguments if argument is not type(None))
+        return None if value in _NOTHING else _read(value, kind, file, place)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_read(item, arguments[0], file, f"{place}[{number}]") for number, item in enumerate(value))
+    if origin is dict and (isinstance(value, dict) or value in _NOTHING):
+        value = {} if value in _NOTHING else value
+        names = get_args(arguments[0])  # of a Literal
+        for name in value:
+            if names and name not in names:
+                raise ValueError(f"{where} has the unknown entry {name!r}; {_nearest(name, names)}")
+        given = {name: item for name, item in value.items() if item not in _NOTHING}
+        return {name: _read(item, arguments[1], file, _at(place, name)) for name, item in given.items()}
+    if kind is bool and value in ("true", "false"):
+        return value == "true"
+    if kind is int and isinstance(value, str) and value.replace("_", "").isdecimal():
+        return int(value)
+    if kind is str and isinstance(value, str):
+        return value
+    raise ValueError(f"{where} is {value!r}, but must be {_in_words(kind)}.")
+
+
+def _at(place: str, name: str) -> str:
+    return f"{place}.{name}".lstrip(".")
+
+
+def _nearest(name: str, allowed: Any) -> str:
+    near = difflib.get_close_matches(name, list(allowed), n=2)
+    return f"did you mean {' or '.join(near)}?" if near else f"allowed are {', '.join(allowed)}."
+
+
+def _in_words(kind: Any) -> str:
+    if is_dataclass(kind) or get_origin(kind) is dict:
+        return "a mapping"
+    return {int: "a whole number", str: "text", bool: "true or false"}.get(kind, "a list")
+
+
+def in_words(number: float) -> str:
+    """ "52.4M", "10B" tokens or parameters, with three digits."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size * 0.9995:
+            digits = max(0, 2 - int(math.log10(number / size)))
+            text = f"{number / size:.{digits}f}"
+            return (text.rstrip("0").rstrip(".") if "." in text else text) + unit
+    return f"{number:g}"
+
+
+def markdown_table() -> str:
+    """The table of README.md."""
+    rows = ["| Recipe | Starts from | Method | Paper | Steps | Tokens |", "|---|---|---|---|---|---|"]
+    for recipe in map(load_recipe, recipe_names()):
+        paper = f"{recipe.paper.name}, {recipe.paper.places}"
+        cells = (f"`{recipe.name}`", recipe.source.model, recipe.method, paper, f"{recipe.steps:,}")
+        rows.append(f"| {' | '.join(cells)} | {in_words(recipe.tokens)} |")
+    return "\n".join(rows)
