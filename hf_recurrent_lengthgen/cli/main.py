@@ -19,6 +19,7 @@ from hf_recurrent_lengthgen.cli import (
     forget,
     harness,
     maps,
+    recipe,
     retrieve,
     train,
     verify,
@@ -41,6 +42,7 @@ COMMANDS = {
     "export": export,
     "verify": verify,
     "card": card,
+    "recipe": recipe,
 }
 DESCRIPTION = """\
 Recurrent language models that keep working far beyond the length they were trained on.
@@ -59,6 +61,7 @@ Recurrent language models that keep working far beyond the length they were trai
   lengthgen export     write a checkpoint in the layout of another library
   lengthgen verify     check a checkpoint: without this package, in pieces, against its source
   lengthgen card       write the model card of a checkpoint, from its records and results
+  lengthgen recipe     post-trained checkpoints of the papers: convert, train, measure, publish in one command
 
 lengthgen COMMAND --help lists the options of a command. A first session:
 

@@ -214,10 +214,10 @@ def _move_aside(
     for stage in planned:
         if stage.name not in again and any(need in again for need in stage.needs):
             again.append(stage.name)
-    run = replace(run, stages={stage: record for stage, record in run.stages.items() if stage not in again})
-    for stage in again:
-        if stage not in IN_CHECKPOINT:
-            _keep(folder / stage, folder, say)
+    run = replace(run, stages={old: record for old, record in run.stages.items() if old not in again})
+    for old in again:
+        if old not in IN_CHECKPOINT:
+            _keep(folder / old, folder, say)
     write_result(folder / RUN_FILE, run)
     return run
 

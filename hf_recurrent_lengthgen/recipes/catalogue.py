@@ -276,7 +276,8 @@ def _read(value: Any, kind: Any, file: str, place: str) -> Any:
         if missing := [name for name in required if name not in value]:
             raise ValueError(f"{where} lacks {', '.join(missing)}.")
         hints = get_type_hints(kind)
-        return kind(**{name: _read(item, hints[name], file, _at(place, name)) for name, item in value.items()})
+        entries = {name: _read(item, hints[name], file, _at(place, name)) for name, item in value.items()}
+        return kind(**entries)  # type: ignore[operator]
     if origin in (Union, types.UnionType):
         (kind,) = (argument for argument in arguments if argument is not type(None))
         return None if value in _NOTHING else _read(value, kind, file, place)
