@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "cards": ("models", "loading", "records", "evaluation", "plotting"),
     "hub": ("models", "loading", "records", "evaluation.provenance"),
     "recipes": ("data", "trainers"),
-    "trainers": ("models", "hybrids", "surgery", "data", "evaluation", "records"),
+    "trainers": ("models", "hybrids", "surgery", "data", "evaluation", "records", "cards"),
     "cli": (
         "",
         "cards",

@@ -54,7 +54,12 @@ from hf_recurrent_lengthgen.trainers.checks import (
     takes_states,
 )
 from hf_recurrent_lengthgen.trainers.chunked_backprop import check_chunkable, forward_in_chunks, innermost_model
-from hf_recurrent_lengthgen.trainers.hub_pushes import copy_code, has_card_of_another, leave_out_pickles
+from hf_recurrent_lengthgen.trainers.hub_pushes import (
+    copy_code,
+    has_card_of_another,
+    leave_out_pickles,
+    write_own_card,
+)
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
 from hf_recurrent_lengthgen.trainers.interrupts import InterruptCallback
@@ -520,8 +525,15 @@ class InitialStateTrainer(Trainer, ABC):
         return super().push_to_hub(*args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Trainer's, unless the output folder holds a card from elsewhere, such as `lengthgen card`."""
-        if self.is_world_process_zero() and not has_card_of_another(self.output_dir):
+        """The card of `lengthgen card` where a lineage tells of the run and nothing is asked for; else Trainer's.
+
+        A card from elsewhere stays.
+        """
+        if not self.is_world_process_zero():
+            return
+        asked = args or any(value for name, value in kwargs.items() if name != "model_name")
+        kept = has_card_of_another(self.output_dir) if asked else write_own_card(self.output_dir, self.hub_model_id)
+        if not kept:
             super().create_model_card(*args, **kwargs)
 
     # Trainer writes the random state of a process last of its own files; the initial states follow it. Nothing marks

@@ -10,8 +10,12 @@ import shutil
 from pathlib import Path
 
 from huggingface_hub import ModelCard
+from transformers.utils import logging
 
 from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.records import read_lineage
+
+logger = logging.get_logger(__name__)
 
 NOT_PUSHED = "training_args.bin"
 TRAINERS_TAG = "generated_from_trainer"
@@ -41,3 +45,22 @@ def has_card_of_another(output: str | os.PathLike[str]) -> bool:
         return False
     data = ModelCard.load(path).data
     return TRAINERS_TAG not in (data.tags or ()) and data.library_name != "peft"
+
+
+def write_own_card(output: str | os.PathLike[str], repo_id: str | None) -> bool:
+    """Write the card of `lengthgen card`, if the folder holds a checkpoint with a lineage: it says what of.
+
+    Returns:
+        Whether there is a card that Trainer's must not replace: ours, or one from elsewhere.
+    """
+    elsewhere = has_card_of_another(output)
+    if read_lineage(output) is None or not (Path(output) / "config.json").is_file():
+        return elsewhere
+    from hf_recurrent_lengthgen.cards import write_card  # needs matplotlib, training does not
+
+    try:
+        write_card(output, repo_id=repo_id, overwrite=not elsewhere)
+    except ValueError as error:
+        logger.warning(f"{output} gets no card of its lineage: {error}")
+        return elsewhere
+    return True

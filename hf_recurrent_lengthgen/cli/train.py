@@ -125,13 +125,15 @@ def train(
     done = trainer.train(resume_from_checkpoint=settings.resume or None)
     trainer.save_model()
     trainer.save_state()
+    if trainer.is_world_process_zero() and not _state_alone(training):
+        length = rows.row_length if isinstance(rows, TaskStrings) else settings.block_length
+        weights = {"initial weights": _initial_weights(settings)} if settings.from_scratch else {}
+        record = training_run(trainer, done, method or "none", _data(settings), length, weights)
+        description = f"{method or 'plain training'}, {record.steps:,} steps"
+        record_step(Path(output), start, "train", description, command, record)
+    if training.push_to_hub:
+        trainer.push_to_hub()  # again, now with the lineage
     if trainer.is_world_process_zero():
-        if not _state_alone(training):
-            length = rows.row_length if isinstance(rows, TaskStrings) else settings.block_length
-            weights = {"initial weights": _initial_weights(settings)} if settings.from_scratch else {}
-            record = training_run(trainer, done, method or "none", _data(settings), length, weights)
-            description = f"{method or 'plain training'}, {record.steps:,} steps"
-            record_step(Path(output), start, "train", description, command, record)
         print(_next_step(settings, training))
     return trainer
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
+from hf_recurrent_lengthgen.records import Lineage, write_lineage
 from hf_recurrent_lengthgen.trainers import StatePassingTrainer
 from hf_recurrent_lengthgen.trainers.hub_pushes import has_card_of_another, leave_out_pickles
 
@@ -21,15 +23,16 @@ from ..hub.endpoint import Endpoint  # noqa: TID252
 
 PUSHING = {
     **{"push_to_hub": True, "hub_model_id": "user/run", "hub_token": "hf_test", "hub_private_repo": True},
-    **{"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "hub_always_push": True},
+    **{"save_strategy": "steps", "save_steps": 1, "max_steps": 1},
 }
 
 
-def pushed(endpoint: Endpoint, title: str) -> dict[str, bytes]:
-    """The files after the first commit whose title begins so."""
+def pushes(endpoint: Endpoint) -> dict[str, dict[str, bytes]]:
+    """The files after each push, by its title; one that changes nothing makes no commit."""
     history = endpoint.repositories["user/run"].history("main")
-    commit = next(commit for commit in reversed(list(history)) if commit.title.startswith(title))
-    return {name: blob.content for name, blob in commit.files.items()}
+    commits = [commit for commit in history if commit.title.startswith(("Training", "End"))]
+    assert commits
+    return {commit.title: {name: blob.content for name, blob in commit.files.items()} for commit in commits}
 
 
 def test_every_push_holds_code_and_tokenizer_and_no_pickle(
@@ -44,13 +47,13 @@ def test_every_push_holds_code_and_tokenizer_and_no_pickle(
     trainer.push_to_hub()
     code = {path.name for path in Path(trainer.output_dir).glob("checkpoint-1/*.py")}
     assert "modeling_stateful_mamba2.py" in code
-    for title in ("Training in progress, step 1", "End of training"):
-        files = pushed(hub, title)
+    for title, files in pushes(hub).items():
         assert {*code, "config.json", "model.safetensors", "tokenizer_config.json"} <= files.keys(), title
         assert "auto_map" in json.loads(files["config.json"])
         assert not [name for name in files if name.endswith((".bin", ".pt", ".pth"))]
         assert not any(b"hf_test" in content for content in files.values())
-    assert b"generated_from_trainer" in pushed(hub, "End of training")["README.md"]
+    assert "Training in progress, step 1" in pushes(hub)
+    assert b"generated_from_trainer" in pushes(hub)["End of training"]["README.md"]
 
 
 @pytest.mark.slow
@@ -86,7 +89,7 @@ def test_checkpoints_that_are_pushed_to_be_resumed_hold_no_arguments(
     trainer = StatePassingTrainer(toys.tiny_model(), arguments, train_dataset=toys.sequences(8))
     trainer.train()
     trainer._finish_current_push()
-    files = pushed(hub, "Training in progress, step 2, checkpoint")
+    files = next(files for title, files in pushes(hub).items() if title.endswith(", checkpoint"))
     assert {"last-checkpoint/optimizer.pt", "last-checkpoint/initial_states_0.safetensors"} <= files.keys()
     assert not [name for name in files if name.endswith("training_args.bin")]
 
@@ -100,11 +103,10 @@ def test_adapters_are_pushed_without_code(
     trainer = StatePassingTrainer(model, make_config(**PUSHING), train_dataset=toys.sequences(8))
     trainer.train()
     trainer.push_to_hub()
-    for title in ("Training in progress, step 1", "End of training"):
-        files = pushed(hub, title)
+    for files in pushes(hub).values():
         assert "adapter_model.safetensors" in files
         assert not [name for name in files if name.endswith((".py", ".bin"))]
-    assert b"library_name: peft" in files["README.md"]
+    assert b"library_name: peft" in pushes(hub)["End of training"]["README.md"]
 
 
 def test_a_gitignore_of_the_user_keeps_its_lines(tmp_path: Path) -> None:
@@ -134,3 +136,50 @@ def test_a_card_from_elsewhere_is_kept(
 def test_a_card_of_peft_is_for_trainer_to_change(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("---\nlibrary_name: peft\n---\n")
     assert not has_card_of_another(tmp_path)
+
+
+def test_a_run_with_a_lineage_gets_the_card_of_it(
+    hub: Endpoint,  # noqa: F811
+    toys: ModuleType,
+    make_config: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    """By the command, whose last push has the lineage, too."""
+    toys.tiny_model(vocab_size=384).save_pretrained(tmp_path / "start")
+    (tmp_path / "text.txt").write_text("abc" * 2000)
+    options = {
+        **{"model": tmp_path / "start", "tokenizer": "bytes", "data": tmp_path / "text.txt", "block_length": 16},
+        **{"max_steps": 1, "output_dir": tmp_path / "out", "use_cpu": True, "per_device_train_batch_size": 2},
+        **{"push_to_hub": True, "hub_model_id": "user/run", "hub_token": "hf_test"},
+    }
+    assert main(["train", *[str(part) for name, value in options.items() for part in (f"--{name}", value)]]) == 0
+    files = pushes(hub)["End of training"]
+    assert {
+        "lineage.json",
+        "modeling_stateful_mamba2.py",
+        "model.safetensors",
+        "tokenizer_config.json",
+    } <= files.keys()
+    assert not [name for name in files if name.endswith(".bin")]
+    card = files["README.md"].decode()
+    assert "user/run" in card
+    assert "1 steps" in card or "1 step" in card
+    assert "generated_from_trainer" not in card
+    with pytest.raises(StopIteration):
+        next(name for name in files if str(tmp_path) in files[name].decode(errors="replace"))
+
+
+def test_a_card_with_what_was_asked_for_is_trainers(
+    toys: ModuleType, make_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    trainer = StatePassingTrainer(toys.tiny_model(), make_config(), train_dataset=toys.sequences(8))
+    trainer.train()
+    trainer.save_model()
+    write_lineage(trainer.output_dir, Lineage())
+    trainer.create_model_card()
+    card = Path(trainer.output_dir) / "README.md"
+    assert "generated_from_trainer" not in card.read_text()
+    card.unlink()
+    trainer.create_model_card(license="mit")
+    assert "license: mit" in card.read_text()
+    assert "generated_from_trainer" in card.read_text()
