@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from hf_recurrent_lengthgen.models import CAUSAL_LM_CLASSES, STATEFUL_CLASSES
 from hf_recurrent_lengthgen.models.configuration_stateful import CODE_FORMAT_VERSION
 
 logger = logging.get_logger(__name__)
+
+WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors")
 
 
 @contextmanager
@@ -100,9 +103,17 @@ def load_language_model(name: str, trust_remote_code: bool = False, dtype: torch
     return _load(name, trust_remote_code, dtype, stateless=True)
 
 
+def _to_convert(name: str) -> str:
+    command = shlex.join(["lengthgen", "convert", name, "--output_dir", "FOLDER"])
+    return f"make a checkpoint of this package of it, `{command}`."
+
+
 def _load(name: str, trust_remote_code: bool, dtype: torch.dtype, stateless: bool) -> Any:
+    if Path(name).is_file() and name.endswith(WEIGHT_SUFFIXES):
+        raise ValueError(f"{name} is a file of weights without a config: {_to_convert(name)}")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-        raise ValueError(f"{name} holds no config.json, so it is no checkpoint.")
+        advice = f": {_to_convert(name)}" if any(Path(name).glob("*.pth")) else ", so it is no checkpoint."
+        raise ValueError(f"{name} holds no config.json{advice}")
     check_name(name)
     loading: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
     loader: Any = AutoModelForCausalLM
@@ -110,6 +121,10 @@ def _load(name: str, trust_remote_code: bool, dtype: torch.dtype, stateless: boo
     try:
         settings, _ = PreTrainedConfig.get_config_dict(name)
         model_type = settings.get("model_type")
+        if model_type is None and {"d_model", "n_layer"} <= settings.keys():
+            raise ValueError(
+                f"{name} is a checkpoint of mamba-ssm, with other names of config and weights: {_to_convert(name)}"
+            )
         if model_type in STATEFUL_CLASSES:
             loader = STATEFUL_CLASSES[model_type]
             settings = {key: v for key, v in settings.items() if key not in ("architectures", "auto_map")}
@@ -145,5 +160,7 @@ def _load(name: str, trust_remote_code: bool, dtype: torch.dtype, stateless: boo
     problems = {what: sorted(map(str, found[f"{what}_keys"])) for what in ("missing", "unexpected", "mismatched")}
     if any(problems.values()):
         told = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
-        raise ValueError(f"The weights in {name} do not fit its config.json, {told}.")
+        foreign = model_type in STATEFUL_CLASSES
+        advice = f" If they have the names of another library, {_to_convert(name)}" if foreign else ""
+        raise ValueError(f"The weights in {name} do not fit its config.json, {told}.{advice}")
     return stateful(model) if wrap else model

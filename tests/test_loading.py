@@ -72,3 +72,15 @@ def test_code_on_the_hub_is_compared_where_it_can_be_had(
     monkeypatch.undo()
     loading._tell_of_differing_code("user/name", settings)  # no network: nothing to say, and no error
     assert caplog.text == ""
+
+
+def test_checkpoints_of_other_libraries_are_told_how_to_convert(tmp_path: Path) -> None:
+    (tmp_path / "mamba").mkdir()
+    (tmp_path / "mamba" / "config.json").write_text('{"d_model": 16, "n_layer": 1, "vocab_size": 29}')
+    (tmp_path / "rwkv").mkdir()
+    for path in (tmp_path / "mamba" / "pytorch_model.bin", tmp_path / "rwkv" / "RWKV-x060.pth"):
+        torch.save({}, path)
+    for name in ("mamba", "rwkv", "rwkv/RWKV-x060.pth"):
+        for load in (load_model, load_language_model):
+            with pytest.raises(ValueError, match=rf"lengthgen convert {tmp_path / name} --output_dir FOLDER"):
+                load(str(tmp_path / name))

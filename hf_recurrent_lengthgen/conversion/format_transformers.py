@@ -6,6 +6,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, Format, Settings, same_names
+from hf_recurrent_lengthgen.conversion.key_maps import Rename
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
 from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
 
@@ -39,6 +40,12 @@ def _from_config(config: Any) -> Settings:
     return settings | {"model_type": model_type, "architectures": [ARCHITECTURES[model_type]]}
 
 
+def _older(config: Any, metas: Mapping[str, Meta]) -> list[Rename] | None:
+    """Transformers also loads weights under mamba-ssm's name of the embeddings."""
+    theirs = "backbone.embedding.weight"
+    return same_names(config, {"backbone.embeddings.weight": theirs}) if theirs in metas else None
+
+
 TRANSFORMERS = Format(
     name="transformers",
     title="the Mamba, Mamba-2 and FalconMamba of Transformers",
@@ -49,4 +56,5 @@ TRANSFORMERS = Format(
     from_config=_from_config,
     renames=same_names,
     keeps_config=False,
+    older=_older,
 )
