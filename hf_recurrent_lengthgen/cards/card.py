@@ -18,6 +18,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from hf_recurrent_lengthgen.cards.facts import Checkpoint, Evidence, read_checkpoint, read_evidence
+from hf_recurrent_lengthgen.cards.licenses import LICENSES, check_license
 from hf_recurrent_lengthgen.cards.markdown import escape
 from hf_recurrent_lengthgen.cards.metadata import PACKAGE, card_data
 from hf_recurrent_lengthgen.cards.results_section import (
@@ -144,6 +145,8 @@ def render(checkpoint: Checkpoint, evidence: Sequence[Evidence], settings: CardS
     """The card of what was read."""
     if settings.repo_id is not None:
         _check_name(settings.repo_id)
+    if settings.license is not None:
+        check_license(settings.license)
     source = None if checkpoint.lineage is None else checkpoint.lineage.source
     license = settings.license or (None if source is None else source.license)
     name = (settings.repo_id or checkpoint.name).rpartition("/")[2]
@@ -281,8 +284,8 @@ def check_card(card: ModelCard) -> None:
             _check_name(name)
         except ValueError as error:
             problems.append(str(error))
+    problems += [f"there is no license {name!r}" for name in _listed(values.get("license")) if name not in LICENSES]
     allowed = {
-        "license": (r"[a-z0-9][a-z0-9.+-]*", "an identifier of the Hub, such as apache-2.0"),
         "language": (r"[a-z]{2,3}(-[A-Za-z]{2,4})?|code|multilingual", "a code of ISO 639, code or multilingual"),
         "base_model_relation": ("finetune|adapter|merge|quantized", "finetune, adapter, merge or quantized"),
     }

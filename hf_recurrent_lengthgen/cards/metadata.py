@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from hf_recurrent_lengthgen.cards.facts import Checkpoint, Evidence
+from hf_recurrent_lengthgen.cards.licenses import license_data
 from hf_recurrent_lengthgen.cards.methods import methods_in
 from hf_recurrent_lengthgen.cards.results_section import mean_over, own_evaluations, retrieval_results
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate, EvaluationResult
@@ -41,7 +42,7 @@ def card_data(
         checkpoint: What it is of.
         evidence: What was measured.
         model_name: Name of the model in `model-index`.
-        license: Identifier of the Hub; None if it is not known.
+        license: Identifier of the Hub, or name; None if it is not known.
         language, datasets: Of the training text, as the Hub names them.
     """
     source = checkpoint.lineage.source if checkpoint.lineage is not None else None
@@ -53,7 +54,7 @@ def card_data(
     results += [result for found in retrieval_results(evidence) for result in _of_retrieval(found)]
     further: dict[str, Any] = {"base_model_relation": "finetune"} if base and changed else {}
     return ModelCardData(
-        license=license,
+        **license_data(license, base),
         language=_one_or_more(language),
         library_name=LIBRARY,
         pipeline_tag=PIPELINE,

@@ -168,10 +168,9 @@ def making_section(checkpoint: Checkpoint, license: str | None) -> str:
     if lineage.source is not None:
         source = lineage.source
         revision = f", revision {code(source.revision)}" if source.revision else ", revision unknown"
-        parts.append(
-            f"Base model: {_source(source)}{revision}, in the layout of {escape(source.format)}, licence "
-            f"{escape(source.license) if source.license else 'unknown'}."
-        )
+        given = escape(source.license) if source.license else "unknown"
+        layout = f"in the layout of {escape(source.format)}"
+        parts.append(f"Made from {_source(source)}{revision}, {layout}, whose licence is {given}.")
     parts.append(
         "\n".join(
             f"{number}. {_step_in_words(step) if step.training else escape(step.description)}"
@@ -185,6 +184,8 @@ def making_section(checkpoint: Checkpoint, license: str | None) -> str:
         parts += ["Commands:" if len(commands) > 1 else "Command:", fence("\n".join(commands), "bash")]
     if versions := list(dict.fromkeys(versions_text(step.versions) for step in lineage.steps if step.versions)):
         parts.append(f"Made with {escape('; '.join(versions))}.")
+    if license is not None:
+        parts.append(f"Licence: {escape(license)}.")
     parts.append(_verified(checkpoint))
     return "\n\n".join(part for part in parts if part)
 

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,15 @@ from markdown_it import MarkdownIt
 from transformers import AutoTokenizer
 
 from hf_recurrent_lengthgen.cards import build_card, card, check_card, write_card
+from hf_recurrent_lengthgen.cards.licenses import LICENSES
 from hf_recurrent_lengthgen.cards.markdown import escape
 from hf_recurrent_lengthgen.cli import evaluate
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import RunParser
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis, Remembrance
+from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
+from hf_recurrent_lengthgen.evaluation.results import Comparison, DataRecord, Estimate
+from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalComparison, RetrievalResult
 from hf_recurrent_lengthgen.hybrids.tiny_models import tiny_model
 from hf_recurrent_lengthgen.records import (
     Check,
@@ -248,6 +254,10 @@ def test_a_source_on_the_hub_is_the_base_model_and_gives_its_licence(work: Work,
     assert 'from_pretrained("me/mamba2-130m-cured", revision="main", trust_remote_code=True)' in text
     assert "@article{buitrago2025understanding," in text
     assert metadata_of(str(build_card(folder, license="other")))["license"] == "other"
+    write_lineage(folder, Lineage(replace(source, license="Some License 2.0"), (convert,)))
+    data = metadata_of(str(build_card(folder)))
+    assert (data["license"], data["license_name"]) == ("other", "some-license-2.0")
+    assert data["license_link"] == "https://huggingface.co/state-spaces/mamba2-130m"
     write_lineage(folder, Lineage(source, (convert,)))
     assert "base_model_relation" not in metadata_of(str(build_card(folder)))  # as it was, in another layout
 
@@ -470,10 +480,75 @@ def test_a_verification_is_quoted_while_it_is_of_these_files(work: Work, tmp_pat
     assert "These files were not verified" in text
 
 
+def retrieval(work: Work, model: str = "cured", weights: str | None = None) -> RetrievalResult:
+    return RetrievalResult(
+        model=model,
+        weights=weights or evaluations(work)["cured"]["weights"],
+        training_length=8,
+        task="passkey",
+        style="pass key",
+        shots=0,
+        rows=("0 %", "100 %"),
+        depths=(0.0, 1.0),
+        lengths=(64, 128),
+        cells=(
+            (RetrievalCell(9, 10, 50), RetrievalCell(1, 10, 100)),
+            (RetrievalCell(10, 10, 5), RetrievalCell(4, 10, 5)),
+        ),
+        confidence=0.95,
+        data=DataRecord("repeated sentences", "ab" * 32, "byte"),
+        device="cpu",
+        versions={"torch": "2"},
+        command=f"lengthgen retrieve {work.folder}/cured",
+        seed=0,
+        wall_seconds=1.0,
+    )
+
+
+def test_retrieval_is_shown_by_length(work: Work, tmp_path: Path) -> None:
+    folder = work.copy("cured", tmp_path / "cured")
+    both = RetrievalComparison((retrieval(work, "base", "0" * 64), retrieval(work)))
+    write_result(tmp_path / "retrieval.json", both)
+    write_result(tmp_path / "one.json", retrieval(work))
+    files = [work.results, tmp_path / "retrieval.json", tmp_path / "one.json"]
+    text = write_card(folder, files).path.read_text()
+    # Wilson's interval of 19 of 20 and 5 of 20, by hand
+    row = "| **this model** | 95<br>[76, 99] | 25<br>[11, 47] |"
+    assert text.count(row) == 2
+    assert "At least 95 % are right up to 64 bytes." in text
+    assert "was not measured; that it holds" not in text
+    for name in ("figures/retrieval.png", "figures/retrieval-2.png", "results/retrieval.json"):
+        assert f"({name})" in text
+        assert (folder / name).is_file()
+    assert "lengthgen retrieve cured" in blocks(text, "bash")[1]
+    found = [result for result in ModelCard(text).data.eval_results if result.metric_type == "accuracy"]
+    assert [result.metric_value for result in found[:2]] == [0.95, 0.25]
+    assert metadata_of(text)["metrics"] == ["perplexity", "accuracy"]
+
+
+def test_a_diagnosis_is_shown_as_an_evaluation_and_more(work: Work, tmp_path: Path) -> None:
+    models = read_result(work.results, Comparison).models
+    near = Estimate(0.25, 0.2, 0.3)
+    remembrance = Remembrance(8, 64, 3, 0.95, (0, 56), *(((near, near),) * 3))
+    diagnosed = tuple(
+        DiagnosedModel(model.role, model.evaluation, None, remembrance, near, None, {"states": "no_states"})
+        for model in models
+    )
+    write_result(tmp_path / "result.json", Diagnosis("Diagnosis", diagnosed, None))
+    text = str(build_card(work.cured, [tmp_path / "result.json"]))
+    assert "changes predictions by 0.250 [0.200, 0.300]" in text
+    assert "Not measured: states (no_states)." in text
+    plain = str(build_card(work.cured, [work.results]))
+    row = re.search(r"^\| Harm of the context.*$", plain, flags=re.MULTILINE)
+    assert row is not None
+    assert row[0] in text
+    assert "(results/diagnosis.json)" in text
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"license": "Apache 2.0"}, "license must be an identifier of the Hub, such as apache-2.0, got 'Apache 2.0'"),
+        ({"license": "Apache 2.0"}, "knows no license 'Apache 2.0': did you mean apache-2.0"),
         ({"language": ["english"]}, "language must be a code of ISO 639"),
         ({"datasets": ["a/b/c"]}, "'a/b/c' is no name on the Hub"),
     ],
@@ -489,6 +564,12 @@ def test_a_broken_card_does_not_pass_the_check(cured: Path) -> None:
     good.data.eval_results[0].metric_value = math.inf
     with pytest.raises(ValueError, match=r"Perplexity per byte inside .* must be a finite number, got inf"):
         check_card(good)
+
+
+def test_licences_are_those_of_the_hub() -> None:
+    assert len(LICENSES) == 83
+    assert {"apache-2.0", "mit", "cc-by-nc-nd-3.0", "deepfloyd-if-license", "llama3.3", "other"} <= LICENSES
+    assert [name for name in LICENSES if name.endswith("-") or "," in name] == []
 
 
 def test_a_key_that_is_given_twice_is_found() -> None:
