@@ -4,11 +4,12 @@ from collections.abc import Mapping
 
 from hf_recurrent_lengthgen.conversion.format_fla import FLA
 from hf_recurrent_lengthgen.conversion.format_mamba_ssm import MAMBA_SSM
+from hf_recurrent_lengthgen.conversion.format_rwkv import RWKV, RWKV_HF
 from hf_recurrent_lengthgen.conversion.format_transformers import TRANSFORMERS
 from hf_recurrent_lengthgen.conversion.formats import MODEL_CLASSES, Format, Settings
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
 
-FORMATS: dict[str, Format] = {format.name: format for format in (MAMBA_SSM, FLA, TRANSFORMERS)}
+FORMATS: dict[str, Format] = {format.name: format for format in (MAMBA_SSM, RWKV, RWKV_HF, FLA, TRANSFORMERS)}
 """In the order of detection."""
 
 

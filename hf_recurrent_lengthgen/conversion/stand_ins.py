@@ -18,8 +18,14 @@ SIZES: dict[str, Any] = {
     "mamba": {"state_size": 8},
     "falcon_mamba": {"state_size": 8, "mixer_rms_eps": 1e-6},
     "mamba2": {"state_size": 16, "n_groups": 1},
+    "gla": {"num_heads": 4},
+    "hgrn2": {"expand_ratio": 16},
+    "linear_attn": {"num_heads": 4},
+    "rwkv6": {"num_heads": 2, "expand_k": 1},
+    "rwkv5": {"head_size": 32},
 }
 """Further settings of our config for each family."""
+OF_OFFICIAL_RWKV6 = {"group_norm_eps": 1e-5 * 8**2}  # fla's class has no such field
 
 
 def write_stand_in(
@@ -52,6 +58,8 @@ def write_stand_in(
     settings |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **SIZES[family]}
     if family == "mamba2":
         settings |= {"head_dim": hidden_size // 4, "num_heads": 8}
+    if family == "rwkv6" and format != "fla":
+        settings |= OF_OFFICIAL_RWKV6
     config = config_class(**settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

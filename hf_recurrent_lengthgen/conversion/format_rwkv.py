@@ -1,0 +1,277 @@
+"""Checkpoints of RWKV-5.2 and RWKV-6: the .pth files of their author, and the authors' repositories for Transformers.
+
+A .pth file (of RWKV-LM, generations x052 and x060) has no config: all sizes follow from shapes, the rest is fixed in
+its code. The repositories (RWKV/rwkv-6-world-*, RWKV/v6-Finch-*, RWKV/rwkv-5-world-*) rename the same tensors. Our
+RWKV-6 has the names and layouts of fla, our RWKV-5 those of the repositories.
+
+Shapes: D hidden size, A width of time mixing, H heads of N channels, R rank of the token shifts, W rank of the decay.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from hf_recurrent_lengthgen.conversion.formats import (
+    GENERIC_SETTINGS,
+    SOURCE_CONFIG,
+    Format,
+    Settings,
+    check_settings,
+    expected_shapes,
+)
+from hf_recurrent_lengthgen.conversion.rwkv_maps import (
+    LAYER,
+    RWKV5,
+    RWKV6,
+    pth_renames,
+    repository_renames,
+    rwkv5_map,
+    rwkv6_map,
+    their_names,
+)
+from hf_recurrent_lengthgen.conversion.tensor_files import Meta
+from hf_recurrent_lengthgen.models import StatefulRWKV5Config, StatefulRWKV6Config
+
+NORM_EPSILON = 1e-5  # of all layer norms
+DIVISOR = 8  # head_size_divisor of their training: an epsilon of 1e-5 * 8**2 in the norm of the heads
+WORLD_VOCABULARY = 65536
+MATRICES = ("time_maa_w1", "time_maa_w2", "time_decay_w1", "time_decay_w2", "time_faaaa")
+NOTHING = Meta((), torch.float32)
+FFN_KEY = ("feed_forward.key.weight", "ffn.key.linear.weight")
+REPOSITORY_TITLE = "the RWKV authors' repositories for Transformers"
+REPOSITORY_DEFAULTS: Settings = {
+    "vocab_size": 65536,
+    "hidden_size": 768,
+    "num_hidden_layers": 24,
+    "attention_hidden_size": None,
+    "num_attention_heads": None,
+    "head_size": 64,
+    "head_size_divisor": 8,
+    "intermediate_size": None,
+    "layer_norm_epsilon": 1e-5,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "rescale_every": 6,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+}
+"""Of their configuration classes, with all fields that any version had."""
+IGNORED = {"context_length", "model_version"}
+
+
+def _recognizes_pth(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
+    return "emb.weight" in metas and any(name.startswith("blocks.0.") for name in metas)
+
+
+def _generation(metas: Mapping[str, Meta], where: str) -> str:
+    """The model type of ours for a .pth file.
+
+    Raises:
+        ValueError: for another generation, naming it and what shows it.
+    """
+    names = {name.removeprefix("blocks.0.") for name in metas if name.startswith("blocks.0.")}
+    if "att.time_state" in names:
+        raise ValueError(
+            f"{where} holds blocks.N.att.time_state, initial states found by state tuning, which would be lost: give "
+            "the file of the model itself."
+        )
+    if {"att.time_maa_x", "att.time_maa_w1"} <= names:
+        return RWKV6
+    decay = metas.get("blocks.0.att.time_decay", Meta((), torch.float32)).shape
+    if {"att.time_mix_g", "att.gate.weight"} & names and (not decay or decay[1:] > (1,)):
+        return RWKV5
+    marks = {
+        "att.x_r": "RWKV-7 (x070)",
+        "att.r_k": "RWKV-7 (x070)",
+        "att.time_maa_x": "a variant of RWKV-6 (not x060)",
+        "att.gate.weight": "RWKV-5.1",
+        "att.ln_x.weight": "RWKV-5.0",
+        "att.time_mix_k": "RWKV-4",
+    }
+    mark, found = next(((mark, name) for mark, name in marks.items() if mark in names), ("", "no RWKV known here"))
+    told = f" (it holds blocks.0.{mark})" if mark else f" (it holds {', '.join(sorted(metas)[:5])})"
+    raise ValueError(f"{where} is {found}{told}; RWKV-6 (x060) and RWKV-5.2 (x052) can be converted.")
+
+
+def _layers(metas: Mapping[str, Meta], pattern: str) -> int:
+    """The number of layers.
+
+    Raises:
+        ValueError: if some are missing.
+    """
+    numbers = {int(match[1]) for name in metas if (match := re.match(pattern, name))}
+    if missing := [str(n) for n in range(len(numbers)) if n not in numbers]:
+        raise ValueError(
+            f"The weights lack the layers {', '.join(missing[:99])}, but have layer {max(numbers)}: copy or download "
+            "them again."
+        )
+    return len(numbers)
+
+
+def _shape(metas: Mapping[str, Meta], name: str, ndim: int) -> tuple[int, ...]:
+    """Raise a `ValueError` for what tells a size and is missing or of another rank."""
+    if name not in metas:
+        raise ValueError(f"The weights lack {name}, whose shape tells sizes of the model: download them again.")
+    if len(metas[name].shape) != ndim or 0 in metas[name].shape:
+        raise ValueError(f"{name} has the shape {list(metas[name].shape)}, which should have {ndim} dimensions.")
+    return metas[name].shape
+
+
+def _pth_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:
+    kind = _generation(metas, "This .pth file")
+    vocab_size, hidden_size = _shape(metas, "emb.weight", 2)
+    fields: Settings = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "num_hidden_layers": _layers(metas, r"blocks\.(\d{1,6})\."),
+        "intermediate_size": _shape(metas, "blocks.0.ffn.key.weight", 2)[0],
+        "tie_word_embeddings": False,
+        # 0 is <|endoftext|> of the World vocabulary
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), 0 if vocab_size == WORLD_VOCABULARY else None),
+        "pad_token_id": None,
+    }
+    inner = _shape(metas, "blocks.0.att.receptance.weight", 2)[0]
+    heads, head_size = _shape(metas, "blocks.0.att.time_faaaa", 2)
+    config: PreTrainedConfig
+    if kind == RWKV5:
+        fields |= {"attention_hidden_size": inner, "head_size": head_size, "head_size_divisor": DIVISOR}
+        config = StatefulRWKV5Config(**fields)
+    else:
+        config = StatefulRWKV6Config(**fields, **_rwkv6_sizes(metas, "blocks.0.att.", inner / hidden_size, heads))
+    vectors = [
+        name
+        for rename in (rwkv5_map() if kind == RWKV5 else rwkv6_map())
+        for name in their_names(rename)
+        if name.startswith(LAYER) and ".time_" in name and not name.endswith(MATRICES)
+    ]
+    flat = [n.removeprefix(LAYER) for n in vectors if len(metas.get(n.replace("{layer}", "0"), NOTHING).shape) == 1]
+    setattr(config, SOURCE_CONFIG, {"format": "rwkv", "flat": flat})
+    return config
+
+
+def _rwkv6_sizes(metas: Mapping[str, Meta], attention: str, expand: float, heads: int) -> Settings:
+    return {
+        "expand_k": int(expand) if expand == int(expand) else expand,
+        "expand_v": int(expand) if expand == int(expand) else expand,
+        "num_heads": heads,
+        "proj_low_rank_dim": _shape(metas, f"{attention}time_maa_w1", 2)[1] // 5,
+        "gate_low_rank_dim": _shape(metas, f"{attention}time_decay_w1", 2)[1],
+        "norm_eps": NORM_EPSILON,
+        "group_norm_eps": 1e-5 * DIVISOR**2,
+    }
+
+
+def _recognizes_repository(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
+    kind = (settings or {}).get("model_type")
+    return kind == "rwkv5" or (kind == "rwkv6" and (settings or {}).keys() >= {"head_size", "layer_norm_epsilon"})
+
+
+def _repository_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:
+    where = "This RWKV repository"
+    given = check_settings(settings, GENERIC_SETTINGS | REPOSITORY_DEFAULTS.keys() | IGNORED, where)
+    if given.get("model_type") not in ("rwkv5", "rwkv6"):
+        raise ValueError(f"{where} has the model type {given.get('model_type')!r}, possible are 'rwkv5' and 'rwkv6'.")
+    kept = {name: value for name, value in given.items() if name not in (*IGNORED, "architectures", "auto_map")}
+    fields = REPOSITORY_DEFAULTS | kept
+    ffn = "rwkv.blocks.0.feed_forward.key.weight"
+    if fields["intermediate_size"] is None and ffn in metas:
+        fields["intermediate_size"] = _shape(metas, ffn, 2)[0]
+    fields["training_length"] = given.get("context_length")
+    if given["model_type"] == "rwkv5":
+        config: PreTrainedConfig = StatefulRWKV5Config.from_dict(fields)
+        return config
+    if fields.pop("layer_norm_epsilon") != NORM_EPSILON:
+        raise ValueError(
+            f"{where} has layer_norm_epsilon {given['layer_norm_epsilon']}, which its code gives to some norms only, "
+            f"the last one has {NORM_EPSILON}: it must be that to be converted."
+        )
+    hidden_size, divisor = fields["hidden_size"], fields.pop("head_size_divisor")
+    inner = fields.pop("attention_hidden_size") or hidden_size
+    head_size, named_heads = fields.pop("head_size"), fields.pop("num_attention_heads")
+    if head_size < 1 or inner % head_size:
+        raise ValueError(f"{where} has attention_hidden_size {inner}, no multiple of head_size {head_size}.")
+    if named_heads not in (None, inner // head_size, head_size):
+        raise ValueError(
+            f"{where} has num_attention_heads {named_heads}, but {inner} channels in heads of {head_size}."
+        )
+    del fields["rescale_every"]
+    fields |= _rwkv6_sizes(metas, "rwkv.blocks.0.attention.", inner / hidden_size, inner // head_size)
+    fields |= {"group_norm_eps": 1e-5 * divisor**2, "model_type": RWKV6}
+    config = StatefulRWKV6Config.from_dict(fields)
+    return config
+
+
+def _repository_settings(config: Any) -> Settings:
+    """Raises ValueError for sizes that their code fixes."""
+    five = config.model_type == RWKV5
+    inner = config.inner_size if five else int(config.expand_k * config.hidden_size)
+    width = next(shape[0] for name, shape in expected_shapes(config).items() if name.endswith(FFN_KEY))
+    fixed = {
+        "width of time mixing": (inner, config.hidden_size),
+        "intermediate_size": (width, int(config.hidden_size * 3.5) // 32 * 32),
+    }
+    divisor = 0
+    if not five:
+        large = config.hidden_size == 4096
+        fixed["proj_low_rank_dim"] = config.proj_low_rank_dim, 64 if large else 32
+        fixed["gate_low_rank_dim"] = config.gate_low_rank_dim, 128 if large else 64
+        eps = config.norm_eps if config.group_norm_eps is None else config.group_norm_eps
+        divisor = max(1, round(math.sqrt(eps / 1e-5)))
+    if wrong := [f"{name} {given} (there {needed})" for name, (given, needed) in fixed.items() if given != needed]:
+        raise ValueError(
+            f"The code of {REPOSITORY_TITLE} fixes sizes by hidden_size, and this model has {', '.join(wrong)}: "
+            "export it to another format."
+        )
+    return {
+        "architectures": ["Rwkv5ForCausalLM" if five else "Rwkv6ForCausalLM"],
+        "model_type": "rwkv5" if five else "rwkv6",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "attention_hidden_size": inner,
+        "head_size": config.head_size if five else inner // config.num_heads,
+        "head_size_divisor": config.head_size_divisor if five else divisor,
+        "intermediate_size": None,
+        "layer_norm_epsilon": config.layer_norm_epsilon if five else NORM_EPSILON,
+        "rescale_every": 6,
+        "use_cache": config.use_cache,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_id,
+    }
+
+
+SHAPED_FIELDS = ("attention_hidden_size", "hidden_ratio", "intermediate_size", "num_attention_heads")
+TOKENIZER = "RWKV/rwkv-6-world-1b6"
+
+RWKV = Format(
+    name="rwkv",
+    title="the .pth files of RWKV's author",
+    families=(RWKV6, RWKV5),
+    container="torch",
+    recognizes=_recognizes_pth,
+    to_config=_pth_config,
+    from_config=lambda config: None,
+    renames=pth_renames,
+    tied_head="head.weight",
+    keeps_config=False,
+    weights_file="model.pth",
+    tokenizer=TOKENIZER,
+    from_shapes=SHAPED_FIELDS,
+)
+RWKV_HF = Format(
+    name="rwkv-hf",
+    title=REPOSITORY_TITLE,
+    families=(RWKV6, RWKV5),
+    container="safetensors",
+    recognizes=_recognizes_repository,
+    to_config=_repository_config,
+    from_config=_repository_settings,
+    renames=repository_renames,
+    tied_head="head.weight",
+    from_shapes=SHAPED_FIELDS,
+)

@@ -1,0 +1,179 @@
+"""Maps of RWKV-6 and RWKV-5.2 tensors: from .pth files, and from repositories for Transformers, to ours.
+
+Shapes: D hidden size, A width of time mixing, R rank of the token shifts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, same_names
+from hf_recurrent_lengthgen.conversion.key_maps import SAME, Rename, Transform
+from hf_recurrent_lengthgen.models import StatefulRWKV5Config, StatefulRWKV6Config
+
+RWKV6, RWKV5 = StatefulRWKV6Config.model_type, StatefulRWKV5Config.model_type
+LAYER = "blocks.{layer}."
+
+# Their order of the five token shifts is w, k, v, r, g, and that of fla r, w, k, v, g.
+TO_OURS, TO_THEIRS = [3, 0, 1, 2, 4], [1, 2, 3, 0, 4]
+
+
+def _flat(vector: Tensor) -> Tensor:
+    """(1, 1, n) to (n,)."""
+    return vector.reshape(vector.shape[2])
+
+
+def _wide(vector: Tensor) -> Tensor:
+    """(n,) to (1, 1, n)."""
+    return vector[None, None]
+
+
+def _five(flat: Sequence[bool]) -> Transform:
+    """Five vectors, each (1, 1, D) or (D,), to (5, D)."""
+
+    def to_ours(*vectors: Tensor) -> Tensor:
+        return torch.stack([v if as_is else _flat(v) for v, as_is in zip(vectors, flat, strict=True)])
+
+    def to_theirs(rows: Tensor) -> list[Tensor]:
+        return [row if as_is else _wide(row) for row, as_is in zip(rows, flat, strict=True)]
+
+    return Transform("five vectors to (5, D)", to_ours, to_theirs)
+
+
+def _transposed(matrix: Tensor) -> Tensor:
+    return matrix.t()
+
+
+def _shift_down_to_ours(matrix: Tensor) -> Tensor:
+    return matrix.t().unflatten(0, (5, -1))[TO_OURS].flatten(0, 1)
+
+
+def _shift_down_to_theirs(matrix: Tensor) -> Tensor:
+    return matrix.unflatten(0, (5, -1))[TO_THEIRS].flatten(0, 1).t()
+
+
+def _shift_up_to_ours(blocks: Tensor) -> Tensor:
+    return blocks[TO_OURS].flatten(0, 1).t()
+
+
+def _shift_up_to_theirs(matrix: Tensor) -> Tensor:
+    return matrix.t().unflatten(0, (5, -1))[TO_THEIRS]
+
+
+VECTOR = Transform("(1, 1, n) to (n,)", _flat, _wide)
+WIDENED = Transform("(n,) to (1, 1, n)", _wide, _flat)
+FIVE_VECTORS = _five([False] * 5)
+TRANSPOSED = Transform("transposed", _transposed, _transposed)
+SHIFT_DOWN = Transform("(D, 5R) to (5R, D), five reordered", _shift_down_to_ours, _shift_down_to_theirs)
+SHIFT_UP = Transform("(5, R, D) to (D, 5R), five reordered", _shift_up_to_ours, _shift_up_to_theirs)
+
+RWKV6_LAYER: tuple[tuple[str | tuple[str, ...], str, Transform], ...] = (
+    ("ln1.weight", "attn_norm.weight", SAME),
+    ("ln1.bias", "attn_norm.bias", SAME),
+    ("ln2.weight", "ffn_norm.weight", SAME),
+    ("ln2.bias", "ffn_norm.bias", SAME),
+    ("att.time_maa_x", "attn.x_proj.0.mu", VECTOR),
+    (tuple(f"att.time_maa_{part}" for part in "rwkvg"), "attn.x_bias", FIVE_VECTORS),
+    ("att.time_maa_w1", "attn.x_proj.0.linear.weight", SHIFT_DOWN),
+    ("att.time_maa_w2", "attn.x_proj.2.weight", SHIFT_UP),
+    ("att.time_decay", "attn.w_proj.linear.lora.2.bias", VECTOR),
+    ("att.time_decay_w1", "attn.w_proj.linear.lora.0.weight", TRANSPOSED),
+    ("att.time_decay_w2", "attn.w_proj.linear.lora.2.weight", TRANSPOSED),
+    ("att.time_faaaa", "attn.bonus", SAME),
+    ("att.receptance.weight", "attn.r_proj.linear.weight", SAME),
+    ("att.key.weight", "attn.k_proj.linear.weight", SAME),
+    ("att.value.weight", "attn.v_proj.linear.weight", SAME),
+    ("att.output.weight", "attn.o_proj.weight", SAME),
+    ("att.gate.weight", "attn.g_proj.linear.weight", SAME),
+    ("att.ln_x.weight", "attn.g_norm.weight", SAME),
+    ("att.ln_x.bias", "attn.g_norm.bias", SAME),
+    ("ffn.time_maa_k", "ffn.key.mu", VECTOR),
+    ("ffn.time_maa_r", "ffn.receptance.mu", VECTOR),
+    ("ffn.key.weight", "ffn.key.linear.weight", SAME),
+    ("ffn.receptance.weight", "ffn.receptance.linear.weight", SAME),
+    ("ffn.value.weight", "ffn.value.weight", SAME),
+)
+RWKV6_OTHERS = {
+    "emb.weight": "model.embeddings.weight",
+    "blocks.0.ln0.weight": "model.layers.0.pre_norm.weight",
+    "blocks.0.ln0.bias": "model.layers.0.pre_norm.bias",
+    "ln_out.weight": "model.norm.weight",
+    "ln_out.bias": "model.norm.bias",
+    "head.weight": "lm_head.weight",
+}
+RWKV5_LAYER = (
+    *(f"ln{number}.{part}" for number in (1, 2) for part in ("weight", "bias")),
+    *(f"att.time_mix_{part}" for part in "kvrg"),
+    *("att.time_decay", "att.time_faaaa"),
+    *(f"att.{part}.weight" for part in ("receptance", "key", "value", "output", "gate", "ln_x")),
+    *("att.ln_x.bias", "ffn.time_mix_k", "ffn.time_mix_r"),
+    *(f"ffn.{part}.weight" for part in ("key", "receptance", "value")),
+)
+"""Ours are named as in the repositories."""
+IN_REPOSITORY = {"ln0": "pre_ln", "att": "attention", "ffn": "feed_forward"} | {
+    f"time_mix_{short}": f"time_mix_{long}"
+    for short, long in (("k", "key"), ("v", "value"), ("r", "receptance"), ("g", "gate"))
+}
+"""Parts of names in .pth files, and what the repositories for Transformers call them."""
+REPOSITORY_TOP = {"emb.weight": "rwkv.embeddings.weight", "head.weight": "head.weight"}
+
+
+def in_repository(name: str) -> str:
+    """The name in a repository for Transformers of a tensor in a .pth file."""
+    parts = ".".join(IN_REPOSITORY.get(part, part) for part in name.split("."))
+    return REPOSITORY_TOP.get(name, f"rwkv.{parts}")
+
+
+def rwkv6_map() -> list[Rename]:
+    """From .pth files to our RWKV-6."""
+    layer = [
+        Rename(
+            f"{LAYER}{theirs}" if isinstance(theirs, str) else tuple(LAYER + name for name in theirs),
+            f"model.layers.{{layer}}.{ours}",
+            transform,
+        )
+        for theirs, ours, transform in RWKV6_LAYER
+    ]
+    others = [Rename(theirs, ours) for theirs, ours in RWKV6_OTHERS.items()]
+    return others[:3] + layer + others[3:]
+
+
+def rwkv5_map() -> list[Rename]:
+    """From .pth files to our RWKV-5."""
+    names = list(RWKV6_OTHERS)
+    names[3:3] = [LAYER + name for name in RWKV5_LAYER]
+    return [Rename(name, in_repository(name)) for name in names]
+
+
+def their_names(rename: Rename) -> tuple[str, ...]:
+    return (rename.theirs,) if isinstance(rename.theirs, str) else rename.theirs
+
+
+def pth_renames(config: Any) -> list[Rename]:
+    """The map of .pth files; vectors are (n,) where they were in the file that the checkpoint was converted from."""
+    kept = getattr(config, SOURCE_CONFIG, None) or {}
+    flat = set(kept.get("flat", ())) if kept.get("format") == "rwkv" else set()
+
+    def shaped(rename: Rename) -> Rename:
+        as_is = [name.removeprefix(LAYER) in flat for name in their_names(rename)]
+        if not any(as_is):
+            return rename
+        if len(as_is) > 1:
+            return replace(rename, transform=_five(as_is))
+        return replace(rename, transform=SAME if rename.transform is VECTOR else WIDENED)
+
+    return [shaped(rename) for rename in (rwkv5_map() if config.model_type == RWKV5 else rwkv6_map())]
+
+
+def repository_renames(config: Any) -> list[Rename]:
+    if config.model_type == RWKV5:
+        return same_names(config)
+    return [
+        replace(rename, theirs=in_repository(rename.theirs))
+        if isinstance(rename.theirs, str)
+        else replace(rename, theirs=tuple(in_repository(name) for name in rename.theirs))
+        for rename in rwkv6_map()
+    ]
