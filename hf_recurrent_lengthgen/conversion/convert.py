@@ -37,7 +37,6 @@ TRAINING_LENGTHS = {
     **{f"state-spaces/mamba-{size}-hf": 2048 for size in ("130m", "370m", "790m", "1.4b", "2.8b")},
     **{f"state-spaces/mamba2-{size}": 2048 for size in ("130m", "370m", "780m", "1.3b", "2.7b")},
     **{f"AntonV/mamba2-{size}-hf": 2048 for size in ("130m", "370m", "780m", "1.3b", "2.7b")},
-    **{f"fla-hub/gla-{size}": 2048 for size in ("1.3B-100B", "340M-15B")},  # arXiv:2312.06635, section 5.1
 }
 """Tokens per training sequence of official checkpoints, where their papers say so."""
 
