@@ -80,6 +80,8 @@ def convert_checkpoint(
     settings = read_settings(found)
     files = TensorFiles(found.path)
     layout = detect(settings, files.metas, source) if format is None else named_format(format)
+    if not layout.recognizes(settings, files.metas):
+        raise ValueError(f"{source} is no checkpoint of {layout.title}: leave out the format, so that it is detected.")
     config = layout.to_config(settings, files.metas)
     if layout.keeps_config:
         setattr(config, SOURCE_CONFIG, {"format": layout.name, "config": settings})
@@ -96,8 +98,9 @@ def convert_checkpoint(
     with new_folder(output) as folder:
         write_safetensors(folder, entries, max_shard_size)
         files.close()
+        write_code(folder, config)
         _add_tokenizer(folder, found, tokenizer, config)
-        write_model_files(folder, config)
+        write_config(folder, config)
         if (found.folder / "generation_config.json").is_file():
             kept = read_json_object(found.folder / "generation_config.json")
             GenerationConfig.from_dict(kept).save_pretrained(folder)
@@ -123,14 +126,17 @@ def read_settings(source: Source) -> Settings | None:
     return settings
 
 
-def write_model_files(folder: Path, config: Any) -> None:
-    """Write what `save_pretrained` writes beside the weights: config, code, generation config."""
+def write_code(folder: Path, config: Any) -> None:
+    """Write the code that a checkpoint of ours carries, as `save_pretrained` does."""
+    custom_object_save(blank_model(config), folder)
+
+
+def write_config(folder: Path, config: Any) -> None:
+    """Write config.json and generation_config.json, as `save_pretrained` does."""
     model = blank_model(config)
-    config = model.config
-    config.architectures = [type(model).__name__]
-    config.auto_map = model.code_map()
-    custom_object_save(model, folder)
-    config.save_pretrained(folder)
+    model.config.architectures = [type(model).__name__]
+    model.config.auto_map = model.code_map()
+    model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_recurrent_lengthgen.conversion.convert import write_model_files
+from hf_recurrent_lengthgen.conversion.convert import write_config
 from hf_recurrent_lengthgen.conversion.export import export_checkpoint
 from hf_recurrent_lengthgen.conversion.formats import MODEL_CLASSES, expected_shapes
 from hf_recurrent_lengthgen.conversion.new_folders import check_new
@@ -72,5 +72,5 @@ def write_stand_in(
     config.dtype = torch.float32
     with TemporaryDirectory() as ours:
         write_safetensors(Path(ours), entries)
-        write_model_files(Path(ours), config)
+        write_config(Path(ours), config)
         return export_checkpoint(ours, folder, format)
