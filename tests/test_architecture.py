@@ -40,7 +40,7 @@ MAY_IMPORT = {
     ),
     "harness": ("models", "hybrids", "loading", "data", "evaluation"),
     "cards": ("models", "loading", "records", "evaluation", "plotting"),
-    "hub": ("models", "loading", "records", "evaluation.provenance"),
+    "hub": ("models", "loading", "records", "conversion", "evaluation.provenance"),
     "recipes": ("data", "trainers"),
     "trainers": ("models", "hybrids", "surgery", "data", "evaluation", "records", "cards"),
     "cli": (

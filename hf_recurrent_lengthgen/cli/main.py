@@ -19,6 +19,8 @@ from hf_recurrent_lengthgen.cli import (
     forget,
     harness,
     maps,
+    pull,
+    push,
     recipe,
     retrieve,
     train,
@@ -42,6 +44,8 @@ COMMANDS = {
     "export": export,
     "verify": verify,
     "card": card,
+    "push": push,
+    "pull": pull,
     "recipe": recipe,
 }
 DESCRIPTION = """\
@@ -61,6 +65,8 @@ Recurrent language models that keep working far beyond the length they were trai
   lengthgen export     write a checkpoint in the layout of another library
   lengthgen verify     check a checkpoint: without this package, in pieces, against its source
   lengthgen card       write the model card of a checkpoint, from its records and results
+  lengthgen push       push a checkpoint to the Hub as one commit
+  lengthgen pull       get a checkpoint from the Hub, at a commit, checked
   lengthgen recipe     post-trained checkpoints of the papers: convert, train, measure, publish in one command
 
 lengthgen COMMAND --help lists the options of a command. A first session:

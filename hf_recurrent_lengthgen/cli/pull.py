@@ -1,0 +1,67 @@
+"""`lengthgen pull`: a checkpoint from the Hub into a new folder."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_recurrent_lengthgen.conversion.new_folders import check_new
+from hf_recurrent_lengthgen.hub.pull import pull_checkpoint, resolve_commit, unverified
+from hf_recurrent_lengthgen.loading import differing_code
+from hf_recurrent_lengthgen.models.configuration_stateful import CODE_FORMAT_VERSION
+
+DESCRIPTION = """\
+Get a checkpoint from the Hugging Face Hub, at one commit, into a new folder: config, code, weights as safetensors,
+tokenizer, card, results and records, no pickles. Each file is checked against its hash on the Hub, and the folder
+against its own verification. Code in it that differs from the installed package is named.
+
+  lengthgen pull owner/name --output_dir my-checkpoint
+  lengthgen pull owner/name --revision 1a2b3c4 --output_dir my-checkpoint
+
+The folder is there completely or not at all. If the command stops, run it again: files that were downloaded are kept
+in the cache of the Hub's client, from which it also works offline (HF_HUB_OFFLINE=1). Checkpoints of mamba-ssm, fla,
+RWKV and others: lengthgen convert.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lengthgen pull", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("repo_id", metavar="OWNER/NAME", help="name on the Hub")
+    parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit (default: main)")
+    parser.add_argument(
+        "--output_dir", "--output-dir", required=True, metavar="FOLDER", help="folder to make, new or empty"
+    )
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command with its arguments."""
+    options = _parser().parse_args(arguments)
+    output = Path(options.output_dir)
+    check_new(output)
+    commit = resolve_commit(options.repo_id, options.revision)
+    try:
+        pull_checkpoint(options.repo_id, commit, output)
+    except KeyboardInterrupt:
+        print("\nWhat was downloaded is kept: the same command goes on with the rest.", file=sys.stderr)
+        raise
+    files = [path for path in output.rglob("*") if path.is_file()]
+    print(f"{options.repo_id} at commit {commit}: {len(files)} files in {output}")
+    problem = unverified(output)
+    print(f"Not verified: {problem}. Next: lengthgen verify {output}" if problem else "Verified, as it was pushed.")
+    settings = json.loads((output / "config.json").read_text(encoding="utf-8"))
+    ours = str(settings.get("model_type", "")).startswith("stateful_")
+    if ours and (names := differing_code(output)):
+        version = settings.get("code_format_version", CODE_FORMAT_VERSION)
+        print(
+            f"Code that differs from the installed package: {', '.join(names)} (code format version {version}, "
+            f"installed {CODE_FORMAT_VERSION}). Where the package is imported, the installed code runs; elsewhere "
+            "that of the checkpoint."
+        )
+    code = ", trust_remote_code=True" if settings.get("auto_map") else ""
+    load = f'model = AutoModelForCausalLM.from_pretrained("{output}"{code})'
+    print(f"\nfrom transformers import AutoModelForCausalLM\n\n{load}")
+    return 0

@@ -1,0 +1,116 @@
+"""`lengthgen push`: a checkpoint folder to the Hub, as one commit."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from hf_recurrent_lengthgen.hub.push import PushPlan, do_push, plan_push
+
+DESCRIPTION = """\
+Push a checkpoint folder to the Hugging Face Hub as one commit: code, weights, tokenizer, card, figures, results,
+lineage, verification, and states in the folder states/. A new repository is private unless --public is given.
+
+  lengthgen verify my-checkpoint                       what is pushed has been verified
+  lengthgen card my-checkpoint --results result.json   and has a card
+  lengthgen push my-checkpoint owner/name --dry-run    what would happen
+  lengthgen push my-checkpoint owner/name
+
+Large files go up first, each once; then all is committed at once, on the commit that was there at the beginning: what
+somebody else commits meanwhile is not overwritten. If the command stops, run it again: it sends what is missing. If
+all is in place, it commits nothing. Files of an earlier push that are not in the folder any more are deleted in the
+same commit; files that somebody else put there stay.
+
+Not pushed, and listed: what Trainer keeps for itself (optimizer, scheduler, checkpoint-* folders, ...), pickles,
+and whatever is no part of a checkpoint, unless --include names it. Refused: secrets, paths of your machine in texts,
+links that lead out of the folder, adapters that are not merged, and what lengthgen verify has not passed or what has
+changed since. The token is that of `hf auth login`, or HF_TOKEN.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lengthgen push", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="checkpoint folder")
+    parser.add_argument("repo_id", metavar="OWNER/NAME", help="where to; a name alone is one of your account")
+    parser.add_argument("--public", action="store_true", help="make a new repository public; push to a public one")
+    parser.add_argument("--revision", metavar="BRANCH", help="branch, made of main if it is not there (default: main)")
+    parser.add_argument("--message", metavar="TEXT", help="title of the commit")
+    parser.add_argument(
+        "--collection",
+        metavar="TITLE_OR_SLUG",
+        help="add the model to this collection; one of that title is made if there is none",
+    )
+    parser.add_argument(
+        "--include", nargs="+", default=[], metavar="PATTERN", help="further files to push, such as 'notes/*.md'"
+    )
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="only show the files and the card")
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command with its arguments."""
+    options = _parser().parse_args(arguments)
+    plan = plan_push(
+        options.folder,
+        options.repo_id,
+        private=not options.public,
+        revision=options.revision,
+        include=options.include,
+    )
+    print(_table(plan), flush=True)
+    if options.dry_run and plan.card:
+        print(f"\nREADME.md:\n\n{plan.card}")
+    if plan.refusals:
+        print(f"\nlengthgen push: {plan.folder} cannot be pushed:", file=sys.stderr)
+        print("\n".join(f"- {refusal}" for refusal in plan.refusals), file=sys.stderr)
+        return 1
+    if options.dry_run:
+        print("Nothing was pushed (--dry-run).")
+        return 0
+    try:
+        result = do_push(plan, message=options.message, collection=options.collection)
+    except KeyboardInterrupt:
+        print("\nWhat was uploaded is kept: the same command goes on with the rest.", file=sys.stderr)
+        raise
+    print(f"\nPushed: {result.url}" if result.created else f"\nNothing to push, all of it is there: {result.url}")
+    if result.collection is not None:
+        print(f"In the collection {result.collection}")
+    code = ", trust_remote_code=True" if any(file.name.endswith(".py") for file in plan.files) else ""
+    print(
+        "\nfrom transformers import AutoModelForCausalLM\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{plan.repo_id}", revision="{result.commit}"{code})'
+    )
+    if result.collection_problem is not None:
+        print(f"\nlengthgen push: pushed, but {result.collection_problem}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _table(plan: PushPlan) -> str:
+    """Each file with what happens to it."""
+    known = plan.exists is not None
+    where = "" if not known else " (there already)" if plan.exists else f" (new, {_visibility(plan)})"
+    rows = [(file.change or "", file.name, _size(file.size)) for file in plan.files]
+    rows += [("deleted", name, "of an earlier push, not in the folder") for name in plan.removed]
+    rows += [("stays", name, "there, but not from lengthgen push") for name in plan.kept]
+    rows += [("left out", name, reason) for name, reason in plan.left_out.items()]
+    width = max((len(name) for _, name, _ in rows), default=0)
+    lines = [f"{plan.folder} to {plan.repo_id}{where}, branch {plan.revision}:"]
+    lines += [f"  {change:8}  {name:{width}}  {note}" for change, name, note in rows]
+    total = f"{len(plan.files)} files, {_size(sum(file.size for file in plan.files))}"
+    if known:
+        total += f"; {len(plan.to_send)} new or changed, {_size(sum(file.size for file in plan.to_send))}"
+    return "\n".join([*lines, total])
+
+
+def _visibility(plan: PushPlan) -> str:
+    return "private" if plan.private else "public"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
