@@ -1,17 +1,24 @@
 """The examples run, and the two training scripts differ in names only."""
 
+import ast
+import dataclasses
 import json
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
 from transformers.cache_utils import Cache
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM, load_state
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
+from hf_recurrent_lengthgen.records import read_lineage, read_verification
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -56,6 +63,83 @@ def test_the_training_scripts_run(name: str, tmp_path: Path, monkeypatch: pytest
     run_example(name, monkeypatch, "--steps", 1, "--output", tmp_path / "out")
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert weights["backbone.layers.1.mixer.A_log"].shape == (6,)
+
+
+@pytest.mark.slow
+def test_an_official_checkpoint_becomes_a_published_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_example("post_train_official_checkpoint.py", monkeypatch, "--smoke", "--output", tmp_path)
+    verified = {name: read_verification(tmp_path / name) for name in ("base", "cured")}
+    assert all(found is not None and found.passed for found in verified.values())
+    assert verified["base"] is not None
+    assert any("transformers" in check.against for check in verified["base"].checks)
+    lineage = read_lineage(tmp_path / "cured")
+    assert lineage is not None
+    assert lineage.source is not None
+    assert (lineage.source.format, [step.kind for step in lineage.steps]) == ("mamba-ssm", ["convert", "train"])
+    assert "state_passing" in (tmp_path / "cured" / "README.md").read_text()
+    assert "lengthgen push" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [("--rows", 7), ("--length", 64)])
+def test_an_official_checkpoint_needs_data_and_whole_steps(
+    wrong: tuple[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = ("--data", "stdlib") if wrong[0] == "--rows" else ()
+    with pytest.raises(SystemExit):
+        run_example("post_train_official_checkpoint.py", monkeypatch, "--output", tmp_path, *wrong, *data)
+    assert ("--rows 7" if data else "--data") in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_published_checkpoint_reads_on_from_a_file(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, state = tmp_path / "text.txt", tmp_path / "state.safetensors"
+    text.write_text("abc" * 100)
+    arguments = ("--document", text, "--state", state, "--tokens", 3, "--prompt", "The end")
+    run_example("load_post_trained_checkpoint.py", monkeypatch, "--model", checkpoint, "--piece", 64, *arguments)
+    shown = capsys.readouterr().out
+    model = StatefulMamba2ForCausalLM.from_pretrained(checkpoint).eval()
+    ids, prompt = (
+        byte_tokenizer()(text, return_tensors="pt", add_special_tokens=False).input_ids
+        for text in ("abc" * 100, "The end")
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(load_state(state)[0][1].recurrent, model(ids).final_state[1].recurrent)
+    whole = model.generate(torch.cat([ids, prompt], dim=1), max_new_tokens=3, do_sample=False)
+    assert "Read 300 tokens" in shown
+    assert shown.splitlines()[-1] == byte_tokenizer().decode(whole[0, 300:])
+    with pytest.raises(SystemExit):
+        run_example("load_post_trained_checkpoint.py", monkeypatch, "--model", "user/name", *arguments)
+    assert "--revision" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_published_checkpoint_needs_no_import_of_ours() -> None:
+    tree = ast.parse((EXAMPLES / "load_post_trained_checkpoint.py").read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {getattr(node, "module", None) or node.names[0].name for node in imports}
+    assert {name.partition(".")[0] for name in names} == {"argparse", "re", "sys", "pathlib", "torch", "transformers"}
+
+
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+def test_accelerate_knows_every_entry_of_the_configs(path: Path) -> None:
+    config = load_config_from_file(str(path))  # refuses unknown entries
+    written = yaml.safe_load(path.read_text())
+    assert config.num_processes == 8 * written["num_machines"]
+    plugin = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
+    assert {name.removeprefix("fsdp_") for name in written.get("fsdp_config", {})} - {"version"} <= plugin
+    if "fsdp_config" in written:
+        assert (
+            FullyShardedDataParallelPlugin(
+                **{
+                    name.removeprefix("fsdp_") if name != "fsdp_version" else name: value
+                    for name, value in written["fsdp_config"].items()
+                }
+            ).fsdp_version
+            == 2
+        )
+    assert f"--config_file examples/accelerate/{path.name}" in path.read_text()
 
 
 def test_a_model_learns_to_copy(
