@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +39,7 @@ from hf_recurrent_lengthgen.cards.sections import (
     use_section,
 )
 from hf_recurrent_lengthgen.evaluation.files import write_result
+from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 from hf_recurrent_lengthgen.plotting.images import save_png
 
 README = "README.md"
@@ -164,7 +164,7 @@ def render(checkpoint: Checkpoint, evidence: Sequence[Evidence], settings: CardS
         "## Limits",
         limits_section(checkpoint, evidence, license),
         "## Citation",
-        citation_section(checkpoint, _version()),
+        citation_section(checkpoint, _version(checkpoint)),
     ]
     body = "\n\n".join(section for section in sections if section)
     card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")
@@ -314,8 +314,8 @@ def _listed(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list) else [value]
 
 
-def _version() -> str:
-    try:
-        return metadata.version(PACKAGE)
-    except metadata.PackageNotFoundError:
-        return "unknown"
+def _version(checkpoint: Checkpoint) -> str:
+    """Of this package when it last changed the checkpoint, or now."""
+    steps = () if checkpoint.lineage is None else checkpoint.lineage.steps
+    made = [step.versions[PACKAGE] for step in steps if PACKAGE in step.versions]
+    return made[-1] if made else installed_versions()[PACKAGE]

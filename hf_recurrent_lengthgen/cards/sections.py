@@ -36,9 +36,11 @@ def family(checkpoint: Checkpoint) -> str:
 def summary(checkpoint: Checkpoint) -> str:
     """What it is and what was done to it, in a paragraph."""
     lineage = checkpoint.lineage
-    what = f"A recurrent language model ({escape(family(checkpoint))}, {checkpoint.parameters:,} parameters)"
+    dtype = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    stored = f" in {escape(dtype)}" if isinstance(dtype, str) else ""
+    what = f"A recurrent language model ({escape(family(checkpoint))}, {checkpoint.parameters:,} parameters{stored})"
     if lineage is None:
-        return f"{what}. How it was made is not recorded."
+        return f"{what}. {_unrecorded(checkpoint)}"
     if lineage.source is None:
         what += ", trained from scratch"
     else:
@@ -51,6 +53,13 @@ def summary(checkpoint: Checkpoint) -> str:
         if method.sentence
     ]
     return " ".join([what + steps, *sentences])
+
+
+def _unrecorded(checkpoint: Checkpoint) -> str:
+    done = checkpoint.config.get("interventions")
+    if not isinstance(done, list) or not done:
+        return "How it was made is not recorded."
+    return f"How it was made is recorded in its config.json only: {escape('; '.join(map(str, done)))}."
 
 
 def _source(source: Source) -> str:
@@ -163,7 +172,8 @@ def making_section(checkpoint: Checkpoint, license: str | None) -> str:
     """Source, steps, settings, commands and versions."""
     lineage = checkpoint.lineage
     if lineage is None:
-        return f"The folder has no {code('lineage.json')}: how it was made is not known."
+        licence = "" if license is None else f" Licence: {escape(license)}."
+        return f"{_unrecorded(checkpoint)}{licence}"
     parts = []
     if lineage.source is not None:
         source = lineage.source
@@ -292,7 +302,7 @@ def _unmeasured(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[st
     if not checkpoint.tokenizer:
         told.append("It has no tokenizer.")
     if checkpoint.lineage is None:
-        told.append("How it was made is not recorded.")
+        told.append("On what it was trained, and how long, is not recorded.")
     return told
 
 

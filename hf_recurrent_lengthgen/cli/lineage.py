@@ -46,8 +46,8 @@ def lineage_of(model: str) -> Lineage:
         values, _ = PreTrainedConfig.get_config_dict(model)
     except OSError as error:
         raise ValueError(f"{model} is no checkpoint folder here, and no model on the Hub: {error}") from error
-    revision = values.get("_commit_hash") if on_hub else None
-    folder = _snapshot(model, revision) if on_hub else Path(model)
+    folder = _snapshot(model) if on_hub else Path(model)
+    revision = folder.name if on_hub else None
     known = read_lineage(folder)
     return known if known is not None else Lineage(_source(model, folder, on_hub, revision, values))
 
@@ -76,20 +76,23 @@ def record_step(
     return lineage
 
 
-def _snapshot(name: str, revision: str | None) -> Path:
-    """The cached files of a model on the Hub, with its lineage and card if it has them."""
-    for file in (LINEAGE_FILE, "README.md"):
-        _download(name, file, revision)
-    folder = _download(name, "config.json", revision)
-    if folder is None:
+def _snapshot(name: str) -> Path:
+    """The cached files of a model on the Hub, with its lineage and card if it has them; the folder is named by commit.
+
+    It is the commit in the cache, which was loaded, also if the Hub has a newer one by now.
+    """
+    config = _download(name, "config.json", local_files_only=True) or _download(name, "config.json")
+    if config is None:
         raise ValueError(f"{name} has no config.json on the Hub, so it is no checkpoint.")
-    return folder.parent
+    for file in (LINEAGE_FILE, "README.md"):
+        _download(name, file, revision=config.parent.name)
+    return config.parent
 
 
-def _download(name: str, file: str, revision: str | None) -> Path | None:
+def _download(name: str, file: str, **options: Any) -> Path | None:
     """Path of a file in the cache; None where there is none."""
     try:
-        return Path(hf_hub_download(name, file, revision=revision))
+        return Path(hf_hub_download(name, file, **options))
     except (HfHubHTTPError, LocalEntryNotFoundError):  # no such file, or offline and not in the cache
         return None
 

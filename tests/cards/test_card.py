@@ -237,6 +237,14 @@ def metadata_of(text: str) -> dict[str, Any]:
     return ModelCard(text).data.to_dict()
 
 
+def test_without_a_lineage_the_config_tells_what_it_can(work: Work, tmp_path: Path) -> None:
+    folder = work.copy("cured", tmp_path / "cured")
+    (folder / "lineage.json").unlink()
+    text = str(build_card(folder))
+    assert text.count("How it was made is recorded in its config.json only: state_passing, 3 steps.") == 2
+    assert "- On what it was trained, and how long, is not recorded." in text
+
+
 def test_a_source_on_the_hub_is_the_base_model_and_gives_its_licence(work: Work, tmp_path: Path) -> None:
     folder = work.copy("cured", tmp_path / "cured")
     lineage = read_lineage(folder)

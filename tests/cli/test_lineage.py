@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
+from transformers import AutoModelForCausalLM
 
 from hf_recurrent_lengthgen.cli.lineage import lineage_of
 from hf_recurrent_lengthgen.cli.main import main
@@ -21,6 +22,8 @@ from hf_recurrent_lengthgen.records import (
     read_lineage,
     write_lineage,
 )
+from tests.hub.conftest import hub as hub
+from tests.hub.endpoint import Endpoint
 
 
 def run(*arguments: Any) -> int:
@@ -184,3 +187,31 @@ def test_commands_and_descriptions_are_shortened() -> None:
     assert portable_text("/data/book.txt, split train") == "book.txt, split train"
     same = "see https://a.org/b/c, 1/2 of owner/name, ../x/y"
     assert portable_text(same) == same
+
+
+def test_a_start_on_the_hub_is_known_by_its_commit_and_licence(hub: Endpoint, stock_checkpoint: Path) -> None:
+    api = HfApi()
+    api.create_repo("user/stock")
+    api.upload_folder(repo_id="user/stock", folder_path=stock_checkpoint)
+    AutoModelForCausalLM.from_pretrained("user/stock")  # as the commands, before they ask where it is from
+    commit = api.model_info("user/stock").sha
+    digest = sha256(stock_checkpoint / "model.safetensors")
+    bare = Source("user/stock", True, commit, "transformers", None, {"model.safetensors": digest})
+    assert lineage_of("user/stock") == Lineage(bare)
+    card = b"---\nlicense: mit\n---\n# Stock"
+    api.upload_file(repo_id="user/stock", path_in_repo="README.md", path_or_fileobj=card)
+    AutoModelForCausalLM.from_pretrained("user/stock")
+    source = lineage_of("user/stock").source
+    assert source is not None
+    assert (source.license, source.revision) == ("mit", api.model_info("user/stock").sha)
+    assert source.revision != commit
+
+
+def test_a_start_on_the_hub_with_a_lineage_goes_on_with_it(hub: Endpoint, checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "ours"
+    shutil.copytree(checkpoint, folder)
+    write_lineage(folder, Lineage(None, (Step("train", "plain training, 3 steps", "lengthgen train", {}),)))
+    api = HfApi()
+    api.create_repo("user/ours")
+    api.upload_folder(repo_id="user/ours", folder_path=folder)
+    assert lineage_of("user/ours") == read_lineage(folder)
