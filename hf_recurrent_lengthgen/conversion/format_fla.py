@@ -137,6 +137,8 @@ def _known(kind: str) -> set[str]:
 def _field_names(kind: str) -> set[str]:
     """fla's names of the fields of our config."""
     ours = set(STATEFUL_CLASSES[kind].config_class().to_dict()) - OURS_ONLY - GENERIC_SETTINGS
+    if kind == "gla":
+        ours -= {"gate_low_rank_dim"}  # fixed in fla's code
     if kind in ("mamba", "mamba2"):
         ours -= {"use_mambapy", "use_associative_scan"}
         ours = {ALIASES[kind].get(name, name) for name in ours} | DEFAULTS[kind].keys()
@@ -145,10 +147,21 @@ def _field_names(kind: str) -> set[str]:
 
 
 def _renamed(given: Settings, kind: str) -> Settings:
-    """Under the names of fla 0.6."""
+    """Under the names of fla 0.6.
+
+    Raises:
+        ValueError: for one setting under two names with two values.
+    """
     aliases = {"rms_norm_eps": "norm_eps"} | ALIASES.get(kind, {})
-    renamed = {aliases.get(name, name): value for name, value in given.items() if name in aliases}
-    return renamed | {name: value for name, value in given.items() if name not in aliases}
+    renamed: Settings = {}
+    for name, value in given.items():
+        now = aliases.get(name, name)
+        if now in renamed and renamed[now] != value:
+            raise ValueError(
+                f"{WHERE} has {now} twice, as {renamed[now]!r} and as {name} {value!r}: leave one of them."
+            )
+        renamed[now] = value
+    return renamed
 
 
 def _our_fields(given: Settings, kind: str) -> Settings:
@@ -176,7 +189,7 @@ def _from_config(config: Any) -> Settings:
     settings = {name: getattr(config, back.get(name, name), None) for name in sorted(_field_names(kind))}
     settings |= {name: getattr(config, name, default) for name, default in IMPLEMENTATION[kind].items()}
     settings |= NEUTRAL.get(kind, {})
-    settings |= {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    settings |= {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     settings |= {"tie_word_embeddings": config.tie_word_embeddings, "model_type": kind}
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
     return settings | {"architectures": [ARCHITECTURES[kind]]}
