@@ -125,7 +125,8 @@ def interrupted(kind: signal.Signals, source: Path, output: Path) -> None:
     said, _ = process.communicate()
     left = [path.name for path in output.parent.glob(f".{output.name}.*")]
     there = "exists" if output.exists() else "does not exist"
-    print(f"{kind.name}: status {process.returncode}, {output.name} {there}, left over: {left}; said: {said.split()}")
+    print(f"{kind.name}: status {process.returncode}, {output.name} {there}, left over: {left}", flush=True)
+    print(f"  said: {' '.join(said.split())}", flush=True)
     for path in output.parent.glob(f".{output.name}.*"):
         shutil.rmtree(path)
 

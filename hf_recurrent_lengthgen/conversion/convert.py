@@ -32,13 +32,13 @@ from hf_recurrent_lengthgen.records import Lineage, Step, file_digest, write_lin
 from hf_recurrent_lengthgen.records import Source as Origin
 
 TRAINING_LENGTHS = {
-    # The Mamba (arXiv:2312.00752, E.2) and Mamba-2 (arXiv:2405.21060) models on the Pile saw 2048 tokens.
+    # the official Mamba and Mamba-2 models on the Pile (arXiv:2507.02782, Figure 1)
     **{f"state-spaces/mamba-{size}": 2048 for size in ("130m", "370m", "790m", "1.4b", "2.8b")},
     **{f"state-spaces/mamba-{size}-hf": 2048 for size in ("130m", "370m", "790m", "1.4b", "2.8b")},
     **{f"state-spaces/mamba2-{size}": 2048 for size in ("130m", "370m", "780m", "1.3b", "2.7b")},
     **{f"AntonV/mamba2-{size}-hf": 2048 for size in ("130m", "370m", "780m", "1.3b", "2.7b")},
 }
-"""Tokens per training sequence of official checkpoints, where their papers say so."""
+"""Tokens per training sequence of official checkpoints, where a paper says so."""
 
 
 def convert_checkpoint(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from huggingface_hub import metadata_load, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -43,15 +44,17 @@ class Source:
 
     @property
     def license(self) -> str | None:
-        """As the model card says."""
+        """As the model card says.
+
+        Raises:
+            ValueError: for a card whose metadata cannot be read.
+        """
         card = self.folder / "README.md"
         try:
             told = (metadata_load(card) or {}) if card.is_file() else {}
-        except ValueError:  # no YAML
-            return None
+        except (ValueError, yaml.YAMLError) as error:
+            raise ValueError(f"The metadata of {card} cannot be read ({error}): repair or remove the file.") from error
         license = told.get("license")
-        if license == "other":
-            license = told.get("license_name") or license
         return license if isinstance(license, str) else None
 
 

@@ -71,6 +71,12 @@ def test_the_lineage_tells_source_licence_digests_and_command(source: Path, tmp_
     assert (step.kind, step.command) == ("convert", "lengthgen convert theirs --output_dir ours")
 
 
+def test_a_card_that_cannot_be_read_is_named(source: Path, tmp_path: Path) -> None:
+    (source / "README.md").write_text("---\nlicense: [\n---\n")
+    with pytest.raises(ValueError, match=r"README\.md cannot be read"):
+        convert_checkpoint(str(source), tmp_path / "ours")
+
+
 def test_a_snapshot_of_the_hub_tells_its_name_commit_and_training_length(source: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "hub" / "models--state-spaces--mamba2-130m" / "snapshots" / COMMIT
     shutil.copytree(source, snapshot)

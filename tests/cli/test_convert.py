@@ -1,0 +1,84 @@
+"""`lengthgen convert` and `lengthgen export`, as a person types them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.conversion import tensor_writing
+from hf_recurrent_lengthgen.conversion.stand_ins import write_stand_in
+from hf_recurrent_lengthgen.records import read_lineage
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    write_stand_in("mamba-ssm", "mamba2", tmp_path / "theirs")
+    return "theirs"
+
+
+def test_there_and_back(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["convert", source, "--output_dir", "ours", "--tokenizer", "bytes", "--training_length", "64"]
+    assert main([*arguments, "--dtype", "bfloat16", "--max_shard_size", "40KB"]) == 0
+    said = capsys.readouterr().out
+    assert "Converted theirs (mamba-ssm, licence not stated):" in said
+    assert "Saved to ours. Next: lengthgen verify theirs ours" in said
+    lineage = read_lineage("ours")
+    assert lineage is not None
+    assert lineage.steps[0].command.startswith("lengthgen convert theirs --output_dir ours --tokenizer bytes")
+    config = json.loads(Path("ours/config.json").read_text())
+    assert (config["training_length"], config["dtype"]) == (64, "bfloat16")
+    assert len(list(Path("ours").glob("model-*.safetensors"))) > 1
+    assert main(["export", "ours", "--format", "mamba-ssm", "--output_dir", "back"]) == 0
+    assert "Exported to back, for mamba-ssm" in capsys.readouterr().out
+    weights = torch.load("back/pytorch_model.bin", weights_only=True)
+    assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+    assert (
+        main(["export", "ours", "--format", "transformers", "--output_dir", "stock", "--max_shard_size", "50KB"]) == 0
+    )
+    assert len(list(Path("stock").glob("model-*.safetensors"))) > 1
+
+
+def test_a_missing_tokenizer_is_told_with_the_official_one(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", source, "--output_dir", "ours"]) == 0
+    assert "--tokenizer EleutherAI/gpt-neox-20b" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["convert", "theirs", "--output_dir", "theirs"], "theirs is there already and not an empty folder"),
+        (["convert", "nothing/here/at-all", "--output_dir", "ours"], "is no folder here"),
+        (["convert", "missing.pth", "--output_dir", "ours"], "There is no file missing.pth"),
+        (["export", "theirs", "--format", "mamba-ssm", "--output_dir", "back"], "no checkpoint of this package"),
+        (
+            ["export", "theirs", "--format", "mamba-ssm", "--output_dir", "back", "--max_shard_size", "1GB"],
+            "mamba-ssm reads one file of weights, so --max_shard_size 1GB does nothing",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], message: str, source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert [path.name for path in Path().iterdir()] == ["theirs"]
+
+
+def test_an_interrupt_says_that_nothing_was_written(
+    source: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(entry: tensor_writing.Entry) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    assert main(["convert", source, "--output_dir", "ours"]) == 0
+    monkeypatch.setattr(tensor_writing, "_bytes_of", interrupt)
+    for arguments in (["convert", source], ["export", "ours", "--format", "transformers"]):
+        assert main([*arguments, "--output_dir", "new"]) == 130
+        assert "Nothing was written to new. The same command starts again" in capsys.readouterr().out
+    assert sorted(path.name for path in Path().iterdir()) == ["ours", "theirs"]
