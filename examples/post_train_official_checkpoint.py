@@ -25,6 +25,7 @@ from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.conversion.stand_ins import write_stand_in
 from hf_recurrent_lengthgen.data import PackedBlocks
+from hf_recurrent_lengthgen.records import portable_command
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
 from hf_recurrent_lengthgen.trainers.training_runs import training_run
 from hf_recurrent_lengthgen.verification import verify_checkpoint
@@ -57,7 +58,8 @@ base, cured, evaluation = (options.output / name for name in ("base", "cured", "
 
 # The official format becomes a checkpoint of ours, and gives what the official implementation gives.
 tokenizer = load_tokenizer(options.tokenizer)
-convert_checkpoint(options.model, base, tokenizer=tokenizer, training_length=options.length)
+command = portable_command(sys.argv)  # for the lineage, without the folders of this machine
+convert_checkpoint(options.model, base, tokenizer=tokenizer, training_length=options.length, command=command)
 if not verify_checkpoint(base, options.model, progress=True).passed:
     sys.exit(f"The conversion is wrong: lengthgen verify {options.model} {base} says where.")
 
@@ -96,10 +98,10 @@ record_step(cured, lineage_of(str(base)), "train", f"state_passing, {options.ste
 # What strangers will load must give what it gave here; then far beyond the training length; then the card.
 if not verify_checkpoint(cured, progress=True).passed:
     sys.exit(f"The result does not load elsewhere as it should: lengthgen verify {cured} says where.")
-command = ["evaluate", str(base), str(cured), "--roles", "base,cured", "--data", options.data]
-command += ["--tokenizer", options.tokenizer, "--length", str(options.beyond * options.length)]
-command += ["--sequences", str(options.sequences), "--output", str(evaluation)]
-if main([*command, *(["--device", "cuda", "--dtype", "bfloat16"] if torch.cuda.is_available() else [])]):
+measure = ["evaluate", str(base), str(cured), "--roles", "base,cured", "--data", options.data]
+measure += ["--tokenizer", options.tokenizer, "--length", str(options.beyond * options.length)]
+measure += ["--sequences", str(options.sequences), "--output", str(evaluation)]
+if main([*measure, *(["--device", "cuda", "--dtype", "bfloat16"] if torch.cuda.is_available() else [])]):
     sys.exit(1)
 card = write_card(cured, [evaluation / "result.json"])
 print(f"\nThe card is {card.path}; it lacks {'; '.join(card.missing) or 'nothing'}.")

@@ -77,8 +77,9 @@ def test_an_official_checkpoint_becomes_a_published_one(
     lineage = read_lineage(tmp_path / "cured")
     assert lineage is not None
     assert lineage.source is not None
+    assert all("post_train_official_checkpoint.py --smoke" in step.command for step in lineage.steps)
     assert (lineage.source.format, [step.kind for step in lineage.steps]) == ("mamba-ssm", ["convert", "train"])
-    assert "state_passing" in (tmp_path / "cured" / "README.md").read_text()
+    assert "state passing (2 steps" in (tmp_path / "cured" / "README.md").read_text()
     assert "lengthgen push" in capsys.readouterr().out
 
 
