@@ -10,7 +10,8 @@ from transformers.trainer_utils import TrainOutput
 from hf_recurrent_lengthgen.records import TrainingRun, portable
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 
-_SAFETY = ("broken_states", "max_state_rms")
+_NO_EFFECT = ("assume_shuffled", "broken_states", "max_state_rms")
+"""Settings that refuse or allow, and change nothing of what is trained."""
 
 
 def training_run(
@@ -101,7 +102,7 @@ def settings(args: TrainingArguments) -> dict[str, str]:
 
 def _of_method(args: InitialStateConfig) -> dict[str, str]:
     """Settings of the method that are on."""
-    left_out = {*_SAFETY, *(() if args.alignment_alpha else ("alignment_alpha", "alignment_min_extra"))}
+    left_out = {*_NO_EFFECT, *(() if args.alignment_alpha else ("alignment_alpha", "alignment_min_extra"))}
     given = {name: value for name, value in args.method_settings().items() if name not in left_out}
     return {
         name.replace("_", " "): portable(value) if isinstance(value, str) else json.dumps(value)

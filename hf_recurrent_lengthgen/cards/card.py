@@ -184,7 +184,7 @@ def _measured(evidence: Sequence[Evidence], first: bool) -> list[str]:
     for item, name in zip(evidence, names, strict=True):
         used, images = images[: (here := 2 if item.compared else 1)], images[here:]
         parts.append((comparison_section if item.compared else retrieval_section)(item, name, used))
-    return [*parts, "To measure again:", commands_section(evidence)]
+    return [*parts, "### To measure again", commands_section(evidence)]
 
 
 def write_files(folder: Path, card: ModelCard, evidence: Sequence[Evidence]) -> None:

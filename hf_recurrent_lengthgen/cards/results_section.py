@@ -74,6 +74,7 @@ def comparison_section(item: Evidence, name: str, images: Sequence[str]) -> str:
     models = item.compared
     own = models[0].evaluation
     parts = [
+        "### Loss on long texts",
         f"On {own.sequences} texts of {own.evaluated_length:,} {own.data.token_unit}s "
         f"({escape(own.data.description)}), numbers in nats per {own.data.token_unit}, "
         f"with {own.confidence:.0%} intervals in brackets:",
@@ -165,9 +166,7 @@ def retrieval_section(item: Evidence, name: str, images: Sequence[str]) -> str:
     """Right answers by length."""
     models = item.retrieved
     first = models[0]
-    what = f"{_TASKS.get(first.task, first.task)}, style {escape(first.style)}" + (
-        f", {first.shots} solved examples before each" if first.shots else ""
-    )
+    examples = f", with {first.shots} solved examples before each" if first.shots else ""
     rows = [[f"{first.data.token_unit}s", *(f"{length:,}" for length in first.lengths)]]
     rows += [
         [
@@ -179,8 +178,9 @@ def retrieval_section(item: Evidence, name: str, images: Sequence[str]) -> str:
     recalled = first.recall_length()
     told = "at no length" if recalled is None else f"up to {recalled:,} {first.data.token_unit}s"
     parts = [
-        f"{what}: right answers in percent by length, over all depths, with {first.confidence:.0%} intervals. At "
-        f"least 95 % are right {told}.",
+        f"### {_TASKS.get(first.task, escape(first.task))}",
+        f"Right answers in percent by length, over all depths, with {first.confidence:.0%} intervals in brackets "
+        f"(prompt: {escape(first.style)}{examples}). At least 95% are right {told}.",
         table(rows),
         *(_image(image, "Right answers against length") for image in images),
         f"All numbers: {link(code(f'{RESULTS}/{name}'), f'{RESULTS}/{name}')}.",

@@ -10,6 +10,7 @@ from hf_recurrent_lengthgen.cards.methods import FORGETTING, methods_in, methods
 from hf_recurrent_lengthgen.cards.results_section import own_evaluations, retrieval_results, versions_text
 from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
 from hf_recurrent_lengthgen.evaluation.results import EvaluationResult
+from hf_recurrent_lengthgen.evaluation.retrieval_results import RECALL_ACCURACY
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.plotting.findings import number_text, status
 from hf_recurrent_lengthgen.records import Source, Step
@@ -226,8 +227,8 @@ def _verified(checkpoint: Checkpoint) -> str:
             escape(check.what),
             escape(check.against),
             f"{check.tokens:,}",
-            f"{check.difference:.1e}{'' if check.passed else ' (too large)'}",
-            f"{check.tolerance:.1e}",
+            f"{check.difference:.2g}{'' if check.passed else ' (too large)'}",
+            f"{check.tolerance:g}",
         ]
         for check in verification.checks
     ]
@@ -246,6 +247,13 @@ def _failures(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[str]
     told = []
     for result in own_evaluations(evidence):
         told += _failures_of(result)
+    for found in retrieval_results(evidence):
+        told += [
+            f"Known failure: at {length:,} {found.data.token_unit}s it finds {share.accuracy:.0%} of what is asked "
+            f"for ({escape(found.task)})."
+            for length, share in zip(found.lengths, found.by_length, strict=True)
+            if share.accuracy is not None and share.accuracy < RECALL_ACCURACY
+        ][:1]
     if (rule := checkpoint.forgets) != Forgetting():
         told.append(f"It is made to forget at inference ({escape(in_words(rule))}): what it forgets it cannot use.")
     steps = () if checkpoint.lineage is None else checkpoint.lineage.steps
@@ -274,8 +282,8 @@ def _failures_of(result: EvaluationResult) -> list[str]:
         )
     elif verdict.holds_to < result.evaluated_length:
         told.append(
-            f"By the means of the loss alone (Definition 3.2) it holds to {verdict.holds_to:,} {unit}s; that the "
-            "loss rises beyond is within the intervals."
+            f"Beyond {verdict.holds_to:,} {unit}s the mean perplexity of some positions is more than "
+            f"{verdict.tolerance:.0%} above the best one (Definition 3.2), though within the intervals."
         )
     if result.in_window.context_use.low is None or result.in_window.context_use.low <= 0:
         told.append("It is not shown to use the context inside its training length.")

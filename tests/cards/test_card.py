@@ -480,7 +480,7 @@ def test_a_verification_is_quoted_while_it_is_of_these_files(work: Work, tmp_pat
     check = Check("logits", "the reference scan", 64, 3e-7, 1e-5)
     write_verification(folder, Verification(verified_files(folder), (check,), {"torch": "2"}))
     text = str(build_card(folder))
-    assert "| logits | the reference scan | 64 | 3.0e-07 | 1.0e-05 |" in text
+    assert "| logits | the reference scan | 64 | 3e-07 | 1e-05 |" in text
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"use_cache": True}))
     text = str(build_card(folder))
@@ -523,8 +523,9 @@ def test_retrieval_is_shown_by_length(work: Work, tmp_path: Path) -> None:
     # Wilson's interval of 19 of 20 and 5 of 20, by hand
     row = "| **this model** | 95<br>[76, 99] | 25<br>[11, 47] |"
     assert text.count(row) == 2
-    assert "At least 95 % are right up to 64 bytes." in text
+    assert "At least 95% are right up to 64 bytes." in text
     assert "was not measured; that it holds" not in text
+    assert "- Known failure: at 128 bytes it finds 25% of what is asked for (passkey)." in text
     for name in ("figures/retrieval.png", "figures/retrieval-2.png", "results/retrieval.json"):
         assert f"({name})" in text
         assert (folder / name).is_file()

@@ -1,0 +1,57 @@
+"""The rendered cards of model_cards/: each is still what its records and results give."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hf_recurrent_lengthgen.cards.card import CardSettings, check_card, marked, render
+from hf_recurrent_lengthgen.cards.facts import Checkpoint, read_evidence
+from hf_recurrent_lengthgen.records import read_lineage, read_verification
+
+MODEL_CARDS = Path(__file__).parents[2] / "model_cards"
+RECORDS = Path(__file__).parent / "records"
+NAMES = sorted(path.name for path in MODEL_CARDS.iterdir() if path.is_dir())
+
+
+def recorded(name: str) -> Checkpoint:
+    """A checkpoint whose weights are not in the repository: their number and digest are."""
+    folder = RECORDS / name
+    weights = json.loads((folder / "weights.json").read_text())
+    return Checkpoint(
+        name=name,
+        config=json.loads((folder / "config.json").read_text()),
+        parameters=weights["parameters"],
+        tokenizer=weights["tokenizer"],
+        lineage=read_lineage(folder),
+        verification=read_verification(folder),
+        find_weights=lambda wanted: weights["sha256"] if weights["sha256"] in wanted else None,
+    )
+
+
+def test_every_card_has_its_records() -> None:
+    assert sorted(path.name for path in RECORDS.iterdir()) == NAMES
+    assert NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_card_is_what_its_records_give(name: str) -> None:
+    checkpoint, folder = recorded(name), MODEL_CARDS / name
+    settings = json.loads((RECORDS / name / "settings.json").read_text())
+    results = [folder / "results" / file for file in settings.pop("results")]
+    evidence = read_evidence(checkpoint, results)
+    card = render(
+        checkpoint,
+        evidence,
+        CardSettings(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}),
+    )
+    check_card(card)
+    assert (folder / "README.md").read_text(encoding="utf-8") == marked(str(card))
+    assert all((folder / "results" / path.name).is_file() for path in results)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_verification_is_of_the_recorded_config(name: str) -> None:
+    checkpoint = recorded(name)
+    assert checkpoint.verification is not None
+    assert checkpoint.verification.passed
