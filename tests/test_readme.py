@@ -82,6 +82,11 @@ def test_the_commands_run(demo_output: Path) -> None:
         "maps": "",
         "diagnose": "--sequences 2 --length 512 --patched-heads 0",
         "retrieve": "",
+        "verify": "--length 70",
+        "card": "",
+        "export": "",
+        "convert": "",
+        "recipe": "",
     }
     commands = [line for block in blocks_of("bash") for line in block.splitlines() if line.startswith("lengthgen ")]
     assert {shlex.split(command)[1] for command in commands} == set(quick)
