@@ -28,7 +28,7 @@ from hf_recurrent_lengthgen.records import Check
 from hf_recurrent_lengthgen.verification import stranger
 from hf_recurrent_lengthgen.verification.comparing import difference
 from hf_recurrent_lengthgen.verification.sources import Sizes, open_source, same_bits
-from hf_recurrent_lengthgen.verification.upstream import MambaSSM, OwnScan, upstream_of
+from hf_recurrent_lengthgen.verification.upstream import Fla, MambaSSM, OwnScan, upstream_of
 
 from .conftest import MAMBA2, SIZES, change_config, change_weight
 
@@ -210,3 +210,18 @@ def test_what_no_one_else_can_run_is_compared_with_our_own_scan_and_says_so(pair
 def test_gla_has_no_other_implementation_on_a_cpu() -> None:
     config = StatefulGLAConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_heads=2)
     assert type(upstream_of(MAMBA_SSM, config, {}, "cpu")) is OwnScan
+
+
+def test_on_a_gpu_fla_is_asked_for_its_own_formats(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a stand-in whose model types are those of Transformers."""
+    opened = open_source(str(pair[0]), pair[1])
+    monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
+    upstream = Fla(opened.layout, opened.config, opened.settings, "cpu")
+    weights = {entry.name: entry.read() for entry in opened.entries}
+    with torch.no_grad():
+        theirs = Mamba2ForCausalLM.from_pretrained(pair[0])(TOKENS).logits
+    torch.testing.assert_close(upstream.read(weights, TOKENS)["logits"], theirs)
+    assert opened.settings is not None
+    other = Fla(opened.layout, opened.config, opened.settings | {"num_hidden_layers": 3}, "cpu")
+    with pytest.raises(ValueError, match=r"has other weights: missing .*layers\.2"):
+        other.read(weights, TOKENS)
