@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from typing import Any
 
 # https://huggingface.co/docs/hub/repositories-licenses, August 2026
 _IDENTIFIERS = """\
@@ -29,7 +30,7 @@ def check_license(given: str) -> None:
         )
 
 
-def license_data(license: str | None, source: str | None) -> dict[str, str]:
+def license_data(license: str | None, source: str | None) -> dict[str, Any]:
     """The metadata of a licence; one without identifier is "other", with its name and where it is from.
 
     Args:
