@@ -1,15 +1,19 @@
 """Checkpoints of any causal language model, to be evaluated."""
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import HfApi, snapshot_download
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, T5Config, T5Model
 
 from hf_recurrent_lengthgen import StatefulMambaConfig, StatefulMambaForCausalLM, loading
 from hf_recurrent_lengthgen.loading import differing_code, load_language_model, load_model
+
+from .hub.conftest import hub  # noqa: F401
+from .hub.endpoint import Endpoint
 
 SIZES = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 1}
 
@@ -61,26 +65,21 @@ def test_code_of_a_checkpoint_that_differs_from_the_installed_one_is_named(
 
 
 def test_code_on_the_hub_is_compared_where_it_can_be_had(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    hub: Endpoint,  # noqa: F811
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings: dict[str, Any] = {"model_type": "stateful_mamba", "auto_map": {"AutoModel": "modeling.Model"}}
-    (tmp_path / "norms.py").write_text("old")
-    monkeypatch.setattr(loading, "snapshot_download", lambda name, allow_patterns: tmp_path)
-    loading._tell_of_differing_code("user/name", settings)
-    assert "user/name brings code that differs" in caplog.text
+    StatefulMambaForCausalLM(StatefulMambaConfig(**SIZES)).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "norms.py").write_text("old")
+    HfApi().create_repo("user/name")
+    HfApi().upload_folder(repo_id="user/name", folder_path=tmp_path / "model")
+    assert type(load_model("user/name")) is StatefulMambaForCausalLM
+    assert (
+        "user/name brings code that differs from the installed hf_recurrent_lengthgen: norms.py (code" in caplog.text
+    )
     caplog.clear()
-    monkeypatch.undo()
-    loading._tell_of_differing_code("user/name", settings)  # no network: nothing to say, and no error
-    assert caplog.text == ""
-
-
-def test_checkpoints_of_other_libraries_are_told_how_to_convert(tmp_path: Path) -> None:
-    (tmp_path / "mamba").mkdir()
-    (tmp_path / "mamba" / "config.json").write_text('{"d_model": 16, "n_layer": 1, "vocab_size": 29}')
-    (tmp_path / "rwkv").mkdir()
-    for path in (tmp_path / "mamba" / "pytorch_model.bin", tmp_path / "rwkv" / "RWKV-x060.pth"):
-        torch.save({}, path)
-    for name in ("mamba", "rwkv", "rwkv/RWKV-x060.pth"):
-        for load in (load_model, load_language_model):
-            with pytest.raises(ValueError, match=rf"lengthgen convert {tmp_path / name} --output_dir FOLDER"):
-                load(str(tmp_path / name))
+    monkeypatch.setattr(loading, "snapshot_download", partial(snapshot_download, cache_dir=tmp_path / "empty"))
+    hub.fail("GET", "/api/models/.*", status=503, times=100)
+    assert type(load_model("user/name")) is StatefulMambaForCausalLM  # from the cache, without the code
+    assert "brings code" not in caplog.text
