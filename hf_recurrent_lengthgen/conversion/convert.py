@@ -114,10 +114,10 @@ def read_settings(source: Source) -> Settings | None:
     Raises:
         ValueError: for a damaged one, adapters and quantized weights.
     """
-    if (source.folder / "adapter_config.json").is_file() and not (source.folder / "config.json").is_file():
+    if (source.folder / "adapter_config.json").is_file():
         raise ValueError(
-            f"{source.folder} holds adapters without their model: merge them first (merge_and_unload of PEFT), and "
-            "give the folder of the merged model."
+            f"{source.folder} holds adapters: merge them into their model first (merge_and_unload of PEFT), and give "
+            "the folder of the merged model."
         )
     path = source.folder / "config.json"
     settings = read_settings_file(path) if path.is_file() else None

@@ -112,7 +112,9 @@ def _check_same(format: Format, config: Any, again: Any) -> None:
     ignored = NOT_ARCHITECTURE | {"forgetting", SOURCE_CONFIG, *format.from_shapes}
     if config.model_type == "stateful_mamba2":
         ignored |= {"time_step_rank"}  # Mamba-2 has none
-    names = [name for name in type(config)().to_dict() if name not in ignored]
+    # early 5.x leaves fields with their default out of to_dict(); what is no field came with another library's config
+    fields = [*type(config)().to_dict(), *(name for name in config.to_dict() if hasattr(type(config), name))]
+    names = [name for name in dict.fromkeys(fields) if name not in ignored]
     different = [
         f"{name} {getattr(config, name, None)!r} (there {getattr(again, name, None)!r})"
         for name in names

@@ -18,6 +18,7 @@ from hf_recurrent_lengthgen.conversion.formats import (
     Format,
     Settings,
     check_settings,
+    is_tied,
     same_names,
 )
 from hf_recurrent_lengthgen.conversion.key_maps import Rename, Transform
@@ -190,7 +191,7 @@ def _from_config(config: Any) -> Settings:
     settings |= {name: getattr(config, name, default) for name, default in IMPLEMENTATION[kind].items()}
     settings |= NEUTRAL.get(kind, {})
     settings |= {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    settings |= {"tie_word_embeddings": config.tie_word_embeddings, "model_type": kind}
+    settings |= {"tie_word_embeddings": is_tied(config), "model_type": kind}
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
     return settings | {"architectures": [ARCHITECTURES[kind]]}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_recurrent_lengthgen.conversion.formats import Format, Settings, check_settings, same_names
+from hf_recurrent_lengthgen.conversion.formats import Format, Settings, check_settings, is_tied, same_names
 from hf_recurrent_lengthgen.conversion.key_maps import Rename
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMambaConfig
@@ -155,7 +155,7 @@ def _from_config(config: Any) -> Settings:
         "residual_in_fp32": config.residual_in_fp32,
         # the largest power of 2 that needs no further padding
         "pad_vocab_size_multiple": config.vocab_size & -config.vocab_size,
-        "tie_embeddings": config.tie_word_embeddings,
+        "tie_embeddings": is_tied(config),
     }
 
 

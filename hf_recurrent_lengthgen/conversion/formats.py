@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from hf_recurrent_lengthgen.conversion.key_maps import Rename
@@ -22,6 +22,10 @@ Settings = dict[str, Any]
 
 GENERIC_SETTINGS = {
     *PreTrainedConfig().to_dict(),
+    *GenerationConfig().to_dict(),  # up to version 4
+    *("add_cross_attention", "cross_attention_hidden_size", "finetuning_task", "is_decoder", "prefix", "pruned_heads"),
+    *("sep_token_id", "task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class"),
+    *("torchscript", "use_bfloat16"),
     *("_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "model_type"),
     *("pad_token_id", "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache"),
 }
@@ -84,17 +88,22 @@ def blank_model(config: PreTrainedConfig) -> Any:
         return MODEL_CLASSES[config.model_type](config)
 
 
+def is_tied(config: Any) -> bool:
+    """Whether the head is the embeddings; configs of early 5.x may lack the field, and then it is not."""
+    return bool(getattr(config, "tie_word_embeddings", False))
+
+
 def expected_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors in a checkpoint of ours by name, in order; a tied head is not in there."""
     model = blank_model(config)
-    tied = model._tied_weights_keys if config.tie_word_embeddings else {}
+    tied = model._tied_weights_keys if is_tied(config) else {}
     return {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in tied}
 
 
 def tied_names(config: PreTrainedConfig) -> tuple[str, str] | None:
     """Our names of head and embeddings if they are one; None if not."""
     tied: dict[str, str] = MODEL_CLASSES[config.model_type]._tied_weights_keys or {}
-    return next(iter(tied.items())) if config.tie_word_embeddings and tied else None
+    return next(iter(tied.items())) if is_tied(config) and tied else None
 
 
 def same_names(config: PreTrainedConfig, others: Mapping[str, str] | None = None) -> list[Rename]:

@@ -1,11 +1,13 @@
 """Where a checkpoint is: a folder or file here, or a model on the Hub, of which what is needed is downloaded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 from huggingface_hub import metadata_load, snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from hf_recurrent_lengthgen.conversion.tensor_files import WEIGHT_FILES
 from hf_recurrent_lengthgen.loading import check_name
@@ -90,8 +92,7 @@ def locate(name: str, revision: str | None = None, weights: bool = True) -> Sour
     except ValueError:
         raise
     except Exception as error:
-        # A broken connection is an error of httpx or httpx2, whichever the Hub's client uses.
-        if not isinstance(error, OSError) and not type(error).__module__.startswith("httpx"):
+        if not isinstance(error, OSError) and not _is_broken_connection(error):
             raise
         told = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(
@@ -111,25 +112,46 @@ def _local(path: Path) -> Source:
 
 def _downloaded(repo_id: str, revision: str | None, file: str | None, weights: bool) -> tuple[Path, str]:
     """Folder in the cache, and commit. Without a network, what is in the cache is taken."""
-    folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(SMALL_FILES)))
+    folder = _snapshot(repo_id, revision, SMALL_FILES)
     commit = folder.name
     if not weights:
         return folder, commit
     if file is not None:
-        snapshot_download(repo_id, revision=commit, allow_patterns=[file])
+        _snapshot(repo_id, commit, [file])
         if not (folder / file).is_file():
             raise ValueError(f"{repo_id} holds no {file} at {commit}.")
         return folder, commit
     for patterns in CONTAINERS:
-        snapshot_download(repo_id, revision=commit, allow_patterns=patterns)
+        _snapshot(repo_id, commit, patterns)
         if any((folder / name).is_file() for name in WEIGHT_FILES):
             return folder, commit
     # Several of them can be many times the weights of one model, so they are counted first.
-    found = snapshot_download(repo_id, revision=commit, allow_patterns=["*.pth"], dry_run=True)
-    single = sorted(info.filename for info in found)
+    try:
+        found = snapshot_download(repo_id, revision=commit, allow_patterns=["*.pth"], dry_run=True)
+        single = sorted(info.filename for info in found)
+    except DryRunError:  # no network
+        single = sorted(path.name for path in folder.glob("*.pth"))
     if not single:
         raise ValueError(f"{repo_id} holds no weights: there is none of {', '.join(WEIGHT_FILES)}, *.pth.")
     if len(single) > 1:
         raise ValueError(f"{repo_id} holds several .pth files: give one of {', '.join(single)} as {repo_id}/FILE.")
-    snapshot_download(repo_id, revision=commit, allow_patterns=single)
+    _snapshot(repo_id, commit, single)
     return folder, commit
+
+
+def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """Files of a model; without a network those in the cache, which some versions look up for branches only."""
+    files: dict[str, Any] = {"revision": revision, "allow_patterns": list(patterns)}
+    try:
+        return Path(snapshot_download(repo_id, **files))
+    except LocalEntryNotFoundError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OfflineModeIsEnabled) and not _is_broken_connection(error):
+            raise
+        return Path(snapshot_download(repo_id, **files, local_files_only=True))
+
+
+def _is_broken_connection(error: Exception) -> bool:
+    """Whether it is an error of httpx or httpx2, whichever the Hub's client uses."""
+    return type(error).__module__.startswith("httpx")
