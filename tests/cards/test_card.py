@@ -386,6 +386,22 @@ def test_an_interrupt_leaves_the_old_card(work: Work, tmp_path: Path, monkeypatc
     assert (folder / "README.md").read_text() == old
     assert sorted(path.name for path in folder.iterdir()) == before
 
+    moved: list[str] = []
+
+    def move_once(source: Path, target: Path) -> None:
+        if moved:
+            raise KeyboardInterrupt
+        moved.append(target.name)
+        source.rename(target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(card.os, "replace", move_once)
+        with pytest.raises(KeyboardInterrupt):
+            write_card(folder, [work.results])
+    assert len(moved) == 1
+    assert (folder / "README.md").read_text() == old
+    assert not list(folder.glob(".card.*"))
+
 
 def test_nothing_of_the_machine_is_written(cured: Path, work: Work) -> None:
     for file in ("README.md", "results/comparison.json", "lineage.json"):
