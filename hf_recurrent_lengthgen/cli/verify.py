@@ -37,11 +37,12 @@ def _parser() -> argparse.ArgumentParser:
         "lengthgen verify", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "checkpoints",
-        nargs="+",
-        metavar="[SOURCE] CHECKPOINT",
-        help="folder to verify; before it, what it was converted from: folder, .pth file or name on the Hub",
+        "source",
+        nargs="?",
+        metavar="SOURCE",
+        help="what it was converted from: folder, .pth file or name on the Hub, in any format of lengthgen convert",
     )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder to verify")
     parser.add_argument(
         "--length", type=int, default=DEFAULT_LENGTH, metavar="N", help="tokens per text (default: %(default)s)"
     )
@@ -67,19 +68,16 @@ def _parser() -> argparse.ArgumentParser:
 def run(arguments: Sequence[str]) -> int:
     """Run the command with its arguments."""
     options = _parser().parse_args(arguments)
-    if len(options.checkpoints) > 2:
-        raise ValueError(f"Give one checkpoint, or its source and it, got {' '.join(options.checkpoints)}.")
-    *source, checkpoint = options.checkpoints
     settings = {name: getattr(options, name) for name in ("length", "rows", "seed", "dtype", "device")}
     verification = verify_checkpoint(
-        checkpoint,
-        source[0] if source else None,
+        options.checkpoint,
+        options.source,
         **settings,
         trust_remote_code=options.trust_remote_code,
         progress=sys.stderr.isatty(),
     )
     print(table(verification.checks))
-    print(f"\n{_verdict(checkpoint, verification)}")
+    print(f"\n{_verdict(options.checkpoint, verification)}")
     return 0 if verification.passed else 1
 
 
