@@ -1,0 +1,93 @@
+"""Checkpoints on the Hub: the real client against an endpoint of the tests."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
+from hf_recurrent_lengthgen.conversion.sources import locate
+from hf_recurrent_lengthgen.conversion.stand_ins import write_stand_in
+from hf_recurrent_lengthgen.records import read_lineage
+from tests.hub.conftest import hub
+from tests.hub.endpoint import Endpoint
+
+__all__ = ["hub"]
+CARD = b"---\nlicense: mit\n---\n# A model\n"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_one_container_of_the_commit_is_downloaded_and_recorded(hub: Endpoint, tmp_path: Path) -> None:
+    files = contents(write_stand_in("transformers", "mamba2", tmp_path / "theirs"))
+    extra = {
+        "README.md": CARD,
+        "pytorch_model.bin": b"the same again",
+        "images/large.png": b"x",
+        "modeling_x.py": b"1",
+    }
+    first = hub.put("user/name", files | extra)
+    hub.put("user/name", {"config.json": b"{}"})
+    convert_checkpoint("user/name", tmp_path / "ours", revision=first)
+    lineage = read_lineage(tmp_path / "ours")
+    assert lineage is not None
+    assert lineage.source is not None
+    assert (lineage.source.name, lineage.source.on_hub, lineage.source.revision) == ("user/name", True, first)
+    assert (lineage.source.license, set(lineage.source.files)) == ("mit", {"model.safetensors"})
+    for name in ("pytorch_model.bin", "large.png"):
+        assert hub.asked("GET", name) == []
+
+
+def test_pickles_and_a_named_file_are_downloaded_where_there_is_no_safetensors(hub: Endpoint, tmp_path: Path) -> None:
+    files = contents(write_stand_in("mamba-ssm", "mamba", tmp_path / "theirs"))
+    commit = hub.put("user/name", files)
+    assert (locate("user/name").path / "pytorch_model.bin").is_file()
+    assert locate("user/name").revision == commit
+    torch.save({}, tmp_path / "a.pth")
+    several = {f"{name}.pth": (tmp_path / "a.pth").read_bytes() for name in "ab"}
+    hub.put("user/several", several)
+    with pytest.raises(ValueError, match=r"several \.pth files: give one of a\.pth, b\.pth as user/several/FILE"):
+        locate("user/several")
+    assert hub.asked("GET", r"/resolve/.*\.pth") == []
+    found = locate("user/several/b.pth")
+    assert (found.path.name, found.name) == ("b.pth", "user/several")
+    with pytest.raises(ValueError, match=r"user/several holds no c\.pth"):
+        locate("user/several/c.pth")
+    hub.put("user/single", {"a.pth": several["a.pth"]})
+    assert (locate("user/single").path / "a.pth").is_file()
+
+
+def test_a_tokenizer_is_downloaded_without_weights(hub: Endpoint, tmp_path: Path) -> None:
+    files = contents(write_stand_in("transformers", "mamba", tmp_path / "theirs"))
+    hub.put("user/words", files | {"vocab.txt": b"a\nb\n", "tokenizer_config.json": b"{}"})
+    folder = locate("user/words", weights=False).folder
+    assert {path.name for path in folder.iterdir()} >= {"vocab.txt", "tokenizer_config.json", "config.json"}
+    assert hub.asked("GET", "safetensors") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "message"),
+    [
+        ("user/missing", None, "user/missing is no checkpoint here, and cannot be had from the Hub"),
+        ("user/name", "no-such-branch", "cannot be had from the Hub"),
+        ("user/empty", None, "user/empty holds no weights"),
+    ],
+)
+def test_what_is_not_on_the_hub_is_told(
+    name: str, revision: str | None, message: str, hub: Endpoint, tmp_path: Path
+) -> None:
+    hub.put("user/name", contents(write_stand_in("transformers", "mamba", tmp_path / "theirs")))
+    hub.put("user/empty", {"config.json": b"{}"})
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(name, tmp_path / "ours", revision=revision)
+
+
+def test_a_server_that_fails_is_told_and_nothing_is_written(hub: Endpoint, tmp_path: Path) -> None:
+    hub.put("user/name", contents(write_stand_in("transformers", "mamba", tmp_path / "theirs")))
+    hub.fail("GET", "/resolve/.*safetensors", status=500, times=100)
+    hub.fail("HEAD", "/resolve/.*safetensors", status=500, times=100)
+    with pytest.raises(ValueError, match="user/name"):
+        convert_checkpoint("user/name", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
