@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from huggingface_hub import hf_hub_download, metadata_load
+from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import PreTrainedConfig
 
+from hf_recurrent_lengthgen.conversion.sources import license_of
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 from hf_recurrent_lengthgen.records import (
     LINEAGE_FILE,
@@ -102,15 +102,3 @@ def _source(model: str, folder: Path, on_hub: bool, revision: str | None, values
     layout = "lengthgen" if model_type.startswith("stateful_") else _OTHER_FORMATS.get(model_type, "transformers")
     files = {path.name: file_digest(path) for pattern in _WEIGHTS for path in sorted(folder.glob(pattern))}
     return Source(model if on_hub else folder.resolve().name, on_hub, revision, layout, license_of(folder), files)
-
-
-def license_of(folder: Path) -> str | None:
-    """The licence that the card of a checkpoint names; None if there is no card, or one that names none."""
-    card = folder / "README.md"
-    if not card.is_file():
-        return None
-    try:
-        found = (metadata_load(card) or {}).get("license")
-    except (ValueError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"The metadata of {card} cannot be read ({error}): repair or remove the file.") from error
-    return found if isinstance(found, str) else None

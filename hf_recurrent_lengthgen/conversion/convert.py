@@ -23,7 +23,7 @@ from hf_recurrent_lengthgen.conversion.json_files import read_json_object, read_
 from hf_recurrent_lengthgen.conversion.key_maps import Rename, Tensors, expand, to_ours
 from hf_recurrent_lengthgen.conversion.new_folders import check_new, new_folder
 from hf_recurrent_lengthgen.conversion.registry import detect, named_format
-from hf_recurrent_lengthgen.conversion.sources import Source, locate
+from hf_recurrent_lengthgen.conversion.sources import Source, license_of, locate
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta, TensorFiles, same_bits
 from hf_recurrent_lengthgen.conversion.tensor_writing import Entry, parse_size, write_safetensors
 from hf_recurrent_lengthgen.conversion.tokenizer_files import checked_tokenizer, copy_tokenizer
@@ -210,7 +210,7 @@ def _origin(source: Source, layout: Format, files: TensorFiles) -> Origin:
         on_hub=source.on_hub,
         revision=source.revision,
         format=layout.name,
-        license=source.license,
+        license=license_of(source.folder),
         files={path.name: file_digest(path) for path in files.paths},
     )
 

@@ -44,20 +44,20 @@ class Source:
         """Where config and tokenizer are."""
         return self.path.parent if self.path.is_file() else self.path
 
-    @property
-    def license(self) -> str | None:
-        """As the model card says.
 
-        Raises:
-            ValueError: for a card whose metadata cannot be read.
-        """
-        card = self.folder / "README.md"
-        try:
-            told = (metadata_load(card) or {}) if card.is_file() else {}
-        except (ValueError, yaml.YAMLError) as error:
-            raise ValueError(f"The metadata of {card} cannot be read ({error}): repair or remove the file.") from error
-        license = told.get("license")
-        return license if isinstance(license, str) else None
+def license_of(folder: Path) -> str | None:
+    """The licence that the card of a checkpoint folder names; None if there is no card, or one that names none.
+
+    Raises:
+        ValueError: for a card whose metadata cannot be read.
+    """
+    card = folder / "README.md"
+    try:
+        told = (metadata_load(card) or {}) if card.is_file() else {}
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"The metadata of {card} cannot be read ({error}): repair or remove the file.") from error
+    license = told.get("license")
+    return license if isinstance(license, str) else None
 
 
 def locate(name: str, revision: str | None = None, weights: bool = True) -> Source:

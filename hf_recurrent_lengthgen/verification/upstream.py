@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_recurrent_lengthgen.conversion.format_mamba_ssm import MAMBA_SSM
 from hf_recurrent_lengthgen.conversion.format_transformers import ARCHITECTURES, TRANSFORMERS
-from hf_recurrent_lengthgen.conversion.formats import MODEL_CLASSES, Format, Settings
+from hf_recurrent_lengthgen.conversion.formats import MODEL_CLASSES, Format, Settings, is_tied
 from hf_recurrent_lengthgen.conversion.key_maps import expand
 from hf_recurrent_lengthgen.verification import stranger
 from hf_recurrent_lengthgen.verification.comparing import TOLERANCE, Reading, named_parts
@@ -111,7 +111,7 @@ class MambaSSM(Upstream):
         dtype = next(iter(weights.values())).dtype
         model = MambaLMHeadModel(MambaConfig(**self._settings), device=self.device, dtype=dtype).eval()
         theirs = _their_weights(MAMBA_SSM, self.config, weights)
-        if self.config.tie_word_embeddings:
+        if is_tied(self.config):
             theirs[MAMBA_SSM.tied_head] = weights["backbone.embeddings.weight"]
         model.load_state_dict(theirs, strict=True)
         with torch.no_grad(), _exact_triton():
