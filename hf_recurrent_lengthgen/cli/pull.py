@@ -51,7 +51,8 @@ def run(arguments: Sequence[str]) -> int:
     files = [path for path in output.rglob("*") if path.is_file()]
     print(f"{options.repo_id} at commit {commit}: {len(files)} files in {output}")
     problem = unverified(output)
-    print(f"Not verified: {problem}. Next: lengthgen verify {output}" if problem else "Verified, as it was pushed.")
+    advice = f"Not verified: {problem}. Next: lengthgen verify {output}"
+    print(advice if problem else "Its verification is of these files.")
     settings = json.loads((output / "config.json").read_text(encoding="utf-8"))
     ours = str(settings.get("model_type", "")).startswith("stateful_")
     if ours and (names := differing_code(output)):

@@ -5,8 +5,9 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import constants, get_token, snapshot_download
+from huggingface_hub import constants, get_token, hf_hub_download, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
@@ -32,22 +33,24 @@ def resolve_commit(repo_id: str, revision: str | None = None, token: str | None 
     if COMMIT.fullmatch(revision):
         return revision
     if constants.HF_HUB_OFFLINE:
-        return Path(_cached(repo_id, revision)).name
-    info = again(
-        lambda: hub_api(token or get_token()).model_info(repo_id, revision=revision), _looking(repo_id, revision)
-    )
-    assert info.sha is not None
+        return _cached(repo_id, revision).name
+    token, doing = token or get_token(), f"Looking for revision {revision} of {repo_id}"
+    info = again(lambda: hub_api(token).model_info(repo_id, revision=revision), doing)
+    # the client's cache remembers the revision with it, for use without a connection
+    once(lambda: hf_hub_download(repo_id, "config.json", revision=revision, token=token or False), doing)
     return str(info.sha)
 
 
-def _looking(repo_id: str, revision: str) -> str:
-    return f"Looking for revision {revision} of {repo_id}"
-
-
-def _cached(repo_id: str, revision: str) -> str:
-    """The folder of the client's cache that holds a revision."""
+def _cached(repo_id: str, revision: str) -> Path:
+    """The folder of the client's cache that holds all checkpoint files of a revision."""
+    options: dict[str, Any] = {"revision": revision, "local_files_only": True}
+    nested = [pattern for pattern in PUSHED if "/" in pattern]
     try:
-        return snapshot_download(repo_id, revision=revision, local_files_only=True)
+        snapshot_download(repo_id, allow_patterns=nested, **options)
+        flat = [pattern for pattern in PUSHED if "/" not in pattern]
+        return Path(
+            snapshot_download(repo_id, allow_patterns=flat, ignore_patterns=["*/*", *TRAINER_FILES], **options)
+        )
     except LocalEntryNotFoundError as error:
         raise ValueError(
             f"HF_HUB_OFFLINE is set, and {repo_id} at {revision} has not been downloaded completely: unset it."
@@ -76,7 +79,7 @@ def pull_checkpoint(
     check_new(output)
     commit = resolve_commit(repo_id, revision, token)
     if constants.HF_HUB_OFFLINE:
-        cache = Path(_cached(repo_id, commit))
+        cache = _cached(repo_id, commit)
         names = sorted(path.relative_to(cache).as_posix() for path in cache.rglob("*") if path.is_file())
         chosen = _checkpoint_files(repo_id, names)
         damaged = _damaged_in_cache(cache, chosen)

@@ -1,7 +1,6 @@
 """Push a checkpoint folder to the Hub as one commit: all of it, or nothing."""
 
 import os
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from hf_recurrent_lengthgen.hub.remote import (
     once,
     status_of,
     told,
-    waiting_time,
+    wait_after,
 )
 from hf_recurrent_lengthgen.records import file_digest, read_verification, verified_files
 
@@ -358,7 +357,7 @@ def _commit(api: HfApi, plan: PushPlan, message: str) -> str:
                 return head
             if wait is None or not may_pass(error) or head != plan.parent:
                 raise told(error, doing) from error
-            time.sleep(waiting_time(error, wait))
+            wait_after(error, wait)
     raise AssertionError
 
 

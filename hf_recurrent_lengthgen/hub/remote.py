@@ -56,13 +56,11 @@ def may_pass(error: BaseException) -> bool:
     return (_is_lost(error) and not _is_offline(error)) or status_of(error) in BUSY
 
 
-def waiting_time(error: BaseException, at_least: float) -> float:
-    """Seconds to wait before the next try: what the answer asks for, within bounds."""
-    for one in _chain(error):
-        asked = getattr(getattr(one, "response", None), "headers", {}).get("Retry-After", "")
-        if asked.isdigit():
-            return min(max(float(asked), at_least), LONGEST_WAIT)
-    return at_least
+def wait_after(error: BaseException, at_least: float) -> None:
+    """Wait before the next try, as long as the answer asks for, within bounds; in seconds."""
+    answers = (getattr(one, "response", None) for one in _chain(error))
+    asked = next((answer.headers.get("Retry-After", "") for answer in answers if answer is not None), "")
+    time.sleep(min(max(float(asked), at_least), LONGEST_WAIT) if asked.isdigit() else at_least)
 
 
 def again(call: Callable[[], Result], doing: str) -> Result:
@@ -77,7 +75,7 @@ def again(call: Callable[[], Result], doing: str) -> Result:
         except HUB_ERRORS as error:
             if wait is None or not may_pass(error):
                 raise told(error, doing) from error
-            time.sleep(waiting_time(error, wait))
+            wait_after(error, wait)
     raise AssertionError
 
 
@@ -108,7 +106,7 @@ def _reason(error: BaseException) -> str:
     if code == "GatedRepo":
         return f"access to it must be asked for on its page{quote}."
     if status == 401:
-        return f"the Hub does not accept the token{quote}: hf auth login sets another."
+        return f"the Hub does not accept the token{quote}: set another, by hf auth login or as HF_TOKEN."
     if status == 403:
         return (
             f"the token may not do this{quote}: take a token that can write "

@@ -10,6 +10,8 @@ import pytest
 from huggingface_hub import constants, hf_api
 from huggingface_hub.utils import _http
 
+from hf_recurrent_lengthgen.hub import remote
+
 from .endpoint import Endpoint
 
 TOKEN = "hf_test"
@@ -35,7 +37,9 @@ def connect(hub: Endpoint, home: Path, monkeypatch: pytest.MonkeyPatch, token: s
     if token is not None:
         monkeypatch.setenv("HF_TOKEN", token)
     names = {name: getattr(time, name) for name in dir(time) if not name.startswith("_")}
-    monkeypatch.setattr(_http, "time", SimpleNamespace(**names | {"sleep": waits.append}))
+    impatient = SimpleNamespace(**names | {"sleep": waits.append})
+    for module in (_http, remote):
+        monkeypatch.setattr(module, "time", impatient)
     return waits
 
 
