@@ -337,7 +337,10 @@ def _commit(api: HfApi, plan: PushPlan, message: str) -> str:
     name, doing = plan.repo_id, f"Pushing to {plan.repo_id}"
     additions = [CommitOperationAdd(file.name, plan.folder / file.name) for file in plan.to_send]
     once(
-        lambda: api.preupload_lfs_files(name, additions, revision=plan.revision, free_memory=False),
+        # no .gitignore on the Hub may leave a file out
+        lambda: api.preupload_lfs_files(
+            name, additions, revision=plan.revision, free_memory=False, gitignore_content=""
+        ),
         f"Uploading to {name} (what was uploaded is kept, and is not sent again)",
     )
     operations = [*additions, *(CommitOperationDelete(removed) for removed in plan.removed)]

@@ -100,7 +100,8 @@ def _reason(error: BaseException) -> str:
     if _is_offline(error):
         return "HF_HUB_OFFLINE is set. Unset it."
     answered = [one for one in _chain(error) if getattr(one, "response", None) is not None]
-    said = " ".join(str(getattr(answered[-1], "server_message", None) or "").split()) if answered else ""
+    messages = (getattr(one, "server_message", None) for one in answered)  # the last of a chain is not the client's own
+    said = " ".join(next((message for message in messages if message), "").split())
     code = answered[-1].response.headers.get("X-Error-Code") if answered else None  # type: ignore[attr-defined]
     status, quote = status_of(error), f' ("{said}")' if said else ""
     if code == "GatedRepo":

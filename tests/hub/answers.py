@@ -72,8 +72,11 @@ def create_repository(hub: "Endpoint", request: Request) -> Answer:
     if not account.may_write or not account.owns(name):
         raise Refused(403, "You don't have the rights to create a model under this namespace")
     private = asked.get("private") or asked.get("visibility") == "private"
+    made = {"url": f"{hub.url}/{name}", "name": name, "id": "0" * 24}
+    if name in hub.repositories:  # the client reads the address from this answer as well
+        return as_json(made | {"error": "You already created this model repo"}, 409)
     hub.create(name, bool(private))
-    return as_json({"url": f"{hub.url}/{name}", "name": name, "id": "0" * 24})
+    return as_json(made)
 
 
 def model_info(hub: "Endpoint", request: Request, name: str, revision: str = "main") -> Answer:

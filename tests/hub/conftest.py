@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from .checkpoints import write_checkpoint
 from .client import connect
 from .endpoint import Endpoint
 
@@ -15,3 +16,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     with Endpoint() as endpoint:
         connect(endpoint, tmp_path / "hf", monkeypatch)
         yield endpoint
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint folder that may be pushed."""
+    return write_checkpoint(tmp_path / "checkpoint")

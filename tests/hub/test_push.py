@@ -1,0 +1,255 @@
+"""A push is there as a whole or not at all, whatever happens on the way, and sends each large file once."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from huggingface_hub import HfApi, get_collection
+
+from hf_recurrent_lengthgen.hub.push import plan_push, push_checkpoint
+
+from .checkpoints import CARD, pushed_files, verify
+from .client import connect
+from .endpoint import Endpoint
+
+
+def commits(hub: Endpoint, branch: str = "main") -> list[str]:
+    return [commit.title for commit in hub.repositories["user/name"].history(branch)]
+
+
+def changes(folder: Path, **options: object) -> dict[str, str | None]:
+    return {file.name: file.change for file in plan_push(folder, "user/name", **options).files}  # type: ignore[arg-type]
+
+
+def test_one_commit_holds_the_whole_checkpoint_and_nothing_else(hub: Endpoint, folder: Path) -> None:
+    result = push_checkpoint(folder, "user/name")
+    assert hub.files("user/name") == pushed_files(folder)
+    assert commits(hub) == ["Upload checkpoint", "initial commit"]
+    assert hub.repositories["user/name"].private
+    assert result.created
+    assert result.commit == hub.repositories["user/name"].branches["main"]
+    assert result.url == f"{hub.url}/user/name/commit/{result.commit}"
+    left_out = result.plan.left_out
+    assert set(left_out) == {
+        "training_args.bin",
+        "optimizer.pt",
+        "initial_states_0.safetensors",
+        "notes.txt",
+        "checkpoint-10/",
+    }
+    assert left_out["optimizer.pt"] == left_out["checkpoint-10/"] == "of the trainer"
+
+
+def test_pushing_the_same_again_commits_and_sends_nothing(hub: Endpoint, folder: Path) -> None:
+    first = push_checkpoint(folder, "user/name")
+    done = len(hub.requests)
+    assert set(changes(folder).values()) == {"same"}
+    again = push_checkpoint(folder, "name", message="again")
+    assert (again.commit, again.created) == (first.commit, False)
+    assert {request.method for request in hub.requests[done:]} == {"GET"}
+
+
+def test_a_later_push_sends_what_changed_and_deletes_only_what_a_push_has_put_there(
+    hub: Endpoint, folder: Path
+) -> None:
+    push_checkpoint(folder, "user/name")
+    sent = len(hub.asked("PUT", "/upload/"))
+    hub.put("user/name", {"results/theirs.json": b"{}", "figures/harm.png": b"another figure"})
+    (folder / "README.md").write_text(CARD + "More.\n")
+    (folder / "figures" / "harm.png").unlink()
+    (folder / "results" / "comparison.json").unlink()
+    plan = plan_push(folder, "user/name")
+    assert [file.name for file in plan.to_send] == ["README.md"]
+    assert plan.removed == ("results/comparison.json",)
+    assert plan.kept == ("figures/harm.png", "results/theirs.json")  # the figure was changed by somebody else
+    push_checkpoint(folder, "user/name", message="Say more")
+    theirs = {"results/theirs.json": b"{}", "figures/harm.png": b"another figure"}
+    assert hub.files("user/name") == pushed_files(folder) | theirs
+    assert commits(hub)[0] == "Say more"
+    assert len(hub.asked("PUT", "/upload/")) == sent
+
+
+def test_a_plan_asks_and_changes_nothing(hub: Endpoint, folder: Path) -> None:
+    assert set(changes(folder, private=False).values()) == {"new"}
+    assert hub.repositories == {}
+    assert {request.method for request in hub.requests} == {"GET"}
+    assert plan_push(folder, "user/name").card == CARD
+
+
+# Each: method and path of a request, and what goes wrong with it; all of these the push survives by itself.
+PASSING = {
+    "busy whoami": ("GET", "whoami", {"status": 503, "times": 2}),
+    "busy creation": ("POST", "repos/create", {"status": 500}),
+    "creation without answer": ("POST", "repos/create", {"cut": "answer"}),
+    "busy preupload": ("POST", "/preupload/", {"status": 503, "times": 2}),
+    "busy large files": ("POST", "objects/batch", {"status": 429, "retry_after": 7}),
+    "cut upload": ("PUT", "/upload/", {"cut": "request", "times": 2}),
+    "upload without answer": ("PUT", "/upload/", {"cut": "answer"}),
+    "slow upload": ("PUT", "/upload/", {"slow": 0.05, "times": 3}),
+    "busy commit": ("POST", "/commit/", {"status": 503, "times": 2}),
+    "rate of commits": ("POST", "/commit/", {"status": 429, "retry_after": 30}),
+    "cut commit": ("POST", "/commit/", {"cut": "request"}),
+    "commit without answer": ("POST", "/commit/", {"cut": "answer"}),
+    "busy check of the card": ("POST", "/validate-yaml", {"status": 502}),
+    "cut listing": ("GET", "/tree/", {"cut": "body"}),
+}
+
+
+@pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING.keys())
+def test_what_passes_is_waited_for(
+    fault: tuple[str, str, dict[str, object]], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Endpoint() as hub:
+        waits = connect(hub, tmp_path / "hf", monkeypatch)
+        method, pattern, what = fault
+        hub.fail(method, pattern, **what)
+        push_checkpoint(folder, "user/name")
+        assert hub.files("user/name") == pushed_files(folder)
+        assert commits(hub) == ["Upload checkpoint", "initial commit"]
+        assert not any(one.times for one in hub.faults)
+        assert sum(waits) >= float(str(what.get("retry_after", 0)))
+        assert sum(waits) < 60
+
+
+def expire(hub: Endpoint) -> None:
+    hub.accounts["hf_test"].expired = True
+
+
+# What stops a push, what is told, and what mends it.
+STOPPING: dict[str, tuple[str, str, dict[str, object], str]] = {
+    "busy for long": ("POST", "/commit/", {"status": 503, "times": 5}, "the Hub answers 503.*Run it again later"),
+    "wrong hash": (
+        "PUT",
+        "/upload/",
+        {"corrupt": True, "times": 9},
+        "SHA-256 of the content is not the one announced",
+    ),
+    "cut for long": (
+        "PUT",
+        "/upload/",
+        {"cut": "request", "times": 18},
+        "what was uploaded is kept.*connection broke",
+    ),
+    "too large": ("POST", "/commit/", {"status": 413}, "too large for the Hub"),
+    "forbidden": ("POST", "/commit/", {"status": 403}, "the token may not do this.*can write"),
+    "conflict": ("POST", "/commit/", {"status": 409}, "something else has changed it at the same time"),
+    "expired": ("POST", "/commit/", {"call": expire}, "does not accept the token.*expired.*hf auth login"),
+    "expired before": ("POST", "objects/batch", {"call": expire}, "does not accept the token.*expired"),
+}
+
+
+@pytest.mark.parametrize(("method", "pattern", "what", "message"), STOPPING.values(), ids=STOPPING.keys())
+def test_what_stops_a_push_leaves_the_branch_as_it_was_and_the_next_push_goes_on(
+    method: str, pattern: str, what: dict[str, object], message: str, hub: Endpoint, folder: Path
+) -> None:
+    hub.create("user/name")
+    call = what.get("call")
+    hub.fail(method, pattern, **what | ({"call": lambda: expire(hub)} if call else {}))
+    with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
+        push_checkpoint(folder, "user/name")
+    assert commits(hub) == ["initial commit"]
+    stored = set(hub.large_files)
+    hub.faults.clear()
+    hub.accounts["hf_test"].expired = False
+    done = len(hub.requests)
+    push_checkpoint(folder, "user/name")
+    assert hub.files("user/name") == pushed_files(folder)
+    sent = {request.path.split("/")[2] for request in hub.requests[done:] if request.method == "PUT"}
+    assert sent.isdisjoint(stored)
+    assert len(stored | sent) == 3  # weights, states, figure
+
+
+def test_what_somebody_else_commits_meanwhile_is_not_overwritten(hub: Endpoint, folder: Path) -> None:
+    hub.create("user/name")
+    theirs: Callable[[], object] = lambda: hub.put("user/name", {"README.md": b"theirs"})  # noqa: E731
+    hub.fail("POST", "/commit/", call=theirs)
+    with pytest.raises(ValueError, match="something else has changed it at the same time"):
+        push_checkpoint(folder, "user/name")
+    assert hub.files("user/name") == {"README.md": b"theirs"}
+    assert changes(folder)["README.md"] == "changed"
+    push_checkpoint(folder, "user/name")
+    assert hub.files("user/name") == pushed_files(folder)
+
+
+def test_a_file_that_changes_during_the_push_is_told(hub: Endpoint, folder: Path) -> None:
+    hub.create("user/name")
+    hub.fail("GET", "whoami", call=lambda: (folder / "README.md").write_text(CARD + "Later.\n"))
+    with pytest.raises(ValueError, match=r"holds other content than .*README\.md\. Was the folder changed"):
+        push_checkpoint(folder, "user/name")
+
+
+def test_a_branch_is_made_of_main_and_main_stays(hub: Endpoint, folder: Path) -> None:
+    main = hub.put("user/name", {"other.txt": b"x"})
+    result = push_checkpoint(folder, "user/name", revision="cured")
+    assert hub.repositories["user/name"].branches == {"main": main, "cured": result.commit}
+    assert result.plan.kept == ("other.txt",)
+    assert commits(hub, "cured") == ["Upload checkpoint", "by hand", "initial commit"]
+
+
+def test_visibility_is_that_asked_for_or_refused(hub: Endpoint, folder: Path) -> None:
+    push_checkpoint(folder, "user/name", private=False)
+    assert not hub.repositories["user/name"].private
+    with pytest.raises(ValueError, match="user/name is there and public: give --public"):
+        push_checkpoint(folder, "user/name")
+    hub.create("user/closed")
+    with pytest.raises(ValueError, match="user/closed is there and private"):
+        push_checkpoint(folder, "user/closed", private=False)
+
+
+@pytest.mark.parametrize(
+    ("token", "name", "message"),
+    [
+        (None, "user/name", "no token of the Hub: hf auth login"),
+        ("hf_wrong", "user/name", "does not accept the token"),
+        ("hf_reads", "user/name", "the token of user may only read"),
+        ("hf_test", "other/name", "Creating other/name failed: the token may not do this"),
+        ("hf_test", "a/b/c", "'a/b/c' cannot be a name on the Hub, give owner/name"),
+    ],
+)
+def test_who_may_not_push_is_told(
+    token: str | None, name: str, message: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Endpoint() as hub:
+        connect(hub, tmp_path / "hf", monkeypatch, token)
+        hub.accounts["hf_reads"] = type(hub.accounts["hf_test"])("user", may_write=False)
+        with pytest.raises(ValueError, match=message):
+            push_checkpoint(folder, name)
+        assert hub.repositories == {}
+
+
+def test_a_collection_is_made_once_and_holds_the_model_once(hub: Endpoint, folder: Path) -> None:
+    first = push_checkpoint(folder, "user/name", collection="Cured models")
+    push_checkpoint(folder, "user/name", collection="Cured models")
+    (slug,) = hub.collections
+    push_checkpoint(folder, "user/other", collection=slug)
+    found = get_collection(slug)
+    assert [item.item_id for item in found.items] == ["user/name", "user/other"]
+    assert (found.title, found.private, found.url) == ("Cured models", True, first.collection)
+
+
+def test_a_collection_that_fails_leaves_the_push_done(hub: Endpoint, folder: Path) -> None:
+    result = push_checkpoint(folder, "user/name", collection="other/list-0")
+    assert result.collection is None
+    assert "Adding user/name to the collection other/list-0 failed: it is not there" in str(result.collection_problem)
+    assert HfApi().model_info("user/name").sha == result.commit
+
+
+def test_large_files_go_up_in_parts_where_the_hub_asks_for_it(hub: Endpoint, folder: Path) -> None:
+    hub.part_size = 4000
+    hub.fail("PUT", "/part/2", cut="request")
+    push_checkpoint(folder, "user/name")
+    assert hub.files("user/name") == pushed_files(folder)
+    assert len(hub.asked("PUT", "/part/2")) == 2
+
+
+def test_weights_that_changed_after_the_verification_are_refused_until_verified_again(
+    hub: Endpoint, folder: Path
+) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(ValueError, match=rf"changed since it was verified \(model\.safetensors\): run .* {folder}"):
+        push_checkpoint(folder, "user/name")
+    assert hub.requests == []
+    verify(folder)
+    push_checkpoint(folder, "user/name")
