@@ -1,6 +1,7 @@
 """What a checkpoint folder tells of itself beside its config: where it comes from, what was checked."""
 
 import hashlib
+import json
 import os
 import re
 import shlex
@@ -200,3 +201,37 @@ def _words(command: str) -> list[str]:
 def portable_text(text: str) -> str:
     """A description with the last part of each absolute path."""
     return re.sub(r"(?<![\w:/.~-])~?/(?:[^/\s,;]+/)*(?=[^/\s,;])", "", text)
+
+
+_CARD_RECORD = re.compile(r"^<!-- lengthgen card of (\{.*\}) -->$", flags=re.MULTILINE)
+
+
+def card_record(files: dict[str, str], wrote: dict[str, str]) -> str:
+    """The comment in which a card keeps the digests of the files it tells of, and of those written with it."""
+    text = json.dumps({"files": files, "wrote": wrote}, sort_keys=True)
+    for sign in "<>":  # none of them ends the comment
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return f"<!-- lengthgen card of {text} -->"
+
+
+def read_card_record(text: str) -> dict[str, dict[str, str]] | None:
+    """What `card_record` kept, "files" and "wrote"; None for a card without it, or with a damaged one."""
+    found = _CARD_RECORD.findall(text)
+    try:
+        record = json.loads(found[-1]) if found else None
+    except ValueError:
+        return None
+    parts = [record.get(key) for key in ("files", "wrote")] if isinstance(record, dict) else [None]
+    sound = all(isinstance(part, dict) and all(isinstance(value, str) for value in part.values()) for part in parts)
+    return record if sound else None
+
+
+def card_files(text: str) -> dict[str, str] | None:
+    """SHA-256 by name of the weight and config files that a card was written for, as in `carded`; None if unknown."""
+    record = read_card_record(text)
+    return None if record is None else record["files"]
+
+
+def carded(files: dict[str, str]) -> dict[str, str]:
+    """Of `verified_files`, those that the numbers of a card are of: weights and config."""
+    return {name: digest for name, digest in files.items() if not name.endswith(".py")}
