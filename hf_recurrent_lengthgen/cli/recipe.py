@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     smoke.add_argument(
         "--output_dir", "--output-dir", metavar="FOLDER", help="new folder to keep the results in (default: not kept)"
     )
-    smoke.add_argument("--push", metavar="OWNER/NAME", help="push as well (default: only say what would be pushed)")
+    smoke.add_argument("--push", metavar="OWNER/NAME", help="push as well (default: only list the files)")
     for action in (show, run):
         _add_run_options(action)
     run.add_argument("--stages", metavar="STAGE,...", help="only these (default: all)")
@@ -178,6 +178,8 @@ def smoke(recipe: Recipe, folder: Path, push: str | None = None) -> None:
     planned = stages(small, folder / "run", choices)
     check_commands(planned)
     run_stages(small.name, planned, folder / "run", say=_say)
+    if push is None:
+        print(f"\nA push would send {', '.join(recipe_smoke.files_to_push(folder / 'run' / RESULT))}", flush=True)
 
 
 def _say(text: str) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 from hf_recurrent_lengthgen.cli.recipe_stages import Choices
 from hf_recurrent_lengthgen.conversion.stand_ins import write_stand_in
 from hf_recurrent_lengthgen.data import byte_tokenizer, standard_library_corpus
+from hf_recurrent_lengthgen.hub.contents import choose_files, refusals_of_files
 from hf_recurrent_lengthgen.recipes.catalogue import Recipe
+from hf_recurrent_lengthgen.records import read_verification, verified_files
 
-LENGTH, PASSKEY_LENGTH = 64, 512
+LENGTH, PASSKEY_LENGTH = 32, 512
 """Tokens (bytes) of a row of text, and of a passkey prompt, which has to hold its words."""
 ROWS, ACCUMULATION, STEPS = 2, 2, 2
 TEXT_BYTES = 100_000
@@ -25,7 +27,7 @@ def prepare(recipe: Recipe, folder: Path, push: str | None = None) -> tuple[Reci
     Args:
         recipe: Any.
         folder: New or empty.
-        push: owner/name to push to; None to say what would be pushed.
+        push: owner/name to push to; None for no such stage.
     """
     layers = max(2, int((recipe.expand or {}).get("count", 0)))
     source = write_stand_in(recipe.source.format, recipe.source.family, folder / "source", layers=layers)
@@ -47,7 +49,7 @@ def prepare(recipe: Recipe, folder: Path, push: str | None = None) -> tuple[Reci
         "check": {"length": 32},
         "verify": {"length": 32},
         "evaluate": {"length": 4 * length, "sequences": 4},
-        "diagnose": {"length": 4 * length, "sequences": 4},
+        "diagnose": {"length": 4 * length, "sequences": 4, "patched_heads": 1},
         "retrieve": {"lengths": f"{PASSKEY_LENGTH},{PASSKEY_LENGTH + 256}", "depths": 2, "samples": 1},
     }
     small = replace(recipe, source=replace(recipe.source, training_length=length, remote_code=False))
@@ -55,8 +57,7 @@ def prepare(recipe: Recipe, folder: Path, push: str | None = None) -> tuple[Reci
         source=str(source),
         tokenizer=str(folder / "tokenizer"),
         data=str(folder / "text") if recipe.data else None,
-        push=push or "someone/smoke",
-        dry_run=push is None,
+        push=push,
         cache=str(folder / "cache"),
         options={
             stage: {name: str(value) for name, value in options.items()}
@@ -64,6 +65,22 @@ def prepare(recipe: Recipe, folder: Path, push: str | None = None) -> tuple[Reci
             if stage in ("train", "check", "verify") or stage in recipe.measure
         },
     )
+
+
+def files_to_push(folder: Path) -> list[str]:
+    """Names of the files that a push would send, without asking the Hub.
+
+    Raises:
+        ValueError: for what a push would refuse in the folder, and if its verification is not that of its files.
+    """
+    names, _ = choose_files(folder, ())
+    refusals = refusals_of_files(folder, names, (), None)
+    verification = read_verification(folder)
+    if verification is None or not verification.passed or verification.files != verified_files(folder):
+        refusals.append("its verification is missing or not that of its files")
+    if refusals:
+        raise ValueError(f"{folder} could not be pushed: {'; '.join(refusals)}.")
+    return list(names)
 
 
 def write_texts(folder: Path) -> None:

@@ -1,0 +1,319 @@
+"""`lengthgen recipe`: what it tells, and runs that go on where they were stopped. The commands are small stand-ins."""
+
+import itertools
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hf_recurrent_lengthgen.cli import recipe, recipe_run
+from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.cli.recipe_run import RecipeRun
+from hf_recurrent_lengthgen.evaluation.files import read_result
+
+NAME = "mamba2-130m-state-passing"
+STAGES = ["convert", "check", "train", "verify", "evaluate", "diagnose", "card"]
+
+
+class Commands:
+    """Commands that write one file each, and note how they were called; `stop` fails in the named one."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[str]]] = []
+        self.stop: dict[str, BaseException] = {}
+
+    def command_of(self, stage: str) -> SimpleNamespace:
+        def run(arguments: Sequence[str]) -> int:
+            self.calls.append((stage, list(arguments)))
+            self.write(stage, list(arguments))
+            if stage in self.stop:
+                raise self.stop.pop(stage)
+            return 0
+
+        return SimpleNamespace(run=run)
+
+    def write(self, stage: str, arguments: list[str]) -> None:
+        flags = dict(itertools.pairwise(arguments))
+        flags |= dict(part.split("=", 1) for part in arguments if part.startswith("--") and "=" in part)
+        if stage in ("convert", "expand"):
+            folder = Path(flags["--output_dir"])
+            if stage not in self.stop:  # all or nothing
+                folder.mkdir(parents=True)
+                (folder / "model.safetensors").write_text(f"{stage} of {arguments[0]}")
+                (folder / "config.json").write_text("{}")
+        elif stage == "train":
+            folder = Path(flags["--output_dir"])
+            folder.mkdir(exist_ok=True)
+            (folder / "begun").touch()
+            if stage not in self.stop:
+                (folder / "model.safetensors").write_text(f"trained {flags.get('--learning_rate')}")
+                (folder / "config.json").write_text("{}")
+        elif stage in ("check", "verify"):
+            (Path(arguments[-1] if stage == "check" else arguments[0]) / "verification.json").write_text("{}")
+        elif stage in ("evaluate", "diagnose"):
+            Path(flags["--output"]).mkdir(parents=True, exist_ok=True)
+            (Path(flags["--output"]) / "result.json").write_text(stage)
+        elif stage == "card":
+            (Path(arguments[0]) / "README.md").write_text("a card")
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Commands:
+    commands = Commands()
+    monkeypatch.setattr(recipe, "check_commands", lambda planned: None)  # slow; see the test of mistakes
+    monkeypatch.setattr(recipe_run, "command_of", commands.command_of)
+    monkeypatch.setattr(recipe_run, "gc", SimpleNamespace(collect=lambda: None))  # half a second each
+    monkeypatch.setattr(recipe_run, "newest_complete_checkpoint", lambda folder: newest(Path(folder)))
+    monkeypatch.chdir(tmp_path)
+    return commands
+
+
+def newest(folder: Path) -> str | None:
+    return str(folder) if (folder / "begun").exists() else None
+
+
+def start(*further: str) -> int:
+    return recipe.run(["run", NAME, "--output_dir", "here", "--device", "cpu", *further])
+
+
+def record(folder: str = "here") -> RecipeRun:
+    return read_result(Path(folder) / "recipe_run.json", RecipeRun)
+
+
+def test_all_stages_run_in_order_and_a_second_run_does_nothing(
+    commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start() == 0
+    assert commands.names == STAGES
+    assert start() == 0
+    assert commands.names == STAGES
+    assert capsys.readouterr().out.count("done before") == len(STAGES)
+    assert {stage.state for stage in record().stages.values()} == {"done"}
+    by_name = dict(commands.calls)
+    assert by_name["convert"][0] == "state-spaces/mamba2-130m"
+    assert by_name["train"][1:3] == ["--model=here/convert", "--output_dir=here/train"]
+    assert by_name["evaluate"][:2] == ["here/convert", "here/train"]
+    assert by_name["card"][-2:] == ["here/evaluate/result.json", "here/diagnose/result.json"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("no space left")], ids=["interrupt", "error"])
+def test_a_run_that_stops_in_a_stage_goes_on_with_it(
+    stage: str, error: BaseException, commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands.stop[stage] = error
+    with pytest.raises(type(error)):
+        start()
+    assert commands.names == STAGES[: STAGES.index(stage) + 1]
+    assert f"ontinue with: lengthgen recipe run {NAME} --output_dir here --device cpu\n" in capsys.readouterr().out
+    assert record().stages[stage].state == "started"
+    start()
+    assert commands.names == STAGES[: STAGES.index(stage) + 1] + STAGES[STAGES.index(stage) :]
+    resumed = [arguments for name, arguments in commands.calls if name == "train" and "--resume" in arguments]
+    assert len(resumed) == (stage == "train")
+
+
+def test_changed_settings_of_what_is_done_are_refused(commands: Commands) -> None:
+    start("--set", "train.max_steps=5")
+    with pytest.raises(ValueError, match=r"train was done with .*--max_steps=5 .*--max_steps=6 .*or --redo train"):
+        start("--set", "train.max_steps=6")
+    with pytest.raises(ValueError, match="max_steps=5 where it has nothing now"):
+        start()
+    with pytest.raises(ValueError, match=r"evaluate was done with .*32768 where it has 64 now"):
+        start("--set", "train.max_steps=5", "--set", "evaluate.length=64")
+    assert commands.names == STAGES
+    start("--set", "train.max_steps=5", "--trust_remote_code")  # how it runs is no setting
+    assert commands.names == STAGES
+
+
+def test_a_changed_training_file_is_noticed(commands: Commands, tmp_path: Path) -> None:
+    recipe.run(["copy", "mine"])
+    mine = tmp_path / f"mine/checkpoints/{NAME}.yaml"
+    run = ["run", str(mine), "--output_dir", "here", "--device", "cpu"]
+    recipe.run(run)
+    file = tmp_path / "mine/post_training/state_passing.yaml"
+    file.write_text(file.read_text().replace("weight_decay: 0.01", "weight_decay: 0.02"))
+    with pytest.raises(ValueError, match=r"train was done with other settings: weight_decay was 0.01 and is 0.02"):
+        recipe.run(run)
+    (tmp_path / "mine").rename(tmp_path / "moved")
+    file = tmp_path / "moved/post_training/state_passing.yaml"
+    file.write_text(file.read_text().replace("weight_decay: 0.02", "weight_decay: 0.01"))
+    (tmp_path / "here").rename(tmp_path / "there")
+    recipe.run(["run", str(tmp_path / f"moved/checkpoints/{NAME}.yaml"), "--output_dir", "there", "--device", "cpu"])
+    assert commands.names == STAGES  # all of it is done, wherever it lies
+
+
+def test_redo_keeps_the_old_results_and_does_what_builds_on_them(commands: Commands) -> None:
+    start()
+    start("--redo", "train", "--set", "train.learning_rate=1e-5")
+    assert commands.names == [*STAGES, *STAGES[2:]]
+    assert Path("here/earlier/train-1/model.safetensors").read_text() == "trained None"
+    assert Path("here/train/model.safetensors").read_text() == "trained 1e-5"
+    assert "--resume" not in commands.calls[-5][1]
+    assert Path("here/earlier/evaluate-1/result.json").exists()
+    start("--redo", "evaluate", "--set", "train.learning_rate=1e-5")
+    assert commands.names[len(STAGES) + 5 :] == ["evaluate", "card"]
+    assert Path("here/earlier/evaluate-2/result.json").exists()
+
+
+def test_what_was_deleted_is_done_again_and_nothing_else(commands: Commands) -> None:
+    start()
+    Path("here/convert/model.safetensors").unlink()
+    Path("here/convert/note.txt").write_text("mine")
+    Path("here/evaluate/result.json").write_text("cut")
+    start()
+    assert commands.names == [*STAGES, "convert", "check", "evaluate"]  # card: evaluate gave the same again
+    assert Path("here/earlier/convert-1/note.txt").read_text() == "mine"
+
+
+def test_a_result_that_changed_is_not_built_on_silently(commands: Commands) -> None:
+    start()
+    Path("here/convert/model.safetensors").unlink()
+    write = commands.write
+
+    def write_another(stage: str, arguments: list[str]) -> None:
+        write(stage, arguments)
+        if stage == "convert":
+            Path("here/convert/model.safetensors").write_text("another commit of main")
+
+    commands.write = write_another  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="train was done with other settings: convert has other results now"):
+        start()
+
+
+def test_a_card_follows_what_it_tells(commands: Commands) -> None:
+    start()
+    start("--set", "card.language=en")
+    assert commands.names == [*STAGES, "card"]
+    start("--set", "card.language=en", "--push", "me/it")
+    assert commands.names == [*STAGES, "card", "card", "push"]
+    assert commands.calls[-1][1] == ["here/train", "me/it"]
+    start("--set", "card.language=en", "--push", "me/it")
+    assert commands.names == [*STAGES, "card", "card", "push"]
+
+
+def test_a_dry_run_of_a_push_is_no_push(commands: Commands) -> None:
+    start("--push", "me/it", "--dry_run")
+    assert commands.calls[-1] == ("push", ["here/train", "me/it", "--dry-run"])
+    start("--push", "me/it")
+    assert commands.calls[-1] == ("push", ["here/train", "me/it"])
+
+
+def test_some_stages_only(commands: Commands) -> None:
+    with pytest.raises(ValueError, match="Stage train needs convert, which is not done"):
+        start("--stages", "train")
+    start("--until", "check")
+    assert commands.names == ["convert", "check"]
+    start("--stages", "train")
+    assert commands.names == ["convert", "check", "train"]
+    with pytest.raises(ValueError, match="has no stage 'tain' here: its stages are convert, check, train"):
+        start("--until", "tain")
+
+
+def test_folders_of_others_are_left_alone(commands: Commands, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/mine.txt").touch()
+    with pytest.raises(ValueError, match="here holds something else"):
+        start()
+    (tmp_path / "here/mine.txt").unlink()
+    start("--until", "convert")
+    with pytest.raises(ValueError, match=f"here holds a run of {NAME}, not of mamba2-130m-tbtt"):
+        recipe.run(["run", "mamba2-130m-tbtt", "--output_dir", "here"])
+
+
+def test_a_launcher_starts_the_training_alone(commands: Commands, tmp_path: Path) -> None:
+    program = tmp_path / "launcher.py"
+    program.write_text(
+        "import pathlib, sys\n"
+        "folder = pathlib.Path(next(a.split('=')[1] for a in sys.argv if a.startswith('--output_dir=')))\n"
+        "folder.mkdir(exist_ok=True)\n"
+        "(folder / 'config.json').write_text('{}')\n"
+        "(folder / 'arguments').write_text(' '.join(sys.argv[1:]))\n"
+        "sys.exit(3 if '--fail' in sys.argv else 0)\n"
+    )
+    launch = shlex.join([sys.executable, str(program)])
+    with pytest.raises(ValueError, match=r"train failed \(exit status 3\)"):
+        start("--launch", f"{launch} --fail", "--until", "train")
+    start("--launch", launch, "--until", "train")
+    assert commands.names == ["convert", "check"]
+    arguments = Path("here/train/arguments").read_text().split()
+    assert arguments[:3] == ["-m", "hf_recurrent_lengthgen.cli.main", "train"]
+    with pytest.raises(ValueError, match="--launch cannot start nowhere"):
+        start("--launch", "nowhere", "--redo", "train")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["run", "mamba2-130m-random-noise"], r"needs train.noise_sigma, .* give --set train.noise_sigma=VALUE"),
+        (["run", "rwkv6-1.6b-state-passing"], "is Python code in its repository: read it"),
+        (["run", NAME, "--set", "max_steps=2"], "takes STAGE.OPTION=VALUE, .* got 'max_steps=2'"),
+        (["run", NAME, "--set", "tran.max_steps=2"], "has no stage tran"),
+        (["run", NAME, "--set", "expand.factor=2"], "has no stage expand"),
+        (["run", NAME, "--set", "train.output_dir=x"], "train.output_dir does nothing here"),
+        (["run", NAME, "--set", "train.max_stps=2"], "Stage train: .* did you mean max_steps"),
+        (["run", NAME, "--set", "evaluate.lenght=2"], "Stage evaluate: .*unrecognized arguments: --lenght"),
+        (["run", NAME, "--dry_run"], "does nothing without --push"),
+        (["show", "mamba2-130m-state-pasing"], "did you mean mamba2-130m-state-passing"),
+    ],
+)
+def test_mistakes_end_before_anything_is_done(
+    arguments: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=complaint):
+        recipe.run(arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_list_has_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe", "list"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [NAME, "state-spaces/mamba2-130m", "state", "passing", "arXiv:2507.02782", "100", "52.4M"] in lines
+    assert len(lines) == 33
+
+
+def test_show_tells_all_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe", "show", "statex-mamba2-1.3b", "--output_dir", "out", "--data", "slim"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "arXiv:2509.22630",
+        "https://huggingface.co/state-spaces/mamba2-1.3b, revision main",
+        "SlimPajama",
+        "19,073 steps of 524,288 tokens (8 rows of 65,536), 10B tokens in all",
+        "at least 21.5 GB for weights",  # 16 bytes for each of 1.3438e9 parameters
+        "33.0 GB for logits of 1 rows",  # 65,536 x 50,288 x 10 bytes
+        "not been run by us",
+        "NIAH-Single-2: 0.94, 0.61, 0.32 and 0.09",
+        "[Table 9]",
+        "lengthgen expand out/convert --output_dir out/expand --count 4 --factor 4",
+        "--model=out/expand --output_dir=out/train --data=slim",
+        "lengthgen retrieve out/convert out/train --output out/retrieve --data slim --task niah",
+        "lengthgen push out/train OWNER/NAME",
+    ):
+        assert part in shown, part
+
+
+def test_the_commands_that_are_shown_are_those_that_run(
+    commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe.run(["show", NAME, "--output_dir", "here", "--device", "cpu", "--push", "me/it"])
+    shown = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("    lengthgen")]
+    start("--push", "me/it")
+    names = {"check": "verify"}
+    ran = [shlex.join(["lengthgen", names.get(stage, stage), *arguments]) for stage, arguments in commands.calls]
+    assert shown == ran
+
+
+def test_copy_gives_files_that_can_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe", "copy", str(tmp_path / "mine")]) == 0
+    assert main(["recipe", "show", str(tmp_path / "mine/checkpoints/gla-1.3b-state-passing.yaml")]) == 0
+    assert f"lengthgen train {tmp_path}/mine/post_training/state_passing.yaml" in capsys.readouterr().out
+    assert main(["recipe", "copy", str(tmp_path / "mine")]) == 1
