@@ -18,7 +18,7 @@ lineage, verification, and states in the folder states/. A new repository is pri
 Large files go up first, each once; then all is committed at once, on the commit that was there at the beginning: what
 somebody else commits meanwhile is not overwritten. If the command stops, run it again: it sends what is missing. If
 all is in place, it commits nothing. Files of an earlier push that are not in the folder any more are deleted in the
-same commit; files that somebody else put there stay.
+same commit; files that somebody else put there stay, and are an error where they would be loaded (--overwrite).
 
 Not pushed, and listed: what Trainer keeps for itself (optimizer, scheduler, checkpoint-* folders, ...), pickles,
 and whatever is no part of a checkpoint, unless --include names it. Refused: secrets, paths of your machine in texts,
@@ -44,6 +44,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--include", nargs="+", default=[], metavar="PATTERN", help="further files to push, such as 'notes/*.md'"
     )
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="delete files of others on the Hub that would be loaded with this checkpoint, such as other weights",
+    )
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="only show the files and the card")
     return parser
 
@@ -57,6 +62,7 @@ def run(arguments: Sequence[str]) -> int:
         private=not options.public,
         revision=options.revision,
         include=options.include,
+        overwrite=options.overwrite,
     )
     print(_table(plan), flush=True)
     if options.dry_run and plan.card:

@@ -4,13 +4,15 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, get_token, hf_hub_download, snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
+from hf_recurrent_lengthgen.conversion.json_files import read_json_object
 from hf_recurrent_lengthgen.conversion.new_folders import check_new, new_folder
 from hf_recurrent_lengthgen.hub.contents import PICKLES, PUSHED, TRAINER_FILES, matches
 from hf_recurrent_lengthgen.hub.push import check_name
@@ -37,7 +39,12 @@ def resolve_commit(repo_id: str, revision: str | None = None, token: str | None 
     token, doing = token or get_token(), f"Looking for revision {revision} of {repo_id}"
     info = again(lambda: hub_api(token).model_info(repo_id, revision=revision), doing)
     # the client's cache remembers the revision with it, for use without a connection
-    once(lambda: hf_hub_download(repo_id, "config.json", revision=revision, token=token or False), doing)
+
+    def remember() -> None:
+        with suppress(RemoteEntryNotFoundError):  # no checkpoint, which is told when its files are chosen
+            hf_hub_download(repo_id, "config.json", revision=revision, token=token or False)
+
+    once(remember, doing)
     return str(info.sha)
 
 
@@ -99,6 +106,7 @@ def pull_checkpoint(
             f"{', '.join(damaged)} of {repo_id} came with other content than its hash says, nothing was written. "
             "Delete it from the cache (hf cache) and try again later."
         )
+    read_json_object(cache / "config.json")
     with new_folder(output) as folder:
         for name in chosen:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +122,7 @@ def _checkpoint_files(repo_id: str, names: Sequence[str]) -> list[str]:
     ]
     if "config.json" not in chosen:
         raise ValueError(f"{repo_id} holds no config.json, so it is no checkpoint.")
-    if not any(name.endswith(".safetensors") for name in chosen):
+    if not any(name.endswith(".safetensors") and "/" not in name for name in chosen):
         pickles = [name for name in names if name.endswith(PICKLES)]
         advice = f", only {', '.join(pickles)}: lengthgen convert {repo_id} reads such files" if pickles else ""
         raise ValueError(f"{repo_id} holds no weights as safetensors{advice}.")
@@ -159,5 +167,6 @@ def unverified(folder: str | os.PathLike[str]) -> str | None:
         return "it brings no verification"
     if not verification.passed:
         return "its verification did not pass"
-    differing = {name for name, _ in verified_files(folder).items() ^ verification.files.items()}
+    verified = {name: digest for name, digest in verification.files.items() if not matches(name, TRAINER_FILES)}
+    differing = {name for name, _ in verified_files(folder).items() ^ verified.items()}
     return f"{', '.join(sorted(differing))} changed since it was verified" if differing else None

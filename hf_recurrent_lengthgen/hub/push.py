@@ -1,6 +1,7 @@
 """Push a checkpoint folder to the Hub as one commit: all of it, or nothing."""
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 
 from hf_recurrent_lengthgen.hub.collections import add_to_collection
-from hf_recurrent_lengthgen.hub.contents import choose_files, refusals_of_files
+from hf_recurrent_lengthgen.hub.contents import choose_files, matches, refusals_of_files
 from hf_recurrent_lengthgen.hub.remote import (
     HUB_ERRORS,
     WAITS,
@@ -30,6 +31,12 @@ from hf_recurrent_lengthgen.records import file_digest, read_verification, verif
 MARK = "Pushed by lengthgen push."
 """In the description of each commit, so that a later push knows which files it may delete."""
 MESSAGE = "Upload checkpoint"
+LOADED = (
+    *("*.safetensors", "*.bin", "*.pth", "*.index.json", "adapter_*", "generation_config.json", "chat_template*"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
+)
+"""Files at the top of a repository that Transformers looks for: they change what is loaded."""
+BAD_BRANCH = re.compile(r"[\s~^:?*\[\\\x00-\x1f\x7f]|\.\.|//|@\{|^[-/.]|^refs/|[/.]$|\.lock$")
 LARGEST_IN_GIT = 20_000_000
 """Bytes, above the 10 MB from which the Hub keeps a file outside of git."""
 
@@ -75,7 +82,8 @@ class PushPlan:
         exists: Whether the repository is there; None if that is not known.
         branch_exists: Likewise the branch.
         parent: The commit of the branch, or of main where the branch is to be made; None without one.
-        removed: Files of an earlier push that are not in the folder any more; the commit deletes them.
+        removed: Files that the commit deletes: those of an earlier push that are not in the folder any more, and with
+            `overwrite` those of others that would change what is loaded.
         kept: Files on the Hub that somebody else put or changed there; they stay.
     """
 
@@ -120,6 +128,7 @@ def plan_push(
     revision: str | None = None,
     token: str | None = None,
     include: Sequence[str] = (),
+    overwrite: bool = False,
 ) -> PushPlan:
     """What a push would do. Nothing is changed, and nothing asked of the Hub if the folder itself is refused.
 
@@ -130,6 +139,7 @@ def plan_push(
         revision: Branch (default: main).
         token: Of the Hub (default: HF_TOKEN, or that of `hf auth login`).
         include: Patterns of files to push beside those of a checkpoint (`contents.PUSHED`).
+        overwrite: Delete what others put there and Transformers would load (`LOADED`), which is refused otherwise.
 
     Raises:
         ValueError: for a folder that is none, a name that cannot be one, and if the Hub cannot be asked.
@@ -138,6 +148,8 @@ def plan_push(
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give that of a checkpoint.")
     check_name(repo_id)
+    if revision is not None and (not revision or BAD_BRANCH.search(revision)):
+        raise ValueError(f"--revision is {revision!r}, but must be the name of a branch, such as main or v2.")
     names, left_out = choose_files(folder, include)
     refusals = refusals_of_files(folder, names, include, token)
     if "config.json" in names:
@@ -149,7 +161,7 @@ def plan_push(
     files = tuple(_push_file(folder, name) for name in names if (folder / name).is_file())
     card = (folder / "README.md").read_text(encoding="utf-8", errors="replace") if "README.md" in names else ""
     plan = PushPlan(folder, repo_id, private, revision or "main", files, left_out, card, tuple(refusals))
-    return plan if refusals else _compare(plan, hub_api(token))
+    return plan if refusals else _compare(plan, hub_api(token), overwrite)
 
 
 def check_name(repo_id: str) -> None:
@@ -195,7 +207,7 @@ def _verification_refusals(folder: Path) -> list[str]:
     return []
 
 
-def _compare(plan: PushPlan, api: HfApi) -> PushPlan:
+def _compare(plan: PushPlan, api: HfApi, overwrite: bool) -> PushPlan:
     """The plan, completed by what is on the Hub."""
     account = again(api.whoami, "Asking the Hub whose token this is")
     role = account.get("auth", {}).get("accessToken", {}).get("role")
@@ -219,7 +231,15 @@ def _compare(plan: PushPlan, api: HfApi) -> PushPlan:
         for file in plan.files
     )
     others = sorted(there.keys() - {file.name for file in files} - {".gitattributes"})
-    removed = _of_earlier_pushes(api, plan, others)
+    # What is in the folder and left out of this push, such as what --include named before, stays as it is there.
+    ours = [name for name in _of_earlier_pushes(api, plan, others) if not (plan.folder / name).exists()]
+    loaded = [name for name in others if name not in ours and matches(name, LOADED)]
+    if loaded and not overwrite:
+        refusals.append(
+            f"{name} holds files that are not in {plan.folder} and would be loaded with it ({', '.join(loaded)}): "
+            "choose another name, or give --overwrite to delete them in the same commit"
+        )
+    removed = (*ours, *(loaded if overwrite else ()))
     kept = tuple(name for name in others if name not in removed)
     return replace(plan, files=files, removed=removed, kept=kept, refusals=tuple(refusals))
 
@@ -266,6 +286,7 @@ def push_checkpoint(
     message: str | None = None,
     collection: str | None = None,
     include: Sequence[str] = (),
+    overwrite: bool = False,
 ) -> PushResult:
     """Push a checkpoint folder as one commit. Arguments as of `plan_push`, and
 
@@ -282,7 +303,9 @@ def push_checkpoint(
         ValueError: listing all reasons why the folder is refused; if the Hub or the connection fails.
     """
     token = token or get_token()
-    plan = plan_push(folder, repo_id, private=private, revision=revision, token=token, include=include)
+    plan = plan_push(
+        folder, repo_id, private=private, revision=revision, token=token, include=include, overwrite=overwrite
+    )
     if plan.refusals:
         raise ValueError(f"{plan.folder} cannot be pushed: {'; '.join(plan.refusals)}.")
     return do_push(plan, token=token, message=message, collection=collection)
@@ -296,14 +319,7 @@ def do_push(
     api, name = hub_api(token or get_token()), plan.repo_id
     if not plan.exists:
         again(lambda: api.create_repo(name, private=plan.private, exist_ok=True), f"Creating {name}")
-        info = _repository(api, name)
-        if info is None or info.private is not plan.private:
-            wanted = "private" if plan.private else "public"
-            raise ValueError(
-                f"{name} is not {wanted} as asked for: its owner has set that for new repositories, or somebody has "
-                "made it just now. Nothing was pushed; look at its settings."
-            )
-        plan = replace(plan, parent=info.sha)
+        plan = replace(plan, parent=_of_that_visibility(api, plan).sha)
     if not plan.branch_exists and plan.revision != "main":
         again(
             lambda: api.create_branch(name, branch=plan.revision, revision=plan.parent, exist_ok=True),
@@ -329,6 +345,18 @@ def do_push(
         return result._replace(collection_problem=str(error))
 
 
+def _of_that_visibility(api: HfApi, plan: PushPlan) -> Any:
+    """What the Hub tells of the repository, if it is private or public as the plan says."""
+    info = _repository(api, plan.repo_id)
+    if info is None or info.private is not plan.private:
+        raise ValueError(
+            f"{plan.repo_id} is not {'private' if plan.private else 'public'} as asked for: its owner has set that "
+            "for new repositories, or somebody has made or changed it just now. Nothing was committed; look at its "
+            "settings."
+        )
+    return info
+
+
 def _commit(api: HfApi, plan: PushPlan, message: str) -> str:
     """Upload and commit; the id of the commit.
 
@@ -343,6 +371,7 @@ def _commit(api: HfApi, plan: PushPlan, message: str) -> str:
         ),
         f"Uploading to {name} (what was uploaded is kept, and is not sent again)",
     )
+    _of_that_visibility(api, plan)  # an upload may take hours
     operations = [*additions, *(CommitOperationDelete(removed) for removed in plan.removed)]
     for wait in (*WAITS, None):
         try:

@@ -1,0 +1,70 @@
+"""Pushes to repositories that somebody else has a hand in."""
+
+from pathlib import Path
+
+import pytest
+
+from hf_recurrent_lengthgen.hub.pull import pull_checkpoint
+from hf_recurrent_lengthgen.hub.push import plan_push, push_checkpoint
+
+from .checkpoints import pushed_files
+from .endpoint import Endpoint
+
+THEIRS = {"model-00001-of-00002.safetensors": b"other weights", "adapter_config.json": b"{}", "notes.md": b"theirs"}
+
+
+def test_files_of_others_that_would_be_loaded_are_refused_or_deleted(hub: Endpoint, folder: Path) -> None:
+    hub.create("user/name")
+    head = hub.put("user/name", THEIRS)
+    told = r"would be loaded with it \(adapter_config.json, model-00001-of-00002.safetensors\)"
+    with pytest.raises(ValueError, match=told):
+        push_checkpoint(folder, "user/name")
+    assert hub.repositories["user/name"].branches["main"] == head
+    plan = push_checkpoint(folder, "user/name", overwrite=True).plan
+    assert (plan.removed, plan.kept) == (("adapter_config.json", "model-00001-of-00002.safetensors"), ("notes.md",))
+    assert hub.files("user/name") == pushed_files(folder) | {"notes.md": b"theirs"}
+
+
+def test_what_is_in_the_folder_is_not_deleted_for_being_left_out(hub: Endpoint, folder: Path) -> None:
+    push_checkpoint(folder, "user/name", include=["notes.txt"])
+    plan = plan_push(folder, "user/name")
+    assert (plan.removed, plan.kept) == ((), ("notes.txt",))
+
+
+def test_nothing_is_committed_to_what_became_public_during_the_upload(hub: Endpoint, folder: Path) -> None:
+    push_checkpoint(folder, "user/name")
+    head = hub.repositories["user/name"].branches["main"]
+    (folder / "README.md").write_text((folder / "README.md").read_text() + "More.\n")
+
+    def publish() -> None:
+        hub.repositories["user/name"].private = False
+
+    hub.fail("POST", "/preupload/", call=publish)
+    with pytest.raises(ValueError, match="is not private as asked for"):
+        push_checkpoint(folder, "user/name")
+    assert hub.repositories["user/name"].branches["main"] == head
+
+
+@pytest.mark.parametrize("branch", ["", "v1.0/x y", "refs/pr/1", "a..b", "-x", "a/", "x.lock", "a~1"])
+def test_what_is_no_name_of_a_branch_is_refused(hub: Endpoint, folder: Path, branch: str) -> None:
+    with pytest.raises(ValueError, match="must be the name of a branch"):
+        push_checkpoint(folder, "user/name", revision=branch)
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"README.md": b"text"}, "holds no config.json"),
+        ({"config.json": b"{}", "states/a.safetensors": b"x"}, "holds no weights as safetensors"),
+        ({"config.json": b"[1]", "model.safetensors": b"x"}, "must hold a JSON object"),
+    ],
+)
+def test_what_is_no_checkpoint_is_not_pulled(
+    hub: Endpoint, tmp_path: Path, files: dict[str, bytes], told: str
+) -> None:
+    hub.create("user/name")
+    hub.put("user/name", files)
+    with pytest.raises(ValueError, match=told):
+        pull_checkpoint("user/name", None, tmp_path / "pulled")
+    assert not (tmp_path / "pulled").exists()
