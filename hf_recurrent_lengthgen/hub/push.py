@@ -26,7 +26,7 @@ from hf_recurrent_lengthgen.hub.remote import (
     told,
     wait_after,
 )
-from hf_recurrent_lengthgen.records import file_digest, read_verification, verified_files
+from hf_recurrent_lengthgen.records import card_files, carded, file_digest, read_verification, verified_files
 
 MARK = "Pushed by lengthgen push."
 """In the description of each commit, so that a later push knows which files it may delete."""
@@ -153,7 +153,8 @@ def plan_push(
     names, left_out = choose_files(folder, include)
     refusals = refusals_of_files(folder, names, include, token)
     if "config.json" in names:
-        refusals += _card_refusals(folder) + _verification_refusals(folder)
+        now = verified_files(folder)
+        refusals += _card_refusals(folder, now) + _verification_refusals(folder, now)
     if token is None:
         refusals.append("there is no token of the Hub: hf auth login sets one, or HF_TOKEN")
     if constants.HF_HUB_OFFLINE:
@@ -178,18 +179,26 @@ def _push_file(folder: Path, name: str) -> PushFile:
     return PushFile(name, size, file_digest(path), git_name(path) if size <= LARGEST_IN_GIT else None)
 
 
-def _card_refusals(folder: Path) -> list[str]:
+def _card_refusals(folder: Path, now: dict[str, str]) -> list[str]:
     card = folder / "README.md"
     if not card.is_file():
         return [f"it has no card: lengthgen card {folder} writes README.md"]
     try:
-        data = ModelCard(card.read_text(encoding="utf-8")).data.to_dict()
+        text = card.read_text(encoding="utf-8")
+        data = ModelCard(text).data.to_dict()
     except Exception as error:  # of the YAML parser and of the checks of each field
         return [f"the metadata of README.md cannot be read ({' '.join(str(error).split())})"]
-    return [] if data else [f"README.md has no metadata: lengthgen card {folder} writes a card with them"]
+    if not data:
+        return [f"README.md has no metadata: lengthgen card {folder} writes a card with them"]
+    written_for = card_files(text)
+    differing = {} if written_for is None else written_for.items() ^ carded(now).items()
+    if differing:
+        names = ", ".join(sorted({name for name, _ in differing}))
+        return [f"its card was written before {names} changed: measure it and run lengthgen card {folder} again"]
+    return []
 
 
-def _verification_refusals(folder: Path) -> list[str]:
+def _verification_refusals(folder: Path, now: dict[str, str]) -> list[str]:
     advice = f"run lengthgen verify {folder}"
     try:
         verification = read_verification(folder)
@@ -200,7 +209,6 @@ def _verification_refusals(folder: Path) -> list[str]:
     if not verification.passed:
         failed = [f"{check.what} against {check.against}" for check in verification.checks if not check.passed]
         return [f"its verification did not pass ({'; '.join(failed) or 'it holds no checks'}): {advice}"]
-    now = verified_files(folder)
     differing = {name for name, _ in now.items() ^ verification.files.items()}
     if differing:
         return [f"it has changed since it was verified ({', '.join(sorted(differing))}): {advice}"]

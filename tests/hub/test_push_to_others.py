@@ -6,8 +6,9 @@ import pytest
 
 from hf_recurrent_lengthgen.hub.pull import pull_checkpoint
 from hf_recurrent_lengthgen.hub.push import plan_push, push_checkpoint
+from hf_recurrent_lengthgen.records import card_record, carded, verified_files
 
-from .checkpoints import pushed_files
+from .checkpoints import CARD, pushed_files, verify
 from .endpoint import Endpoint
 
 THEIRS = {"model-00001-of-00002.safetensors": b"other weights", "adapter_config.json": b"{}", "notes.md": b"theirs"}
@@ -68,3 +69,13 @@ def test_what_is_no_checkpoint_is_not_pulled(
     with pytest.raises(ValueError, match=told):
         pull_checkpoint("user/name", None, tmp_path / "pulled")
     assert not (tmp_path / "pulled").exists()
+
+
+def test_a_card_of_other_weights_is_refused(hub: Endpoint, folder: Path) -> None:
+    (folder / "README.md").write_text(CARD + card_record(carded(verified_files(folder)), {}) + "\n")
+    assert plan_push(folder, "user/name").refusals == ()
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    verify(folder)
+    (refusal,) = plan_push(folder, "user/name").refusals
+    assert "card was written before model.safetensors changed" in refusal
