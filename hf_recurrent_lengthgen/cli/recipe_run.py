@@ -147,14 +147,15 @@ def _bring_up(stage: Stage, run: RecipeRun, folder: Path, launch: str | None, sa
     begin = time.monotonic()
     try:
         _do(stage, place, launch)
-    finally:
-        wanted = replace(wanted, seconds=wanted.seconds + time.monotonic() - begin)
-        run = _recorded(run, stage.name, wanted, folder)
-    if stage.trial:
-        return run
-    files, content = _results(place, stage.name)
-    say(f"{stage.name}: done in {_duration(wanted.seconds)}")
-    return _recorded(run, stage.name, replace(wanted, state="done", files=files, content=content), folder)
+    except BaseException:
+        _recorded(run, stage.name, replace(wanted, seconds=wanted.seconds + time.monotonic() - begin), folder)
+        raise
+    wanted = replace(wanted, seconds=wanted.seconds + time.monotonic() - begin)
+    if not stage.trial:
+        files, content = _results(place, stage.name)
+        wanted = replace(wanted, state="done", files=files, content=content)
+        say(f"{stage.name}: done in {_duration(wanted.seconds)}")
+    return _recorded(run, stage.name, wanted, folder)
 
 
 def _do(stage: Stage, place: Path, launch: str | None) -> None:
@@ -166,8 +167,8 @@ def _do(stage: Stage, place: Path, launch: str | None) -> None:
         status = _run_process(program)
     else:
         status = command_of(stage.name).run(arguments)
-        gc.collect()
         if torch.cuda.is_available():
+            gc.collect()
             torch.cuda.empty_cache()
     if status == 130:
         raise KeyboardInterrupt
