@@ -41,6 +41,7 @@ from hf_recurrent_lengthgen.cards.sections import (
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 from hf_recurrent_lengthgen.plotting.images import save_png
+from hf_recurrent_lengthgen.records import card_record, file_digest, read_card_record
 
 README = "README.md"
 _MARK = re.compile(r"\n<!-- lengthgen card, SHA-256 of the text above: ([0-9a-f]{64}) -->\n*\Z")
@@ -118,14 +119,16 @@ def write_card(
         folder: The checkpoint.
         results: As in `build_card`; None for those of the card that is there.
         repo_id, license, language, datasets, authors: See `CardSettings`.
-        overwrite: Whether to replace a README.md that this function did not write, or that was changed since.
+        overwrite: Whether to replace a README.md, figures and results that this function did not write, or that were
+            changed since.
 
     Raises:
-        ValueError: as `build_card`, and for such a README.md.
+        ValueError: as `build_card`, and for such files.
     """
     path = Path(folder)
+    old = _written_with(path / README)
     if results is None:
-        results = sorted(file for file in (path / RESULTS).glob("*.json") if _OURS.fullmatch(file.name))
+        results = [path / name for name in old if name.parts[0] == RESULTS]
     settings = CardSettings(repo_id, license, tuple(language), tuple(datasets), tuple(authors))
     checkpoint = read_checkpoint(path)
     if not overwrite:
@@ -134,8 +137,10 @@ def write_card(
     card = render(checkpoint, evidence, settings)
     new = Path(tempfile.mkdtemp(prefix=".card.", suffix=".tmp", dir=path))
     try:
-        write_files(new, card, evidence)
-        _replace(path, new)
+        write_files(new, card, evidence, checkpoint.files)
+        if not overwrite:
+            _check_free(path, new, old)
+        _replace(path, new, old)
     finally:
         shutil.rmtree(new, ignore_errors=True)
     return WrittenCard(path / README, missing(checkpoint, evidence, card))
@@ -187,20 +192,31 @@ def _measured(evidence: Sequence[Evidence], first: bool) -> list[str]:
     return [*parts, "### To measure again", commands_section(evidence)]
 
 
-def write_files(folder: Path, card: ModelCard, evidence: Sequence[Evidence]) -> None:
-    """Write a card with its figures and results into a folder."""
+def write_files(folder: Path, card: ModelCard, evidence: Sequence[Evidence], files: dict[str, str]) -> None:
+    """Write a card with its figures and results into a folder; `files` are those of the checkpoint, by digest."""
     for kind in (FIGURES, RESULTS):
         (folder / kind).mkdir()
     for name, make in figures(evidence).items():
         save_png(make(), folder / FIGURES / name)
     for name, item in zip(result_files(evidence), evidence, strict=True):
         write_result(folder / RESULTS / name, item.original)
-    (folder / README).write_text(marked(str(card)), encoding="utf-8")
+    wrote = {name.as_posix(): file_digest(folder / name) for name in _files_in(folder)}
+    (folder / README).write_text(marked(str(card), files, wrote), encoding="utf-8")
 
 
-def marked(text: str) -> str:
-    """A card with the comment by which it is known that nobody changed it."""
-    text = text.rstrip("\n") + "\n"
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
+
+
+def marked(text: str, files: dict[str, str], wrote: dict[str, str]) -> str:
+    """A card with the comments by which it is known what it tells of, and that nobody changed it.
+
+    Args:
+        text: The card.
+        files: SHA-256 by name of the weights and config that it tells of.
+        wrote: SHA-256 by name of the figures and results that belong to it.
+    """
+    text = f"{text.rstrip(chr(10))}\n\n{card_record(files, wrote)}\n"
     return f"{text}\n<!-- lengthgen card, SHA-256 of the text above: {_sha256(text)} -->\n"
 
 
@@ -220,17 +236,43 @@ def _check_replaceable(readme: Path) -> None:
         )
 
 
-def _replace(folder: Path, new: Path) -> None:
-    """Move a finished card over the old one, and remove what that had beside it."""
-    written = {file.relative_to(new) for file in new.rglob("*") if file.is_file()}
+def _written_with(readme: Path) -> dict[Path, str]:
+    """SHA-256 of the figures and results that were written with a card, by name in the folder."""
+    if not readme.is_file():
+        return {}
+    record = read_card_record(readme.read_text(encoding="utf-8", errors="replace"))
+    names = {} if record is None else {Path(name): digest for name, digest in record["wrote"].items()}
+    ours = (FIGURES, RESULTS)
+    return {name: digest for name, digest in names.items() if _OURS.fullmatch(name.name) and str(name.parent) in ours}
+
+
+def _check_free(folder: Path, new: Path, old: dict[Path, str]) -> None:
+    """Refuse to write over a file that belongs to no card, or was changed since."""
+    taken = [
+        str(folder / name)
+        for name in _files_in(new)
+        if name != Path(README)
+        and (folder / name).exists()
+        and file_digest(folder / name) not in (old.get(name), file_digest(new / name))
+    ]
+    if taken:
+        raise ValueError(
+            f"Not written by lengthgen card, or changed since: {', '.join(taken)}. Move what you need of it out of "
+            f"{FIGURES}/ and {RESULTS}/, and give --overwrite."
+        )
+
+
+def _replace(folder: Path, new: Path, old: dict[Path, str]) -> None:
+    """Move a finished card over the old one, and remove what was written with that and nobody changed."""
+    written = _files_in(new)
     for kind in (FIGURES, RESULTS):
         (folder / kind).mkdir(exist_ok=True)
-    for file in sorted(written, key=lambda file: file.name == README):
+    for file in sorted(written, key=lambda file: file == Path(README)):
         os.replace(new / file, folder / file)
+    for file, digest in old.items():
+        if file not in written and (folder / file).is_file() and file_digest(folder / file) == digest:
+            (folder / file).unlink()
     for kind in (FIGURES, RESULTS):
-        for old in (folder / kind).iterdir():
-            if _OURS.fullmatch(old.name) and old.relative_to(folder) not in written:
-                old.unlink()
         if not any((folder / kind).iterdir()):
             (folder / kind).rmdir()
 

@@ -24,6 +24,7 @@ from hf_recurrent_lengthgen.plotting.names import with_names
 from hf_recurrent_lengthgen.records import (
     Lineage,
     Verification,
+    carded,
     portable,
     portable_command,
     portable_text,
@@ -56,6 +57,7 @@ class Checkpoint:
         tokenizer: Whether there is one.
         lineage: None if the folder has none.
         verification: None if the folder has none of these files.
+        files: SHA-256 by name of its weights and config.
         find_weights: Of some digests of weights, the one that these weights have, or None.
     """
 
@@ -65,6 +67,7 @@ class Checkpoint:
     tokenizer: bool
     lineage: Lineage | None
     verification: Verification | None
+    files: dict[str, str]
     find_weights: Callable[[set[str]], str | None]
 
     @property
@@ -148,14 +151,15 @@ def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
         raise ValueError(f"{path / 'config.json'} is damaged ({error}): copy or save it again.") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path / 'config.json'} is no config: it holds {type(config).__name__}.")
-    verification = read_verification(path)
+    verification, files = read_verification(path), verified_files(path)
     return Checkpoint(
         name=path.resolve().name,
         config=config,
         parameters=_parameters(path),
         tokenizer=any((path / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")),
         lineage=read_lineage(path),
-        verification=verification if verification is None or verification.files == verified_files(path) else None,
+        verification=verification if verification is None or verification.files == files else None,
+        files=carded(files),
         find_weights=_WeightsOf(path),
     )
 

@@ -15,7 +15,8 @@ files only, which must be of these weights.
   lengthgen card demo-output/cured --results evaluation/result.json retrieval/retrieval.json --language code
 
 The licence is that of the source, if it is known. The last lines say what the card lacks. A README.md that this
-command did not write, or that was changed since, is not replaced without --overwrite.
+command did not write, or that was changed since, is not replaced without --overwrite; nor are such figures and
+results.
 """
 
 
@@ -29,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         metavar="FILE",
         help="result.json of lengthgen evaluate or diagnose, retrieval.json of lengthgen retrieve (default: those in "
-        "results/ of the folder, which the last card quoted)",
+        "results/ of the folder that the last card quoted)",
     )
     parser.add_argument("--repo", metavar="OWNER/NAME", help="name on the Hub, for the code that loads it")
     parser.add_argument(
@@ -42,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         "--datasets", nargs="+", default=[], metavar="NAME", help="training data, by their names on the Hub"
     )
     parser.add_argument("--authors", nargs="+", default=[], metavar="NAME", help="who made it")
-    parser.add_argument("--overwrite", action="store_true", help="replace any README.md")
+    parser.add_argument("--overwrite", action="store_true", help="replace any README.md, figure and result file")
     return parser
 
 

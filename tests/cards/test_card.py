@@ -1,5 +1,6 @@
 """Cards of checkpoints that were really trained and measured; numbers are read again from the JSON of the results."""
 
+import hashlib
 import json
 import math
 import os
@@ -35,6 +36,8 @@ from hf_recurrent_lengthgen.records import (
     Source,
     Step,
     Verification,
+    card_files,
+    carded,
     read_lineage,
     verified_files,
     write_lineage,
@@ -368,6 +371,48 @@ def test_a_card_is_written_again_from_its_own_results(work: Work, tmp_path: Path
     assert write_card(folder, []).path.read_text() != first
     assert not (folder / "figures").exists()
     assert not (folder / "results").exists()
+
+
+def test_a_card_tells_which_files_it_is_of(work: Work, tmp_path: Path) -> None:
+    folder = work.copy("cured", tmp_path / "cured")
+    text = write_card(folder, [work.results]).path.read_text()
+    names = ("config.json", "model.safetensors")
+    assert card_files(text) == {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+    with open(folder / "model.safetensors", "ab") as file:
+        file.write(b"0")
+    assert card_files(text) != carded(verified_files(folder))
+
+
+def test_files_of_the_user_are_kept(work: Work, tmp_path: Path) -> None:
+    folder = work.copy("cured", tmp_path / "cured")
+    mine = {folder / "results" / "retrieval.json": "{}", folder / "figures" / "position_wise-2.png": "mine"}
+    for file, text in mine.items():
+        file.parent.mkdir()
+        file.write_text(text)
+    write_card(folder, [work.results])
+    write_card(folder)  # not of the result that nobody quoted
+    (folder / "results" / "comparison.json").write_text("changed")
+    write_card(folder, [])
+    assert {file: file.read_text() for file in mine} == mine
+    assert (folder / "results" / "comparison.json").read_text() == "changed"
+    assert not (folder / "figures" / "position_wise.png").exists()
+    old = (folder / "README.md").read_text()
+    with pytest.raises(ValueError, match=r"changed since: .*results/comparison\.json\. Move .* --overwrite"):
+        write_card(folder, [work.results])
+    assert (folder / "README.md").read_text() == old
+    assert (folder / "results" / "comparison.json").read_text() == "changed"
+    write_card(folder, [work.results], overwrite=True)
+    assert {file: file.read_text() for file in mine} == mine
+
+
+def test_a_card_of_a_stranger_deletes_nothing_outside(work: Work, tmp_path: Path) -> None:
+    folder = work.copy("cured", tmp_path / "cured")
+    (tmp_path / "diagnosis.json").write_text("mine")
+    digest = hashlib.sha256(b"mine").hexdigest()
+    names = ("../diagnosis.json", "results/../../diagnosis.json", str(tmp_path / "diagnosis.json"))
+    (folder / "README.md").write_text(card.marked("# Card\n", {}, dict.fromkeys(names, digest)))
+    write_card(folder)
+    assert (tmp_path / "diagnosis.json").read_text() == "mine"
 
 
 def test_an_interrupt_leaves_the_old_card(work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

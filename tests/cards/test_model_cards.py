@@ -7,7 +7,8 @@ import pytest
 
 from hf_recurrent_lengthgen.cards.card import CardSettings, check_card, marked, render
 from hf_recurrent_lengthgen.cards.facts import Checkpoint, read_evidence
-from hf_recurrent_lengthgen.records import read_lineage, read_verification
+from hf_recurrent_lengthgen.cards.results_section import figures, result_files
+from hf_recurrent_lengthgen.records import carded, file_digest, read_lineage, read_verification
 
 MODEL_CARDS = Path(__file__).parents[2] / "model_cards"
 RECORDS = Path(__file__).parent / "records"
@@ -18,13 +19,16 @@ def recorded(name: str) -> Checkpoint:
     """A checkpoint whose weights are not in the repository: their number and digest are."""
     folder = RECORDS / name
     weights = json.loads((folder / "weights.json").read_text())
+    verification = read_verification(folder)
+    assert verification is not None
     return Checkpoint(
         name=name,
         config=json.loads((folder / "config.json").read_text()),
         parameters=weights["parameters"],
         tokenizer=weights["tokenizer"],
         lineage=read_lineage(folder),
-        verification=read_verification(folder),
+        verification=verification,
+        files=carded(verification.files),
         find_weights=lambda wanted: weights["sha256"] if weights["sha256"] in wanted else None,
     )
 
@@ -46,8 +50,14 @@ def test_a_card_is_what_its_records_give(name: str) -> None:
         CardSettings(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}),
     )
     check_card(card)
-    assert (folder / "README.md").read_text(encoding="utf-8") == marked(str(card))
-    assert all((folder / "results" / path.name).is_file() for path in results)
+    wrote = {
+        f"{kind}/{file.name}": file_digest(file)
+        for kind in ("figures", "results")
+        for file in (folder / kind).iterdir()
+    }
+    assert (folder / "README.md").read_text(encoding="utf-8") == marked(str(card), checkpoint.files, wrote)
+    assert sorted(result_files(evidence)) == sorted(path.name for path in (folder / "results").iterdir())
+    assert sorted(figures(evidence)) == sorted(path.name for path in (folder / "figures").iterdir())
 
 
 @pytest.mark.parametrize("name", NAMES)
