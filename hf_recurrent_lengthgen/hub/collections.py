@@ -1,10 +1,8 @@
 """Collections of the Hub: lists of models that belong together."""
 
-from typing import Any
-
 from huggingface_hub import HfApi
 
-from hf_recurrent_lengthgen.hub.remote import again, once
+from hf_recurrent_lengthgen.hub.remote import again
 
 
 def add_to_collection(api: HfApi, collection: str, repo_id: str, private: bool = True) -> str:
@@ -23,19 +21,14 @@ def add_to_collection(api: HfApi, collection: str, repo_id: str, private: bool =
     Raises:
         ValueError: if the Hub refuses or fails.
     """
-    doing = f"Adding {repo_id} to the collection {collection}"
-    found: Any = None
-    slug = collection if "/" in collection else None
     owner = repo_id.partition("/")[0]
-    if slug is None:
-        listed = once(lambda: list(api.list_collections(owner=owner)), f"Listing the collections of {owner}")
-        slug = next((one.slug for one in listed if one.title == collection), None)
-    if slug is None:
-        found = again(
-            lambda: api.create_collection(collection, namespace=owner, private=private, exists_ok=True),
-            f"Creating the collection {collection}",
-        )
-        slug = found.slug
-    chosen = slug
-    found = again(lambda: api.add_collection_item(chosen, repo_id, "model", exists_ok=True), doing)
-    return str(found.url)
+
+    def slug_of_title() -> str:
+        # listed before each try, for an answer may get lost after the collection was made
+        listed = api.list_collections(owner=owner)
+        found = next((one.slug for one in listed if one.title == collection), None)
+        return found or str(api.create_collection(collection, namespace=owner, private=private, exists_ok=True).slug)
+
+    slug = collection if "/" in collection else again(slug_of_title, f"Making the collection {collection} of {owner}")
+    doing = f"Adding {repo_id} to the collection {collection}"
+    return str(again(lambda: api.add_collection_item(slug, repo_id, "model", exists_ok=True), doing).url)

@@ -3,8 +3,8 @@
 import os
 import re
 import shutil
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hf_recurrent_lengthgen.conversion.json_files import read_json_object
 from hf_recurrent_lengthgen.conversion.new_folders import check_new, new_folder
 from hf_recurrent_lengthgen.hub.contents import PICKLES, PUSHED, TRAINER_FILES, matches
 from hf_recurrent_lengthgen.hub.push import check_name
-from hf_recurrent_lengthgen.hub.remote import again, git_name, hub_api, list_files, once
+from hf_recurrent_lengthgen.hub.remote import again, git_name, hub_api, list_files
 from hf_recurrent_lengthgen.records import file_digest, read_verification, verified_files
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -41,10 +41,11 @@ def resolve_commit(repo_id: str, revision: str | None = None, token: str | None 
     # the client's cache remembers the revision with it, for use without a connection
 
     def remember() -> None:
-        with suppress(RemoteEntryNotFoundError):  # no checkpoint, which is told when its files are chosen
+        # without it there is no checkpoint, which is told when its files are chosen
+        with suppress(RemoteEntryNotFoundError), _as_lost():
             hf_hub_download(repo_id, "config.json", revision=revision, token=token or False)
 
-    once(remember, doing)
+    again(remember, doing)
     return str(info.sha)
 
 
@@ -131,16 +132,26 @@ def _checkpoint_files(repo_id: str, names: Sequence[str]) -> list[str]:
 
 def _download(repo_id: str, commit: str, names: Sequence[str], token: str | None) -> Path:
     escaped = [re.sub(r"([*?[])", r"[\1]", name) for name in names]
-    call = lambda: snapshot_download(repo_id, revision=commit, allow_patterns=escaped, token=token or False)  # noqa: E731
+
+    def call() -> str:
+        with _as_lost():
+            return snapshot_download(repo_id, revision=commit, allow_patterns=escaped, token=token or False)
+
+    return Path(again(call, f"Downloading {repo_id} (files that are complete are kept)"))
+
+
+@contextmanager
+def _as_lost() -> Iterator[None]:
+    """What the client tells as a file that its cache lacks is a Hub that it did not reach; the cause says why."""
     try:
-        return Path(once(call, f"Downloading {repo_id} (what is there already is kept)"))
+        yield
     except LocalEntryNotFoundError as error:
-        raise ValueError(f"Downloading {repo_id} failed, run it again: {error}") from error
+        raise ConnectionError(str(error)) from error
 
 
 def _is_file(path: Path, entry: RepoFile) -> bool:
     """Whether a downloaded file is what the Hub lists."""
-    if path.stat().st_size != entry.size:
+    if not path.is_file() or path.stat().st_size != entry.size:
         return False
     return file_digest(path) == entry.lfs.sha256 if entry.lfs is not None else git_name(path) == entry.blob_id
 

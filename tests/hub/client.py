@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import constants, hf_api
+from huggingface_hub import constants, file_download, hf_api
 from huggingface_hub.utils import _http
 
 from hf_recurrent_lengthgen.hub import remote
@@ -38,7 +38,7 @@ def connect(hub: Endpoint, home: Path, monkeypatch: pytest.MonkeyPatch, token: s
         monkeypatch.setenv("HF_TOKEN", token)
     names = {name: getattr(time, name) for name in dir(time) if not name.startswith("_")}
     impatient = SimpleNamespace(**names | {"sleep": waits.append})
-    for module in (_http, remote):
+    for module in (_http, file_download, remote):
         monkeypatch.setattr(module, "time", impatient)
     return waits
 

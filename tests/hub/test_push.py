@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from huggingface_hub import HfApi, get_collection
 
 from hf_recurrent_lengthgen.hub.push import plan_push, push_checkpoint
 
@@ -218,29 +217,132 @@ def test_who_may_not_push_is_told(
         assert hub.repositories == {}
 
 
-def test_a_collection_is_made_once_and_holds_the_model_once(hub: Endpoint, folder: Path) -> None:
-    first = push_checkpoint(folder, "user/name", collection="Cured models")
-    push_checkpoint(folder, "user/name", collection="Cured models")
-    (slug,) = hub.collections
-    push_checkpoint(folder, "user/other", collection=slug)
-    found = get_collection(slug)
-    assert [item.item_id for item in found.items] == ["user/name", "user/other"]
-    assert (found.title, found.private, found.url) == ("Cured models", True, first.collection)
-
-
-def test_a_collection_that_fails_leaves_the_push_done(hub: Endpoint, folder: Path) -> None:
-    result = push_checkpoint(folder, "user/name", collection="other/list-0")
-    assert result.collection is None
-    assert "Adding user/name to the collection other/list-0 failed: it is not there" in str(result.collection_problem)
-    assert HfApi().model_info("user/name").sha == result.commit
-
-
 def test_large_files_go_up_in_parts_where_the_hub_asks_for_it(hub: Endpoint, folder: Path) -> None:
     hub.part_size = 4000
     hub.fail("PUT", "/part/2", cut="request")
     push_checkpoint(folder, "user/name")
     assert hub.files("user/name") == pushed_files(folder)
     assert len(hub.asked("PUT", "/part/2")) == 2
+
+
+def test_a_gitignore_on_the_hub_leaves_nothing_out(hub: Endpoint, folder: Path) -> None:
+    hub.put("user/name", {".gitignore": b"harm.png\nmodel.safetensors\nlineage.json\nREADME.md\n"})
+    push_checkpoint(folder, "user/name")
+    assert hub.files("user/name") == pushed_files(folder) | {".gitignore": hub.files("user/name")[".gitignore"]}
+
+
+def test_a_repository_that_is_deleted_meanwhile_is_told_and_made_again(hub: Endpoint, folder: Path) -> None:
+    hub.create("user/name")
+    hub.fail("POST", "/commit/", call=lambda: hub.repositories.clear())
+    with pytest.raises(ValueError, match="Pushing to user/name failed: it is not there"):
+        push_checkpoint(folder, "user/name")
+    assert hub.repositories == {}
+    sent = len(hub.asked("PUT", "/upload/"))
+    push_checkpoint(folder, "user/name")
+    assert hub.files("user/name") == pushed_files(folder)
+    assert len(hub.asked("PUT", "/upload/")) == sent
+
+
+def test_the_answer_that_asks_to_wait_is_obeyed_within_bounds(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Endpoint() as hub:
+        waits = connect(hub, tmp_path / "hf", monkeypatch)
+        hub.fail("POST", "/commit/", status=429, retry_after=17)
+        hub.fail("POST", "/commit/", status=429, retry_after=100_000)
+        push_checkpoint(folder, "user/name")
+        assert 17 in waits
+        assert max(waits) == 60
+
+
+def test_everything_that_is_wrong_with_a_folder_is_told_at_once(
+    hub: Endpoint, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    outside = tmp_path / "outside.json"
+    outside.write_text("{}")
+    (folder / "results" / "linked.json").symlink_to(outside)
+    (folder / "results" / "nothing.json").symlink_to(tmp_path / "gone.json")
+    secret = "hf_" + "a" * 34
+    (folder / "results" / "run.json").write_text(f'{{"data": "/home/somebody/texts",\n "key": "{secret}"}}')
+    (folder / ".env").write_text("A=b")
+    (folder / "README.md").unlink()
+    (folder / "verification.json").unlink()
+    with pytest.raises(ValueError, match="cannot be pushed") as caught:
+        push_checkpoint(folder, "user/name", include=["notes/*.md"])
+    told = str(caught.value)
+    for part in (
+        "--include notes/*.md matches no file",
+        ".env holds secrets, by its name",
+        "results/linked.json is a link to a file outside of the folder",
+        "results/nothing.json is a link to nothing",
+        "results/run.json, line 1: a path of your machine: /home/somebody/texts",
+        "results/run.json, line 2: a Hub token: take it out",
+        f"it has no card: lengthgen card {folder}",
+        f"it has not been verified: run lengthgen verify {folder}",
+        "there is no token of the Hub",
+    ):
+        assert part in told
+    assert secret not in told
+    assert hub.requests == []
+
+
+def damage(name: str, content: str | bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "your token": (damage("results/a.json", '"hf_test"'), r"results/a.json, line 1: your Hub token"),
+    "key": (damage("README.md", CARD + "-----BEGIN RSA PRIVATE KEY-----"), r"README.md, line 7: a private key"),
+    "wandb": (damage("recipe.yaml", "wandb_key: " + "0a" * 20), "a key of Weights & Biases"),
+    "windows": (damage("README.md", CARD + r"C:\Users\me\texts"), r"a path of your machine: C:.Users.me"),
+    "home": (damage("results/a.json", f'"{Path.home()}/x"'), "results/a.json, line 1: a path of your machine"),
+    "header": (
+        damage("states/b.safetensors", (40).to_bytes(8, "little") + b'{"__metadata__":{"a":"/home/me/texts"}} '),
+        r"states/b.safetensors, line 1: a path of your machine: /home/me/texts",
+    ),
+    "failed": (lambda folder: verify(folder, 1.0), "its verification did not pass .logits against itself"),
+    "damaged verification": (damage("verification.json", "{"), "its verification is damaged"),
+    "code added": (damage("more.py", "pass"), r"changed since it was verified .more.py"),
+    "card": (damage("README.md", "# No metadata"), "README.md has no metadata"),
+    "bad card": (damage("README.md", "---\na: [\n---\n"), "the metadata of README.md cannot be read"),
+    "adapter": (damage("adapter_config.json", "{}"), "it holds an adapter.*merge_and_unload"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "it holds no config.json"),
+    "config": (damage("config.json", "{"), "config.json is damaged"),
+    "no code": (damage("config.json", '{"model_type": "stateful_mamba2"}'), "has no auto_map"),
+    "less code": (
+        lambda folder: (folder / "modeling_stateful_mamba2.py").unlink(),
+        "code that config.json names is missing: modeling_stateful_mamba2.py",
+    ),
+    "only pickles": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        "it holds no weights as safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_folder_with_this_is_refused_before_the_hub_is_asked(
+    change: Callable[[Path], object], message: str, hub: Endpoint, folder: Path
+) -> None:
+    change(folder)
+    with pytest.raises(ValueError, match=message):
+        push_checkpoint(folder, "user/name")
+    assert hub.requests == []
+
+
+def test_pickles_stay_also_where_they_are_included(hub: Endpoint, folder: Path) -> None:
+    (folder / "weights.pt").write_bytes(b"x")
+    plan = plan_push(folder, "user/name", include=["notes.txt", "*.pt"])
+    assert plan.left_out["weights.pt"] == "may run code when it is loaded"
+    assert plan.refusals == ("--include *.pt matches no file that may be pushed",)
+    assert "notes.txt" in {file.name for file in plan.files}
+
+
+def test_vocabularies_may_look_like_paths(hub: Endpoint, folder: Path) -> None:
+    (folder / "vocab.json").write_text('{"/home/me": 1}')
+    push_checkpoint(folder, "user/name")
+    assert "vocab.json" in hub.files("user/name")
 
 
 def test_weights_that_changed_after_the_verification_are_refused_until_verified_again(

@@ -1,0 +1,250 @@
+"""A pull is a whole commit, checked, or nothing; and what was downloaded is not downloaded again."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from hf_recurrent_lengthgen.hub.pull import pull_checkpoint, resolve_commit, unverified
+from hf_recurrent_lengthgen.hub.push import push_checkpoint
+
+from .checkpoints import pushed_files
+from .client import TOKEN
+from .endpoint import Endpoint
+from .store import Blob
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if not path.is_dir()}
+
+
+@pytest.fixture
+def commit(hub: Endpoint, folder: Path) -> str:
+    return push_checkpoint(folder, "user/name").commit
+
+
+def replaced(hub: Endpoint, name: str, blob: Blob) -> None:
+    """Let the latest commit hold another content, as no client could have put it there."""
+    repository = hub.repositories["user/name"]
+    now = repository.at("main")
+    repository.commits[now.id] = dataclasses.replace(now, files=now.files | {name: blob})
+
+
+def test_what_was_pushed_comes_back_and_its_verification_holds(
+    hub: Endpoint, folder: Path, commit: str, tmp_path: Path
+) -> None:
+    output = pull_checkpoint("user/name", None, tmp_path / "out")
+    assert files_of(output) == pushed_files(folder)
+    assert unverified(output) is None
+    assert not any(path.is_symlink() for path in output.rglob("*"))
+    (output / "model.safetensors").write_bytes(b"other")
+    assert unverified(output) == "model.safetensors changed since it was verified"
+    (output / "verification.json").unlink()
+    assert unverified(output) == "it brings no verification"
+
+
+def test_a_commit_stays_what_it_was_and_a_branch_moves(hub: Endpoint, commit: str, tmp_path: Path) -> None:
+    later = hub.put("user/name", {"README.md": b"later"})
+    hub.repositories["user/name"].branches["other"] = commit
+    assert resolve_commit("user/name") == later
+    assert resolve_commit("user/name", "other") == resolve_commit("user/name", commit[:8]) == commit
+    assert (pull_checkpoint("user/name", "main", tmp_path / "main") / "README.md").read_bytes() == b"later"
+    for number, revision in enumerate((commit, commit[:8], "other")):
+        assert (pull_checkpoint("user/name", revision, tmp_path / f"{number}") / "README.md").read_bytes() != b"later"
+
+
+def test_a_branch_that_moves_during_the_pull_mixes_nothing(hub: Endpoint, commit: str, tmp_path: Path) -> None:
+    first = hub.files("user/name")
+    other = {"model.safetensors": b"other weights", "config.json": b"{}"}
+    hub.fail("GET", "/tree/", call=lambda: hub.put("user/name", other))
+    assert files_of(pull_checkpoint("user/name", None, tmp_path / "out")) == first
+
+
+def test_only_the_files_of_a_checkpoint_are_taken(hub: Endpoint, commit: str, tmp_path: Path) -> None:
+    before = hub.files("user/name")
+    others = ("pytorch_model.bin", "training_args.bin", "setup.sh", "initial_states_1.safetensors", "deep/er.py")
+    hub.put("user/name", dict.fromkeys(others, b"x"))
+    assert files_of(pull_checkpoint("user/name", None, tmp_path / "out")) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../evil.py", "../../evil.json", "figures/../../evil.png", "/evil.py", "figures//evil.png", "..\\evil.py"],
+)
+def test_names_that_lead_out_of_the_folder_write_nothing_there(
+    name: str, hub: Endpoint, commit: str, tmp_path: Path
+) -> None:
+    before = hub.files("user/name")
+    replaced(hub, name, Blob(b"evil"))
+    try:
+        output = pull_checkpoint("user/name", None, tmp_path / "a" / "b" / "out")
+        written = files_of(output)
+    except ValueError:
+        written = before
+        assert not (tmp_path / "a").exists()
+    assert written.items() >= before.items()
+    evil = [path for path in tmp_path.rglob("*evil*") if (tmp_path / "a" / "b" / "out") not in path.parents]
+    assert evil == []
+    assert not Path("/evil.py").exists()
+
+
+def test_content_that_is_not_what_its_hash_says_is_refused(hub: Endpoint, commit: str, tmp_path: Path) -> None:
+    weights = hub.files("user/name")["model.safetensors"]
+    digest = hashlib.sha256(weights).hexdigest()
+    hub.large_files[digest] = weights[:-1] + b"?"
+    with pytest.raises(ValueError, match=r"model\.safetensors of user/name came with other content than its hash"):
+        pull_checkpoint("user/name", None, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
+    hub.large_files[digest] = weights
+    assert (pull_checkpoint("user/name", None, tmp_path / "out") / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize("pattern", ["/large/", "/resolve/.*/config.json"])
+def test_content_that_was_damaged_once_is_downloaded_once_more(
+    pattern: str, hub: Endpoint, folder: Path, commit: str, tmp_path: Path
+) -> None:
+    hub.fail("GET", pattern, corrupt=True)
+    assert files_of(pull_checkpoint("user/name", None, tmp_path / "out")) == pushed_files(folder)
+
+
+def test_a_cut_pull_leaves_nothing_and_the_next_one_goes_on(
+    hub: Endpoint, folder: Path, commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    hub.fail("GET", f"/large/{digest}", cut="answer", times=1000)
+    with pytest.raises(
+        ValueError, match=r"Downloading user/name \(files that are complete are kept\) failed: the conn"
+    ):
+        pull_checkpoint("user/name", None, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    complete = {path.name for path in (tmp_path / "hf").rglob("blobs/*") if path.suffix != ".incomplete"}
+    assert hashlib.sha256((folder / "figures" / "harm.png").read_bytes()).hexdigest() in complete
+    hub.faults.clear()
+    hub.fail("GET", f"/large/{digest}", cut="body")
+    done = len(hub.requests)
+    assert files_of(pull_checkpoint("user/name", None, tmp_path / "out")) == pushed_files(folder)
+    large = [request for request in hub.requests[done:] if request.path.startswith("/large/")]
+    assert complete.isdisjoint(request.path.removeprefix("/large/") for request in large)
+    assert [request.headers.get("range") for request in large if request.path.endswith(digest)] == [
+        None,
+        "bytes=5000-",
+    ]
+
+
+def test_a_second_pull_downloads_no_file_again(hub: Endpoint, commit: str, tmp_path: Path) -> None:
+    pull_checkpoint("user/name", None, tmp_path / "one")
+    done = len(hub.requests)
+    pull_checkpoint("user/name", None, tmp_path / "two")
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
+    assert [
+        request.path for request in hub.requests[done:] if request.method == "GET" and "/large/" in request.path
+    ] == []
+
+
+def test_without_a_connection_a_pull_comes_from_the_cache_if_it_is_complete(
+    hub: Endpoint, folder: Path, commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pull_checkpoint("user/name", None, tmp_path / "one")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    done = len(hub.requests)
+    for number, revision in enumerate((None, commit)):
+        assert files_of(pull_checkpoint("user/name", revision, tmp_path / f"{number}")) == pushed_files(folder)
+    with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set, and user/none at main has not been downloaded"):
+        pull_checkpoint("user/none", None, tmp_path / "none")
+    (cached,) = (tmp_path / "hf").rglob("snapshots/*/model.safetensors")
+    blob = cached.resolve()
+    content = blob.read_bytes()
+    blob.write_bytes(content[:-1] + b"?")
+    with pytest.raises(ValueError, match=r"model\.safetensors of user/name came with other content"):
+        pull_checkpoint("user/name", None, tmp_path / "damaged")
+    blob.unlink()
+    cached.unlink()
+    with pytest.raises(ValueError, match="has not been downloaded completely"):
+        pull_checkpoint("user/name", None, tmp_path / "damaged")
+    assert not (tmp_path / "damaged").exists()
+    assert len(hub.requests) == done
+
+
+def test_what_is_there_already_stays_and_nothing_is_asked(hub: Endpoint, commit: str, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    done = len(hub.requests)
+    with pytest.raises(ValueError, match="is there already and not an empty folder"):
+        pull_checkpoint("user/name", None, tmp_path / "out")
+    assert files_of(tmp_path / "out") == {"mine.txt": b"mine"}
+    assert len(hub.requests) == done
+    (tmp_path / "empty").mkdir()
+    assert "config.json" in files_of(pull_checkpoint("user/name", None, tmp_path / "empty"))
+
+
+def test_a_full_disk_leaves_nothing(
+    hub: Endpoint, commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: Path, target: Path) -> None:
+        target.write_bytes(b"part")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfile", full)
+    with pytest.raises(OSError, match="No space left"):
+        pull_checkpoint("user/name", None, tmp_path / "out")
+    assert [path for path in tmp_path.iterdir() if "out" in path.name] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "message"),
+    [
+        ("a/b/c", None, "cannot be a name on the Hub"),
+        ("user/none", None, "Looking for revision main of user/none failed: it is not there"),
+        ("user/name", "nowhere", "Looking for revision nowhere of user/name failed: it is not there"),
+        ("user/name", "0" * 40, "Listing user/name failed: it is not there"),
+        ("user/pickles", None, r"no weights as safetensors, only pytorch_model.bin: lengthgen convert user/pickles"),
+        ("user/texts", None, "user/texts holds no config.json, so it is no checkpoint"),
+    ],
+)
+def test_what_cannot_be_pulled_is_told(
+    name: str, revision: str | None, message: str, hub: Endpoint, commit: str, tmp_path: Path
+) -> None:
+    hub.put("user/pickles", {"config.json": b"{}", "pytorch_model.bin": b"x"})
+    hub.put("user/texts", {"train.jsonl": b"{}"})
+    with pytest.raises(ValueError, match=message):
+        pull_checkpoint(name, revision, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_who_may_not_read_is_told(hub: Endpoint, commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.accounts["hf_other"] = type(hub.accounts[TOKEN])("other")
+    for token, message in (("hf_other", "not there"), ("hf_wrong", "does not accept the token")):
+        with pytest.raises(ValueError, match=message):
+            pull_checkpoint("user/name", None, tmp_path / "out", token=token)
+    hub.repositories["user/name"].private, hub.repositories["user/name"].gated = False, True
+    with pytest.raises(ValueError, match="access to it must be asked for on its page"):
+        pull_checkpoint("user/name", None, tmp_path / "out", token="hf_other")
+    monkeypatch.delenv("HF_TOKEN")
+    hub.repositories["user/name"].gated = False
+    pull_checkpoint("user/name", None, tmp_path / "public")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("method", "pattern", "what"),
+    [
+        ("GET", "/revision/", {"status": 503, "times": 2}),
+        ("GET", "/revision/", {"cut": "answer"}),
+        ("GET", "/tree/", {"status": 429, "retry_after": 3}),
+        ("GET", "/tree/", {"cut": "body"}),
+        ("GET", "/large/", {"status": 503, "times": 2}),
+        ("GET", "/large/", {"cut": "body", "times": 3}),
+        ("HEAD", "/resolve/", {"cut": "answer", "times": 2}),
+        ("HEAD", "/resolve/", {"status": 503, "times": 2}),
+    ],
+)
+def test_what_passes_is_waited_for(
+    method: str, pattern: str, what: dict[str, object], hub: Endpoint, folder: Path, commit: str, tmp_path: Path
+) -> None:
+    hub.fail(method, pattern, **what)
+    assert files_of(pull_checkpoint("user/name", None, tmp_path / "out")) == pushed_files(folder)
+    assert not any(one.times for one in hub.faults)
