@@ -25,6 +25,7 @@ from hf_recurrent_lengthgen.cards.results_section import (
     RESULTS,
     commands_section,
     comparison_section,
+    diagnosis_section,
     figures,
     position_wise_image,
     result_files,
@@ -187,8 +188,9 @@ def _measured(evidence: Sequence[Evidence], first: bool) -> list[str]:
         return []
     parts = ["## Results"]
     for item, name in zip(evidence, names, strict=True):
-        used, images = images[: (here := 2 if item.compared else 1)], images[here:]
-        parts.append((comparison_section if item.compared else retrieval_section)(item, name, used))
+        used, images = images[: (here := len(figures([item])))], images[here:]
+        section = comparison_section if item.compared else retrieval_section if item.retrieved else diagnosis_section
+        parts.append(section(item, name, used))
     return [*parts, "### To measure again", commands_section(evidence)]
 
 

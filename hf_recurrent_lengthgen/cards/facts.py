@@ -96,11 +96,19 @@ class _Namespace:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A result file: its kind, its content, and which of its models is this checkpoint."""
+    """A result file.
+
+    Attributes:
+        kind: Of the file.
+        original: Its content.
+        own: Which of its models is this checkpoint.
+        repeated: Whether another file holds its evaluations, too.
+    """
 
     kind: str
     original: Result
     own: int
+    repeated: bool = False
 
     @property
     def result(self) -> Result:
@@ -111,9 +119,9 @@ class Evidence:
 
     @property
     def compared(self) -> list[ComparedModel]:
-        """The evaluated models, this checkpoint first; none of a retrieval."""
+        """The evaluated models, this checkpoint first; none of a retrieval, and of what another file holds."""
         result = self.result
-        if isinstance(result, RetrievalComparison):
+        if isinstance(result, RetrievalComparison) or self.repeated:
             return []
         models = list(result.comparison.models if isinstance(result, Diagnosis) else result.models)
         return [models[self.own], *models[: self.own], *models[self.own + 1 :]]
@@ -197,7 +205,24 @@ def read_evidence(checkpoint: Checkpoint, files: Sequence[str | os.PathLike[str]
     Raises:
         ValueError: for files of another kind, and results of other weights or of other forgetting.
     """
-    return tuple(_evidence(checkpoint, Path(file)) for file in files)
+    found: list[Evidence] = []
+    for item in sorted(
+        (_evidence(checkpoint, Path(file)) for file in files), key=lambda item: item.kind == "diagnosis"
+    ):
+        own, others = _measurement(item.original), [_measurement(other.original) for other in found]
+        found.append(replace(item, repeated=bool(own) and any(own <= other for other in others)))
+    return tuple(found)
+
+
+def _measurement(result: Result) -> set[tuple[Any, ...]]:
+    """What was measured of long texts, without what came out; nothing of a retrieval."""
+    if isinstance(result, RetrievalComparison):
+        return set()
+    common = ("model", "weights", "training_length", "evaluated_length", "sequences", "confidence", "data")
+    return {
+        (*(getattr(model.evaluation, name) for name in common), model.evaluation.harm.threshold, model.role)
+        for model in result.models
+    }
 
 
 def _evidence(checkpoint: Checkpoint, file: Path) -> Evidence:

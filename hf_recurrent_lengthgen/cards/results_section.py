@@ -6,10 +6,11 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from hf_recurrent_lengthgen.cards.facts import Evidence
+from hf_recurrent_lengthgen.cards.facts import Evidence, evaluations
 from hf_recurrent_lengthgen.cards.markdown import code, escape, fence, link, table
 from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Curve, Estimate, EvaluationResult
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalResult, Share
+from hf_recurrent_lengthgen.plotting.diagnosis_findings import facts
 from hf_recurrent_lengthgen.plotting.figures import context_harm_figure, position_wise_figure
 from hf_recurrent_lengthgen.plotting.findings import number_text, status
 from hf_recurrent_lengthgen.plotting.page_parts import definitions
@@ -145,12 +146,20 @@ def mean_over(result: EvaluationResult, start: int, stop: int) -> float | None:
     return math.fsum(curve.mean[i] * (curve.edges[i + 1] - curve.edges[i]) for i in bins) / (stop - start)
 
 
+def diagnosis_section(item: Evidence, name: str, images: Sequence[str]) -> str:
+    """What a diagnosis adds to an evaluation that stands in another section."""
+    told = _extra(item) or ["It measured what the evaluation above did, and nothing else."]
+    return "\n\n".join(
+        ["### Diagnosis", *told, f"All numbers: {link(code(f'{RESULTS}/{name}'), f'{RESULTS}/{name}')}."]
+    )
+
+
 def _extra(item: Evidence) -> list[str]:
     """What only a diagnosis has."""
     found = item.diagnosed
     if found is None:
         return []
-    told = []
+    told = [f"- {title}: {escape(text)}." for title, text in facts(found) if title not in _WITH_INTERVALS]
     if found.remembrance is not None and (beyond := found.remembrance.beyond_training) is not None:
         told.append(
             f"- Effective remembrance: what lies further back than the training length changes predictions by "
@@ -160,6 +169,9 @@ def _extra(item: Evidence) -> list[str]:
         told.append(f"- Long-short misalignment: {_estimate(found.misalignment)} nats.")
     told += [f"- Not measured: {escape(what)} ({escape(why)})." for what, why in found.refused.items()]
     return ["\n".join(told)] if told else []
+
+
+_WITH_INTERVALS = ("Effective Remembrance", "Misalignment")
 
 
 def retrieval_section(item: Evidence, name: str, images: Sequence[str]) -> str:
@@ -192,7 +204,7 @@ def commands_section(evidence: Sequence[Evidence]) -> str:
     """The commands that made the numbers, and with what."""
     found: list[EvaluationResult | RetrievalResult] = []
     for item in evidence:
-        found += [*(model.evaluation for model in item.compared[:1]), *item.retrieved[:1]]
+        found.append(evaluations(item.original)[item.own])
     commands = list(dict.fromkeys(result.command for result in found if result.command))
     with_what = list(
         dict.fromkeys(

@@ -616,6 +616,33 @@ def test_a_diagnosis_is_shown_as_an_evaluation_and_more(work: Work, tmp_path: Pa
     assert "(results/diagnosis.json)" in text
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_evaluation_that_is_also_in_a_diagnosis_is_shown_once(work: Work, tmp_path: Path, order: int) -> None:
+    near = Estimate(0.25, 0.2, 0.3)
+    found = [model.evaluation for model in read_result(work.results, Comparison).models]
+
+    def written_with(*evaluations: Any) -> str:
+        roles = ("base", "cured")
+        models = tuple(
+            DiagnosedModel(role, replace(evaluation, command="lengthgen diagnose a"), None, None, near, None, {})
+            for role, evaluation in zip(roles, evaluations, strict=True)
+        )
+        write_result(tmp_path / "diagnosis.json", Diagnosis("Diagnosis", models, None))
+        return str(build_card(work.cured, [work.results, tmp_path / "diagnosis.json"][::order]))
+
+    text = written_with(*found)
+    assert (text.count("| Loss inside 8 bytes |"), text.count("- Measured on 3 texts")) == (1, 1)
+    assert "-2.png" not in text
+    assert len(ModelCard(text).data.eval_results) == 3
+    assert "- Long-short misalignment: 0.250 [0.200, 0.300] nats." in text.partition("### Diagnosis")[2]
+    assert "(results/diagnosis.json)" in text
+    assert "lengthgen diagnose a" in text
+    other = written_with(
+        *(replace(evaluation, data=replace(evaluation.data, digest="0" * 64)) for evaluation in found)
+    )
+    assert other.count("| Loss inside 8 bytes |") == 2
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
