@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,21 +94,47 @@ def write_torch(path: Path, entries: Sequence[Entry], shared: Mapping[str, str] 
     tensors |= {name: tensors[other] for name, other in (shared or {}).items()}
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(tensors)
-    # torch.save writes through the same class, but takes all tensors at once.
-    archive: Any = torch._C.PyTorchFileWriter(str(path))
-    archive.write_record("data.pkl", buffer.getvalue(), len(buffer.getvalue()))
-    archive.write_record("byteorder", sys.byteorder, len(sys.byteorder))
-    with _progress(entries) as written:
-        for number, entry in enumerate(entries):
-            data = _bytes_of(entry)
-            if data.untyped_storage().nbytes() != data.numel():
-                data = data.clone()  # for a record is the beginning of a storage
-            archive.write_record(f"data/{number}", data.untyped_storage(), data.numel())
-            written(data.numel())
-            del data
-    archive.write_end_of_file()
-    with open(path, "rb") as file:
+    with open(path, "xb") as file:
+        output = _Output(file)
+        # torch.save writes through the same class, but takes all tensors at once.
+        archive: Any = torch._C.PyTorchFileWriter(output)
+        archive.write_record("data.pkl", buffer.getvalue(), len(buffer.getvalue()))
+        archive.write_record("byteorder", sys.byteorder, len(sys.byteorder))
+        with _progress(entries) as written:
+            for number, entry in enumerate(entries):
+                data = _bytes_of(entry)
+                if data.untyped_storage().nbytes() != data.numel():
+                    data = data.clone()  # for a record is the beginning of a storage
+                archive.write_record(f"data/{number}", data.untyped_storage(), data.numel())
+                output.check()
+                written(data.numel())
+                del data
+        archive.write_end_of_file()
+        output.check()
+        file.flush()
         os.fsync(file.fileno())
+
+
+class _Output:
+    """A file for torch's writer, whose destructor ends the process if a write fails: errors are kept for `check`."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._error: BaseException | None = None
+
+    def write(self, data: Any) -> int:
+        """All of it, or after an error nothing."""
+        if self._error is None:
+            try:
+                self._file.write(data)
+            except BaseException as error:  # an interrupt, too
+                self._error = error
+        return len(data)
+
+    def check(self) -> None:
+        """Raise what went wrong."""
+        if self._error is not None:
+            raise self._error
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import resource
 import struct
 import weakref
 from collections.abc import Callable
@@ -54,6 +55,17 @@ def sharded(folder: Path, container: str = "safetensors") -> Path:
     index = {"metadata": {}, "weight_map": {name: file for file, values in parts.items() for name in values}}
     (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
     return folder
+
+
+def test_a_full_disk_is_an_error_and_does_not_end_the_process(tmp_path: Path) -> None:
+    large = entries({"large": torch.zeros(2**20), "more": torch.zeros(9)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))  # bytes of a file
+    try:
+        with pytest.raises(OSError, match="too large"):
+            write_torch(tmp_path / "model.pth", large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_safetensors_reads_what_is_written(tmp_path: Path) -> None:
