@@ -82,7 +82,7 @@ def convert_checkpoint(
     layout = detect(settings, files.metas, source) if format is None else named_format(format)
     if not layout.recognizes(settings, files.metas):
         raise ValueError(f"{source} is no checkpoint of {layout.title}: leave out the format, so that it is detected.")
-    config = layout.to_config(settings, files.metas)
+    config = layout.config_of(settings, files.metas)
     if layout.keeps_config:
         setattr(config, SOURCE_CONFIG, {"format": layout.name, "config": settings})
     known_length = TRAINING_LENGTHS.get(found.name if found.on_hub else "")

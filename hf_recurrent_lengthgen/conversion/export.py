@@ -7,7 +7,14 @@ from typing import Any
 
 from hf_recurrent_lengthgen.conversion.convert import read_settings
 from hf_recurrent_lengthgen.conversion.exported_configs import check_exportable, exported_config
-from hf_recurrent_lengthgen.conversion.formats import MODEL_CLASSES, Format, Settings, expected_shapes, tied_names
+from hf_recurrent_lengthgen.conversion.formats import (
+    MODEL_CLASSES,
+    Format,
+    Settings,
+    config_errors,
+    expected_shapes,
+    tied_names,
+)
 from hf_recurrent_lengthgen.conversion.json_files import write_settings_file
 from hf_recurrent_lengthgen.conversion.key_maps import expand, to_theirs
 from hf_recurrent_lengthgen.conversion.new_folders import check_new, new_folder
@@ -69,7 +76,7 @@ def our_config(settings: Settings | None, where: str) -> Any:
     """The config of a checkpoint of ours, without its code.
 
     Raises:
-        ValueError: for another one.
+        ValueError: for another one, and values of a wrong type.
     """
     model_type = (settings or {}).get("model_type")
     if settings is None or model_type not in MODEL_CLASSES:
@@ -78,7 +85,8 @@ def our_config(settings: Settings | None, where: str) -> Any:
             f"{where} has {has}, so it is no checkpoint of this package: `lengthgen convert` makes one of it."
         )
     kept = {name: value for name, value in settings.items() if name not in ("architectures", "auto_map")}
-    return MODEL_CLASSES[model_type].config_class.from_dict(kept)
+    with config_errors(f"The config.json of {where}"):
+        return MODEL_CLASSES[model_type].config_class.from_dict(kept)
 
 
 def _shared_head(layout: Format, config: Any, names: Mapping[str, str]) -> dict[str, str]:

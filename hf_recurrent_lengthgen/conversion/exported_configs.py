@@ -67,12 +67,12 @@ def exported_config(format: Format, config: Any, metas: Mapping[str, Meta]) -> S
     kept = getattr(config, SOURCE_CONFIG, None) or {}
     same = kept.get("format") == format.name
     if plain is not None and same:
-        before = format.from_config(format.to_config(kept["config"], metas)) or {}
+        before = format.from_config(format.config_of(kept["config"], metas)) or {}
         changed = {name: value for name, value in plain.items() if name not in before or before[name] != value}
         plain = {**kept["config"], **changed}
     if plain is not None and "model_type" in plain:
         _set_dtype(plain, config, named=bool(plain.get("dtype") or plain.get("torch_dtype")) or not same)
-    _check_same(format, uniform(config), format.to_config(plain, metas))
+    _check_same(format, uniform(config), format.config_of(plain, metas))
     return plain
 
 

@@ -170,6 +170,8 @@ def _our_fields(given: Settings, kind: str) -> Settings:
     if kind not in ("mamba", "mamba2"):
         return fields
     fields = DEFAULTS[kind] | fields
+    if "dt_limit" in fields:
+        fields["dt_limit"] = [float(limit) for limit in fields["dt_limit"]]
     hidden, expand = fields.get("hidden_size", 2048), fields["expand"]
     inner = fields.pop("intermediate_size", expand * hidden)
     if type(expand) is not int or inner != expand * hidden:

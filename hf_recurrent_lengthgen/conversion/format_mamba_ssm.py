@@ -92,6 +92,7 @@ def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
 
 def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:
     given = DEFAULTS | check_settings(settings, DEFAULTS, WHERE)
+    _check_kinds(given, DEFAULTS, WHERE)
     if given["attn_layer_idx"]:
         raise ValueError(
             f"{WHERE} has softmax attention in the layers {given['attn_layer_idx']} (attn_layer_idx), which has no "
@@ -108,6 +109,7 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
     if layer not in LAYERS:
         raise ValueError(f"{WHERE} has layers of the kind {layer!r}, possible are {', '.join(LAYERS)} (ssm_cfg).")
     mixer = LAYERS[layer] | check_settings(layer_settings, LAYERS[layer], f"ssm_cfg of {WHERE.lower()}")
+    _check_kinds(mixer, LAYERS[layer], f"{WHERE} in ssm_cfg")
     inner = mixer["expand"] * given["d_model"]
     needs: Settings = {
         "d_ssm": (None, inner),
@@ -118,8 +120,8 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
     for name, possible in needs.items():
         if name in mixer and mixer[name] not in possible:
             raise ValueError(f"{WHERE} has {name} {mixer[name]!r} in ssm_cfg, which must be {possible[-1]!r}.")
-    if type(mixer["expand"]) is not int:
-        raise ValueError(f"{WHERE} has expand {mixer['expand']!r} in ssm_cfg, which must be a whole number.")
+    if "dt_limit" in mixer:
+        mixer["dt_limit"] = [float(limit) for limit in mixer["dt_limit"]]
     fields: Settings = {ours: mixer[theirs] for theirs, ours in FIELDS[layer].items()}
     fields |= {
         "hidden_size": given["d_model"],
@@ -136,6 +138,26 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
     if layer == "Mamba1":
         return StatefulMambaConfig(**fields)
     return StatefulMamba2Config(**fields, num_heads=inner // mixer["headdim"])
+
+
+def _check_kinds(given: Settings, defaults: Settings, where: str) -> None:
+    """Raise a `ValueError` for a value of another kind than the default; null stands for an empty object or list."""
+    for name, default in defaults.items():
+        value, kind = given[name], type(default)
+        fits, needed = {
+            bool: (type(value) is bool, "true or false"),
+            int: (type(value) is int and value >= bool(default), f"a whole number, {int(bool(default))} or more"),
+            float: (type(value) in (int, float), "a number"),
+            dict: (isinstance(value, dict | None), "an object"),
+            list: (isinstance(value, list | None), "a list"),
+            tuple: (_is_pair(value), "a list of two numbers"),
+        }.get(kind, (True, ""))
+        if not fits:
+            raise ValueError(f"{where} has {name} {value!r}, which must be {needed}.")
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(type(part) in (int, float) for part in value)
 
 
 def _padded(size: int, multiple: int) -> int:

@@ -1,10 +1,12 @@
 """Layouts of checkpoints: how each is recognized, and how its config and names become ours and back."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
@@ -32,6 +34,16 @@ GENERIC_SETTINGS = {
 """Entries of any config.json of Transformers."""
 
 
+@contextmanager
+def config_errors(where: str = "config.json") -> Iterator[None]:
+    """Make a `ValueError` of what config classes and sizes of models say to values of a wrong type or size."""
+    try:
+        yield
+    except (StrictDataclassError, TypeError, ArithmeticError, AttributeError, LookupError, RuntimeError) as error:
+        told = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"{where} holds a value that no model can have ({told[-1].strip()}): correct it.") from error
+
+
 def _none(config: Any, metas: Mapping[str, Meta]) -> None:
     return None
 
@@ -46,7 +58,8 @@ class Format:
         families: Our model types that it can hold.
         container: The kind of files that its own library reads.
         recognizes: From its config.json (None without one) and the names, shapes and dtypes of the weights.
-        to_config: From the same, our config. ValueError for what we cannot represent, by name.
+        to_config: From the same, our config. ValueError for what we cannot represent, by name. `config_of` is to be
+            called instead.
         from_config: From our config, its config.json; None for layouts without one. ValueError for what it cannot
             represent. `exported_config` is to be called instead.
         renames: From our config, the map of all our tensors; "{layer}" for each layer is allowed.
@@ -76,6 +89,22 @@ class Format:
     older: Callable[[Any, Mapping[str, Meta]], Sequence[Rename] | None] = _none
     from_shapes: tuple[str, ...] = ()
 
+    def config_of(self, settings: Settings | None, metas: Mapping[str, Meta]) -> Any:
+        """Our config of theirs.
+
+        Raises:
+            ValueError: for what we cannot represent, values of a wrong type, and more layers than there are tensors.
+        """
+        with config_errors():
+            config = self.to_config(settings, metas)
+            layers: Any = getattr(config, "num_hidden_layers", None)
+            if metas and layers > len(metas):
+                raise ValueError(
+                    f"config.json says that there are {layers} layers, but the weights are only {len(metas)} tensors: "
+                    "correct it, or give the weights that belong to it."
+                )
+        return config
+
     def renames_of(self, config: Any, metas: Mapping[str, Meta]) -> Sequence[Rename]:
         """The map for a checkpoint that holds these tensors; "{layer}" is allowed."""
         older = self.older(config, metas)
@@ -83,8 +112,12 @@ class Format:
 
 
 def blank_model(config: PreTrainedConfig) -> Any:
-    """Our model of a config on the meta device, without values."""
-    with torch.device("meta"), no_init_weights():
+    """Our model of a config on the meta device, without values.
+
+    Raises:
+        ValueError: for a config that no model can have.
+    """
+    with config_errors(), torch.device("meta"), no_init_weights():
         return MODEL_CLASSES[config.model_type](config)
 
 

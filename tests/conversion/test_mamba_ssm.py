@@ -140,6 +140,19 @@ def test_a_vocabulary_that_grew_is_exported_with_its_padding(tmp_path: Path) -> 
         ({"ssm_cfg": {"d_state": 9}}, r"mixer.A_log has the shape \[32, 8\] instead of \[32, 9\]"),
         ({"n_layer": 3}, r"missing: backbone.layers.2.norm.weight, .*backbone.layers.2.mixer"),
         ({"n_layer": 1}, r"unexpected: backbone.layers.1.mixer.A_log, "),
+        ({"n_layer": 2_000_000}, r"2000000 layers, but the weights are only \d+ tensors"),
+        ({"n_layer": "2"}, "n_layer '2', which must be a whole number"),
+        ({"d_model": 64.0}, "d_model 64.0, which must be a whole number, 1 or more"),
+        ({"vocab_size": None}, "vocab_size None, which must be a whole number"),
+        ({"vocab_size": 1e20}, "vocab_size 1e.20, which must be a whole number"),
+        ({"vocab_size": 10**20}, "config.json holds a value that no model can have"),
+        ({"pad_vocab_size_multiple": 0}, "pad_vocab_size_multiple 0, which must be a whole number, 1 or more"),
+        ({"residual_in_fp32": 1}, "residual_in_fp32 1, which must be true or false"),
+        ({"tie_embeddings": None}, "tie_embeddings None, which must be true or false"),
+        ({"ssm_cfg": "x"}, "ssm_cfg 'x', which must be an object"),
+        ({"ssm_cfg": {"dt_rank": 1.5}}, "config.json holds a value that no model can have .*time_step_rank|dt_rank"),
+        ({"ssm_cfg": {"layer": "Mamba2", "headdim": 0}}, "headdim 0, which must be a whole number, 1 or more"),
+        ({"ssm_cfg": {"layer": "Mamba2", "dt_limit": [0]}}, r"dt_limit \[0\], which must be a list of two numbers"),
         ({"vocab_size": 50}, r"backbone.embedding.weight as backbone.embeddings.weight has the shape \[32, 16\]"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -149,6 +162,12 @@ def test_what_is_not_ours_is_refused_by_name(changes: dict[str, Any], message: s
     with pytest.raises(ValueError, match=message):
         convert_checkpoint(str(source), tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
+
+
+def test_whole_numbers_stand_for_floats(tmp_path: Path) -> None:
+    limit = {"ssm_cfg": read_config(FIXTURES / "mamba2")["ssm_cfg"] | {"dt_limit": [0, 1]}}
+    convert_checkpoint(str(edited(tmp_path / "theirs", "mamba2", **limit)), tmp_path / "ours")
+    assert read_config(tmp_path / "ours")["time_step_limit"] == [0.0, 1.0]
 
 
 def test_a_head_that_is_not_tied_is_refused_where_the_config_says_so(tmp_path: Path) -> None:
