@@ -44,6 +44,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder to verify")
     parser.add_argument(
+        "--revision",
+        metavar="NAME",
+        help="branch, tag or commit of a SOURCE on the Hub (default: the commit that CHECKPOINT was converted from, "
+        "as its lineage.json says; its main branch where that names another source)",
+    )
+    parser.add_argument(
         "--length", type=int, default=DEFAULT_LENGTH, metavar="N", help="tokens per text (default: %(default)s)"
     )
     parser.add_argument("--rows", type=int, default=2, metavar="N", help="texts (default: %(default)s)")
@@ -68,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 def run(arguments: Sequence[str]) -> int:
     """Run the command with its arguments."""
     options = _parser().parse_args(arguments)
-    settings = {name: getattr(options, name) for name in ("length", "rows", "seed", "dtype", "device")}
+    settings = {name: getattr(options, name) for name in ("revision", "length", "rows", "seed", "dtype", "device")}
     verification = verify_checkpoint(
         options.checkpoint,
         options.source,

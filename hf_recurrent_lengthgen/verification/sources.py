@@ -16,13 +16,13 @@ from transformers import AutoConfig
 
 from hf_recurrent_lengthgen.conversion.convert import our_entries, read_settings
 from hf_recurrent_lengthgen.conversion.exported_configs import NOT_ARCHITECTURE
-from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, Format, Settings
+from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, Format, Settings, config_errors
 from hf_recurrent_lengthgen.conversion.registry import detect
 from hf_recurrent_lengthgen.conversion.sources import TOKENIZER_FILES, Source, locate
 from hf_recurrent_lengthgen.conversion.tensor_files import TensorFiles
 from hf_recurrent_lengthgen.conversion.tensor_writing import Entry
 from hf_recurrent_lengthgen.loading import quiet_transformers
-from hf_recurrent_lengthgen.records import Check
+from hf_recurrent_lengthgen.records import Check, read_lineage
 from hf_recurrent_lengthgen.verification.comparing import Reading, compare_readings, count
 from hf_recurrent_lengthgen.verification.upstream import upstream_of
 
@@ -123,23 +123,44 @@ def tokenizer_files(folder: Path) -> list[str]:
     return [name for name in names if any(fnmatch(name, pattern) for pattern in TOKENIZER_FILES)]
 
 
-def open_source(source: str, folder: Path) -> OpenedSource:
-    """Find a source, on the Hub if need be, and read its config and the names of its weights.
+def locate_source(source: str, revision: str | None, folder: Path) -> Source:
+    """Find a source; without a `revision`, one on the Hub at the commit that the checkpoint was converted from.
 
     Args:
         source: Folder, .pth file or name on the Hub.
+        revision: Branch, tag or commit on the Hub; None for that in the lineage of the checkpoint, if the lineage
+            names the same source, else for the main branch.
         folder: The checkpoint that was made of it.
 
     Raises:
-        ValueError: for a source that cannot be converted, as `convert_checkpoint`, and one of another family than the
-            checkpoint.
+        ValueError: for what is not there, and a `revision` of local files.
     """
-    located = locate(source)
+    lineage = read_lineage(folder)
+    origin = None if lineage is None else lineage.source
+    if revision is None and origin is not None and origin.on_hub and not Path(source).expanduser().exists():
+        same = source == origin.name or (source.startswith(f"{origin.name}/") and source.endswith((".pth", ".pt")))
+        revision = origin.revision if same else None
+    return locate(source, revision)
+
+
+def open_source(located: Source, folder: Path) -> OpenedSource:
+    """Read the config of a source and the names of its weights.
+
+    Args:
+        located: The source.
+        folder: The checkpoint that was made of it.
+
+    Raises:
+        ValueError: for a source that cannot be converted, as `convert_checkpoint`, one of another family than the
+            checkpoint, and values of a wrong type in the config of that.
+    """
+    source = located.name
     settings = read_settings(located)
     files = TensorFiles(located.path)
     layout = detect(settings, files.metas, source)
-    config = layout.to_config(settings, files.metas)
-    our_config = AutoConfig.from_pretrained(folder)
+    config = layout.config_of(settings, files.metas)
+    with config_errors(f"The config.json in {folder}"):
+        our_config = AutoConfig.from_pretrained(folder)
     if our_config.model_type != config.model_type:
         raise ValueError(
             f"{source} is converted to a checkpoint of type {config.model_type}, and {folder} is of type "

@@ -30,7 +30,7 @@ from hf_recurrent_lengthgen.verification.comparing import (
     not_finite,
     states,
 )
-from hf_recurrent_lengthgen.verification.sources import Sizes, open_source, tokenizer_files
+from hf_recurrent_lengthgen.verification.sources import Sizes, locate_source, open_source, tokenizer_files
 
 PROBE = "The state of a recurrent model is a value.\n\tdef f(x): return x ** 2  # été, 状態, 🙂\n"
 """A text for tokenizers: words, code, white space, letters of several scripts."""
@@ -49,6 +49,7 @@ def verify_checkpoint(
     checkpoint: str | os.PathLike[str],
     source: str | None = None,
     *,
+    revision: str | None = None,
     length: int = DEFAULT_LENGTH,
     rows: int = 2,
     seed: int = 0,
@@ -79,6 +80,8 @@ def verify_checkpoint(
         checkpoint: Folder.
         source: What it was converted from: a folder, a .pth file, or a name on the Hub, in any format that is
             converted.
+        revision: Branch, tag or commit of a source on the Hub; None for the commit that the lineage of the checkpoint
+            names, if it names this source, else for the main branch.
         length: Tokens to read, 2 or more.
         rows: Texts to read.
         seed: Of the tokens.
@@ -104,9 +107,14 @@ def verify_checkpoint(
     vocabulary = _vocabulary(folder)
     tokens = torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
     sizes = Sizes(tokens, getattr(torch, dtype), device)
-    opened = None if source is None else open_source(source, folder)
+    if source is None and revision is not None:
+        raise ValueError(
+            f"A revision, {revision!r}, is that of a source on the Hub: give the source, or leave it out."
+        )
+    located = None if source is None else locate_source(source, revision, folder)
     verification = None
     try:
+        opened = None if located is None else open_source(located, folder)
         tell("Loading and reading in a process without this package ...")
         found = _ask_stranger(folder, sizes)
         tell("Reading with the installed classes ...")

@@ -23,11 +23,13 @@ from transformers import (
 from hf_recurrent_lengthgen import StatefulGLAConfig, load_model
 from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.conversion.format_mamba_ssm import MAMBA_SSM
+from hf_recurrent_lengthgen.conversion.sources import locate
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.records import Check
-from hf_recurrent_lengthgen.verification import stranger
+from hf_recurrent_lengthgen.records import Check, Lineage, write_lineage
+from hf_recurrent_lengthgen.records import Source as Origin
+from hf_recurrent_lengthgen.verification import sources, stranger
 from hf_recurrent_lengthgen.verification.comparing import difference
-from hf_recurrent_lengthgen.verification.sources import Sizes, open_source, same_bits
+from hf_recurrent_lengthgen.verification.sources import Sizes, locate_source, open_source, same_bits
 from hf_recurrent_lengthgen.verification.upstream import Fla, MambaSSM, OwnScan, upstream_of
 
 from .conftest import MAMBA2, SIZES, change_config, change_weight
@@ -57,7 +59,7 @@ def failures(source: Path, checkpoint: Path, dtype: torch.dtype = torch.float32)
 def all_checks(source: Path, checkpoint: Path, dtype: torch.dtype = torch.float32) -> Sequence[Check]:
     with torch.no_grad():
         ours = stranger.read(load_model(str(checkpoint), dtype=dtype).eval(), TOKENS, [40], carry=True)
-    return open_source(str(source), checkpoint).checks(Sizes(TOKENS, dtype, "cpu"), ours)
+    return open_source(locate(str(source)), checkpoint).checks(Sizes(TOKENS, dtype, "cpu"), ours)
 
 
 @pytest.mark.parametrize("kind", STOCK)
@@ -135,7 +137,13 @@ def test_another_family_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> N
     with pytest.raises(
         ValueError, match=r"is converted to a checkpoint of type stateful_mamba, .* of type stateful_mamba2"
     ):
-        open_source(str(stock("mamba", tmp_path / "other")), pair[1])
+        open_source(locate(str(stock("mamba", tmp_path / "other"))), pair[1])
+
+
+def test_values_of_a_wrong_type_in_its_config_are_told(pair: tuple[Path, Path]) -> None:
+    change_config(pair[1], num_heads="4")
+    with pytest.raises(ValueError, match=r"The config.json in .*converted holds a value|num_heads"):
+        open_source(locate(str(pair[0])), pair[1])
 
 
 def test_bits_are_compared_beyond_equality() -> None:
@@ -166,7 +174,7 @@ class StandIn(torch.nn.Module):
 def test_on_a_gpu_mamba_ssm_is_asked(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a stand-in: its own config, its names, its logits."""
     source = stock("mamba2", pair[0].parent / "tied", tie_word_embeddings=True)
-    opened = open_source(str(source), pair[1])
+    opened = open_source(locate(str(source)), pair[1])
     made = []
 
     def model_class(config: Any, device: str, dtype: torch.dtype) -> Any:
@@ -192,7 +200,7 @@ def test_on_a_gpu_mamba_ssm_is_asked(pair: tuple[Path, Path], monkeypatch: pytes
 
 
 def test_what_no_one_else_can_run_is_compared_with_our_own_scan_and_says_so(pair: tuple[Path, Path]) -> None:
-    opened = open_source(str(pair[0]), pair[1])
+    opened = open_source(locate(str(pair[0])), pair[1])
     upstream = OwnScan(opened.layout, opened.config, opened.settings, "cpu")
     assert upstream.name == "our own scan in float64"
     weights = {entry.name: entry.read().double() for entry in opened.entries}
@@ -214,7 +222,7 @@ def test_gla_has_no_other_implementation_on_a_cpu() -> None:
 
 def test_on_a_gpu_fla_is_asked_for_its_own_formats(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a stand-in whose model types are those of Transformers."""
-    opened = open_source(str(pair[0]), pair[1])
+    opened = open_source(locate(str(pair[0])), pair[1])
     monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
     upstream = Fla(opened.layout, opened.config, opened.settings, "cpu")
     weights = {entry.name: entry.read() for entry in opened.entries}
@@ -225,3 +233,23 @@ def test_on_a_gpu_fla_is_asked_for_its_own_formats(pair: tuple[Path, Path], monk
     other = Fla(opened.layout, opened.config, opened.settings | {"num_hidden_layers": 3}, "cpu")
     with pytest.raises(ValueError, match=r"has other weights: missing .*layers\.2"):
         other.read(weights, TOKENS)
+
+
+def test_a_source_on_the_hub_is_taken_at_the_commit_that_was_converted(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(sources, "locate", lambda *arguments: asked.append(arguments))
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    write_lineage(pair[1], Lineage(Origin("user/name", True, commit, "transformers", None, {})))
+    for name in ("user/name", "user/name/file.pth", "user/other"):
+        locate_source(name, None, pair[1])
+    locate_source("user/name", "main", pair[1])
+    locate_source(str(pair[0]), None, pair[1])
+    assert asked == [
+        ("user/name", commit),
+        ("user/name/file.pth", commit),
+        ("user/other", None),
+        ("user/name", "main"),
+        (str(pair[0]), None),
+    ]
