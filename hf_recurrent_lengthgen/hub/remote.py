@@ -99,10 +99,9 @@ def told(error: BaseException, doing: str) -> ValueError:
 def _reason(error: BaseException) -> str:
     if _is_offline(error):
         return "HF_HUB_OFFLINE is set. Unset it."
-    answered = [one for one in _chain(error) if getattr(one, "response", None) is not None]
-    messages = (getattr(one, "server_message", None) for one in answered)  # the last of a chain is not the client's own
-    said = " ".join(next((message for message in messages if message), "").split())
-    code = answered[-1].response.headers.get("X-Error-Code") if answered else None  # type: ignore[attr-defined]
+    answered = [one for one in _chain(error) if isinstance(one, HfHubHTTPError) and one.response is not None]
+    said = next((" ".join(one.server_message.split()) for one in answered if one.server_message), "")
+    code = next((one.response.headers.get("X-Error-Code") for one in answered), None)
     status, quote = status_of(error), f' ("{said}")' if said else ""
     if code == "GatedRepo":
         return f"access to it must be asked for on its page{quote}."
