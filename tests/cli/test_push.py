@@ -1,0 +1,162 @@
+"""`lengthgen push` and `lengthgen pull`: what they say, refuse and do."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.cli.main import main
+from tests.hub.checkpoints import CARD, pushed_files
+from tests.hub.conftest import folder as folder
+from tests.hub.conftest import hub as hub
+from tests.hub.endpoint import Endpoint
+
+
+def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_dry_run_shows_all_and_changes_nothing(
+    hub: Endpoint, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", str(folder), "name", "--dry-run", "--public"]) == 0
+    lines = shown(capsys)
+    assert lines[0] == f"{folder} to user/name (new, public), branch main:"
+    size = (folder / "config.json").stat().st_size
+    assert f"new config.json {f'{size / 1000:.1f} kB' if size >= 1000 else f'{size} B'}" in lines
+    assert "new README.md" in [line.rpartition(" ")[0].rpartition(" ")[0] for line in lines]
+    assert "left out optimizer.pt of the trainer" in lines
+    assert "left out checkpoint-10/ of the trainer" in lines
+    assert "left out notes.txt no part of a checkpoint; --include takes it along" in lines
+    count = len(pushed_files(folder))
+    assert any(line.startswith(f"{count} files, ") and f"; {count} new or changed, " in line for line in lines)
+    assert lines[-1] == "Nothing was pushed (--dry-run)."
+    assert "\n".join(lines).count("\n".join(CARD.splitlines())) == 1
+    assert hub.repositories == {}
+    assert {request.method for request in hub.requests} == {"GET"}
+
+
+def test_a_push_says_where_it_is_and_the_next_one_that_all_is_there(
+    hub: Endpoint, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", str(folder), "user/name", "--collection", "Cured", "--message", "First"]) == 0
+    lines = shown(capsys)
+    (slug,) = hub.collections
+    head = hub.repositories["user/name"].at("main")
+    assert head.title == "First"
+    assert f"Pushed: {hub.url}/user/name/commit/{head.id}" in lines
+    assert f"In the collection {hub.url}/collections/{slug}" in lines
+    load = f'from_pretrained("user/name", revision="{head.id}", trust_remote_code=True)'
+    assert lines[-1] == f"model = AutoModelForCausalLM.{load}"
+    assert main(["push", str(folder), "user/name"]) == 0
+    lines = shown(capsys)
+    assert lines[0].endswith("user/name (there already), branch main:")
+    assert f"Nothing to push, all of it is there: {hub.url}/user/name/commit/{head.id}" in lines
+    assert any(line.endswith("; 0 new or changed, 0 B") for line in lines)
+
+
+def test_the_lines_that_a_push_ends_with_load_the_model(
+    hub: Endpoint, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", str(folder), "user/name"]) == 0
+    names: dict[str, Any] = {}
+    exec("\n".join(shown(capsys)[-3:]), names)
+    expected = StatefulMamba2ForCausalLM.from_pretrained(folder).state_dict()
+    loaded = names["model"].state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def test_refusals_are_listed_one_a_line_and_nothing_is_asked(
+    hub: Endpoint, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "README.md").unlink()
+    (folder / "results" / "comparison.json").write_text('"/home/somebody/texts"')
+    (folder / "verification.json").unlink()
+    assert main(["push", str(folder), "user/name"]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert [line for line in told if line.startswith("- ")] == [
+        "- results/comparison.json, line 1: a path of your machine: /home/somebody/texts",
+        f"- it has no card: lengthgen card {folder} writes README.md",
+        f"- it has not been verified: run lengthgen verify {folder}",
+    ]
+    assert f"lengthgen push: {folder} cannot be pushed:" in told
+    assert hub.requests == []
+
+
+def test_a_collection_that_fails_is_told_after_the_push(
+    hub: Endpoint, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", str(folder), "user/name", "--collection", "other/list-0"]) == 1
+    told = capsys.readouterr()
+    assert "Pushed: " in told.out
+    assert told.err.splitlines()[-1].startswith(
+        "lengthgen push: pushed, but Adding user/name to the collection other/"
+    )
+    assert hub.files("user/name") == pushed_files(folder)
+
+
+def test_an_interrupted_push_says_how_to_go_on(
+    hub: Endpoint, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_commit", interrupt)
+    try:
+        status = main(["push", str(folder), "user/name"])
+    except KeyboardInterrupt:
+        status = 130
+    assert status == 130
+    assert "What was uploaded is kept: the same command goes on with the rest." in capsys.readouterr().err
+    assert hub.files("user/name") == {}
+
+
+def test_a_pull_names_the_commit_the_verification_and_how_to_load(
+    hub: Endpoint, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", str(folder), "user/name"]) == 0
+    capsys.readouterr()
+    output = tmp_path / "out"
+    assert main(["pull", "user/name", "--output_dir", str(output)]) == 0
+    commit = hub.repositories["user/name"].branches["main"]
+    assert shown(capsys) == [
+        f"user/name at commit {commit}: {len(pushed_files(folder))} files in {output}",
+        "Its verification is of these files.",
+        "",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("{output}", trust_remote_code=True)',
+    ]
+    assert main(["pull", "user/name", "--output_dir", str(output)]) == 1
+    assert "is there already and not an empty folder" in capsys.readouterr().err
+
+
+def test_code_that_differs_and_what_is_not_verified_is_named(
+    hub: Endpoint, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", str(folder), "user/name"]) == 0
+    code = (folder / "modeling_stateful_mamba2.py").read_bytes() + b"\n# changed\n"
+    hub.put("user/name", {"modeling_stateful_mamba2.py": code, "extra.py": b"pass\n"})
+    capsys.readouterr()
+    output = tmp_path / "out"
+    assert main(["pull", "user/name", "--revision", "main", "--output_dir", str(output)]) == 0
+    lines = shown(capsys)
+    names = "extra.py, modeling_stateful_mamba2.py"
+    assert lines[1] == f"Not verified: {names} changed since it was verified. Next: lengthgen verify {output}"
+    assert lines[2].startswith(f"Code that differs from the installed package: {names} (code format version 1, ")
+
+
+def test_what_cannot_be_is_refused_in_one_line(
+    hub: Endpoint, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", str(tmp_path / "none"), "user/name"]) == 1
+    assert main(["push", str(folder), "a/b/c"]) == 1
+    assert main(["pull", "user/none", "--output_dir", str(tmp_path / "out")]) == 1
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first.endswith("none is no folder: give that of a checkpoint.")
+    assert "'a/b/c' cannot be a name on the Hub, give owner/name" in second
+    assert "Looking for revision main of user/none failed: it is not there" in third
+    assert not (tmp_path / "out").exists()
