@@ -2,11 +2,12 @@
 
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+from hf_recurrent_lengthgen.private_text import paths_in, readable_text, secrets_in
 
 PUSHED = (
     "config.json",
@@ -54,29 +55,7 @@ TRAINER_FOLDERS = ("checkpoint-*", "global_step*", "runs", "logs", "wandb", "mlr
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz", ".dill")
 SECRET_FILES = (".env*", "*.pem", "*.key", "id_rsa*", "id_ed25519*", "id_ecdsa*", ".netrc", ".git-credentials")
 
-SECRETS = {
-    "a Hub token": r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}",
-    "a GitHub token": r"\b(?:gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,})",
-    "an API key": r"\bsk-[A-Za-z0-9_-]{20,}",
-    "an AWS key": r"\bAKIA[0-9A-Z]{16}\b",
-    "a Slack token": r"\bxox[abprs]-[A-Za-z0-9-]{10,}",
-    "a Google key": r"\bAIza[0-9A-Za-z_-]{35}",
-    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
-    "a password or key": r"(?i)\b(?:api[_-]?key|secret[_-]?key|password|passwd|access[_-]?token|auth[_-]?token)"
-    r"[\"']?\s*[:=]\s*[\"'][^\"'\s]{8,}[\"']",
-    "a key of Weights & Biases": r"(?i)wandb\S*[\"']?\s*[:=]\s*[\"']?[0-9a-f]{40}\b",
-}
-# Where machines keep what belongs to a person or a job.
-PERSONAL_ROOTS = (
-    "home|Users|root|mnt|data|scratch|tmp|work|workspace|content|kaggle|gpfs|lustre|nfs|fsx|srv|media|private|Volumes"
-    "|opt|var|export"
-)
-ABSOLUTE_PATH = rf"(?<![\w.:/~$}}-])(?:file:/+)?/(?:{PERSONAL_ROOTS})/[\w.@+-]+[^\s\"'`<>)\]}},;]*"
-WINDOWS_PATH = r"(?<!\w)[A-Za-z]:\\+(?:Users|Documents and Settings)\\+[^\s\"'`<>]+"
-TEXTS = (".json", ".md", ".py", ".yaml", ".txt", ".jinja", ".svg", ".safetensors")
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "rwkv_vocab*.txt", "*.model")
-SHOWN = 3
-"""Findings that are told of one kind and file."""
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -141,9 +120,9 @@ def refusals_of_files(folder: Path, pushed: Sequence[str], include: Sequence[str
         if not any(matches(name, [pattern]) for name in pushed)
     ]
     problems += [
-        f"{path.name} holds secrets, by its name: move it out of the folder"
-        for path in sorted(folder.iterdir())
-        if matches(path.name, SECRET_FILES)
+        f"{name} holds secrets, by its name: move it out of the folder"
+        for name in sorted({*pushed, *(path.name for path in folder.iterdir())})
+        if matches(name.rpartition("/")[2], SECRET_FILES)
     ]
     for name in pushed:
         path = folder / name
@@ -158,32 +137,11 @@ def refusals_of_files(folder: Path, pushed: Sequence[str], include: Sequence[str
 
 def _findings(path: Path, name: str, folder: Path, token: str | None) -> list[str]:
     """Secrets and paths of this machine in a file, with their places."""
-    text = _text(path)
-    patterns = {f"{what}: take it out": pattern for what, pattern in SECRETS.items()}
-    if token:
-        patterns["your Hub token: take it out"] = re.escape(token)
-    if name.endswith(TEXTS) and not matches(name.rpartition("/")[2], VOCABULARIES):
-        here = {str(place) for place in (Path.home(), Path.cwd(), folder.resolve()) if len(place.parts) > 1}
-        own = "|".join(map(re.escape, sorted(here, key=len, reverse=True)))
-        path_of = f"{ABSOLUTE_PATH}|{WINDOWS_PATH}" + (rf"|(?<![\w.:/~$}}-])(?:{own})(?![\w-])" if own else "")
-        patterns["a path of your machine: {found}"] = path_of
-    found = []
-    for what, pattern in patterns.items():
-        hits = list(re.finditer(pattern, text))
-        lines = ", ".join(str(text.count("\n", 0, hit.start()) + 1) for hit in hits[:SHOWN])
-        more = f" and {len(hits) - SHOWN} more" if len(hits) > SHOWN else ""
-        if hits:
-            found.append(f"line {lines}{more}: {what.replace('{found}', hits[0].group())}")
-    return found
-
-
-def _text(path: Path) -> str:
-    """What of a file may hold text: all of it, or the header of weights."""
-    with open(path, "rb") as file:
-        if path.name.endswith(".safetensors"):
-            size = int.from_bytes(file.read(8), "little")
-            return file.read(min(size, 100_000_000)).decode("latin-1")
-        return file.read().decode("utf-8", errors="replace")
+    text = readable_text(path)
+    found = secrets_in(text, token)
+    if "\0" in text[:1000] or matches(name.rpartition("/")[2], VOCABULARIES):
+        return found
+    return found + paths_in(text, (Path.home(), Path.cwd(), folder.resolve()))
 
 
 def _missing_parts(folder: Path, pushed: Sequence[str]) -> list[str]:
