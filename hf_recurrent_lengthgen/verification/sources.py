@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from hf_recurrent_lengthgen.conversion.convert import our_entries, read_settings
+from hf_recurrent_lengthgen.conversion.convert import has_own_tokenizer, our_entries, read_settings
 from hf_recurrent_lengthgen.conversion.exported_configs import NOT_ARCHITECTURE
 from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, Format, Settings, config_errors
 from hf_recurrent_lengthgen.conversion.registry import detect
 from hf_recurrent_lengthgen.conversion.sources import TOKENIZER_FILES, Source, locate
 from hf_recurrent_lengthgen.conversion.tensor_files import TensorFiles
 from hf_recurrent_lengthgen.conversion.tensor_writing import Entry
+from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files as copied_files
 from hf_recurrent_lengthgen.loading import quiet_transformers
-from hf_recurrent_lengthgen.records import Check, read_lineage
+from hf_recurrent_lengthgen.records import Check, file_digest, read_lineage
 from hf_recurrent_lengthgen.verification.comparing import Reading, compare_readings, count
 from hf_recurrent_lengthgen.verification.upstream import upstream_of
 
@@ -79,12 +80,14 @@ class OpenedSource:
         return count("weights that differ in any bit", f"the weight files of {self.located.name}", 0, unequal)
 
     def _tokenizer_checks(self) -> list[Check]:
-        """The files of the source's tokenizer are in the checkpoint, unless it was given another one."""
-        given = tokenizer_files(self.located.folder)
-        if not given:
+        """The files of the source's tokenizer, byte by byte; nothing if the checkpoint was given another one."""
+        given = copied_files(self.located.folder)
+        if not given or has_own_tokenizer(read_lineage(self.checkpoint)):
             return []
-        missing = 0 if tokenizer_files(self.checkpoint) else len(given)
-        return [count("tokenizer files that are missing", f"the tokenizer of {self.located.name}", 0, missing)]
+        names = {*given, *copied_files(self.checkpoint)}
+        unequal = sum(not _same_file(self.located.folder / name, self.checkpoint / name) for name in names)
+        what = "tokenizer files that are missing or differ"
+        return [count(what, f"the tokenizer of {self.located.name}", 0, unequal)]
 
     def _reading_checks(self, sizes: Sizes, ours: Reading) -> list[Check]:
         upstream = upstream_of(self.layout, self.config, self.settings, sizes.device)
@@ -94,6 +97,10 @@ class OpenedSource:
         with quiet_transformers():  # it says that it has no kernels
             theirs = upstream.read(weights, sizes.tokens)
         return compare_readings(against, ours, theirs, upstream.tolerance)
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return one.is_file() and other.is_file() and file_digest(one) == file_digest(other)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    ByT5Tokenizer,
     FalconMambaConfig,
     FalconMambaForCausalLM,
     Mamba2Config,
@@ -25,7 +26,7 @@ from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.conversion.format_mamba_ssm import MAMBA_SSM
 from hf_recurrent_lengthgen.conversion.sources import locate
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.records import Check, Lineage, write_lineage
+from hf_recurrent_lengthgen.records import Check, Lineage, read_lineage, write_lineage
 from hf_recurrent_lengthgen.records import Source as Origin
 from hf_recurrent_lengthgen.verification import sources, stranger
 from hf_recurrent_lengthgen.verification.comparing import difference
@@ -123,7 +124,26 @@ def test_another_config_is_noticed(pair: tuple[Path, Path], change: dict[str, An
 def test_a_tokenizer_that_was_lost_is_noticed(pair: tuple[Path, Path]) -> None:
     for path in pair[1].glob("*token*"):
         path.unlink()
-    assert list(failures(*pair)) == ["tokenizer files that are missing"]
+    assert list(failures(*pair)) == ["tokenizer files that are missing or differ"]
+
+
+def test_another_tokenizer_is_noticed(pair: tuple[Path, Path]) -> None:
+    path = pair[1] / "tokenizer_config.json"
+    path.write_text(path.read_text().replace("}", " }", 1))
+    (pair[1] / "added_tokens.json").write_text("{}")
+    found = failures(*pair)
+    assert list(found) == ["tokenizer files that are missing or differ"]
+    assert found["tokenizer files that are missing or differ"].difference == 2
+
+
+def test_a_tokenizer_that_was_given_is_not_compared_with_that_of_the_source(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    convert_checkpoint(str(pair[0]), tmp_path / "other", tokenizer=ByT5Tokenizer())
+    lineage = read_lineage(tmp_path / "other")
+    assert lineage is not None
+    assert lineage.steps[0].description.endswith(", with the tokenizer ByT5Tokenizer")
+    assert not any("tokenizer" in check.what for check in all_checks(pair[0], tmp_path / "other"))
 
 
 def test_weights_in_another_dtype_are_those_of_the_source_rounded(pair: tuple[Path, Path], tmp_path: Path) -> None:
