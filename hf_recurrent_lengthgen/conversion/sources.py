@@ -75,7 +75,8 @@ def locate(name: str, revision: str | None = None, weights: bool = True) -> Sour
     if path.exists():
         if revision is not None:
             raise ValueError(f"{name} is here, not on the Hub, so it has no revision: leave out {revision!r}.")
-        return _local(path.resolve())
+        # a file in the Hub's cache is a link into its blobs, which have other names and neighbours
+        return _local(path.resolve() if path.is_dir() else path.parent.resolve() / path.name)
     parts = name.split("/")
     file = parts[2] if len(parts) == 3 and name.endswith((".pth", ".pt")) and not path.parent.is_dir() else None
     if file is None and name.endswith((".pth", ".pt", ".bin", ".safetensors")):

@@ -91,3 +91,20 @@ def test_a_server_that_fails_is_told_and_nothing_is_written(hub: Endpoint, tmp_p
     with pytest.raises(ValueError, match="user/name"):
         convert_checkpoint("user/name", tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
+
+
+def test_a_file_in_the_cache_of_the_hub_keeps_its_name_and_neighbours(tmp_path: Path) -> None:
+    write_stand_in("mamba-ssm", "mamba", tmp_path / "theirs")
+    model = tmp_path / "models--user--name"
+    (model / "blobs").mkdir(parents=True)
+    snapshot = model / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate((tmp_path / "theirs").iterdir()):
+        path.rename(model / "blobs" / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    convert_checkpoint(str(snapshot / "pytorch_model.bin"), tmp_path / "ours")
+    lineage = read_lineage(tmp_path / "ours")
+    assert lineage is not None
+    assert lineage.source is not None
+    assert (lineage.source.name, lineage.source.revision) == ("user/name", "0" * 40)
+    assert set(lineage.source.files) == {"pytorch_model.bin"}
