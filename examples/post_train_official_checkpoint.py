@@ -20,14 +20,12 @@ import torch
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cards import write_card
 from hf_recurrent_lengthgen.cli.inputs import load_stream, load_tokenizer
-from hf_recurrent_lengthgen.cli.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.conversion.stand_ins import write_stand_in
 from hf_recurrent_lengthgen.data import PackedBlocks
 from hf_recurrent_lengthgen.records import portable_command
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
-from hf_recurrent_lengthgen.trainers.training_runs import training_run
 from hf_recurrent_lengthgen.verification import verify_checkpoint
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -90,10 +88,9 @@ trainer = StatePassingTrainer(
     processing_class=tokenizer,
 )
 trainer.model.config.interventions = [f"state_passing, {options.steps} steps"]
-done = trainer.train()
+trainer.data_description = stream.description
+trainer.train()
 trainer.save_model()
-run = training_run(trainer, done, "state_passing", stream.description, options.length)
-record_step(cured, lineage_of(str(base)), "train", f"state_passing, {options.steps} steps", sys.argv, run)
 
 # What strangers will load must give what it gave here; then far beyond the training length; then the card.
 if not verify_checkpoint(cured, progress=True).passed:

@@ -65,6 +65,7 @@ from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialSt
 from hf_recurrent_lengthgen.trainers.interrupts import InterruptCallback
 from hf_recurrent_lengthgen.trainers.row_layout import RowLayout, share_of_zero_rows
 from hf_recurrent_lengthgen.trainers.step_logs import StepLogs
+from hf_recurrent_lengthgen.trainers.training_runs import record_lineage
 
 logger = logging.get_logger(__name__)
 
@@ -114,6 +115,9 @@ class InitialStateTrainer(Trainer, ABC):
     """
 
     config_class: type[InitialStateConfig] = InitialStateConfig
+    method = "none"  # its name in lineages: "state_passing", ...; "none" for plain training
+    records_lineage = True  # whether save_model writes it
+    data_description: str | None = None  # what it is trained on, for people, in the lineage
     needs_states = True
     needs_shuffled_data = False
     needs_continued_data = False
@@ -141,6 +145,7 @@ class InitialStateTrainer(Trainer, ABC):
             )
         keep_states_in_full_precision(self.accelerator.state)
         self.output_dir = str(args.output_dir)
+        self._trained: TrainOutput | None = None
         self._own_loss = self.compute_loss_func
         self._set_up_alignment()
         if args.bptt_chunk_length is not None:
@@ -473,7 +478,14 @@ class InitialStateTrainer(Trainer, ABC):
             if self._interrupts.received == signal.SIGTERM:
                 raise SystemExit(128 + signal.SIGTERM)
             raise KeyboardInterrupt
+        self._trained = output
         return output
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Trainer's; after `train`, lineage.json also tells of which checkpoint the model was made, and how."""
+        super().save_model(output_dir, _internal_call)
+        if self.records_lineage and self._trained is not None and not _internal_call and self.is_world_process_zero():
+            record_lineage(self, self._trained, output_dir or self.output_dir)
 
     def _say_interrupted(self) -> None:
         if self.is_world_process_zero():

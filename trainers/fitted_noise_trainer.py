@@ -15,6 +15,7 @@ class FittedNoiseTrainer(InitialStateTrainer):
     """
 
     config_class = FittedNoiseConfig
+    method = "fitted_noise"
     args: FittedNoiseConfig
 
     def initial_state_source(self) -> FittedNoise:

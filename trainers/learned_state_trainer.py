@@ -34,6 +34,7 @@ class LearnedStateTrainer(InitialStateTrainer):
     """
 
     config_class = LearnedStateConfig
+    method = "learned"
     learns_state = True
     args: LearnedStateConfig
 

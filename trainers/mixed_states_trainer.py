@@ -16,6 +16,7 @@ class MixedStatesTrainer(InitialStateTrainer):
     """
 
     config_class = MixedStatesConfig
+    method = "mixed"
     args: MixedStatesConfig
 
     @property

@@ -16,6 +16,7 @@ class RandomNoiseTrainer(InitialStateTrainer):
     """
 
     config_class = RandomNoiseConfig
+    method = "random_noise"
     args: RandomNoiseConfig
 
     def initial_state_source(self) -> RandomNoise:

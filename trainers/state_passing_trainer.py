@@ -14,6 +14,7 @@ class StatePassingTrainer(InitialStateTrainer):
     """
 
     config_class = StatePassingConfig
+    method = "state_passing"
     needs_shuffled_data = True
     args: StatePassingConfig
 

@@ -28,6 +28,7 @@ class StateXTrainer(MixedStatesTrainer):
     """
 
     config_class = StateXConfig
+    method = "statex"
     args: StateXConfig
 
     def __init__(self, model: nn.Module | None = None, *positional: Any, **keyword: Any) -> None:

@@ -15,6 +15,7 @@ class TbttTrainer(InitialStateTrainer):
     """
 
     config_class = TbttConfig
+    method = "tbtt"
     needs_continued_data = True
     args: TbttConfig
 

@@ -1,17 +1,59 @@
 """What was trained, with what, and how much of it: the record of a finished training."""
 
 import json
-from typing import Any
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
+from transformers.utils import logging
 
+from hf_recurrent_lengthgen.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.records import TrainingRun, portable
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 
+if TYPE_CHECKING:
+    from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
+
+logger = logging.get_logger(__name__)
+
 _NO_EFFECT = ("assume_shuffled", "broken_states", "max_state_rms")
 """Settings that refuse or allow, and change nothing of what is trained."""
+
+
+def record_lineage(trainer: "InitialStateTrainer", output: TrainOutput, folder: str | os.PathLike[str]) -> None:
+    """Write the lineage of a model that a trainer was given, trained and saved, from what both know.
+
+    Nothing is written where a model does not say which checkpoint it was loaded from, and for adapters.
+    """
+    model: Any = trainer.model
+    start = str(getattr(model.config, "_name_or_path", "") or "")
+    if not start or not (Path(folder) / "config.json").is_file():
+        return
+    args = trainer.args
+    alignment = [f"output alignment {args.alignment_alpha:g}"] if args.alignment_alpha else []
+    method = " with ".join([*([trainer.method] if trainer.method != "none" else []), *alignment])
+    data = trainer.train_dataset
+    rows = _length(data)
+    described = trainer.data_description or type(data).__name__ + ("" if rows is None else f" of {rows:,} rows")
+    try:
+        lineage = lineage_of(start)
+    except ValueError as error:
+        logger.warning(f"{folder} gets no lineage: {error}")
+        return
+    run = training_run(trainer, output, method or "none", described, _row_length(data, model.config))
+    description = f"{method or 'plain training'}, {run.steps:,} steps"
+    in_script = sys.argv[0].endswith(".py") and "ipykernel" not in sys.argv[0]
+    record_step(Path(folder), lineage, "train", description, sys.argv if in_script else [], run)
+
+
+def _row_length(data: Any, config: Any) -> int:
+    """Predicted tokens of a row: what the data set or the config says, else what the first row holds."""
+    length = getattr(data, "length", None) or getattr(config, "training_length", None)
+    return int(length) if length else len(next(iter(data))["input_ids"])
 
 
 def training_run(

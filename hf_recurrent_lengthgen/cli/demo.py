@@ -29,11 +29,11 @@ from transformers import (
 )
 
 from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
-from hf_recurrent_lengthgen.cli.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
 from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison, Role, TrainingRecord
+from hf_recurrent_lengthgen.lineage import last_training, lineage_of, record_step
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.atomic_files import replacing
@@ -197,16 +197,7 @@ def _finished(folder: Path, run_key: str) -> TrainingRecord | None:
     if json.loads((folder / RECORD).read_text(encoding="utf-8")) != {"run": run_key}:
         return None
     lineage = read_lineage(folder)
-    return None if lineage is None else _record(lineage)
-
-
-def _record(lineage: Lineage) -> TrainingRecord:
-    """The last training, in words for the page."""
-    run = lineage.steps[-1].training
-    assert run is not None
-    drop = run.settings.get("state drop probability")
-    method = "plain training" if drop is None else f"state passing, zero state with probability {drop}"
-    return TrainingRecord(f"{method}, learning rate {run.settings['learning rate']}", run.steps, run.seconds, run.loss)
+    return last_training(lineage)
 
 
 def _write_run(folder: Path, run: str) -> None:
@@ -299,4 +290,6 @@ def _train(
     what = "plain training" if method == "none" else method
     lineage = record_step(folder, start, "train", f"{what}, {steps:,} steps", _command(output, seed), training)
     _write_run(folder, run_key)
-    return _record(lineage)
+    record = last_training(lineage)
+    assert record is not None
+    return record

@@ -18,6 +18,8 @@ from hf_recurrent_lengthgen.cli.measuring import (
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
 from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison
+from hf_recurrent_lengthgen.lineage import last_training
+from hf_recurrent_lengthgen.records import read_lineage
 
 DESCRIPTION = """\
 Measure language models beyond their training length T: loss by position, what the context beyond T does to
@@ -55,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
     inputs = load_inputs(options)
     compared = []
     with resumable(inputs.cache):
-        for subject in inputs.subjects:
+        for name, subject in zip(options.models, inputs.subjects, strict=True):
             announce(subject, inputs, "Evaluating")
             result = evaluate_model(
                 on_device(subject.model, options.device),
@@ -70,7 +72,7 @@ def run(arguments: Sequence[str]) -> int:
                 command=shlex.join(["lengthgen", "evaluate", *arguments]),
                 progress=sys.stderr.isatty(),
             )
-            compared.append(ComparedModel(subject.role, result, None))
+            compared.append(ComparedModel(subject.role, result, last_training(read_lineage(name))))
     comparison = Comparison("Beyond the training length", tuple(compared))
     print(f"\n{summary_table(comparison)}")
     print(f"{told_of_cache(inputs.cache)}\nReport: {write_report(comparison, Path(options.output))}")

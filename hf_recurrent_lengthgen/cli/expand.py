@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from hf_recurrent_lengthgen.cli.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
+from hf_recurrent_lengthgen.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
 from hf_recurrent_lengthgen.models.forgetting import Forgetting

@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, STANDARD_LIBRARY, load_stream, load_tokenizer, token_unit
-from hf_recurrent_lengthgen.cli.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.cli.measuring import on_device, positive
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.data import evaluation_sequences
@@ -27,6 +26,7 @@ from hf_recurrent_lengthgen.evaluation.forgetting_search import (
     search_table,
 )
 from hf_recurrent_lengthgen.evaluation.results import ForgettingSearch
+from hf_recurrent_lengthgen.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
 from hf_recurrent_lengthgen.records import portable

@@ -18,7 +18,6 @@ from hf_recurrent_lengthgen.cli.inputs import (
     load_stream,
     load_tokenizer,
 )
-from hf_recurrent_lengthgen.cli.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.cli.options import RunArguments, RunParser, continues, evaluates
 from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks, keep_long_documents
 from hf_recurrent_lengthgen.data.tasks import (
@@ -32,6 +31,7 @@ from hf_recurrent_lengthgen.data.tasks import (
     read_babi,
     string_task,
 )
+from hf_recurrent_lengthgen.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models import CAUSAL_LM_CLASSES, STATEFUL_CLASSES
 from hf_recurrent_lengthgen.records import Lineage
@@ -119,6 +119,7 @@ def train(
         eval_dataset=eval_rows,
         processing_class=tokenizer,
     )
+    trainer.records_lineage = False  # the command, which knows more, does it below
     method = _method(settings, training)
     _record_method(trainer, method, training)
     start = lineage_of(settings.model) if trainer.is_world_process_zero() else Lineage()

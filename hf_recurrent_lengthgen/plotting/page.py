@@ -71,7 +71,7 @@ def comparison_page(comparison: Comparison, loading: str | None = None) -> str:
 def _training(model: ComparedModel) -> str:
     training = model.training
     if training is None:
-        return "not trained here"
+        return "not recorded"
     return (
         f"{escape(training.method)}<small>{training.steps:,} steps, {training.seconds:,.0f} s, "
         f"loss {training.loss:.3f}</small>"

@@ -10,8 +10,8 @@ import pytest
 from huggingface_hub import HfApi, ModelCard
 from transformers import AutoModelForCausalLM
 
-from hf_recurrent_lengthgen.cli.lineage import lineage_of
 from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.lineage import lineage_of
 from hf_recurrent_lengthgen.records import (
     Lineage,
     Source,

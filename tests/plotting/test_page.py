@@ -117,7 +117,7 @@ def test_values_that_differ_between_models_are_shown_for_each(demo: Comparison) 
     seeded = dataclasses.replace(cured, evaluation=dataclasses.replace(cured.evaluation, seed=7), training=None)
     text = Reader(comparison_page(Comparison("t", (base, seeded)))).text
     assert "base: 0; state passing: 7" in text
-    assert "not trained here" in text
+    assert "not recorded" in text
     assert "Load the checkpoint" not in text
 
 

@@ -1,4 +1,4 @@
-"""Where checkpoints come from: what the commands that make one checkpoint of another write of it."""
+"""Where checkpoints come from: what is written when one checkpoint is made of another."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from hf_recurrent_lengthgen.conversion.sources import license_of
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
+from hf_recurrent_lengthgen.evaluation.results import TrainingRecord
 from hf_recurrent_lengthgen.records import (
     LINEAGE_FILE,
     Lineage,
@@ -50,6 +51,19 @@ def lineage_of(model: str) -> Lineage:
     revision = folder.name if on_hub else None
     known = read_lineage(folder)
     return known if known is not None else Lineage(_source(model, folder, on_hub, revision, values))
+
+
+def last_training(lineage: Lineage | None) -> TrainingRecord | None:
+    """The training that a lineage ends with, in words for tables; None if it ends with none."""
+    run = lineage.steps[-1].training if lineage is not None and lineage.steps else None
+    if run is None:
+        return None
+    told = "plain training" if run.method in ("", "none") else run.method.replace("_", " ")
+    if (drop := run.settings.get("state drop probability")) is not None:
+        told += f", zero state with probability {drop}"
+    if (rate := run.settings.get("learning rate")) is not None:
+        told += f", learning rate {rate}"
+    return TrainingRecord(told, run.steps, run.seconds, run.loss)
 
 
 def record_step(
