@@ -161,10 +161,10 @@ def render(checkpoint: Checkpoint, evidence: Sequence[Evidence], settings: CardS
         f"# {escape(name)}",
         *([f"By {escape(', '.join(settings.authors))}."] if settings.authors else []),
         summary(checkpoint),
-        *_measured(evidence, first=True),
+        *_told_first(evidence, checkpoint.vocab_size),
         "## Use",
         use_section(checkpoint, settings.repo_id or checkpoint.name, settings.repo_id is not None),
-        *_measured(evidence, first=False),
+        *_measured(evidence),
         "## How it was made",
         making_section(checkpoint, license),
         "## Limits",
@@ -178,12 +178,16 @@ def render(checkpoint: Checkpoint, evidence: Sequence[Evidence], settings: CardS
     return card
 
 
-def _measured(evidence: Sequence[Evidence], first: bool) -> list[str]:
-    """The verdict and the main figure for the top of a card, or the section with all numbers."""
+def _told_first(evidence: Sequence[Evidence], vocab_size: int | None) -> list[str]:
+    """The verdict and the main figure, for the top of a card."""
+    if not any(item.compared for item in evidence):
+        return []
+    return [verdict(evidence, vocab_size), position_wise_image("position_wise.png")]
+
+
+def _measured(evidence: Sequence[Evidence]) -> list[str]:
+    """The section with all numbers."""
     images, names = list(figures(evidence)), result_files(evidence)
-    if first:
-        item = next((item for item in evidence if item.compared), None)
-        return [] if item is None else [verdict(item.compared), position_wise_image("position_wise.png")]
     if not evidence:
         return []
     parts = ["## Results"]

@@ -85,6 +85,11 @@ class Checkpoint:
         return length if isinstance(length, int) else None
 
     @property
+    def vocab_size(self) -> int | None:
+        size = self.config.get("vocab_size")
+        return size if isinstance(size, int) and size > 0 else None
+
+    @property
     def forgets(self) -> Forgetting:
         return Forgetting.of(_Namespace(self.config))
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from hf_recurrent_lengthgen.cards.facts import Evidence, evaluations
 from hf_recurrent_lengthgen.cards.markdown import code, escape, fence, link, table
 from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Curve, Estimate, EvaluationResult
-from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalResult, Share
+from hf_recurrent_lengthgen.evaluation.retrieval_results import RECALL_ACCURACY, RetrievalResult, Share
 from hf_recurrent_lengthgen.plotting.diagnosis_findings import facts
 from hf_recurrent_lengthgen.plotting.figures import context_harm_figure, position_wise_figure
 from hf_recurrent_lengthgen.plotting.findings import number_text, status
@@ -49,25 +49,69 @@ def _numbered(names: Sequence[str]) -> list[str]:
     return numbered
 
 
-def verdict(models: Sequence[ComparedModel]) -> str:
-    """Whether the first model works beyond its training length, and what the others do there; paragraphs."""
+def verdict(evidence: Sequence[Evidence], vocab_size: int | None) -> str:
+    """What the first evaluation tells of this checkpoint beyond its training length; a paragraph."""
+    models = next(item.compared for item in evidence if item.compared)
     own = models[0].evaluation
-    harm, length, unit = own.harm, own.training_length, own.data.token_unit
-    found = status(own)
-    headline = {
-        "holds": f"It works beyond its training length of {length:,} {unit}s, up to the "
-        f"{own.evaluated_length:,} {unit}s that were tested.",
-        "breaks": f"It fails beyond its training length of {length:,} {unit}s.",
-        "unclear": f"Whether it works beyond its training length of {length:,} {unit}s is not clear.",
-    }[found]
-    start, stop = harm.last_range
-    told = f"**{headline}** At positions {start:,} to {stop:,}, its loss with the whole text is "
-    told += f"{_estimate(harm.last, sign=True)} nats per {unit} against that with the last {length:,} {unit}s alone"
-    words = {"base": "for the model before", "control": "for a control with equally many plain steps"}
+    length, unit = own.training_length, own.data.token_unit
+    start, stop = own.harm.last_range
+    told = f"**{_headline(models, vocab_size)}** At positions {start:,} to {stop:,}, its loss with the whole text is "
+    told += (
+        f"{_estimate(own.harm.last, sign=True)} nats per {unit} against that with the last {length:,} {unit}s alone"
+    )
     for model in models[1:]:
-        if model.role in words:
-            told += f"; {words[model.role]} it is {_estimate(model.evaluation.harm.last, sign=True)}"
-    return f"{told}."
+        if model.role in ("base", "control"):
+            told += f"; for the model given as {model.role} it is {_estimate(model.evaluation.harm.last, sign=True)}"
+    lost = [sentence for found in retrieval_results(evidence) for sentence in not_found(found)[:1]]
+    return " ".join([f"{told}.", *(f"To hold is not to find: {sentence}." for sentence in lost[:1])])
+
+
+def _headline(models: Sequence[ComparedModel], vocab_size: int | None) -> str:
+    own = models[0].evaluation
+    harm, unit, end = own.harm, own.data.token_unit, own.evaluated_length
+    beyond = f"beyond its training length of {own.training_length:,} {unit}s"
+    found = status(own)
+    if found == "breaks":
+        return f"It fails {beyond}."
+    if (guess := uniform_loss(own, vocab_size)) is not None:
+        return f"It predicts no better than an even guess (loss {guess:.3f}), so nothing is told of it {beyond}."
+    if found == "unclear":
+        return f"Whether it holds {beyond} is not clear."
+    if (low := own.in_window.context_use.low) is None or low <= 0:
+        return f"Earlier text does it no shown harm {beyond}, but it is not shown to use its context at all."
+    if harm.harmful_from is not None:
+        start, stop = harm.last_range
+        return (
+            f"It holds at positions {start:,} to {stop:,}, {beyond}, but earlier text harms it at some positions "
+            f"from {harm.harmful_from:,} on."
+        )
+    if (risen := own.verdict.violated_from) is not None:
+        return (
+            f"Earlier text does it no shown harm {beyond}, up to {end:,} {unit}s, but from {risen:,} on its "
+            f"perplexity is more than {own.verdict.tolerance:.0%} above the best one inside."
+        )
+    if any(model.role == "base" and status(model.evaluation) == "holds" for model in models[1:]):
+        return (
+            f"It holds {beyond}, up to the {end:,} {unit}s that were tested, but so does the model given as base: "
+            "there was nothing to cure."
+        )
+    return f"It works {beyond}: no harm by earlier text is shown at any position up to the {end:,} that were tested."
+
+
+def uniform_loss(result: EvaluationResult, vocab_size: int | None) -> float | None:
+    """Loss of a guess that gives all tokens the same probability, if the model's is not below; nats per token."""
+    guess = math.log(vocab_size) if vocab_size else math.inf
+    return guess if result.in_window.loss.mean >= guess else None
+
+
+def not_found(found: RetrievalResult) -> list[str]:
+    """Of each length at which it finds too little."""
+    return [
+        f"at {length:,} {found.data.token_unit}s it finds {share.accuracy:.0%} of what is asked for "
+        f"({escape(found.task)})"
+        for length, share in zip(found.lengths, found.by_length, strict=True)
+        if share.accuracy is not None and share.accuracy < RECALL_ACCURACY
+    ]
 
 
 def comparison_section(item: Evidence, name: str, images: Sequence[str]) -> str:
@@ -112,8 +156,6 @@ def _rows(models: Sequence[ComparedModel]) -> list[list[str]]:
     inside = f"inside {own.training_length:,} {own.data.token_unit}s" if len(lengths) == 1 else "inside its length"
     beyond = f"beyond {own.training_length:,}" if len(lengths) == 1 else "beyond its length"
 
-    definition = f"Perplexity within {own.verdict.tolerance:.0%} of its best (Definition 3.2)"
-
     def row(title: str, read: Callable[[EvaluationResult], str]) -> list[str]:
         return [title, *map(read, found)]
 
@@ -130,9 +172,17 @@ def _rows(models: Sequence[ComparedModel]) -> list[list[str]]:
             f"Gain from context {inside}, position {early:,} to {late:,}",
             lambda result: _cell(result.in_window.context_use, sign=True),
         ),
-        row(f"{definition} up to", lambda result: f"{result.verdict.holds_to:,}"),
-        row(f"{definition} violated from", lambda result: _tokens(result.verdict.violated_from, "nowhere")),
+        row(f"Perplexity more than {own.verdict.tolerance:.0%} above its best (Definition 3.2)", _rise),
     ]
+
+
+def _rise(result: EvaluationResult) -> str:
+    """From where on perplexity is above the best one; in the mean it may be so earlier than it is shown."""
+    shown, mean = result.verdict.violated_from, result.verdict.holds_to
+    if shown is None and mean >= result.evaluated_length:
+        return "nowhere"
+    told = "not shown" if shown is None else f"from {shown:,}"
+    return told if mean == shown else f"{told}<br>(in the mean from {mean:,})"
 
 
 def mean_over(result: EvaluationResult, start: int, stop: int) -> float | None:

@@ -7,10 +7,15 @@ from hf_recurrent_lengthgen.cards.facts import Checkpoint, Evidence
 from hf_recurrent_lengthgen.cards.markdown import code, escape, fence, link, table
 from hf_recurrent_lengthgen.cards.metadata import PACKAGE, data_name
 from hf_recurrent_lengthgen.cards.methods import FORGETTING, methods_in, methods_of
-from hf_recurrent_lengthgen.cards.results_section import own_evaluations, retrieval_results, versions_text
+from hf_recurrent_lengthgen.cards.results_section import (
+    not_found,
+    own_evaluations,
+    retrieval_results,
+    uniform_loss,
+    versions_text,
+)
 from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
 from hf_recurrent_lengthgen.evaluation.results import EvaluationResult
-from hf_recurrent_lengthgen.evaluation.retrieval_results import RECALL_ACCURACY
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.plotting.findings import number_text, status
 from hf_recurrent_lengthgen.records import Source, Step
@@ -246,14 +251,9 @@ def limits_section(checkpoint: Checkpoint, evidence: Sequence[Evidence], license
 def _failures(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[str]:
     told = []
     for result in own_evaluations(evidence):
-        told += _failures_of(result)
+        told += _failures_of(result, checkpoint.vocab_size)
     for found in retrieval_results(evidence):
-        told += [
-            f"Known failure: at {length:,} {found.data.token_unit}s it finds {share.accuracy:.0%} of what is asked "
-            f"for ({escape(found.task)})."
-            for length, share in zip(found.lengths, found.by_length, strict=True)
-            if share.accuracy is not None and share.accuracy < RECALL_ACCURACY
-        ][:1]
+        told += [f"Known failure: {sentence}." for sentence in not_found(found)[:1]]
     if (rule := checkpoint.forgets) != Forgetting():
         told.append(f"It is made to forget at inference ({escape(in_words(rule))}): what it forgets it cannot use.")
     steps = () if checkpoint.lineage is None else checkpoint.lineage.steps
@@ -267,10 +267,14 @@ def _failures(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[str]
     return told
 
 
-def _failures_of(result: EvaluationResult) -> list[str]:
+def _failures_of(result: EvaluationResult, vocab_size: int | None) -> list[str]:
     told, unit, verdict = [], result.data.token_unit, result.verdict
+    start = result.harm.harmful_from
+    if (guess := uniform_loss(result, vocab_size)) is not None:
+        told.append(f"Known failure: its loss is not below {guess:.3f}, that of an even guess among all tokens.")
+    if status(result) != "breaks" and start is not None:
+        told.append(f"Known failure: at some positions from {start:,} on, the earlier text makes its loss larger.")
     if status(result) == "breaks":
-        start = result.harm.harmful_from
         told.append(
             "Known failure: on longer texts it predicts worse than with the last "
             f"{result.training_length:,} {unit}s alone" + (f", from position {start:,} on." if start else ".")
@@ -282,8 +286,8 @@ def _failures_of(result: EvaluationResult) -> list[str]:
         )
     elif verdict.holds_to < result.evaluated_length:
         told.append(
-            f"Beyond {verdict.holds_to:,} {unit}s the mean perplexity of some positions is more than "
-            f"{verdict.tolerance:.0%} above the best one (Definition 3.2), though within the intervals."
+            f"In the mean, its perplexity at some positions from {verdict.holds_to:,} on is more than "
+            f"{verdict.tolerance:.0%} above the best one; the intervals do not show that it is (Definition 3.2)."
         )
     if result.in_window.context_use.low is None or result.in_window.context_use.low <= 0:
         told.append("It is not shown to use the context inside its training length.")

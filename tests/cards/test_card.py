@@ -514,26 +514,106 @@ def test_a_known_failure_is_told(work: Work, tmp_path: Path) -> None:
     assert "from position 16 on its perplexity is more than 1% above the best one" in limits
     assert "not shown to use the context inside its training length" in limits
 
-    def hold(evaluation: dict[str, Any]) -> None:
-        evaluation["harm"]["last"] = {"mean": -0.2, "low": -0.3, "high": -0.1}
-        evaluation["verdict"] |= {"holds_to": 64, "violated_from": None}
-        evaluation["in_window"]["context_use"] = {"mean": 0.1, "low": 0.05, "high": 0.3}
-
-    text = str(build_card(work.cured, [changed(work, tmp_path / "holds.json", hold)]))
-    assert "**It works beyond its training length of 8 bytes, up to the 64 bytes that were tested.**" in text
+    text = str(build_card(work.cured, [changed(work, tmp_path / "holds.json", holds)]))
+    assert "no harm by earlier text is shown at any position up to the 64 that were tested" not in text
+    assert "but so does the model given as base: there was nothing to cure.**" in text
+    text = str(build_card(work.cured, [against_a_broken_base(work, tmp_path, holds)]))
+    assert "**It works beyond its training length of 8 bytes: no harm by earlier text is shown at any position" in text
     assert f"is {MINUS}0.200 [{MINUS}0.300, {MINUS}0.100] nats per byte" in text
+    assert "; for the model given as base it is +1.000 [+0.900, +1.100]." in text
+    assert "| Perplexity more than 1% above its best (Definition 3.2) | nowhere |" in text
     limits = text.partition("## Limits")[2]
     assert "Known failure" not in limits
     assert "Definition 3.2" not in limits
     assert "(passkeys, needles) was not measured" in limits
 
 
+def holds(evaluation: dict[str, Any]) -> None:
+    evaluation["harm"] |= {"last": {"mean": -0.2, "low": -0.3, "high": -0.1}, "harmful_from": None}
+    evaluation["verdict"] |= {"holds_to": 64, "violated_from": None}
+    evaluation["in_window"]["context_use"] = {"mean": 0.1, "low": 0.05, "high": 0.3}
+    evaluation["in_window"]["loss"] = {"mean": 2.0, "low": 1.9, "high": 2.1}
+
+
+def against_a_broken_base(work: Work, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    plain = json.loads(changed(work, folder / "changed.json", change).read_text())
+    base = next(model["evaluation"] for model in plain["models"] if model["role"] == "base")
+    base["harm"]["last"] = {"mean": 1.0, "low": 0.9, "high": 1.1}
+    (folder / "broken.json").write_text(json.dumps(plain))
+    return folder / "broken.json"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "headline", "limit"),
+    [
+        (
+            ("harm", "harmful_from"),
+            16,
+            "It holds at positions 32 to 64, beyond its training length of 8 bytes, but earlier text harms it at some "
+            "positions from 16 on.",
+            "Known failure: at some positions from 16 on, the earlier text makes its loss larger.",
+        ),
+        (
+            ("verdict", "violated_from"),
+            16,
+            "but from 16 on its perplexity is more than 1% above the best one inside.",
+            "Known failure: from position 16 on its perplexity is more than 1% above",
+        ),
+        (
+            ("in_window", "context_use"),
+            {"mean": 0.1, "low": -0.1, "high": 0.3},
+            "but it is not shown to use its context at all.",
+            "It is not shown to use the context",
+        ),
+        (
+            ("in_window", "loss"),
+            {"mean": 6.0, "low": 5.9, "high": 6.1},
+            "It predicts no better than an even guess (loss 5.951)",  # log(384)
+            "Known failure: its loss is not below 5.951",
+        ),
+    ],
+    ids=["harm", "rise", "no-context", "guess"],
+)
+def test_it_is_not_said_to_work_above_a_failure(
+    work: Work, tmp_path: Path, place: tuple[str, str], value: Any, headline: str, limit: str
+) -> None:
+    def change(evaluation: dict[str, Any]) -> None:
+        holds(evaluation)
+        evaluation[place[0]][place[1]] = value
+
+    text = str(build_card(work.cured, [against_a_broken_base(work, tmp_path, change)]))
+    assert "It works" not in text
+    assert re.search(rf"^\*\*.*{re.escape(headline)}.*\*\*", text, flags=re.MULTILINE)
+    assert limit in text.partition("## Limits")[2]
+
+
+@pytest.mark.parametrize(
+    ("holds_to", "violated_from", "cell"),
+    [
+        (16, None, "not shown<br>(in the mean from 16)"),
+        (16, 32, "from 32<br>(in the mean from 16)"),
+        (16, 16, "from 16"),
+    ],
+)
+def test_how_far_perplexity_stays_is_one_row(
+    work: Work, tmp_path: Path, holds_to: int, violated_from: int | None, cell: str
+) -> None:
+    def change(evaluation: dict[str, Any]) -> None:
+        evaluation["verdict"] |= {"holds_to": holds_to, "violated_from": violated_from}
+
+    text = str(build_card(work.cured, [changed(work, tmp_path / "r.json", change)]))
+    assert f"| Perplexity more than 1% above its best (Definition 3.2) | {cell} |" in text
+
+
 def test_one_text_has_no_intervals(work: Work, tmp_path: Path) -> None:
     measured = ("--data", work.text, "--split", "train", "--length", 32, "--sequences", 1, "--no-cache")
     arguments = ("evaluate", work.cured, *measured, "--output", tmp_path / "out")
     assert main([str(argument) for argument in arguments]) == 0
-    text = str(build_card(work.cured, [tmp_path / "out" / "result.json"]))
-    assert "is not clear" in text
+    plain = json.loads((tmp_path / "out" / "result.json").read_text())
+    plain["models"][0]["evaluation"]["in_window"]["loss"]["mean"] = 2.0
+    (tmp_path / "trained.json").write_text(json.dumps(plain))
+    text = str(build_card(work.cured, [tmp_path / "trained.json"]))
+    assert "**Whether it holds beyond its training length of 8 bytes is not clear.**" in text
     assert "None" not in text
 
 
