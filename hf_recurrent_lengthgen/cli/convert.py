@@ -9,6 +9,7 @@ from pathlib import Path
 from hf_recurrent_lengthgen.cli.inputs import load_tokenizer
 from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.conversion.dtypes import FLOATS
+from hf_recurrent_lengthgen.conversion.json_files import read_settings_file
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.conversion.tensor_files import TensorFiles
 from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files
@@ -108,5 +109,10 @@ def _summary(name: str, output: Path) -> str:
         official = FORMATS[source.format].tokenizer
         advice = f" That of the official checkpoints is {official}: --tokenizer {official}." if official else ""
         lines.append(f"{source.name} holds no tokenizer, so {output} has none.{advice}")
+    if read_settings_file(output / "config.json").get("training_length") is None:
+        lines.append(
+            f"The training length of {source.name} is not known, which evaluation starts from: give it with "
+            "--training_length here, or to each evaluation."
+        )
     lines.append(f"Saved to {output}. Next: {shlex.join(['lengthgen', 'verify', name, str(output)])}")
     return "\n".join(lines)

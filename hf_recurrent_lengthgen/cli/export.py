@@ -4,13 +4,15 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_recurrent_lengthgen.conversion.export import export_checkpoint
+from hf_recurrent_lengthgen.conversion.export import code_note, export_checkpoint
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
 
 DESCRIPTION = """\
 Write a checkpoint of this package in the layout of another library, which then loads it by itself. Weights are copied
 bit for bit; the checkpoint stays as it is. What the other library has no name for is refused: states expanded in some
-layers, forgetting, attention layers. Carried states and lineage stay behind.
+layers, forgetting, attention layers. Carried states and lineage stay behind. For rwkv-hf no library has the class:
+its config.json names the code of the repository that the checkpoint was converted from; for one that comes from
+elsewhere, the authors' .py files and auto_map are to be added, or fla takes an RWKV-6 for its own.
 
   lengthgen export trained --format mamba-ssm --output_dir for-mamba-ssm
   lengthgen export trained/checkpoint-500 --format transformers --output_dir stock
@@ -63,4 +65,6 @@ def run(arguments: Sequence[str]) -> int:
         print(f"\nNothing was written to {output}. The same command starts again.")
         raise
     print(f"Exported to {output}, for {layout.title}: {', '.join(sorted(path.name for path in output.iterdir()))}.")
+    if note := code_note(layout, output):
+        print(note)
     return 0

@@ -15,7 +15,7 @@ from hf_recurrent_lengthgen.conversion.formats import (
     expected_shapes,
     tied_names,
 )
-from hf_recurrent_lengthgen.conversion.json_files import write_settings_file
+from hf_recurrent_lengthgen.conversion.json_files import read_settings_file, write_settings_file
 from hf_recurrent_lengthgen.conversion.key_maps import expand, to_theirs
 from hf_recurrent_lengthgen.conversion.new_folders import check_new, new_folder
 from hf_recurrent_lengthgen.conversion.registry import named_format
@@ -23,6 +23,7 @@ from hf_recurrent_lengthgen.conversion.sources import locate
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta, TensorFiles
 from hf_recurrent_lengthgen.conversion.tensor_writing import parse_size, write_safetensors, write_torch
 from hf_recurrent_lengthgen.conversion.tokenizer_files import copy_tokenizer
+from hf_recurrent_lengthgen.records import Lineage, read_lineage
 
 
 def export_checkpoint(
@@ -59,6 +60,8 @@ def export_checkpoint(
     shared = _shared_head(layout, config, {str(rename.ours): str(rename.theirs) for rename in renames})
     metas = {entry.name: Meta(entry.shape, entry.dtype) for entry in entries}
     settings = exported_config(layout, config, metas | {name: metas[other] for name, other in shared.items()})
+    if settings is not None and "auto_map" in settings:
+        settings = _with_code_on_hub(settings, read_lineage(found.folder))
     with new_folder(output) as folder:
         if layout.container == "safetensors":
             write_safetensors(folder, entries, max_shard_size)
@@ -70,6 +73,40 @@ def export_checkpoint(
             shutil.copyfile(found.folder / "generation_config.json", folder / "generation_config.json")
         copy_tokenizer(found.folder, folder)
     return output
+
+
+def _with_code_on_hub(settings: Settings, lineage: Lineage | None) -> Settings:
+    """Let auto_map name the repository that the checkpoint was converted from, for the code there is not exported.
+
+    Without such a repository, and where it names several classes or none, there is no auto_map.
+    """
+    source = None if lineage is None else lineage.source
+    kept = {name: value for name, value in settings.items() if name != "auto_map"}
+    named = settings["auto_map"]
+    if not isinstance(named, dict):
+        return kept
+    repository = f"{source.name}--" if source is not None and source.on_hub else ""
+    classes = {
+        name: entry if "--" in entry else repository + entry
+        for name, entry in named.items()
+        if isinstance(entry, str) and ("--" in entry or repository)
+    }
+    return kept | ({"auto_map": classes} if classes else {})
+
+
+def code_note(layout: Format, folder: Path) -> str:
+    """What is to be known of the Python files that an exported checkpoint needs; empty if it needs none."""
+    settings = read_settings_file(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if classes := settings.get("auto_map"):
+        repositories = sorted({entry.partition("--")[0] for entry in classes.values()})
+        return f"It loads with trust_remote_code=True, with the code of {', '.join(repositories)} on the Hub."
+    if not layout.code:
+        return ""
+    return (
+        "It holds no code, and no library has its class: copy the authors' .py files into it, and their auto_map "
+        f"into its config.json (from {layout.code}), and load it with trust_remote_code=True. Without "
+        "them, where fla is imported, fla takes an RWKV-6 for its own, and all weights are random."
+    )
 
 
 def our_config(settings: Settings | None, where: str) -> Any:

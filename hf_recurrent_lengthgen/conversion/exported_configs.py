@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
+from hf_recurrent_lengthgen.conversion.config_fields import config_fields
 from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, Format, Settings
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
@@ -112,9 +113,7 @@ def _check_same(format: Format, config: Any, again: Any) -> None:
     ignored = NOT_ARCHITECTURE | {"forgetting", SOURCE_CONFIG, *format.from_shapes}
     if config.model_type == "stateful_mamba2":
         ignored |= {"time_step_rank"}  # Mamba-2 has none
-    # early 5.x leaves fields with their default out of to_dict(); what is no field came with another library's config
-    fields = [*type(config)().to_dict(), *(name for name in config.to_dict() if hasattr(type(config), name))]
-    names = [name for name in dict.fromkeys(fields) if name not in ignored]
+    names = [name for name in config_fields(type(config)) if name not in ignored]
     different = [
         f"{name} {getattr(config, name, None)!r} (there {getattr(again, name, None)!r})"
         for name in names

@@ -273,5 +273,6 @@ RWKV_HF = Format(
     from_config=_repository_settings,
     renames=repository_renames,
     tied_head="head.weight",
+    code="RWKV/rwkv-6-world-* or RWKV/rwkv-5-world-*",
     from_shapes=SHAPED_FIELDS,
 )

@@ -70,6 +70,7 @@ class Format:
         tokenizer: The tokenizer of its official checkpoints, where those carry none; empty otherwise.
         older: For layouts that earlier versions of a library wrote otherwise: the map for the tensors that are there,
             by their names; None where they are as `renames` says.
+        code: Repositories with the Python files that its checkpoints need, where no library has their class.
         from_shapes: Fields of our config that this layout leaves to the shapes of the weights.
     """
 
@@ -87,6 +88,7 @@ class Format:
     weights_file: str = "pytorch_model.bin"
     tokenizer: str = ""
     older: Callable[[Any, Mapping[str, Meta]], Sequence[Rename] | None] = _none
+    code: str = ""
     from_shapes: tuple[str, ...] = ()
 
     def config_of(self, settings: Settings | None, metas: Mapping[str, Meta]) -> Any:

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 
+from hf_recurrent_lengthgen.conversion.format_fla import ARCHITECTURES as FLA_TYPES
 from hf_recurrent_lengthgen.conversion.format_fla import FLA
 from hf_recurrent_lengthgen.conversion.format_mamba_ssm import MAMBA_SSM
 from hf_recurrent_lengthgen.conversion.format_rwkv import RWKV, RWKV_HF
+from hf_recurrent_lengthgen.conversion.format_transformers import ARCHITECTURES as STOCK_TYPES
 from hf_recurrent_lengthgen.conversion.format_transformers import TRANSFORMERS
 from hf_recurrent_lengthgen.conversion.formats import MODEL_CLASSES, Format, Settings
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
@@ -27,13 +29,14 @@ def detect(settings: Settings | None, metas: Mapping[str, Meta], where: str) -> 
     for format in FORMATS.values():
         if format.recognizes(settings, metas):
             return format
-    kind = (
-        "no config.json"
-        if settings is None
-        else f"the model type {model_type!r} and {', '.join(sorted(settings)[:8])}"
-    )
+    kind = "no config.json" if settings is None else f"the model type {model_type!r}"
     formats = "; ".join(f"{format.name} ({format.title})" for format in FORMATS.values())
-    raise ValueError(f"{where} has {kind}, which is none of the layouts known here: {formats}.")
+    types = sorted({*STOCK_TYPES, *FLA_TYPES, "rwkv5"})
+    raise ValueError(
+        f"{where} has {kind}, which is none of the layouts that can be converted: {formats}. Their model types are "
+        f"{', '.join(types)}; mamba-ssm has none. Other recurrent models, and hybrids of Transformers, are not "
+        "converted: load them as they are, with hf_recurrent_lengthgen.load_model."
+    )
 
 
 def named_format(name: str) -> Format:

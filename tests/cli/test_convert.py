@@ -24,6 +24,7 @@ def test_there_and_back(source: str, capsys: pytest.CaptureFixture[str]) -> None
     assert main([*arguments, "--dtype", "bfloat16", "--max_shard_size", "40KB"]) == 0
     said = capsys.readouterr().out
     assert "Converted theirs (mamba-ssm, licence not stated):" in said
+    assert "training length" not in said
     assert "Saved to ours. Next: lengthgen verify theirs ours" in said
     lineage = read_lineage("ours")
     assert lineage is not None
@@ -43,7 +44,21 @@ def test_there_and_back(source: str, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_missing_tokenizer_is_told_with_the_official_one(source: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", source, "--output_dir", "ours"]) == 0
-    assert "--tokenizer EleutherAI/gpt-neox-20b" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "--tokenizer EleutherAI/gpt-neox-20b" in said
+    assert "The training length of theirs is not known" in said
+
+
+def test_an_export_without_the_code_that_it_needs_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_stand_in("rwkv-hf", "rwkv6", tmp_path / "theirs")
+    assert main(["convert", "theirs", "--output_dir", "ours"]) == 0
+    assert main(["export", "ours", "--format", "rwkv-hf", "--output_dir", "back"]) == 0
+    assert "It holds no code, and no library has its class" in capsys.readouterr().out
+    assert main(["export", "ours", "--format", "rwkv", "--output_dir", "pth"]) == 0
+    assert "no code" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
-from hf_recurrent_lengthgen.conversion.export import export_checkpoint
+from hf_recurrent_lengthgen.conversion.export import code_note, export_checkpoint
 from hf_recurrent_lengthgen.conversion.format_rwkv import RWKV, RWKV_HF
 from hf_recurrent_lengthgen.conversion.formats import expected_shapes
 from hf_recurrent_lengthgen.conversion.key_maps import expand, to_ours
@@ -177,7 +177,22 @@ def test_repositories_compute_what_the_loop_does_and_come_back_the_same(generati
     assert load_model(str(tmp_path / "ours")).config.training_length == 4096
     export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "rwkv-hf")
     assert_same(load_file(tmp_path / "back/model.safetensors"), load_file(folder / "model.safetensors"))
-    assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    settings = json.loads((folder / "config.json").read_text())
+    del settings["auto_map"]  # of code that does not come along
+    assert json.loads((tmp_path / "back/config.json").read_text()) == settings
+    assert "It holds no code" in code_note(RWKV_HF, tmp_path / "back")
+
+
+def test_the_code_of_a_repository_on_the_hub_is_named(tmp_path: Path) -> None:
+    folder = write_repository(draw(rwkv6_shapes(OFFICIAL)), tmp_path / "theirs", 6, OFFICIAL)
+    snapshot = tmp_path / "models--user--name" / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    folder.rename(snapshot)
+    convert_checkpoint(str(snapshot), tmp_path / "ours")
+    export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "rwkv-hf")
+    settings = json.loads((tmp_path / "back/config.json").read_text())
+    assert settings["auto_map"] == {"AutoConfig": "user/name--configuration_rwkv6.Rwkv6Config"}
+    assert "with the code of user/name on the Hub" in code_note(RWKV_HF, tmp_path / "back")
 
 
 @pytest.mark.parametrize("name", RWKV5_NAMES)
