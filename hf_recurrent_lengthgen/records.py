@@ -12,6 +12,7 @@ from typing import Literal
 
 from hf_recurrent_lengthgen.evaluation.documents import document
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
+from hf_recurrent_lengthgen.private_text import HIDDEN, SECRET_OPTION, hide_secrets
 
 LINEAGE_FILE, VERIFICATION_FILE = "lineage.json", "verification.json"
 
@@ -168,27 +169,48 @@ def file_digest(path: str | os.PathLike[str]) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+_VERIFIED = (
+    *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "*.py"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("vocab.txt", "merges.txt", "rwkv_vocab*.txt", "*.model", "chat_template.jinja"),
+    "additional_chat_templates/*.jinja",
+)
+
+
 def verified_files(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """SHA-256 by name of the files of a checkpoint folder that its predictions depend on."""
-    suffixes = (".safetensors", ".safetensors.index.json", ".py")
-    return {
-        path.name: file_digest(path)
-        for path in sorted(Path(folder).iterdir())
-        if path.is_file() and (path.name.endswith(suffixes) or path.name == "config.json")
-    }
+    """SHA-256 by name of the files of a checkpoint folder that its texts depend on: model, tokenizer, generation."""
+    found = {path for pattern in _VERIFIED for path in Path(folder).glob(pattern) if path.is_file()}
+    return {path.relative_to(folder).as_posix(): file_digest(path) for path in sorted(found)}
+
+
+# An absolute path at the start of an argument or of a value in it, and the last part of it.
+_PATH = re.compile(
+    r"(?<![^=,:;\s\"'(\[{])(?:file:/+|(?:~[\w.-]*)?/(?=[^\s/])|[A-Za-z]:(?:\\|/(?!/))|\\\\(?=\w))[^=,;\"']*"
+)
 
 
 def portable(argument: str) -> str:
-    """An argument of a command without the folders of a machine: the last part of an absolute path, also after "="."""
-    option, equals, value = argument.rpartition("=")
-    absolute = value.startswith(("/", "~"))
-    return f"{option}{equals}{Path(value).name or value}" if absolute else argument
+    """An argument of a command without the folders of a machine: the last part of absolute paths, also of values."""
+    return _PATH.sub(lambda path: _last_part(path.group()), argument)
+
+
+def _last_part(path: str) -> str:
+    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
 
 
 def portable_command(command: str | Sequence[str]) -> str:
-    """A shell command, given as text or in parts, with `portable` arguments and the program's name only."""
+    """A shell command, given as text or in parts: `portable` arguments, the program's name only, no tokens or keys."""
     program, *arguments = _words(command) if isinstance(command, str) else command or [""]
-    return shlex.join([Path(program).name, *map(portable, arguments)]) if program else ""
+    shown = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        option, equals, _ = argument.partition("=")
+        if SECRET_OPTION.fullmatch(before) and not argument.startswith("--"):
+            shown.append(HIDDEN)
+        elif equals and SECRET_OPTION.fullmatch(option):
+            shown.append(f"{option}={HIDDEN}")
+        else:
+            shown.append(portable(hide_secrets(argument)))
+    return shlex.join([Path(program).name, *shown]) if program else ""
 
 
 def _words(command: str) -> list[str]:
@@ -199,8 +221,12 @@ def _words(command: str) -> list[str]:
 
 
 def portable_text(text: str) -> str:
-    """A description with the last part of each absolute path."""
-    return re.sub(r"(?<![\w:/.~-])~?/(?:[^/\s,;]+/)*(?=[^/\s,;])", "", text)
+    """A description with the last part of each absolute path, and no tokens or keys."""
+    folders = (
+        r"(?:file:/+|(?<![\w/.~])(?:~\w*)?/)(?:[^/\s,;]+/)*(?=[^/\s,;])"
+        r"|(?:(?<!\w)[A-Za-z]:|\\)\\(?:[^\\\s,;]+\\)*"
+    )
+    return re.sub(folders, "", hide_secrets(text))
 
 
 _CARD_RECORD = re.compile(r"^<!-- lengthgen card of (\{.*\}) -->$", flags=re.MULTILINE)

@@ -157,13 +157,41 @@ def _missing_parts(folder: Path, pushed: Sequence[str]) -> list[str]:
     if not any(name.endswith(".safetensors") and "/" not in name for name in pushed):
         missing.append("it holds no weights as safetensors: lengthgen convert writes them")
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        entries = config.get("auto_map") or {}
-        files = {str(entry).split("--")[-1].split(".")[0] + ".py" for entry in entries.values()}
-    except (ValueError, AttributeError) as error:
+        config = _read_object(folder / "config.json")
+        files = {f"{entry.split('--')[-1].split('.')[0]}.py" for entry in _texts(config.get("auto_map"))}
+    except ValueError as error:
         return [*missing, f"config.json is damaged ({error})"]
     if str(config.get("model_type", "")).startswith("stateful_") and not files:
         missing.append("config.json has no auto_map, so nobody could load the model: save it by its save_pretrained")
     if absent := sorted(files - set(pushed)):
         missing.append(f"code that config.json names is missing: {', '.join(absent)}; save_pretrained writes it")
-    return missing
+    return missing + _missing_of_tokenizer(folder, pushed)
+
+
+def _missing_of_tokenizer(folder: Path, pushed: Sequence[str]) -> list[str]:
+    """Code that a tokenizer cannot be loaded without; what it names of another repository stays there."""
+    if "tokenizer_config.json" not in pushed:
+        return []
+    try:
+        entries = _texts(_read_object(folder / "tokenizer_config.json").get("auto_map"))
+    except ValueError as error:
+        return [f"tokenizer_config.json is damaged ({error})"]
+    files = {f"{entry.split('.')[0]}.py" for entry in entries if "--" not in entry}
+    absent = sorted(files - set(pushed))
+    return [f"code that tokenizer_config.json names is missing: {', '.join(absent)}"] if absent else []
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError("no JSON object")
+    return values
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)

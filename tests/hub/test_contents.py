@@ -117,3 +117,25 @@ def test_long_runs_of_letters_take_no_time(tmp_path: Path) -> None:
     """Pictures in notebooks; a pattern that tries every start of a run would take minutes."""
     text = json.dumps({"image/png": "sk-Ab--ke" * 50_000})
     assert told(tmp_path, "a.ipynb", text) == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "tokenizer", "missing"),
+    [
+        ({"AutoTokenizer": ["code.X", None], "AutoModel": "code.Y"}, {}, None),
+        ({"AutoTokenizer": ["gone.X", None]}, {}, "code that config.json names is missing: gone.py"),
+        ({}, {"AutoTokenizer": ["gone.X", None]}, "code that tokenizer_config.json names is missing: gone.py"),
+        ({}, {"AutoTokenizer": ["code.X", "owner/name--gone.X"]}, None),
+    ],
+)
+def test_code_that_configs_name_must_be_there(
+    tmp_path: Path, config: dict[str, object], tokenizer: dict[str, object], missing: str | None
+) -> None:
+    for name, values in (("config.json", config), ("tokenizer_config.json", tokenizer)):
+        (tmp_path / name).write_text(json.dumps({"auto_map": values}))
+    for name in ("code.py", "model.safetensors"):
+        (tmp_path / name).write_text("")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert [line.split(";")[0] for line in refusals_of_files(tmp_path, names, (), None)] == (
+        [missing] if missing else []
+    )
