@@ -140,8 +140,8 @@ def _bring_up(stage: Stage, run: RecipeRun, folder: Path, launch: str | None, sa
                 say(f"{stage.name}: done before, in {_duration(known.seconds)}")
                 return run
             say(f"{stage.name}: done again, as {'; '.join(changed[:3])}")
-            if stage.name in NEW_FOLDER:
-                _keep(place, folder, say)
+        if stage.name in NEW_FOLDER:  # also of a run that was killed before it noted that this one is done
+            _keep(place, folder, say)
     run = _recorded(run, stage.name, wanted, folder)
     say(f"\n{stage.name}: {stage.line}")
     begin = time.monotonic()

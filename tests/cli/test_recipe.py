@@ -1,7 +1,9 @@
 """`lengthgen recipe`: what it tells, and runs that go on where they were stopped. The commands are small stand-ins."""
 
 import itertools
+import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -317,3 +319,31 @@ def test_copy_gives_files_that_can_be_run(tmp_path: Path, capsys: pytest.Capture
     assert main(["recipe", "show", str(tmp_path / "mine/checkpoints/gla-1.3b-state-passing.yaml")]) == 0
     assert f"lengthgen train {tmp_path}/mine/post_training/state_passing.yaml" in capsys.readouterr().out
     assert main(["recipe", "copy", str(tmp_path / "mine")]) == 1
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_run_that_is_killed_in_a_stage_goes_on_with_it(
+    stage: str, moment: str, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after the stage has written its files."""
+    write = commands.write
+
+    def write_and_die(name: str, arguments: list[str]) -> None:
+        if name != stage or moment == "after":
+            write(name, arguments)
+        if name == stage:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(commands, "write", write_and_die)
+        try:
+            start()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert record().stages[stage].state == "started"
+    start()
+    assert commands.names == STAGES[STAGES.index(stage) :]
+    assert {found.state for found in record().stages.values()} == {"done"}
