@@ -55,6 +55,7 @@ from hf_recurrent_lengthgen.trainers.checks import (
 )
 from hf_recurrent_lengthgen.trainers.chunked_backprop import check_chunkable, forward_in_chunks, innermost_model
 from hf_recurrent_lengthgen.trainers.hub_pushes import (
+    check_texts,
     copy_code,
     has_card_of_another,
     leave_out_pickles,
@@ -528,6 +529,8 @@ class InitialStateTrainer(Trainer, ABC):
         if self.is_world_process_zero():
             copy_code(checkpoint_folder, self.output_dir)
             leave_out_pickles(self.output_dir)
+            for folder in (self.output_dir, checkpoint_folder):
+                check_texts(folder, self.args.hub_token)
         super()._push_from_checkpoint(checkpoint_folder)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
@@ -547,6 +550,8 @@ class InitialStateTrainer(Trainer, ABC):
         kept = has_card_of_another(self.output_dir) if asked else write_own_card(self.output_dir, self.hub_model_id)
         if not kept:
             super().create_model_card(*args, **kwargs)
+        if self.hub_model_id is not None:  # it is uploaded next
+            check_texts(self.output_dir, self.args.hub_token)
 
     # Trainer writes the random state of a process last of its own files; the initial states follow it. Nothing marks
     # the folder complete, and no older one is deleted, before every process has written its files.

@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.private_text import paths_in, readable_text, secrets_in
 from hf_recurrent_lengthgen.records import read_lineage
 
 logger = logging.get_logger(__name__)
@@ -36,6 +37,32 @@ def leave_out_pickles(output: str | os.PathLike[str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
             temporary.write_text("\n".join([*lines, NOT_PUSHED, ""]), encoding="utf-8")
+
+
+def check_texts(folder: str | os.PathLike[str], token: str | None) -> None:
+    """Refuse to upload passwords and keys, and warn of paths of this machine, in the small texts of a folder.
+
+    Adapters (adapter_config.json and PEFT's card) and trainer_state.json name models by where they are here, and need
+    that here.
+
+    Args:
+        folder: What is uploaded; its subfolders are not looked at.
+        token: The token of the Hub in use.
+
+    Raises:
+        ValueError: for secrets, naming file and line.
+    """
+    secrets, paths = [], []
+    for path in sorted(Path(folder).iterdir()):
+        if path.is_file() and path.suffix in (".json", ".md", ".py", ".yaml", ".txt", ".jinja", ".safetensors"):
+            text = readable_text(path)
+            secrets += [f"{path.name}, {found}" for found in secrets_in(text, token)]
+            if path.name not in ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt"):
+                paths += [f"{path.name}, {found}" for found in paths_in(text)]
+    if secrets:
+        raise ValueError(f"{folder} is not uploaded: {'; '.join(secrets)}.")
+    if paths:
+        logger.warning(f"What is uploaded of {folder} tells of this machine: {'; '.join(paths)}.")
 
 
 def has_card_of_another(output: str | os.PathLike[str]) -> bool:

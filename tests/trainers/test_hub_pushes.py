@@ -15,7 +15,7 @@ from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.records import Lineage, write_lineage
 from hf_recurrent_lengthgen.trainers import StatePassingTrainer
-from hf_recurrent_lengthgen.trainers.hub_pushes import has_card_of_another, leave_out_pickles
+from hf_recurrent_lengthgen.trainers.hub_pushes import check_texts, has_card_of_another, leave_out_pickles
 
 from ..hub.client import PYTHON, STRANGER, environment  # noqa: TID252
 from ..hub.conftest import hub  # noqa: F401, TID252
@@ -165,6 +165,7 @@ def test_a_run_with_a_lineage_gets_the_card_of_it(
     assert "user/run" in card
     assert "1 steps" in card or "1 step" in card
     assert "generated_from_trainer" not in card
+    assert not [name for name, content in files.items() if b"hf_test" in content]
     with pytest.raises(StopIteration):
         next(name for name in files if str(tmp_path) in files[name].decode(errors="replace"))
 
@@ -183,3 +184,28 @@ def test_a_card_with_what_was_asked_for_is_trainers(
     trainer.create_model_card(license="mit")
     assert "license: mit" in card.read_text()
     assert "generated_from_trainer" in card.read_text()
+
+
+def test_secrets_are_refused_and_paths_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("hf_recurrent_lengthgen.trainers.hub_pushes.logger.warning", told.append)
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/home/alice/base"}')
+    check_texts(tmp_path, "hf_test")
+    assert "adapter_config.json, line 1: a path of your machine: /home/alice/base" in told[0]
+    (tmp_path / "lineage.json").write_text('{"command": "--x hf_test"}')
+    with pytest.raises(ValueError, match=r"not uploaded: lineage.json, line 1: your Hub token"):
+        check_texts(tmp_path, "hf_test")
+
+
+def test_a_trainer_does_not_upload_secrets(
+    hub: Endpoint,  # noqa: F811
+    toys: ModuleType,
+    make_config: Callable[..., Any],
+) -> None:
+    trainer = StatePassingTrainer(
+        toys.tiny_model(), make_config(**PUSHING, hub_strategy="end"), train_dataset=toys.sequences(8)
+    )
+    (Path(trainer.output_dir) / "notes.md").write_text("hf_" + "a" * 34)
+    with pytest.raises(ValueError, match=r"not uploaded: notes.md, line 1: a Hub token"):
+        trainer.push_to_hub()
+    assert not [c for c in hub.repositories["user/run"].history("main") if c.title.startswith("End")]
