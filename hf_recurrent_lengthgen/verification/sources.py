@@ -27,6 +27,8 @@ from hf_recurrent_lengthgen.records import Check, file_digest, read_lineage
 from hf_recurrent_lengthgen.verification.comparing import Reading, compare_readings, count
 from hf_recurrent_lengthgen.verification.upstream import upstream_of
 
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
 
 class Sizes(NamedTuple):
     """Tokens (B, T) to read, the dtype to compute in, and where."""
@@ -62,12 +64,19 @@ class OpenedSource:
 
     def checks(self, sizes: Sizes, ours: Reading) -> list[Check]:
         """Config, weights, tokenizer, and what the source's weights give upstream."""
-        checks = [self._config_check(), self._weights_check(), *self._tokenizer_checks()]
+        checks = [self._config_check(), self._token_ids_check(), self._weights_check(), *self._tokenizer_checks()]
         return checks + self._reading_checks(sizes, ours)
 
     def _config_check(self) -> Check:
         names = different_fields(self.config, self.our_config)
         what = f"config: {', '.join(names)}" if names else "entries of the config that differ"
+        return count(what, f"the config of {self.located.name}", 0, len(names))
+
+    def _token_ids_check(self) -> Check:
+        """Ids of special tokens where both configs have one, as a tokenizer gives those that the source lacks."""
+        ids = {name: [plain(getattr(of, name, None)) for of in (self.config, self.our_config)] for name in TOKEN_IDS}
+        names = [name for name, (theirs, ours) in ids.items() if None not in (theirs, ours) and theirs != ours]
+        what = f"config: {', '.join(names)}" if names else "ids of special tokens that differ"
         return count(what, f"the config of {self.located.name}", 0, len(names))
 
     def _weights_check(self) -> Check:

@@ -121,6 +121,12 @@ def test_another_config_is_noticed(pair: tuple[Path, Path], change: dict[str, An
     assert f"config: {next(iter(change))}" in failures(*pair)
 
 
+def test_another_id_of_a_special_token_is_noticed(pair: tuple[Path, Path]) -> None:
+    change_config(pair[1], eos_token_id=7, pad_token_id=None)
+    found = failures(*pair)
+    assert list(found) == ["config: eos_token_id"]
+
+
 def test_a_tokenizer_that_was_lost_is_noticed(pair: tuple[Path, Path]) -> None:
     for path in pair[1].glob("*token*"):
         path.unlink()
