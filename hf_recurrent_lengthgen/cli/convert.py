@@ -2,9 +2,12 @@
 
 import argparse
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from hf_recurrent_lengthgen.cli.inputs import load_tokenizer
 from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
@@ -109,10 +112,27 @@ def _summary(name: str, output: Path) -> str:
         official = FORMATS[source.format].tokenizer
         advice = f" That of the official checkpoints is {official}: --tokenizer {official}." if official else ""
         lines.append(f"{source.name} holds no tokenizer, so {output} has none.{advice}")
-    if read_settings_file(output / "config.json").get("training_length") is None:
+    settings = read_settings_file(output / "config.json")
+    if told := _rounded(files, settings["dtype"]):
+        lines.append(told)
+    if settings.get("training_length") is None:
         lines.append(
             f"The training length of {source.name} is not known, which evaluation starts from: give it with "
             "--training_length here, or to each evaluation."
         )
     lines.append(f"Saved to {output}. Next: {shlex.join(['lengthgen', 'verify', name, str(output)])}")
     return "\n".join(lines)
+
+
+def _rounded(files: TensorFiles, dtype: str) -> str:
+    """What plain `from_pretrained` rounds, as it takes all tensors in the dtype of the config; empty if nothing."""
+    size = getattr(torch, dtype).itemsize
+    finer = {name: meta.dtype for name, meta in files.metas.items() if meta.dtype.itemsize > size}
+    if not finer:
+        return ""
+    kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name in finer)
+    finest = str(max(finer.values(), key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
+    return (
+        f"Of its tensors, {len(finer)} are finer than {dtype} ({', '.join(kinds)}), and from_pretrained rounds them "
+        f"to that: dtype=torch.{finest} keeps all values."
+    )

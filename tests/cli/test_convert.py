@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.conversion import tensor_writing
@@ -47,6 +49,22 @@ def test_a_missing_tokenizer_is_told_with_the_official_one(source: str, capsys: 
     said = capsys.readouterr().out
     assert "--tokenizer EleutherAI/gpt-neox-20b" in said
     assert "The training length of theirs is not known" in said
+
+
+def test_tensors_that_loading_rounds_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mixed = Path(__file__).parents[1] / "conversion" / "mamba_ssm" / "mamba1_bfloat16"
+    assert main(["convert", str(mixed), "--output_dir", "ours"]) == 0
+    said = capsys.readouterr().out
+    assert "4 are finer than bfloat16 (backbone.layers.N.mixer.A_log, backbone.layers.N.mixer.D)" in said
+    rounded, exact = (AutoModelForCausalLM.from_pretrained("ours", dtype=dtype) for dtype in ("auto", torch.float32))
+    written = load_file("ours/model.safetensors")["backbone.layers.0.mixer.A_log"]
+    assert not torch.equal(rounded.backbone.layers[0].mixer.A_log.float(), written)
+    assert torch.equal(exact.backbone.layers[0].mixer.A_log, written)
+    assert main(["convert", str(mixed), "--output_dir", "all", "--dtype", "bfloat16"]) == 0
+    assert "finer" not in capsys.readouterr().out
 
 
 def test_an_export_without_the_code_that_it_needs_says_so(
