@@ -276,7 +276,7 @@ def _of_earlier_pushes(api: HfApi, plan: PushPlan, names: Sequence[str]) -> tupl
     if not names or plan.parent is None:
         return ()
     repo, commit = plan.repo_id, plan.parent
-    history = once(lambda: api.list_repo_commits(repo, revision=commit), f"Reading the history of {repo}")
+    history = again(lambda: api.list_repo_commits(repo, revision=commit), f"Reading the history of {repo}")
     ours = {made.commit_id for made in history if MARK in made.message}
     infos: list[Any] = again(
         lambda: api.get_paths_info(repo, list(names), revision=commit, expand=True), f"Reading the files of {repo}"

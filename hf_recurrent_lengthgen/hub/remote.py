@@ -131,7 +131,7 @@ def _reason(error: BaseException) -> str:
 
 def list_files(api: HfApi, name: str, commit: str) -> dict[str, RepoFile]:
     """The files of a commit by path, with their sizes and hashes."""
-    entries: Any = once(lambda: list(api.list_repo_tree(name, revision=commit, recursive=True)), f"Listing {name}")
+    entries: Any = again(lambda: list(api.list_repo_tree(name, revision=commit, recursive=True)), f"Listing {name}")
     return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
 
 

@@ -1,8 +1,8 @@
 """A hub on loopback that the real client of huggingface_hub speaks to, with faults on demand.
 
 It answers what pushing, pulling and `from_pretrained` ask for, as the Hub does (huggingface_hub 1.x and 2.x). Large
-files are handed out by a second port, as by a delivery network. It offers no Xet storage; since huggingface_hub 2 the
-client uploads by Xet unless told not to, so its `HF_HUB_DISABLE_XET` must be set (`client.py`).
+files are handed out under another host name, as by a delivery network. It offers no Xet storage; since
+huggingface_hub 2 the client uploads by Xet unless told not to, so its `HF_HUB_DISABLE_XET` must be set (`client.py`).
 """
 
 import re
@@ -60,7 +60,10 @@ class Endpoint(Store):
         self._parts: dict[str, dict[int, bytes]] = {}
         self._lock = threading.RLock()
         self._servers = [ThreadingHTTPServer(("127.0.0.1", 0), self._handler()) for _ in range(2)]
-        self.url, self.delivery = (f"http://127.0.0.1:{server.server_port}" for server in self._servers)
+        # another name than that of the hub, for the client follows redirects that stay on a host
+        hosts = ("127.0.0.1", "localhost")
+        ports = (server.server_port for server in self._servers)
+        self.url, self.delivery = (f"http://{host}:{port}" for host, port in zip(hosts, ports, strict=True))
 
     def __enter__(self) -> "Endpoint":
         for server in self._servers:
