@@ -252,6 +252,12 @@ def _evidence(checkpoint: Checkpoint, file: Path) -> Evidence:
             f"{file} holds results of these weights as {', '.join(labels[index] for index in same)}, but "
             f"{checkpoint.name} is to be evaluated with {mark}: evaluate this folder."
         )
+    length = evaluations(result)[found[0]].training_length
+    if checkpoint.training_length not in (None, length):
+        raise ValueError(
+            f"{file} measured {checkpoint.name} against a training length of {length}, but its config.json says "
+            f"{checkpoint.training_length}: correct that, or evaluate this checkpoint again."
+        )
     return Evidence(kind, result, found[0])
 
 
@@ -316,3 +322,16 @@ def named(result: Result, names: Sequence[str]) -> Result:
             for model, name in zip(result.models, names, strict=True)
         ),
     )
+
+
+def data_name(description: str) -> tuple[str, str | None]:
+    """Name and split of a data set from its description in words."""
+    match = re.search(r", (?:split (\S+)|(\w+) files)$", description)
+    split = None if match is None else match[1] or match[2]
+    return (description if match is None else description[: match.start()]).partition(";")[0].strip() or "text", split
+
+
+def data_text(description: str) -> str:
+    """Name and split of a data set, without the sizes that its description tells."""
+    name, split = data_name(description)
+    return name if split is None else f"{name}, split {split}"

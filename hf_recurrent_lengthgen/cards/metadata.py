@@ -7,7 +7,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from hf_recurrent_lengthgen.cards.facts import Checkpoint, Evidence
+from hf_recurrent_lengthgen.cards.facts import Checkpoint, Evidence, data_name
 from hf_recurrent_lengthgen.cards.licenses import license_data
 from hf_recurrent_lengthgen.cards.methods import methods_in
 from hf_recurrent_lengthgen.cards.results_section import mean_over, own_evaluations, retrieval_results
@@ -158,13 +158,6 @@ def _dataset(data: DataRecord) -> dict[str, Any]:
         "dataset_split": split,
         "dataset_args": {"description": data.description, "sha256_of_token_ids": data.digest},
     }
-
-
-def data_name(description: str) -> tuple[str, str | None]:
-    """Name and split of a data set from its description in words."""
-    match = re.search(r", (?:split (\S+)|(\w+) files)$", description)
-    split = None if match is None else match[1] or match[2]
-    return (description if match is None else description[: match.start()]).partition(";")[0].strip() or "text", split
 
 
 def _perplexity(nll: float) -> float:

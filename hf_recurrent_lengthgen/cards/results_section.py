@@ -6,7 +6,7 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from hf_recurrent_lengthgen.cards.facts import Evidence, evaluations
+from hf_recurrent_lengthgen.cards.facts import Evidence, data_text, evaluations
 from hf_recurrent_lengthgen.cards.markdown import code, escape, fence, link, table
 from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Curve, Estimate, EvaluationResult
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RECALL_ACCURACY, RetrievalResult, Share
@@ -17,6 +17,7 @@ from hf_recurrent_lengthgen.plotting.page_parts import definitions
 from hf_recurrent_lengthgen.plotting.retrieval import retrieval_accuracy_figure
 
 FIGURES, RESULTS = "figures", "results"
+FOLDERS = "Folders have the names that they had then: give your own, or names on the Hub, in their place."
 _TASKS = {"passkey": "Passkeys", "niah": "Needles in running text", "babilong": "BABILong"}
 
 
@@ -121,7 +122,7 @@ def comparison_section(item: Evidence, name: str, images: Sequence[str]) -> str:
     parts = [
         "### Loss on long texts",
         f"On {own.sequences} texts of {own.evaluated_length:,} {own.data.token_unit}s "
-        f"({escape(own.data.description)}), numbers in nats per {own.data.token_unit}, "
+        f"({escape(data_text(own.data.description))}), numbers in nats per {own.data.token_unit}, "
         f"with {own.confidence:.0%} intervals in brackets:",
         table(_rows(models)),
         *_extra(item),
@@ -262,7 +263,7 @@ def commands_section(evidence: Sequence[Evidence]) -> str:
             for result in found
         )
     )
-    blocks = [fence("\n".join(commands), "bash")] if commands else []
+    blocks = [fence("\n".join(commands), "bash"), FOLDERS] if commands else []
     return "\n\n".join([*blocks, f"Measured with {'; '.join(with_what)}."])
 
 

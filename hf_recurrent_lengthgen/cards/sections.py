@@ -3,11 +3,12 @@
 import json
 from collections.abc import Sequence
 
-from hf_recurrent_lengthgen.cards.facts import Checkpoint, Evidence
+from hf_recurrent_lengthgen.cards.facts import Checkpoint, Evidence, data_name, data_text
 from hf_recurrent_lengthgen.cards.markdown import code, escape, fence, link, table
-from hf_recurrent_lengthgen.cards.metadata import PACKAGE, data_name
+from hf_recurrent_lengthgen.cards.metadata import PACKAGE
 from hf_recurrent_lengthgen.cards.methods import FORGETTING, methods_in, methods_of
 from hf_recurrent_lengthgen.cards.results_section import (
+    FOLDERS,
     not_found,
     own_evaluations,
     retrieval_results,
@@ -92,18 +93,22 @@ def count(number: int) -> str:
 def use_section(checkpoint: Checkpoint, place: str, on_hub: bool) -> str:
     """How to load it, generate, go on from a state, and train it further; the code runs where `place` is."""
     where = json.dumps(place)
-    pinned = ', revision="main"' if on_hub else ""
-    hint = "  # a commit instead of main pins what you run" if on_hub else ""
+    trusted = ", trust_remote_code=True" if checkpoint.carries_code else ""  # else AutoTokenizer asks, too
     if checkpoint.carries_code:
         intro = (
             f"With Transformers and torch; the checkpoint carries the code of its model class "
             f"({code('trust_remote_code=True')})."
+            + (
+                f" To run the same code each time, give both calls {code('revision=')} with a commit."
+                if on_hub
+                else ""
+            )
         )
         load = [
             "import torch",
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             "",
-            f"model = AutoModelForCausalLM.from_pretrained({where}{pinned}, trust_remote_code=True){hint}",
+            f"model = AutoModelForCausalLM.from_pretrained({where}{trusted})",
         ]
     else:
         intro = f"With {code(PACKAGE)}, which gives the model its states."
@@ -115,9 +120,8 @@ def use_section(checkpoint: Checkpoint, place: str, on_hub: bool) -> str:
             "",
             f"model = load_model({where})",
         ]
-        pinned = ""
     if checkpoint.tokenizer:
-        load += [f"tokenizer = AutoTokenizer.from_pretrained({where}{pinned})", ""]
+        load += [f"tokenizer = AutoTokenizer.from_pretrained({where}{trusted})", ""]
     else:
         load = [*(line.removesuffix(", AutoTokenizer") for line in load), ""]
     generate = [_prompt("prompt", "Once upon a time", checkpoint), *_generate("prompt", "", checkpoint)]
@@ -197,7 +201,7 @@ def making_section(checkpoint: Checkpoint, license: str | None) -> str:
     if trainings:
         parts.append(_trainings(trainings))
     if commands := list(dict.fromkeys(step.command for step in lineage.steps if step.command)):
-        parts += ["Commands:" if len(commands) > 1 else "Command:", fence("\n".join(commands), "bash")]
+        parts += ["Commands:" if len(commands) > 1 else "Command:", fence("\n".join(commands), "bash"), FOLDERS]
     if versions := list(dict.fromkeys(versions_text(step.versions) for step in lineage.steps if step.versions)):
         parts.append(f"Made with {escape('; '.join(versions))}.")
     if license is not None:
@@ -208,7 +212,7 @@ def making_section(checkpoint: Checkpoint, license: str | None) -> str:
 
 def _trainings(steps: Sequence[tuple[int, Step]]) -> str:
     runs = [step.training for _, step in steps if step.training is not None]
-    data = [escape(run.data) for run in runs]
+    data = [escape(data_text(run.data)) for run in runs]
     rows = [
         ["", *(f"step {number}" for number, _ in steps)],
         ["Data", data[0], *("the same" if text == data[0] else text for text in data[1:])],
@@ -311,6 +315,8 @@ def _unmeasured(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[st
     told.append("Standard benchmarks were not run, and nothing was checked of harmful or false content in its texts.")
     if checkpoint.verification is None:
         told.append(f"These files were not verified ({code('lengthgen verify')}).")
+        if evidence:
+            told.append("The results are of these weights; that they are of this config, too, is not known.")
     if not checkpoint.tokenizer:
         told.append("It has no tokenizer.")
     if checkpoint.lineage is None:

@@ -180,6 +180,8 @@ def test_its_code_runs_without_our_package(cured: Path, tmp_path: Path) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
+    assert "Do you wish to run" not in done.stdout
+    assert code[0].count("trust_remote_code=True") == 2
     assert len(done.stdout) > 20
 
 
@@ -262,7 +264,7 @@ def test_a_source_on_the_hub_is_the_base_model_and_gives_its_licence(work: Work,
     assert "made from [state-spaces/mamba2-130m](https://huggingface.co/state-spaces/mamba2-130m)" in text
     assert f"revision `{'ab' * 20}`" in text
     assert text.partition("\n---\n\n")[2].startswith("# mamba2-130m-cured\n")
-    assert 'from_pretrained("me/mamba2-130m-cured", revision="main", trust_remote_code=True)' in text
+    assert 'from_pretrained("me/mamba2-130m-cured", trust_remote_code=True)' in text
     assert "@article{buitrago2025understanding," in text
     assert metadata_of(str(build_card(folder, license="other")))["license"] == "other"
     write_lineage(folder, Lineage(replace(source, license="Some License 2.0"), (convert,)))
@@ -287,6 +289,26 @@ def test_results_of_other_weights_are_refused(work: Work, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"other\.json holds results of other weights \(base, cured\) than .* cured"):
         build_card(work.cured, [file])
     assert build_card(work.base, [file])
+
+
+def test_results_against_another_training_length_are_refused(work: Work, tmp_path: Path) -> None:
+    folder = work.copy("cured", tmp_path / "cured")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"training_length": 4096}))
+    with pytest.raises(ValueError, match=r"against a training length of 8, but its config\.json says 4096"):
+        build_card(folder, [work.results])
+
+
+def test_what_a_stranger_needs_to_know_of_data_and_commands(work: Work, tmp_path: Path) -> None:
+    def describe(evaluation: dict[str, Any]) -> None:
+        evaluation["data"]["description"] = "Texts; train 664 files, 11181892 bytes; 0 files skipped, validation files"
+
+    text = str(build_card(work.cured, [changed(work, tmp_path / "r.json", describe)]))
+    body = text.partition("\n---\n\n")[2]
+    assert "(Texts, split validation), numbers" in body
+    assert "11181892" not in body
+    assert body.count("Folders have the names that they had then") == 2
+    assert "that they are of this config, too, is not known" in body
 
 
 def test_results_in_bfloat16_are_of_these_weights(work: Work, tmp_path: Path) -> None:

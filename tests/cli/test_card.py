@@ -26,7 +26,8 @@ def test_the_card_is_written_and_what_it_lacks_is_said(
     assert (data["license"], data["language"], data["datasets"]) == ("mit", ["en", "de"], ["owner/texts"])
     text = (folder / "README.md").read_text()
     assert "By A. Person." in text
-    assert 'from_pretrained("me/mine", revision="main"' in text
+    assert 'from_pretrained("me/mine", trust_remote_code=True)' in text
+    assert "`revision=` with a commit" in text
 
 
 def test_what_cannot_be_is_refused_in_one_line(
