@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_recurrent_lengthgen.cli.measuring import on_device, positive
+from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.data.tasks import (
     EVALUATION_SEED,
     STRING_TASKS,
@@ -34,9 +35,7 @@ Curves = dict[str, dict[int, StringAccuracy]]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lengthgen accuracy", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("lengthgen accuracy", description=DESCRIPTION)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="checkpoint folder or Hub name")
     parser.add_argument("--output", default="accuracy", help="folder for the results (default: %(default)s)")
     parser.add_argument("--task", choices=STRING_TASKS, help="default: that of the first model's config")

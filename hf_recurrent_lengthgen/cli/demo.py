@@ -5,7 +5,6 @@ that it leaves the states it saw in training as soon as texts get longer. Everyt
 that every machine has, the source files of the Python standard library.
 """
 
-import argparse
 import json
 import shlex
 import shutil
@@ -29,6 +28,7 @@ from transformers import (
 )
 
 from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
+from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
@@ -85,9 +85,7 @@ downloads nothing. Writes into the output folder:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command with its arguments."""
-    parser = argparse.ArgumentParser(
-        "lengthgen demo", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("lengthgen demo", description=DESCRIPTION)
     parser.add_argument("--output", default="demo-output", help="folder for everything (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of initialization and data order (default: 0)")
     parser.add_argument("--resume", action="store_true", help="keep the models that an interrupted demo finished")

@@ -15,6 +15,7 @@ from hf_recurrent_lengthgen.cli.measuring import (
     resumable,
     told_of_cache,
 )
+from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.report import draw, in_columns, summary_table, write_page
 from hf_recurrent_lengthgen.evaluation.constant_prompt import newline_token
 from hf_recurrent_lengthgen.evaluation.diagnose import PARTS, diagnose_model
@@ -45,9 +46,7 @@ out, with the reason. An interrupted command goes on where it was.
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lengthgen diagnose", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("lengthgen diagnose", description=DESCRIPTION)
     add_options(parser, output="diagnosis", sequences=16)
     parser.add_argument(
         "--parts",

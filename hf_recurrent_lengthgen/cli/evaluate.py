@@ -15,6 +15,7 @@ from hf_recurrent_lengthgen.cli.measuring import (
     resumable,
     told_of_cache,
 )
+from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
 from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison
@@ -37,9 +38,7 @@ an interrupted command goes on where it was. `lengthgen diagnose` also says why.
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lengthgen evaluate", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("lengthgen evaluate", description=DESCRIPTION)
     add_options(parser, output="evaluation", sequences=32)
     for name, what in (("batch-size", "texts or windows"), ("chunk-length", "tokens of each")):
         parser.add_argument(

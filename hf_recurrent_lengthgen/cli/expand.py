@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
+from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
 from hf_recurrent_lengthgen.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.loading import load_model
@@ -29,9 +30,7 @@ done; the model given stays as it is. Weights are saved in float32, which post-t
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lengthgen expand", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("lengthgen expand", description=DESCRIPTION)
     parser.add_argument(
         "model",
         metavar="MODEL",

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, STANDARD_LIBRARY, load_stream, load_tokenizer, token_unit
 from hf_recurrent_lengthgen.cli.measuring import on_device, positive
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
+from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.data import evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.forgetting_search import (
@@ -58,9 +59,7 @@ SEARCH_DEFAULTS: dict[str, Any] = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lengthgen forget", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("lengthgen forget", description=DESCRIPTION)
     parser.add_argument(
         "model",
         metavar="MODEL",

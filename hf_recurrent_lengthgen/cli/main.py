@@ -4,50 +4,34 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from safetensors import SafetensorError
 
-from hf_recurrent_lengthgen.cli import (
-    accuracy,
-    card,
-    convert,
-    demo,
-    diagnose,
-    evaluate,
-    expand,
-    export,
-    forget,
-    harness,
-    maps,
-    pull,
-    push,
-    recipe,
-    retrieve,
-    train,
-    verify,
-)
-from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, suggestion
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 
-COMMANDS = {
-    "demo": demo,
-    "train": train,
-    "evaluate": evaluate,
-    "diagnose": diagnose,
-    "accuracy": accuracy,
-    "expand": expand,
-    "forget": forget,
-    "maps": maps,
-    "retrieve": retrieve,
-    "harness": harness,
-    "convert": convert,
-    "export": export,
-    "verify": verify,
-    "card": card,
-    "push": push,
-    "pull": pull,
-    "recipe": recipe,
-}
+COMMANDS = (
+    "demo",
+    "train",
+    "evaluate",
+    "diagnose",
+    "accuracy",
+    "expand",
+    "forget",
+    "maps",
+    "retrieve",
+    "harness",
+    "convert",
+    "export",
+    "verify",
+    "card",
+    "push",
+    "pull",
+    "recipe",
+)
+"""Names of commands, and of their modules beside this one, which are imported when they are run: that takes long."""
+
 DESCRIPTION = """\
 Recurrent language models that keep working far beyond the length they were trained on.
 
@@ -79,26 +63,29 @@ lengthgen COMMAND --help lists the options of a command. A first session:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(
-        "lengthgen", description=DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = CommandParser("lengthgen", description=DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error (before COMMAND)")
     parser.add_argument("--version", action="version", version=_versions(), help="show versions, for bug reports")
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=" | ".join(COMMANDS))
+    parser.add_argument("command", metavar="COMMAND", help=" | ".join(COMMANDS))
     own = next((index for index, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
     parsed = parser.parse_args(arguments[: own + 1])
+    if (name := parsed.command) not in COMMANDS:
+        parser.error(f"invalid choice: {name!r} (choose from {', '.join(COMMANDS)}){suggestion(name, COMMANDS)}")
     try:
+        from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
+
+        command = import_module(f"hf_recurrent_lengthgen.cli.{name}")
         # A log has no use for bars.
         with contextlib.nullcontext() if sys.stderr.isatty() else quiet_libraries("bars"):
-            return COMMANDS[parsed.command].run(arguments[own + 1 :])
+            return int(command.run(arguments[own + 1 :]))
     except (ValueError, OSError, SafetensorError) as error:  # the last is what saving to a full disk raises
         if parsed.debug:
             raise
         message = " ".join(str(error).split()) or type(error).__name__
-        print(f"lengthgen {parsed.command}: {message}", file=sys.stderr)
+        print(f"lengthgen {name}: {message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"lengthgen {parsed.command}: interrupted", file=sys.stderr)
+        print(f"lengthgen {name}: interrupted", file=sys.stderr)
         return 130
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hf_recurrent_lengthgen.cli.inputs import load_tokenizer
+from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.evaluation.attention_maps import attention_maps
 from hf_recurrent_lengthgen.evaluation.map_results import AttentionMaps, save_maps
 from hf_recurrent_lengthgen.loading import load_model
@@ -25,9 +26,7 @@ its B and C projections are correlated. Writes maps.png and maps.npz.
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lengthgen maps", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("lengthgen maps", description=DESCRIPTION)
     parser.add_argument("model", metavar="MODEL", help="checkpoint folder or Hub name of Mamba, GLA or their kin")
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument(

@@ -28,6 +28,7 @@ from hf_recurrent_lengthgen.cli.measuring import (
     resumable,
     shared_tokenizer,
 )
+from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.data.tasks import (
     PASSKEY_STYLES,
     BabilongGrid,
@@ -83,9 +84,7 @@ _GOES_WITH = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lengthgen retrieve", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("lengthgen retrieve", description=DESCRIPTION)
     add = parser.add_argument
     add("models", nargs="+", metavar="MODEL", help="checkpoint folder or Hub name of any causal language model")
     add("--task", choices=("passkey", "niah", "babilong"), default="passkey", help="default: %(default)s")

@@ -1,13 +1,16 @@
 """The command as a whole: help, versions, exit statuses and errors."""
 
+import sys
 from collections.abc import Sequence
-from types import SimpleNamespace
+from importlib import import_module
 
 import pytest
 import transformers
 from safetensors import SafetensorError
 from transformers.utils import logging
 
+from hf_recurrent_lengthgen import cli
+from hf_recurrent_lengthgen.cli import demo
 from hf_recurrent_lengthgen.cli import main as command
 from hf_recurrent_lengthgen.cli.main import main
 
@@ -16,7 +19,7 @@ def replace_demo(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def run(arguments: Sequence[str]) -> int:
         raise error
 
-    monkeypatch.setitem(command.COMMANDS, "demo", SimpleNamespace(run=run))
+    monkeypatch.setattr(demo, "run", run)
 
 
 def exit_status(*arguments: str) -> int:
@@ -32,6 +35,23 @@ def test_help_names_every_command_and_a_first_session(capsys: pytest.CaptureFixt
     assert "lengthgen evaluate demo-output/base demo-output/cured" in shown
 
 
+def test_every_command_has_a_module() -> None:
+    assert all(callable(import_module(f"{cli.__name__}.{name}").run) for name in command.COMMANDS)
+
+
+def test_the_help_imports_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = f"{cli.__name__}."
+    for name in [name for name in sys.modules if name.startswith(prefix)]:
+        monkeypatch.setattr(cli, name.removeprefix(prefix), sys.modules[name])  # to be as before, afterwards
+        monkeypatch.delitem(sys.modules, name)
+    fresh = import_module(f"{prefix}main")
+    with pytest.raises(SystemExit):
+        fresh.main(["--help"])
+    with pytest.raises(SystemExit):
+        fresh.main(["trian"])
+    assert {name.removeprefix(prefix) for name in sys.modules if name.startswith(prefix)} == {"main", "parsing"}
+
+
 def test_version_names_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status("--version") == 0
     shown = capsys.readouterr().out
@@ -44,6 +64,11 @@ def test_version_names_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str
     [
         ([], "COMMAND"),
         (["trian"], "invalid choice: 'trian'"),
+        (["convrt"], "for convrt, did you mean convert?"),
+        (["--debgu", "demo"], "for --debgu, did you mean --debug?"),
+        (["evaluate", "m", "--lenght=64"], "for --lenght, did you mean --length?"),
+        (["evaluate", "--lenght", "64"], "for --lenght, did you mean --length?"),  # where MODEL is missing
+        (["expand", "m", "--ouput_dir", "x"], "for --ouput_dir, did you mean --output_dir?"),
         (["--quiet", "demo"], "--quiet"),
         (["demo", "--seeds", "1", "2"], "unrecognized arguments"),
         (["demo", "--seed", "one"], "invalid int value: 'one'"),
@@ -63,6 +88,14 @@ def test_wrong_options_exit_with_2_and_name_the_option(
 ) -> None:
     assert exit_status(*arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--quetzalcoatl", "1"], ["m", "--outp", "x", "--length", "0"]])
+def test_nothing_is_suggested_for_what_is_near_nothing_or_the_start_of_an_option(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_status("evaluate", *arguments) == 2
+    assert "did you mean" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [ValueError("too\n  short"), OSError("too short"), SafetensorError("too short")])
@@ -99,7 +132,7 @@ def test_bars_are_off_in_a_log_and_on_again_afterwards(monkeypatch: pytest.Monke
         seen.append(logging.is_progress_bar_enabled())
         return 0
 
-    monkeypatch.setitem(command.COMMANDS, "demo", SimpleNamespace(run=run))
+    monkeypatch.setattr(demo, "run", run)
     assert logging.is_progress_bar_enabled()
     assert main(["demo"]) == 0
     assert seen == [False]
