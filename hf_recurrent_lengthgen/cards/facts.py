@@ -253,7 +253,7 @@ def _evidence(checkpoint: Checkpoint, file: Path) -> Evidence:
             f"{checkpoint.name} is to be evaluated with {mark}: evaluate this folder."
         )
     length = evaluations(result)[found[0]].training_length
-    if checkpoint.training_length not in (None, length):
+    if length is not None and checkpoint.training_length not in (None, length):
         raise ValueError(
             f"{file} measured {checkpoint.name} against a training length of {length}, but its config.json says "
             f"{checkpoint.training_length}: correct that, or evaluate this checkpoint again."

@@ -297,6 +297,8 @@ def test_results_against_another_training_length_are_refused(work: Work, tmp_pat
     (folder / "config.json").write_text(json.dumps(config | {"training_length": 4096}))
     with pytest.raises(ValueError, match=r"against a training length of 8, but its config\.json says 4096"):
         build_card(folder, [work.results])
+    write_result(tmp_path / "unknown.json", replace(retrieval(work), training_length=None))
+    assert build_card(folder, [tmp_path / "unknown.json"])
 
 
 def test_what_a_stranger_needs_to_know_of_data_and_commands(work: Work, tmp_path: Path) -> None:
