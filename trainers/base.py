@@ -550,7 +550,8 @@ class InitialStateTrainer(Trainer, ABC):
         kept = has_card_of_another(self.output_dir) if asked else write_own_card(self.output_dir, self.hub_model_id)
         if not kept:
             super().create_model_card(*args, **kwargs)
-        if self.hub_model_id is not None:  # it is uploaded next
+        repository: str | None = self.hub_model_id
+        if repository is not None:  # it is uploaded next
             check_texts(self.output_dir, self.args.hub_token)
 
     # Trainer writes the random state of a process last of its own files; the initial states follow it. Nothing marks

@@ -24,7 +24,7 @@ def save_checkpoint(
     model: Any,
     tokenizer: PreTrainedTokenizerBase | None,
     folder: Path,
-    add_files: Callable[[Path], None] | None = None,
+    add_files: Callable[[Path], object] | None = None,
 ) -> None:
     """Save into a temporary folder that becomes `folder`, new or empty, when all is written: see `new_folder`.
 

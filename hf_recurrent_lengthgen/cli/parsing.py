@@ -14,7 +14,7 @@ class CommandParser(argparse.ArgumentParser):
         self, *given: Any, formatter_class: Any = argparse.RawDescriptionHelpFormatter, **options: Any
     ) -> None:
         self._arguments: list[str] = []
-        super().__init__(*given, formatter_class=formatter_class, **options)
+        super().__init__(*given, **options | {"formatter_class": formatter_class})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse; keeps the arguments, for errors."""

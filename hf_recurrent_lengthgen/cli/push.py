@@ -97,7 +97,7 @@ def _table(plan: PushPlan) -> str:
     """Each file with what happens to it."""
     known = plan.exists is not None
     where = "" if not known else " (there already)" if plan.exists else f" (new, {_visibility(plan)})"
-    rows = [(file.change or "", file.name, _size(file.size)) for file in plan.files]
+    rows: list[tuple[str, str, str]] = [(file.change or "", file.name, _size(file.size)) for file in plan.files]
     rows += [("deleted", name, "of an earlier push, not in the folder") for name in plan.removed]
     rows += [("stays", name, "there, but not from lengthgen push") for name in plan.kept]
     rows += [("left out", name, reason) for name, reason in plan.left_out.items()]

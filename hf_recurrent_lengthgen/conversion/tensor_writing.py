@@ -97,7 +97,7 @@ def write_torch(path: Path, entries: Sequence[Entry], shared: Mapping[str, str] 
     with open(path, "xb") as file:
         output = _Output(file)
         # torch.save writes through the same class, but takes all tensors at once.
-        archive: Any = torch._C.PyTorchFileWriter(output)
+        archive: Any = torch._C.PyTorchFileWriter(output)  # type: ignore[call-overload]
         archive.write_record("data.pkl", buffer.getvalue(), len(buffer.getvalue()))
         archive.write_record("byteorder", sys.byteorder, len(sys.byteorder))
         with _progress(entries) as written:

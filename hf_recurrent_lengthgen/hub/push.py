@@ -380,7 +380,7 @@ def _commit(api: HfApi, plan: PushPlan, message: str) -> str:
         f"Uploading to {name} (what was uploaded is kept, and is not sent again)",
     )
     _of_that_visibility(api, plan)  # an upload may take hours
-    operations = [*additions, *(CommitOperationDelete(removed) for removed in plan.removed)]
+    operations: list[Any] = [*additions, *(CommitOperationDelete(removed) for removed in plan.removed)]
     for wait in (*WAITS, None):
         try:
             return api.create_commit(

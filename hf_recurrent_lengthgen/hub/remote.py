@@ -16,9 +16,9 @@ from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 Result = TypeVar("Result")
 
 # The HTTP library that huggingface_hub uses depends on its version; errors of connections and answers share a base.
-HTTP_ERROR = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
+HTTP_ERROR: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
 _BROKEN = (HTTP_ERROR, ConnectionError, TimeoutError, json.JSONDecodeError)
-HUB_ERRORS = (*_BROKEN, RuntimeError)
+HUB_ERRORS: tuple[type[Exception], ...] = (*_BROKEN, RuntimeError)
 WAITS = (1.0, 2.0, 4.0, 8.0)
 LONGEST_WAIT = 60.0
 BUSY = (408, 429, 500, 502, 503, 504)
