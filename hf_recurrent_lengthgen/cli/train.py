@@ -51,7 +51,11 @@ def run(arguments: Sequence[str]) -> int:
     arguments = list(arguments)
     command = ["lengthgen", "train", *arguments]
     config_file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
-    settings, training, trainer_class = RunParser(everything="--help-all" in arguments).read(arguments, config_file)
+    parser = RunParser(everything="--help-all" in arguments)
+    # torch warns of pinned memory there, the default of Transformers; before 2.6 it cannot be asked.
+    if hasattr(torch, "accelerator") and not torch.accelerator.is_available():
+        parser.set_defaults(dataloader_pin_memory=False)
+    settings, training, trainer_class = parser.read(arguments, config_file)
     try:
         train(settings, training, trainer_class, command)
     except KeyboardInterrupt:
@@ -108,6 +112,7 @@ def train(
         training.alignment_length = settings.block_length
     rows = _rows(settings, training, tokenizer)
     eval_rows = _evaluation_rows(settings, training, tokenizer) if evaluates(training) else None
+    length_before = getattr(model.config, "training_length", None)
     model.config.training_length = settings.block_length
     if isinstance(rows, TaskStrings):
         _record_task(model.config, rows)
@@ -135,7 +140,7 @@ def train(
     if training.push_to_hub:
         trainer.push_to_hub()  # again, now with the lineage
     if trainer.is_world_process_zero():
-        print(_next_step(settings, training))
+        print(_next_step(settings, training, length_before))
     return trainer
 
 
@@ -221,17 +226,28 @@ def _record_task(config: Any, rows: TaskStrings) -> None:
     config.training_length, config.task = rows.row_length, rows.record
 
 
-def _next_step(settings: RunArguments, training: InitialStateConfig) -> str:
-    """What was saved, and how to use or measure it."""
+def _next_step(settings: RunArguments, training: InitialStateConfig, length_before: int | None = None) -> str:
+    """What was saved, and how to use, check or measure it, beside the model of another training length or none."""
     output = str(training.output_dir)
     if _state_alone(training):
         return _use_of_state(os.path.join(output, LEARNED_STATE_FILE), settings.model)
-    evaluate = shlex.join(["lengthgen", "accuracy" if settings.of_symbols else "evaluate", output])
+    command = ["lengthgen", "accuracy" if settings.of_symbols else "evaluate"]
+    if settings.of_symbols or settings.from_scratch:
+        command.append(output)
+    else:
+        command += [settings.model, output, "--roles", f"base,{'cured' if _method(settings, training) else 'control'}"]
+        if length_before not in (None, settings.block_length):
+            command += ["--training-length", str(settings.block_length)]
+        if settings.tokenizer:
+            command += ["--tokenizer", settings.tokenizer]
+    if settings.trust_remote_code:
+        command.append("--trust-remote-code")
+    saved = f"Saved to {output}. Next: {shlex.join(['lengthgen', 'verify', output])}, then {shlex.join(command)}"
     if settings.task != "passkey":
-        return f"Saved to {output}. Next: {evaluate}"
+        return saved
     length, style = settings.block_length, "" if settings.task_style is None else f", style={settings.task_style!r}"
     return f"""\
-Saved to {output}. Next: {evaluate} for losses on text; for passkeys, in Python:
+{saved} for losses on text; for passkeys, in Python:
   from transformers import AutoTokenizer
   from hf_recurrent_lengthgen import load_model
   from hf_recurrent_lengthgen.data.tasks import passkey_accuracy

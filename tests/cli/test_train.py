@@ -68,7 +68,9 @@ def test_post_training_moves_every_weight_and_records_what_was_done(
     assert config["interventions"] == ["state_passing, 3 steps"]
     assert config["training_length"] == 8
     shown = capsys.readouterr()
-    assert f"Saved to {tmp_path / 'out'}. Next: lengthgen evaluate {tmp_path / 'out'}\n" in shown.out
+    out = tmp_path / "out"
+    compare = f"lengthgen evaluate {checkpoint} {out} --roles base,cured"
+    assert f"Saved to {out}. Next: lengthgen verify {out}, then {compare}\n" in shown.out
     assert "\r" not in shown.err  # no bars in a log
 
 
@@ -481,7 +483,40 @@ def test_a_model_trained_with_its_learned_state_is_evaluated_next(
     train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(model=checkpoint, intervention="learned", train_model=True) == 0
-    assert f"Next: lengthgen evaluate {tmp_path / 'out'}" in capsys.readouterr().out
+    out = tmp_path / "out"
+    assert f"verify {out}, then lengthgen evaluate {checkpoint} {out} --roles base,cured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "length_before", "following"),
+    [
+        ("--model m --intervention none --block_length 8", 8, "evaluate m out --roles base,control"),
+        ("--model m --alignment_alpha 1 --intervention none", None, "evaluate m out --roles base,cured"),
+        ("--model m --block_length 8", 4, "evaluate m out --roles base,cured --training-length 8"),
+        ("--model m --tokenizer bytes", None, "evaluate m out --roles base,cured --tokenizer bytes"),
+        ("--model m --trust_remote_code", None, "evaluate m out --roles base,cured --trust-remote-code"),
+        ("--model m/config.json", None, "evaluate out"),
+        ("--model m --task copying", None, "accuracy out"),
+    ],
+)
+def test_what_to_measure_next(arguments: str, length_before: int | None, following: str) -> None:
+    settings, training, _ = RunParser().read([*arguments.split(), "--output_dir", "out"])
+    told = command._next_step(settings, training, length_before)
+    assert told == f"Saved to out. Next: lengthgen verify out, then lengthgen {following}"
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "given", "pinned"),
+    [(False, [], False), (True, [], True), (False, ["--dataloader_pin_memory"], True)],
+)
+def test_memory_is_pinned_for_an_accelerator_or_if_asked_for(
+    accelerator: bool, given: list[str], pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator)
+    monkeypatch.setattr(command, "train", lambda *values: seen.append(values))
+    assert command.run(["--model", "m", "--output_dir", "out", *given]) == 0
+    assert seen[0][1].dataloader_pin_memory is pinned
 
 
 def test_random_weights_are_not_lost_beside_a_learned_state(
