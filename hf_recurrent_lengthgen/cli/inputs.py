@@ -57,11 +57,18 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:  # the last from a guess of early 5.x, which asks for protobuf
-        raise ValueError(f"{name} holds no tokenizer ({error}): give one with --tokenizer.") from error
+        reason = "" if _without_tokenizer_files(name) else f" ({error})"
+        raise ValueError(f"{name} holds no tokenizer{reason}: give one with --tokenizer.") from error
     # Without files, Transformers guesses a class from the model's type and makes it of special tokens only.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(f"{name} holds no tokenizer: give one with --tokenizer.")
     return tokenizer
+
+
+def _without_tokenizer_files(name: str) -> bool:
+    """Whether it is a folder here with no file that a tokenizer could be in, which Transformers explains at length."""
+    patterns = ("*token*", "*vocab*", "*.model", "merges.txt")
+    return Path(name).is_dir() and not any(file for pattern in patterns for file in Path(name).glob(pattern))
 
 
 def check_given_once(models: Sequence[str]) -> None:

@@ -191,7 +191,7 @@ def _roles(options: argparse.Namespace) -> list[Any]:
 
 
 def _training_length(names: list[str], models: list[Any]) -> int:
-    """The training length that the configs name.
+    """The training length that the configs name; says so where some name none, and take that of the others.
 
     Raises:
         ValueError: if none does, or they differ.
@@ -199,7 +199,14 @@ def _training_length(names: list[str], models: list[Any]) -> int:
     found = {name: getattr(model.config, "training_length", None) for name, model in zip(names, models, strict=True)}
     lengths = {length for length in found.values() if length is not None}
     if len(lengths) == 1:
-        return int(lengths.pop())
+        [length] = lengths
+        if silent := [name for name in names if found[name] is None]:
+            known = [name for name in names if found[name] is not None]
+            print(
+                f"No training length in the config of {', '.join(silent)}: taking that of {', '.join(known)}, "
+                f"{length}, for all; give --training-length if it is another."
+            )
+        return int(length)
     if not lengths:
         positions = getattr(models[0].config, "max_position_embeddings", None)
         hint = f" (perhaps its max_position_embeddings, {positions})" if positions else ""

@@ -1,6 +1,7 @@
 """Models, tokenizers and streams from names."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -166,6 +167,21 @@ def test_a_folder_without_tokenizer_asks_for_one(stock_checkpoint: Path) -> None
         load_tokenizer(str(stock_checkpoint))
 
 
+def test_a_missing_tokenizer_is_told_in_a_sentence_and_a_damaged_one_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError("what Transformers says")
+
+    monkeypatch.setattr("hf_recurrent_lengthgen.cli.inputs.AutoTokenizer.from_pretrained", fails)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path} holds no tokenizer: give one with --tokenizer.")):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"holds no tokenizer \(what Transformers says\): give one"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_tokenizers_by_folder_and_by_name(checkpoint: Path) -> None:
     text = "a </s>\n"
     expected = [byte + 3 for byte in text.encode()]
@@ -181,7 +197,7 @@ def test_streams_say_where_they_come_from(tmp_path: Path) -> None:
     path.write_text('{"body": "ab"}\n{"body": "c"}\n')
     stream = load_stream(str(path), "train", byte_tokenizer(), "body")
     assert stream.tokens.tolist() == [100, 101, 1, 102, 1]
-    assert stream.description == f"{path}, split train"
+    assert stream.description == "two.jsonl, split train"
     with pytest.raises(ValueError, match="no column 'text'"):
         load_stream(str(path), "train", byte_tokenizer())
     with pytest.raises(ValueError, match="stdlib has no columns, so the text column 'body' does nothing"):

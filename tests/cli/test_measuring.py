@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from transformers import (
 
 from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.cli.measuring import _training_length
 from hf_recurrent_lengthgen.data import byte_tokenizer, evaluation_sequences, token_stream
 from hf_recurrent_lengthgen.evaluation import context_harm, streaming
 from hf_recurrent_lengthgen.evaluation.files import read_result
@@ -195,6 +197,15 @@ def test_models_of_different_training_lengths_need_the_option(
     given = ["--data", str(text_file), "--split", "train", "--tokenizer", "bytes", "--output", str(tmp_path / "out")]
     assert main(["evaluate", str(checkpoint), str(tmp_path / "other"), *given]) == 1
     assert "different training lengths" in capsys.readouterr().err
+
+
+def test_a_training_length_from_another_model_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    configs = [SimpleNamespace(training_length=8), SimpleNamespace(), SimpleNamespace(training_length=8)]
+    models = [SimpleNamespace(config=config) for config in configs]
+    assert _training_length(["a", "b", "c"], models) == 8
+    assert "No training length in the config of b: taking that of a, c, 8, for all" in capsys.readouterr().out
+    assert _training_length(["a", "c"], models[::2]) == 8
+    assert capsys.readouterr().out == ""
 
 
 def test_a_cache_that_cannot_be_written_is_said(
