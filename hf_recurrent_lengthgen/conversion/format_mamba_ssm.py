@@ -110,6 +110,8 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
         raise ValueError(f"{WHERE} has layers of the kind {layer!r}, possible are {', '.join(LAYERS)} (ssm_cfg).")
     mixer = LAYERS[layer] | check_settings(layer_settings, LAYERS[layer], f"ssm_cfg of {WHERE.lower()}")
     _check_kinds(mixer, LAYERS[layer], f"{WHERE} in ssm_cfg")
+    if (rank := mixer.get("dt_rank", "auto")) != "auto" and type(rank) is not int:
+        raise ValueError(f'{WHERE} in ssm_cfg has dt_rank {rank!r}, which must be a whole number or "auto".')
     inner = mixer["expand"] * given["d_model"]
     needs: Settings = {
         "d_ssm": (None, inner),
