@@ -341,6 +341,7 @@ def test_pickles_stay_also_where_they_are_included(hub: Endpoint, folder: Path) 
 
 def test_vocabularies_may_look_like_paths(hub: Endpoint, folder: Path) -> None:
     (folder / "vocab.json").write_text('{"/home/me": 1}')
+    verify(folder)
     push_checkpoint(folder, "user/name")
     assert "vocab.json" in hub.files("user/name")
 
