@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from hf_recurrent_lengthgen.cli import recipe_smoke
+from hf_recurrent_lengthgen.cli.measuring import positive
 from hf_recurrent_lengthgen.cli.recipe_run import run_stages
 from hf_recurrent_lengthgen.cli.recipe_stages import RESULT, Choices, check_commands, stages
 from hf_recurrent_lengthgen.cli.report import in_columns
@@ -38,10 +39,10 @@ overwritten: such a run is refused, and --redo keeps the old results in earlier/
 
   lengthgen recipe run NAME --data pile --until check                             convert, and check the conversion
   lengthgen recipe run NAME --data pile --set train.max_steps=200 --set evaluate.length=65536
-  lengthgen recipe run NAME --data pile --launch "accelerate launch --num_processes 8" \\
-      --set train.gradient_accumulation_steps=2
+  lengthgen recipe run NAME --data pile --launch "accelerate launch --num_processes 8" --processes 8
 
-Batches are written for one GPU: with several, divide gradient_accumulation_steps by their number.
+Batches are written for one GPU, the first that is visible (CUDA_VISIBLE_DEVICES); --processes divides the accumulation
+steps, so that the rows of a step stay the same.
 """
 EXIT_INTERRUPTED = 130
 
@@ -86,6 +87,13 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", metavar="MODEL", help="folder, file or Hub name in place of the recipe's source")
     parser.add_argument("--tokenizer", help="folder or Hub name in place of the recipe's tokenizer")
     parser.add_argument("--device", help="to train and measure on (default: cuda where there is one, else cpu)")
+    parser.add_argument(
+        "--processes",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="that --launch starts, one for each GPU (default: 1)",
+    )
     parser.add_argument("--push", metavar="OWNER/NAME", help="push the result to the Hub, privately")
     parser.add_argument(
         "--dry_run", "--dry-run", action="store_true", help="with --push: only say what would be pushed"
@@ -196,6 +204,10 @@ def _choices(options: argparse.Namespace) -> Choices:
         given.setdefault(stage, {})[option] = value
     if reserved := given.get("train", {}).keys() & {"model", "output_dir", "resume"}:
         raise ValueError(f"--set train.{sorted(reserved)[0]} does nothing here: the run chooses it.")
+    if options.processes > 1 and options.action == "run" and options.launch is None:
+        raise ValueError("--processes does nothing without --launch, the command that starts them.")
+    if options.device is not None and options.device not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda, got {options.device}: CUDA_VISIBLE_DEVICES=1 chooses a GPU.")
     if options.dry_run and options.push is None:
         raise ValueError("--dry_run does nothing without --push OWNER/NAME.")
     device = options.device or ("cuda" if options.action == "show" or torch.cuda.is_available() else "cpu")
@@ -204,6 +216,7 @@ def _choices(options: argparse.Namespace) -> Choices:
         options.tokenizer,
         options.data,
         device,
+        options.processes,
         options.push,
         options.dry_run,
         options.trust_remote_code,
@@ -273,6 +286,7 @@ def _stage_lines(recipe: Recipe, folder: Path, choices: Choices) -> list[str]:
         choices.tokenizer,
         choices.data,
         choices.device,
+        choices.processes,
         choices.push or "OWNER/NAME",
         choices.dry_run,
         choices.trust_remote_code or recipe.source.remote_code,

@@ -22,7 +22,7 @@ import torch
 from hf_recurrent_lengthgen.cli.recipe_stages import RESULT, Stage, command_of
 from hf_recurrent_lengthgen.evaluation.documents import document
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
-from hf_recurrent_lengthgen.records import verified_files
+from hf_recurrent_lengthgen.records import read_lineage, verified_files
 from hf_recurrent_lengthgen.trainers.checkpoints import newest_complete_checkpoint
 
 RUN_FILE, EARLIER = "recipe_run.json", "earlier"
@@ -151,6 +151,7 @@ def _bring_up(stage: Stage, run: RecipeRun, folder: Path, launch: str | None, sa
         _recorded(run, stage.name, replace(wanted, seconds=wanted.seconds + time.monotonic() - begin), folder)
         raise
     wanted = replace(wanted, seconds=wanted.seconds + time.monotonic() - begin)
+    _check_rows(stage, place)
     if not stage.trial:
         files, content = _results(place, stage.name)
         wanted = replace(wanted, state="done", files=files, content=content)
@@ -174,6 +175,17 @@ def _do(stage: Stage, place: Path, launch: str | None) -> None:
         raise KeyboardInterrupt
     if status:
         raise ValueError(f"Stage {stage.name} failed (exit status {status}): see above.")
+
+
+def _check_rows(stage: Stage, place: Path) -> None:
+    """Raise a `ValueError` if a training had other rows per step than the run was told, so other processes."""
+    lineage = read_lineage(place) if stage.rows else None
+    training = lineage.steps[-1].training if lineage is not None else None
+    if training is not None and not training.settings["batch"].startswith(f"{stage.rows:,} rows "):
+        raise ValueError(
+            f"The training had {training.settings['batch']} in a step instead of {stage.rows:,}: give --processes, "
+            "the number of processes that --launch starts, and --redo train."
+        )
 
 
 def _run_process(program: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from hf_recurrent_lengthgen.cli.options import RunParser
-from hf_recurrent_lengthgen.recipes.catalogue import Options, Recipe
+from hf_recurrent_lengthgen.recipes.catalogue import Options, Recipe, rows_per_process
 
 COMMANDS = {
     "convert": "convert",
@@ -50,6 +50,7 @@ class Choices:
         tokenizer: Likewise.
         data: Text in place of the training file's.
         device: "cpu", "cuda", ...
+        processes: Of the training.
         push: owner/name on the Hub; None to push nothing.
         dry_run: Only say what would be pushed.
         trust_remote_code: Whether code of the source may run.
@@ -61,6 +62,7 @@ class Choices:
     tokenizer: str | None = None
     data: str | None = None
     device: str = "cpu"
+    processes: int = 1
     push: str | None = None
     dry_run: bool = False
     trust_remote_code: bool = False
@@ -79,6 +81,7 @@ class Stage:
         needs: Stages whose results it reads.
         settings: What the file holds that is the first argument.
         trial: Whether it only says what it would do.
+        rows: Of an optimizer step, over all processes; 0 for other stages than the training.
     """
 
     name: str
@@ -87,6 +90,7 @@ class Stage:
     needs: tuple[str, ...] = ()
     settings: tuple[tuple[str, str], ...] = ()
     trial: bool = False
+    rows: int = 0
 
     @property
     def line(self) -> str:
@@ -184,17 +188,35 @@ def _expand(recipe: Recipe, folder: Path, choices: Choices) -> Stage:
 
 def _train(recipe: Recipe, folder: Path, choices: Choices) -> Stage:
     before = "convert" if recipe.expand is None else "expand"
+    given = choices.options.get("train", {})
     options = {
         "model": str(folder / before),
         "output_dir": str(folder / RESULT),
         **({"data": choices.data} if choices.data and recipe.data else {}),
         **recipe.train.options,
-        **choices.options.get("train", {}),
+        **_divided(recipe, choices.processes, given),
+        **given,
     }
     flags = [f"--{name}={value}" for name, value in options.items()]
     hardware = (*(["--use_cpu"] if choices.device == "cpu" else []), *_remote(choices))
+    all_settings = {**recipe.training, **options}
     file = tuple(sorted((name, str(value)) for name, value in recipe.training.items() if name not in options))
-    return Stage("train", ("train", str(recipe.training_file), *flags), hardware, (before,), file)
+    rows = choices.processes * rows_per_process(all_settings)
+    return Stage("train", ("train", str(recipe.training_file), *flags), hardware, (before,), file, rows=rows)
+
+
+def _divided(recipe: Recipe, processes: int, given: Options) -> Options:
+    """The accumulation steps of each of several processes, unless a person gives them."""
+    steps = int(recipe.training["gradient_accumulation_steps"])
+    if processes == 1 or "gradient_accumulation_steps" in given:
+        return {}
+    if steps % processes:
+        raise ValueError(
+            f"The recipe accumulates {steps} times {recipe.training['per_device_train_batch_size']} rows, which "
+            f"{processes} processes cannot share: choose --set train.per_device_train_batch_size=ROWS and --set "
+            f"train.gradient_accumulation_steps=N, of which {processes} processes make {recipe.rows} rows."
+        )
+    return {"gradient_accumulation_steps": str(steps // processes)}
 
 
 def _verify(recipe: Recipe, folder: Path, choices: Choices) -> Stage:

@@ -157,7 +157,7 @@ class Recipe:
     @property
     def rows(self) -> int:
         """Rows of an optimizer step."""
-        return int(self.training["per_device_train_batch_size"]) * int(self.training["gradient_accumulation_steps"])
+        return rows_per_process(self.training)
 
     @property
     def tokens_per_step(self) -> int:
@@ -188,6 +188,11 @@ class Recipe:
         logits = int(self.training["per_device_train_batch_size"]) * int(self.training["block_length"])
         # float32 logits, their gradients, and the bfloat16 ones that they are made of
         return 16 * self.source.parameters, 10 * logits * self.source.vocab_size
+
+
+def rows_per_process(training: Mapping[str, Any]) -> int:
+    """Rows that one process reads for an optimizer step."""
+    return int(training["per_device_train_batch_size"]) * int(training["gradient_accumulation_steps"])
 
 
 def recipe_names() -> list[str]:

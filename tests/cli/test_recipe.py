@@ -15,6 +15,7 @@ from hf_recurrent_lengthgen.cli import recipe, recipe_run
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.recipe_run import RecipeRun
 from hf_recurrent_lengthgen.evaluation.files import read_result
+from hf_recurrent_lengthgen.records import Lineage, Step, TrainingRun, write_lineage
 
 NAME = "mamba2-130m-state-passing"
 STAGES = ["convert", "check", "train", "verify", "evaluate", "diagnose", "card"]
@@ -251,6 +252,30 @@ def test_a_launcher_starts_the_training_alone(commands: Commands, tmp_path: Path
         start("--launch", "nowhere", "--redo", "train")
 
 
+def test_several_processes_share_the_rows_of_a_step(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs: list[list[str]] = []
+
+    def launched(program: list[str]) -> int:
+        programs.append(program)
+        Path("here/train").mkdir(exist_ok=True)
+        Path("here/train/config.json").write_text("{}")
+        rows = 8 * 16 * int(next(part for part in program if "accumulation" in part).split("=")[1])
+        run = TrainingRun("m", "d", 1, 1, 1.0, 1.0, "h", {"batch": f"{rows:,} rows of 2,048 tokens"})
+        write_lineage("here/train", Lineage(None, (Step("train", "", "", {}, run),)))
+        return 0
+
+    monkeypatch.setattr(recipe_run, "_run_process", launched)
+    start("--launch", "torchrun", "--processes", "8", "--until", "train")
+    assert "--gradient_accumulation_steps=2" in programs[0]  # 16 in the file
+    told = ["--set", "train.gradient_accumulation_steps=4"]
+    with pytest.raises(ValueError, match="had 512 rows of 2,048 tokens in a step instead of 256: give --processes"):
+        start("--launch", "torchrun", "--processes", "4", "--until", "train", "--redo", "train", *told)
+    with pytest.raises(ValueError, match="accumulates 16 times 16 rows, which 3 processes cannot share"):
+        start("--launch", "torchrun", "--processes", "3")
+    with pytest.raises(ValueError, match="--processes does nothing without --launch"):
+        start("--processes", "8")
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -262,6 +287,7 @@ def test_a_launcher_starts_the_training_alone(commands: Commands, tmp_path: Path
         (["run", NAME, "--set", "train.output_dir=x"], "train.output_dir does nothing here"),
         (["run", NAME, "--set", "train.max_stps=2"], "Stage train: .* did you mean max_steps"),
         (["run", NAME, "--set", "evaluate.lenght=2"], "Stage evaluate: .*unrecognized arguments: --lenght"),
+        (["run", NAME, "--device", "cuda:1"], "--device must be cpu or cuda, got cuda:1: CUDA_VISIBLE_DEVICES"),
         (["run", NAME, "--dry_run"], "does nothing without --push"),
         (["show", "mamba2-130m-state-pasing"], "did you mean mamba2-130m-state-passing"),
     ],
