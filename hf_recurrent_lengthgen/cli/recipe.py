@@ -13,7 +13,7 @@ import torch
 from hf_recurrent_lengthgen.cli import recipe_smoke
 from hf_recurrent_lengthgen.cli.measuring import positive
 from hf_recurrent_lengthgen.cli.recipe_run import run_stages
-from hf_recurrent_lengthgen.cli.recipe_stages import RESULT, Choices, check_commands, stages
+from hf_recurrent_lengthgen.cli.recipe_stages import RESULT, Choices, check_commands, check_text, stages
 from hf_recurrent_lengthgen.cli.report import in_columns
 from hf_recurrent_lengthgen.recipes import copy_recipes
 from hf_recurrent_lengthgen.recipes.catalogue import Options, Recipe, in_words, load_recipe, recipe_names
@@ -138,6 +138,7 @@ def run(arguments: Sequence[str]) -> int:
 def _run(options: argparse.Namespace, recipe: Recipe, folder: Path, choices: Choices, arguments: Sequence[str]) -> int:
     planned = stages(recipe, folder, choices)
     check_commands(planned)
+    check_text(recipe, choices)
     only = None if options.stages is None else [name.strip() for name in options.stages.split(",")]
     begin = time.monotonic()
     try:

@@ -161,8 +161,9 @@ def check_commands(planned: Sequence[Stage]) -> None:
 
 
 def _convert(recipe: Recipe, folder: Path, choices: Choices) -> Stage:
-    source = recipe.source
-    revision = {"revision": source.revision} if choices.source is None else {}
+    source, model = recipe.source, choices.source or recipe.source.model
+    here = Path(model)
+    revision = {} if choices.source is not None or here.exists() else {"revision": source.revision}
     tokenizer = choices.tokenizer or (source.tokenizer if choices.source is None else None)
     options = {
         **revision,
@@ -170,8 +171,24 @@ def _convert(recipe: Recipe, folder: Path, choices: Choices) -> Stage:
         "training_length": str(source.training_length),
         **choices.options.get("convert", {}),
     }
-    model = choices.source or source.model
-    return Stage("convert", ("convert", model, "--output_dir", str(folder / "convert"), *_flags(options, "_")))
+    command = ("convert", model, "--output_dir", str(folder / "convert"), *_flags(options, "_"))
+    return Stage("convert", command, settings=_contents(here))
+
+
+def _contents(source: Path) -> tuple[tuple[str, str], ...]:
+    """Size and time of the files of a source that is here, so that others in their place are noticed."""
+    files = sorted(source.iterdir()) if source.is_dir() else [source] if source.is_file() else []
+    found = ((path.name, path.stat()) for path in files if path.is_file())
+    return tuple((name, f"{stat.st_size} bytes of {stat.st_mtime:.0f}") for name, stat in found)
+
+
+def check_text(recipe: Recipe, choices: Choices) -> None:
+    """Raise a `ValueError` if the text of the recipe is neither given nor where its file says."""
+    if recipe.data is None or choices.data is not None or "data" in choices.options.get("train", {}):
+        return
+    usual = recipe.training["data"]
+    if not Path(usual).exists():
+        raise ValueError(f"{usual} is not here: give --data, with {recipe.data.name} ({recipe.data.where}).")
 
 
 def _check(recipe: Recipe, folder: Path, choices: Choices) -> Stage:
@@ -235,7 +252,8 @@ def _measure(name: str, recipe: Recipe, folder: Path, choices: Choices) -> Stage
     models = (str(folder / "convert"), str(folder / RESULT))
     command = (name, *models, "--output", str(folder / name), *_flags(options, "-"))
     cache = () if choices.cache is None else ("--cache", choices.cache)
-    return Stage(name, command, ("--device", choices.device, *cache, *_remote(choices)), ("convert", RESULT))
+    device = () if "device" in options else ("--device", choices.device)
+    return Stage(name, command, (*device, *cache, *_remote(choices)), ("convert", RESULT))
 
 
 def _card(recipe: Recipe, folder: Path, choices: Choices) -> Stage:

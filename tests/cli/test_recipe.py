@@ -15,6 +15,7 @@ from hf_recurrent_lengthgen.cli import recipe, recipe_run
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.recipe_run import RecipeRun
 from hf_recurrent_lengthgen.evaluation.files import read_result
+from hf_recurrent_lengthgen.recipes import copy_recipes
 from hf_recurrent_lengthgen.records import Lineage, Step, TrainingRun, write_lineage
 
 NAME = "mamba2-130m-state-passing"
@@ -75,6 +76,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Commands:
     monkeypatch.setattr(recipe_run, "gc", SimpleNamespace(collect=lambda: None))  # half a second each
     monkeypatch.setattr(recipe_run, "newest_complete_checkpoint", lambda folder: newest(Path(folder)))
     monkeypatch.chdir(tmp_path)
+    Path("data/pile").mkdir(parents=True)
     return commands
 
 
@@ -373,3 +375,33 @@ def test_a_run_that_is_killed_in_a_stage_goes_on_with_it(
     start()
     assert commands.names == STAGES[STAGES.index(stage) :]
     assert {found.state for found in record().stages.values()} == {"done"}
+
+
+def test_text_that_is_not_here_is_missed_before_anything_is_done(commands: Commands) -> None:
+    Path("data/pile").rmdir()
+    with pytest.raises(ValueError, match="data/pile is not here: give --data, with the Pile"):
+        start()
+    assert commands.names == []
+    assert start("--data", "EleutherAI/pile") == 0
+
+
+def test_a_recipe_may_start_from_a_folder_whose_change_is_noticed(commands: Commands) -> None:
+    Path("official").mkdir()
+    (Path("official") / "model.safetensors").write_text("weights")
+    file = copy_recipes("mine") / "checkpoints" / f"{NAME}.yaml"
+    file.write_text(file.read_text().replace("model: state-spaces/mamba2-130m", "model: official"))
+    arguments = ["run", str(file), "--output_dir", "here", "--device", "cpu"]
+    assert recipe.run(arguments) == 0
+    called = dict(commands.calls)["convert"]
+    assert called[0] == "official"
+    assert "--revision" not in called
+    (Path("official") / "model.safetensors").write_text("others")
+    with pytest.raises(ValueError, match=r"convert was done with other settings: model\.safetensors was 7 bytes of"):
+        recipe.run(arguments)
+
+
+def test_the_device_of_one_measurement_wins(commands: Commands) -> None:
+    assert start("--set", "evaluate.device=meta") == 0
+    evaluated, diagnosed = (dict(commands.calls)[stage] for stage in ("evaluate", "diagnose"))
+    assert [evaluated[place + 1] for place, part in enumerate(evaluated) if part == "--device"] == ["meta"]
+    assert diagnosed[diagnosed.index("--device") + 1] == "cpu"
