@@ -79,7 +79,7 @@ def test_every_task_trains_and_is_measured(
     assert config.interventions == ["state_passing, 2 steps"]
     shown = capsys.readouterr().out
     assert "'eval_loss'" in shown
-    assert f"Next: lengthgen accuracy {tmp_path / 'out'}\n" in shown
+    assert f"Next: lengthgen verify {tmp_path / 'out'}, then lengthgen accuracy {tmp_path / 'out'}\n" in shown
     assert not (tmp_path / "out" / "tokenizer_config.json").exists()
 
     output = tmp_path / "found"
