@@ -260,4 +260,5 @@ def card_files(text: str) -> dict[str, str] | None:
 
 def carded(files: dict[str, str]) -> dict[str, str]:
     """Of `verified_files`, those that the numbers of a card are of: weights and config."""
-    return {name: digest for name, digest in files.items() if not name.endswith(".py")}
+    parts = (".safetensors", ".safetensors.index.json")
+    return {name: digest for name, digest in files.items() if name == "config.json" or name.endswith(parts)}

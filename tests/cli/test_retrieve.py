@@ -105,7 +105,7 @@ def test_needles_in_a_text(checkpoint: Path, text_file: Path, tmp_path: Path, mo
     assert main(["retrieve", str(checkpoint), "--task", "niah", *arguments, "--output", str(output)]) == 0
     (result,) = read_result(output / "retrieval.json", RetrievalComparison).models
     assert (result.task, result.style, result.rows) == ("niah", "single-2", ("50 %",))
-    assert result.data.description == f"{text_file}, split train"
+    assert result.data.description == f"{text_file.name}, split train"
     assert (output / "within.png").exists()
 
 
