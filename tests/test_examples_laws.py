@@ -3,6 +3,8 @@
 import json
 import runpy
 import sys
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,7 +101,9 @@ def test_the_readme_holds_the_results(modules: dict[str, Any]) -> None:
         assert f"<!-- {name} -->\n{table}<!-- end -->" in readme
     for name in ("forget", "recall"):
         law, _ = modules[name](results)
-        assert read_result(FOLDER / f"{name}.json", Law) == law
+        stored = read_result(FOLDER / f"{name}.json", Law)
+        # the fit is computed anew, and every processor rounds its own way
+        assert dict(leaves(stored)) == pytest.approx(dict(leaves(law)))
 
     # One cell of each table, from the numbers of the run.
     text = next(r for r in results if r["run"]["task"] == "text" and r["run"]["length"] == 16)
@@ -116,6 +120,18 @@ def test_the_readme_holds_the_results(modules: dict[str, Any]) -> None:
         recalled = length
     row = f"| {needle['run']['state_size']} | {needle['state_elements']:,} | {needle['run']['seed']} |"
     assert f"{row} {recalled} |" in readme
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The numbers and words of a result, each with its place."""
+    if is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, dict | tuple):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(part, f"{name}.{key}")
+        yield f"{name}.parts", len(value)
+    else:
+        yield name, value
 
 
 def test_the_readmes_lines_for_own_models_run(
