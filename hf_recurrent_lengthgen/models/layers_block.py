@@ -12,6 +12,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .norms import RMSNorm
+from .packed_rows import over_groups
 from .recurrent_state import LayerShape, LayerState, state_dtype
 
 
@@ -30,6 +31,7 @@ class MixerBlock(GradientCheckpointingLayer):
         """What a window keeps of one token."""
         return self.mixer.token_features
 
+    @over_groups
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:

@@ -14,6 +14,7 @@ from .causal_conv import CausalConv1d, causal_conv1d_fn, refuse_adapters
 from .configuration_fla import FlaConfigMixin
 from .forgetting_scans import gated_token_features
 from .norms import RMSNorm, rms_normalize
+from .packed_rows import over_groups
 from .recurrent_state import LayerShape, LayerState
 from .scan_backends import ScanBackend, resolve_backend
 
@@ -54,6 +55,7 @@ class MixerMLPBlock(GradientCheckpointingLayer):
         """What a window keeps of one token."""
         return gated_token_features(self.state_shape)
 
+    @over_groups
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None, *inputs: Tensor
     ) -> tuple[Tensor, LayerState]:

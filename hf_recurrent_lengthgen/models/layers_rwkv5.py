@@ -22,6 +22,7 @@ from .forgetting import Forgetting
 from .forgetting_scans import gated_scan, gated_token_features
 from .layers_fla import choose_backend
 from .layers_rwkv6 import HeadNorm
+from .packed_rows import over_groups
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
 from .scan_backends import check_backend_setting
@@ -144,6 +145,7 @@ class StatefulRWKV5Block(GradientCheckpointingLayer):
         self.state_shape = LayerShape((heads, size, size), (2 * D, 1))
         self.token_features = gated_token_features(self.state_shape)
 
+    @over_groups
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:

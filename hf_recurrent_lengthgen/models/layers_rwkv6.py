@@ -24,6 +24,7 @@ from .configuration_stateful_rwkv6 import StatefulRWKV6Config
 from .forgetting import Forgetting
 from .forgetting_scans import gated_scan, gated_token_features
 from .layers_fla import choose_backend
+from .packed_rows import over_groups
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
 from .scan_backends import check_backend_setting
@@ -184,6 +185,7 @@ class StatefulRWKV6Block(GradientCheckpointingLayer):
         self.state_shape = LayerShape((heads, value_dim, key_dim), (2 * config.hidden_size, 1))
         self.token_features = gated_token_features(self.state_shape)
 
+    @over_groups
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:

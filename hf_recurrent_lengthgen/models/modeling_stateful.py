@@ -23,6 +23,7 @@ from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput
 
 from .forgetting import Forgetting
+from .packed_rows import IMPLIED_KEYS, PACKING_KEYS, Packing, sequence_starts
 from .padding import Padding
 from .recurrent_cache import RecurrentCache
 from .recurrent_state import (
@@ -64,13 +65,54 @@ class StatefulCausalLMOutput(ModelOutput):
     hidden_states: tuple[Tensor, ...] | None = None
 
 
-def _refuse_unsupported(unsupported: dict[str, Any]) -> None:
-    given = sorted(name for name, value in unsupported.items() if value is not None and value is not False)
+def _refuse_unsupported(others: dict[str, Any]) -> None:
+    known = (*PACKING_KEYS, *IMPLIED_KEYS)
+    given = sorted(name for name, x in others.items() if x is not None and x is not False and name not in known)
     if given:
         raise ValueError(
-            f"A recurrent model has no use for the arguments {given}: remove them. The state implies positions, "
-            "there are no attentions to return."
+            f"A recurrent model has no use for the arguments {given}: remove them. There are no attentions to return."
         )
+
+
+def _check_token_types(token_type_ids: Tensor | None, real: Tensor | None) -> None:
+    if token_type_ids is None or torch.compiler.is_compiling():
+        return
+    if bool((token_type_ids if real is None else token_type_ids.masked_fill(~real, 0)).any()):
+        raise ValueError("token_type_ids must be 0 at all tokens: a recurrent language model has no kinds of tokens.")
+
+
+def _token_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+    batch_size, length = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]  # type: ignore[union-attr]
+    if 0 in (batch_size, length):
+        raise ValueError(f"The input has no tokens, but {batch_size} rows of {length}: give at least one of each.")
+    return batch_size, length
+
+
+def _real_tokens(attention_mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    """(B, T), true at real tokens; None if all are."""
+    if attention_mask is None:
+        return None
+    if attention_mask.shape != shape:
+        raise ValueError(
+            f"attention_mask must have the shape of the tokens, {shape}, got {tuple(attention_mask.shape)}."
+        )
+    real = attention_mask.bool()
+    if not torch.compiler.is_compiling():
+        if not bool((attention_mask == real).all()):
+            raise ValueError("attention_mask must hold 1 at real tokens and 0 at padding only.")
+        if bool(real.all()):
+            return None
+    return real
+
+
+def _sequence_starts(
+    position_ids: Tensor | None, others: dict[str, Any], shape: tuple[int, int], attention_mask: Tensor | None
+) -> Tensor | None:
+    """See `sequence_starts`; without any of what it reads, nothing is done, so that compilation goes on."""
+    given = {name: x for name, x in ({"position_ids": position_ids} | others).items() if x is not None}
+    return sequence_starts(given, shape, _real_tokens(attention_mask, shape)) if given else None
 
 
 def _check_cache(cache: Any) -> None:
@@ -210,7 +252,9 @@ class StatefulBackbone(StatefulPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-        **unsupported: Any,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        **others: Any,
     ) -> StatefulModelOutput | tuple:
         """Run T tokens from a state.
 
@@ -224,13 +268,21 @@ class StatefulBackbone(StatefulPreTrainedModel):
             use_cache: Whether to return a cache.
             output_hidden_states: Whether to return the output of every block.
             return_dict: False for a plain tuple of what is not None.
+            position_ids: (B, T) or (1, T). Positions that count up say nothing to a recurrent model. Where they start
+                anew, at 0 or at the first position of the row, a new sequence begins from the zero state, so that
+                packed rows are exactly what their sequences are alone. The first sequence of a row takes the initial
+                state, and `final_state` is that of the last one.
+            token_type_ids: (B, T), 0 at all tokens, as tokenizers give them.
+            others: Other forms of `position_ids`, from collators for packed rows: `seq_idx` (B, T), numbers of
+                sequences that go up, and for a single row `cu_seq_lens_q` or `cu_seq_lens_k` (N + 1,), the bounds of
+                sequences, beside which `max_length_q` and `max_length_k` are passed over; `cache_position` (T,),
+                which counts up. Nothing else is taken.
 
         Raises:
             ValueError: for arguments that contradict each other, do not fit, or that no recurrent model has.
         """
-        _refuse_unsupported(unsupported)
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        _refuse_unsupported(others)
+        shape = batch_size, length = _token_shape(input_ids, inputs_embeds)
         if initial_state is not None and past_key_values is not None:
             raise ValueError(
                 "Give initial_state or past_key_values, not both: each of them is the state to start from."
@@ -241,54 +293,49 @@ class StatefulBackbone(StatefulPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         hidden_states = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        batch_size, length, _ = hidden_states.shape
-        if 0 in (batch_size, length):
-            raise ValueError(f"The input has no tokens, but {batch_size} rows of {length}: give at least one of each.")
-
-        padding = self._padding(attention_mask, batch_size, length)
-        if padding is not None:
-            hidden_states = padding.to_front(hidden_states)
-        all_hidden_states = [hidden_states]
-        states = []
+        real = _real_tokens(attention_mask, shape)
+        _check_token_types(token_type_ids, real)
+        starts = _sequence_starts(position_ids, others, shape, attention_mask)
         state = self._starting_state(initial_state, past_key_values, batch_size, hidden_states.device)
-        lengths = None if padding is None else padding.lengths
+
+        layout: Padding | Packing | None = None
+        if starts is not None:
+            layout = Packing.from_starts(starts, torch.ones_like(starts) if real is None else real)
+        elif real is not None:
+            layout = Padding.from_mask(real)
+        all_hidden_states, states = [], []
+        rows: Any = hidden_states if layout is None else layout.to_front(hidden_states)
         for block, layer_state, inputs in zip(self.layers, state, self.layer_inputs(), strict=True):
-            hidden_states, layer_state = block(hidden_states, layer_state, lengths, *inputs)
-            states.append(layer_state)
-            if not output_hidden_states:
-                all_hidden_states.clear()  # else evaluation would hold the outputs of all layers at once
-            all_hidden_states.append(hidden_states)
-        all_hidden_states[-1] = self.final_norm(hidden_states)
-        if padding is not None:
-            all_hidden_states = [padding.back(x) for x in all_hidden_states]
+            if output_hidden_states:
+                all_hidden_states.append(hidden_states)
+            if isinstance(layout, Packing):
+                rows, after = block(rows, layout.starting_states(layer_state), layout.lengths, *inputs)
+                states.append(layout.final_states(after))
+            else:
+                rows, after = block(rows, layer_state, None if layout is None else layout.lengths, *inputs)
+                states.append(after)
+            if output_hidden_states and layout is not None:
+                # what is returned is what the next layer reads, so that gradients reach it
+                hidden_states = layout.back(rows)
+                rows = layout.to_front(hidden_states)
+            else:
+                hidden_states = rows
+        if layout is not None and not output_hidden_states:
+            hidden_states = layout.back(rows)
+        hidden_states = self.final_norm(hidden_states)
+        all_hidden_states.append(hidden_states)
 
         final_state = tuple(states)
         if use_cache or past_key_values is not None:
             past_key_values = RecurrentCache() if past_key_values is None else past_key_values
             past_key_values.advance(final_state, length)
         output = StatefulModelOutput(
-            last_hidden_state=all_hidden_states[-1],
+            last_hidden_state=hidden_states,
             final_state=final_state if output_final_state else None,
             past_key_values=past_key_values,
             hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
         )
         return output.to_tuple() if self._wants_tuple(return_dict) else output
-
-    def _padding(self, attention_mask: Tensor | None, batch_size: int, length: int) -> Padding | None:
-        if attention_mask is None:
-            return None
-        if attention_mask.shape != (batch_size, length):
-            raise ValueError(
-                f"attention_mask must have the shape of the tokens, {(batch_size, length)}, "
-                f"got {tuple(attention_mask.shape)}."
-            )
-        real = attention_mask.bool()
-        if not torch.compiler.is_compiling():
-            if not bool((attention_mask == real).all()):
-                raise ValueError("attention_mask must hold 1 at real tokens and 0 at padding only.")
-            if bool(real.all()):
-                return None
-        return Padding.from_mask(real)
 
     def _starting_state(
         self,
@@ -347,19 +394,22 @@ class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
         **others: Any,
     ) -> StatefulCausalLMOutput | tuple:
         """Run T tokens from a state; arguments as in `StatefulBackbone.forward`, and:
 
         Args:
             labels: (B, T), shifted inside as in Transformers; -100 is ignored. With padding on the left, the
-                first real token of a row has nothing before it and is not scored.
+                first real token of a row has nothing before it and is not scored, nor is the first token of a
+                sequence in a packed row.
             logits_to_keep: Compute only the last so many logits, or those at the given positions; 0 for all.
             num_items_in_batch: Tokens to divide the summed loss by, as Trainer passes it.
             others: `shift_labels` (B, T), labels that are shifted already, as Transformers' losses know them: the
                 target of output t stands at t, so that a piece of a text can be scored on the token after it. `labels`
                 are not used then. Outputs before the first real token of a row are not scored. (By a name in the
-                signature, Trainer would take them for labels that every batch has.) Nothing else is taken.
+                signature, Trainer would take them for labels that every batch has.) And those of the backbone.
 
         Raises:
             ValueError: for labels of either kind together with `logits_to_keep`, and as in `StatefulBackbone.forward`.
@@ -371,6 +421,8 @@ class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
             raise ValueError(f"logits_to_keep must be 0 (all), a positive number or positions, got {logits_to_keep}.")
         if not (labels is None and shift_labels is None) and not keep_all:
             raise ValueError("labels need all logits: drop logits_to_keep.")
+        shape = _token_shape(input_ids, inputs_embeds)
+        starts = _sequence_starts(position_ids, others, shape, attention_mask)
         output = self._backbone(
             input_ids,
             attention_mask=attention_mask,
@@ -381,6 +433,8 @@ class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             return_dict=True,
+            token_type_ids=token_type_ids,
+            seq_idx=None if starts is None else starts.cumsum(1),
         )
         hidden_states = output.last_hidden_state
         if not keep_all:
@@ -403,6 +457,8 @@ class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
                     shift_labels = shift_labels.masked_fill(seen == 0, -100)
                 elif labels is not None:
                     labels = labels.masked_fill(seen - real == 0, -100)
+            if starts is not None and labels is not None:
+                labels = labels.masked_fill(starts, -100)
             loss = self.loss_function(
                 logits=logits,
                 labels=labels,

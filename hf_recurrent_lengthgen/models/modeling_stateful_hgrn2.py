@@ -18,6 +18,7 @@ from .layers_fla import MixerMLPBlock
 from .layers_hgrn2 import StatefulHGRN2Mixer
 from .modeling_stateful import StatefulBackbone, StatefulForCausalLM, StatefulPreTrainedModel
 from .norms import RMSNorm
+from .packed_rows import Packing
 from .padding import Padding
 from .recurrent_cache import RecurrentCache
 from .recurrent_state import LayerState, RecurrentState, load_state, save_state, state_dtype
@@ -28,6 +29,7 @@ __all__ = [
     "FlaConfigMixin",
     "Forgetting",
     "LayerState",
+    "Packing",
     "Padding",
     "RecurrentCache",
     "RecurrentState",

@@ -21,6 +21,7 @@ from .layers_mamba import StatefulMambaMixer, mamba_layer_shape
 from .layers_reference import mixer_block
 from .modeling_stateful import StatefulBackbone, StatefulForCausalLM, StatefulPreTrainedModel
 from .norms import RMSNorm
+from .packed_rows import Packing
 from .padding import Padding
 from .recurrent_cache import RecurrentCache
 from .recurrent_state import LayerState, RecurrentState, load_state, save_state
@@ -32,6 +33,7 @@ __all__ = [
     "Forgetting",
     "LayerState",
     "MixerBlock",
+    "Packing",
     "Padding",
     "RecurrentCache",
     "RecurrentState",

@@ -19,6 +19,7 @@ from .layers_mamba2 import StatefulMamba2Mixer, mamba2_layer_shape
 from .layers_reference import mixer_block
 from .modeling_stateful import StatefulBackbone, StatefulForCausalLM, StatefulPreTrainedModel
 from .norms import RMSNorm
+from .packed_rows import Packing
 from .padding import Padding
 from .recurrent_cache import RecurrentCache
 from .recurrent_state import LayerState, RecurrentState, load_state, save_state
@@ -30,6 +31,7 @@ __all__ = [
     "Forgetting",
     "LayerState",
     "MixerBlock",
+    "Packing",
     "Padding",
     "RecurrentCache",
     "RecurrentState",

@@ -18,6 +18,7 @@ from .layers_rwkv5 import StatefulRWKV5Block
 from .layers_rwkv6 import HeadNorm
 from .modeling_stateful import StatefulBackbone, StatefulForCausalLM, StatefulPreTrainedModel
 from .norms import RMSNorm
+from .packed_rows import Packing
 from .padding import Padding
 from .recurrent_cache import RecurrentCache
 from .recurrent_state import LayerState, RecurrentState, load_state, save_state
@@ -30,6 +31,7 @@ __all__ = [
     "Forgetting",
     "HeadNorm",
     "LayerState",
+    "Packing",
     "Padding",
     "RMSNorm",
     "RecurrentCache",

@@ -16,6 +16,7 @@ from .layers_fla import choose_backend
 from .layers_rwkv6 import StatefulRWKV6Block
 from .modeling_stateful import StatefulBackbone, StatefulForCausalLM, StatefulPreTrainedModel
 from .norms import RMSNorm
+from .packed_rows import Packing
 from .padding import Padding
 from .recurrent_cache import RecurrentCache
 from .recurrent_state import LayerState, RecurrentState, load_state, save_state
@@ -27,6 +28,7 @@ __all__ = [
     "FlaConfigMixin",
     "Forgetting",
     "LayerState",
+    "Packing",
     "Padding",
     "RMSNorm",
     "RecurrentCache",

@@ -128,8 +128,8 @@ def test_arguments_that_do_not_fit_together_are_refused(family: Family) -> None:
             run()
         with pytest.raises(ValueError, match="no tokens"):
             run(tokens[:, :0])
-        with pytest.raises(ValueError, match=r"no use for the arguments \['output_attentions', 'position_ids'\]"):
-            run(tokens, position_ids=torch.arange(5)[None], output_attentions=True, head_mask=None)
+        with pytest.raises(ValueError, match=r"no use for the arguments \['output_attentions', 'past_states'\]"):
+            run(tokens, past_states=torch.arange(5)[None], output_attentions=True, head_mask=None)
     with pytest.raises(ValueError, match="labels need all logits"):
         model(tokens, labels=tokens, logits_to_keep=1)
     with pytest.raises(ValueError, match=r"labels must have shape \(2, 5\), got \(2, 4\)"):

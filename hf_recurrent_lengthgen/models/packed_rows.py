@@ -1,0 +1,208 @@
+"""Several sequences in one row: where each begins, and a state that is zero there.
+
+The sequences of packed rows become rows of their own, padded on the right. Rows of like length (within a factor of 2)
+are a group, so that padding is less than half of a group, however unequal the sequences are; a layer runs one group
+after the other. All is within one call of each layer, so that processes that shard layers stay in step.
+
+Shapes: B rows, T tokens, N sequences, L tokens of the longest sequence of a group, D channels.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .recurrent_state import LayerState, layer_state
+
+PACKING_KEYS = ("position_ids", "cache_position", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
+# what the others imply: the lengths of the longest sequence
+IMPLIED_KEYS = ("max_length_q", "max_length_k")
+
+
+class Packing(NamedTuple):
+    """How the sequences of packed rows are moved to rows of their own, in groups, and back.
+
+    Attributes:
+        orders: For each group the token, of B * T, at each of its places; (N, L).
+        valid: For each group whether a sequence has that place; (N, L).
+        lengths: Tokens of each sequence of each group, (N,); None for a group without padding.
+        owners: For each group the row of which each sequence is the first, B for others; (N,).
+        source: The place of each token among the concatenated places of the groups; (B, T).
+        last: The last sequence of each row among the concatenated sequences of the groups; (B,).
+    """
+
+    orders: tuple[Tensor, ...]
+    valid: tuple[Tensor, ...]
+    lengths: tuple[Tensor | None, ...]
+    owners: tuple[Tensor, ...]
+    source: Tensor
+    last: Tensor
+
+    @classmethod
+    @torch.compiler.disable
+    def from_starts(cls, starts: Tensor, real: Tensor) -> "Packing":
+        """From boolean masks (B, T): the real tokens, and those that begin a sequence inside a row (at least one)."""
+        rows, device = len(starts), starts.device
+        begins = starts.clone()
+        begins[:, 0] = True
+        sequence = begins.flatten().cumsum(0) - 1
+        tokens, read = real.flatten().nonzero()[:, 0], real.flatten().cumsum(0)
+        before = (read - real.flatten().long())[begins.flatten()]  # real tokens before each sequence
+        place = (read - 1 - before[sequence]).clamp(min=0)
+        size = torch.cat([before[1:], read[-1:]]) - before
+        first, last = (sequence.view_as(starts)[:, column] for column in (0, -1))
+        owner = torch.full_like(size, rows).scatter(0, first, torch.arange(rows, device=device))
+
+        members: dict[int, list[int]] = {}
+        for index, length in enumerate(size.tolist()):
+            members.setdefault(max(length - 1, 0).bit_length(), []).append(index)
+        groups = [torch.tensor(indices, device=device) for indices in members.values()]
+        orders, valid, lengths = [], [], []
+        offset, places = torch.empty_like(size), 0
+        for group in groups:
+            steps = torch.arange(max(1, int(size[group].max())), device=device)
+            orders.append(tokens[(before[group][:, None] + steps).clamp(max=len(tokens) - 1)])
+            valid.append(steps < size[group][:, None])
+            lengths.append(None if bool(valid[-1].all()) else size[group])
+            offset[group] = places + len(steps) * torch.arange(len(group), device=device)
+            places += orders[-1].numel()
+        rank = torch.empty_like(size).scatter(0, torch.cat(groups), torch.arange(len(size), device=device))
+        return cls(
+            tuple(orders),
+            tuple(valid),
+            tuple(lengths),
+            tuple(owner[group] for group in groups),
+            (offset[sequence] + place).view_as(starts),
+            rank[last],
+        )
+
+    def to_front(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The sequences of x, (B, T, D), followed by zeros; (N, L, D) for each group."""
+        flat = x.flatten(0, 1)
+        return tuple(
+            flat[order].masked_fill(~valid[..., None], 0.0)
+            for order, valid in zip(self.orders, self.valid, strict=True)
+        )
+
+    def back(self, groups: tuple[Tensor, ...]) -> Tensor:
+        """Inverse of `to_front`; a padding position repeats the last real token before it."""
+        return torch.cat([x.flatten(0, 1) for x in groups])[self.source]
+
+    def starting_states(self, state: LayerState) -> tuple[LayerState, ...]:
+        """For each group the state of its sequences: that of the row for the first one of a row, zero for others."""
+        padded = [torch.cat([part, part.new_zeros(1, *part.shape[1:])]) for part in state]
+        return tuple(layer_state(part[owner] for part in padded) for owner in self.owners)
+
+    def final_states(self, states: tuple[LayerState, ...]) -> LayerState:
+        """The state after the last sequence of each row."""
+        return layer_state(torch.cat(parts)[self.last] for parts in zip(*states, strict=True))
+
+
+def over_groups(forward: Callable[..., tuple[Tensor, LayerState]]) -> Callable[..., Any]:
+    """Let the `forward` of a layer take tuples of hidden states, states and lengths too, one entry for each group."""
+
+    @wraps(forward)
+    def run(self: Any, hidden_states: Any, state: Any, lengths: Any = None, *inputs: Any) -> Any:
+        if isinstance(hidden_states, Tensor):
+            return forward(self, hidden_states, state, lengths, *inputs)
+        results = [forward(self, *group, *inputs) for group in zip(hidden_states, state, lengths, strict=True)]
+        return tuple(x for x, _ in results), tuple(after for _, after in results)
+
+    return run
+
+
+@torch.compiler.disable
+def sequence_starts(given: dict[str, Any], shape: tuple[int, int], real: Tensor | None) -> Tensor | None:
+    """Where new sequences begin inside rows, from what collators for packed rows give.
+
+    A recurrent model has no positions: those that count up say nothing, wherever they start, and those that start
+    anew mark a new sequence. Padding is passed over. The first real token of a row begins nothing: it goes on from
+    the row's initial state.
+
+    Args:
+        given: Some of `PACKING_KEYS`: `position_ids` or `seq_idx`, (B, T) or (1, T), `cache_position` (T,),
+            `cu_seq_lens_q` and `cu_seq_lens_k` (N + 1,), the bounds of the sequences of a single row.
+        shape: (B, T).
+        real: (B, T) bool, true at real tokens; None if all are.
+
+    Returns:
+        (B, T) bool; None where no sequence begins inside a row.
+
+    Raises:
+        ValueError: for other shapes and kinds of positions, and arguments that contradict each other.
+    """
+    starts: dict[str, Tensor] = {}
+    for name in PACKING_KEYS:
+        values = given.get(name)
+        if values is None:
+            continue
+        if not isinstance(values, Tensor) or values.is_floating_point() or values.dtype == torch.bool:
+            raise ValueError(f"{name} must be a tensor of integers, got {getattr(values, 'dtype', type(values))}.")
+        if name.startswith("cu_seq_lens"):
+            values = _sequence_numbers(name, values, shape)
+        elif values.shape == shape[1:] and name == "cache_position":
+            values = values[None]
+        if values.shape not in (shape, (1, shape[1])):
+            raise ValueError(f"{name} must have the shape of the tokens, {shape}, got {tuple(values.shape)}.")
+        if shape[1] == 1:  # a step of generation: nothing begins inside a row
+            continue
+        find = _restarts if name in ("position_ids", "cache_position") else _changes
+        starts[name] = find(name, values.expand(shape), real)
+    names = list(starts)
+    for other in names[1:]:
+        if not torch.equal(starts[names[0]], starts[other]):
+            raise ValueError(f"{names[0]} and {other} begin sequences at different tokens: leave one of them out.")
+    if not starts or not bool(starts[names[0]].any()):
+        return None
+    if names[0] == "cache_position":
+        raise ValueError("cache_position must count up by one; packed rows are told by position_ids or seq_idx.")
+    return starts[names[0]]
+
+
+def _sequence_numbers(name: str, bounds: Tensor, shape: tuple[int, int]) -> Tensor:
+    """The number of the sequence of each token, (1, T), from bounds (N + 1,)."""
+    rows, length = shape
+    ends = bounds.tolist() if bounds.dim() == 1 else []
+    if rows != 1 or ends[:1] != [0] or ends[-1] != length or sorted(ends) != ends:
+        raise ValueError(
+            f"{name} must rise from 0 to the {length} tokens of a single row, got {ends or tuple(bounds.shape)} for "
+            f"{rows} rows."
+        )
+    places = torch.arange(length, device=bounds.device)
+    return torch.searchsorted(bounds[1:].contiguous(), places, right=True)[None]
+
+
+def _previous(values: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The value at the real token before each token, how many places back it is, and which real tokens have one."""
+    places = torch.arange(values.shape[1], device=values.device).expand_as(values)
+    real = torch.ones_like(values, dtype=torch.bool) if real is None else real
+    last_real = places.masked_fill(~real, -1).cummax(1).values
+    before = torch.nn.functional.pad(last_real[:, :-1], (1, 0), value=-1)
+    return values.gather(1, before.clamp(min=0)), places - before, real & (before >= 0)
+
+
+def _restarts(name: str, positions: Tensor, real: Tensor | None) -> Tensor:
+    """Where positions start anew: at 0, or where the row started."""
+    previous, distance, followed = _previous(positions, real)
+    step = positions - previous
+    starts = followed & (step != 1) & (step != distance)  # padding may be counted or not
+    first = positions if real is None else positions.gather(1, real.long().argmax(1, keepdim=True))
+    wrong = (starts & (positions != 0) & (positions != first[:, :1])).nonzero()
+    if len(wrong):
+        row, place = wrong[0].tolist()
+        raise ValueError(
+            f"{name} goes from {int(previous[row, place])} to {int(positions[row, place])} at token {place} of row "
+            f"{row}: a recurrent model reads tokens in order, so positions must count up by one, or start anew for a "
+            "new sequence, at 0 or at the first position of the row."
+        )
+    return starts
+
+
+def _changes(name: str, numbers: Tensor, real: Tensor | None) -> Tensor:
+    """Where the numbers of sequences go up."""
+    previous, _, followed = _previous(numbers, real)
+    if bool((followed & (numbers < previous)).any()):
+        raise ValueError(f"{name} goes down: a recurrent model cannot come back to an earlier sequence of the row.")
+    return followed & (numbers > previous)
