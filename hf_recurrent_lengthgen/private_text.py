@@ -54,6 +54,14 @@ PATHS = "|".join(
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "rwkv_vocab*.txt", "*.model", "*.tiktoken")
+
+
+def is_vocabulary(path: Path) -> bool:
+    """Whether a file holds the tokens of a tokenizer, which may look like paths."""
+    return any(path.match(pattern) for pattern in _VOCABULARIES)
+
+
 def hide_secrets(text: str) -> str:
     """The text with what looks like a password or key replaced."""
     for pattern in SECRETS.values():

@@ -169,18 +169,46 @@ def file_digest(path: str | os.PathLike[str]) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-_VERIFIED = (
-    *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "*.py"),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("vocab.txt", "merges.txt", "rwkv_vocab*.txt", "*.model", "chat_template.jinja"),
-    "additional_chat_templates/*.jinja",
+TOKENIZER_FILES = (
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
+    *("*.model", "*.tiktoken", "rwkv_vocab*.txt", "chat_template.*", "additional_chat_templates/*.jinja"),
 )
+"""Patterns of the files of a tokenizer, but for its code."""
+CHECKPOINT_FILES = (
+    *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "*.py"),
+    *TOKENIZER_FILES,
+)
+"""Patterns of the files that the texts of a checkpoint depend on: model, tokenizer, generation."""
+TRAINER_STATES = "initial_states_*"
+"""What our trainers keep beside the weights to go on from; nothing that a text depends on."""
 
 
 def verified_files(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """SHA-256 by name of the files of a checkpoint folder that its texts depend on: model, tokenizer, generation."""
-    found = {path for pattern in _VERIFIED for path in Path(folder).glob(pattern) if path.is_file()}
-    return {path.relative_to(folder).as_posix(): file_digest(path) for path in sorted(found)}
+    """SHA-256 by name of the files of a checkpoint folder that its texts depend on (`CHECKPOINT_FILES`)."""
+    found = {path for pattern in CHECKPOINT_FILES for path in Path(folder).glob(pattern) if path.is_file()}
+    kept = sorted(path for path in found if not path.match(TRAINER_STATES))
+    return {path.relative_to(folder).as_posix(): file_digest(path) for path in kept}
+
+
+def unverified(folder: str | os.PathLike[str], now: dict[str, str] | None = None) -> str | None:
+    """Why the verification in a folder does not speak for the files in it; None if it does.
+
+    Args:
+        folder: The checkpoint.
+        now: Its `verified_files`, where they are known already.
+    """
+    try:
+        verification = read_verification(folder)
+    except ValueError as error:
+        return f"its verification is damaged ({error})"
+    if verification is None:
+        return "it has not been verified"
+    if not verification.passed:
+        failed = [f"{check.what} against {check.against}" for check in verification.checks if not check.passed]
+        return f"its verification did not pass ({'; '.join(failed) or 'it holds no checks'})"
+    now = verified_files(folder) if now is None else now
+    differing = {name for name, _ in now.items() ^ verification.files.items()}
+    return f"it has changed since it was verified ({', '.join(sorted(differing))})" if differing else None
 
 
 # An absolute path at the start of an argument or of a value in it, and the last part of it.

@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.models.atomic_files import replacing
-from hf_recurrent_lengthgen.private_text import paths_in, readable_text, secrets_in
+from hf_recurrent_lengthgen.private_text import is_vocabulary, paths_in, readable_text, secrets_in
 from hf_recurrent_lengthgen.records import read_lineage
 
 logger = logging.get_logger(__name__)
@@ -57,7 +57,7 @@ def check_texts(folder: str | os.PathLike[str], token: str | None) -> None:
         if path.is_file() and path.suffix in (".json", ".md", ".py", ".yaml", ".txt", ".jinja", ".safetensors"):
             text = readable_text(path)
             secrets += [f"{path.name}, {found}" for found in secrets_in(text, token)]
-            if path.name not in ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt"):
+            if not is_vocabulary(path):
                 paths += [f"{path.name}, {found}" for found in paths_in(text)]
     if secrets:
         raise ValueError(f"{folder} is not uploaded: {'; '.join(secrets)}.")

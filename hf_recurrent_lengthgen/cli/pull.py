@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_recurrent_lengthgen.conversion.new_folders import check_new
-from hf_recurrent_lengthgen.hub.pull import pull_checkpoint, resolve_commit, unverified
+from hf_recurrent_lengthgen.hub.pull import pull_checkpoint, resolve_commit
 from hf_recurrent_lengthgen.loading import differing_code
 from hf_recurrent_lengthgen.models.configuration_stateful import CODE_FORMAT_VERSION
+from hf_recurrent_lengthgen.records import unverified
 
 DESCRIPTION = """\
 Get a checkpoint from the Hugging Face Hub, at one commit, into a new folder: config, code, weights as safetensors,

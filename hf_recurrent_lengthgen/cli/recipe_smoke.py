@@ -9,9 +9,8 @@ from typing import Any
 from hf_recurrent_lengthgen.cli.recipe_stages import Choices
 from hf_recurrent_lengthgen.conversion.stand_ins import write_stand_in
 from hf_recurrent_lengthgen.data import byte_tokenizer, standard_library_corpus
-from hf_recurrent_lengthgen.hub.contents import choose_files, refusals_of_files
+from hf_recurrent_lengthgen.hub.push import look_through
 from hf_recurrent_lengthgen.recipes.catalogue import Recipe
-from hf_recurrent_lengthgen.records import read_verification, verified_files
 
 LENGTH, PASSKEY_LENGTH = 32, 512
 """Tokens (bytes) of a row of text, and of a passkey prompt, which has to hold its words."""
@@ -71,16 +70,12 @@ def files_to_push(folder: Path) -> list[str]:
     """Names of the files that a push would send, without asking the Hub.
 
     Raises:
-        ValueError: for what a push would refuse in the folder, and if its verification is not that of its files.
+        ValueError: for what a push would refuse in the folder, as without a verification or card of its files.
     """
-    names, _ = choose_files(folder, ())
-    refusals = refusals_of_files(folder, names, (), None)
-    verification = read_verification(folder)
-    if verification is None or not verification.passed or verification.files != verified_files(folder):
-        refusals.append("its verification is missing or not that of its files")
+    names, _, refusals = look_through(folder)
     if refusals:
         raise ValueError(f"{folder} could not be pushed: {'; '.join(refusals)}.")
-    return list(names)
+    return names
 
 
 def write_texts(folder: Path) -> None:

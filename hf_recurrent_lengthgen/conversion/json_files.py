@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,12 @@ def _tagged(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _tagged(part) for name, part in value.items()}
     return [_tagged(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(part)

@@ -11,11 +11,8 @@ from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError, Offline
 
 from hf_recurrent_lengthgen.conversion.tensor_files import WEIGHT_FILES
 from hf_recurrent_lengthgen.loading import check_name
+from hf_recurrent_lengthgen.records import TOKENIZER_FILES
 
-TOKENIZER_FILES = (
-    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
-    *("tokenizer.model", "spiece.model", "*.tiktoken", "rwkv_vocab*.txt", "chat_template.*", "chat_templates/*"),
-)
 CONTAINERS = (
     ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"],
     ["pytorch_model.bin", "pytorch_model-*-of-*.bin", "pytorch_model.bin.index.json"],

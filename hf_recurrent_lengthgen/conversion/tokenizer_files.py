@@ -1,15 +1,13 @@
 """Tokenizers of converted checkpoints: their files are copied, no code of theirs runs."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from hf_recurrent_lengthgen.conversion.json_files import read_json_object
-from hf_recurrent_lengthgen.conversion.sources import TOKENIZER_FILES
+from hf_recurrent_lengthgen.conversion.json_files import read_json_object, texts_in
+from hf_recurrent_lengthgen.records import TOKENIZER_FILES
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
@@ -38,7 +36,7 @@ def tokenizer_files(folder: Path) -> list[str]:
     """
     found = [path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()]
     names = sorted({path.relative_to(folder).as_posix() for path in found})
-    if not any(name.startswith(("tokenizer", "vocab", "spiece", "rwkv_vocab")) for name in names):
+    if all("chat_template" in name for name in names):  # of processors and servers too
         return []
     return names + _code(folder)
 
@@ -47,23 +45,13 @@ def _code(source: Path) -> list[str]:
     """Names of the Python files of a tokenizer."""
     path = source / "tokenizer_config.json"
     auto_map = read_json_object(path).get("auto_map") if path.is_file() else None
-    modules = {entry.rpartition("--")[2].partition(".")[0] for entry in _texts(auto_map) if "--" not in entry}
+    modules = {entry.rpartition("--")[2].partition(".")[0] for entry in texts_in(auto_map) if "--" not in entry}
     files = [source / f"{module}.py" for module in sorted(modules)]
     for module, file in zip(sorted(modules), files, strict=True):
         if not module.isidentifier() or not file.is_file():
             raise ValueError(f"The tokenizer in {source} needs the code {file.name}, which is not there.")
     needed = {Path(other).name for file in files for other in get_relative_import_files(file)}
     return sorted({file.name for file in files} | needed)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for part in value:
-            yield from _texts(part)
 
 
 def checked_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase | None:

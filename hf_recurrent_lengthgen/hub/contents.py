@@ -1,31 +1,17 @@
 """What of a checkpoint folder goes to the Hub, and what in it must not."""
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
-from hf_recurrent_lengthgen.private_text import paths_in, readable_text, secrets_in
+from hf_recurrent_lengthgen.conversion.json_files import read_json_object, texts_in
+from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files
+from hf_recurrent_lengthgen.private_text import is_vocabulary, paths_in, readable_text, secrets_in
+from hf_recurrent_lengthgen.records import CHECKPOINT_FILES, TRAINER_STATES
 
 PUSHED = (
-    "config.json",
-    "generation_config.json",
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*.py",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "rwkv_vocab*.txt",
-    "*.model",
-    "chat_template.jinja",
-    "additional_chat_templates/*.jinja",
+    *CHECKPOINT_FILES,
     "README.md",
     "LICENSE*",
     "NOTICE*",
@@ -48,14 +34,12 @@ TRAINER_FILES = (
     "scheduler*",
     "scaler*",
     "rng_state*",
-    "initial_states_*",
+    TRAINER_STATES,
     "events.out.*",
 )
 TRAINER_FOLDERS = ("checkpoint-*", "global_step*", "runs", "logs", "wandb", "mlruns")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz", ".dill")
 SECRET_FILES = (".env*", "*.pem", "*.key", "id_rsa*", "id_ed25519*", "id_ecdsa*", ".netrc", ".git-credentials")
-
-VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "rwkv_vocab*.txt", "*.model")
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -131,15 +115,15 @@ def refusals_of_files(folder: Path, pushed: Sequence[str], include: Sequence[str
         elif not path.resolve().is_relative_to(folder.resolve()):
             problems.append(f"{name} is a link to a file outside of the folder: copy the folder with cp -rL")
         else:
-            problems += [f"{name}, {found}" for found in _findings(path, name, folder, token)]
+            problems += [f"{name}, {found}" for found in _findings(path, folder, token)]
     return problems + _missing_parts(folder, pushed)
 
 
-def _findings(path: Path, name: str, folder: Path, token: str | None) -> list[str]:
+def _findings(path: Path, folder: Path, token: str | None) -> list[str]:
     """Secrets and paths of this machine in a file, with their places."""
     text = readable_text(path)
     found = secrets_in(text, token)
-    if "\0" in text[:1000] or matches(name.rpartition("/")[2], VOCABULARIES):
+    if "\0" in text[:1000] or is_vocabulary(path):
         return found
     return found + paths_in(text, (Path.home(), Path.cwd(), folder.resolve()))
 
@@ -157,10 +141,10 @@ def _missing_parts(folder: Path, pushed: Sequence[str]) -> list[str]:
     if not any(name.endswith(".safetensors") and "/" not in name for name in pushed):
         missing.append("it holds no weights as safetensors: lengthgen convert writes them")
     try:
-        config = _read_object(folder / "config.json")
-        files = {f"{entry.split('--')[-1].split('.')[0]}.py" for entry in _texts(config.get("auto_map"))}
+        config = read_json_object(folder / "config.json")
     except ValueError as error:
-        return [*missing, f"config.json is damaged ({error})"]
+        return [*missing, str(error)]
+    files = {f"{entry.split('--')[-1].split('.')[0]}.py" for entry in texts_in(config.get("auto_map"))}
     if str(config.get("model_type", "")).startswith("stateful_") and not files:
         missing.append("config.json has no auto_map, so nobody could load the model: save it by its save_pretrained")
     if absent := sorted(files - set(pushed)):
@@ -170,28 +154,8 @@ def _missing_parts(folder: Path, pushed: Sequence[str]) -> list[str]:
 
 def _missing_of_tokenizer(folder: Path, pushed: Sequence[str]) -> list[str]:
     """Code that a tokenizer cannot be loaded without; what it names of another repository stays there."""
-    if "tokenizer_config.json" not in pushed:
-        return []
     try:
-        entries = _texts(_read_object(folder / "tokenizer_config.json").get("auto_map"))
+        absent = sorted(set(tokenizer_files(folder)) - set(pushed))
     except ValueError as error:
-        return [f"tokenizer_config.json is damaged ({error})"]
-    files = {f"{entry.split('.')[0]}.py" for entry in entries if "--" not in entry}
-    absent = sorted(files - set(pushed))
-    return [f"code that tokenizer_config.json names is missing: {', '.join(absent)}"] if absent else []
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    values = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(values, dict):
-        raise ValueError("no JSON object")
-    return values
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value of JSON."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _texts(part)
+        return [str(error)]
+    return [f"of its tokenizer is missing: {', '.join(absent)}"] if absent else []

@@ -17,7 +17,7 @@ from hf_recurrent_lengthgen.conversion.new_folders import check_new, new_folder
 from hf_recurrent_lengthgen.hub.contents import PICKLES, PUSHED, TRAINER_FILES, matches
 from hf_recurrent_lengthgen.hub.push import check_name
 from hf_recurrent_lengthgen.hub.remote import again, git_name, hub_api, list_files
-from hf_recurrent_lengthgen.records import file_digest, read_verification, verified_files
+from hf_recurrent_lengthgen.records import file_digest
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -165,19 +165,3 @@ def _damaged_in_cache(cache: Path, names: Sequence[str]) -> list[str]:
         if (cache / name).is_symlink() and digest is not None and digest(cache / name) != known:
             damaged.append(name)
     return damaged
-
-
-def unverified(folder: str | os.PathLike[str]) -> str | None:
-    """Why the verification in a folder does not speak for the files in it; None if it does.
-
-    Raises:
-        ValueError: for a damaged verification.
-    """
-    verification = read_verification(folder)
-    if verification is None:
-        return "it brings no verification"
-    if not verification.passed:
-        return "its verification did not pass"
-    verified = {name: digest for name, digest in verification.files.items() if not matches(name, TRAINER_FILES)}
-    differing = {name for name, _ in verified_files(folder).items() ^ verified.items()}
-    return f"{', '.join(sorted(differing))} changed since it was verified" if differing else None

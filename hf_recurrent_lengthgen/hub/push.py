@@ -26,14 +26,21 @@ from hf_recurrent_lengthgen.hub.remote import (
     told,
     wait_after,
 )
-from hf_recurrent_lengthgen.records import card_files, carded, file_digest, read_verification, verified_files
+from hf_recurrent_lengthgen.records import (
+    TOKENIZER_FILES,
+    card_files,
+    carded,
+    file_digest,
+    unverified,
+    verified_files,
+)
 
 MARK = "Pushed by lengthgen push."
 """In the description of each commit, so that a later push knows which files it may delete."""
 MESSAGE = "Upload checkpoint"
 LOADED = (
-    *("*.safetensors", "*.bin", "*.pth", "*.index.json", "adapter_*", "generation_config.json", "chat_template*"),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
+    *("*.safetensors", "*.bin", "*.pth", "*.index.json", "adapter_*", "generation_config.json"),
+    *TOKENIZER_FILES,
 )
 """Files at the top of a repository that Transformers looks for: they change what is loaded."""
 BAD_BRANCH = re.compile(r"[\s~^:?*\[\\\x00-\x1f\x7f]|\.\.|//|@\{|^[-/.]|^refs/|[/.]$|\.lock$")
@@ -150,11 +157,7 @@ def plan_push(
     check_name(repo_id)
     if revision is not None and (not revision or BAD_BRANCH.search(revision)):
         raise ValueError(f"--revision is {revision!r}, but must be the name of a branch, such as main or v2.")
-    names, left_out = choose_files(folder, include)
-    refusals = refusals_of_files(folder, names, include, token)
-    if "config.json" in names:
-        now = verified_files(folder)
-        refusals += _card_refusals(folder, now) + _verification_refusals(folder, now)
+    names, left_out, refusals = look_through(folder, include, token)
     if token is None:
         refusals.append("there is no token of the Hub: hf auth login sets one, or HF_TOKEN")
     if constants.HF_HUB_OFFLINE:
@@ -179,6 +182,23 @@ def _push_file(folder: Path, name: str) -> PushFile:
     return PushFile(name, size, file_digest(path), git_name(path) if size <= LARGEST_IN_GIT else None)
 
 
+def look_through(
+    folder: Path, include: Sequence[str] = (), token: str | None = None
+) -> tuple[list[str], dict[str, str], list[str]]:
+    """What of a folder would be pushed, why other files not, and what in it keeps it from being pushed.
+
+    Args: as of `plan_push`; the Hub is not asked.
+    """
+    names, left_out = choose_files(folder, include)
+    refusals = refusals_of_files(folder, names, include, token)
+    if "config.json" in names:
+        now = verified_files(folder)
+        refusals += _card_refusals(folder, now)
+        if problem := unverified(folder, now):
+            refusals.append(f"{problem}: run lengthgen verify {folder}")
+    return names, left_out, refusals
+
+
 def _card_refusals(folder: Path, now: dict[str, str]) -> list[str]:
     card = folder / "README.md"
     if not card.is_file():
@@ -195,23 +215,6 @@ def _card_refusals(folder: Path, now: dict[str, str]) -> list[str]:
     if differing:
         names = ", ".join(sorted({name for name, _ in differing}))
         return [f"its card was written before {names} changed: measure it and run lengthgen card {folder} again"]
-    return []
-
-
-def _verification_refusals(folder: Path, now: dict[str, str]) -> list[str]:
-    advice = f"run lengthgen verify {folder}"
-    try:
-        verification = read_verification(folder)
-    except ValueError as error:
-        return [f"its verification is damaged ({error}): {advice}"]
-    if verification is None:
-        return [f"it has not been verified: {advice}"]
-    if not verification.passed:
-        failed = [f"{check.what} against {check.against}" for check in verification.checks if not check.passed]
-        return [f"its verification did not pass ({'; '.join(failed) or 'it holds no checks'}): {advice}"]
-    differing = {name for name, _ in now.items() ^ verification.files.items()}
-    if differing:
-        return [f"it has changed since it was verified ({', '.join(sorted(differing))}): {advice}"]
     return []
 
 

@@ -6,7 +6,6 @@ new model of ours.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +17,10 @@ from hf_recurrent_lengthgen.conversion.convert import has_own_tokenizer, our_ent
 from hf_recurrent_lengthgen.conversion.exported_configs import NOT_ARCHITECTURE
 from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, Format, Settings, config_errors
 from hf_recurrent_lengthgen.conversion.registry import detect
-from hf_recurrent_lengthgen.conversion.sources import TOKENIZER_FILES, Source, locate
-from hf_recurrent_lengthgen.conversion.tensor_files import TensorFiles
+from hf_recurrent_lengthgen.conversion.sources import Source, locate
+from hf_recurrent_lengthgen.conversion.tensor_files import TensorFiles, same_bits
 from hf_recurrent_lengthgen.conversion.tensor_writing import Entry
-from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files as copied_files
+from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files
 from hf_recurrent_lengthgen.loading import quiet_transformers
 from hf_recurrent_lengthgen.records import Check, file_digest, read_lineage
 from hf_recurrent_lengthgen.verification.comparing import Reading, compare_readings, count
@@ -90,10 +89,10 @@ class OpenedSource:
 
     def _tokenizer_checks(self) -> list[Check]:
         """The files of the source's tokenizer, byte by byte; nothing if the checkpoint was given another one."""
-        given = copied_files(self.located.folder)
+        given = tokenizer_files(self.located.folder)
         if not given or has_own_tokenizer(read_lineage(self.checkpoint)):
             return []
-        names = {*given, *copied_files(self.checkpoint)}
+        names = {*given, *tokenizer_files(self.checkpoint)}
         unequal = sum(not _same_file(self.located.folder / name, self.checkpoint / name) for name in names)
         what = "tokenizer files that are missing or differ"
         return [count(what, f"the tokenizer of {self.located.name}", 0, unequal)]
@@ -112,13 +111,6 @@ def _same_file(one: Path, other: Path) -> bool:
     return one.is_file() and other.is_file() and file_digest(one) == file_digest(other)
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal, NaN and the sign of zero included."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
-
-
 def different_fields(source: Any, checkpoint: Any) -> list[str]:
     """Entries of two configs of ours that predictions depend on and that differ."""
     ignored = NOT_ARCHITECTURE | {SOURCE_CONFIG}
@@ -131,12 +123,6 @@ def different_fields(source: Any, checkpoint: Any) -> list[str]:
 def plain(value: Any) -> Any:
     """Lists for tuples, as a file has them."""
     return list(value) if isinstance(value, tuple) else value
-
-
-def tokenizer_files(folder: Path) -> list[str]:
-    """Names of the files in a folder that belong to a tokenizer."""
-    names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    return [name for name in names if any(fnmatch(name, pattern) for pattern in TOKENIZER_FILES)]
 
 
 def locate_source(source: str, revision: str | None, folder: Path) -> Source:

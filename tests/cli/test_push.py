@@ -145,7 +145,7 @@ def test_code_that_differs_and_what_is_not_verified_is_named(
     assert main(["pull", "user/name", "--revision", "main", "--output_dir", str(output)]) == 0
     lines = shown(capsys)
     names = "extra.py, modeling_stateful_mamba2.py"
-    assert lines[1] == f"Not verified: {names} changed since it was verified. Next: lengthgen verify {output}"
+    assert lines[1] == f"Not verified: it has changed since it was verified ({names}). Next: lengthgen verify {output}"
     assert lines[2].startswith(f"Code that differs from the installed package: {names} (code format version 1, ")
 
 

@@ -124,7 +124,11 @@ def test_long_runs_of_letters_take_no_time(tmp_path: Path) -> None:
     [
         ({"AutoTokenizer": ["code.X", None], "AutoModel": "code.Y"}, {}, None),
         ({"AutoTokenizer": ["gone.X", None]}, {}, "code that config.json names is missing: gone.py"),
-        ({}, {"AutoTokenizer": ["gone.X", None]}, "code that tokenizer_config.json names is missing: gone.py"),
+        (
+            {},
+            {"AutoTokenizer": ["gone.X", None]},
+            "The tokenizer in {folder} needs the code gone.py, which is not there.",
+        ),
         ({}, {"AutoTokenizer": ["code.X", "owner/name--gone.X"]}, None),
     ],
 )
@@ -137,5 +141,5 @@ def test_code_that_configs_name_must_be_there(
         (tmp_path / name).write_text("")
     names = sorted(path.name for path in tmp_path.iterdir())
     assert [line.split(";")[0] for line in refusals_of_files(tmp_path, names, (), None)] == (
-        [missing] if missing else []
+        [missing.format(folder=tmp_path)] if missing else []
     )

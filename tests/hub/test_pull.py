@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from hf_recurrent_lengthgen.hub.pull import pull_checkpoint, resolve_commit, unverified
+from hf_recurrent_lengthgen.hub.pull import pull_checkpoint, resolve_commit
 from hf_recurrent_lengthgen.hub.push import push_checkpoint
+from hf_recurrent_lengthgen.records import unverified
 
 from .checkpoints import pushed_files
 from .client import TOKEN
@@ -40,9 +41,9 @@ def test_what_was_pushed_comes_back_and_its_verification_holds(
     assert unverified(output) is None
     assert not any(path.is_symlink() for path in output.rglob("*"))
     (output / "model.safetensors").write_bytes(b"other")
-    assert unverified(output) == "model.safetensors changed since it was verified"
+    assert unverified(output) == "it has changed since it was verified (model.safetensors)"
     (output / "verification.json").unlink()
-    assert unverified(output) == "it brings no verification"
+    assert unverified(output) == "it has not been verified"
 
 
 def test_a_commit_stays_what_it_was_and_a_branch_moves(hub: Endpoint, commit: str, tmp_path: Path) -> None:
