@@ -47,6 +47,7 @@ from hf_recurrent_lengthgen.trainers.checks import (
     check_model,
     check_no_forgetting,
     check_shuffled,
+    check_state_limits,
     check_trainable,
     count_parameters,
     keep_states_in_full_precision,
@@ -139,11 +140,7 @@ class InitialStateTrainer(Trainer, ABC):
         check_trainable(self.model, self.learns_state)
         check_no_forgetting(self.model)
         check_arguments(args)
-        if not self._takes_states and (args.broken_states, args.max_state_rms) != ("stop", None):
-            raise ValueError(
-                f"{type(self.model).__name__} has no states that could break: leave broken_states and max_state_rms "
-                "out."
-            )
+        check_state_limits(self.model, args)
         keep_states_in_full_precision(self.accelerator.state)
         self.output_dir = str(args.output_dir)
         self._trained: TrainOutput | None = None

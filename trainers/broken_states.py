@@ -13,10 +13,16 @@ def part_norms(state: RecurrentState) -> Tensor:
     )
 
 
+def recurrent_layers(state: RecurrentState) -> list[int]:
+    """The layers that have a recurrent part; attention, feed-forward layers and bare convolutions have none."""
+    return [index for index, layer in enumerate(state) if layer.recurrent.shape[1:].numel()]
+
+
 def recurrent_rms(state: RecurrentState, norms: Tensor) -> Tensor:
-    """Root mean square of the recurrent part per layer and row, (layers, B), from its `part_norms`."""
-    sizes = [layer.recurrent[0].numel() for layer in state]
-    return norms[:, 0] / norms.new_tensor(sizes).sqrt()[:, None]
+    """Root mean square of the recurrent part per layer that has one and row, (L, B), from the state's `part_norms`."""
+    layers = recurrent_layers(state)
+    sizes = [state[index].recurrent.shape[1:].numel() for index in layers]
+    return norms[layers, 0] / norms.new_tensor(sizes).sqrt()[:, None]
 
 
 def broken_rows(state: RecurrentState, norms: Tensor, max_rms: float | None) -> Tensor:
@@ -29,13 +35,13 @@ def broken_rows(state: RecurrentState, norms: Tensor, max_rms: float | None) -> 
 
 def describe_broken(state: RecurrentState, norms: Tensor, max_rms: float | None) -> str:
     """What is wrong with the first broken layer, and in which rows."""
-    rms = recurrent_rms(state, norms)
+    rms = dict(zip(recurrent_layers(state), recurrent_rms(state, norms), strict=True))
     for index in range(len(state)):
         for part, name in enumerate(LayerState._fields):
             rows = (~norms[index, part].isfinite()).nonzero().flatten().tolist()
             if rows:
                 return f"layer {index}, part '{name}' has NaN or infinite values in rows {rows}"
-        if max_rms is not None and bool((rms[index] > max_rms).any()):
+        if max_rms is not None and index in rms and bool((rms[index] > max_rms).any()):
             rows = (rms[index] > max_rms).nonzero().flatten().tolist()
             return (
                 f"layer {index} has exploded in rows {rows}: its recurrent state has a root mean square of "

@@ -15,6 +15,7 @@ from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStre
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
 from hf_recurrent_lengthgen.trainers.alignment import AlignmentSettings
+from hf_recurrent_lengthgen.trainers.broken_states import recurrent_layers
 
 STATE_ARGUMENTS = {"initial_state", "output_final_state"}
 
@@ -45,6 +46,25 @@ def check_model(model: Any) -> None:
         )
     if _stateless_layers(base):
         base.check_has_states()
+
+
+def check_state_limits(model: Any, args: Any) -> None:
+    """Raise a `ValueError` for settings of broken states that a model has no states for."""
+    given = (args.broken_states, args.max_state_rms) != ("stop", None)
+    if given and not takes_states(model):
+        raise ValueError(
+            f"{type(model).__name__} has no states that could break: leave broken_states and max_state_rms out."
+        )
+    if args.max_state_rms is not None and not _has_recurrent_part(base_of(model)):
+        raise ValueError(
+            f"max_state_rms limits the recurrent parts of states, and {type(base_of(model)).__name__} has only "
+            "short convolutions: leave it out."
+        )
+
+
+def _has_recurrent_part(base: Any) -> bool:
+    """Whether some layer has one; a model that does not say (`zero_state`) has."""
+    return not hasattr(base, "zero_state") or bool(recurrent_layers(base.zero_state(1)))
 
 
 def check_config(trainer: type[Any], args: Any) -> None:
@@ -210,13 +230,19 @@ def zero_state_of(trainer: Any) -> Callable[[int], RecurrentState]:
     """Makes the zero state of a trainer's model for a number of rows.
 
     Raises:
-        ValueError: for a model that cannot.
+        ValueError: for a model that cannot, and one that noise means nothing to.
     """
     if not hasattr(base_of(trainer.model), "zero_state"):
         raise ValueError(
             f"{type(base_of(trainer.model)).__name__} has no method zero_state(rows), which says what shape noise "
             "must have. Load the model with hf_recurrent_lengthgen.load_model(...), or wrap it with stateful(model)."
         )
+    base = base_of(trainer.model)
+    reason = getattr(base, "no_noise", None)
+    if not _has_recurrent_part(base):
+        reason = "it has short convolutions only, whose states noise leaves alone, so nothing would change"
+    if reason is not None:
+        raise ValueError(f"{type(base).__name__} cannot start from noise: {reason}. Take passed or learned states.")
     return lambda rows: base_of(trainer.model).zero_state(rows)
 
 

@@ -109,7 +109,10 @@ class FittedNoise(_Noise):
 
     @property
     def statistics(self) -> tuple[LayerStatistics, ...] | None:
-        """Mean and variance of every layer, (groups,) each in float32; None before the first step is over."""
+        """Mean and variance of every layer, (groups,) each in float32; None before the first step is over.
+
+        (0,) for layers without a recurrent part.
+        """
         return self._statistics
 
     def initial_state(self, place: BatchPlace) -> RecurrentState | None:
@@ -119,7 +122,7 @@ class FittedNoise(_Noise):
         state = []
         noise = standard_normal(place, self._zero_state(place.rows))
         for layer, (mean, variance) in zip(noise, self._statistics, strict=True):
-            grouped = layer.recurrent.reshape(place.rows, len(mean), -1)
+            grouped = _by_group(layer.recurrent, self.groups)
             fitted = mean[:, None] + variance.sqrt()[:, None] * grouped
             state.append(LayerState(fitted.to(grouped).reshape_as(layer.recurrent), layer.conv))
         return tuple(state)
@@ -138,11 +141,11 @@ class FittedNoise(_Noise):
         if self._sums is None:
             return
         sizes = [len(sums) for sums in self._sums]
-        total = self.sum_over_processes(torch.cat(self._sums)).split(sizes)
+        total = self.sum_over_processes(torch.cat(self._sums))
         self._sums = None
-        if not bool(total[0][0, 0] > 0):  # every row of the step was broken
+        if not bool(total[:, 0].any()):  # every row of the step was broken
             return
-        fresh = [_moments(sums) for sums in total]
+        fresh = [_moments(sums) for sums in total.split(sizes)]
         if self._statistics is not None:
             fresh = [
                 LayerStatistics(*((1 - self.beta) * new + self.beta * old for new, old in zip(*pair, strict=True)))
@@ -186,14 +189,21 @@ class FittedNoise(_Noise):
         return dict(zip(("fitted_mean_rms", "fitted_std", "fitted_std_max"), values, strict=True))
 
 
-def _sums(recurrent: Tensor, groups: int | None) -> Tensor:
-    """Count, sum and sum of squares of every group of heads, (groups, 3) in float64."""
+def _by_group(recurrent: Tensor, groups: int | None) -> Tensor:
+    """The numbers of every group of heads, (B, groups, n); (B, 0, 1) for a layer without a recurrent part."""
     heads = recurrent.shape[1]
+    if not heads:
+        return recurrent[..., None]
     groups = heads if groups is None else groups
     if heads % groups:
         raise ValueError(f"fitted_noise_groups must divide the {heads} heads (channels in Mamba-1), got {groups}.")
-    values = recurrent.transpose(0, 1).reshape(groups, recurrent[:, 0].numel() * heads // groups).double()
-    count = values.new_full((groups,), values.shape[1])
+    return recurrent.reshape(len(recurrent), groups, recurrent.shape[1:].numel() // groups)
+
+
+def _sums(recurrent: Tensor, groups: int | None) -> Tensor:
+    """Count, sum and sum of squares of every group of heads, (groups, 3) in float64."""
+    values = _by_group(recurrent, groups).transpose(0, 1).flatten(1).double()
+    count = values.new_full(values.shape[:1], values.shape[1])
     return torch.stack([count, values.sum(1), values.square().sum(1)], 1)
 
 

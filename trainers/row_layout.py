@@ -54,7 +54,8 @@ class RowLayout:
 
 
 def share_of_zero_rows(state: RecurrentState | None) -> Tensor:
-    """Share of the rows of a batch that start from zero, judged by the first layer."""
+    """Share of the rows of a batch that start from zero."""
     if state is None:
         return torch.ones(())
-    return 1 - state[0].recurrent.detach().flatten(1).any(1).double().mean()
+    nonzero = torch.stack([part.detach().flatten(1).any(1) for layer in state for part in layer])
+    return 1 - nonzero.any(0).double().mean()

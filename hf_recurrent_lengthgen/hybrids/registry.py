@@ -15,11 +15,13 @@ class Family(NamedTuple):
         model_dtype: Whether its mixers want the recurrent state in the dtype of the model: a bfloat16 model then
             rounds it between calls, as it does without us.
         mamba1: Whether its mixers drop a given state and need our scan (`mixers.py`).
+        no_noise: Why noise cannot take the place of its recurrent part.
     """
 
     state: str
     model_dtype: bool = False
     mamba1: bool = False
+    no_noise: str | None = None
 
 
 SSD = "(H, P, N)"
@@ -46,8 +48,11 @@ SUPPORTED = {
     "qwen3_5_moe_text": Family(DELTA),
     "qwen3_5_text": Family(DELTA),
     "qwen3_next": Family(DELTA),
-    "rwkv": Family("(3, D): numerator, denominator, exponent"),
-    "xlstm": Family("(H, N P + N + 1): memory, normalizer, stabilizer"),
+    "rwkv": Family("(3, D): numerator, denominator, exponent", no_noise="a denominator from a Gaussian can be zero"),
+    "xlstm": Family(
+        "(H, N P + N + 1): memory, normalizer, stabilizer",
+        no_noise="memory, normalizer and stabilizer are of different kinds, which no one Gaussian describes",
+    ),
     "zamba": Family(SSD, mamba1=True),
     "zamba2": Family(SSD),
     "zaya": Family("(D,): delayed value of the last token", model_dtype=True),

@@ -79,6 +79,12 @@ class StatefulMixin:
         """Whether the model has attention layers, whose keys and values no state carries."""
         return bool(self._layout.attending)
 
+    @property
+    def no_noise(self: Any) -> str | None:
+        """Why noise cannot take the place of the recurrent states; None if it can."""
+        family = SUPPORTED.get(self.config.get_text_config(decoder=True).model_type)
+        return None if family is None else family.no_noise
+
     def state_shapes(self: Any) -> tuple[LayerShape, ...]:
         """Shapes of the state of every layer, without the batch dimension."""
         window = Forgetting.of(self.config).window

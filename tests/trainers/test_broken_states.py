@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, map_state
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, StatePassingConfig, StatePassingTrainer
 from hf_recurrent_lengthgen.trainers.broken_states import broken_rows, describe_broken, part_norms, recurrent_rms
+from hf_recurrent_lengthgen.trainers.row_layout import share_of_zero_rows
 from hf_recurrent_lengthgen.trainers.step_logs import StepLogs
 
 
@@ -33,6 +34,33 @@ def test_norms_and_root_mean_squares_are_those_computed_by_hand() -> None:
     norms = part_norms(state)
     assert norms[:, :, 0].tolist() == [[2.0, 0.0], [2.0, pytest.approx(5**0.5)]]
     assert recurrent_rms(state, norms).tolist() == [[1.0, 3.0], [1.0, 1.0]]  # (1 + 1 + 9 + 25) / 4 = 9
+
+
+def test_layers_without_a_recurrent_part_have_no_root_mean_square() -> None:
+    """Neither NaN, as 0 / 0 is, nor a zero that lowers the mean."""
+    whole = state_of_ones(2)
+    whole[0].recurrent[1] *= 3
+    empty = LayerState(torch.zeros(2, 0), torch.ones(2, 5))
+    state = (empty, whole[0], empty, whole[1])
+    assert recurrent_rms(state, part_norms(state)).tolist() == [[1.0, 3.0], [1.0, 1.0]]
+    assert recurrent_rms((empty,), part_norms((empty,))).shape == (0, 2)
+    assert found(state, 2.0) == (
+        [False, True],
+        "layer 1 has exploded in rows [1]: its recurrent state has a root mean square of 3, max_state_rms is 2",
+    )
+    state[2].conv[0, 4] = math.nan
+    assert found(state, 2.0) == ([True, True], found(state, 2.0)[1])
+    assert found((empty,), 2.0)[1] == "layer 0, part 'conv' has NaN or infinite values in rows [0]"
+
+
+def test_a_row_starts_from_zero_if_all_of_its_state_is_zero() -> None:
+    """Whatever the first layer has: here nothing, then a convolution only."""
+    state = map_state(torch.zeros_like, (LayerState(torch.ones(4, 0), torch.ones(4, 0)), *state_of_ones(4)))
+    assert share_of_zero_rows(None) == share_of_zero_rows(state) == 1.0
+    state[1].recurrent[1, 0, 1] = 1.0
+    assert share_of_zero_rows(state) == 0.75
+    state[2].conv[3] = 1.0
+    assert share_of_zero_rows(state) == 0.5
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

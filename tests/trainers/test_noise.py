@@ -93,6 +93,35 @@ def test_groups_of_heads_share_statistics() -> None:
         FittedNoise(zeros(2, 1, 2), groups=3).observe(place(), final(*FIRST))
 
 
+@pytest.mark.parametrize("groups", [None, 1])
+def test_layers_without_a_recurrent_part_have_neither_statistics_nor_noise(groups: int | None) -> None:
+    """Of three layers the second, attention say, is left out; the others are as they are without it."""
+
+    def beside_nothing(state: RecurrentState) -> RecurrentState:
+        rows = len(state[0].recurrent)
+        return state[0], LayerState(torch.zeros(rows, 0), torch.zeros(rows, 0)), state[1]
+
+    plain = FittedNoise(zeros(2, 1, 2), groups=groups)
+    source = FittedNoise(lambda rows: beside_nothing(zeros(2, 1, 2)(rows)), groups=groups)
+    for step, rows in enumerate((FIRST, SECOND)):
+        for each, given in ((plain, final(*rows)), (source, beside_nothing(final(*rows)))):
+            each.observe(place(step), given)
+            each.end_step()
+    assert plain.statistics is not None
+    assert source.statistics is not None
+    assert [part.shape for part in source.statistics[1]] == [(0,), (0,)]
+    torch.testing.assert_close((source.statistics[0], source.statistics[2]), plain.statistics, rtol=0, atol=0)
+    assert source.logs() == plain.logs()
+    noise, expected = source.initial_state(place(2)), plain.initial_state(place(2))
+    assert noise is not None
+    assert expected is not None
+    torch.testing.assert_close((noise[0], noise[2]), expected, rtol=0, atol=0)
+    assert [part.shape for part in noise[1]] == [(2, 0), (2, 0)]
+    again = FittedNoise(source._zero_state, groups=groups)
+    again.load_state_dict(source.state_dict(), CPU)
+    torch.testing.assert_close(again.statistics, source.statistics, rtol=0, atol=0)
+
+
 def test_all_processes_are_pooled() -> None:
     source = FittedNoise(zeros(2, 1, 2))
     sums: list[Tensor] = []
