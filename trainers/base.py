@@ -34,6 +34,7 @@ from hf_recurrent_lengthgen.trainers.checkpoints import (
     TRAINER_STATE_FILE,
     begin_save,
     initial_states_file,
+    load_converted_weights,
     load_initial_states,
     newest_complete_checkpoint,
     save_initial_states,
@@ -558,6 +559,18 @@ class InitialStateTrainer(Trainer, ABC):
         path = initial_states_file(output_dir, self.args.process_index)
         save_initial_states(path, self.initial_states.state_dict(), self._run_description())
         self.accelerator.wait_for_everyone()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not self._load_converted(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if not self._load_converted(str(self.state.best_model_checkpoint)):
+            super()._load_best_model()
+
+    def _load_converted(self, checkpoint: str) -> bool:
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        return not sharded and load_converted_weights(self.model, checkpoint)  # type: ignore[arg-type]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -6,15 +6,20 @@ from. Here each process writes its file of initial states, in one piece, after e
 `trainer_state.json` and the file of every process is whole.
 """
 
+import copy
+import functools
 import json
 import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -139,3 +144,30 @@ def newest_complete_checkpoint(output_dir: str | os.PathLike[str]) -> Path | Non
         if what_is_missing(folder) is None:
             return folder
     return None
+
+
+def load_converted_weights(model: nn.Module, checkpoint: str | os.PathLike[str]) -> bool:
+    """Load weights that the files of a checkpoint name otherwise than the model, in place.
+
+    Transformers writes several models (most with experts, Nemotron-H whole) in the layout that they were published
+    in, which `from_pretrained` reads and `Trainer`, which goes by the names of the model, skips with a warning.
+
+    Returns:
+        Whether the files were of this kind; if not, nothing was loaded.
+
+    Raises:
+        ValueError: if they do not fit the model.
+    """
+    names: set[str] = set()
+    for path in Path(checkpoint).glob("model*.safetensors"):
+        with safe_open(os.fspath(path), framework="pt") as file:
+            names.update(file.keys())
+    if not isinstance(model, PreTrainedModel) or names <= model.state_dict().keys():
+        return False
+    dtype = functools.reduce(torch.promote_types, {value.dtype for value in model.parameters()})
+    loading: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
+    loaded, found = type(model).from_pretrained(checkpoint, config=copy.deepcopy(model.config), **loading)
+    if found["missing_keys"] or found["unexpected_keys"] or found["mismatched_keys"]:
+        raise ValueError(f"The weights in {checkpoint} are not those of a {type(model).__name__} like this: {found}.")
+    model.load_state_dict(loaded.state_dict(), strict=False)  # a learned state has a file of its own
+    return True

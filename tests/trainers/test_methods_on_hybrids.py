@@ -1,0 +1,159 @@
+"""Every method of `toys.METHODS` on every model type of Transformers that `stateful` takes: it works, or says why not.
+
+A run has three steps of two rows. It works if all that it logs is finite and a run that resumes from the second step
+ends with the same weights and log.
+"""
+
+import copy
+import math
+import re
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers.cache_utils import Cache
+
+from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
+from hf_recurrent_lengthgen.hybrids.tiny_models import TINY, tiny_model
+from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
+
+pytestmark = pytest.mark.skipif(not hasattr(Cache, "get_recurrent_state"), reason="hybrids need Transformers 5.21")
+
+CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3")
+EXPANDABLE = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
+NOISE = ("random noise", "fitted noise", "mixture")
+# A class of model each: experts, attention without states; the delta rule; feed-forward layers, other names in the
+# file; Mamba-1; convolutions only; a state that is no memory alone; no attention.
+QUICK = {
+    "granitemoehybrid": ("mixture", "statex"),
+    "qwen3_next": ("fitted noise",),
+    "nemotron_h": ("tbtt, alignment",),
+    "jamba": ("random noise",),
+    "lfm2": ("state passing",),
+    "rwkv": ("state passing in chunks",),
+    "mamba2": ("learned state",),
+}
+SELECTED = [
+    pytest.param(name, methods, id=f"{name}-{speed}", marks=[pytest.mark.slow] if speed == "all" else [])
+    for speed, types in (("quick", QUICK), ("all", dict.fromkeys(sorted(SUPPORTED))))
+    for name, methods in types.items()
+]
+
+
+@cache
+def wrapped(model_type: str) -> Any:
+    return stateful(tiny_model(model_type))
+
+
+def refusal(model_type: str, method: str, attends: bool) -> str | None:
+    """What the trainer says when it is made; None if it trains."""
+    if method == "tbtt by document":
+        return "wrapped by stateful.*takes no padding"
+    if method in NOISE and model_type in CONVOLUTIONS:
+        return "cannot start from noise: it has short convolutions only"
+    if method in NOISE and model_type in ("rwkv", "xlstm"):
+        return "cannot start from noise: (a denominator|memory, normalizer and stabilizer)"
+    if method.endswith("in chunks") and attends:
+        return "has attention layers"
+    if method.startswith("statex") and model_type not in EXPANDABLE:
+        return "cannot be expanded"
+    return None
+
+
+def make(toys: ModuleType, folder: Path, model_type: str, method: str) -> Any:
+    chosen = toys.METHODS[method]
+    settings = {"per_device_train_batch_size": 2, "learning_rate": 0.01, "save_steps": 2, "logging_steps": 1}
+    if method.startswith("statex"):
+        settings["expand_layers"] = "all"
+    args = chosen.config(str(folder), **toys.QUIET | settings | chosen.settings | {"max_steps": 3})
+    rows = toys.stream(2) if method == "tbtt on a stream" else chosen.data(6)
+    return chosen.trainer(copy.deepcopy(wrapped(model_type)), args, train_dataset=rows)
+
+
+def losses(trainer: Any) -> list[dict[str, float]]:
+    return [line for line in trainer.state.log_history if "loss" in line]
+
+
+@pytest.mark.parametrize(("model_type", "methods"), SELECTED)
+def test_a_method_trains_and_resumes_or_says_why_it_cannot(
+    toys: ModuleType, tmp_path: Path, model_type: str, methods: tuple[str, ...] | None
+) -> None:
+    for method in toys.METHODS:
+        told = refusal(model_type, method, wrapped(model_type).attends)
+        folder = tmp_path / method
+        if told is not None:
+            with pytest.raises(ValueError, match=told):
+                make(toys, folder, model_type, method)
+        elif methods is None or method in methods:
+            trainer, resumed = make(toys, folder, model_type, method), make(toys, folder, model_type, method)
+            trainer.train()
+            logged = losses(trainer)
+            assert len(logged) == 3
+            assert all(math.isfinite(value) for line in trainer.state.log_history for value in line.values()), method
+            assert ("state_rms" in logged[0]) == (model_type not in CONVOLUTIONS), method
+            assert (logged[2]["zero_states"] < 1) == (method not in ("zero state", "alignment", "statex")), method
+            resumed.train(str(folder / "checkpoint-2"))
+            assert losses(resumed) == logged, method
+            after, again = (dict(each.model.named_parameters()) for each in (trainer, resumed))
+            torch.testing.assert_close(again, after, rtol=0, atol=0, msg=lambda text: f"{method}: {text}")  # noqa: B023
+
+
+@pytest.mark.parametrize("model_type", ["nemotron_h", "granitemoehybrid"])
+def test_the_best_weights_are_taken_back_whatever_their_names_in_the_file(
+    toys: ModuleType, tmp_path: Path, model_type: str
+) -> None:
+    """Transformers' Trainer would keep the last ones, with a warning."""
+    settings = {"learning_rate": 10.0, "save_steps": 1, "eval_steps": 1, "eval_strategy": "steps", "max_steps": 2}
+    config = StatePassingConfig(str(tmp_path), **toys.QUIET | settings, load_best_model_at_end=True)
+    data = toys.sequences(24)
+    model = copy.deepcopy(wrapped(model_type))
+    trainer = StatePassingTrainer(model, config, train_dataset=data, eval_dataset=data[:4])
+    trainer.train()
+    measured = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    assert measured[0] != measured[1]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(min(measured), rel=1e-6)
+
+
+def test_weights_of_another_model_are_not_taken(toys: ModuleType, tmp_path: Path) -> None:
+    settings = toys.QUIET | {"max_steps": 2, "save_steps": 1}
+    trainer = StatePassingTrainer(
+        copy.deepcopy(wrapped("nemotron_h")),
+        StatePassingConfig(str(tmp_path), **settings),
+        train_dataset=toys.sequences(8),
+    )
+    trainer.train()
+    other = stateful(tiny_model("nemotron_h", intermediate_size=32))
+    tiny_model("nemotron_h", intermediate_size=80).save_pretrained(tmp_path / "checkpoint-1")
+    trainer.model = other
+    with pytest.raises(ValueError, match="checkpoint-1 are not those of a NemotronHForCausalLM like this"):
+        trainer._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
+
+
+def test_adapters_on_a_model_with_other_names_in_its_file_resume(toys: ModuleType, tmp_path: Path) -> None:
+    trained = []
+    for resume in (False, True):
+        torch.manual_seed(0)
+        lora = LoraConfig(r=2, target_modules=["in_proj", "q_proj"], task_type="CAUSAL_LM")
+        model = get_peft_model(copy.deepcopy(wrapped("nemotron_h")), lora)
+        config = StatePassingConfig(str(tmp_path), **toys.QUIET | {"max_steps": 3, "save_steps": 2, "seed": 3})
+        trainer = StatePassingTrainer(model, config, train_dataset=toys.sequences(24))
+        trainer.train(str(tmp_path / "checkpoint-2") if resume else None)
+        trained.append({name: value for name, value in model.named_parameters() if "lora_" in name})
+    torch.testing.assert_close(*trained, rtol=0, atol=0)
+    assert any(bool(value.any()) for name, value in trained[0].items() if "lora_B" in name)
+
+
+def test_a_limit_on_recurrent_parts_that_no_layer_has_is_refused(toys: ModuleType, tmp_path: Path) -> None:
+    config = StatePassingConfig(str(tmp_path), **toys.QUIET, max_state_rms=3.0)
+    with pytest.raises(ValueError, match=re.escape("Lfm2ForCausalLM has only short convolutions: leave it out")):
+        StatePassingTrainer(copy.deepcopy(wrapped("lfm2")), config, train_dataset=toys.sequences(8))
+
+
+def test_the_types_are_those_that_are_supported() -> None:
+    assert {*CONVOLUTIONS, *EXPANDABLE, *QUICK} <= SUPPORTED.keys() <= TINY.keys()
+    assert {name for name, family in SUPPORTED.items() if "convolution only" in family.state} == set(CONVOLUTIONS)
