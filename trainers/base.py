@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate.data_loader import prepare_data_loader
@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream, LaneSampler
 from hf_recurrent_lengthgen.data.segments import split_at_resets
-from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, detach_state, keep_rows
+from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, keep_rows
 from hf_recurrent_lengthgen.trainers.alignment import AlignedBatch, AlignmentSettings
 from hf_recurrent_lengthgen.trainers.broken_states import broken_rows, describe_broken, part_norms, recurrent_rms
 from hf_recurrent_lengthgen.trainers.checkpoints import (
@@ -41,6 +41,7 @@ from hf_recurrent_lengthgen.trainers.checkpoints import (
     what_is_missing,
 )
 from hf_recurrent_lengthgen.trainers.checks import (
+    base_of,
     check_arguments,
     check_config,
     check_continued_data,
@@ -66,6 +67,7 @@ from hf_recurrent_lengthgen.trainers.hub_pushes import (
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
 from hf_recurrent_lengthgen.trainers.interrupts import InterruptCallback
+from hf_recurrent_lengthgen.trainers.model_calls import ModelCalls
 from hf_recurrent_lengthgen.trainers.row_layout import RowLayout, share_of_zero_rows
 from hf_recurrent_lengthgen.trainers.step_logs import StepLogs
 from hf_recurrent_lengthgen.trainers.training_runs import record_lineage
@@ -77,20 +79,36 @@ _NEVER_DECAYED = re.compile(r"(^|\.)(A_log$|learned_state\.)")
 
 
 class _StepCallback(TrainerCallback):
-    """Counts the micro-batches of an optimizer step, and tells when epochs begin and steps end."""
+    """Counts the micro-batches of an optimizer step, and tells when epochs begin and steps end.
+
+    Attributes:
+        slot: The micro-batch of the step.
+        observed: Micro-batches of the step whose loss was the method's.
+    """
 
     def __init__(self, trainer: "InitialStateTrainer") -> None:
-        self.slot = 0
+        self.slot = self.observed = 0
         self._trainer = trainer
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer.begin_epoch(int(state.epoch or 0))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.slot = 0
+        self.slot = self.observed = 0
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.slot += 1
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self.observed <= self.slot:
+            raise ValueError(
+                f"{self._trainer.describe_method()} took no part in step {state.global_step}: the training loss came "
+                f"from {_first_with(type(self._trainer), 'compute_loss')}, which does not call the compute_loss of "
+                "InitialStateTrainer. Call super().compute_loss(...) in it; where it is of another trainer, let "
+                "hf_recurrent_lengthgen.trainers.combine(method, trainer) join the two."
+            )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer.initial_states.end_step()
@@ -158,6 +176,7 @@ class InitialStateTrainer(Trainer, ABC):
         self._aligned: AlignedBatch | None = None
         self._overlap_items = 0
         self._evaluation_batches = 0
+        self._calls = ModelCalls()
         self._logs = StepLogs()
         self._lanes: LaneSampler | None = None
         self._steps = _StepCallback(self)
@@ -271,18 +290,49 @@ class InitialStateTrainer(Trainer, ABC):
         if self._align is not None:
             self._aligned = micro_batch.alignment
             inputs = {name: value for name, value in inputs.items() if name != "shift_labels"}  # Trainer counted them
+        self._calls.watch(self._innermost())
         with self._in_chunks(model):
-            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch=num_items_in_batch)
+            found = self._loss(model, inputs, return_outputs, num_items_in_batch)
+        loss = found[0] if return_outputs else found
         if not torch.isfinite(loss):
             raise ValueError(
                 f"The loss of step {place.step}, micro-batch {place.slot} is {loss.item()}. "
                 f"{self._resume_hint()} Lower the learning rate or clip gradients (max_grad_norm) and look for a "
                 "batch without labels."
             )
+        if self._align is not None and self._aligned is not None:
+            self._say_lost("the alignment loss was not computed", "compute_loss_func")
         if self._takes_states:
-            final_state, broken = self._checked(detach_state(layout.collect(outputs["final_state"])), place)
+            if inputs["initial_state"] is not None and not self._calls.got_state:
+                self._say_lost("the model got no initial_state", "the initial_state of the inputs")
+            if self._calls.final_state is None:
+                self._say_lost("the model returned no final_state", "the output_final_state of the inputs")
+            final_state, broken = self._checked(layout.collect(self._calls.final_state), place)
             self.initial_states.observe(place, final_state, broken)
-        return (loss, outputs) if return_outputs else loss
+        self._steps.observed += 1
+        if not self.is_in_train:
+            self._calls.stop()
+        return found
+
+    def _loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items: Any) -> Any:
+        """The training loss of the class that the method is put on."""
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items)
+
+    def _innermost(self) -> nn.Module:
+        model: nn.Module = base_of(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
+        return model
+
+    def _say_lost(self, what: str, needed: str) -> NoReturn:
+        raise ValueError(
+            f"{self.describe_method()} took no part in step {self.state.global_step}: {what}. "
+            f"{_first_with(type(self), 'compute_loss')}, or another one that it calls, must use {needed}."
+        )
+
+    def describe_method(self) -> str:
+        """The trainer and what it does, for people."""
+        alignment = ["output alignment"] if self._align is not None else []
+        methods = [self.method.replace("_", " "), *alignment] if self.method != "none" else alignment
+        return f"{' with '.join(methods) or 'InitialStateTrainer'} ({type(self).__name__})"
 
     def _checked(self, state: RecurrentState, place: BatchPlace) -> tuple[RecurrentState, Tensor | None]:
         """The final states of a micro-batch, broken ones replaced by zero, and which these are, None for none."""
@@ -312,9 +362,10 @@ class InitialStateTrainer(Trainer, ABC):
 
     def _aligned_loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         assert self._align is not None
-        assert self._aligned is not None
+        batch, self._aligned = self._aligned, None
+        assert batch is not None
         loss, misalignment = self._align.loss(
-            outputs["logits"], labels, num_items_in_batch, self._aligned, self._overlap_items
+            outputs["logits"], labels, num_items_in_batch, batch, self._overlap_items
         )
         self._logs.add(misalignment=misalignment)
         return loss
@@ -472,6 +523,7 @@ class InitialStateTrainer(Trainer, ABC):
             raise
         finally:
             self._micro_batches = []
+            self._calls.stop()
         if self._any_process(self._interrupts.received is not None):
             self._say_interrupted()
             if self._interrupts.received == signal.SIGTERM:
@@ -578,6 +630,11 @@ class InitialStateTrainer(Trainer, ABC):
             path = initial_states_file(checkpoint, self.args.process_index)
             tensors = load_initial_states(path, self._run_description())
             self.initial_states.load_state_dict(tensors, self.args.device)
+
+
+def _first_with(cls: type[Any], name: str) -> str:
+    """The method that an object of a class has by a name, as "Class.name"."""
+    return next(f"{base.__name__}.{name}" for base in cls.__mro__ if name in vars(base))
 
 
 def _rows(batch: dict[str, Any]) -> int:

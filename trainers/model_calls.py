@@ -1,0 +1,56 @@
+"""What a model was given and what it returned, seen at the model itself.
+
+A trainer puts a state into the inputs; every `compute_loss` between it and the model may lose it, call another part of
+the model, or return outputs of its own. Only the model's own calls tell whether a sequence started from a state.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, detach_state
+
+
+class ModelCalls:
+    """Watches the calls in training mode of a model and of its backbone, which some losses call alone.
+
+    Attributes:
+        got_state: Whether a call got an `initial_state`.
+        final_state: Of the last call that returned one, without gradient history.
+    """
+
+    def __init__(self) -> None:
+        self.got_state = False
+        self.final_state: RecurrentState | None = None
+        self._model: nn.Module | None = None
+        self._hooks: list[Any] = []
+
+    def watch(self, model: nn.Module) -> None:
+        """Forget what was seen, and watch a model without wrappers."""
+        if model is not self._model:
+            self.stop()
+            self._model = model
+            backbone = getattr(model, "base_model", None)
+            for module in [model, *([backbone] if isinstance(backbone, nn.Module) and backbone is not model else [])]:
+                self._hooks.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+                self._hooks.append(module.register_forward_hook(self._after))
+        self.got_state, self.final_state = False, None
+
+    def stop(self) -> None:
+        """Leave the model as it was."""
+        for hook in self._hooks:
+            hook.remove()
+        self._model, self._hooks, self.final_state = None, [], None
+
+    # Values are set and never read here: torch.compile would compile anew for each value.
+    def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if module.training and kwargs.get("initial_state") is not None:
+            self.got_state = True
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not module.training:
+            return
+        state = output.get("final_state") if isinstance(output, Mapping) else getattr(output, "final_state", None)
+        if state is not None:
+            self.final_state = detach_state(state)
