@@ -68,7 +68,7 @@ from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateCon
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
 from hf_recurrent_lengthgen.trainers.interrupts import InterruptCallback
 from hf_recurrent_lengthgen.trainers.model_calls import ModelCalls
-from hf_recurrent_lengthgen.trainers.row_layout import RowLayout, share_of_zero_rows
+from hf_recurrent_lengthgen.trainers.row_layout import RowLayout, share_of_zero_rows, without_padding
 from hf_recurrent_lengthgen.trainers.step_logs import StepLogs
 from hf_recurrent_lengthgen.trainers.training_runs import record_lineage
 
@@ -152,6 +152,7 @@ class InitialStateTrainer(Trainer, ABC):
             args = self.config_class("tmp_trainer")
         check_config(type(self), args)
         super().__init__(model, args, *positional, **keyword)
+        self.data_collator = without_padding(self.data_collator)
         assert isinstance(self.model, nn.Module)
         self._takes_states = takes_states(self.model)
         if self.needs_states:

@@ -5,9 +5,11 @@ change which rows there are, so a source of initial states still sees one state 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DataCollatorWithPadding, default_data_collator
 
 from hf_recurrent_lengthgen.models.recurrent_state import (
     RecurrentState,
@@ -51,6 +53,23 @@ class RowLayout:
         if self.last is not None:
             return take_rows(state, self.last)
         return take_rows(state, slice(self.rows // self.crops)) if self.crops > 1 else state
+
+
+def without_padding(collator: Any) -> Any:
+    """The collator, or one that pads nothing for Trainer's default one with a tokenizer that has no pad token."""
+    lacks = isinstance(collator, DataCollatorWithPadding) and collator.tokenizer.pad_token is None
+    return _collate_equal_rows if lacks else collator
+
+
+def _collate_equal_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    lengths = sorted({len(row["input_ids"]) for row in rows})
+    if len(lengths) > 1:
+        raise ValueError(
+            f"The rows of a batch have {lengths} tokens, and the tokenizer has no pad token to fill them up with: "
+            "give rows of one length, or a data_collator and a pad token (tokenizer.pad_token = tokenizer.eos_token)."
+        )
+    batch: dict[str, Any] = default_data_collator(rows)
+    return batch
 
 
 def share_of_zero_rows(state: RecurrentState | None) -> Tensor:
