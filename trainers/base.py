@@ -11,14 +11,14 @@ import re
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -31,14 +31,14 @@ from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, keep_r
 from hf_recurrent_lengthgen.trainers.alignment import AlignedBatch, AlignmentSettings
 from hf_recurrent_lengthgen.trainers.broken_states import broken_rows, describe_broken, part_norms, recurrent_rms
 from hf_recurrent_lengthgen.trainers.checkpoints import (
-    TRAINER_STATE_FILE,
     begin_save,
+    checkpoint_to_resume,
     initial_states_file,
     load_converted_weights,
     load_initial_states,
     newest_complete_checkpoint,
+    save_digests,
     save_initial_states,
-    what_is_missing,
 )
 from hf_recurrent_lengthgen.trainers.checks import (
     base_of,
@@ -57,6 +57,7 @@ from hf_recurrent_lengthgen.trainers.checks import (
     takes_states,
 )
 from hf_recurrent_lengthgen.trainers.chunked_backprop import check_chunkable, forward_in_chunks, innermost_model
+from hf_recurrent_lengthgen.trainers.folder_lock import locked
 from hf_recurrent_lengthgen.trainers.hub_pushes import (
     check_texts,
     copy_code,
@@ -78,6 +79,11 @@ EXTRA_COLUMNS = ("shift_labels", "state_resets")
 _NEVER_DECAYED = re.compile(r"(^|\.)(A_log$|learned_state\.)")
 
 
+def is_finished(state: TrainerState) -> bool:
+    """Whether a run has all its steps."""
+    return 0 < state.max_steps <= state.global_step
+
+
 class _StepCallback(TrainerCallback):
     """Counts the micro-batches of an optimizer step, and tells when epochs begin and steps end.
 
@@ -89,9 +95,17 @@ class _StepCallback(TrainerCallback):
     def __init__(self, trainer: "InitialStateTrainer") -> None:
         self.slot = self.observed = 0
         self._trainer = trainer
+        self._has_steps = True
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer.begin_epoch(int(state.epoch or 0))
+        if is_finished(state):  # Trainer itself would take one more step
+            control.should_training_stop = True
+        self._has_steps = not is_finished(state)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if not self._has_steps:
+            control.should_log = control.should_evaluate = control.should_save = False
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.slot = self.observed = 0
@@ -151,6 +165,7 @@ class InitialStateTrainer(Trainer, ABC):
         if args is None:
             args = self.config_class("tmp_trainer")
         check_config(type(self), args)
+        self._made_output_dir = not os.path.isdir(str(args.output_dir))
         super().__init__(model, args, *positional, **keyword)
         self.data_collator = without_padding(self.data_collator)
         assert isinstance(self.model, nn.Module)
@@ -221,6 +236,8 @@ class InitialStateTrainer(Trainer, ABC):
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
         """Trainer's micro-batches of a step; rows are cut at resets or cropped in pairs before labels are counted."""
+        if is_finished(self.state):  # a finished run is resumed
+            return [], None
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         prepared = [self._lay_out(batch, slot) for slot, batch in enumerate(batches)]
         self._micro_batches = [micro_batch for _, micro_batch in prepared]
@@ -478,47 +495,61 @@ class InitialStateTrainer(Trainer, ABC):
     # --- running, saving and resuming ---
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train; `resume_from_checkpoint=True` takes the newest checkpoint that is complete.
+        """Train; `resume_from_checkpoint=True` takes the newest checkpoint that is complete and unchanged.
+
+        A run that has all its steps is not trained further: its weights are loaded, and that is all.
 
         Raises:
-            ValueError: if there is none, or the given folder is not complete or already has all `max_steps`; and for
-                a model that is made to forget.
+            ValueError: if there is none, or the given folder is not complete and unchanged; while another run trains
+                in the output folder; and for a model that is made to forget.
             KeyboardInterrupt: after SIGINT, when the current step is done and a checkpoint is written.
             SystemExit: likewise after SIGTERM.
         """
         check_no_forgetting(self.model)
-        output_dir = self.output_dir
-        if resume_from_checkpoint is True:
-            newest = newest_complete_checkpoint(output_dir)
-            if newest is None:
+        is_trial = (
+            args[0] if args else kwargs.get("trial")
+        ) is not None  # others may run at the same time, in folders of their own
+        with nullcontext() if is_trial else self._only_run_here():
+            try:
+                return self._train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
+            except BaseException:
+                if self._made_output_dir:
+                    with suppress(OSError):  # it holds something
+                        os.rmdir(self.output_dir)
+                raise
+
+    @contextmanager
+    def _only_run_here(self) -> Iterator[None]:
+        """Hold the output folder; the main process does so for all of the run."""
+        with locked(self.output_dir) if self.is_world_process_zero() else nullcontext(True) as free:
+            if self._any_process(not free):
                 raise ValueError(
-                    f"There is no complete checkpoint in {output_dir}: train without resume_from_checkpoint."
+                    f"Another run trains in {self.output_dir}: give this one another output_dir, or wait for its end."
                 )
-            logger.info(f"Resuming from {newest}.")
-            resume_from_checkpoint = str(newest)
-        elif resume_from_checkpoint:
-            missing = what_is_missing(resume_from_checkpoint)
-            if missing:
-                raise ValueError(
-                    f"Cannot resume from {resume_from_checkpoint}: {missing}. "
-                    f"The newest complete checkpoint in {output_dir} is {newest_complete_checkpoint(output_dir)}."
-                )
-        if resume_from_checkpoint:
-            # Before Trainer, so that what changed is named and no weights are loaded into another model.
-            path = initial_states_file(resume_from_checkpoint, self.args.process_index)
-            load_initial_states(path, self._run_description())
-        if resume_from_checkpoint and self.args.max_steps > 0:
-            state_file = os.path.join(resume_from_checkpoint, TRAINER_STATE_FILE)
-            step = TrainerState.load_from_json(state_file).global_step
-            if step >= self.args.max_steps:  # Trainer would take one more step in the middle of an epoch
-                raise ValueError(
-                    f"Nothing is left to train: {resume_from_checkpoint} is at step {step} of {self.args.max_steps}. "
-                    "Load it with from_pretrained, or give more max_steps."
-                )
+            yield
+
+    def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
+        """The folder to resume from, looked for by the main process for all of the run; None for a new run."""
+        if not asked:
+            return None
+        found: list[str | None] = [None, None]
+        if self.is_world_process_zero():
+            try:
+                found[0] = checkpoint_to_resume(asked, self.output_dir)
+            except ValueError as error:
+                found[1] = str(error)
+        checkpoint, refused = broadcast_object_list(found)
+        if refused is not None:
+            raise ValueError(refused)
+        # Before Trainer, so that what changed is named and no weights are loaded into another model.
+        load_initial_states(initial_states_file(checkpoint, self.args.process_index), self._run_description())
+        return str(checkpoint)
+
+    def _train(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> TrainOutput:
         self.initial_states.reset()
         try:
             with self._interrupts.listening():
-                output: TrainOutput = super().train(resume_from_checkpoint, *args, **kwargs)
+                output: TrainOutput = super().train(checkpoint, *args, **kwargs)
         except KeyboardInterrupt:
             self._say_interrupted()
             raise
@@ -575,6 +606,8 @@ class InitialStateTrainer(Trainer, ABC):
             begin_save(folder)
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
+        if self.args.should_save and not self.args.save_only_model:
+            save_digests(folder)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self.is_world_process_zero():

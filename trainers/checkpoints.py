@@ -3,7 +3,8 @@
 Trainer's own saving is not atomic: a process killed in the middle leaves a folder that it would then try to resume
 from. Here each process writes its file of initial states, in one piece, after everything else of its own, and
 `trainer_state.json` is removed before a save and written when all processes are done. So a folder with a parsable
-`trainer_state.json` and the file of every process is whole.
+`trainer_state.json` and the file of every process is whole. The file of digests, written last, tells whether the
+content of the others is still what was written.
 """
 
 import copy
@@ -11,9 +12,9 @@ import functools
 import json
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,10 +23,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
 
 from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.records import file_digest
+
+logger = logging.get_logger(__name__)
 
 TRAINER_STATE_FILE = "trainer_state.json"
+DIGESTS_FILE = "digests.sha256"  # as `sha256sum --check` reads it
+EDITED = {".json", ".md", ".py", ".txt"}
+"""Texts, which may be changed by hand or by a card; of these only `trainer_state.json` has a digest."""
 FORMAT, FORMAT_VERSION = "initial_states", 1
 NOT_IN_OLD_CHECKPOINTS = {"train_dataset.record"}
 """What files of the first versions do not say of their run: not compared then."""
@@ -81,9 +89,37 @@ def load_initial_states(path: Path, run: dict[str, str | int]) -> dict[str, Tens
 def begin_save(checkpoint: str | os.PathLike[str]) -> None:
     """Mark a folder that is about to be written over as incomplete, and clear what an interrupted save left in it."""
     folder = Path(checkpoint)
-    (folder / TRAINER_STATE_FILE).unlink(missing_ok=True)
-    for leftover in folder.glob(".initial_states_*.tmp"):
+    for name in (TRAINER_STATE_FILE, DIGESTS_FILE):
+        (folder / name).unlink(missing_ok=True)
+    for leftover in [*folder.glob(".initial_states_*.tmp"), *folder.glob(f".{DIGESTS_FILE}.*.tmp")]:
         leftover.unlink()
+
+
+def save_digests(checkpoint: str | os.PathLike[str]) -> None:
+    """Write the SHA-256 of every file of a whole checkpoint, of all processes, that resuming reads."""
+    folder = Path(checkpoint)
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != DIGESTS_FILE]
+    kept = [path for path in files if path.suffix not in EDITED or path.name == TRAINER_STATE_FILE]
+    lines = [f"{file_digest(path)}  {path.relative_to(folder).as_posix()}\n" for path in kept]
+    with replacing(folder / DIGESTS_FILE) as temporary:
+        temporary.write_text("".join(lines))
+
+
+def what_has_changed(checkpoint: str | os.PathLike[str]) -> str | None:
+    """The files of a checkpoint that are not what was written, or None; reads all of them.
+
+    Checkpoints of earlier versions have no digests: that is logged, and nothing is found wrong with them.
+    """
+    folder = Path(checkpoint)
+    path = folder / DIGESTS_FILE
+    if not path.is_file():
+        logger.warning(f"{folder} has no {DIGESTS_FILE}, so the content of its files is not checked.")
+        return None
+    digests = [line.partition("  ") for line in path.read_text(errors="replace").splitlines()]
+    changed = [
+        name for digest, _, name in digests if not (folder / name).is_file() or file_digest(folder / name) != digest
+    ]
+    return f"not as they were written: {', '.join(changed)}" if changed else None
 
 
 def _is_safetensors(path: Path) -> bool:
@@ -136,14 +172,41 @@ def what_is_missing(checkpoint: str | os.PathLike[str]) -> str | None:
     return f"damaged or cut off: {', '.join(sorted(damaged))}" if damaged else None
 
 
-def newest_complete_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint folder with the highest step that `what_is_missing` finds nothing wrong with."""
+def complete_checkpoints(output_dir: str | os.PathLike[str]) -> Iterator[Path]:
+    """The checkpoint folders that `what_is_missing` finds nothing wrong with, that with the highest step first."""
     prefix = f"{PREFIX_CHECKPOINT_DIR}-"
     folders = [path for path in Path(output_dir).glob(f"{prefix}*") if path.name.removeprefix(prefix).isdecimal()]
     for folder in sorted(folders, key=lambda path: int(path.name.removeprefix(prefix)), reverse=True):
         if what_is_missing(folder) is None:
-            return folder
-    return None
+            yield folder
+
+
+def newest_complete_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
+    """The first of `complete_checkpoints`."""
+    return next(complete_checkpoints(output_dir), None)
+
+
+def checkpoint_to_resume(asked: str | os.PathLike[str] | Literal[True], output_dir: str | os.PathLike[str]) -> str:
+    """The checkpoint folder that was asked for, or the newest one that is complete and unchanged.
+
+    Raises:
+        ValueError: if there is none, or that which was asked for is not complete and unchanged.
+    """
+    if asked is not True:
+        wrong = what_is_missing(asked) or what_has_changed(asked)
+        if wrong:
+            raise ValueError(
+                f"Cannot resume from {asked}: {wrong}. "
+                f"The newest complete checkpoint in {output_dir} is {newest_complete_checkpoint(output_dir)}."
+            )
+        return os.fspath(asked)
+    for folder in complete_checkpoints(output_dir):
+        changed = what_has_changed(folder)
+        if changed is None:
+            logger.info(f"Resuming from {folder}.")
+            return os.fspath(folder)
+        logger.warning(f"{folder} is left out, its files are {changed}.")
+    raise ValueError(f"There is no complete checkpoint in {output_dir}: train without resume_from_checkpoint.")
 
 
 def load_converted_weights(model: nn.Module, checkpoint: str | os.PathLike[str]) -> bool:

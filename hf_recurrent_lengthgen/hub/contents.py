@@ -35,6 +35,7 @@ TRAINER_FILES = (
     "scaler*",
     "rng_state*",
     TRAINER_STATES,
+    "digests.sha256",
     "events.out.*",
 )
 TRAINER_FOLDERS = ("checkpoint-*", "global_step*", "runs", "logs", "wandb", "mlruns")

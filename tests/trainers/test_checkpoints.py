@@ -10,11 +10,15 @@ from safetensors.torch import save_file
 from transformers.trainer_callback import TrainerState
 
 from hf_recurrent_lengthgen.trainers.checkpoints import (
+    DIGESTS_FILE,
     begin_save,
+    checkpoint_to_resume,
     initial_states_file,
     load_initial_states,
     newest_complete_checkpoint,
+    save_digests,
     save_initial_states,
+    what_has_changed,
     what_is_missing,
 )
 
@@ -136,8 +140,11 @@ def test_without_a_complete_checkpoint_there_is_none(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_written_over_is_incomplete_from_the_start(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, 5)
+    save_digests(folder)
     (folder / ".initial_states_0.safetensors.x1.tmp").touch()
+    (folder / f".{DIGESTS_FILE}.x1.tmp").touch()
     begin_save(folder)
+    assert not (folder / DIGESTS_FILE).exists()
     assert "trainer_state.json is missing" in str(what_is_missing(folder))
     assert not list(folder.glob(".*"))
     begin_save(tmp_path / "checkpoint-6")
@@ -160,3 +167,63 @@ def test_a_file_that_is_cut_off_is_named(tmp_path: Path, name: str, share: float
     os.truncate(path, int(path.stat().st_size * share))
     assert what_is_missing(newer) == f"damaged or cut off: {name}"
     assert newest_complete_checkpoint(tmp_path) == older
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+READ = [
+    "initial_states_0.safetensors",
+    "initial_states_1.safetensors",
+    "model.safetensors",
+    "optimizer.pt",
+    "rng_state_0.pth",
+    "rng_state_1.pth",
+    "scheduler.pt",
+    "trainer_state.json",
+]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_flipped_byte_in_the_file_of_any_process_is_found(tmp_path: Path, name: str) -> None:
+    older, newer = make_checkpoint(tmp_path, 5, 2), make_checkpoint(tmp_path, 6, 2)
+    for folder in (older, newer):
+        save_digests(folder)
+        assert what_has_changed(folder) is None
+    if name == "trainer_state.json":  # a number that is still a number
+        (newer / name).write_text((newer / name).read_text().replace('"global_step": 6', '"global_step": 7'))
+    else:
+        flip_a_byte(newer / name)
+    assert what_has_changed(newer) == f"not as they were written: {name}"
+    assert checkpoint_to_resume(True, tmp_path) == str(older)
+    with pytest.raises(ValueError, match=rf"Cannot resume from .*: .*{name}"):
+        checkpoint_to_resume(newer, tmp_path)
+
+
+def test_digests_are_those_of_sha256sum_and_spare_what_people_write(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, 5, 2)
+    (folder / "shards").mkdir()
+    (folder / "shards" / "0.distcp").write_bytes(b"abc")
+    (folder / "README.md").write_text("A card.")
+    save_digests(folder)
+    lines = (folder / DIGESTS_FILE).read_text().splitlines()
+    assert [line.split("  ")[1] for line in lines] == sorted([*READ, "shards/0.distcp"])
+    assert "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad  shards/0.distcp" in lines  # FIPS 180
+    assert not list(folder.glob(".*"))
+    (folder / "README.md").write_text("Another card.")
+    assert what_has_changed(folder) is None
+    (folder / "shards" / "0.distcp").unlink()
+    assert what_has_changed(folder) == "not as they were written: shards/0.distcp"
+
+
+def test_a_checkpoint_of_before_digests_is_taken_with_a_line_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint(tmp_path, 5)
+    told: list[str] = []
+    monkeypatch.setattr("hf_recurrent_lengthgen.trainers.checkpoints.logger.warning", told.append)
+    assert checkpoint_to_resume(True, tmp_path) == str(folder)
+    assert told == [f"{folder} has no {DIGESTS_FILE}, so the content of its files is not checked."]

@@ -99,15 +99,53 @@ def test_the_newest_checkpoint_is_taken_and_none_is_an_error(
     assert_same(outcome(trainer, toys), whole)
 
 
-def test_a_finished_run_is_not_trained_further(toys: ModuleType, tmp_path: Path) -> None:
-    toys.resumable_trainer(tmp_path, max_steps=3).train()  # ends within an epoch
-    again = toys.resumable_trainer(tmp_path, max_steps=3)
-    with pytest.raises(ValueError, match=r"Nothing is left to train: .*checkpoint-3 is at step 3 of 3"):
-        again.train(resume_from_checkpoint=True)
-    assert not (tmp_path / "checkpoint-4").exists()
+@pytest.mark.parametrize(
+    ("steps", "now", "method"),
+    [
+        pytest.param(3, 3, "state passing", id="within an epoch"),
+        pytest.param(4, 4, "state passing", id="at the end of an epoch"),
+        pytest.param(3, 2, "state passing", id="beyond max_steps"),
+        pytest.param(2, 2, "tbtt on a stream", id="stream"),
+    ],
+)
+def test_a_finished_run_returns_its_weights_and_is_not_trained_further(
+    toys: ModuleType, tmp_path: Path, steps: int, now: int, method: str
+) -> None:
+    first = toys.resumable_trainer(tmp_path, method=method, max_steps=steps)
+    first.train()
+    each_epoch = {"save_strategy": "epoch", "logging_strategy": "epoch"}
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    again = toys.resumable_trainer(tmp_path, method=method, max_steps=now, **each_epoch)
+    done = again.train(resume_from_checkpoint=True)
+    toys.assert_same_weights(toys.weights(again.model), toys.weights(first.model))
+    assert (done.global_step, done.training_loss) == (steps, 0.0)
+    assert done.metrics["train_runtime"] >= 0
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_finished_run_goes_on_with_more_steps(toys: ModuleType, tmp_path: Path) -> None:
+    toys.resumable_trainer(tmp_path, max_steps=3).train()
     longer = toys.resumable_trainer(tmp_path, max_steps=5)
     longer.train(resume_from_checkpoint=True)
     assert longer.state.global_step == 5
+
+
+def test_a_flipped_byte_is_not_resumed_from(toys: ModuleType, whole_run: tuple[Path, Outcome], tmp_path: Path) -> None:
+    output_dir, whole = whole_run
+    for step in (5, 6):
+        shutil.copytree(output_dir / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
+    path = tmp_path / "checkpoint-6" / "optimizer.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"checkpoint-6: not as they were written: optimizer\.pt"):
+        resume(toys, tmp_path, str(tmp_path / "checkpoint-6"))
+    steps: list[int] = []
+    trainer = toys.resumable_trainer(tmp_path)
+    trainer.add_callback(toys.OnStep(5, lambda: steps.append(5)))
+    trainer.train(resume_from_checkpoint=True)
+    assert steps == [5]
+    assert_same(outcome(trainer, toys), whole)
 
 
 @pytest.fixture(scope="module")
