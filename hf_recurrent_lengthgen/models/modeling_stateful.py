@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput
 
 from .forgetting import Forgetting
-from .packed_rows import IMPLIED_KEYS, PACKING_KEYS, Packing, sequence_starts
+from .packed_rows import Packing
 from .padding import Padding
 from .recurrent_cache import RecurrentCache
+from .recurrent_generation import RecurrentGenerationMixin
 from .recurrent_state import (
     LayerShape,
     RecurrentState,
@@ -34,6 +34,15 @@ from .recurrent_state import (
     check_state,
     state_dtype,
     zero_state,
+)
+from .token_inputs import (
+    check_cache,
+    check_token_types,
+    mask_of_new_tokens,
+    real_tokens,
+    refuse_unsupported,
+    starts_inside_rows,
+    token_shape,
 )
 
 
@@ -45,7 +54,9 @@ class StatefulModelOutput(ModelOutput):
         last_hidden_state: (B, T, D), after the final norm.
         final_state: State after the last real token of each row.
         past_key_values: The generation cache, if asked for.
-        hidden_states: Embeddings and the output of every block, the last one normed; (B, T, D) each.
+        hidden_states: Embeddings and the output of every block, the last one after the final norm; (B, T, D) each, on
+            the way of gradients. So do most models of Transformers; its Mamba classes leave the embeddings out and
+            have the output of the last block both before and after the norm.
     """
 
     last_hidden_state: Tensor | None = None
@@ -63,63 +74,6 @@ class StatefulCausalLMOutput(ModelOutput):
     final_state: RecurrentState | None = None
     past_key_values: RecurrentCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
-
-
-def _refuse_unsupported(others: dict[str, Any]) -> None:
-    known = (*PACKING_KEYS, *IMPLIED_KEYS)
-    given = sorted(name for name, x in others.items() if x is not None and x is not False and name not in known)
-    if given:
-        raise ValueError(
-            f"A recurrent model has no use for the arguments {given}: remove them. There are no attentions to return."
-        )
-
-
-def _check_token_types(token_type_ids: Tensor | None, real: Tensor | None) -> None:
-    if token_type_ids is None or torch.compiler.is_compiling():
-        return
-    if bool((token_type_ids if real is None else token_type_ids.masked_fill(~real, 0)).any()):
-        raise ValueError("token_type_ids must be 0 at all tokens: a recurrent language model has no kinds of tokens.")
-
-
-def _token_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
-    if (input_ids is None) == (inputs_embeds is None):
-        raise ValueError("Give exactly one of input_ids and inputs_embeds.")
-    batch_size, length = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]  # type: ignore[union-attr]
-    if 0 in (batch_size, length):
-        raise ValueError(f"The input has no tokens, but {batch_size} rows of {length}: give at least one of each.")
-    return batch_size, length
-
-
-def _real_tokens(attention_mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
-    """(B, T), true at real tokens; None if all are."""
-    if attention_mask is None:
-        return None
-    if attention_mask.shape != shape:
-        raise ValueError(
-            f"attention_mask must have the shape of the tokens, {shape}, got {tuple(attention_mask.shape)}."
-        )
-    real = attention_mask.bool()
-    if not torch.compiler.is_compiling():
-        if not bool((attention_mask == real).all()):
-            raise ValueError("attention_mask must hold 1 at real tokens and 0 at padding only.")
-        if bool(real.all()):
-            return None
-    return real
-
-
-def _sequence_starts(
-    position_ids: Tensor | None, others: dict[str, Any], shape: tuple[int, int], attention_mask: Tensor | None
-) -> Tensor | None:
-    """See `sequence_starts`; without any of what it reads, nothing is done, so that compilation goes on."""
-    given = {name: x for name, x in ({"position_ids": position_ids} | others).items() if x is not None}
-    return sequence_starts(given, shape, _real_tokens(attention_mask, shape)) if given else None
-
-
-def _check_cache(cache: Any) -> None:
-    if cache is not None and not isinstance(cache, RecurrentCache):
-        raise ValueError(
-            f"past_key_values must be a RecurrentCache, got {type(cache).__name__}; a state goes in as initial_state."
-        )
 
 
 class StatefulPreTrainedModel(PreTrainedModel):
@@ -178,10 +132,6 @@ class StatefulPreTrainedModel(PreTrainedModel):
 
     def _wants_tuple(self, return_dict: bool | None) -> bool:
         return not (self.config.return_dict if return_dict is None else return_dict)
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, *args: Any, **kwargs: Any
@@ -260,13 +210,15 @@ class StatefulBackbone(StatefulPreTrainedModel):
 
         Args:
             input_ids: (B, T). Exactly one of `input_ids` and `inputs_embeds` is given.
-            attention_mask: (B, T), 1 at real tokens and 0 at padding, anywhere in a row.
+            attention_mask: (B, T), 1 at real tokens and 0 at padding, anywhere in a row; with a cache also
+                (B, `past_key_values.tokens_seen` + T).
             initial_state: State before the first token; None is the zero state.
             output_final_state: Whether to return `final_state`.
             inputs_embeds: (B, T, D).
             past_key_values: Generation cache; it holds a state, so it excludes `initial_state`.
-            use_cache: Whether to return a cache.
-            output_hidden_states: Whether to return the output of every block.
+            use_cache: Whether to return a cache; None is the configuration's `use_cache` in evaluation and False in
+                training, in models that have a layer without state, and without `output_final_state`.
+            output_hidden_states: Whether to return `hidden_states`.
             return_dict: False for a plain tuple of what is not None.
             position_ids: (B, T) or (1, T). Positions that count up say nothing to a recurrent model. Where they start
                 anew, at 0 or at the first position of the row, a new sequence begins from the zero state, so that
@@ -281,21 +233,24 @@ class StatefulBackbone(StatefulPreTrainedModel):
         Raises:
             ValueError: for arguments that contradict each other, do not fit, or that no recurrent model has.
         """
-        _refuse_unsupported(others)
-        shape = batch_size, length = _token_shape(input_ids, inputs_embeds)
+        refuse_unsupported(others)
+        shape = batch_size, length = token_shape(input_ids, inputs_embeds)
         if initial_state is not None and past_key_values is not None:
             raise ValueError(
                 "Give initial_state or past_key_values, not both: each of them is the state to start from."
             )
-        _check_cache(past_key_values)
+        check_cache(past_key_values)
+        if use_cache is None:
+            use_cache = self.config.use_cache and output_final_state and not (self.training or self.stateless_layers)
         if initial_state is not None or past_key_values is not None or use_cache:
             self.check_has_states()
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         hidden_states = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        real = _real_tokens(attention_mask, shape)
-        _check_token_types(token_type_ids, real)
-        starts = _sequence_starts(position_ids, others, shape, attention_mask)
+        attention_mask = mask_of_new_tokens(attention_mask, past_key_values, shape)
+        real = real_tokens(attention_mask)
+        check_token_types(token_type_ids, real)
+        starts = starts_inside_rows(position_ids, others, shape, attention_mask)
         state = self._starting_state(initial_state, past_key_values, batch_size, hidden_states.device)
 
         layout: Padding | Packing | None = None
@@ -355,7 +310,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         return zero_state(shapes, batch_size, device, dtype)
 
 
-class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
+class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
     """Language model on a `StatefulBackbone` named `base_model_prefix`. A family sets `backbone_class`."""
 
     accepts_loss_kwargs = True
@@ -415,14 +370,16 @@ class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
             ValueError: for labels of either kind together with `logits_to_keep`, and as in `StatefulBackbone.forward`.
         """
         shift_labels: Tensor | None = others.pop("shift_labels", None)
-        _refuse_unsupported(others)
+        refuse_unsupported(others)
         keep_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep must be 0 (all), a positive number or positions, got {logits_to_keep}.")
         if not (labels is None and shift_labels is None) and not keep_all:
             raise ValueError("labels need all logits: drop logits_to_keep.")
-        shape = _token_shape(input_ids, inputs_embeds)
-        starts = _sequence_starts(position_ids, others, shape, attention_mask)
+        check_cache(past_key_values)
+        shape = token_shape(input_ids, inputs_embeds)
+        attention_mask = mask_of_new_tokens(attention_mask, past_key_values, shape)
+        starts = starts_inside_rows(position_ids, others, shape, attention_mask)
         output = self._backbone(
             input_ids,
             attention_mask=attention_mask,
@@ -474,71 +431,3 @@ class StatefulForCausalLM(StatefulPreTrainedModel, GenerationMixin):
             hidden_states=output.hidden_states,
         )
         return result.to_tuple() if self._wants_tuple(return_dict) else result
-
-    def prepare_inputs_for_generation(  # type: ignore[override]
-        self,
-        input_ids: Tensor,
-        past_key_values: RecurrentCache | None = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """Feed what the state has not read: the whole prompt first, then one token at a time."""
-        inputs: dict[str, Any] = {
-            "past_key_values": past_key_values,
-            "use_cache": use_cache,
-            "logits_to_keep": logits_to_keep if logits_to_keep is not None else 0,
-        }
-        seen = 0 if past_key_values is None else past_key_values.tokens_seen
-        if inputs_embeds is not None and seen == 0:
-            return inputs | {"inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
-        if inputs_embeds is not None:
-            return inputs | {"input_ids": input_ids[:, -1:]}
-        unread = input_ids[:, seen:]
-        if unread.shape[1] == 0:
-            raise ValueError(
-                f"The cache has read {seen} tokens and input_ids has {input_ids.shape[1]}: give the whole text so far "
-                "with past_key_values, or only the new tokens with initial_state=past_key_values.state."
-            )
-        mask = None if attention_mask is None else attention_mask[:, -unread.shape[1] :]
-        return inputs | {"input_ids": unread, "attention_mask": mask}
-
-    def generate(
-        self,
-        inputs: Tensor | None = None,
-        *args: Any,
-        initial_state: RecurrentState | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """`GenerationMixin.generate` that can continue from a state.
-
-        Args:
-            inputs: Prompt, (B, T), or by keyword as in Transformers.
-            initial_state: State with B rows that has read what comes before the prompt. It is not changed.
-
-        The state after generation is in `past_key_values.state` of the output with
-        `return_dict_in_generate=True`; it has read everything but the last token.
-
-        Raises:
-            ValueError: if the state does not fit the prompt, holds NaN, or is given with a cache or without one.
-        """
-        _check_cache(kwargs.get("past_key_values"))
-        if initial_state is None:
-            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
-        if kwargs.get("past_key_values") is not None:
-            raise ValueError(
-                "Give initial_state or past_key_values, not both: each of them is the state to start from."
-            )
-        config = kwargs.get("generation_config") or self.generation_config
-        if kwargs.get("use_cache", config.use_cache) is False:
-            raise ValueError("generate(initial_state=...) carries the state in the cache: leave use_cache on.")
-        prompt = next(
-            (x for x in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None
-        )
-        if prompt is None:
-            raise ValueError("generate(initial_state=...) needs a prompt of at least one token.")
-        state = check_state(initial_state, self.state_shapes(), prompt.shape[0], self.device, state_dtype(self.dtype))
-        check_finite_state(state)
-        return super().generate(inputs, *args, past_key_values=RecurrentCache(state), **kwargs)  # type: ignore[misc]

@@ -19,9 +19,11 @@ from .norms import RMSNorm
 from .packed_rows import Packing
 from .padding import Padding
 from .recurrent_cache import RecurrentCache
+from .recurrent_generation import RecurrentGenerationMixin
 from .recurrent_state import LayerState, RecurrentState, load_state, save_state
 from .scan_backends import resolve_backend
 from .scan_gla import scan_gla
+from .token_inputs import real_tokens
 
 __all__ = [
     "FlaConfigMixin",
@@ -30,6 +32,7 @@ __all__ = [
     "Packing",
     "Padding",
     "RecurrentCache",
+    "RecurrentGenerationMixin",
     "RecurrentState",
     "StatefulConfigMixin",
     "StatefulGLAConfig",
@@ -39,6 +42,7 @@ __all__ = [
     "forgetful_scan",
     "forgetting",
     "load_state",
+    "real_tokens",
     "replacing",
     "resolve_backend",
     "save_state",

@@ -19,10 +19,12 @@ from .norms import RMSNorm
 from .packed_rows import Packing
 from .padding import Padding
 from .recurrent_cache import RecurrentCache
+from .recurrent_generation import RecurrentGenerationMixin
 from .recurrent_state import LayerState, RecurrentState, load_state, save_state
 from .scan_backends import resolve_backend
 from .scan_gla import scan_gla
 from .scan_rwkv6 import scan_rwkv6
+from .token_inputs import real_tokens
 
 __all__ = [
     "FlaConfigMixin",
@@ -32,6 +34,7 @@ __all__ = [
     "Padding",
     "RMSNorm",
     "RecurrentCache",
+    "RecurrentGenerationMixin",
     "RecurrentState",
     "StatefulConfigMixin",
     "StatefulRWKV6Config",
@@ -42,6 +45,7 @@ __all__ = [
     "forgetful_scan",
     "forgetting",
     "load_state",
+    "real_tokens",
     "replacing",
     "resolve_backend",
     "save_state",

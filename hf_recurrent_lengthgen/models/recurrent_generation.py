@@ -1,0 +1,156 @@
+"""`generate` for models whose cache is a state.
+
+Shapes: B batch, T tokens, D hidden size.
+"""
+
+import copy
+from typing import Any
+
+from torch import Tensor
+from transformers.generation import GenerationMixin
+
+from .packed_rows import sequence_starts
+from .recurrent_cache import RecurrentCache
+from .recurrent_state import RecurrentState, check_finite_state, check_state, state_dtype
+from .token_inputs import check_cache
+
+# of what `generate` hands on, what says which tokens are unread: the cache knows that
+_BOOKKEEPING = ("cache_position", "is_first_iteration", "labels", "next_sequence_length")
+_PER_TOKEN = ("attention_mask", "position_ids", "token_type_ids")
+
+
+class RecurrentGenerationMixin(GenerationMixin):
+    """`GenerationMixin` that can continue from a state."""
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """The cache is a state, of the same size for texts of any length."""
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation must be left out, got {kind!r}: the cache of a recurrent model is its state, "
+                "whose size no text changes."
+            )
+        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = RecurrentCache()
+
+    def _prefill(
+        self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Transformers'; with `prefill_chunk_size`, the cache first reads all chunks but the last.
+
+        Raises:
+            ValueError: for a size below 1, padding at the end, where the last chunk may lack the last real token of a
+                row, and positions that begin sequences inside the prompt.
+        """
+        model: Any = self
+        prefill: Any = super()._prefill  # type: ignore[misc]
+        size, cache = generation_config.prefill_chunk_size, model_kwargs.get("past_key_values")
+        if size is None or cache is None:
+            return prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        if size < 1:
+            raise ValueError(f"prefill_chunk_size must be a number of tokens above 0, got {size}.")
+        inputs = self.prepare_inputs_for_generation(input_ids, **model_kwargs)
+        text = "input_ids" if "input_ids" in inputs else "inputs_embeds"
+        shape, mask = inputs[text].shape[:2], inputs.get("attention_mask")
+        if mask is not None and not bool(mask[:, -1].all()):
+            raise ValueError("prefill_chunk_size needs prompts padded on the left: set padding_side='left'.")
+        if sequence_starts(inputs, shape, None if mask is None else mask.bool()) is not None:
+            raise ValueError("position_ids begin sequences inside the prompt: leave prefill_chunk_size out.")
+        last = (shape[1] - 1) // size * size
+        for start in range(0, last, size):
+            piece = {
+                name: value[:, start : start + size] if name in (text, *_PER_TOKEN) and value is not None else value
+                for name, value in inputs.items()
+            }
+            model(**piece | {"logits_to_keep": 1, "output_final_state": False, "output_hidden_states": False})
+        rest = copy.copy(generation_config)
+        rest.prefill_chunk_size = None
+        return prefill(input_ids, rest, model_kwargs, *args, **kwargs)
+
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        past_key_values: RecurrentCache | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        logits_to_keep: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Feed what the state has not read: the rest of the prompt first, then one token at a time.
+
+        Raises:
+            ValueError: if there is nothing to feed.
+        """
+        inputs: dict[str, Any] = {name: value for name, value in kwargs.items() if name not in _BOOKKEEPING}
+        inputs |= {
+            "past_key_values": past_key_values,
+            "logits_to_keep": 0 if logits_to_keep is None else logits_to_keep,
+            "attention_mask": attention_mask,
+        }
+        seen = 0 if past_key_values is None else past_key_values.tokens_seen
+        if inputs_embeds is not None and seen < inputs_embeds.shape[1]:
+            name, unread = "inputs_embeds", inputs_embeds[:, seen:]
+        elif inputs_embeds is not None:
+            name, unread = "input_ids", input_ids[:, -1:]
+        else:
+            name, unread = "input_ids", input_ids[:, seen:]
+        length = unread.shape[1]
+        if length == 0:
+            given = "input_ids" if inputs_embeds is None else "inputs_embeds"
+            width = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
+            raise ValueError(
+                f"The cache has read {seen} tokens and {given} has {width}: give the whole text so far "
+                "with past_key_values, or only the new tokens with initial_state=past_key_values.state."
+            )
+        for per_token in _PER_TOKEN:
+            if inputs.get(per_token) is not None:
+                inputs[per_token] = inputs[per_token][:, -length:]
+        return inputs | {name: unread}
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *args: Any,
+        initial_state: RecurrentState | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """`GenerationMixin.generate` that can continue from a state.
+
+        Args:
+            inputs: Prompt, (B, T), or by keyword as in Transformers.
+            initial_state: State with B rows that has read what comes before the prompt. It is not changed.
+
+        The state after generation is in `past_key_values.state` of the output with
+        `return_dict_in_generate=True`; it has read everything but the last token.
+
+        Raises:
+            ValueError: if the state does not fit the prompt, holds NaN, or is given with a cache or without one; for a
+                `cache_implementation`, since the cache is a state.
+        """
+        model: Any = self
+        check_cache(kwargs.get("past_key_values"))
+        if initial_state is None:
+            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("past_key_values") is not None:
+            raise ValueError(
+                "Give initial_state or past_key_values, not both: each of them is the state to start from."
+            )
+        config = (args[0] if args else kwargs.get("generation_config")) or self.generation_config
+        if kwargs.get("use_cache", config.use_cache) is False:
+            raise ValueError("generate(initial_state=...) carries the state in the cache: leave use_cache on.")
+        prompt = next(
+            (x for x in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None
+        )
+        if prompt is None:
+            raise ValueError("generate(initial_state=...) needs a prompt of at least one token.")
+        state = check_state(
+            initial_state, model.state_shapes(), prompt.shape[0], model.device, state_dtype(model.dtype)
+        )
+        check_finite_state(state)
+        return super().generate(inputs, *args, past_key_values=RecurrentCache(state), **kwargs)  # type: ignore[misc]

@@ -1,0 +1,96 @@
+"""What a model is given beside its state: tokens, masks, positions, and checks of them.
+
+Shapes: B batch, T tokens, D hidden size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .packed_rows import IMPLIED_KEYS, PACKING_KEYS, sequence_starts
+from .recurrent_cache import RecurrentCache
+
+
+def refuse_unsupported(others: dict[str, Any]) -> None:
+    """Raise a `ValueError` for arguments that no recurrent model has, unless they are None or False."""
+    known = (*PACKING_KEYS, *IMPLIED_KEYS)
+    given = sorted(name for name, x in others.items() if x is not None and x is not False and name not in known)
+    if given:
+        raise ValueError(
+            f"A recurrent model has no use for the arguments {given}: remove them. There are no attentions to return."
+        )
+
+
+def check_cache(cache: Any) -> None:
+    """Raise a `ValueError` for a cache of another model."""
+    if cache is not None and not isinstance(cache, RecurrentCache):
+        raise ValueError(
+            f"past_key_values must be a RecurrentCache, got {type(cache).__name__}; a state goes in as initial_state."
+        )
+
+
+def check_token_types(token_type_ids: Tensor | None, real: Tensor | None) -> None:
+    """Raise a `ValueError` for a real token whose type is not 0."""
+    if token_type_ids is None or torch.compiler.is_compiling():
+        return
+    if bool((token_type_ids if real is None else token_type_ids.masked_fill(~real, 0)).any()):
+        raise ValueError("token_type_ids must be 0 at all tokens: a recurrent language model has no kinds of tokens.")
+
+
+def token_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
+    """(B, T).
+
+    Raises:
+        ValueError: if not exactly one of both is given, or it has no tokens.
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+    batch_size, length = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]  # type: ignore[union-attr]
+    if 0 in (batch_size, length):
+        raise ValueError(f"The input has no tokens, but {batch_size} rows of {length}: give at least one of each.")
+    return batch_size, length
+
+
+def mask_of_new_tokens(
+    attention_mask: Tensor | None, cache: RecurrentCache | None, shape: tuple[int, int]
+) -> Tensor | None:
+    """The last T columns of a mask (B, T), or (B, tokens_seen + T) with those of what the cache has read.
+
+    Raises:
+        ValueError: for another shape.
+    """
+    if attention_mask is None or attention_mask.shape == shape:
+        return attention_mask
+    seen = 0 if cache is None else cache.tokens_seen
+    if attention_mask.shape == (shape[0], seen + shape[1]):
+        return attention_mask[:, seen:]
+    past = f", or with the tokens that the cache has read {(shape[0], seen + shape[1])}" if seen else ""
+    raise ValueError(
+        f"attention_mask must have the shape of the tokens, {shape}{past}, got {tuple(attention_mask.shape)}."
+    )
+
+
+def real_tokens(attention_mask: Tensor | None) -> Tensor | None:
+    """(B, T), true at real tokens; None if all are.
+
+    Raises:
+        ValueError: for a mask of other values than 0 and 1.
+    """
+    if attention_mask is None:
+        return None
+    real = attention_mask.bool()
+    if not torch.compiler.is_compiling():
+        if not bool((attention_mask == real).all()):
+            raise ValueError("attention_mask must hold 1 at real tokens and 0 at padding only.")
+        if bool(real.all()):
+            return None
+    return real
+
+
+def starts_inside_rows(
+    position_ids: Tensor | None, others: dict[str, Any], shape: tuple[int, int], attention_mask: Tensor | None
+) -> Tensor | None:
+    """See `sequence_starts`; without any of what it reads, nothing is done, so that compilation goes on."""
+    given = {name: x for name, x in ({"position_ids": position_ids} | others).items() if x is not None}
+    return sequence_starts(given, shape, real_tokens(attention_mask)) if given else None

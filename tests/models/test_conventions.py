@@ -1,0 +1,188 @@
+"""What Transformers' models have in common and ours keep: caches, masks, hidden states, options of `generate`."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_recurrent_lengthgen.models.recurrent_cache import RecurrentCache
+from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
+
+from .families import FAMILIES, SHELL_FAMILIES, Family, build, random_state, random_tokens, variant_id
+
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
+shell_families = pytest.mark.parametrize("family", SHELL_FAMILIES, ids=variant_id)
+GREEDY = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+# left, inner and right padding
+MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1, 0, 1], [1, 1, 1, 1, 1, 1, 0, 0]])
+LEFT = torch.tensor([[0, 0, 0, 0, 0, 0, 0, 1], [0, 1, 0, 0, 0, 0, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1]])
+
+
+def same_state(state: RecurrentState, other: RecurrentState) -> bool:
+    return all(torch.equal(a, b) for x, y in zip(state, other, strict=True) for a, b in zip(x, y, strict=True))
+
+
+@every_family
+def test_a_cache_is_returned_as_the_configuration_says(family: Family) -> None:
+    model, tokens = build(family), random_tokens(2, 4)
+    assert model.config.use_cache
+    for run in (model, model.base_model):
+        output = run(tokens)
+        assert isinstance(output.past_key_values, RecurrentCache)
+        assert same_state(output.past_key_values.state, output.final_state)
+        assert run(tokens, use_cache=False).past_key_values is None
+        assert run(tokens, output_final_state=False).past_key_values is None
+        assert run(tokens, output_final_state=False, use_cache=True).past_key_values.tokens_seen == 4
+    model.train()
+    assert model(tokens).past_key_values is None
+    assert model(tokens, use_cache=True).past_key_values.tokens_seen == 4
+    model.eval()
+    model.config.use_cache = False
+    assert model(tokens).past_key_values is None
+
+
+@shell_families
+def test_a_mask_may_have_the_past_too(family: Family) -> None:
+    model, tokens = build(family, torch.float64), random_tokens(3, 8)
+    whole = model(tokens, attention_mask=MASK)
+    for cut in (1, 4, 7):
+        cache = model(tokens[:, :cut], attention_mask=MASK[:, :cut]).past_key_values
+        options = {"past_key_values": cache, "labels": tokens[:, cut:]}
+        state = cache.state
+        long = model(tokens[:, cut:], attention_mask=MASK, **options)
+        cache.state, cache.tokens_seen = state, cut
+        short = model(tokens[:, cut:], attention_mask=MASK[:, cut:], **options)
+        assert torch.equal(long.logits, short.logits)
+        assert cut == 7 or torch.equal(long.loss, short.loss)
+        real = MASK[:, cut:].bool()
+        torch.testing.assert_close(long.logits[real], whole.logits[:, cut:][real])
+    with pytest.raises(ValueError, match=r"\(3, 1\), or with the tokens .* \(3, 9\), got \(3, 8\)"):
+        model(tokens[:, :1], attention_mask=MASK, past_key_values=cache)
+
+
+@every_family
+@pytest.mark.parametrize("padding", [False, True])
+def test_hidden_states_are_on_the_way_of_gradients(family: Family, padding: bool) -> None:
+    model, tokens = build(family, torch.float64), random_tokens(3, 8)
+    mask = MASK if padding else torch.ones_like(MASK)
+    output = model(tokens, attention_mask=mask, labels=tokens * mask - 100 * (1 - mask), output_hidden_states=True)
+    hidden = output.hidden_states
+    assert len(hidden) == model.config.num_hidden_layers + 1
+    torch.testing.assert_close(model.get_output_embeddings()(hidden[-1]), output.logits)
+    embedded = model.get_input_embeddings()(tokens)
+    torch.testing.assert_close(hidden[0][mask.bool()], embedded[mask.bool()])
+    for states in hidden:
+        states.retain_grad()
+    output.loss.backward()
+    for states in hidden:
+        assert (states.grad[:, :-3] != 0).any(-1).sum() > 5
+    # what the embeddings' gradient is made of
+    gradient = torch.zeros_like(model.get_input_embeddings().weight).index_add(
+        0, tokens.flatten(), hidden[0].grad.flatten(0, 1)
+    )
+    if model.get_input_embeddings().weight is not model.get_output_embeddings().weight:
+        torch.testing.assert_close(model.get_input_embeddings().weight.grad, gradient)
+
+
+@every_family
+def test_generation_returns_the_hidden_states_of_each_step(family: Family) -> None:
+    model, prompt = build(family, torch.float64), random_tokens(2, 4)
+    output = model.generate(prompt, output_hidden_states=True, return_dict_in_generate=True, **GREEDY)
+    whole = model(output.sequences[:, :-1], output_hidden_states=True).hidden_states
+    assert [step[0].shape[1] for step in output.hidden_states] == [4, 1, 1, 1, 1]
+    for layer, expected in enumerate(whole):
+        torch.testing.assert_close(torch.cat([step[layer] for step in output.hidden_states], 1), expected)
+
+
+@shell_families
+def test_guidance_weighs_two_prompts(family: Family) -> None:
+    """logits = unconditional + scale (conditional - unconditional), in log probabilities, by hand."""
+    model, prompt, negative = build(family, torch.float64), random_tokens(2, 5), random_tokens(2, 3, seed=9)
+    scale, answer = 2.5, torch.empty(2, 0, dtype=torch.int64)
+    for _ in range(5):
+        given, without = (model(torch.cat([x, answer], 1)).logits[:, -1].log_softmax(-1) for x in (prompt, negative))
+        answer = torch.cat([answer, (without + scale * (given - without)).argmax(-1, keepdim=True)], 1)
+    for use_cache in (True, False):
+        output = model.generate(
+            prompt, guidance_scale=scale, negative_prompt_ids=negative, use_cache=use_cache, **GREEDY
+        )
+        assert torch.equal(output[:, 5:], answer)
+
+
+@shell_families
+@pytest.mark.parametrize("read", [1, 6])
+def test_embeddings_go_on_from_a_cache(family: Family, read: int) -> None:
+    """As for token ids, the whole text is given, and the cache knows what it has read."""
+    model, prompt = build(family, torch.float64), random_tokens(2, 7)
+    embeds = model.get_input_embeddings()(prompt).detach()
+    expected = model.generate(prompt, **GREEDY)[:, 7:]
+    cache = model(prompt[:, :read]).past_key_values
+    output = model.generate(inputs_embeds=embeds, past_key_values=cache, **GREEDY)
+    assert torch.equal(output, expected)
+    cache = model(prompt).past_key_values
+    with pytest.raises(ValueError, match="read 7 tokens and inputs_embeds has 7: give the whole text so far"):
+        model.generate(inputs_embeds=embeds, past_key_values=cache, **GREEDY)
+
+
+@every_family
+@pytest.mark.parametrize("size", [1, 3, 8, 100])
+def test_a_prompt_is_read_in_chunks(family: Family, size: int) -> None:
+    model, prompt = build(family, torch.float64), random_tokens(3, 8)
+    lengths: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: lengths.append((kwargs.get("input_ids") if not args else args[0]).shape[1]),
+        with_kwargs=True,
+    )
+    for options in ({}, {"attention_mask": LEFT}, {"initial_state": random_state(model, 3)}):
+        expected = model.generate(prompt, **GREEDY, **options)
+        lengths.clear()
+        assert torch.equal(model.generate(prompt, prefill_chunk_size=size, **GREEDY, **options), expected)
+        assert max(lengths) <= size
+        assert sum(lengths) == 8 + 4
+    read, expected = model(prompt[:, :2]).past_key_values, model.generate(prompt, **GREEDY)
+    assert torch.equal(model.generate(prompt, past_key_values=read, prefill_chunk_size=size, **GREEDY), expected)
+
+
+@shell_families
+@pytest.mark.parametrize("mode", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
+def test_chunks_go_with_beams_samples_and_embeddings(family: Family, mode: dict[str, Any]) -> None:
+    model, prompt = build(family, torch.float64), random_tokens(2, 8)
+
+    def answer(**options: Any) -> Tensor:
+        torch.manual_seed(3)
+        return model.generate(**GREEDY | mode | options)[:, -5:]
+
+    expected = answer(inputs=prompt)
+    assert torch.equal(answer(inputs=prompt, prefill_chunk_size=3), expected)
+    embeds = model.get_input_embeddings()(prompt).detach()
+    assert torch.equal(answer(inputs_embeds=embeds, prefill_chunk_size=3), expected)
+
+
+@shell_families
+def test_what_generation_has_no_meaning_for_is_refused(family: Family) -> None:
+    model, prompt = build(family), random_tokens(2, 6)
+    for kind in ("static", "offloaded", "quantized"):
+        with pytest.raises(ValueError, match=f"cache_implementation must be left out, got '{kind}'"):
+            model.generate(prompt, cache_implementation=kind, **GREEDY)
+    assert model.generate(prompt, cache_implementation="dynamic", **GREEDY).shape == (2, 11)
+    with pytest.raises(ValueError, match="prefill_chunk_size must be a number of tokens above 0, got 0"):
+        model.generate(prompt, prefill_chunk_size=0, **GREEDY)
+    with pytest.raises(ValueError, match="without a cache"):
+        model.generate(prompt, prefill_chunk_size=2, use_cache=False, **GREEDY)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+    with pytest.raises(ValueError, match="prefill_chunk_size needs prompts padded on the left"):
+        model.generate(prompt, attention_mask=mask, prefill_chunk_size=2, **GREEDY)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)
+    with pytest.raises(ValueError, match="leave prefill_chunk_size out"):
+        model.generate(prompt, position_ids=positions, prefill_chunk_size=2, **GREEDY)
+    with pytest.raises(ValueError, match="output_attentions"):
+        model.generate(prompt, output_attentions=True, return_dict_in_generate=True, **GREEDY)
+
+
+@shell_families
+def test_a_packed_prompt_goes_on_from_its_last_sequence(family: Family) -> None:
+    model, prompt = build(family, torch.float64), random_tokens(2, 7)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2]] * 2)
+    expected = model.generate(prompt[:, 4:], **GREEDY)[:, 3:]
+    assert torch.equal(model.generate(prompt, position_ids=positions, **GREEDY)[:, 7:], expected)
