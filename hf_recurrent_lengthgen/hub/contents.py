@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hf_recurrent_lengthgen.conversion.json_files import read_json_object, texts_in
 from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files
-from hf_recurrent_lengthgen.private_text import is_vocabulary, paths_in, readable_text, secrets_in
+from hf_recurrent_lengthgen.private_text import is_binary, is_vocabulary, paths_in, readable_text, secrets_in
 from hf_recurrent_lengthgen.records import CHECKPOINT_FILES, TRAINER_STATES
 
 PUSHED = (
@@ -124,7 +124,7 @@ def _findings(path: Path, folder: Path, token: str | None) -> list[str]:
     """Secrets and paths of this machine in a file, with their places."""
     text = readable_text(path)
     found = secrets_in(text, token)
-    if "\0" in text[:1000] or is_vocabulary(path):
+    if is_binary(text) or is_vocabulary(path):
         return found
     return found + paths_in(text, (Path.home(), Path.cwd(), folder.resolve()))
 
