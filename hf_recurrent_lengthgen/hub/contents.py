@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hf_recurrent_lengthgen.conversion.json_files import read_json_object, texts_in
 from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files
+from hf_recurrent_lengthgen.hub.names import unsafe_names
 from hf_recurrent_lengthgen.private_text import is_binary, is_vocabulary, paths_in, readable_text, secrets_in
 from hf_recurrent_lengthgen.records import CHECKPOINT_FILES, TRAINER_STATES
 
@@ -98,7 +99,7 @@ def _unwanted(name: str) -> str | None:
 
 
 def refusals_of_files(folder: Path, pushed: Sequence[str], include: Sequence[str], token: str | None) -> list[str]:
-    """What keeps the files of a folder from being pushed: secrets, links, paths, and what is missing."""
+    """What keeps the files of a folder from being pushed: unsafe names, secrets, links, paths, what is missing."""
     problems = [
         f"--include {pattern} matches no file that may be pushed"
         for pattern in include
@@ -109,6 +110,7 @@ def refusals_of_files(folder: Path, pushed: Sequence[str], include: Sequence[str
         for name in sorted({*pushed, *(path.name for path in folder.iterdir())})
         if matches(name.rpartition("/")[2], SECRET_FILES)
     ]
+    problems += [f"{problem}: give it another name" for problem in unsafe_names(pushed)]
     for name in pushed:
         path = folder / name
         if not path.exists():

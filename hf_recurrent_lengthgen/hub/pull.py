@@ -15,6 +15,7 @@ from huggingface_hub.hf_api import RepoFile
 from hf_recurrent_lengthgen.conversion.json_files import read_json_object
 from hf_recurrent_lengthgen.conversion.new_folders import check_new, new_folder
 from hf_recurrent_lengthgen.hub.contents import PICKLES, PUSHED, TRAINER_FILES, matches
+from hf_recurrent_lengthgen.hub.names import unsafe_names
 from hf_recurrent_lengthgen.hub.push import check_name
 from hf_recurrent_lengthgen.hub.remote import again, git_name, hub_api, list_files
 from hf_recurrent_lengthgen.records import file_digest
@@ -80,8 +81,8 @@ def pull_checkpoint(
         token: Of the Hub (default: HF_TOKEN, or that of `hf auth login`).
 
     Raises:
-        ValueError: as `resolve_commit`; if the repository holds no checkpoint or only pickles, if files stay damaged,
-            or if `output` is not new.
+        ValueError: as `resolve_commit`; if the repository holds no checkpoint, only pickles, or files whose names are
+            unsafe (`names.unsafe_names`), if files stay damaged, or if `output` is not new.
     """
     output, token = Path(output), token or get_token()
     check_new(output)
@@ -116,11 +117,9 @@ def pull_checkpoint(
 
 
 def _checkpoint_files(repo_id: str, names: Sequence[str]) -> list[str]:
-    chosen = [
-        name
-        for name in names
-        if matches(name, PUSHED) and not matches(name, TRAINER_FILES) and ".." not in name.split("/")
-    ]
+    chosen = [name for name in names if matches(name, PUSHED) and not matches(name, TRAINER_FILES)]
+    if unsafe := unsafe_names(chosen):
+        raise ValueError(f"Nothing is pulled of {repo_id}, for names of its files: {'; '.join(unsafe)}.")
     if "config.json" not in chosen:
         raise ValueError(f"{repo_id} holds no config.json, so it is no checkpoint.")
     if not any(name.endswith(".safetensors") and "/" not in name for name in chosen):
