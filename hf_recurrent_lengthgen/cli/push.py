@@ -49,7 +49,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="delete files of others on the Hub that would be loaded with this checkpoint, such as other weights",
     )
-    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="only show the files and the card")
+    parser.add_argument(
+        "--dry_run",
+        "--dry-run",
+        action="store_true",
+        help="only show the files, the card and what is refused, also without a token or a connection",
+    )
     return parser
 
 
@@ -63,6 +68,7 @@ def run(arguments: Sequence[str]) -> int:
         revision=options.revision,
         include=options.include,
         overwrite=options.overwrite,
+        trial=options.dry_run,
     )
     print(_table(plan), flush=True)
     if options.dry_run and plan.card:
@@ -72,6 +78,11 @@ def run(arguments: Sequence[str]) -> int:
         print("\n".join(f"- {refusal}" for refusal in plan.refusals), file=sys.stderr)
         return 1
     if options.dry_run:
+        if plan.unknown:
+            print(
+                "Not known without the Hub: whether the repository is there and of that visibility, what of these files "
+                f"it has, and what else is in it ({plan.unknown})."
+            )
         print("Nothing was pushed (--dry-run).")
         return 0
     try:

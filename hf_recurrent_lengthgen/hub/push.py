@@ -19,6 +19,7 @@ from hf_recurrent_lengthgen.hub.remote import (
     again,
     git_name,
     hub_api,
+    is_lost,
     list_files,
     may_pass,
     once,
@@ -92,6 +93,7 @@ class PushPlan:
         removed: Files that the commit deletes: those of an earlier push that are not in the folder any more, and with
             `overwrite` those of others that would change what is loaded.
         kept: Files on the Hub that somebody else put or changed there; they stay.
+        unknown: Why the Hub was not asked in a trial; "" if it was.
     """
 
     folder: Path
@@ -107,6 +109,7 @@ class PushPlan:
     parent: str | None = None
     removed: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    unknown: str = ""
 
     @property
     def to_send(self) -> tuple[PushFile, ...]:
@@ -136,6 +139,7 @@ def plan_push(
     token: str | None = None,
     include: Sequence[str] = (),
     overwrite: bool = False,
+    trial: bool = False,
 ) -> PushPlan:
     """What a push would do. Nothing is changed, and nothing asked of the Hub if the folder itself is refused.
 
@@ -147,9 +151,11 @@ def plan_push(
         token: Of the Hub (default: HF_TOKEN, or that of `hf auth login`).
         include: Patterns of files to push beside those of a checkpoint (`contents.PUSHED`).
         overwrite: Delete what others put there and Transformers would load (`LOADED`), which is refused otherwise.
+        trial: Only to be shown: without a token or a connection, what the Hub holds stays unknown.
 
     Raises:
-        ValueError: for a folder that is none, a name that cannot be one, and if the Hub cannot be asked.
+        ValueError: for a folder that is none, a name that cannot be one, and if the Hub refuses to be asked; but for a
+            trial, also without a connection.
     """
     folder, token = Path(folder), token or get_token()
     if not folder.is_dir():
@@ -158,14 +164,20 @@ def plan_push(
     if revision is not None and (not revision or BAD_BRANCH.search(revision)):
         raise ValueError(f"--revision is {revision!r}, but must be the name of a branch, such as main or v2.")
     names, left_out, refusals = look_through(folder, include, token)
-    if token is None:
-        refusals.append("there is no token of the Hub: hf auth login sets one, or HF_TOKEN")
-    if constants.HF_HUB_OFFLINE:
-        refusals.append("HF_HUB_OFFLINE is set: unset it")
+    lacking = ["there is no token of the Hub: hf auth login sets one, or HF_TOKEN"] if token is None else []
+    lacking += ["HF_HUB_OFFLINE is set: unset it"] if constants.HF_HUB_OFFLINE else []
+    refusals += [] if trial else lacking
     files = tuple(_push_file(folder, name) for name in names if (folder / name).is_file())
     card = (folder / "README.md").read_text(encoding="utf-8", errors="replace") if "README.md" in names else ""
     plan = PushPlan(folder, repo_id, private, revision or "main", files, left_out, card, tuple(refusals))
-    return plan if refusals else _compare(plan, hub_api(token), overwrite)
+    if refusals or lacking:
+        return replace(plan, unknown="; ".join(lacking))
+    try:
+        return _compare(plan, hub_api(token), overwrite)
+    except ValueError as error:
+        if not trial or not is_lost(error):
+            raise
+        return replace(plan, unknown=str(error))
 
 
 def check_name(repo_id: str) -> None:

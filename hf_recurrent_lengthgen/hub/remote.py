@@ -42,7 +42,7 @@ def status_of(error: BaseException) -> int | None:
     return next((answer.status_code for answer in answers if answer is not None), None)
 
 
-def _is_lost(error: BaseException) -> bool:
+def is_lost(error: BaseException) -> bool:
     """Whether a connection failed or broke, or brought something else than the Hub answers."""
     return status_of(error) is None and any(isinstance(one, _BROKEN) for one in _chain(error))
 
@@ -53,7 +53,7 @@ def _is_offline(error: BaseException) -> bool:
 
 def may_pass(error: BaseException) -> bool:
     """Whether the same request may work a little later."""
-    return (_is_lost(error) and not _is_offline(error)) or status_of(error) in BUSY
+    return (is_lost(error) and not _is_offline(error)) or status_of(error) in BUSY
 
 
 def wait_after(error: BaseException, at_least: float) -> None:
@@ -124,7 +124,7 @@ def _reason(error: BaseException) -> str:
         return f"the Hub answers {status}{quote}. Run it again later."
     if status is not None:
         return f"the Hub answers {status}{quote}."
-    if _is_lost(error):
+    if is_lost(error):
         return f"the connection broke ({' '.join(str(error).split()) or type(error).__name__}). Run it again."
     return " ".join(str(error).split())
 

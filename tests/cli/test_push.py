@@ -38,6 +38,34 @@ def test_a_dry_run_shows_all_and_changes_nothing(
     assert {request.method for request in hub.requests} == {"GET"}
 
 
+@pytest.mark.parametrize("without", ["a token", "a connection", "permission to connect"])
+def test_a_dry_run_needs_no_hub(
+    without: str, hub: Endpoint, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if without == "a token":
+        monkeypatch.delenv("HF_TOKEN")
+    elif without == "permission to connect":
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    else:
+        monkeypatch.setattr("hf_recurrent_lengthgen.hub.remote.WAITS", ())
+        hub.fail("GET", "", cut="answer", times=99)
+    assert main(["push", str(folder), "user/name", "--dry-run"]) == 0
+    lines = shown(capsys)
+    assert lines[0] == f"{folder} to user/name, branch main:"
+    assert {line.split(" ")[0] for line in lines if line.count(" ") == 2 and line.endswith("B")} >= {"config.json"}
+    reason = {"a token": "there is no token", "a connection": "the connection broke"}.get(without, "HF_HUB_OFFLINE is")
+    assert lines[-2].startswith("Not known without the Hub: whether the repository is there")
+    assert reason in lines[-2]
+    assert lines[-1] == "Nothing was pushed (--dry-run)."
+    (folder / "verification.json").unlink()
+    assert main(["push", str(folder), "user/name", "--dry-run"]) == 1
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("- ")]
+    assert told == f"- it has not been verified: run lengthgen verify {folder}"
+    assert hub.repositories == {}
+    if without != "a connection":
+        assert hub.requests == []
+
+
 def test_a_push_says_where_it_is_and_the_next_one_that_all_is_there(
     hub: Endpoint, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
