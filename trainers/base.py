@@ -31,6 +31,7 @@ from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, keep_r
 from hf_recurrent_lengthgen.trainers.alignment import AlignedBatch, AlignmentSettings
 from hf_recurrent_lengthgen.trainers.broken_states import broken_rows, describe_broken, part_norms, recurrent_rms
 from hf_recurrent_lengthgen.trainers.checkpoints import (
+    TRAINER_STATE_FILE,
     begin_save,
     checkpoint_to_resume,
     initial_states_file,
@@ -39,6 +40,7 @@ from hf_recurrent_lengthgen.trainers.checkpoints import (
     newest_complete_checkpoint,
     save_digests,
     save_initial_states,
+    saved_run,
 )
 from hf_recurrent_lengthgen.trainers.checks import (
     base_of,
@@ -69,9 +71,10 @@ from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateCon
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
 from hf_recurrent_lengthgen.trainers.interrupts import InterruptCallback
 from hf_recurrent_lengthgen.trainers.model_calls import ModelCalls
+from hf_recurrent_lengthgen.trainers.resumed_optimizers import check_same_kind, group_settings, put_back
 from hf_recurrent_lengthgen.trainers.row_layout import RowLayout, share_of_zero_rows, without_padding
 from hf_recurrent_lengthgen.trainers.step_logs import StepLogs
-from hf_recurrent_lengthgen.trainers.training_runs import record_lineage
+from hf_recurrent_lengthgen.trainers.training_runs import RunRecord, record_lineage
 
 logger = logging.get_logger(__name__)
 
@@ -96,6 +99,13 @@ class _StepCallback(TrainerCallback):
         self.slot = self.observed = 0
         self._trainer = trainer
         self._has_steps = True
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        changes = self._trainer.run_record.changes(self._trainer)
+        if changes and state.is_world_process_zero and not is_finished(state):
+            logger.warning(
+                f"From step {state.global_step} on, other settings apply than before: {'; '.join(changes)}."
+            )
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer.begin_epoch(int(state.epoch or 0))
@@ -157,6 +167,7 @@ class InitialStateTrainer(Trainer, ABC):
     needs_shuffled_data = False
     needs_continued_data = False
     learns_state = False
+    gives_states = True  # whether initial states other than zero are all there is to the method
     args: InitialStateConfig
 
     def __init__(
@@ -169,6 +180,8 @@ class InitialStateTrainer(Trainer, ABC):
         super().__init__(model, args, *positional, **keyword)
         self.data_collator = without_padding(self.data_collator)
         assert isinstance(self.model, nn.Module)
+        self.given_scheduler = None if self.lr_scheduler is None else type(self.lr_scheduler).__name__
+        self.run_record = RunRecord()
         self._takes_states = takes_states(self.model)
         if self.needs_states:
             check_model(self.model)
@@ -303,7 +316,9 @@ class InitialStateTrainer(Trainer, ABC):
         place, layout = micro_batch.place, micro_batch.layout
         if self._takes_states:
             state = self.initial_states.initial_state(place)
-            self._logs.add(zero_states=share_of_zero_rows(state))
+            from_zero = share_of_zero_rows(state)
+            self.run_record.given = self.run_record.given + place.rows * (1 - from_zero.double())
+            self._logs.add(zero_states=from_zero)
             inputs = {**inputs, "initial_state": layout.spread(state), "output_final_state": True}
         if self._align is not None:
             self._aligned = micro_batch.alignment
@@ -546,6 +561,12 @@ class InitialStateTrainer(Trainer, ABC):
         return str(checkpoint)
 
     def _train(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> TrainOutput:
+        if checkpoint is None:
+            self.run_record.begin()
+        else:
+            step = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_FILE)).global_step
+            path = initial_states_file(checkpoint, self.args.process_index)
+            self.run_record.begin(saved_run(path).get("record"), step)
         self.initial_states.reset()
         try:
             with self._interrupts.listening():
@@ -643,7 +664,8 @@ class InitialStateTrainer(Trainer, ABC):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         path = initial_states_file(output_dir, self.args.process_index)
-        save_initial_states(path, self.initial_states.state_dict(), self._run_description())
+        run = self._run_description() | {"record": self.run_record.saved(self)}
+        save_initial_states(path, self.initial_states.state_dict(), run)
         self.accelerator.wait_for_everyone()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -659,8 +681,17 @@ class InitialStateTrainer(Trainer, ABC):
         return not sharded and load_converted_weights(self.model, checkpoint)  # type: ignore[arg-type]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
+        if checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            groups = group_settings(self.optimizer)
+            check_same_kind(checkpoint, self.optimizer, self.lr_scheduler, self.args)
+            super()._load_optimizer_and_scheduler(checkpoint)
+            self.run_record.found_unrecorded(self)
+            changed = any(
+                change.startswith(("learning rate ", "schedule ")) for change in self.run_record.changes(self)
+            )
+            put_back(self.optimizer, self.lr_scheduler, groups, changed)
             path = initial_states_file(checkpoint, self.args.process_index)
             tensors = load_initial_states(path, self._run_description())
             self.initial_states.load_state_dict(tensors, self.args.device)

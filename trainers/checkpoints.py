@@ -86,6 +86,13 @@ def load_initial_states(path: Path, run: dict[str, str | int]) -> dict[str, Tens
     return tensors
 
 
+def saved_run(path: Path) -> dict[str, Any]:
+    """What `save_initial_states` was told of the run, from a file that `load_initial_states` reads."""
+    with safe_open(os.fspath(path), framework="pt") as file:
+        run: dict[str, Any] = json.loads((file.metadata() or {}).get("run", "{}"))
+    return run
+
+
 def begin_save(checkpoint: str | os.PathLike[str]) -> None:
     """Mark a folder that is about to be written over as incomplete, and clear what an interrupted save left in it."""
     folder = Path(checkpoint)

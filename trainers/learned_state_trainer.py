@@ -36,6 +36,7 @@ class LearnedStateTrainer(InitialStateTrainer):
     config_class = LearnedStateConfig
     method = "learned"
     learns_state = True
+    gives_states = False  # beside them, it trains one, which is zero at first
     args: LearnedStateConfig
 
     def __init__(self, model: nn.Module | None = None, *positional: Any, **keyword: Any) -> None:

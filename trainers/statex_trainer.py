@@ -29,6 +29,7 @@ class StateXTrainer(MixedStatesTrainer):
 
     config_class = StateXConfig
     method = "statex"
+    gives_states = False
     args: StateXConfig
 
     def __init__(self, model: nn.Module | None = None, *positional: Any, **keyword: Any) -> None:

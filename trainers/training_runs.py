@@ -3,10 +3,13 @@
 import json
 import os
 import sys
+from dataclasses import MISSING, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
+_EPSILON = 1e-8  # of Adam, everywhere
 _NO_EFFECT = ("assume_shuffled", "broken_states", "max_state_rms")
 """Settings that refuse or allow, and change nothing of what is trained."""
 
@@ -33,9 +37,7 @@ def record_lineage(trainer: "InitialStateTrainer", output: TrainOutput, folder: 
     start = str(getattr(model.config, "_name_or_path", "") or "")
     if not start or not (Path(folder) / "config.json").is_file():
         return
-    args = trainer.args
-    alignment = [f"output alignment {args.alignment_alpha:g}"] if args.alignment_alpha else []
-    method = " with ".join([*([trainer.method] if trainer.method != "none" else []), *alignment])
+    method = method_of(trainer, trainer.method)
     data = trainer.train_dataset
     rows = _length(data)
     described = trainer.data_description or type(data).__name__ + ("" if rows is None else f" of {rows:,} rows")
@@ -48,6 +50,20 @@ def record_lineage(trainer: "InitialStateTrainer", output: TrainOutput, folder: 
     description = f"{method or 'plain training'}, {run.steps:,} steps"
     in_script = sys.argv[0].endswith(".py") and "ipykernel" not in sys.argv[0]
     record_step(Path(folder), lineage, "train", description, sys.argv if in_script else [], run)
+
+
+def method_of(trainer: "InitialStateTrainer", name: str) -> str:
+    """What a trainer did: its method by name, and the loss; "" for plain training, also if no state was ever given."""
+    methods = [name] if name != "none" else []
+    if methods and trainer.gives_states and not trainer.run_record.given:
+        logger.warning(
+            f"No sequence of the {trainer.state.global_step} steps started from another state than zero: the lineage "
+            f"tells of plain training, not of {name}."
+        )
+        methods = []
+    if trainer.args.alignment_alpha:
+        methods.append(f"output alignment {trainer.args.alignment_alpha:g}")
+    return " with ".join(methods)
 
 
 def _row_length(data: Any, config: Any) -> int:
@@ -75,17 +91,92 @@ def training_run(
         further: Settings that the trainer does not know.
     """
     args, steps = trainer.args, trainer.state.global_step
+    record = getattr(trainer, "run_record", None) or RunRecord()
     rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    all_rows = rows_seen(steps, rows, _length(trainer.train_dataset), args.dataloader_drop_last)
+    tokens = record.tokens(trainer)
+    batch = (
+        f"{rows:,} rows of {tokens / all_rows:,.0f} tokens on average"
+        if tokens
+        else f"{rows:,} rows of {length:,} tokens"
+    )
     return TrainingRun(
         method,
         data,
         steps,
-        length * rows_seen(steps, rows, _length(trainer.train_dataset), args.dataloader_drop_last),
+        tokens or length * all_rows,
         float(output.metrics["train_runtime"]),
         mean_loss(trainer.state.log_history, float(output.training_loss)),
         hardware(args),
-        {"batch": f"{rows:,} rows of {length:,} tokens"} | settings(args) | (further or {}),
+        {"batch": batch} | record.settings(trainer) | _weights(trainer) | (further or {}),
     )
+
+
+def _weights(trainer: Trainer) -> dict[str, str]:
+    """Which weights were kept, if not the last ones."""
+    state = trainer.state
+    if not trainer.args.load_best_model_at_end or state.best_global_step in (None, state.global_step):
+        return {}
+    return {"weights": f"of step {state.best_global_step:,}, best in {trainer.args.metric_for_best_model}"}
+
+
+class RunRecord:
+    """What a run was trained with, over all the parts between its resumes; checkpoints keep it.
+
+    Attributes:
+        given: Sequences of this process that started from a state other than zero.
+    """
+
+    def __init__(self) -> None:
+        self.given: float | Tensor = 0.0
+        self._tokens = 0
+        self._before: list[dict[str, Any]] = []
+        self._start = 0
+
+    def begin(self, saved: dict[str, Any] | None = None, step: int = 0) -> None:
+        """A new run, or one that goes on at a step of another, whose record is `saved`."""
+        saved = saved or {}
+        self._tokens = saved.get("tokens", 0)
+        self.given, self._before, self._start = saved.get("given", 0.0), list(saved.get("parts", [])), step
+
+    def found_unrecorded(self, trainer: Trainer) -> None:
+        """The settings that a trainer has now are those of an earlier run which kept no record."""
+        if self._start and not self._before:
+            known = settings(trainer)
+            del known["scheduled steps"]
+            self._before = [{"from": 0, "settings": known}]
+
+    def saved(self, trainer: Trainer) -> dict[str, Any]:
+        """What `begin` takes."""
+        has_steps = not self._before or trainer.state.global_step > self._start
+        parts = [*self._before, *([{"from": self._start, "settings": settings(trainer)}] if has_steps else [])]
+        return {"given": float(self.given), "tokens": self.tokens(trainer), "parts": parts}
+
+    def tokens(self, trainer: Trainer) -> int:
+        """Real tokens of all steps, where the trainer counts them; else 0."""
+        return self._tokens + int(getattr(trainer, "tokens_read", 0))
+
+    def changes(self, trainer: Trainer) -> list[str]:
+        """What differs from the part before, in words."""
+        if not self._before:
+            return []
+        old, new = self._before[-1]["settings"], settings(trainer)
+        old.setdefault("scheduled steps", new["scheduled steps"])
+        names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+        return [f"{name} {old.get(name, 'none')} -> {new.get(name, 'none')}" for name in names]
+
+    def settings(self, trainer: Trainer) -> dict[str, str]:
+        """The settings of all parts, by name: "0.001 to step 100, then 0.0005"."""
+        parts = self.saved(trainer)["parts"]
+        told = {}
+        for name in {name: None for part in parts for name in part["settings"]}:
+            values = [(part["from"], part["settings"].get(name, "none")) for part in parts]
+            changes = [pair for i, pair in enumerate(values) if i == 0 or pair[1] != values[i - 1][1]]
+            texts = [f"{old} to step {start:,}" for (_, old), (start, _) in pairwise(changes)] + [changes[-1][1]]
+            told[name] = ", then ".join(texts)
+        if told["scheduled steps"] == f"{trainer.state.global_step:,}":
+            del told["scheduled steps"]
+        return told
 
 
 def rows_seen(steps: int, rows: int, dataset: int | None, drop_last: bool = False) -> int:
@@ -123,23 +214,50 @@ def hardware(args: TrainingArguments) -> str:
     return f"CPU ({threads})" if args.world_size == 1 else f"CPU ({args.world_size} processes, {threads} each)"
 
 
-def settings(args: TrainingArguments) -> dict[str, str]:
-    """The settings that a repetition needs, by name, as text."""
+def settings(trainer: Trainer) -> dict[str, str]:
+    """The settings that a repetition needs, by name, as text: those of the optimizer as it has them, if it is made."""
+    args = trainer.args
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     if args.lr_scheduler_kwargs:
         schedule += f" {json.dumps(args.lr_scheduler_kwargs)}"
     warmup = f"{args.warmup_steps:g} steps" if args.warmup_steps >= 1 else f"{args.warmup_steps:.0%} of the steps"
-    optimizer = str(getattr(args.optim, "value", args.optim))
+    schedule = f"{schedule}, warm-up {warmup}" if args.warmup_steps else schedule
+    groups = [] if trainer.optimizer is None else trainer.optimizer.param_groups
+    rate = groups[0].get("initial_lr", args.learning_rate) if groups else args.learning_rate
     found = {
-        "learning rate": f"{args.learning_rate:g}",
-        "schedule": f"{schedule}, warm-up {warmup}" if args.warmup_steps else schedule,
-        "optimizer": f"{optimizer}, betas {args.adam_beta1:g} and {args.adam_beta2:g}, "
-        f"weight decay {args.weight_decay:g}",
+        "learning rate": f"{float(rate):g}",
+        "schedule": getattr(trainer, "given_scheduler", None) or schedule,
+        "scheduled steps": f"{trainer.state.max_steps:,}",
+        "optimizer": _optimizer(args, trainer.optimizer),
         "gradient norm": f"at most {args.max_grad_norm:g}" if args.max_grad_norm else "any",
         "precision": "bfloat16 autocast" if args.bf16 else "float16 autocast" if args.fp16 else "float32",
         "seed": str(args.seed),
     }
-    return found | (_of_method(args) if isinstance(args, InitialStateConfig) else {})
+    if args.neftune_noise_alpha:
+        found["noise on embeddings"] = f"NEFTune {args.neftune_noise_alpha:g}"
+    return found | (_of_method(args) if isinstance(args, InitialStateConfig) else {}) | _of_other(args)
+
+
+def _optimizer(args: TrainingArguments, optimizer: Any) -> str:
+    name = str(getattr(args.optim, "value", args.optim))
+    told: dict[str, Any] = {
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+    }
+    if optimizer is not None:
+        kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+        name = name if kind.lower() in name.replace("_", "") else kind  # one of the user's own
+        told = optimizer.param_groups[0] | {
+            "weight_decay": max(group.get("weight_decay", 0) for group in optimizer.param_groups)
+        }
+    if "betas" in told:
+        name += ", betas " + " and ".join(f"{float(beta):g}" for beta in told["betas"])
+    if told.get("momentum"):
+        name += f", momentum {float(told['momentum']):g}"
+    if "betas" in told and told.get("eps", _EPSILON) != _EPSILON:
+        name += f", epsilon {float(told['eps']):g}"
+    return f"{name}, weight decay {float(told['weight_decay']):g}"
 
 
 def _of_method(args: InitialStateConfig) -> dict[str, str]:
@@ -151,6 +269,22 @@ def _of_method(args: InitialStateConfig) -> dict[str, str]:
         for name, value in given.items()
         if value is not None
     }
+
+
+def _of_other(args: TrainingArguments) -> dict[str, str]:
+    """Settings of the trainer that a method was put on, SFTTrainer for one, which are not its defaults."""
+    known = {item.name for item in fields(TrainingArguments)}
+    if isinstance(args, InitialStateConfig):
+        known |= set(args.method_settings())
+    found = {}
+    for item in fields(args):
+        value, default = getattr(args, item.name), item.default
+        if item.name in known or value is None or (default is not MISSING and value == default):
+            continue
+        found[item.name.replace("_", " ")] = (
+            portable(value) if isinstance(value, str) else json.dumps(value, default=str)
+        )
+    return found
 
 
 def _length(dataset: Any) -> int | None:

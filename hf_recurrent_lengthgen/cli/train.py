@@ -40,7 +40,7 @@ from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrai
 from hf_recurrent_lengthgen.trainers.alignment_loss import largest_extra
 from hf_recurrent_lengthgen.trainers.checkpoints import newest_complete_checkpoint
 from hf_recurrent_lengthgen.trainers.learned_state_trainer import LEARNED_STATE_FILE
-from hf_recurrent_lengthgen.trainers.training_runs import training_run
+from hf_recurrent_lengthgen.trainers.training_runs import method_of, training_run
 
 TASK_SAMPLES, TASK_EVALUATION_SAMPLES = 100_000, 256
 """Samples that are made for an epoch where max_steps does not say how many there are, and for an evaluation."""
@@ -134,6 +134,7 @@ def train(
     if trainer.is_world_process_zero() and not _state_alone(training):
         length = rows.row_length if isinstance(rows, TaskStrings) else settings.block_length
         weights = {"initial weights": _initial_weights(settings)} if settings.from_scratch else {}
+        method = method_of(trainer, settings.intervention)
         record = training_run(trainer, done, method or "none", _data(settings), length, weights)
         description = f"{method or 'plain training'}, {record.steps:,} steps"
         record_step(Path(output), start, "train", description, command, record)

@@ -1,0 +1,233 @@
+"""Settings that change at a resume apply from there on, are said, and stand in the lineage; else they are refused."""
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.data import PackedBlocks
+from hf_recurrent_lengthgen.records import read_lineage
+from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
+
+FIRST: dict[str, Any] = {"learning_rate": 0.01, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "max_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def base(toys: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base") / "base"
+    toys.tiny_model().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(toys: ModuleType, base: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """After two steps of three."""
+    folder = tmp_path_factory.mktemp("first")
+    make(toys, base, folder, save_steps=2).train()
+    return str(folder / "checkpoint-2")
+
+
+def make(toys: ModuleType, base: Path, folder: Path, **changes: Any) -> StatePassingTrainer:
+    settings = toys.QUIET | FIRST | {"save_strategy": "steps", "save_steps": 100, "logging_steps": 1} | changes
+    arguments = StatePassingConfig(str(folder), per_device_train_batch_size=2, **settings)
+    rows = PackedBlocks(torch.arange(400) % toys.VOCABULARY, length=9)
+    model = StatefulMamba2ForCausalLM.from_pretrained(base)
+    return StatePassingTrainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+
+
+def recorded(trainer: StatePassingTrainer) -> dict[str, str]:
+    trainer.save_model()
+    lineage = read_lineage(trainer.output_dir)
+    assert lineage is not None
+    training = lineage.steps[-1].training
+    assert training is not None
+    assert training.steps == trainer.state.global_step
+    return training.settings
+
+
+def said(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(record.message for record in caplog.records if record.levelno >= logging.WARNING)
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    logger = transformers_logging.get_logger("hf_recurrent_lengthgen.trainers.base")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def test_an_unchanged_resume_says_nothing(
+    toys: ModuleType, base: Path, checkpoint: str, tmp_path: Path, warned: pytest.LogCaptureFixture
+) -> None:
+    trainer = make(toys, base, tmp_path)
+    trainer.train(checkpoint)
+    assert "other settings" not in said(warned)
+    settings = recorded(trainer)
+    assert settings["learning rate"] == "0.01"
+    assert settings["optimizer"] == "adamw_torch_fused, betas 0.9 and 0.999, weight decay 0"
+    assert not any(", then " in text for text in settings.values())
+    assert "scheduled steps" not in settings
+
+
+def test_a_new_learning_rate_applies(toys: ModuleType, base: Path, checkpoint: str, tmp_path: Path) -> None:
+    before = load_file(Path(checkpoint) / "model.safetensors")
+    moved: list[dict[str, Tensor]] = []
+    for rate in (0.01, 0.0025):
+        trainer = make(toys, base, tmp_path / str(rate), learning_rate=rate)
+        trainer.train(checkpoint)
+        assert trainer.state.log_history[-2]["learning_rate"] == rate
+        after = trainer.model.state_dict()
+        moved.append({name: (after[name] - before[name]) / rate for name in before})
+    torch.testing.assert_close(moved[0], moved[1], rtol=1e-3, atol=1e-3)
+    assert recorded(trainer)["learning rate"] == "0.01 to step 2, then 0.0025"
+
+
+def test_settings_of_the_optimizer_apply_and_are_recorded(
+    toys: ModuleType, base: Path, checkpoint: str, tmp_path: Path, warned: pytest.LogCaptureFixture
+) -> None:
+    changes = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6, "weight_decay": 0.1, "max_grad_norm": 0.5}
+    trainer = make(toys, base, tmp_path, **changes)
+    trainer.train(checkpoint)
+    groups = trainer.optimizer.param_groups
+    assert {(group["betas"], group["eps"]) for group in groups} == {((0.8, 0.95), 1e-6)}
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    settings = recorded(trainer)
+    assert settings["optimizer"] == (
+        "adamw_torch_fused, betas 0.9 and 0.999, weight decay 0 to step 2, then "
+        "adamw_torch_fused, betas 0.8 and 0.95, epsilon 1e-06, weight decay 0.1"
+    )
+    assert settings["gradient norm"] == "any to step 2, then at most 0.5"
+    assert "From step 2 on" in said(warned)
+    assert "gradient norm any -> at most 0.5" in said(warned)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rates", "told"),
+    [
+        (
+            {"max_steps": 6, "lr_scheduler_type": "linear"},
+            [0.01 * (6 - step) / 6 for step in range(2, 6)],
+            {"schedule": "constant to step 2, then linear", "scheduled steps": "3 to step 2, then 6"},
+        ),
+        (
+            {"warmup_steps": 4, "lr_scheduler_type": "constant_with_warmup", "learning_rate": 0.02},
+            [0.02 * 2 / 4],
+            {"schedule": "constant to step 2, then constant_with_warmup, warm-up 4 steps"},
+        ),
+        ({"bf16": True}, [0.01], {"precision": "float32 to step 2, then bfloat16 autocast"}),
+    ],
+    ids=["steps", "warm-up", "precision"],
+)
+def test_the_schedule_is_that_of_the_arguments_from_the_first_step_on(
+    toys: ModuleType,
+    base: Path,
+    checkpoint: str,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    rates: list[float],
+    told: dict[str, str],
+) -> None:
+    trainer = make(toys, base, tmp_path, **changes)
+    trainer.train(checkpoint)
+    log = [entry["learning_rate"] for entry in trainer.state.log_history if entry["step"] > 2 and "loss" in entry]
+    assert log == pytest.approx(rates)
+    settings = recorded(trainer)
+    assert {name: settings[name] for name in told} == told
+
+
+def test_parts_add_up_over_several_resumes(toys: ModuleType, base: Path, checkpoint: str, tmp_path: Path) -> None:
+    second = make(toys, base, tmp_path / "second", learning_rate=0.02, max_steps=4)
+    second.train(checkpoint)
+    third = make(toys, base, tmp_path / "third", learning_rate=0.04, max_steps=5)
+    third.train(str(tmp_path / "second" / "checkpoint-4"))
+    settings = recorded(third)
+    assert settings["learning rate"] == "0.01 to step 2, then 0.02 to step 4, then 0.04"
+    assert settings["scheduled steps"] == "3 to step 2, then 4 to step 4, then 5"
+
+
+def test_a_checkpoint_without_a_record_still_tells_its_optimizer(
+    toys: ModuleType, base: Path, checkpoint: str, tmp_path: Path
+) -> None:
+    old = tmp_path / "checkpoint-2"
+    shutil.copytree(checkpoint, old)
+    path = old / "initial_states_0.safetensors"
+    with safe_open(path, "pt") as file:
+        header = file.metadata()
+    run = json.loads(header["run"])
+    del run["record"]
+    save_file(load_file(path), path, header | {"run": json.dumps(run)})
+    trainer = make(toys, base, tmp_path / "out", learning_rate=0.02, max_steps=4)
+    trainer.train(str(old))
+    settings = recorded(trainer)
+    assert settings["learning rate"] == "0.01 to step 2, then 0.02"
+    assert "scheduled steps" not in settings
+
+
+def test_another_optimizer_is_refused_by_name(toys: ModuleType, base: Path, checkpoint: str, tmp_path: Path) -> None:
+    trainer = make(toys, base, tmp_path, optim="sgd")
+    with pytest.raises(ValueError, match=r"with optim sgd: what is saved there has .*betas.*this one .*momentum"):
+        trainer.train(checkpoint)
+
+
+def test_a_schedule_that_keeps_its_rate_takes_no_other(toys: ModuleType, base: Path, tmp_path: Path) -> None:
+    plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 100}
+    first = make(toys, base, tmp_path / "first", save_steps=2, **plateau)
+    first.train()
+    again = make(toys, base, tmp_path / "again", learning_rate=0.5, **plateau)
+    with pytest.raises(ValueError, match="ReduceLROnPlateau keeps its own learning rate"):
+        again.train(str(tmp_path / "first" / "checkpoint-2"))
+    other = make(toys, base, tmp_path / "other")
+    with pytest.raises(ValueError, match=r"with lr_scheduler_type constant: what is saved there has .*patience"):
+        other.train(str(tmp_path / "first" / "checkpoint-2"))
+    same = make(toys, base, tmp_path / "same", **plateau)
+    same.train(str(tmp_path / "first" / "checkpoint-2"))
+    assert same.state.global_step == 3
+
+
+def test_an_optimizer_of_ones_own_is_recorded_as_it_is(toys: ModuleType, base: Path, tmp_path: Path) -> None:
+    trainer = make(toys, base, tmp_path)
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.3, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    trainer = StatePassingTrainer(
+        trainer.model, trainer.args, train_dataset=trainer.train_dataset, optimizers=(optimizer, scheduler)
+    )
+    trainer.train()
+    settings = recorded(trainer)
+    assert settings["optimizer"] == "SGD, momentum 0.9, weight decay 0"
+    assert (settings["learning rate"], settings["schedule"]) == ("0.3", "StepLR")
+
+
+@pytest.mark.parametrize("probability", [0.1, 1.0])
+def test_a_method_that_gave_no_state_is_not_recorded(
+    toys: ModuleType, base: Path, tmp_path: Path, probability: float
+) -> None:
+    trainer = make(toys, base, tmp_path, state_drop_probability=probability)
+    trainer.train()
+    trainer.save_model()
+    lineage = read_lineage(tmp_path)
+    assert lineage is not None
+    (step,) = lineage.steps
+    assert step.training is not None
+    assert step.training.method == ("state_passing" if probability < 1 else "none")
+    assert step.description == ("state_passing, 3 steps" if probability < 1 else "plain training, 3 steps")
+
+
+def test_the_best_weights_are_recorded_as_such(toys: ModuleType, base: Path, tmp_path: Path) -> None:
+    changes = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    # the wrong way round, so that the first is the best
+    trainer = make(toys, base, tmp_path, **changes, metric_for_best_model="loss", greater_is_better=True)
+    trainer.train()
+    assert trainer.state.best_global_step == 1
+    assert recorded(trainer)["weights"] == "of step 1, best in loss"
