@@ -70,6 +70,7 @@ from hf_recurrent_lengthgen.trainers.hub_pushes import (
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
 from hf_recurrent_lengthgen.trainers.interrupts import InterruptCallback
+from hf_recurrent_lengthgen.trainers.metric_callbacks import MetricCallback
 from hf_recurrent_lengthgen.trainers.model_calls import ModelCalls
 from hf_recurrent_lengthgen.trainers.resumed_optimizers import check_same_kind, group_settings, put_back
 from hf_recurrent_lengthgen.trainers.row_layout import RowLayout, share_of_zero_rows, without_padding
@@ -210,6 +211,9 @@ class InitialStateTrainer(Trainer, ABC):
         self._lanes: LaneSampler | None = None
         self._steps = _StepCallback(self)
         self._interrupts = InterruptCallback(self._any_process)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, MetricCallback):
+                callback.attach(self)
         self.add_callback(self._steps)
         self.add_callback(self._interrupts)
 

@@ -1,6 +1,7 @@
 """Settings that every method shares."""
 
 from dataclasses import dataclass, field, fields
+from inspect import get_annotations
 from typing import Any, Literal
 
 from transformers import TrainingArguments
@@ -94,12 +95,15 @@ class InitialStateConfig(TrainingArguments):
             raise ValueError(f"broken_states must be 'stop' or 'reset', got {self.broken_states!r}.")
         if self.max_state_rms is not None and not self.max_state_rms > 0:
             raise ValueError(f"max_state_rms must be above 0, got {self.max_state_rms}.")
+        self.greater_is_better_given = self.greater_is_better is not None  # else TrainingArguments decides by the name
         super().__post_init__()
 
     def method_settings(self) -> dict[str, Any]:
-        """The settings that `TrainingArguments` does not have."""
+        """The settings that the method's config classes have and `TrainingArguments` does not."""
         stock = {item.name for item in fields(TrainingArguments)}
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in stock}
+        classes = [base for base in type(self).__mro__ if issubclass(base, InitialStateConfig)]
+        own = {name for base in classes for name in get_annotations(base)} - stock
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name in own}
 
 
 @dataclass

@@ -8,6 +8,7 @@ Any function from a model to a number, to several by name, or to a result of `ev
 
 import math
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -18,7 +19,14 @@ import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from hf_recurrent_lengthgen.evaluation.context_harm import check_training_length, last_octave, window_nll
 from hf_recurrent_lengthgen.evaluation.effective_remembrance import LENGTHS_OF_TRAINING, effective_remembrance
@@ -32,14 +40,22 @@ MetricFunction = Callable[[Any], Any]
 
 
 class Metric(NamedTuple):
-    """A name, and a function from a model to a number, a mapping of names to such, or a typed result."""
+    """A name, and a function from a model to a number, a mapping of names to such, or a typed result.
+
+    `greater_is_better` says which of its values `metric_for_best_model` wants; None for unknown.
+    """
 
     name: str
     function: MetricFunction
+    greater_is_better: bool | None = None
 
 
 class MetricCallback(TrainerCallback):
     """Measures the model during training, and logs what it finds as Trainer logs its own evaluation.
+
+    Evaluations measure, too, and have the values in their result, so that `metric_for_best_model` can name one. The
+    trainers of this package take it in `callbacks=[...]`; others by `attach`, since a stock Trainer does not tell its
+    callbacks of itself, by which they could log.
 
     Metrics run on the model without its wrappers (DDP, torch.compile; a PEFT model stays one), in evaluation mode,
     without gradients and autocast, in the dtype of the weights. Modes and random numbers are put back: a run trains
@@ -68,7 +84,7 @@ class MetricCallback(TrainerCallback):
         prefix: str = "eval_",
     ) -> None:
         given = metrics.items() if isinstance(metrics, Mapping) else metrics
-        self.metrics = [Metric(name, function) for name, function in given]
+        self.metrics = [Metric(*metric) for metric in given]
         names = [metric.name for metric in self.metrics]
         if not names or not all(names) or len(set(names)) < len(names):
             raise ValueError(f"metrics must be at least one, with different names, got {names}.")
@@ -77,13 +93,15 @@ class MetricCallback(TrainerCallback):
         self.every_steps, self.at_start, self.at_end, self.prefix = every_steps, at_start, at_end, prefix
         self._trainer: Trainer | None = None
         self._measured_at: int | None = None
+        self._training = False
+        self._found: dict[str, float] = {}
 
     def attach(self, trainer: Trainer) -> "MetricCallback":
-        """Add this callback to a trainer, in whose log the values go.
+        """Add this callback, unless it is there, to a trainer, in whose log the values go.
 
         Raises:
-            ValueError: if it belongs to another trainer, and under FSDP and DeepSpeed, where no process can run the
-                model alone.
+            ValueError: if it belongs to another trainer, under FSDP and DeepSpeed, where no process can run the model
+                alone, and if `metric_for_best_model` names a metric of which the trainer would keep the worst value.
         """
         if self._trainer is not None:
             raise ValueError("This MetricCallback is attached to a trainer already: make another one.")
@@ -92,16 +110,37 @@ class MetricCallback(TrainerCallback):
                 "MetricCallback runs the whole model in the main process, which holds only a part of it under FSDP or "
                 "DeepSpeed. Evaluate the checkpoints afterwards (`lengthgen evaluate`)."
             )
+        self._check_direction(trainer.args)
         self._trainer = trainer
-        trainer.add_callback(self)
+        others: list[Any] = [callback for callback in trainer.callback_handler.callbacks if callback is not self]
+        # early stopping reads what an evaluation found
+        stops = (i for i, callback in enumerate(others) if isinstance(callback, EarlyStoppingCallback))
+        others.insert(next(stops, len(others)), self)
+        trainer.callback_handler.callbacks = others
         return self
 
+    def _check_direction(self, args: TrainingArguments) -> None:
+        best = args.metric_for_best_model or ""
+        for metric in self.metrics:
+            named = f"{self.prefix}{metric.name}"
+            ours = re.fullmatch(rf"{re.escape(named)}(_.*)?", best if best.startswith("eval_") else f"eval_{best}")
+            if ours is None or metric.greater_is_better in (None, args.greater_is_better):
+                continue
+            if getattr(args, "greater_is_better_given", True):
+                raise ValueError(
+                    f"metric_for_best_model is {best!r}, of which the best value is the "
+                    f"{'highest' if metric.greater_is_better else 'lowest'}, but greater_is_better is "
+                    f"{args.greater_is_better} (where it is not given, Transformers takes True for all names but "
+                    f"losses): give greater_is_better={metric.greater_is_better}."
+                )
+            args.greater_is_better = metric.greater_is_better
+
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._measured_at = None
+        self._measured_at, self._training = None, True
         if self._trainer is None:
             raise ValueError(
-                "A MetricCallback logs through its trainer: call MetricCallback(...).attach(trainer) instead of "
-                "giving it in callbacks=[...]."
+                "A MetricCallback logs through its trainer, which a stock Trainer does not tell it of: call "
+                "MetricCallback(...).attach(trainer) instead of giving it in callbacks=[...]."
             )
         if self.at_start:
             self._measure(state, control)
@@ -114,6 +153,21 @@ class MetricCallback(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.at_end and self._measured_at != state.global_step:
             self._measure(state, control)
+        self._training = False  # the best weights may be loaded next
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        if self._trainer is None or metrics is None:
+            return
+        if not self._training or self._measured_at != state.global_step:
+            self._measure(state, control)
+        metrics.update(self._found)  # it is what evaluate returns
 
     def _measure(self, state: TrainerState, control: TrainerControl) -> None:
         assert self._trainer is not None
@@ -125,6 +179,7 @@ class MetricCallback(TrainerCallback):
             broadcast_object_list(found)
         if isinstance(found[0], Exception):
             raise found[0]
+        self._found = dict(found[0])
         should_log = control.should_log  # logging puts it off, and the loss of this step is not logged yet
         self._trainer.log(dict(found[0]))
         control.should_log = should_log
@@ -133,7 +188,7 @@ class MetricCallback(TrainerCallback):
     def _values(self, model: nn.Module, step: int) -> dict[str, float] | Exception:
         """What is logged, or the error of the first metric that fails."""
         values: dict[str, float] = {}
-        for name, function in self.metrics:
+        for name, function, _ in self.metrics:
             try:
                 with undisturbed(model):
                     found = numbers_of(f"{self.prefix}{name}", function(model))
@@ -210,7 +265,7 @@ def nll_by_length(tokens: Tokens, training_length: int, name: str = "nll") -> Me
         parts = {"inside": nll[:, :training_length], "beyond": nll[:, training_length:]}
         return {part: estimate(values, CONFIDENCE) for part, values in parts.items()}
 
-    return Metric(name, measure)
+    return Metric(name, measure, greater_is_better=False)
 
 
 def context_harm(tokens: Tokens, training_length: int, name: str = "context_harm") -> Metric:
@@ -227,7 +282,7 @@ def context_harm(tokens: Tokens, training_length: int, name: str = "context_harm
         start, stop = last_octave(nll.shape[1], training_length)
         return estimate(harm[:, start - training_length : stop - training_length], CONFIDENCE)
 
-    return Metric(name, measure)
+    return Metric(name, measure, greater_is_better=False)
 
 
 def effective_remembrance_at(
@@ -253,7 +308,7 @@ def effective_remembrance_at(
         found = effective_remembrance(model, tokens, training_length, length=end, starts=chosen, progress=False)
         return {str(start): found.at(start) for start in chosen}
 
-    return Metric(name, measure)
+    return Metric(name, measure, greater_is_better=False if starts is None else None)
 
 
 def misalignment(
@@ -265,7 +320,7 @@ def misalignment(
         found = long_short_misalignment(model, tokens, training_length, samples=samples, seed=seed, progress=False)
         return Estimate(found.mean, found.low, found.high)
 
-    return Metric(name, measure)
+    return Metric(name, measure, greater_is_better=False)
 
 
 def _check_reach(tokens: Tokens, training_length: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import ConstantPrompt
 from hf_recurrent_lengthgen.evaluation.effective_remembrance import effective_remembrance
@@ -21,6 +21,8 @@ from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
 from hf_recurrent_lengthgen.trainers import (
     Metric,
     MetricCallback,
+    StatePassingConfig,
+    StatePassingTrainer,
     context_harm,
     effective_remembrance_at,
     misalignment,
@@ -260,3 +262,78 @@ def test_the_main_process_measures_and_all_go_on_or_end(toys: ModuleType, tmp_pa
     else:
         assert done.returncode == 1
         assert done.stderr.count("RuntimeError: The metric 'count' failed at step 4: KeyError: 'gone'") == 2
+
+
+def evaluating(toys: ModuleType, folder: Path, own: bool, callback: Any, **changes: Any) -> Trainer:
+    """A run of four steps that is evaluated after each; `own` is of this package and gets its callback by the list."""
+    settings = toys.QUIET | {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1} | changes
+    data = {"train_dataset": toys.sequences(16), "eval_dataset": toys.sequences(4)}
+    if own:
+        arguments = StatePassingConfig(str(folder), **settings)
+        stopping = [EarlyStoppingCallback(2)] if "early" in folder.name else []
+        return StatePassingTrainer(toys.tiny_model(), arguments, **data, callbacks=[*stopping, callback])
+    trainer = Trainer(toys.tiny_model(), TrainingArguments(str(folder), **settings), **data)
+    if "early" in folder.name:
+        trainer.add_callback(EarlyStoppingCallback(2))
+    callback.attach(trainer)
+    return trainer
+
+
+class Falling:
+    """A harm that is least when it is measured for the second time."""
+
+    def __init__(self) -> None:
+        self.values = [3.0, 1.0, 2.0, 4.0, 5.0, 6.0]
+        self.weights: list[dict[str, torch.Tensor]] = []
+
+    def __call__(self, model: nn.Module) -> float:
+        self.weights.append({name: value.detach().clone() for name, value in model.named_parameters()})
+        return self.values[len(self.weights) - 1]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_best_model_is_that_of_a_metric(toys: ModuleType, tmp_path: Path, own: bool) -> None:
+    harm = Falling()
+    callback = MetricCallback([Metric("context_harm", harm, greater_is_better=False)], every_steps=2, at_start=False)
+    best = {"metric_for_best_model": "context_harm", "load_best_model_at_end": True}
+    changes = best if own else best | {"greater_is_better": False}
+    trainer = evaluating(toys, tmp_path, own, callback, **changes)
+    trainer.train()
+    assert trainer.state.best_global_step == 2
+    assert trainer.state.best_metric == 1.0
+    assert len(harm.weights) == 4  # once for each step, also where two things ask for it
+    toys.assert_same_weights(toys.weights(trainer.model), harm.weights[1])
+    logged = [entry["eval_context_harm"] for entry in trainer.state.log_history if "eval_context_harm" in entry]
+    assert logged == [3.0, 1.0, 2.0, 4.0]
+    found = trainer.evaluate()
+    assert found["eval_context_harm"] == 5.0
+    assert found["eval_loss"] > 0
+    toys.assert_same_weights(harm.weights[4], harm.weights[1])
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_early_stopping_reads_a_metric(toys: ModuleType, tmp_path: Path, own: bool) -> None:
+    callback = MetricCallback(
+        [Metric("context_harm", Falling(), greater_is_better=False)], every_steps=100, at_start=False, at_end=False
+    )
+    best = {"metric_for_best_model": "context_harm", "load_best_model_at_end": True, "greater_is_better": False}
+    trainer = evaluating(toys, tmp_path / "early", own, callback, **best, max_steps=8)
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("named", ["context_harm", "eval_context_harm_high", "nll_beyond"])
+def test_the_worst_is_not_kept_as_the_best(toys: ModuleType, tmp_path: Path, own: bool, named: str) -> None:
+    callback = MetricCallback([context_harm(TOKENS, 16), nll_by_length(TOKENS, 16)], every_steps=2)
+    best = {"metric_for_best_model": named, "load_best_model_at_end": True, "greater_is_better": True}
+    with pytest.raises(ValueError, match=r"best value is the lowest.*give greater_is_better=False"):
+        evaluating(toys, tmp_path, own, callback, **best)
+
+
+def test_a_stock_trainer_says_how_to_attach(toys: ModuleType, tmp_path: Path) -> None:
+    callback = MetricCallback({"one": lambda _: 1.0}, every_steps=1)
+    arguments = TrainingArguments(str(tmp_path), **toys.QUIET, max_steps=1)
+    trainer = Trainer(toys.tiny_model(), arguments, train_dataset=toys.sequences(4), callbacks=[callback])
+    with pytest.raises(ValueError, match=r"attach\(trainer\)"):
+        trainer.train()
