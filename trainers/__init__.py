@@ -3,6 +3,7 @@
 from hf_recurrent_lengthgen.trainers.alignment_config import AlignmentConfig
 from hf_recurrent_lengthgen.trainers.alignment_trainer import AlignmentTrainer
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
+from hf_recurrent_lengthgen.trainers.combining import combine
 from hf_recurrent_lengthgen.trainers.fitted_noise_config import FittedNoiseConfig
 from hf_recurrent_lengthgen.trainers.fitted_noise_trainer import FittedNoiseTrainer
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
@@ -64,6 +65,7 @@ __all__ = [
     "TbttTrainer",
     "ZeroStateTrainer",
     "ZeroStates",
+    "combine",
     "context_harm",
     "effective_remembrance_at",
     "misalignment",

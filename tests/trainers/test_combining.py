@@ -1,0 +1,342 @@
+"""Methods on trainers of TRL: one forward pass per step, from the states that the method says."""
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, disable_progress_bars
+from peft import LoraConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+
+from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.records import read_lineage
+from hf_recurrent_lengthgen.trainers import (
+    AlignmentTrainer,
+    FittedNoiseTrainer,
+    LearnedStateTrainer,
+    MixedStatesTrainer,
+    RandomNoiseTrainer,
+    StatePassingConfig,
+    StatePassingTrainer,
+    StateXTrainer,
+    TbttTrainer,
+    ZeroStateTrainer,
+    combine,
+)
+from hf_recurrent_lengthgen.trainers.combining import unpacked
+
+trl = pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings(
+    # TRL's configs still use the name that Transformers replaced by activation_checkpointing.
+    "ignore:`gradient_checkpointing` is deprecated:FutureWarning",
+)
+disable_progress_bars()
+SETTINGS: dict[str, Any] = {
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "per_device_train_batch_size": 2,
+    "max_steps": 3,
+    "learning_rate": 0.1,
+    "optim": "sgd",
+}
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}A: {% generation %}{{ message['content'] }}\n"
+    "{% endgeneration %}{% else %}Q: {{ message['content'] }}\n{% endif %}{% endfor %}"
+)
+
+
+def model() -> StatefulMamba2ForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_heads": 2, "head_dim": 8, "state_size": 4, "n_groups": 1, "num_hidden_layers": 2}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    return StatefulMamba2ForCausalLM(StatefulMamba2Config(vocab_size=384, **sizes, **special))
+
+
+def tokenizer() -> Any:
+    """Bytes, of the kind that knows which characters a token stands for: assistant_only_loss needs that."""
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    names = ["<pad>", "</s>", *sorted(letters)]
+    made = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = {"pad_token": "<pad>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=TEMPLATE, **special)
+
+
+def rows(count: int = 12, length: int = 9) -> Dataset:
+    generator = torch.Generator().manual_seed(0)
+    return Dataset.from_dict({"input_ids": torch.randint(3, 300, (count, length), generator=generator).tolist()})
+
+
+def texts() -> Dataset:
+    return Dataset.from_dict({"text": [f"text {i} " * (1 + i % 3) for i in range(12)]})
+
+
+def chats() -> Dataset:
+    said = [[{"role": "user", "content": f"{i} + 1?"}, {"role": "assistant", "content": f"{i + 1}"}] for i in range(8)]
+    return Dataset.from_dict({"messages": said})
+
+
+class Calls:
+    """The calls of a model's backbone in training: initial states and final states, (rows, ...) or None."""
+
+    def __init__(self, watched: Any) -> None:
+        self.initial: list[Tensor | None] = []
+        self.final: list[Tensor] = []
+        self.inputs: list[dict[str, Any]] = []
+        watched.backbone.register_forward_pre_hook(self.before, with_kwargs=True)
+        watched.backbone.register_forward_hook(self.after)
+
+    def before(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        state = kwargs.get("initial_state")
+        self.initial.append(None if state is None else state[0].recurrent.clone())
+        self.inputs.append(kwargs)
+
+    def after(self, module: Any, args: Any, output: Any) -> None:
+        if output.final_state is not None:
+            self.final.append(output.final_state[0].recurrent.detach().clone())
+
+
+def trained(path: Path, method: Any = StatePassingTrainer, data: Any = None, **fields: Any) -> tuple[Any, Calls]:
+    trainer_class, config_class = combine(method, trl.SFTTrainer)
+    further = {name: fields.pop(name) for name in ("peft_config", "eval_dataset") if name in fields}
+    given = model()
+    calls = Calls(given)
+    trainer = trainer_class(
+        given,
+        config_class(str(path), **SETTINGS | fields),
+        train_dataset=rows() if data is None else data,
+        processing_class=tokenizer(),
+        **further,
+    )
+    trainer.train()
+    return trainer, calls
+
+
+def test_states_are_passed_in_one_forward_pass_a_step(tmp_path: Path) -> None:
+    _, calls = trained(tmp_path, state_drop_probability=0.0)
+    assert len(calls.initial) == 3
+    assert calls.initial[0] is None
+    for initial, final in zip(calls.initial[1:], calls.final, strict=False):
+        torch.testing.assert_close(initial, final, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_weights_are_those_of_our_own_trainer(tmp_path: Path, accumulation: int) -> None:
+    sft, _ = trained(tmp_path / "sft", gradient_accumulation_steps=accumulation)
+    changes = {"gradient_accumulation_steps": accumulation, "activation_checkpointing": True}
+    arguments = StatePassingConfig(str(tmp_path / "own"), **SETTINGS | changes)
+    data = rows().map(lambda row: {"labels": row["input_ids"]}).with_format("torch")
+    own = StatePassingTrainer(model(), arguments, train_dataset=data)
+    own.train()
+    for (name, one), other in zip(sft.model.named_parameters(), own.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(
+    ("method", "fields"),
+    [
+        (ZeroStateTrainer, {}),
+        (RandomNoiseTrainer, {"noise_sigma": 0.1}),
+        (FittedNoiseTrainer, {}),
+        (MixedStatesTrainer, {"mixture": {"zero": 0.5, "state_passing": 0.5}}),
+        (StateXTrainer, {"expand_count": 1}),
+        (LearnedStateTrainer, {"train_model": True}),
+    ],
+)
+def test_every_source_goes_with_sft(tmp_path: Path, method: Any, fields: dict[str, Any]) -> None:
+    trainer, calls = trained(tmp_path, method, texts(), **fields)
+    assert type(trainer).__name__ == method.__name__.removesuffix("Trainer") + "SFTTrainer"
+    if method is not StateXTrainer:  # which trains a copy
+        assert len(calls.initial) == 3
+        assert (calls.initial[-1] is None) == (method is ZeroStateTrainer)
+
+
+@pytest.mark.parametrize("method", [AlignmentTrainer, StatePassingTrainer])
+def test_the_alignment_loss_goes_with_rows_of_one_length(tmp_path: Path, method: Any) -> None:
+    trainer, calls = trained(
+        tmp_path, method, texts(), packing=True, packing_strategy="wrapped", max_length=12, alignment_alpha=0.2
+    )
+    assert len(calls.initial) == 3
+    assert [entry["misalignment"] > 0 for entry in trainer.state.log_history if "misalignment" in entry] == [True] * 3
+
+
+def test_a_packed_text_is_a_sequence_with_a_state_of_its_own(tmp_path: Path) -> None:
+    trainer, calls = trained(tmp_path, data=texts(), packing=True, max_length=80, state_drop_probability=0.0)
+    assert len(calls.initial) == 3
+    for step, inputs in enumerate(calls.inputs):
+        lengths = inputs["attention_mask"].sum(1)
+        assert len(lengths) > 2
+        assert "position_ids" not in inputs
+        if step:
+            before, given = calls.final[step - 1], calls.initial[step]
+            assert given is not None
+            shared = min(len(given), len(before))
+            torch.testing.assert_close(given[:shared], before[:shared], rtol=0, atol=0)
+    assert all("mean_token_accuracy" in entry for entry in trainer.state.log_history if "loss" in entry)
+
+
+def test_packed_texts_become_padded_rows() -> None:
+    ids = torch.arange(1, 8)[None]
+    batch = {"input_ids": ids, "labels": ids * 10, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1]]), "seq_idx": 0}
+    found = unpacked(batch)
+    assert found["input_ids"].tolist() == [[1, 2, 3], [4, 5, 0], [6, 7, 0]]
+    assert found["labels"].tolist() == [[10, 20, 30], [40, 50, -100], [60, 70, -100]]
+    assert found["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0], [1, 1, 0]]
+    assert found.keys() == {"input_ids", "labels", "attention_mask"}
+    assert unpacked(found) is found
+
+
+def test_chats_and_adapters(tmp_path: Path) -> None:
+    lora = LoraConfig(r=2, target_modules=["in_proj"], task_type="CAUSAL_LM")
+    trainer, calls = trained(
+        tmp_path,
+        data=chats(),
+        assistant_only_loss=True,
+        peft_config=lora,
+        eval_dataset=chats(),
+        gradient_accumulation_steps=2,
+        state_drop_probability=0.0,
+    )
+    assert [initial is None for initial in calls.initial] == [True, True, False, False, False, False]
+    batch = next(iter(trainer.get_train_dataloader()))
+    scored = batch["input_ids"][0][batch["labels"][0] != -100]
+    assert tokenizer().decode(scored).strip().isdecimal()
+    found = trainer.evaluate()
+    assert found["eval_loss"] > 0
+    assert calls.initial[-1] is None  # evaluation starts from zero
+
+
+def test_the_lineage_tells_of_the_method_and_of_the_settings_of_both(tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path / "base")
+    start = StatefulMamba2ForCausalLM.from_pretrained(tmp_path / "base")
+    trainer_class, config_class = combine(trl.SFTTrainer, StatePassingTrainer)
+    arguments = config_class(str(tmp_path / "out"), **SETTINGS | {"completion_only_loss": False})
+    trainer = trainer_class(start, arguments, train_dataset=texts(), processing_class=tokenizer())
+    trainer.train()
+    trainer.save_model()
+    lineage = read_lineage(tmp_path / "out")
+    assert lineage is not None
+    run = lineage.steps[0].training
+    assert run is not None
+    assert run.method == "state_passing"
+    assert run.settings["state drop probability"] == "0.1"
+    assert run.settings["completion only loss"] == "false"
+    real = [len(text) + 1 for text in texts()["text"]]
+    assert 6 * min(real) <= run.tokens <= 6 * max(real)
+    assert run.tokens == trainer.state.log_history[-2]["num_tokens"]
+    assert run.settings["batch"] == f"2 rows of {run.tokens / 6:.0f} tokens on average"
+    assert "dataset text field" not in run.settings
+    assert "eos token" not in run.settings
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    whole, _ = trained(tmp_path / "whole", **saving)
+    trainer_class, config_class = combine(StatePassingTrainer, trl.SFTTrainer)
+    arguments = config_class(str(tmp_path / "again"), **SETTINGS | saving)
+    again = trainer_class(model(), arguments, train_dataset=rows(), processing_class=tokenizer())
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_the_config_has_the_fields_of_both_and_the_defaults_of_trl(tmp_path: Path) -> None:
+    trainer, config = combine(StatePassingTrainer, trl.SFTTrainer)
+    assert combine(trl.SFTTrainer, StatePassingTrainer) == (trainer, config)
+    arguments = config(str(tmp_path), use_cpu=True, state_drop_probability=0.3)
+    assert (arguments.learning_rate, arguments.max_length) == (2e-5, 1024)
+    assert (
+        arguments.method_settings()
+        == StatePassingConfig(str(tmp_path), use_cpu=True, state_drop_probability=0.3).method_settings()
+    )
+    for same in (copy.deepcopy(arguments), pickle.loads(pickle.dumps(arguments))):
+        assert isinstance(same, config)
+        assert same.to_dict() == arguments.to_dict()
+    with pytest.raises(ValueError, match="state_drop_probability must be between 0 and 1"):
+        config(str(tmp_path), use_cpu=True, state_drop_probability=3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"bptt_chunk_length": 4}, "bptt_chunk_length returns no token losses"),
+        ({"alignment_alpha": 0.1, "loss_type": "dft"}, "loss_type='dft'"),
+        ({"alignment_alpha": 0.1, "alignment_length": 8}, "padding"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path: Path, fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        trained(tmp_path, data=texts(), **fields)
+
+
+def test_a_learned_state_and_adapters_of_trl_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="peft_config would freeze the learned state"):
+        trained(tmp_path, LearnedStateTrainer, peft_config=LoraConfig(target_modules=["in_proj"]))
+
+
+@pytest.mark.parametrize(
+    ("pair", "told"),
+    [
+        (lambda: (TbttTrainer, trl.SFTTrainer), "TbttTrainer needs rows that continue"),
+        (lambda: (StatePassingTrainer, trl.DPOTrainer), "DPOTrainer does not train on single texts"),
+        (lambda: (trl.GRPOTrainer, StatePassingTrainer), "GRPOTrainer does not train on single texts"),
+        (lambda: (StatePassingTrainer, TbttTrainer), "one trainer of a method and another one"),
+        (lambda: (trl.SFTTrainer, Trainer), "one trainer of a method and another one"),
+        (lambda: (StatePassingTrainer, Trainer), "is a Trainer already"),
+    ],
+)
+def test_other_pairs_are_refused(pair: Callable[[], tuple[Any, Any]], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        combine(*pair())
+
+
+def test_a_trainer_of_ones_own_goes_with_a_method(toys: ModuleType, tmp_path: Path) -> None:
+    class Weighted(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    trainer_class, config_class = combine(Weighted, StatePassingTrainer)
+    assert config_class is StatePassingConfig
+    settings = toys.QUIET | {"max_steps": 2, "save_strategy": "no", "logging_steps": 1}
+    trainer = trainer_class(
+        toys.tiny_model(), config_class(str(tmp_path), **settings), train_dataset=toys.sequences(16)
+    )
+    trainer.train()
+    assert 2 * 2.5 < trainer.state.log_history[0]["loss"] < 2 * 3.5  # ln 17 = 2.8
+
+
+@pytest.mark.parametrize("preferences", ["DPO", "GRPO"])
+def test_preference_trainers_take_our_models_as_they_are(tmp_path: Path, preferences: str) -> None:
+    model().save_pretrained(tmp_path / "base")  # DPO loads its own copy
+    given = StatefulMamba2ForCausalLM.from_pretrained(tmp_path / "base")
+    settings: dict[str, Any] = SETTINGS | {"max_steps": 1}
+    data: dict[str, Any] = {"prompt": ["1 + 1 = ", "2 + 2 = "] * 2}
+    if preferences == "DPO":
+        data |= {"chosen": ["2", "4"] * 2, "rejected": ["3", "5"] * 2}
+        further: dict[str, Any] = {}
+    else:
+        settings |= {"num_generations": 2, "max_completion_length": 4, "beta": 0.1}
+        further = {"reward_funcs": lambda completions, **_: [float(i) for i in range(len(completions))]}
+    arguments = getattr(trl, f"{preferences}Config")(str(tmp_path), **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = getattr(trl, f"{preferences}Trainer")(
+            given, args=arguments, train_dataset=Dataset.from_dict(data), processing_class=tokenizer(), **further
+        )
+        before = [parameter.detach().clone() for parameter in given.parameters()]
+        trainer.train()
+    moved = [not torch.equal(old, new) for old, new in zip(before, given.parameters(), strict=True)]
+    assert any(moved)
+    assert isinstance(arguments, TrainingArguments)

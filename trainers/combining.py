@@ -1,0 +1,163 @@
+"""A method of this package on another trainer: its loss and its data, our initial states.
+
+    SFT, Config = combine(StatePassingTrainer, trl.SFTTrainer)
+    SFT(model, Config("out", packing=True, state_drop_probability=0.1), train_dataset=chats).train()
+
+The method's class comes before the other one, so that what it puts into a batch reaches the other's loss, which is
+computed once. The config has the fields of both, with the defaults of the other trainer where both have one.
+"""
+
+import copyreg
+import inspect
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any, get_args, get_type_hints
+
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+
+from hf_recurrent_lengthgen.data.segments import split_at_resets
+from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
+from hf_recurrent_lengthgen.trainers.initial_states import ZeroStates
+
+
+def combine(
+    first: type[Trainer], second: type[Trainer], config: type[TrainingArguments] | None = None
+) -> tuple[type[Any], type[Any]]:
+    """A trainer that is both, and its config class; of the same two classes always the same.
+
+    Args:
+        first: A method's trainer, `StatePassingTrainer` for one, or another subclass of `Trainer`.
+        second: The other of the two: their order does not matter.
+        config: Config class of the other trainer; None for what its `args` are annotated with.
+
+    Raises:
+        ValueError: unless exactly one is of a method; for a trainer of TRL that does not train on plain texts, and a
+            method that needs data which TRL does not take.
+    """
+    methods = [cls for cls in (first, second) if issubclass(cls, InitialStateTrainer)]
+    if len(methods) != 1:
+        raise ValueError(
+            f"combine takes one trainer of a method and another one, got {first.__name__} and {second.__name__}."
+        )
+    (method,) = methods
+    other: Any = second if method is first else first
+    if issubclass(method, other):
+        raise ValueError(f"{method.__name__} is a {other.__name__} already: use it as it is.")
+    chosen: Any = config or _config_of(other)
+    return _combined(method, other, chosen)
+
+
+@cache
+def _combined(method: Any, other: Any, config: Any) -> tuple[type[Any], type[Any]]:
+    from_trl = [base.__name__ for base in other.__mro__ if base.__module__.startswith("trl.")]
+    if from_trl and "SFTTrainer" not in from_trl:
+        raise ValueError(
+            f"{other.__name__} does not train on single texts, so there is no sequence to begin from a state: train "
+            "with SFTTrainer and a method first, then the saved model with this trainer as it is."
+        )
+    if from_trl and method.needs_continued_data is True:
+        raise ValueError(
+            f"{method.__name__} needs rows that continue one another (ContinuedChunks), which {other.__name__} does "
+            "not take: use it alone, or another method (StatePassingTrainer)."
+        )
+    made_config = _combined_config(method.config_class, config)
+    bases = (_OnTexts, method, other) if from_trl else (method, other)
+    name = method.__name__.removesuffix("Trainer") + other.__name__
+    doc = f"{other.__name__} with the initial states of {method.__name__}."
+    return type(name, bases, {"config_class": made_config, "__doc__": doc, "__module__": __name__}), made_config
+
+
+def _config_of(trainer: type[Trainer]) -> type[TrainingArguments]:
+    """The most special config class in the annotation of a trainer's `args`."""
+    annotation = get_type_hints(trainer.__init__).get("args", TrainingArguments)
+    found = [one for one in (annotation, *get_args(annotation)) if inspect.isclass(one)]
+    configs = [one for one in found if issubclass(one, TrainingArguments)]
+    if not configs:
+        raise ValueError(f"{trainer.__name__} does not say which class its args have: give config.")
+    return max(configs, key=lambda one: len(one.__mro__))
+
+
+@cache
+def _combined_config(method: Any, other: Any) -> Any:
+    if issubclass(method, other):
+        return method
+    stock = {item.name for item in fields(TrainingArguments)}
+    both = {item.name for item in fields(method)} & {item.name for item in fields(other)} - stock
+    if both:
+        raise ValueError(f"{method.__name__} and {other.__name__} both have fields {sorted(both)} of their own.")
+    name = method.__name__.removesuffix("Config") + other.__name__
+    # The other's defaults win: those of the method's class stand for all of TrainingArguments.
+    made: Any = dataclass(type(name, (other, method), {"__doc__": f"{method.__doc__}", "__module__": __name__}))
+    copyreg.pickle(made, lambda args: (_restored, (method, other, vars(args))))  # Trainer pickles its arguments
+    return made
+
+
+def _restored(method: Any, other: Any, values: dict[str, Any]) -> Any:
+    cls = _combined_config(method, other)
+    args = cls.__new__(cls)
+    vars(args).update(values)
+    return args
+
+
+class _OnTexts(InitialStateTrainer):
+    """What TRL's SFTTrainer needs beside a method: every packed text is a sequence with a state of its own."""
+
+    _total_train_tokens: int
+
+    def __init__(self, model: Any = None, args: Any = None, *positional: Any, **keyword: Any) -> None:
+        if getattr(args, "bptt_chunk_length", None) is not None:
+            raise ValueError("bptt_chunk_length returns no token losses, which SFTTrainer needs: leave it out.")
+        if getattr(args, "alignment_alpha", 0) and args.loss_type == "dft":
+            raise ValueError("The alignment loss goes with cross-entropy, not with loss_type='dft': leave one out.")
+        if self.learns_state and keyword.get("peft_config") is not None:
+            raise ValueError(
+                "peft_config would freeze the learned state: give a model with adapters (get_peft_model) instead."
+            )
+        super().__init__(model, args, *positional, **keyword)
+
+    @property
+    def tokens_read(self) -> int:
+        """Real tokens that this run was trained on, over all processes; 0 where TRL does not count them."""
+        read: int = self._total_train_tokens
+        return read
+
+    def _lay_out(self, batch: dict[str, Any], slot: int) -> Any:
+        texts = self._with_states(batch)
+        inputs, micro_batch = super()._lay_out(texts, slot)
+        if (
+            texts is not batch
+        ):  # as many rows as texts, so the numbers of rows before those of this process are unknown
+            place = replace(micro_batch.place, first_row=self.args.process_index << 20)
+            micro_batch = replace(micro_batch, place=place)
+        return inputs, micro_batch
+
+    def _loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool, num_items: Any) -> Any:
+        if self._align is None:
+            return super()._loss(model, inputs, return_outputs, num_items)
+        # SFTTrainer would run the model a second time for its metrics, on labels that are shifted already.
+        return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch=num_items)
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Trainer's, with a row for each packed text."""
+        return super().prediction_step(model, self._with_states(inputs), *args, **kwargs)
+
+    def _with_states(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Packed texts as rows; models run them at once from the zero state, but take only one state for a row."""
+        from_zero = isinstance(self.initial_states, ZeroStates) and self._align is None
+        return batch if from_zero else unpacked(batch)
+
+
+def unpacked(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch of texts in one row, whose positions restart at each, with a padded row for each; others as they are.
+
+    Args:
+        batch: `input_ids`, `labels` and `position_ids` (1, N), without an `attention_mask`.
+    """
+    positions = batch.get("position_ids")
+    if positions is None or "attention_mask" in batch:
+        return batch
+    cut = split_at_resets({"input_ids": batch["input_ids"], "labels": batch["labels"]}, positions == 0)
+    return cut.inputs
