@@ -20,9 +20,9 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, has_length
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream, LaneSampler
@@ -58,7 +58,12 @@ from hf_recurrent_lengthgen.trainers.checks import (
     layout_of,
     takes_states,
 )
-from hf_recurrent_lengthgen.trainers.chunked_backprop import check_chunkable, forward_in_chunks, innermost_model
+from hf_recurrent_lengthgen.trainers.chunked_backprop import (
+    IGNORED,
+    check_chunkable,
+    forward_in_chunks,
+    innermost_model,
+)
 from hf_recurrent_lengthgen.trainers.folder_lock import locked
 from hf_recurrent_lengthgen.trainers.hub_pushes import (
     check_texts,
@@ -80,6 +85,17 @@ from hf_recurrent_lengthgen.trainers.training_runs import RunRecord, record_line
 logger = logging.get_logger(__name__)
 
 EXTRA_COLUMNS = ("shift_labels", "state_resets")
+_LOADER_SETTINGS = {
+    name: f"dataloader_{name}"
+    for name in (
+        "num_workers",
+        "pin_memory",
+        "persistent_workers",
+        "prefetch_factor",
+        "multiprocessing_context",
+        "in_order",
+    )
+}  # the last two are not in every version of Trainer
 _NEVER_DECAYED = re.compile(r"(^|\.)(A_log$|learned_state\.)")
 
 
@@ -256,10 +272,20 @@ class InitialStateTrainer(Trainer, ABC):
         if is_finished(self.state):  # a finished run is resumed
             return [], None
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if len(batches) < num_batches and not has_length(self.train_dataset):
+            # A stream ends; its last micro-batches would never become a step.
+            if self.state.global_step == 0:
+                rows = self._train_batch_size * self.args.world_size
+                raise ValueError(
+                    f"The training data ended after {len(batches)} batches of {rows} rows, before the first step of "
+                    f"{num_batches} of them: give more data, or a smaller per_device_train_batch_size or "
+                    "gradient_accumulation_steps."
+                )
+            batches, num_items = [], None
         prepared = [self._lay_out(batch, slot) for slot, batch in enumerate(batches)]
         self._micro_batches = [micro_batch for _, micro_batch in prepared]
         self._overlap_items = sum(m.alignment.overlap for m in self._micro_batches if m.alignment is not None)
-        if self._align is not None and self.args.world_size > 1 and self.args.average_tokens_across_devices:
+        if self._align is not None and self.args.world_size > 1:
             everywhere = self.accelerator.reduce(torch.tensor(self._overlap_items, device=device), "sum")
             self._overlap_items = int(everywhere)
         if any(new is not old for (new, _), old in zip(prepared, batches, strict=True)):
@@ -310,6 +336,8 @@ class InitialStateTrainer(Trainer, ABC):
             ValueError: if the training loss is not finite, or a final state is broken and `broken_states` is "stop".
         """
         if not model.training:
+            if self.args.world_size > 1:
+                num_items_in_batch = None  # the mean of this process: `prediction_step` makes that of all
             with self._without_alignment():
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         if self._micro_batches:
@@ -433,6 +461,8 @@ class InitialStateTrainer(Trainer, ABC):
             ValueError: for rows with resets inside, which belong to training.
         """
         inputs = dict(inputs)
+        rows = _rows(inputs)
+        inputs, scored = self._without_repeated_rows(inputs, rows)
         resets = inputs.pop("state_resets", None)
         if resets is not None and bool(resets[:, 1:].any()):
             raise ValueError(
@@ -440,16 +470,38 @@ class InitialStateTrainer(Trainer, ABC):
                 "on PackedBlocks."
             )
         if self._takes_states:
-            first_row = self.args.process_index * self.args.eval_batch_size
-            place = BatchPlace(
-                self.args.seed, self.state.global_step, self._evaluation_batches, first_row, _rows(inputs)
-            )
+            first_row = self.args.process_index * rows
+            place = BatchPlace(self.args.seed, self.state.global_step, self._evaluation_batches, first_row, rows)
             state = self.initial_states.evaluation_state(place)
             # Trainer moves plain tuples only.
             plain = None if state is None else tuple(tuple(layer) for layer in state)
             inputs |= {"initial_state": plain, "output_final_state": False}
             self._evaluation_batches += 1
-        return super().prediction_step(model, inputs, *args, **kwargs)
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        if loss is not None and scored is not None:
+            loss = self._mean_over_processes(loss, scored)
+        return loss, logits, labels
+
+    def _without_repeated_rows(self, inputs: dict[str, Any], rows: int) -> tuple[dict[str, Any], Tensor | None]:
+        """The inputs without targets in rows that accelerate repeated to give every process as many, and how many
+        targets are left; None on one process, and without labels."""
+        given = [name for name in ("labels", "shift_labels") if inputs.get(name) is not None]
+        if self.args.world_size == 1 or not given:
+            return inputs, None
+        state = self.accelerator.gradient_state
+        present = rows
+        if state.end_of_dataloader and state.remainder > 0:  # rows of the last batch, over all processes
+            present = min(max(state.remainder - self.args.process_index * rows, 0), rows)
+        for name in given:
+            inputs[name] = torch.cat([inputs[name][:present], torch.full_like(inputs[name][present:], IGNORED)])
+        targets = inputs["shift_labels"] if "shift_labels" in given else inputs["labels"][..., 1:]
+        return inputs, targets.ne(IGNORED).sum().to(self.accelerator.device)
+
+    def _mean_over_processes(self, loss: Tensor, scored: Tensor) -> Tensor:
+        """The mean over the targets of all processes, from the mean over `scored` targets of this one."""
+        total = torch.where(scored > 0, loss.double() * scored, 0.0)
+        summed, count = self.accelerator.reduce(torch.stack([total, scored.double()]), "sum")
+        return (summed / count).to(loss)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer's, with what the method does beside the training loss."""
@@ -485,25 +537,64 @@ class InitialStateTrainer(Trainer, ABC):
         return super()._get_train_sampler(train_dataset)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Trainer's; a `ContinuedStream` already holds the rows of this process only."""
+        """Trainer's, without the rows at the end of an epoch that fill no batch of all processes.
+
+        So every number of processes sees the same rows: accelerate would fill the batch up with rows of the first.
+
+        Raises:
+            ValueError: for data that make no batch.
+        """
         if self.train_dataset is not None:  # it may have been replaced
             self._check_train_data()
-        if not isinstance(self.train_dataset, ContinuedStream):
-            return super().get_train_dataloader()
+        if isinstance(self.train_dataset, IterableDataset):
+            return self._stream_loader(self.train_dataset)
+        asked, self.args.dataloader_drop_last = self.args.dataloader_drop_last, True
+        try:
+            loader: DataLoader = super().get_train_dataloader()
+        finally:
+            self.args.dataloader_drop_last = asked
+        self._check_batches(len(loader))
+        return loader
+
+    def _check_batches(self, batches: int) -> None:
+        """Raise a `ValueError` if an epoch has no batch, and tell of the rows that it leaves out."""
+        dataset: Any = self.train_dataset
+        rows = self._train_batch_size * self.args.world_size
+        if not batches:
+            raise ValueError(
+                f"The training data have {len(dataset)} rows, which make no batch of {rows} "
+                f"({self._train_batch_size} on each of {self.args.world_size} processes): nothing would be trained. "
+                "Give a smaller per_device_train_batch_size or more data."
+            )
+        dropped = len(dataset) - batches * rows
+        if dropped and self.is_world_process_zero():
+            logger.warning(f"Each epoch leaves out {dropped} of {len(dataset)} rows, which fill no batch of {rows}.")
+
+    def _stream_loader(self, stream: IterableDataset[Any]) -> DataLoader:
+        """Batches of a stream, read by one process as the batch of all and dealt out; a `ContinuedStream`
+        already gives the rows of this process only."""
+        processes = self.args.world_size
+        if isinstance(stream, ContinuedStream):
+            stream, processes = stream.in_slots(self.args.gradient_accumulation_steps), 1
         loader = DataLoader(
-            self.train_dataset,
-            batch_size=self._train_batch_size,
+            stream,
+            batch_size=self._train_batch_size * processes,
             collate_fn=self._get_collator_with_removed_columns(self.data_collator, description="Training"),
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory,
+            drop_last=True,
+            **{name: vars(self.args)[key] for name, key in _LOADER_SETTINGS.items() if key in vars(self.args)},
         )
+        if has_length(stream):
+            self._check_batches(len(loader))
         return prepare_data_loader(
             loader,
             self.accelerator.device,
-            num_processes=1,
-            process_index=0,
+            num_processes=processes,
+            process_index=self.args.process_index if processes > 1 else 0,
+            split_batches=processes > 1,
             put_on_device=True,
-            dispatch_batches=False,
+            dispatch_batches=processes > 1,
+            non_blocking=self.accelerator.non_blocking,
+            use_stateful_dataloader=self.accelerator.use_stateful_dataloader,
         )
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -520,7 +611,7 @@ class InitialStateTrainer(Trainer, ABC):
 
         Raises:
             ValueError: if there is none, or the given folder is not complete and unchanged; while another run trains
-                in the output folder; and for a model that is made to forget.
+                in the output folder; for data that make no step; and for a model that is made to forget.
             KeyboardInterrupt: after SIGINT, when the current step is done and a checkpoint is written.
             SystemExit: likewise after SIGTERM.
         """
@@ -618,12 +709,21 @@ class InitialStateTrainer(Trainer, ABC):
             **self.args.method_settings(),
             **self.initial_states.settings(),
             **layout_of(self.train_dataset),
+            **self._rows_left_out(),
             "seed": self.args.seed,
             "data_seed": self.args.data_seed,
             "num_processes": self.args.world_size,
             "per_device_train_batch_size": self.args.per_device_train_batch_size,
             "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
         }
+
+    def _rows_left_out(self) -> dict[str, int]:
+        """How many, where there are any: checkpoints of before such rows were left out say nothing of them."""
+        data: Any = self.train_dataset
+        if isinstance(data, ContinuedChunks) or not has_length(data):
+            return {}
+        rows = len(data) % (self.args.per_device_train_batch_size * self.args.world_size)
+        return {"rows_left_out": rows} if rows else {}
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")

@@ -97,6 +97,29 @@ def check_arguments(args: TrainingArguments) -> None:
             "accelerator_config split_batches is not supported: rows would change their process. Leave it out and "
             "give per_device_train_batch_size."
         )
+    if args.world_size > 1:
+        _check_same_on_processes(args)
+
+
+def _check_same_on_processes(args: TrainingArguments) -> None:
+    """Raise a `ValueError` for what would train other weights than one process with all rows."""
+    if not getattr(args, "average_tokens_across_devices", True):
+        raise ValueError(
+            "average_tokens_across_devices=False would weigh a token by the others on its process: leave it out."
+        )
+    config = args.accelerator_config
+    for name, other in (("even_batches", False), ("use_seedable_sampler", False), ("dispatch_batches", False)):
+        if getattr(config, name, None) is other:
+            raise ValueError(
+                f"accelerator_config {name}=False would give {args.world_size} processes other rows than one: leave "
+                "it out."
+            )
+    strategy = getattr(args, "train_sampling_strategy", "random")
+    if str(getattr(strategy, "value", strategy)) not in ("random", "sequential"):
+        raise ValueError(
+            f"train_sampling_strategy {strategy!r} orders rows by the batches of one process, so {args.world_size} "
+            "processes would see other batches than one: leave it out, or train on one."
+        )
 
 
 def check_shuffled(trainer: str, dataset: Any, args: Any, make_sampler: Callable[[], Any] | None) -> None:
@@ -219,6 +242,8 @@ def layout_of(dataset: Any) -> dict[str, Any]:
         return {**rows, "train_dataset.record": getattr(dataset, "resume_record", None)}
     names = ("length", "chunks_before_reset", "reset_at_document", "lookahead")
     layout = {f"train_dataset.{name}": getattr(dataset, name) for name in names}
+    if isinstance(dataset, ContinuedStream) and dataset.num_processes > 1:
+        layout["train_dataset.documents"] = "dealt to rows"  # once to processes
     if isinstance(dataset, ContinuedChunks):
         sample = dataset.stream[:: max(1, len(dataset.stream) // 4096)]
         layout["train_dataset.tokens"] = len(dataset.stream)

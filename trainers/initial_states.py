@@ -144,8 +144,7 @@ class PassedStates(InitialStateSource):
     one another it is truncated backpropagation through time (section 4.5).
 
     Each micro-batch slot of gradient accumulation carries its own states, so that a step's states come from the
-    step before. A smaller batch (the last of an epoch) uses and replaces the states of its first rows; the other
-    rows keep theirs.
+    step before. A smaller batch uses and replaces the states of its first rows; the other rows keep theirs.
 
     Args:
         drop_probability: Probability to start a sequence from zero, drawn for every sequence on its own (the paper

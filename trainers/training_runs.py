@@ -93,7 +93,7 @@ def training_run(
     args, steps = trainer.args, trainer.state.global_step
     record = getattr(trainer, "run_record", None) or RunRecord()
     rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    all_rows = rows_seen(steps, rows, _length(trainer.train_dataset), args.dataloader_drop_last)
+    all_rows = _rows_seen(trainer, rows)
     tokens = record.tokens(trainer)
     batch = (
         f"{rows:,} rows of {tokens / all_rows:,.0f} tokens on average"
@@ -179,19 +179,26 @@ class RunRecord:
         return told
 
 
-def rows_seen(steps: int, rows: int, dataset: int | None, drop_last: bool = False) -> int:
-    """Rows of all steps together: the last step of an epoch has fewer.
+def rows_seen(steps: int, rows: int, accumulation: int, batches: int | None, dataset: int | None) -> int:
+    """Rows of all steps together: the last step of an epoch may have fewer.
 
     Args:
         steps: Optimizer steps.
-        rows: Rows of a step, over accumulation steps and processes.
-        dataset: Rows of an epoch; None if it has no length.
-        drop_last: Whether an incomplete last batch is left out.
+        rows: Rows of a whole step, over accumulation steps and processes.
+        accumulation: Micro-batches of a whole step.
+        batches: Micro-batches of an epoch; None for data without a length.
+        dataset: Rows of the data, of which an epoch leaves out those that fill no batch; None if that is unknown.
     """
-    if dataset is None or drop_last or dataset < 1:
+    if not batches or dataset is None:
         return steps * rows
-    epochs, rest = divmod(steps, -(-dataset // rows))
-    return epochs * dataset + rest * rows
+    epochs, rest = divmod(steps, -(-batches // accumulation))
+    return epochs * min(dataset, batches * rows // accumulation) + rest * rows
+
+
+def _rows_seen(trainer: Trainer, rows: int) -> int:
+    batches = _length(trainer.callback_handler.train_dataloader)
+    accumulation = trainer.args.gradient_accumulation_steps
+    return rows_seen(trainer.state.global_step, rows, accumulation, batches, _length(trainer.train_dataset))
 
 
 def mean_loss(log: list[dict[str, float]], otherwise: float) -> float:

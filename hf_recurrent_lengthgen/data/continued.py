@@ -16,7 +16,8 @@ carried over 12 chunks by default, across the borders of documents.
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import count, islice
+from copy import copy
+from itertools import count
 from typing import Any, NamedTuple
 
 import datasets
@@ -192,9 +193,10 @@ class LaneSampler(Sampler[ChunkKey]):
 class ContinuedStream(IterableDataset[Item]):
     """The items of `ContinuedChunks` from documents that are read one after the other, without end.
 
-    Each process reads its own share of the documents and fills its own lanes: a lane that needs tokens takes the
-    next document, with a separator after it. Items come step by step, and in a step lane by lane, so batches of B
-    rows are the B rows of slot 0, of slot 1, and so on. All lanes reset in the same steps.
+    A lane that needs tokens takes the next document, with a separator after it, the lanes of all processes in turn:
+    those of slot 0 in process 0, 1, ..., then those of slot 1. Each process reads all documents and gives the items
+    of its own lanes, so that several see what one would. Items come step by step, and in a step lane by lane, so
+    batches of B rows are the B rows of slot 0, of slot 1, and so on. All lanes reset in the same steps.
 
     At the end of the documents they are read again as the next epoch, so Trainer needs `max_steps`, and sees one
     epoch. Every iteration begins at the first document: skipping batches gives exactly what would have come.
@@ -213,9 +215,7 @@ class ContinuedStream(IterableDataset[Item]):
         reset_at_document: as in `ContinuedChunks`.
         lookahead: as in `ContinuedChunks`.
         process_index: this process.
-        num_processes: all processes. `datasets` objects are shared out by `split_dataset_by_node`, others by
-            turns: document i belongs to process i % num_processes. In later epochs `datasets` may deal the
-            documents of several shards differently; in each epoch every document has one process.
+        num_processes: all processes.
         minimum_document_tokens: documents with fewer, the separator not counted, are left out (4K in
             arXiv:2410.07145).
 
@@ -266,6 +266,19 @@ class ContinuedStream(IterableDataset[Item]):
         self.process_index = process_index
         self.num_processes = num_processes
         self.minimum_document_tokens = minimum_document_tokens
+        self.slots = 1
+
+    def in_slots(self, slots: int) -> "ContinuedStream":
+        """The same for so many slots of gradient accumulation; trainers ask for it.
+
+        Raises:
+            ValueError: for slots that do not have the same number of rows each.
+        """
+        if slots < 1 or self.rows % slots:
+            raise ValueError(f"{self.rows} rows cannot be dealt to {slots} slots of the same size")
+        other = copy(self)
+        other.slots = slots
+        return other
 
     def __iter__(self) -> Iterator[Item]:
         worker = get_worker_info()
@@ -276,38 +289,36 @@ class ContinuedStream(IterableDataset[Item]):
             )
         documents = self._endless_documents()
         size = self.length + self.lookahead + 1
-        lanes = [_Lane() for _ in range(self.rows)]
+        lanes = [_Lane() for _ in range(self.rows * self.num_processes)]
+        batch = self.rows // self.slots
         for step in count():
             begins = step == 0 if self.chunks_before_reset is None else step % self.chunks_before_reset == 0
-            for lane in lanes:
+            for number, lane in enumerate(lanes):
                 lane.read(documents, size)
-                yield _item(lane.tokens[:size], lane.starts[:size] if self.reset_at_document else None, begins)
+                if number // batch % self.num_processes == self.process_index:
+                    yield _item(lane.tokens[:size], lane.starts[:size] if self.reset_at_document else None, begins)
                 lane.drop(self.length)
 
     def _endless_documents(self) -> Iterator[Tensor]:
-        """(n + 1,) int64: each document of this process with its separator, epoch after epoch."""
+        """(n + 1,) int64: each document with its separator, epoch after epoch."""
         separator = torch.tensor([self.separator_id])
-        share: Any = None
-        if isinstance(self.documents, _FROM_DATASETS):
-            share = split_dataset_by_node(self.documents, self.process_index, self.num_processes)
+        named = isinstance(self.documents, _FROM_DATASETS)
+        source: Any = self.documents
+        if named:  # all of it, as an object of its own: its epoch is set below
+            source = split_dataset_by_node(source, 0, 1)
         for epoch in count():
-            if share is None:
-                rows: Iterator[Any] = islice(self.documents, self.process_index, None, self.num_processes)
-            else:
-                if hasattr(share, "set_epoch"):
-                    share.set_epoch(epoch)
-                rows = (row.get("input_ids") for row in share)
+            if named and hasattr(source, "set_epoch"):
+                source.set_epoch(epoch)
             found = False
-            for number, row in enumerate(rows):
-                ids = _token_ids(row, number)
+            for number, row in enumerate(source):
+                ids = _token_ids(row.get("input_ids") if named else row, number)
                 if len(ids) >= self.minimum_document_tokens:
                     found = found or len(ids) > 0
                     yield torch.cat([ids, separator])
             if not found:
                 raise ValueError(
-                    f"process {self.process_index} of {self.num_processes} read all its documents and found no token "
-                    f"in documents of at least {self.minimum_document_tokens} tokens; give more documents, a smaller "
-                    "minimum_document_tokens or fewer processes"
+                    f"all documents were read, and there was no token in documents of at least "
+                    f"{self.minimum_document_tokens} tokens; give more documents or a smaller minimum_document_tokens"
                 )
 
 

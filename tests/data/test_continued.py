@@ -346,7 +346,7 @@ def test_each_lane_of_a_stream_is_whole_documents_read_token_by_token(
     )
     kept = [document for document in source if len(document) >= minimum]
     if not any(kept):
-        with pytest.raises(ValueError, match="found no token in documents of at least"):
+        with pytest.raises(ValueError, match="no token in documents of at least"):
             take(stream, 1000)
         return
     steps = 12
@@ -402,20 +402,45 @@ def rows_of(rows: list[list[int]]) -> Iterator[dict[str, list[int]]]:
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_processes_share_the_documents_of_every_source(kind: str) -> None:
+def test_every_source_is_read_in_its_order(kind: str) -> None:
     rows = documents([5] * 8)
-    source = SOURCES[kind](rows)
-    seen = []
-    for process in range(2):
-        items = take(stream_of(source, rows=1, process_index=process, num_processes=2), 8)
-        seen.append({token for item in items for token in item["input_ids"].tolist()} - {EOS})
-    assert not seen[0] & seen[1]
-    assert seen[0] | seen[1] == {token for row in rows for token in row}
-    whole = [token for item in take(stream_of(source, rows=1), 16) for token in item["input_ids"].tolist()]
-    assert whole == [token for row in rows for token in [*row, EOS]]
-    if kind in ("lists", "tensors"):
-        assert {10, 20} <= seen[0]  # documents 0 and 2
-        assert {15, 25} <= seen[1]
+    items = take(stream_of(SOURCES[kind](rows), rows=1), 16)
+    read = [token for item in items for token in item["input_ids"].tolist()]
+    assert read == [token for row in rows for token in [*row, EOS]]
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("processes", [2, 3])
+def test_several_processes_see_the_rows_of_one(kind: str, slots: int, processes: int) -> None:
+    source, batch, steps = SOURCES[kind](documents([5, 14, 3, 8, 0, 21, 4])), 6 // processes, 9
+    one = take(stream_of(source, rows=6 * slots, reset_at_document=True), 6 * slots * steps)
+    several = [
+        take(
+            stream_of(
+                source,
+                rows=batch * slots,
+                reset_at_document=True,
+                process_index=process,
+                num_processes=processes,
+            ).in_slots(slots),
+            batch * slots * steps,
+        )
+        for process in range(processes)
+    ]
+    joined = [
+        lists(item)
+        for start in range(0, batch * slots * steps, batch)
+        for items in several
+        for item in items[start : start + batch]
+    ]
+    assert joined == [lists(item) for item in one]
+
+
+@pytest.mark.parametrize("slots", [0, 3])
+def test_slots_of_different_size_are_refused(slots: int) -> None:
+    with pytest.raises(ValueError, match=f"4 rows cannot be dealt to {slots} slots"):
+        stream_of([[5]], rows=4).in_slots(slots)
 
 
 def test_epochs_of_a_shuffled_stream_differ_and_every_iteration_is_the_same() -> None:
@@ -482,19 +507,14 @@ def test_unusable_stream_is_refused(source: Any, changes: dict[str, Any], messag
         ([[5, 6], "text"], "document 1 is a str that is no row of ids"),
         ([[5, 6], None], "document 1 has no column 'input_ids': tokenize"),
         (datasets.Dataset.from_dict({"a": [1]}).to_iterable_dataset().map(lambda row: row), "'input_ids'"),
-        ([], "found no token"),
-        ([[], []], "found no token"),
-        (torch.zeros(0, 3, dtype=torch.int64), "found no token"),
+        ([], "there was no token"),
+        ([[], []], "there was no token"),
+        (torch.zeros(0, 3, dtype=torch.int64), "there was no token"),
     ],
 )
 def test_documents_that_are_no_ids_are_refused(source: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         take(stream_of(source, rows=1), 3)
-
-
-def test_a_process_without_a_document_is_told() -> None:
-    with pytest.raises(ValueError, match=r"process 1 of 2 .* fewer processes"):
-        take(stream_of([[5, 6, 7]], process_index=1, num_processes=2), 1)
 
 
 def test_long_documents_are_kept() -> None:

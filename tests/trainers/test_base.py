@@ -209,6 +209,7 @@ SETTINGS: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
     "learning_rate": 0.01,
     "max_steps": 4,
+    "dataloader_drop_last": True,  # as the trainers here do in any case
 }
 SCRIPTS = [
     keyword_arguments,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
+from torch.utils.data import IterableDataset
 
 from hf_recurrent_lengthgen.models.forgetting import forgetting
 from hf_recurrent_lengthgen.trainers import (
@@ -15,7 +16,7 @@ from hf_recurrent_lengthgen.trainers import (
     LearnedStateTrainer,
     ZeroStateTrainer,
 )
-from hf_recurrent_lengthgen.trainers.checks import keep_states_in_full_precision
+from hf_recurrent_lengthgen.trainers.checks import check_arguments, keep_states_in_full_precision
 
 TRAINERS: dict[str, Any] = {
     "zero_state": (ZeroStateTrainer, InitialStateConfig),
@@ -70,3 +71,55 @@ def test_a_forgetting_that_changes_nothing_is_trained(toys: ModuleType, tmp_path
     arguments = InitialStateConfig(str(tmp_path / "run"), max_steps=1, save_strategy="no", **toys.QUIET)
     model = toys.tiny_model(forgetting={"retention": 1.0, "window": None})
     assert ZeroStateTrainer(model, arguments, train_dataset=toys.sequences(8)).train().global_step == 1
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "streamed", "settings", "told"),
+    [
+        (3, False, {}, r"have 3 rows, which make no batch of 4 \(4 on each of 1 processes\)"),
+        (3, False, {"max_steps": 5}, "have 3 rows, which make no batch of 4"),
+        (3, False, {"dataloader_drop_last": True}, "have 3 rows, which make no batch of 4"),
+        (3, "sized", {"max_steps": 5}, "have 3 rows, which make no batch of 4"),
+        (3, True, {"max_steps": 5}, "ended after 0 batches of 4 rows, before the first step of 1"),
+        (11, True, {"max_steps": 5, "gradient_accumulation_steps": 3}, "ended after 2 batches of 4 rows"),
+    ],
+)
+def test_a_training_of_no_step_is_an_error_and_leaves_nothing(
+    rows: int, streamed: bool | str, settings: dict[str, Any], told: str, toys: ModuleType, tmp_path: Path
+) -> None:
+    arguments = InitialStateConfig(str(tmp_path / "run"), per_device_train_batch_size=4, **toys.QUIET, **settings)
+    data: Any = toys.sequences(rows)
+    if streamed:
+        data = (SizedStream if streamed == "sized" else Stream)(data)
+    with pytest.raises(ValueError, match=told):
+        ZeroStateTrainer(toys.tiny_model(), arguments, train_dataset=data).train()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"average_tokens_across_devices": False}, "would weigh a token by the others on its process"),
+        ({"train_sampling_strategy": "group_by_length"}, "orders rows by the batches of one process"),
+        ({"accelerator_config": SimpleNamespace(even_batches=False)}, "even_batches=False would give 2 processes"),
+    ],
+    ids=str,
+)
+def test_what_depends_on_the_number_of_processes_is_refused(given: dict[str, Any], told: str) -> None:
+    plain = {"n_gpu": 1, "auto_find_batch_size": False, "label_smoothing_factor": 0.0, "accelerator_config": None}
+    check_arguments(SimpleNamespace(**plain | given, world_size=1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=told):
+        check_arguments(SimpleNamespace(**plain | given, world_size=2))  # type: ignore[arg-type]

@@ -130,6 +130,18 @@ def test_a_finished_run_goes_on_with_more_steps(toys: ModuleType, tmp_path: Path
     assert longer.state.global_step == 5
 
 
+def test_a_checkpoint_whose_epochs_had_all_rows_is_refused(
+    toys: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:  # a checkpoint of before rows were left out says nothing of them
+        patch.setattr(StatePassingTrainer, "_rows_left_out", lambda _: {})
+        toys.resumable_trainer(tmp_path, max_steps=2).train()
+    with pytest.raises(ValueError, match="rows_left_out was None and is 1"):
+        toys.resumable_trainer(tmp_path).train(resume_from_checkpoint=True)
+    toys.resumable_trainer(tmp_path / "whole", max_steps=2, rows=14).train()
+    toys.resumable_trainer(tmp_path / "whole", max_steps=3, rows=14).train(resume_from_checkpoint=True)
+
+
 def test_a_flipped_byte_is_not_resumed_from(toys: ModuleType, whole_run: tuple[Path, Outcome], tmp_path: Path) -> None:
     output_dir, whole = whole_run
     for step in (5, 6):

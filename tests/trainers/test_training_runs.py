@@ -1,7 +1,10 @@
 """What a trainer writes of itself when a person saves the model."""
 
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import pytest
 import torch
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
@@ -14,6 +17,7 @@ from hf_recurrent_lengthgen.trainers import (
     StatePassingConfig,
     StatePassingTrainer,
 )
+from hf_recurrent_lengthgen.trainers.training_runs import rows_seen, training_run
 
 SIZES = {"hidden_size": 8, "num_heads": 2, "head_dim": 8, "state_size": 4, "n_groups": 1, "num_hidden_layers": 1}
 QUICK = {"max_steps": 3, "per_device_train_batch_size": 2, "report_to": "none", "dataloader_pin_memory": False}
@@ -79,3 +83,35 @@ def test_each_method_has_a_name_of_its_own() -> None:
     assert {name: trainer.method for name, (trainer, _) in INTERVENTIONS.items()} == {
         name: name for name in INTERVENTIONS
     }
+
+
+@pytest.mark.parametrize(
+    ("steps", "rows", "accumulation", "batches", "dataset", "seen"),
+    [
+        (7, 8, 2, None, None, 56),  # a stream
+        (4, 8, 2, 4, 19, 32),  # three rows are left out of each epoch of two steps
+        (4, 8, 2, 5, 20, 28),  # the third step of an epoch has one micro-batch: 8 + 8 + 4, then 8
+        (6, 8, 2, 5, 20, 40),
+        (6, 8, 2, 5, 18, 36),  # Trainer's own last batch has two rows
+    ],
+)
+def test_rows_are_counted_step_by_step(
+    steps: int, rows: int, accumulation: int, batches: int | None, dataset: int | None, seen: int
+) -> None:
+    assert rows_seen(steps, rows, accumulation, batches, dataset) == seen
+
+
+def test_the_tokens_of_a_lineage_are_those_of_the_batches(toys: ModuleType, tmp_path: Path) -> None:
+    for method in ("state passing", "tbtt"):
+        trainer = toys.resumable_trainer(tmp_path / method, method=method, save_strategy="no", num_train_epochs=3)
+        counted: list[int] = []
+        fetch = trainer.get_batch_samples
+
+        def listen(*arguments: Any, fetch: Any = fetch, counted: list[int] = counted) -> Any:
+            batches, items = fetch(*arguments)
+            counted.extend(len(batch["input_ids"]) for batch in batches)
+            return batches, items
+
+        trainer.get_batch_samples = listen
+        done = trainer.train()
+        assert training_run(trainer, done, method, "rows", 9).tokens == 9 * sum(counted)

@@ -1,0 +1,124 @@
+"""What 1, 2 and 3 processes (gloo) see and train in batches of 6 rows of all: `python rows_in_processes.py FILE JOBS`.
+
+JOBS is a JSON list of [function of this file, its arguments]. FILE gets, by number of processes, what the functions
+returned in each of them, [process][job].
+"""
+
+import json
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import toys
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from transformers.utils import logging
+
+from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, ZeroStateTrainer
+
+BATCH = 6
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """Rows in their order, without a length."""
+
+    def __init__(self, rows: list[dict[str, Tensor]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+def processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def numbers(count: int) -> list[dict[str, Tensor]]:
+    """Row i is i everywhere."""
+    return [{"input_ids": torch.full((5,), i), "labels": torch.full((5,), i)} for i in range(count)]
+
+
+def rows_seen(rows: int, accumulation: int, streamed: bool) -> list[list[list[int]]]:
+    """The rows of this process in each micro-batch of each step of two epochs, as training fetches them."""
+    steps: list[list[list[int]]] = []
+
+    class Listens(ZeroStateTrainer):
+        def get_batch_samples(self, *arguments: Any) -> Any:
+            batches, items = super().get_batch_samples(*arguments)
+            if batches:
+                steps.append([batch["input_ids"][:, 0].tolist() for batch in batches])
+            return batches, items
+
+    data: Any = Stream(numbers(rows)) if streamed else numbers(rows)
+    settings = {"per_device_train_batch_size": BATCH // processes(), "gradient_accumulation_steps": accumulation}
+    whole = -(-(rows // BATCH) // accumulation)
+    length = {"max_steps": 2 * (rows // BATCH // accumulation)} if streamed else {"max_steps": 2 * whole}
+    with tempfile.TemporaryDirectory() as folder:
+        args = InitialStateConfig(folder, save_strategy="no", **toys.QUIET, **settings, **length)
+        Listens(toys.SumModel(), args, train_dataset=data).train()
+    return steps
+
+
+def trained(method: str, rows: int, accumulation: int, stream: bool = False) -> dict[str, Tensor]:
+    """The weights after two epochs."""
+    with tempfile.TemporaryDirectory() as folder:
+        changes: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "save_strategy": "no"}
+        batch = BATCH // processes()
+        if stream:
+            changes |= {"max_steps": 2 * (rows // BATCH // accumulation), "assume_shuffled": True}
+        if method == "tbtt on a stream":
+            toys.METHODS[method] = toys.METHODS[method]._replace(data=lambda _: toys.stream(batch * accumulation))
+        trainer: InitialStateTrainer = toys.resumable_trainer(folder, batch, method, rows=rows, **changes)
+        if stream:
+            trainer.train_dataset = Stream(toys.sequences(rows))
+        trainer.train()
+        return toys.weights(trainer.model)
+
+
+def evaluated(rows: int, streamed: bool) -> tuple[float, Tensor]:
+    """The loss of an evaluation and the predictions of all rows, with labels of different number in each."""
+    data: Any = toys.sequences(rows)
+    if streamed:
+        data = Stream(data)
+    with tempfile.TemporaryDirectory() as folder:
+        args = InitialStateConfig(folder, per_device_eval_batch_size=BATCH // processes(), **toys.QUIET)
+        trainer = ZeroStateTrainer(toys.tiny_model(), args, train_dataset=toys.sequences(BATCH))
+        loss = trainer.evaluate(data)["eval_loss"]
+        return loss, torch.as_tensor(trainer.predict(data).predictions)
+
+
+def run(jobs: list[list[Any]]) -> list[Any]:
+    return [globals()[name](*arguments) for name, *arguments in jobs]
+
+
+def main() -> None:
+    file, jobs = sys.argv[1], json.loads(sys.argv[2])
+    logging.set_verbosity_error()
+    results = {}
+    for count in (1, 2, 3):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
+        children = []
+        for rank in range(count):
+            if (child := os.fork()) == 0:
+                torch.set_num_threads(1)
+                if count > 1:
+                    os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(count))
+                torch.save(run(jobs), f"{file}.{count}.{rank}")
+                sys.stdout.flush()
+                os._exit(0)
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        assert not any(codes), codes
+        parts = [Path(f"{file}.{count}.{rank}") for rank in range(count)]
+        results[count] = [torch.load(part) for part in parts]
+    torch.save(results, file)
+
+
+if __name__ == "__main__":
+    main()
