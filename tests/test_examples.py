@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -127,7 +128,7 @@ def test_a_published_checkpoint_needs_no_import_of_ours() -> None:
 def test_accelerate_knows_every_entry_of_the_configs(path: Path) -> None:
     config = load_config_from_file(str(path))  # refuses unknown entries
     written = yaml.safe_load(path.read_text())
-    assert config.num_processes == 8 * written["num_machines"]
+    assert config.num_processes == (2 if written["use_cpu"] else 8 * written["num_machines"])
     plugin = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
     assert {name.removeprefix("fsdp_") for name in written.get("fsdp_config", {})} - {"version"} <= plugin
     if "fsdp_config" in written:
@@ -141,6 +142,19 @@ def test_accelerate_knows_every_entry_of_the_configs(path: Path) -> None:
             == 2
         )
     assert f"--config_file examples/accelerate/{path.name}" in path.read_text()
+
+
+def test_two_processes_start_on_a_cpu(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from hf_recurrent_lengthgen.trainers import InitialStateConfig\n"
+        f"arguments = InitialStateConfig({str(tmp_path)!r}, use_cpu=True)\n"
+        "print(f'process {arguments.process_index} of {arguments.world_size}\\n', end='', flush=True)\n"
+    )
+    launch = [sys.executable, "-m", "accelerate.commands.launch"]
+    config = ["--config_file", str(EXAMPLES / "accelerate" / "ddp_cpu.yaml"), "--main_process_port", "0"]
+    done = subprocess.run([*launch, *config, str(script)], capture_output=True, text=True, check=False, timeout=300)
+    assert sorted(done.stdout.split("\n"))[-2:] == ["process 0 of 2", "process 1 of 2"], done.stderr[-2000:]
 
 
 def test_a_model_learns_to_copy(

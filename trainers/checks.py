@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,12 @@ def check_arguments(args: TrainingArguments) -> None:
         raise ValueError(
             "accelerator_config split_batches is not supported: rows would change their process. Leave it out and "
             "give per_device_train_batch_size."
+        )
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started > args.world_size:
+        raise ValueError(
+            f"{started} processes were started, but each sees itself alone and would train all of the data: without "
+            "GPUs, give use_cpu=True."
         )
     if args.world_size > 1:
         _check_same_on_processes(args)

@@ -123,3 +123,11 @@ def test_what_depends_on_the_number_of_processes_is_refused(given: dict[str, Any
     check_arguments(SimpleNamespace(**plain | given, world_size=1))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=told):
         check_arguments(SimpleNamespace(**plain | given, world_size=2))  # type: ignore[arg-type]
+
+
+def test_processes_that_do_not_see_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = {"n_gpu": 1, "auto_find_batch_size": False, "label_smoothing_factor": 0.0, "accelerator_config": None}
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_arguments(SimpleNamespace(**plain, world_size=2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"2 processes were started, but each sees itself alone.*use_cpu=True"):
+        check_arguments(SimpleNamespace(**plain, world_size=1))  # type: ignore[arg-type]
