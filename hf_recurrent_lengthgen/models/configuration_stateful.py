@@ -61,6 +61,14 @@ class StatefulConfigMixin:
         self.check()
 
     @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As in Transformers, which would warn of a file of an upstream model type; it is read as one of this type."""
+        config_dict, kwargs = super().get_config_dict(*args, **kwargs)  # type: ignore[misc]
+        if config_dict.get("model_type") in cls.upstream_types:
+            config_dict = config_dict | {"model_type": cls.model_type}  # type: ignore[attr-defined]
+        return config_dict, kwargs
+
+    @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in Transformers; a file of an upstream model type makes a configuration of this one.
 

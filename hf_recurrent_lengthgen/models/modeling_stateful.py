@@ -158,6 +158,7 @@ class StatefulPreTrainedModel(PreTrainedModel):
             "AutoConfig": f"configuration_{file}.{family}Config",
             "AutoModel": f"modeling_{file}.{family}Model",
             "AutoModelForCausalLM": f"modeling_{file}.{family}ForCausalLM",
+            "AutoModelForSequenceClassification": f"modeling_{file}.{family}ForSequenceClassification",
         }
 
 

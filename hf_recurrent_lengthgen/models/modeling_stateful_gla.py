@@ -23,6 +23,7 @@ from .recurrent_generation import RecurrentGenerationMixin
 from .recurrent_state import LayerState, RecurrentState, load_state, save_state
 from .scan_backends import resolve_backend
 from .scan_gla import scan_gla
+from .sequence_classification import StatefulForSequenceClassification
 from .token_inputs import real_tokens
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "StatefulConfigMixin",
     "StatefulGLAConfig",
     "StatefulGLAForCausalLM",
+    "StatefulGLAForSequenceClassification",
     "StatefulGLAModel",
     "causal_conv",
     "forgetful_scan",
@@ -84,5 +86,12 @@ class StatefulGLAForCausalLM(StatefulGLAPreTrainedModel, StatefulForCausalLM):
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
 
 
+class StatefulGLAForSequenceClassification(StatefulGLAPreTrainedModel, StatefulForSequenceClassification):
+    """GLA with a classification head on the last token."""
+
+    backbone_class = StatefulGLAModel
+
+
 StatefulGLAModel.register_for_auto_class("AutoModel")
 StatefulGLAForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+StatefulGLAForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")

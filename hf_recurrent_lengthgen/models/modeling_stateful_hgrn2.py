@@ -25,6 +25,7 @@ from .recurrent_generation import RecurrentGenerationMixin
 from .recurrent_state import LayerState, RecurrentState, load_state, save_state, state_dtype
 from .scan_backends import resolve_backend
 from .scan_gla import scan_gla
+from .sequence_classification import StatefulForSequenceClassification
 from .token_inputs import real_tokens
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "StatefulConfigMixin",
     "StatefulHGRN2Config",
     "StatefulHGRN2ForCausalLM",
+    "StatefulHGRN2ForSequenceClassification",
     "StatefulHGRN2Model",
     "causal_conv",
     "forgetful_scan",
@@ -102,5 +104,12 @@ class StatefulHGRN2ForCausalLM(StatefulHGRN2PreTrainedModel, StatefulForCausalLM
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
 
 
+class StatefulHGRN2ForSequenceClassification(StatefulHGRN2PreTrainedModel, StatefulForSequenceClassification):
+    """HGRN-2 with a classification head on the last token."""
+
+    backbone_class = StatefulHGRN2Model
+
+
 StatefulHGRN2Model.register_for_auto_class("AutoModel")
 StatefulHGRN2ForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+StatefulHGRN2ForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")

@@ -23,6 +23,7 @@ from .recurrent_generation import RecurrentGenerationMixin
 from .recurrent_state import LayerState, RecurrentState, load_state, save_state
 from .scan_backends import resolve_backend
 from .scan_gla import scan_gla
+from .sequence_classification import StatefulForSequenceClassification
 from .token_inputs import real_tokens
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "StatefulConfigMixin",
     "StatefulLinearAttentionConfig",
     "StatefulLinearAttentionForCausalLM",
+    "StatefulLinearAttentionForSequenceClassification",
     "StatefulLinearAttentionModel",
     "causal_conv",
     "forgetful_scan",
@@ -85,5 +87,14 @@ class StatefulLinearAttentionForCausalLM(StatefulLinearAttentionPreTrainedModel,
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
 
 
+class StatefulLinearAttentionForSequenceClassification(
+    StatefulLinearAttentionPreTrainedModel, StatefulForSequenceClassification
+):
+    """Linear attention with a classification head on the last token."""
+
+    backbone_class = StatefulLinearAttentionModel
+
+
 StatefulLinearAttentionModel.register_for_auto_class("AutoModel")
 StatefulLinearAttentionForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+StatefulLinearAttentionForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")

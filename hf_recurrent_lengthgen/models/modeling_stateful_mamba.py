@@ -29,6 +29,7 @@ from .recurrent_state import LayerState, RecurrentState, load_state, save_state
 from .scan_backends import resolve_backend
 from .scan_gla import scan_gla
 from .scan_selective import scan_selective
+from .sequence_classification import StatefulForSequenceClassification
 from .token_inputs import real_tokens
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "StatefulConfigMixin",
     "StatefulMambaConfig",
     "StatefulMambaForCausalLM",
+    "StatefulMambaForSequenceClassification",
     "StatefulMambaModel",
     "causal_conv",
     "forgetful_scan",
@@ -92,5 +94,12 @@ class StatefulMambaForCausalLM(StatefulMambaPreTrainedModel, StatefulForCausalLM
     _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}  # noqa: RUF012
 
 
+class StatefulMambaForSequenceClassification(StatefulMambaPreTrainedModel, StatefulForSequenceClassification):
+    """Mamba-1 or FalconMamba with a classification head on the last token."""
+
+    backbone_class = StatefulMambaModel
+
+
 StatefulMambaModel.register_for_auto_class("AutoModel")
 StatefulMambaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+StatefulMambaForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")

@@ -27,6 +27,7 @@ from .recurrent_state import LayerState, RecurrentState, load_state, save_state
 from .scan_backends import resolve_backend
 from .scan_gla import scan_gla
 from .scan_ssd import scan_ssd
+from .sequence_classification import StatefulForSequenceClassification
 from .token_inputs import real_tokens
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "StatefulConfigMixin",
     "StatefulMamba2Config",
     "StatefulMamba2ForCausalLM",
+    "StatefulMamba2ForSequenceClassification",
     "StatefulMamba2Model",
     "causal_conv",
     "forgetful_scan",
@@ -90,5 +92,12 @@ class StatefulMamba2ForCausalLM(StatefulMamba2PreTrainedModel, StatefulForCausal
     _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}  # noqa: RUF012
 
 
+class StatefulMamba2ForSequenceClassification(StatefulMamba2PreTrainedModel, StatefulForSequenceClassification):
+    """Mamba-2 with a classification head on the last token."""
+
+    backbone_class = StatefulMamba2Model
+
+
 StatefulMamba2Model.register_for_auto_class("AutoModel")
 StatefulMamba2ForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+StatefulMamba2ForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")

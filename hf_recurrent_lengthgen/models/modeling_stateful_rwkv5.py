@@ -26,6 +26,7 @@ from .recurrent_state import LayerState, RecurrentState, load_state, save_state
 from .scan_backends import resolve_backend
 from .scan_gla import scan_gla
 from .scan_rwkv6 import scan_rwkv6
+from .sequence_classification import StatefulForSequenceClassification
 from .token_inputs import real_tokens
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "StatefulConfigMixin",
     "StatefulRWKV5Config",
     "StatefulRWKV5ForCausalLM",
+    "StatefulRWKV5ForSequenceClassification",
     "StatefulRWKV5Model",
     "StatefulRWKV6Config",
     "causal_conv",
@@ -96,5 +98,12 @@ class StatefulRWKV5ForCausalLM(StatefulRWKV5PreTrainedModel, StatefulForCausalLM
     _tied_weights_keys = {"head.weight": "rwkv.embeddings.weight"}  # noqa: RUF012
 
 
+class StatefulRWKV5ForSequenceClassification(StatefulRWKV5PreTrainedModel, StatefulForSequenceClassification):
+    """RWKV-5 with a classification head on the last token."""
+
+    backbone_class = StatefulRWKV5Model
+
+
 StatefulRWKV5Model.register_for_auto_class("AutoModel")
 StatefulRWKV5ForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+StatefulRWKV5ForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")

@@ -24,6 +24,7 @@ from .recurrent_state import LayerState, RecurrentState, load_state, save_state
 from .scan_backends import resolve_backend
 from .scan_gla import scan_gla
 from .scan_rwkv6 import scan_rwkv6
+from .sequence_classification import StatefulForSequenceClassification
 from .token_inputs import real_tokens
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "StatefulConfigMixin",
     "StatefulRWKV6Config",
     "StatefulRWKV6ForCausalLM",
+    "StatefulRWKV6ForSequenceClassification",
     "StatefulRWKV6Model",
     "causal_conv",
     "choose_backend",
@@ -86,5 +88,12 @@ class StatefulRWKV6ForCausalLM(StatefulRWKV6PreTrainedModel, StatefulForCausalLM
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
 
 
+class StatefulRWKV6ForSequenceClassification(StatefulRWKV6PreTrainedModel, StatefulForSequenceClassification):
+    """RWKV-6 with a classification head on the last token."""
+
+    backbone_class = StatefulRWKV6Model
+
+
 StatefulRWKV6Model.register_for_auto_class("AutoModel")
 StatefulRWKV6ForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+StatefulRWKV6ForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")

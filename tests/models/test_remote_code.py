@@ -27,7 +27,7 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 os.environ.update(HF_HOME=os.getcwd() + "/hf", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 checkpoint, data = sys.argv[1:3]
 """
 
@@ -71,7 +71,8 @@ def test_the_folder_holds_weights_configuration_and_every_file_of_the_code(check
     assert {"config.json", "model.safetensors"} <= names
     code = {name for name in names if name.endswith(".py")}
     auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
-    assert set(auto_map) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
+    heads = ("", "ForCausalLM", "ForSequenceClassification")
+    assert set(auto_map) == {"AutoConfig", *(f"AutoModel{head}" for head in heads)}
     for entry in auto_map.values():
         assert entry.split(".")[0] + ".py" in code
     for name in code:

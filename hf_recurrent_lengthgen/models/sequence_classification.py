@@ -1,0 +1,105 @@
+"""A label for a text, from the output at its last token.
+
+Shapes: B batch, T tokens, D hidden size, L labels.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from .modeling_stateful import StatefulBackbone, StatefulPreTrainedModel
+from .recurrent_cache import RecurrentCache
+from .recurrent_state import RecurrentState, state_dtype
+from .token_inputs import mask_of_new_tokens, starts_inside_rows, token_shape
+
+
+@dataclass
+class StatefulSequenceClassifierOutput(ModelOutput):
+    """`loss` (scalar), `logits` (B, L) in float32, others as in the backbone's."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    final_state: RecurrentState | None = None
+    past_key_values: RecurrentCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+class StatefulForSequenceClassification(StatefulPreTrainedModel):
+    """Linear head `score` on the last real token of each row. A family sets `backbone_class`."""
+
+    accepts_loss_kwargs = False  # the loss is a mean over rows, not over tokens
+    backbone_class: type[StatefulBackbone]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        setattr(self, self.base_model_prefix, self.backbone_class(config))
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self._backbone.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self._backbone.set_input_embeddings(value)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        initial_state: RecurrentState | None = None,
+        output_final_state: bool = True,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: RecurrentCache | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        **others: Any,
+    ) -> StatefulSequenceClassifierOutput | tuple:
+        """Run T tokens from a state; arguments as in `StatefulBackbone.forward`, and:
+
+        Args:
+            attention_mask: (B, T), tells the last real token of each row. Without one all tokens are real, whatever
+                their ids: a padding token is often also the end of a text.
+            labels: (B,) of classes; (B,) or (B, L) of numbers for a regression; (B, L) of 0 and 1 as floats for any
+                number of labels each. `config.problem_type` says which, or it is inferred as in Transformers.
+
+        Raises:
+            ValueError: for packed rows, and as in `StatefulBackbone.forward`.
+        """
+        shape = token_shape(input_ids, inputs_embeds)
+        attention_mask = mask_of_new_tokens(attention_mask, past_key_values, shape)
+        if starts_inside_rows(position_ids, others, shape, attention_mask) is not None:
+            raise ValueError("A row is one text with one label here, but its positions begin several: unpack rows.")
+        output = self._backbone(
+            input_ids,
+            attention_mask=attention_mask,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            token_type_ids=token_type_ids,
+            **others,
+        )
+        # what stands at padding after the last real token repeats it
+        logits = self.score(output.last_hidden_state[:, -1].to(self.score.weight.dtype))
+        logits = logits.to(state_dtype(logits.dtype))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        result = StatefulSequenceClassifierOutput(
+            loss=loss,
+            logits=logits,
+            final_state=output.final_state,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+        )
+        return result.to_tuple() if self._wants_tuple(return_dict) else result
