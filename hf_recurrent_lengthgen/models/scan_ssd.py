@@ -130,8 +130,9 @@ class _ChunkedSSD(torch.autograd.Function):
         S'  = exp(s_Q) S + sum_j exp(s_Q - s_j) B_j u_j
 
     Inside, states are (Z, N, R*P) with Z = B*G: all heads of a group share one matrix product.
-    The gradient of s needs no (Q, Q) matrix: ds_i = <dy_i, y_i> - <du_i, u_i> per head, and the last
-    token of a chunk receives <dS', S'> on top.
+    The gradient of the log decay of token t is the sum over all products whose decay contains it: M_ij dM_ij with
+    j < t <= i, those of S with y_i, of u_j with S', and of S with S'. In the shorter form, sums over i >= t of
+    <dy_i, y_i> - <du_i, u_i>, products that token t does not decay cancel, and leave their rounding error.
     """
 
     @staticmethod
@@ -147,7 +148,7 @@ class _ChunkedSSD(torch.autograd.Function):
         chunk_size: int,
     ) -> tuple[Tensor, Tensor]:
         groups = B.shape[2]
-        y, out = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+        y, from_state = torch.empty_like(x, memory_format=torch.contiguous_format), []
         pieces = even_pieces(x.shape[1], chunk_size)
         first = _to_inner(initial_state, groups)
         states = first.new_empty(len(pieces) + 1, *first.shape)
@@ -155,16 +156,14 @@ class _ChunkedSSD(torch.autograd.Function):
         for index, piece in enumerate(pieces):
             chunk = _Chunk(x[:, piece], dt[:, piece], A, B[:, piece], C[:, piece])
             y_inside = (chunk.times_CB(chunk.L_BHQQ()) @ chunk.u_BQHP.transpose(1, 2)).transpose(1, 2)
-            y_state = chunk.heads(chunk.C_ZQN @ states[index])
-            y_chunk = torch.addcmul(y_inside, y_state, chunk.decay_in_BQH[..., None])
-            y[:, piece] = y_chunk
-            out[:, piece] = y_chunk.addcmul_(x[:, piece], D[:, None])
-            chunk.decay_in_place(states[index + 1].copy_(states[index])).baddbmm_(
+            from_state.append(chunk.heads(chunk.C_ZQN @ states[index]).mul_(chunk.decay_in_BQH[..., None]))
+            y[:, piece] = torch.add(from_state[-1], y_inside).addcmul_(x[:, piece], D[:, None])
+            chunk.decay(states[index], out=states[index + 1]).baddbmm_(
                 chunk.B_ZQN.mT, chunk.groups_of(chunk.weighted_u_BQHP())
             )
-        ctx.save_for_backward(x, dt, A, B, C, D, y, states)
+        ctx.save_for_backward(x, dt, A, B, C, D, states, *from_state)
         ctx.pieces = pieces
-        return out, _from_inner(states[-1], initial_state.shape)
+        return y, _from_inner(states[-1], initial_state.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -174,7 +173,7 @@ class _ChunkedSSD(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-        x, dt, A, B, C, D, y, states = ctx.saved_tensors
+        x, dt, A, B, C, D, states, *from_state = ctx.saved_tensors
         grad_x, grad_B, grad_C, grad_dt = (
             torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, B, C, dt)
         )
@@ -188,30 +187,46 @@ class _ChunkedSSD(torch.autograd.Function):
 
             # within the chunk: M = CB * L
             L = chunk.L_BHQQ()
-            grad_CB = chunk.sum_heads((grad_y_BHQP @ chunk.u_BQHP.permute(0, 2, 3, 1)).mul_(L))
-            grad_u = (chunk.times_CB(L).mT @ grad_y_BHQP).transpose(1, 2)
+            grad_CB_BHQQ = (grad_y_BHQP @ chunk.u_BQHP.permute(0, 2, 3, 1)).mul_(L)
+            grad_CB = chunk.sum_heads(grad_CB_BHQQ)
+            grad_u_inside = (chunk.times_CB(L).mT @ grad_y_BHQP).transpose(1, 2)
 
             # through the states
-            grad_u = torch.addcmul(grad_u, chunk.heads(chunk.B_ZQN @ grad_state), chunk.decay_out_BQH[..., None])
+            grad_u = chunk.heads(chunk.B_ZQN @ grad_state)
             grad_y_decayed = chunk.groups_of(grad_y * chunk.decay_in_BQH[..., None])
-            weighted_u = chunk.groups_of(chunk.weighted_u_BQHP())
-            grad_B[:, piece] = chunk.ungroup(torch.bmm(grad_CB.mT, chunk.C_ZQN).baddbmm_(weighted_u, grad_state.mT))
-            grad_C[:, piece] = chunk.ungroup(
-                torch.bmm(grad_CB, chunk.B_ZQN).baddbmm_(grad_y_decayed, states[index].mT)
-            )
+            weighted_u = chunk.weighted_u_BQHP()
+            of_queries, of_keys = (grad_y * from_state[index]).sum(-1), (grad_u * weighted_u).sum(-1)
+            grad_u.mul_(chunk.decay_out_BQH[..., None]).add_(grad_u_inside)
+            through = (grad_state * states[index]).sum(1).view(*dt[:, 0].shape, -1).sum(-1)
+            weighted_u = chunk.groups_of(weighted_u)
+            # (N, Q): products with the large factor on the left go faster
+            grad_B_ZNQ = torch.bmm(chunk.C_ZQN.mT, grad_CB).baddbmm_(grad_state, weighted_u.mT)
+            grad_C_ZNQ = torch.bmm(chunk.B_ZQN.mT, grad_CB.mT).baddbmm_(states[index], grad_y_decayed.mT)
+            grad_B[:, piece], grad_C[:, piece] = chunk.ungroup(grad_B_ZNQ.mT), chunk.ungroup(grad_C_ZNQ.mT)
 
-            # through the decays: s first, then the steps that s sums up
-            grad_s = (grad_y * y[:, piece]).sum(-1) - (grad_u * chunk.u_BQHP).sum(-1)
-            grad_s[:, -1] += (
-                (grad_state * states[index + 1]).unflatten(2, (-1, x.shape[3])).sum((1, 3)).view_as(dt[:, 0])
+            # through the decays
+            grad_log_decay = _sums_around(
+                chunk.times_CB(grad_CB_BHQQ), of_queries, of_keys, through * chunk.decay_in_BQH[:, -1]
             )
-            grad_log_decay = grad_s.flip(1).cumsum(1).flip(1)
             grad_A += (grad_log_decay * dt[:, piece]).sum((0, 1))
             grad_dt[:, piece] = torch.addcmul((grad_u * x[:, piece]).sum(-1), grad_log_decay, A)
             grad_D += (grad_y * x[:, piece]).sum((0, 1, 3))
-            grad_x[:, piece] = (grad_u * dt[:, piece, :, None]).addcmul_(grad_y, D[:, None])
-            chunk.decay_in_place(grad_state).baddbmm_(chunk.C_ZQN.mT, grad_y_decayed)
+            grad_x[:, piece] = grad_u.mul_(dt[:, piece, :, None]).addcmul_(grad_y, D[:, None])
+            chunk.decay(grad_state, out=grad_state).baddbmm_(chunk.C_ZQN.mT, grad_y_decayed)
         return grad_x, grad_dt, grad_A, grad_B, grad_C, grad_D, _from_inner(grad_state, grad_final.shape), None
+
+
+def _sums_around(inside_BHQQ: Tensor, of_queries_BQH: Tensor, of_keys_BQH: Tensor, through_BH: Tensor) -> Tensor:
+    """Of each token t, the sum over what comes from before t and goes to t or later, (B, Q, H).
+
+    `inside` goes from token j to token i and is overwritten, `of_queries` from the chunk's start to i, `of_keys` from
+    j to the chunk's end, `through` from the start to the end.
+    """
+    before = torch.ones_like(inside_BHQQ[0, 0]).triu_(1)  # 1 where j < t
+    inside_BHQ = (inside_BHQQ.flatten(0, 2) @ before).view_as(inside_BHQQ).tril_().sum(2)
+    of_queries_BHQ = of_queries_BQH.transpose(1, 2) @ (1 - before)
+    of_keys_BHQ = of_keys_BQH.transpose(1, 2) @ before
+    return (inside_BHQ + of_queries_BHQ + of_keys_BHQ + through_BH[..., None]).transpose(1, 2)
 
 
 def _to_inner(state_BHPN: Tensor, groups: int) -> Tensor:
@@ -234,6 +249,7 @@ class _Chunk:
         self.batch, _, self.groups, _ = B_BQGN.shape
         self.head_dim = x_BQHP.shape[3]
         self.B_ZQN, self.C_ZQN = B_BQGN.transpose(1, 2).flatten(0, 1), C_BQGN.transpose(1, 2).flatten(0, 1)
+        self.CB_ZQQ = self.C_ZQN @ self.B_ZQN.mT
         self.u_BQHP = x_BQHP * dt_BQH[..., None]
         # s_i - s_j cancels: in float32 alone a strong decay would blur the weak ones after it in the chunk
         exact = torch.float32 if x_BQHP.device.type == "mps" else torch.float64
@@ -252,8 +268,7 @@ class _Chunk:
 
     def times_CB(self, t_BHQQ: Tensor) -> Tensor:
         """Multiply in place by C_i . B_j of the head's group."""
-        CB_ZQQ = self.C_ZQN @ self.B_ZQN.mT
-        t_BHQQ.view(len(CB_ZQQ), -1, *CB_ZQQ.shape[1:]).mul_(CB_ZQQ[:, None])
+        t_BHQQ.view(len(self.CB_ZQQ), -1, *self.CB_ZQQ.shape[1:]).mul_(self.CB_ZQQ[:, None])
         return t_BHQQ
 
     def sum_heads(self, t_BHQQ: Tensor) -> Tensor:
@@ -264,11 +279,12 @@ class _Chunk:
         """exp(s_Q - s_j) u_j."""
         return self.u_BQHP * self.decay_out_BQH[..., None]
 
-    def decay_in_place(self, state_ZNM: Tensor) -> Tensor:
+    def decay(self, state_ZNM: Tensor, out: Tensor) -> Tensor:
         """Multiply by exp(s_Q) of each head."""
         decay_ZR = self.decay_in_BQH[:, -1].reshape(len(state_ZNM), -1)
-        state_ZNM.unflatten(2, (-1, self.head_dim)).mul_(decay_ZR[:, None, :, None])
-        return state_ZNM
+        by_head, out_by_head = (t.unflatten(2, (-1, self.head_dim)) for t in (state_ZNM, out))
+        torch.mul(by_head, decay_ZR[:, None, :, None], out=out_by_head)
+        return out
 
     def groups_of(self, t_BQHP: Tensor) -> Tensor:
         """(B, Q, H, P) -> (Z, Q, R*P), a view when there is one group."""

@@ -31,7 +31,9 @@ class Scan(NamedTuple):
         low: Arguments that may come in a dtype below that of the state.
         idle: The inputs, changed to leave the state as it is.
         resets: Inputs of 128 tokens with weak decays, but strong ones at RESETS.
-        blurred: Gradients that are sums with cancellation after a reset, left out there.
+        decays: Arguments that the decays are made of: one over time, and Mamba's A.
+        paced: Inputs, a factor for each token (T,) and one for each head (H,), to inputs whose log decays have these
+            factors: in Mamba the first in dt, the second in A.
         decay: Of the first token, against the state.
         kernel: Name of the kernel in the scan's file.
         package: That brings the kernel.
@@ -47,7 +49,8 @@ class Scan(NamedTuple):
     low: tuple[str, ...]
     idle: Callable[[Inputs], Inputs]
     resets: Callable[[], Inputs]
-    blurred: tuple[str, ...]
+    decays: tuple[str, ...]
+    paced: Callable[[Inputs, Tensor, Tensor], Inputs]
     decay: Callable[[Inputs], Tensor]
     kernel: str
     package: str
@@ -124,11 +127,12 @@ def ssd(groups: int) -> Scan:
         low=("x", "B", "C"),
         idle=lambda inputs: inputs | {"dt": torch.zeros_like(inputs["dt"])},
         resets=partial(ssd_resets, groups),
-        blurred=("gradient of dt", "gradient of A", "gradient of D"),
+        decays=("dt", "A"),
+        paced=lambda inputs, steps, rates: inputs | {"dt": inputs["dt"] * steps[:, None], "A": inputs["A"] * rates},
         decay=lambda inputs: (inputs["dt"][:, 0] * inputs["A"]).exp()[..., None, None],
         kernel="mamba_chunk_scan_combined",
         package="mamba-ssm",
-        error=5e-5,
+        error=2e-6,
     )
 
 
@@ -171,6 +175,10 @@ def selective_resets() -> Inputs:
     return inputs
 
 
+def _paced_channels(inputs: Inputs, steps: Tensor, rates: Tensor) -> Inputs:
+    return inputs | {"dt": inputs["dt"] * steps[:, None], "A": inputs["A"] * rates.repeat_interleave(2)[:, None]}
+
+
 SELECTIVE = Scan(
     name="selective",
     scan=scan_selective,
@@ -181,7 +189,8 @@ SELECTIVE = Scan(
     low=("x", "B", "C"),
     idle=lambda inputs: inputs | {"dt": torch.zeros_like(inputs["dt"])},
     resets=selective_resets,
-    blurred=(),
+    decays=("dt", "A"),
+    paced=_paced_channels,
     decay=lambda inputs: (inputs["dt"][:, 0, :, None] * inputs["A"]).exp(),
     kernel="selective_scan_fn",
     package="mamba-ssm",
@@ -259,7 +268,8 @@ GLA = Scan(
     low=("q", "k", "v"),
     idle=lambda inputs: inputs | {name: torch.zeros_like(inputs[name]) for name in ("g", "k")},
     resets=partial(_resets, gla_inputs, "g"),
-    blurred=(),
+    decays=("g",),
+    paced=lambda inputs, steps, rates: inputs | {"g": inputs["g"] * torch.outer(steps, rates)[..., None]},
     decay=lambda inputs: inputs["g"][:, 0, :, None].exp(),
     kernel="chunk_gla",
     package="flash-linear-attention",
@@ -275,7 +285,8 @@ RWKV6 = Scan(
     low=("r", "k", "v"),
     idle=lambda inputs: inputs | {name: torch.zeros_like(inputs[name]) for name in ("w", "k")},
     resets=partial(_resets, rwkv6_inputs, "w"),
-    blurred=(),
+    decays=("w",),
+    paced=lambda inputs, steps, rates: inputs | {"w": inputs["w"] * torch.outer(steps, rates)[..., None]},
     decay=lambda inputs: inputs["w"][:, 0, :, None].exp(),
     kernel="chunk_rwkv6",
     package="flash-linear-attention",
