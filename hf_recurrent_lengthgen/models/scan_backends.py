@@ -113,6 +113,9 @@ def run_scan(
     The chunked form receives its inputs in the dtype of the state, with autocast off, and its outputs return to the
     dtype of the first input. The kernel receives everything as it is.
 
+    NaN or infinite inputs of a token reach the outputs from that token on only, in the chunked forms on a CPU and
+    uncompiled. Elsewhere they may reach all outputs of its chunk, and gradients everywhere.
+
     Raises:
         ValueError: for an unknown backend or a chunk size below 1.
     """
@@ -131,6 +134,14 @@ def even_pieces(length: int, size: int) -> list[slice]:
     """Cut a length into pieces of about `size`, all of one size but the last: 65 are one piece of 65, not 64 + 1."""
     even = -(-length // max(1, round(length / size)))
     return [slice(start, min(start + even, length)) for start in range(0, length, even)]
+
+
+def keeps_poison(state: Tensor) -> bool:
+    """Whether a state, and so an input before it, may have NaN or infinite entries; only on a CPU, uncompiled.
+
+    Elsewhere the answer is no: a GPU would have to be waited for, and a compiled graph cannot branch.
+    """
+    return state.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(state.sum().isfinite())
 
 
 def scan_in_pieces(

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .scan_backends import ScanBackend, even_pieces, missing_kernel, run_scan, scan_in_pieces
+from .scan_backends import ScanBackend, even_pieces, keeps_poison, missing_kernel, run_scan, scan_in_pieces
 
 try:
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
@@ -161,6 +161,13 @@ class _ChunkedSSD(torch.autograd.Function):
             chunk.decay(states[index], out=states[index + 1]).baddbmm_(
                 chunk.B_ZQN.mT, chunk.groups_of(chunk.weighted_u_BQHP())
             )
+        if x.shape[1] > 1 and keeps_poison(states[-1]):
+            for index, piece in enumerate(pieces):
+                if keeps_poison(x[:, piece] * dt[:, piece, :, None]):  # times the zeros of earlier tokens it is NaN
+                    state = _from_inner(states[index], initial_state.shape)
+                    y[:, piece], _ = scan_ssd_reference(
+                        x[:, piece], dt[:, piece], A, B[:, piece], C[:, piece], D, state
+                    )
         ctx.save_for_backward(x, dt, A, B, C, D, states, *from_state)
         ctx.pieces = pieces
         return y, _from_inner(states[-1], initial_state.shape)
@@ -249,7 +256,7 @@ class _Chunk:
         self.batch, _, self.groups, _ = B_BQGN.shape
         self.head_dim = x_BQHP.shape[3]
         self.B_ZQN, self.C_ZQN = B_BQGN.transpose(1, 2).flatten(0, 1), C_BQGN.transpose(1, 2).flatten(0, 1)
-        self.CB_ZQQ = self.C_ZQN @ self.B_ZQN.mT
+        self.CB_ZQQ = (self.C_ZQN @ self.B_ZQN.mT).tril_()
         self.u_BQHP = x_BQHP * dt_BQH[..., None]
         # s_i - s_j cancels: in float32 alone a strong decay would blur the weak ones after it in the chunk
         exact = torch.float32 if x_BQHP.device.type == "mps" else torch.float64
@@ -267,7 +274,7 @@ class _Chunk:
         return s_BHQQ.add_(rest_BHQ[..., :, None]).sub_(rest_BHQ[..., None, :]).exp_().tril_()
 
     def times_CB(self, t_BHQQ: Tensor) -> Tensor:
-        """Multiply in place by C_i . B_j of the head's group."""
+        """Multiply in place by C_i . B_j of the head's group for j <= i, else by 0."""
         t_BHQQ.view(len(self.CB_ZQQ), -1, *self.CB_ZQQ.shape[1:]).mul_(self.CB_ZQQ[:, None])
         return t_BHQQ
 
