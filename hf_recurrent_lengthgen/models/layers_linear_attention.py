@@ -109,6 +109,9 @@ class StatefulLinearAttentionMixer(nn.Module):
         q = self.feature_map_q(self.q_proj(hidden_states).unflatten(-1, (self.heads, -1)))
         k = self.feature_map_k(self.k_proj(hidden_states).unflatten(-1, (self.kv_heads, -1)))
         v = self.v_proj(hidden_states).unflatten(-1, (self.kv_heads, -1))
+        if config.norm_feature_map or q.dtype == torch.float16:
+            # in float16, sums without decay overflow, and 1e-10 is 0; outputs have the dtype of q
+            q, k = q.to(state.recurrent.dtype), k.to(state.recurrent.dtype)
         if config.norm_q:
             q = q / (q.sum(-1, keepdim=True) + 1e-4)
         if config.norm_k:
@@ -120,4 +123,4 @@ class StatefulLinearAttentionMixer(nn.Module):
         y, state = gated_scan(config, scan, q * self.features**-0.5, k, v, torch.zeros_like(k), state, lengths)
         if config.norm_feature_map:
             y = y[..., :-1] / (y[..., -1:] + 1e-10)
-        return self.o_proj(self.norm(y).flatten(2)), state
+        return self.o_proj(self.norm(y).flatten(2).to(v.dtype)), state

@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from transformers import FalconMambaConfig, FalconMambaForCausalLM, MambaConfig
 
 from hf_recurrent_lengthgen.models import STATEFUL_CLASSES, StatefulMambaConfig, StatefulMambaForCausalLM
-from hf_recurrent_lengthgen.models.recurrent_state import LayerShape, load_state, save_state, zero_state
+from hf_recurrent_lengthgen.models.recurrent_state import LayerShape, load_state, map_state, save_state, zero_state
 
-from .families import FAMILIES
+from .families import FAMILIES, VARIANTS, build, random_tokens, variant_id
 from .family import TINY, Family
-from .family_fla import HGRN2
+from .family_fla import HGRN2, LINEAR_ATTENTION
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -77,3 +77,31 @@ def test_lower_bounds_have_gradients_also_where_they_round_to_0_or_1(layer: int)
 def test_a_config_from_upstream_fields_has_our_type() -> None:
     config = StatefulMambaConfig(**MambaConfig(**TINY).to_dict())
     assert config.model_type == "stateful_mamba"  # as "mamba", PEFT refuses adapters on out_proj
+
+
+@pytest.mark.parametrize(("family", "variant"), VARIANTS, ids=variant_id)
+def test_float16_is_finite_and_close_to_float32(family: Family, variant: str) -> None:
+    check_float16(family, **family.variants[variant])
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "relu", "identity", "dpfp", "hedgehog", "t2r", "elementwise_product"])
+def test_normalized_linear_attention_is_finite_in_float16(feature_map: str) -> None:
+    """Also where no feature of the first token is positive: the normalizer is 0, and its epsilon is none."""
+    check_float16(LINEAR_ATTENTION, feature_map=feature_map, norm_feature_map=True)
+
+
+def check_float16(family: Family, **changes: Any) -> None:
+    model = build(family, torch.float16, **changes)
+    tokens = random_tokens(4, 40)
+    with torch.no_grad():
+        logits = model(tokens).logits
+        expected = model.float()(tokens).logits
+    assert (logits.float() - expected).norm() < family.autocast_error * expected.norm()
+
+
+def test_long_sums_of_linear_attention_do_not_overflow_in_float16() -> None:
+    """Without decay outputs grow with the length, beyond the range of float16; the norm after them takes that away."""
+    model = build(LINEAR_ATTENTION, torch.float16)
+    state = map_state(lambda part: part + 1e6, model.zero_state(1))
+    with torch.no_grad():
+        assert bool(model(random_tokens(1, 3), initial_state=state).logits.isfinite().all())
