@@ -7,6 +7,7 @@ this file supplies the contract:
 - Gradients flow into the first and out of the second; who wants truncation detaches.
 - Padding anywhere in a row: real tokens are moved to the front, padding never touches the state, and
   the output at a padding position is that of the last real token before it.
+- Several sequences in a row, as positions tell them: each from a state of its own.
 - `generate(initial_state=...)` continues from a state, with sampling, beams and several sequences.
 
 Shape legend: B batch, T tokens, D hidden size, V vocabulary.
@@ -224,7 +225,8 @@ class StatefulBackbone(StatefulPreTrainedModel):
             position_ids: (B, T) or (1, T). Positions that count up say nothing to a recurrent model. Where they start
                 anew, at 0 or at the first position of the row, a new sequence begins from the zero state, so that
                 packed rows are exactly what their sequences are alone. The first sequence of a row takes the initial
-                state, and `final_state` is that of the last one.
+                state, and `final_state` is that of the last one. Under torch.compile the graph breaks where positions
+                are read.
             token_type_ids: (B, T), 0 at all tokens, as tokenizers give them.
             others: Other forms of `position_ids`, from collators for packed rows: `seq_idx` (B, T), numbers of
                 sequences that go up, and for a single row `cu_seq_lens_q` or `cu_seq_lens_k` (N + 1,), the bounds of

@@ -127,7 +127,8 @@ class RecurrentGenerationMixin(GenerationMixin):
             initial_state: State with B rows that has read what comes before the prompt. It is not changed.
 
         The state after generation is in `past_key_values.state` of the output with
-        `return_dict_in_generate=True`; it has read everything but the last token.
+        `return_dict_in_generate=True`; it has read everything but the last token. With `prefill_chunk_size` a prompt
+        takes the memory of so many tokens.
 
         Raises:
             ValueError: if the state does not fit the prompt, holds NaN, or is given with a cache or without one; for a

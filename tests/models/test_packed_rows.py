@@ -2,13 +2,14 @@
 
 import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import DataCollatorWithFlattening
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from hf_recurrent_lengthgen.models.packed_rows import Packing, sequence_starts
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, map_state, take_rows
@@ -153,6 +154,21 @@ def test_the_flattening_collator_gives_the_loss_of_its_texts(family: Family, key
     for layer, truth in zip(final, last, strict=True):
         for part, true_part in zip(layer, truth, strict=True):
             torch.testing.assert_close(part, true_part)
+
+
+def test_trainer_measures_flattened_batches(tmp_path: Path) -> None:
+    model = build(FAMILIES[0])
+    texts = [random_tokens(1, length, seed=length)[0] for length in (4, 9, 2, 7)]
+    settings: dict[str, Any] = {"per_device_eval_batch_size": 2, "report_to": [], "use_cpu": True}
+    trainer = Trainer(
+        model,
+        TrainingArguments(str(tmp_path), **settings),
+        data_collator=DataCollatorWithFlattening(return_seq_idx=True),
+    )
+    metrics = trainer.evaluate([{"input_ids": text} for text in texts])  # type: ignore[arg-type]
+    losses = [cross_entropy(model(x[None]).logits[0, :-1], x[1:], reduction="sum").item() for x in texts]
+    batches = [(losses[0] + losses[1]) / 11, (losses[2] + losses[3]) / 7]
+    assert metrics["eval_loss"] == pytest.approx(sum(batches) / 2, rel=1e-5)
 
 
 @shell_families
