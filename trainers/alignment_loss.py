@@ -74,8 +74,8 @@ def two_crops(inputs: dict[str, Any], length: int, extra: int) -> dict[str, Any]
     cropped, not shifted: without `shift_labels` each crop is scored on its own T - 1 next tokens.
 
     Raises:
-        ValueError: for rows that are too short, tensors of another shape, an attention_mask with zeros, position_ids
-            or state_resets, and as `overlap_positions`.
+        ValueError: for rows that are too short, tensors of another shape, an attention_mask with zeros, position_ids,
+            seq_idx or state_resets, and as `overlap_positions`.
     """
     rows, available = inputs["input_ids"].shape
     overlap_positions(rows, length, extra)
@@ -84,7 +84,7 @@ def two_crops(inputs: dict[str, Any], length: int, extra: int) -> dict[str, Any]
             f"Rows of {available} tokens are too short for crops of {length} tokens that are {extra} apart: "
             f"give at least {length + extra} tokens in each row."
         )
-    for name in ("position_ids", "state_resets"):
+    for name in ("position_ids", "seq_idx", "state_resets"):
         if inputs.get(name) is not None:
             raise ValueError(f"Both crops start at position 0 and from the same state: leave {name} out of the batch.")
     mask = inputs.get("attention_mask")

@@ -250,6 +250,7 @@ def test_batches_that_cannot_be_cropped_are_refused() -> None:
         ({}, 4, 2, "l_extra must be between 1 and 1 for crops of 4 tokens, got 2"),
         ({"attention_mask": padded}, 4, 1, "attention_mask has zeros"),
         ({"position_ids": ids}, 4, 1, "leave position_ids out"),
+        ({"seq_idx": ids}, 4, 1, "leave seq_idx out"),
         ({"state_resets": ids == 0}, 4, 1, "leave state_resets out"),
         ({"lengths": torch.tensor([6, 6])}, 4, 1, r"lengths of shape \(2,\) cannot be cropped"),
     ):
