@@ -181,7 +181,11 @@ class MetricCallback(TrainerCallback):
             raise found[0]
         self._found = dict(found[0])
         should_log = control.should_log  # logging puts it off, and the loss of this step is not logged yet
+        model = self._trainer.model
+        assert model is not None
+        training, model.training = model.training, False  # TRL adds its metrics of training to what is logged in it
         self._trainer.log(dict(found[0]))
+        model.training = training
         control.should_log = should_log
         self._measured_at = state.global_step
 
