@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
+_STEPS = "scheduled steps"
 _EPSILON = 1e-8  # of Adam, everywhere
 _NO_EFFECT = ("assume_shuffled", "broken_states", "max_state_rms")
 """Settings that refuse or allow, and change nothing of what is trained."""
@@ -143,7 +144,7 @@ class RunRecord:
         """The settings that a trainer has now are those of an earlier run which kept no record."""
         if self._start and not self._before:
             known = settings(trainer)
-            del known["scheduled steps"]
+            del known[_STEPS]  # Trainer has not set them yet
             self._before = [{"from": 0, "settings": known}]
 
     def saved(self, trainer: Trainer) -> dict[str, Any]:
@@ -161,22 +162,27 @@ class RunRecord:
         if not self._before:
             return []
         old, new = self._before[-1]["settings"], settings(trainer)
-        old.setdefault("scheduled steps", new["scheduled steps"])
-        names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-        return [f"{name} {old.get(name, 'none')} -> {new.get(name, 'none')}" for name in names]
+        pairs = {name: (old.get(name, _unknown(name, new)), new.get(name, "none")) for name in {**old, **new}}
+        return [f"{name} {before} -> {now}" for name, (before, now) in pairs.items() if before != now]
 
     def settings(self, trainer: Trainer) -> dict[str, str]:
         """The settings of all parts, by name: "0.001 to step 100, then 0.0005"."""
         parts = self.saved(trainer)["parts"]
         told = {}
         for name in {name: None for part in parts for name in part["settings"]}:
-            values = [(part["from"], part["settings"].get(name, "none")) for part in parts]
+            last = parts[-1]["settings"]
+            values = [(part["from"], part["settings"].get(name, _unknown(name, last))) for part in parts]
             changes = [pair for i, pair in enumerate(values) if i == 0 or pair[1] != values[i - 1][1]]
             texts = [f"{old} to step {start:,}" for (_, old), (start, _) in pairwise(changes)] + [changes[-1][1]]
             told[name] = ", then ".join(texts)
-        if told["scheduled steps"] == f"{trainer.state.global_step:,}":
-            del told["scheduled steps"]
+        if told[_STEPS] == f"{trainer.state.global_step:,}":
+            del told[_STEPS]
         return told
+
+
+def _unknown(name: str, later: dict[str, str]) -> str | None:
+    """What stands for a setting that an earlier part has not: nothing, or, of the steps, no change."""
+    return later.get(name) if name == _STEPS else "none"
 
 
 def rows_seen(steps: int, rows: int, accumulation: int, batches: int | None, dataset: int | None) -> int:
@@ -234,7 +240,7 @@ def settings(trainer: Trainer) -> dict[str, str]:
     found = {
         "learning rate": f"{float(rate):g}",
         "schedule": getattr(trainer, "given_scheduler", None) or schedule,
-        "scheduled steps": f"{trainer.state.max_steps:,}",
+        _STEPS: f"{trainer.state.max_steps:,}",
         "optimizer": _optimizer(args, trainer.optimizer),
         "gradient norm": f"at most {args.max_grad_norm:g}" if args.max_grad_norm else "any",
         "precision": "bfloat16 autocast" if args.bf16 else "float16 autocast" if args.fp16 else "float32",
