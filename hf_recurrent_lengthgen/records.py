@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hf_recurrent_lengthgen.evaluation.documents import document
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
@@ -260,22 +260,30 @@ def portable_text(text: str) -> str:
 _CARD_RECORD = re.compile(r"^<!-- lengthgen card of (\{.*\}) -->$", flags=re.MULTILINE)
 
 
-def card_record(files: dict[str, str], wrote: dict[str, str]) -> str:
-    """The comment in which a card keeps the digests of the files it tells of, and of those written with it."""
-    text = json.dumps({"files": files, "wrote": wrote}, sort_keys=True)
+def card_record(files: dict[str, str], wrote: dict[str, str], said: dict[str, Any] | None = None) -> str:
+    """The comment in which a card keeps what it is made of.
+
+    Args:
+        files: SHA-256 by name of the files it tells of.
+        wrote: Likewise of those written with it.
+        said: What a person said for it, by option.
+    """
+    text = json.dumps({"files": files, "wrote": wrote, **({"said": said} if said else {})}, sort_keys=True)
     for sign in "<>":  # none of them ends the comment
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return f"<!-- lengthgen card of {text} -->"
 
 
-def read_card_record(text: str) -> dict[str, dict[str, str]] | None:
-    """What `card_record` kept, "files" and "wrote"; None for a card without it, or with a damaged one."""
+def read_card_record(text: str) -> dict[str, Any] | None:
+    """What `card_record` kept, by its arguments; None for a card without it, or with a damaged one."""
     found = _CARD_RECORD.findall(text)
     try:
         record = json.loads(found[-1]) if found else None
     except ValueError:
         return None
-    parts = [record.get(key) for key in ("files", "wrote")] if isinstance(record, dict) else [None]
+    if not isinstance(record, dict) or not isinstance(record.get("said", {}), dict):
+        return None
+    parts = [record.get(key) for key in ("files", "wrote")]
     sound = all(isinstance(part, dict) and all(isinstance(value, str) for value in part.values()) for part in parts)
     return record if sound else None
 

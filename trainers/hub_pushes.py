@@ -86,8 +86,10 @@ def write_own_card(output: str | os.PathLike[str], repo_id: str | None) -> bool:
     from hf_recurrent_lengthgen.cards import write_card  # needs matplotlib, training does not
 
     try:
-        write_card(output, repo_id=repo_id, overwrite=not elsewhere)
+        kept = write_card(output, repo_id=repo_id, overwrite=not elsewhere).kept
     except ValueError as error:
         logger.warning(f"{output} gets no card of its lineage: {error}")
         return elsewhere
+    if kept is not None:
+        logger.warning(f"The README.md of {output} is replaced by a card of its lineage, and kept as {kept.name}.")
     return True

@@ -1,13 +1,14 @@
 """Model cards: built of what a folder and result files say, checked, and written beside the weights."""
 
 import hashlib
+import itertools
 import math
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,8 @@ from hf_recurrent_lengthgen.records import card_record, file_digest, read_card_r
 README = "README.md"
 _MARK = re.compile(r"\n<!-- lengthgen card, SHA-256 of the text above: ([0-9a-f]{64}) -->\n*\Z")
 _OURS = re.compile(r"(position_wise|context_harm|retrieval)(-\d+)?\.png|(comparison|diagnosis|retrieval)(-\d+)?\.json")
+OWN_WORDS = ("<!-- own words: lengthgen card keeps what stands here -->", "<!-- end of own words -->")
+"""Between them, a person writes."""
 Paths = Sequence[str | os.PathLike[str]]
 
 
@@ -60,6 +63,7 @@ class CardSettings:
         language: Of the training text, as the Hub names it: "en", "code".
         datasets: Names on the Hub of the training data.
         authors: Who made it.
+        own_words: Markdown that a person wrote.
     """
 
     repo_id: str | None = None
@@ -67,13 +71,31 @@ class CardSettings:
     language: tuple[str, ...] = ()
     datasets: tuple[str, ...] = ()
     authors: tuple[str, ...] = ()
+    own_words: str = ""
+
+    def said(self) -> dict[str, Any]:
+        """The options that were given, as a card records them."""
+        return {
+            field.name: value
+            for field in fields(self)
+            if field.name != "own_words" and (value := getattr(self, field.name))
+        }
+
+    def completed(self, said: dict[str, Any]) -> "CardSettings":
+        """With what was said before, as far as it is not said now."""
+        given: dict[str, Any] = {
+            name: tuple(_listed(said[name])) for name in ("language", "datasets", "authors") if said.get(name)
+        }
+        given |= {name: str(said[name]) for name in ("repo_id", "license") if said.get(name)}
+        return replace(self, **(given | self.said()))
 
 
 class WrittenCard(NamedTuple):
-    """Path of a card, and what it lacks."""
+    """Path of a card, what it lacks, and where the README.md is kept that it replaced, if that was another's."""
 
     path: Path
     missing: list[str]
+    kept: Path | None = None
 
 
 def build_card(
@@ -111,40 +133,51 @@ def write_card(
     datasets: Sequence[str] = (),
     authors: Sequence[str] = (),
     overwrite: bool = False,
+    merge: bool = False,
 ) -> WrittenCard:
     """Write README.md, figures/ and results/ into a checkpoint folder.
 
-    All is made beside, and moved when it is complete, the README.md last.
+    All is made beside, and moved when it is complete, the README.md last. What stands between `OWN_WORDS` in the
+    README.md that is there stays.
 
     Args:
         folder: The checkpoint.
         results: As in `build_card`; None for those of the card that is there.
-        repo_id, license, language, datasets, authors: See `CardSettings`.
+        repo_id, license, language, datasets, authors: See `CardSettings`; by default those of the card that is there.
         overwrite: Whether to replace a README.md, figures and results that this function did not write, or that were
-            changed since.
+            changed since; such a README.md is kept beside, and nothing but own words is taken from it.
+        merge: Whether to take such a README.md of another tool into the card: its text as own words, and its licence,
+            language and data where they are not given.
 
     Raises:
-        ValueError: as `build_card`, and for such files.
+        ValueError: as `build_card`, for such files, and for marks of own words that are damaged.
     """
     path = Path(folder)
-    old = _written_with(path / README)
+    there = _read_text(path / README)
+    old = _written_with(there)
     if results is None:
         results = [path / name for name in old if name.parts[0] == RESULTS]
     settings = CardSettings(repo_id, license, tuple(language), tuple(datasets), tuple(authors))
     checkpoint = read_checkpoint(path)
-    if not overwrite:
-        _check_replaceable(path / README)
+    if merge and not _is_ours(there):
+        settings = _merged(path / README, there, settings)
+    else:
+        if not overwrite:
+            _check_replaceable(path / README, there)
+            settings = settings.completed((read_card_record(there) or {}).get("said", {}))
+        settings = replace(settings, own_words=own_words(there))
     evidence = read_evidence(checkpoint, results)
     card = render(checkpoint, evidence, settings)
     new = Path(tempfile.mkdtemp(prefix=".card.", suffix=".tmp", dir=path))
     try:
-        write_files(new, card, evidence, checkpoint.files)
+        write_files(new, card, evidence, checkpoint.files, settings.said())
         if not overwrite:
             _check_free(path, new, old)
+        kept = None if _is_ours(there) else _set_aside(path / README)
         _replace(path, new, old)
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    return WrittenCard(path / README, missing(checkpoint, evidence, card))
+    return WrittenCard(path / README, missing(checkpoint, evidence, card), kept)
 
 
 def render(checkpoint: Checkpoint, evidence: Sequence[Evidence], settings: CardSettings) -> ModelCard:
@@ -162,6 +195,7 @@ def render(checkpoint: Checkpoint, evidence: Sequence[Evidence], settings: CardS
         *([f"By {escape(', '.join(settings.authors))}."] if settings.authors else []),
         summary(checkpoint),
         *_told_first(evidence, checkpoint.vocab_size),
+        "\n\n".join(filter(None, (OWN_WORDS[0], settings.own_words, OWN_WORDS[1]))),
         "## Use",
         use_section(checkpoint, settings.repo_id or checkpoint.name, settings.repo_id is not None),
         *_measured(evidence),
@@ -198,8 +232,10 @@ def _measured(evidence: Sequence[Evidence]) -> list[str]:
     return [*parts, "### To measure again", commands_section(evidence)]
 
 
-def write_files(folder: Path, card: ModelCard, evidence: Sequence[Evidence], files: dict[str, str]) -> None:
-    """Write a card with its figures and results into a folder; `files` are those of the checkpoint, by digest."""
+def write_files(
+    folder: Path, card: ModelCard, evidence: Sequence[Evidence], files: dict[str, str], said: dict[str, Any]
+) -> None:
+    """Write a card with its figures and results into a folder; `files` and `said` as in `marked`."""
     for kind in (FIGURES, RESULTS):
         (folder / kind).mkdir()
     for name, make in figures(evidence).items():
@@ -207,46 +243,93 @@ def write_files(folder: Path, card: ModelCard, evidence: Sequence[Evidence], fil
     for name, item in zip(result_files(evidence), evidence, strict=True):
         write_result(folder / RESULTS / name, item.original)
     wrote = {name.as_posix(): file_digest(folder / name) for name in _files_in(folder)}
-    (folder / README).write_text(marked(str(card), files, wrote), encoding="utf-8")
+    (folder / README).write_text(marked(str(card), files, wrote, said), encoding="utf-8")
 
 
 def _files_in(folder: Path) -> list[Path]:
     return sorted(file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
 
 
-def marked(text: str, files: dict[str, str], wrote: dict[str, str]) -> str:
+def marked(text: str, files: dict[str, str], wrote: dict[str, str], said: dict[str, Any] | None = None) -> str:
     """A card with the comments by which it is known what it tells of, and that nobody changed it.
 
     Args:
         text: The card.
         files: SHA-256 by name of the weights and config that it tells of.
         wrote: SHA-256 by name of the figures and results that belong to it.
+        said: `CardSettings.said`.
     """
-    text = f"{text.rstrip(chr(10))}\n\n{card_record(files, wrote)}\n"
+    text = f"{text.rstrip(chr(10))}\n\n{card_record(files, wrote, said)}\n"
     return f"{text}\n<!-- lengthgen card, SHA-256 of the text above: {_sha256(text)} -->\n"
 
 
+def own_words(text: str) -> str:
+    """What a person wrote between the marks of a card; "" if nothing.
+
+    Raises:
+        ValueError: for a mark without the other, and if one is there twice.
+    """
+    counts = [text.count(mark) for mark in OWN_WORDS]
+    if counts == [0, 0]:
+        return ""
+    if counts != [1, 1] or text.index(OWN_WORDS[0]) > text.index(OWN_WORDS[1]):
+        raise ValueError(f"The own words of README.md must stand between {' and '.join(OWN_WORDS)}, each once.")
+    return text.partition(OWN_WORDS[0])[2].partition(OWN_WORDS[1])[0].strip()
+
+
 def _sha256(text: str) -> str:
+    """The digest of a card without its own words."""
+    if own_words(text):
+        before, begin, rest = text.partition(OWN_WORDS[0])
+        text = f"{before}{begin}\n\n{''.join(rest.partition(OWN_WORDS[1])[1:])}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _check_replaceable(readme: Path) -> None:
-    if not readme.exists():
-        return
-    text = readme.read_text(encoding="utf-8", errors="replace")
+def _read_text(readme: Path) -> str:
+    return readme.read_text(encoding="utf-8", errors="replace") if readme.exists() else ""
+
+
+def _is_ours(text: str) -> bool:
+    """Whether a README.md is none, or one of `write_card` with nothing but its own words changed."""
     mark = _MARK.search(text)
-    if mark is None or _sha256(text[: mark.start()]) != mark[1]:
+    return not text or (mark is not None and _sha256(text[: mark.start()]) == mark[1])
+
+
+def _check_replaceable(readme: Path, text: str) -> None:
+    if not _is_ours(text):
         raise ValueError(
-            f"{readme} was not written by lengthgen card, or was changed since: keep what you need of it elsewhere, "
-            "and give --overwrite."
+            f"{readme} was not written by lengthgen card, or was changed since, elsewhere than between "
+            f"{' and '.join(OWN_WORDS)}: give --merge to take a text that is none of its cards in as own words, or "
+            "--overwrite to replace it."
         )
 
 
-def _written_with(readme: Path) -> dict[Path, str]:
+def _merged(readme: Path, text: str, settings: CardSettings) -> CardSettings:
+    """Settings with the words and metadata of a README.md from elsewhere."""
+    if read_card_record(text) is not None:
+        raise ValueError(
+            f"{readme} is a card of lengthgen card that was changed: move your words between "
+            f"{' and '.join(OWN_WORDS)}, and give --overwrite, which keeps them."
+        )
+    try:
+        card = ModelCard(text)
+        data = card.data.to_dict()
+    except Exception as error:  # of the YAML parser and of the checks of each field
+        raise ValueError(f"The metadata of {readme} cannot be read ({' '.join(str(error).split())}).") from error
+    return replace(settings.completed(data), own_words=own_words(text) or card.text.strip())
+
+
+def _set_aside(readme: Path) -> Path:
+    """Copy a README.md to a name that is free."""
+    names = (readme.with_name(f"README.old{number}.md") for number in ("", *map(str, itertools.count(2))))
+    free = next(name for name in names if not name.exists())
+    shutil.copyfile(readme, free)
+    return free
+
+
+def _written_with(text: str) -> dict[Path, str]:
     """SHA-256 of the figures and results that were written with a card, by name in the folder."""
-    if not readme.is_file():
-        return {}
-    record = read_card_record(readme.read_text(encoding="utf-8", errors="replace"))
+    record = read_card_record(text)
     names = {} if record is None else {Path(name): digest for name, digest in record["wrote"].items()}
     ours = (FIGURES, RESULTS)
     return {name: digest for name, digest in names.items() if _OURS.fullmatch(name.name) and str(name.parent) in ours}

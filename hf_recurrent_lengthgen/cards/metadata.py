@@ -10,7 +10,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from hf_recurrent_lengthgen.cards.facts import Checkpoint, Evidence, data_name
 from hf_recurrent_lengthgen.cards.licenses import license_data
 from hf_recurrent_lengthgen.cards.methods import methods_in
-from hf_recurrent_lengthgen.cards.results_section import mean_over, own_evaluations, retrieval_results
+from hf_recurrent_lengthgen.cards.results_section import generalizes, mean_over, own_evaluations, retrieval_results
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate, EvaluationResult
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalResult
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
@@ -58,7 +58,7 @@ def card_data(
         language=_one_or_more(language),
         library_name=LIBRARY,
         pipeline_tag=PIPELINE,
-        tags=tags(checkpoint),
+        tags=tags(checkpoint, evidence),
         base_model=base,
         datasets=list(datasets) or None,
         metrics=list(dict.fromkeys(result.metric_type for result in results if result.metric_type in _ON_HUB)) or None,
@@ -71,14 +71,16 @@ def card_data(
 _ON_HUB = ("perplexity", "accuracy")
 
 
-def tags(checkpoint: Checkpoint) -> list[str]:
-    """What people filter by."""
+def tags(checkpoint: Checkpoint, evidence: Sequence[Evidence] = ()) -> list[str]:
+    """What people filter by; that it generalizes in length only if all that was measured of it shows that."""
     family = checkpoint.model_type.removeprefix("stateful_")
     kinds = next((tags for name, tags in _KINDS.items() if family.startswith(name)), ())
     done = [method.tag for method in methods_in(checkpoint.lineage) if method.tag]
     if checkpoint.forgets != Forgetting():
         done.append("forgetting")
-    found = ["recurrent", *kinds, family.replace("_", "-"), *(["length-generalization"] if done else []), *done]
+    measured = [generalizes(result, checkpoint.vocab_size) for result in own_evaluations(evidence)]
+    shown = ["length-generalization"] if measured and all(measured) else []
+    found = ["recurrent", *kinds, family.replace("_", "-"), *shown, *done]
     return list(dict.fromkeys([*found, *(["custom_code"] if checkpoint.carries_code else []), PACKAGE]))
 
 

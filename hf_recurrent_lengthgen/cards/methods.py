@@ -114,7 +114,7 @@ TRAININGS = {
 }
 OUTPUT_ALIGNMENT = Method(
     "output alignment",
-    "The output alignment loss makes the predictions after long and short contexts alike",
+    "The output alignment loss asks for like predictions after long and short contexts",
     "output-alignment",
     ALIGNMENT,
 )

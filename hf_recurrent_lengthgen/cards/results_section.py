@@ -99,6 +99,14 @@ def _headline(models: Sequence[ComparedModel], vocab_size: int | None) -> str:
     return f"It works {beyond}: no harm by earlier text is shown at any position up to the {end:,} that were tested."
 
 
+def generalizes(result: EvaluationResult, vocab_size: int | None) -> bool:
+    """Whether it is shown to use its context, and no text beyond the training length to harm."""
+    used = result.in_window.context_use.low
+    failed = result.harm.harmful_from is not None or result.verdict.violated_from is not None
+    even = uniform_loss(result, vocab_size) is not None
+    return status(result) == "holds" and not failed and not even and used is not None and used > 0
+
+
 def uniform_loss(result: EvaluationResult, vocab_size: int | None) -> float | None:
     """Loss of a guess that gives all tokens the same probability, if the model's is not below; nats per token."""
     guess = math.log(vocab_size) if vocab_size else math.inf

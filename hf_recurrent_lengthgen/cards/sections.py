@@ -49,7 +49,8 @@ def summary(checkpoint: Checkpoint) -> str:
     if lineage is None:
         return f"{what}. {_unrecorded(checkpoint)}"
     if lineage.source is None:
-        what += ", trained from scratch"
+        trained = any(step.kind == "train" for step in lineage.steps)
+        what += ", trained from scratch" if trained else ", of a source that is not recorded"
     else:
         what += f", made from {_source(lineage.source)}"
     done = [_step_in_words(step) for step in lineage.steps if step.kind != "convert"]
@@ -267,7 +268,7 @@ def _failures(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[str]
     if checkpoint.verification is not None and not checkpoint.verification.passed:
         told.append("It did not pass its verification.")
     if "train" in kinds:
-        told.append("Each training was run once, with one seed.")
+        told.append("Each training is one run, with one seed.")
     return told
 
 
@@ -302,7 +303,7 @@ def _unmeasured(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[st
     evaluated, retrieved = own_evaluations(evidence), retrieval_results(evidence)
     told = []
     if not evaluated:
-        told.append("Its loss on long texts was not measured, so nothing is known of how far it holds.")
+        told.append("No loss on long texts is given here, so nothing is shown of how far it holds.")
     for result in evaluated:
         told.append(
             f"Measured on {result.sequences} texts of one data set ({escape(data_name(result.data.description)[0])}), "
@@ -310,9 +311,9 @@ def _unmeasured(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[st
         )
     if not retrieved:
         told.append(
-            "Whether it finds what stands far back (passkeys, needles) was not measured; to hold is not to use."
+            "Nothing here tells whether it finds what stands far back (passkeys, needles); to hold is not to use."
         )
-    told.append("Standard benchmarks were not run, and nothing was checked of harmful or false content in its texts.")
+    told.append("No standard benchmarks are given here, and no check for harmful or false content in its texts.")
     if checkpoint.verification is None:
         told.append(f"These files were not verified ({code('lengthgen verify')}).")
         if evidence:

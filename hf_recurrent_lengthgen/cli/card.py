@@ -14,9 +14,10 @@ files only, which must be of these weights.
   lengthgen retrieve demo-output/cured --output retrieval
   lengthgen card demo-output/cured --results evaluation/result.json retrieval/retrieval.json --language code
 
-The licence is that of the source, if it is known. The last lines say what the card lacks. A README.md that this
-command did not write, or that was changed since, is not replaced without --overwrite; nor are such figures and
-results.
+The licence is that of the source, if it is known. The last lines say what the card lacks. The card is written again
+with the options of the last time, if they are not given, and with your own words: what stands in it between the
+comments "own words" and "end of own words". A README.md that this command did not write (but TRL or Trainer), is taken
+in by --merge, or replaced by --overwrite, as is a card that was changed elsewhere; both keep it as README.old.md.
 """
 
 
@@ -43,7 +44,13 @@ def _parser() -> argparse.ArgumentParser:
         "--datasets", nargs="+", default=[], metavar="NAME", help="training data, by their names on the Hub"
     )
     parser.add_argument("--authors", nargs="+", default=[], metavar="NAME", help="who made it")
-    parser.add_argument("--overwrite", action="store_true", help="replace any README.md, figure and result file")
+    replacing = parser.add_mutually_exclusive_group()
+    replacing.add_argument("--overwrite", action="store_true", help="replace any README.md, figure and result file")
+    replacing.add_argument(
+        "--merge",
+        action="store_true",
+        help="take the text of a README.md from elsewhere as own words, and its licence, language and data",
+    )
     return parser
 
 
@@ -59,8 +66,11 @@ def run(arguments: Sequence[str]) -> int:
         datasets=options.datasets,
         authors=options.authors,
         overwrite=options.overwrite,
+        merge=options.merge,
     )
     print(f"Written: {card.path}")
+    if card.kept is not None:
+        print(f"What was there is kept: {card.kept}")
     if card.missing:
         print("It lacks:")
         for what in card.missing:

@@ -15,7 +15,8 @@ from hf_recurrent_lengthgen.records import unverified
 DESCRIPTION = """\
 Get a checkpoint from the Hugging Face Hub, at one commit, into a new folder: config, code, weights as safetensors,
 tokenizer, card, results and records, no pickles. Each file is checked against its hash on the Hub, and the folder
-against its own verification. Code in it that differs from the installed package is named.
+against its own verification. Code in it that differs from the installed package is named; names of files that Python
+would run by chance, or that some system cannot write, are refused.
 
   lengthgen pull owner/name --output_dir my-checkpoint
   lengthgen pull owner/name --revision 1a2b3c4 --output_dir my-checkpoint

@@ -80,8 +80,8 @@ def run(arguments: Sequence[str]) -> int:
     if options.dry_run:
         if plan.unknown:
             print(
-                "Not known without the Hub: whether the repository is there and of that visibility, what of these files "
-                f"it has, and what else is in it ({plan.unknown})."
+                "Not known without the Hub: whether the repository is there and of that visibility, what of these "
+                f"files it has, and what else is in it ({plan.unknown})."
             )
         print("Nothing was pushed (--dry-run).")
         return 0

@@ -44,18 +44,17 @@ def test_a_card_is_what_its_records_give(name: str) -> None:
     settings = json.loads((RECORDS / name / "settings.json").read_text())
     results = [folder / "results" / file for file in settings.pop("results")]
     evidence = read_evidence(checkpoint, results)
-    card = render(
-        checkpoint,
-        evidence,
-        CardSettings(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}),
-    )
+    said = CardSettings().completed(settings)
+    card = render(checkpoint, evidence, said)
     check_card(card)
     wrote = {
         f"{kind}/{file.name}": file_digest(file)
         for kind in ("figures", "results")
         for file in (folder / kind).iterdir()
     }
-    assert (folder / "README.md").read_text(encoding="utf-8") == marked(str(card), checkpoint.files, wrote)
+    assert (folder / "README.md").read_text(encoding="utf-8") == marked(
+        str(card), checkpoint.files, wrote, said.said()
+    )
     assert sorted(result_files(evidence)) == sorted(path.name for path in (folder / "results").iterdir())
     assert sorted(figures(evidence)) == sorted(path.name for path in (folder / "figures").iterdir())
 
