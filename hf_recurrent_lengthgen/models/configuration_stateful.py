@@ -1,30 +1,49 @@
 """What the configurations of all stateful families have in common."""
 
+import inspect
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import lru_cache
+from types import UnionType
+from typing import Any, ClassVar, Union, get_args, get_origin
 
 from .forgetting import Forgetting
 
 CODE_FORMAT_VERSION = 1
 SCAN_BACKEND_SETTINGS = ("auto", "torch", "kernel")
-# of all families; what a family lacks, or has as None, is passed over
-POSITIVE_FIELDS = (
+# Numbers of all families by their range; what a family lacks, or has as None, is passed over.
+COUNT_FIELDS = (
     "attention_hidden_size",
+    "chunk_size",
+    "code_format_version",
     "conv_kernel",
     "conv_size",
     "expand",
+    "expand_ratio",
     "gate_low_rank_dim",
+    "head_dim",
     "head_size",
     "head_size_divisor",
-    "hidden_ratio",
     "hidden_size",
     "intermediate_size",
+    "n_groups",
+    "num_heads",
     "num_hidden_layers",
+    "num_kv_heads",
     "proj_low_rank_dim",
     "state_size",
     "time_step_rank",
     "training_length",
     "vocab_size",
+)
+POSITIVE_FIELDS = (
+    *("expand_k", "expand_v", "gate_logit_normalizer", "hidden_ratio"),
+    *("time_step_max", "time_step_min", "time_step_scale"),
+)
+NOT_NEGATIVE_FIELDS = (
+    *("group_norm_eps", "initializer_range", "layer_norm_epsilon", "mixer_rms_eps", "norm_eps"),
+    *("rescale_every", "time_step_floor"),
 )
 # of the families that have them: one entry per layer, where layers differ
 PER_LAYER_FIELDS = ("layer_num_heads", "layer_state_sizes")
@@ -55,6 +74,21 @@ class StatefulConfigMixin:
     interventions: tuple[str, ...] | list[str] = ()
     forgetting: dict[str, Any] | None = None
     code_format_version: int = CODE_FORMAT_VERSION
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As in Transformers, which checks some types only, and raises what is no `ValueError`.
+
+        Raises:
+            ValueError: for a value of another type than the field's annotation says, and numbers that are not finite.
+        """
+        kind = _annotations(type(self)).get(name, object)  # type: ignore[arg-type]
+        if not _fits(value, kind):
+            raise ValueError(f"{name} must be {_in_words(kind)}, got {value!r:.80}.")
+        if not isinstance(value, str):  # as "auto", of which the upstream configuration makes a number
+            _check_range(name, value)
+        if kind is float:
+            value = float(value)  # of JSON's 0, which the strict classes of Transformers refuse
+        super().__setattr__(name, value)
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]
@@ -90,6 +124,9 @@ class StatefulConfigMixin:
             ValueError: naming the field, its value and what is allowed.
         """
         vars(self).pop("model_type", None)  # of the upstream config whose to_dict() was given: PEFT goes by it
+        for names, *_ in _RANGES:
+            for name in names:
+                _check_range(name, getattr(self, name, None))
         if self.code_format_version > CODE_FORMAT_VERSION:
             raise ValueError(
                 f"This checkpoint has code format version {self.code_format_version}, the code at hand reads up to "
@@ -98,16 +135,10 @@ class StatefulConfigMixin:
         if self.scan_backend not in SCAN_BACKEND_SETTINGS:
             raise ValueError(f"scan_backend must be one of {SCAN_BACKEND_SETTINGS}, got {self.scan_backend!r}.")
         self.check_forgetting()
-        for name in POSITIVE_FIELDS:
-            value = getattr(self, name, None)
-            if isinstance(value, (int, float)) and value <= 0:
-                raise ValueError(f"{name} must be above 0, got {value}.")
         for name in LAYER_FIELDS:
             value = getattr(self, name, None)
             if value is not None and not hasattr(type(self), name):
                 raise ValueError(f"{type(self).__name__} has no {name}, got {value}: leave it out.")
-            if not isinstance(value, (list, tuple, type(None))):
-                raise ValueError(f"{name} must be None or a list of integers, got {value!r}.")
         layers: int = self.num_hidden_layers  # type: ignore[attr-defined]
         for name in PER_LAYER_FIELDS:
             sizes = getattr(self, name, None)
@@ -128,3 +159,63 @@ class StatefulConfigMixin:
                 f"forgetting: delta_scale scales the step sizes of Mamba, and {type(self).__name__} has none; set "
                 "retention, insertion or window."
             )
+
+
+@lru_cache
+def _annotations(config_class: type) -> dict[str, Any]:
+    """Types of the fields that are annotated with types; early 5.x has none for fields of its own."""
+    found: dict[str, Any] = {}
+    for base in reversed(config_class.__mro__):
+        found |= inspect.get_annotations(base)
+    return {
+        name: kind for name, kind in found.items() if not isinstance(kind, str) and get_origin(kind) is not ClassVar
+    }
+
+
+def _fits(value: Any, kind: Any, finite: bool = True) -> bool:
+    """Whether `value` is of a type made of the types that configurations have; numbers in lists may be infinite."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(_fits(value, part, finite) for part in parts)
+    if origin in (list, tuple):
+        return isinstance(value, (list, tuple)) and all(_fits(item, parts[0], finite=False) for item in value)
+    if kind is float:
+        return type(value) in (int, float) and (not finite or abs(value) <= sys.float_info.max)
+    if kind is int:
+        return type(value) is int
+    return kind is Any or not isinstance(origin or kind, type) or isinstance(value, origin or kind)
+
+
+def _in_words(kind: Any) -> str:
+    """A type as a person says it."""
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(dict.fromkeys(_in_words(part) for part in get_args(kind)))
+    if get_origin(kind) in (list, tuple):
+        return f"a list ({_in_words(get_args(kind)[0])} each)"
+    names = {
+        int: "an integer",
+        float: "a finite number",
+        bool: "true or false",
+        str: "text",
+        dict: "a mapping",
+        type(None): "None",
+    }
+    return names.get(get_origin(kind) or kind, str(kind))
+
+
+def _check_range(name: str, value: Any) -> None:
+    for names, allowed, in_range in _RANGES:
+        if name in names and value is not None and not in_range(value):
+            raise ValueError(f"{name} must be {allowed}, got {value!r:.80}.")
+
+
+_RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
+    (
+        COUNT_FIELDS,
+        "an integer above 0",
+        lambda value: type(value) is int and 0 < value < 2**63,
+    ),  # as a tensor's sizes
+    (("num_hidden_layers",), "at most 65536", lambda value: value <= 2**16),  # upstream lists them all
+    (POSITIVE_FIELDS, "a finite number above 0", lambda value: _fits(value, float) and value > 0),
+    (NOT_NEGATIVE_FIELDS, "a finite number of at least 0", lambda value: _fits(value, float) and value >= 0),
+)

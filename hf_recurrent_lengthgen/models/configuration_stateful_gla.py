@@ -42,8 +42,6 @@ class StatefulGLAConfig(GatedLinearAttentionConfig):
             raise ValueError(f"feature_map must be None or one of {FEATURE_MAPS}, got {self.feature_map!r}.")
         if self.clamp_min is not None and self.clamp_min > 0:
             raise ValueError(f"clamp_min bounds log decays, which are at most 0, got {self.clamp_min}.")
-        if self.gate_logit_normalizer <= 0:
-            raise ValueError(f"gate_logit_normalizer must be positive, got {self.gate_logit_normalizer}.")
 
 
 StatefulGLAConfig.register_for_auto_class()

@@ -51,11 +51,6 @@ class StatefulMambaConfig(ReferenceLayersConfigMixin, MambaConfig):
             raise ValueError(
                 f'time_step_init_scheme must be "random" or "constant", got {self.time_step_init_scheme!r}.'
             )
-        if self.mixer_rms_eps is not None and self.mixer_rms_eps < 0:
-            raise ValueError(
-                "mixer_rms_eps must be None (Mamba) or a number of at least 0 (FalconMamba), "
-                f"got {self.mixer_rms_eps}."
-            )
 
 
 StatefulMambaConfig.register_for_auto_class()

@@ -37,6 +37,11 @@ class StatefulMamba2Config(ReferenceLayersConfigMixin, Mamba2Config):
             raise ValueError(
                 f'hidden_act must be "silu", got {self.hidden_act!r}: the convolution is followed by SiLU.'
             )
+        limit = tuple(self.time_step_limit)
+        if len(limit) != 2 or not 0 <= limit[0] <= limit[1]:
+            raise ValueError(
+                f"time_step_limit must be two ascending numbers of at least 0, got {self.time_step_limit}."
+            )
         if self.num_heads % self.n_groups:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of n_groups ({self.n_groups}).")
         if self.num_heads * self.head_dim != self.hidden_size * self.expand:
