@@ -1,7 +1,8 @@
 """Results kept by their content: what was computed once, or in part, is not computed again.
 
 A key is a dictionary of plain JSON values that says everything the value depends on: digests of weights, config and
-data, settings, versions. Files are written completely or not at all; a damaged one counts as absent, with a warning.
+data, settings, versions. Files are written completely or not at all, with a checksum of what they hold; a damaged one
+counts as absent, with a warning.
 """
 
 import hashlib
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from hf_recurrent_lengthgen.evaluation.documents import Document, from_json, to_json
 from hf_recurrent_lengthgen.evaluation.provenance import code_digest, installed_versions
@@ -43,6 +44,19 @@ def _going_on(path: Path) -> Iterator[None]:
         warnings.warn(f"Cannot keep {path} ({error}): going on without.", stacklevel=4)
 
 
+def _sha256(body: bytes) -> bytes:
+    return hashlib.sha256(body).hexdigest().encode()
+
+
+def _digest_of(arrays: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 (hex) of arrays with their names, shapes and dtypes."""
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
 class ResultCache:
     """A folder of values, each in a file named by the SHA-256 of its key.
 
@@ -63,7 +77,10 @@ class ResultCache:
         """The value of a key, or None."""
         path, full = self._file(key, "json")
         try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
+            digest, _, body = path.read_bytes().partition(b"\n")
+            if digest != _sha256(body):
+                raise ValueError("its checksum is that of something else")
+            kept = json.loads(body)
             if kept["key"] != full:
                 raise ValueError("it belongs to another key")
         except FileNotFoundError:
@@ -88,7 +105,8 @@ class ResultCache:
         """Keep a value of plain JSON types; where that fails, say so and go on, so that the value is not lost."""
         path, full = self._file(key, "json")
         with _going_on(path), replacing(path) as temporary:
-            temporary.write_text(json.dumps({"key": full, "value": value}), encoding="utf-8")
+            body = json.dumps({"key": full, "value": value}).encode()
+            temporary.write_bytes(_sha256(body) + b"\n" + body)
 
     def put_document(self, key: Mapping[str, Any], document: Any) -> None:
         """Keep a document, as `put` does."""
@@ -117,7 +135,10 @@ class PartialResult:
     def load(self) -> dict[str, np.ndarray] | None:
         """What was kept, or None."""
         try:
-            arrays: dict[str, np.ndarray] = load_file(self.path)
+            with safe_open(self.path, framework="numpy") as file:
+                arrays = {name: file.get_tensor(name) for name in file.keys()}
+                if (file.metadata() or {}).get("sha256") != _digest_of(arrays):
+                    raise ValueError("its checksum is that of something else")
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, ValueError) as error:
@@ -134,7 +155,8 @@ class PartialResult:
         """Replace what is kept."""
         began = time.monotonic()
         with _going_on(self.path), replacing(self.path) as temporary:
-            save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, temporary)
+            whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+            save_file(whole, temporary, {"sha256": _digest_of(whole)})
         self._last = time.monotonic()
         self._cost = self._last - began
 

@@ -4,6 +4,7 @@ import errno
 import functools
 import importlib
 import json
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,29 @@ def test_damaged_values_are_computed_again(tmp_path: Path, content: str) -> None
     file.write_text(content)
     with pytest.warns(UserWarning, match="is damaged"):
         assert cache.get(KEY) is None
+
+
+def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
+    cache = ResultCache(tmp_path)
+    value = {"nll": [0.5, 1.25, None], "model": "mamba", "rows": 12}
+    cache.put(KEY, value)
+    cache.partial(KEY).save({"nll": np.arange(3.0), "done": np.array(2)})
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 2
+    for file, read in zip(files, (lambda: cache.get(KEY), cache.partial(KEY).load), strict=True):
+        whole = file.read_bytes()
+        for place in range(len(whole)):
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                found = read()
+            if found is None:
+                assert "is damaged" in str(told[0].message), place
+            else:  # a space of padding in the header of safetensors
+                assert file.suffix == ".safetensors"
+                assert {name: array.tolist() for name, array in found.items()} == {"nll": [0, 1, 2], "done": 2}
+        file.write_bytes(whole)
+    assert cache.get(KEY) == value
 
 
 def test_damaged_parts_are_computed_again(tmp_path: Path) -> None:
@@ -155,7 +179,7 @@ def test_a_document_that_is_damaged_inside_is_computed_again(tokens: np.ndarray,
         again = evaluate_model(build(MAMBA2), tokens, 16, **settings)
     assert again.harm == first.harm
     assert evaluate_model(build(MAMBA2), tokens, 16, **settings) == again
-    assert cache.found == 2
+    assert cache.found == 1
 
 
 def test_nothing_is_left_where_an_observer_reads_a_kept_evaluation(
