@@ -45,11 +45,13 @@ from hf_recurrent_lengthgen.trainers.checkpoints import (
 from hf_recurrent_lengthgen.trainers.checks import (
     base_of,
     check_arguments,
+    check_batch,
     check_config,
     check_continued_data,
     check_evaluation_data,
     check_model,
     check_no_forgetting,
+    check_not_empty,
     check_shuffled,
     check_state_limits,
     check_trainable,
@@ -215,6 +217,8 @@ class InitialStateTrainer(Trainer, ABC):
             check_chunkable(innermost_model(self.model))
         if self.train_dataset is not None:
             self._check_train_data()
+        check_not_empty("train_dataset", self.train_dataset)
+        check_not_empty("eval_dataset", self.eval_dataset)
         check_evaluation_data(self.eval_dataset)
         self._model_description = f"{type(self.model).__name__} with {count_parameters(self.model):,} parameters"
         self._make_source()
@@ -333,8 +337,10 @@ class InitialStateTrainer(Trainer, ABC):
         """Trainer's loss, from the source's initial states in training.
 
         Raises:
-            ValueError: if the training loss is not finite, or a final state is broken and `broken_states` is "stop".
+            ValueError: for ids and labels outside the vocabulary, if the training loss is not finite, or a final state
+                is broken and `broken_states` is "stop".
         """
+        check_batch(self.model, inputs)
         if not model.training:
             if self.args.world_size > 1:
                 num_items_in_batch = None  # the mean of this process: `prediction_step` makes that of all

@@ -4,17 +4,19 @@ import dataclasses
 import hashlib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset, RandomSampler
 from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream
+from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
+from hf_recurrent_lengthgen.models.token_inputs import check_token_ids
 from hf_recurrent_lengthgen.trainers.alignment import AlignmentSettings
 from hf_recurrent_lengthgen.trainers.broken_states import recurrent_layers
 
@@ -148,6 +150,23 @@ def check_shuffled(trainer: str, dataset: Any, args: Any, make_sampler: Callable
             f"{trainer} passes states between different sequences, so the data must be shuffled: use "
             "Trainer's default random sampler, or set assume_shuffled=True if the data are shuffled already."
         )
+
+
+def check_not_empty(name: str, dataset: Any) -> None:
+    """Raise a `ValueError` for data without a row; of a stream that is not known."""
+    for each in dataset.values() if isinstance(dataset, dict) else [dataset]:
+        if each is not None and has_length(each) and not len(each):
+            raise ValueError(f"{name} holds no row: give data, or shorter rows if they were cut from a text.")
+
+
+def check_batch(model: Any, inputs: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` that names row and position for ids and labels that the vocabulary does not have."""
+    vocabulary = getattr(getattr(base_of(model), "config", None), "vocab_size", None)
+    if vocabulary is None:
+        return
+    for name in ("input_ids", "labels", "shift_labels"):
+        if isinstance(ids := inputs.get(name), Tensor):
+            check_token_ids(ids, vocabulary, name, None if name == "input_ids" else IGNORED_LABEL)
 
 
 def check_trainable(model: nn.Module, learns_state: bool) -> None:

@@ -78,8 +78,10 @@ def check_tokens(tokens: Tokens, vocabulary: int, shortest: int = 1) -> np.ndarr
         )
     lowest, highest = int(array.min()), int(array.max())
     if lowest < 0 or highest >= vocabulary:
+        row, position = np.argwhere((array < 0) | (array >= vocabulary))[0]
         raise ValueError(
-            f"Token ids run from {lowest} to {highest}, the model's vocabulary from 0 to {vocabulary - 1}: "
+            f"Token ids run from {lowest} to {highest}, the model's vocabulary from 0 to {vocabulary - 1} (first "
+            f"{array[row, position]}, row {row}, position {position}): "
             "tokenize with the model's own tokenizer, without a label mask such as -100."
         )
     return array

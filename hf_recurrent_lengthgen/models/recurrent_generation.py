@@ -12,7 +12,7 @@ from transformers.generation import GenerationMixin
 from .packed_rows import sequence_starts
 from .recurrent_cache import RecurrentCache
 from .recurrent_state import RecurrentState, check_finite_state, check_state, state_dtype
-from .token_inputs import check_cache
+from .token_inputs import check_cache, check_token_ids
 
 # of what `generate` hands on, what says which tokens are unread: the cache knows that
 _BOOKKEEPING = ("cache_position", "is_first_iteration", "labels", "next_sequence_length")
@@ -132,10 +132,12 @@ class RecurrentGenerationMixin(GenerationMixin):
 
         Raises:
             ValueError: if the state does not fit the prompt, holds NaN, or is given with a cache or without one; for a
-                `cache_implementation`, since the cache is a state.
+                `cache_implementation`, since the cache is a state; for ids outside the vocabulary.
         """
         model: Any = self
         check_cache(kwargs.get("past_key_values"))
+        if (ids := kwargs.get("input_ids") if inputs is None else inputs) is not None:
+            check_token_ids(ids, model.config.vocab_size)
         if initial_state is None:
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
         if kwargs.get("past_key_values") is not None:

@@ -226,7 +226,14 @@ def check_state(
                 raise ValueError(f"{place} has dtype {part.dtype}, expected {dtype}: states stay in full precision.")
             if part.device != device:
                 raise ValueError(f"{place} is on {part.device}, the inputs are on {device}: use state_to.")
-    return tuple(layer_state(layer) for layer in state)
+    return tuple(layer_state(map(_outside_inference_mode, layer)) for layer in state)
+
+
+def _outside_inference_mode(part: Tensor) -> Tensor:
+    """A copy of what was made under `torch.inference_mode()`, where autograd could not save it; else the same."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not part.is_inference():
+        return part
+    return part.clone()
 
 
 def save_state(path: str | os.PathLike[str], state: RecurrentState, metadata: Mapping[str, str] | None = None) -> None:
@@ -265,6 +272,8 @@ def load_state(
         ValueError: if the file is truncated, not a state, of a newer format, or has missing, unexpected,
             wrongly typed or non-finite parts.
     """
+    if os.path.isdir(path):
+        raise ValueError(f"{path} is a folder: give the file that save_state wrote.")
     try:
         with safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
             header = file.metadata() or {}
@@ -297,6 +306,9 @@ def load_state(
         raise ValueError(f"{path} has parts with different numbers of rows: {sorted(rows)}.")
     check_finite_state(state, os.fspath(path))
     try:
-        return state, json.loads(header.get("metadata", "{}"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} has metadata that is not JSON: {header['metadata']!r}.") from error
+        metadata = json.loads(header.get("metadata", "{}"))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} has metadata that is not JSON: {header['metadata']!r:.80}.") from error
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{path} must have a mapping as metadata, got {metadata!r:.80}.")
+    return state, metadata

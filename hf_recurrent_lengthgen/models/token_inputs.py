@@ -38,6 +38,33 @@ def check_token_types(token_type_ids: Tensor | None, real: Tensor | None) -> Non
         raise ValueError("token_type_ids must be 0 at all tokens: a recurrent language model has no kinds of tokens.")
 
 
+def check_token_ids(ids: Tensor, vocabulary: int, name: str = "input_ids", ignored: int | None = None) -> None:
+    """Check ids (B, T) that an embedding or a loss would index with, which fails without a place, or not at all.
+
+    Raises:
+        ValueError: for ids that are not integers, and naming the first that is neither `ignored` nor in
+            [0, vocabulary), with its row and position.
+    """
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"{name} must be integers, got {ids.dtype} of shape {tuple(ids.shape)}.")
+    if not ids.numel():
+        return
+    lowest, highest = ids.aminmax()
+    if lowest >= 0 and highest < vocabulary:
+        return
+    wrong = (ids < 0) | (ids >= vocabulary)
+    if ignored is not None:
+        wrong &= ids != ignored
+    if wrong.any():
+        place = tuple(wrong.nonzero()[0].tolist())
+        told = f"row {place[0]}, position {place[-1]}"
+        also = "" if ignored is None else f", or {ignored} for none"
+        raise ValueError(
+            f"{name} must be from 0 to {vocabulary - 1}{also}, got {int(ids[place])} in {told}: tokenize with the "
+            "model's own tokenizer."
+        )
+
+
 def token_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
     """(B, T).
 

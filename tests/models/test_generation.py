@@ -256,3 +256,12 @@ def test_a_model_refuses_a_state_and_a_cache_at_once_or_a_foreign_cache(family: 
             run(prompt, initial_state=state, past_key_values=RecurrentCache(state))
         with pytest.raises(ValueError, match="must be a RecurrentCache, got tuple"):
             run(prompt, past_key_values=state)
+
+
+@pytest.mark.parametrize("ids", [[[1, 2, VOCABULARY]], [[1, -1, 2]], [[0.0, 1.0]]], ids=["high", "negative", "float"])
+def test_prompts_outside_the_vocabulary_are_refused_by_their_place(ids: list[list[Any]]) -> None:
+    model, prompt = build(SHELL_FAMILIES[0]), torch.tensor(ids)
+    place = "integers, got torch.float32" if prompt.is_floating_point() else "row 0, position"
+    for arguments in ({"inputs": prompt}, {"input_ids": prompt}):
+        with pytest.raises(ValueError, match=f"input_ids must be.* {place}"):
+            model.generate(**arguments, **GREEDY)

@@ -385,3 +385,45 @@ def test_an_interrupted_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pyt
 def test_metadata_is_free_text_and_survives(tmp_path: Path) -> None:
     save_state(tmp_path / "s", numbered_state(), {"": "", "ü": '"\n'})
     assert load_state(tmp_path / "s")[1] == json.loads(json.dumps({"": "", "ü": '"\n'}))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
+def test_a_state_made_in_inference_mode_can_be_trained_from(family: Family) -> None:
+    model, tokens = build(family), random_tokens(2, 9)
+    with torch.inference_mode():
+        state = model(tokens, output_final_state=True).final_state
+        model(tokens, initial_state=state)
+    assert state[0].recurrent.is_inference()
+    with torch.no_grad():
+        expected = model(tokens, output_final_state=True).final_state
+    losses = []
+    for start in (state, expected):
+        model.zero_grad()
+        loss = model(tokens, labels=tokens, initial_state=start).loss
+        loss.backward()
+        losses.append(loss.item())
+        assert all(parameter.grad is not None for parameter in model.get_input_embeddings().parameters())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("make", ["folder", "empty", "text", "pickle", "zip"])
+def test_what_is_no_state_is_refused_by_its_path(make: str, tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    if make == "folder":
+        path.mkdir()
+    else:
+        torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=make == "zip")
+        if make in ("empty", "text"):
+            path.write_text("" if make == "empty" else "no state")
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        load_state(path)
+
+
+def test_metadata_must_be_a_mapping(tmp_path: Path) -> None:
+    save_state(tmp_path / "s", numbered_state())
+    with safe_open(tmp_path / "s", framework="pt") as file:
+        header, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}
+    for text in ("[1]", "[" * 100_000):
+        save_file(tensors, tmp_path / "s", header | {"metadata": text})
+        with pytest.raises(ValueError, match="metadata"):
+            load_state(tmp_path / "s")

@@ -131,3 +131,48 @@ def test_processes_that_do_not_see_each_other_are_refused(monkeypatch: pytest.Mo
     check_arguments(SimpleNamespace(**plain, world_size=2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"2 processes were started, but each sees itself alone.*use_cpu=True"):
         check_arguments(SimpleNamespace(**plain, world_size=1))  # type: ignore[arg-type]
+
+
+def rows_with(name: str, value: Any) -> list[dict[str, list[Any]]]:
+    rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, -100, 4]} for _ in range(4)]
+    rows[1] = rows[1] | {name: [1, 2, value, 4]}
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("input_ids", 10**6, r"input_ids must be from 0 to \d+, got 1000000 in row 1, position 2"),
+        ("input_ids", -100, r"input_ids must be from 0 to \d+, got -100 in row 1, position 2"),
+        ("labels", 10**6, r"labels must be from 0 to \d+, or -100 for none, got 1000000 in row 1, position 2"),
+        ("labels", -1, r"labels must be .*, got -1 in row 1, position 2"),
+    ],
+)
+@pytest.mark.parametrize("step", ["train", "evaluate"])
+def test_ids_outside_the_vocabulary_are_named_by_their_place(
+    name: str, value: int, message: str, step: str, toys: ModuleType, tmp_path: Path
+) -> None:
+    rows = rows_with(name, value)
+    args = InitialStateConfig(
+        str(tmp_path), report_to="none", use_cpu=True, max_steps=1, per_device_train_batch_size=4, save_strategy="no"
+    )
+    trainer = ZeroStateTrainer(toys.tiny_model(), args, train_dataset=rows, eval_dataset=rows)
+    trainer._get_train_sampler = lambda *_: None  # in order
+    with pytest.raises(ValueError, match=message):
+        getattr(trainer, step)()
+
+
+def test_ids_that_are_no_integers_are_refused(toys: ModuleType, tmp_path: Path) -> None:
+    args = InitialStateConfig(str(tmp_path), report_to="none", use_cpu=True, max_steps=1)
+    rows = [{"input_ids": [1.0, 2.0], "labels": [1, 2]}] * 8
+    trainer = ZeroStateTrainer(toys.tiny_model(), args, train_dataset=rows)
+    with pytest.raises(ValueError, match=r"input_ids must be integers, got torch.float32 of shape \(8, 2\)"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+def test_empty_data_are_refused(name: str, toys: ModuleType, tmp_path: Path) -> None:
+    args = InitialStateConfig(str(tmp_path), report_to="none", use_cpu=True)
+    for empty in ([], {"one": toys.sequences(2), "two": []}) if name == "eval_dataset" else ([],):
+        with pytest.raises(ValueError, match=f"{name} holds no row"):
+            ZeroStateTrainer(toys.tiny_model(), args, **{name: empty})
