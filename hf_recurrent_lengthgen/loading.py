@@ -1,7 +1,9 @@
 """One function for the checkpoints of all families."""
 
 import inspect
+import json
 import os
+import pickle
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
@@ -21,6 +23,8 @@ from hf_recurrent_lengthgen.models.configuration_stateful import CODE_FORMAT_VER
 
 logger = logging.get_logger(__name__)
 
+JSON_FILES = ("config.json", "generation_config.json")
+WEIGHT_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors")
 
 
@@ -45,6 +49,72 @@ def check_name(name: str) -> None:
     here = path.exists() or (path.parent != Path() and path.parent.is_dir()) or len(path.parts) > 2
     if here and not path.is_dir():
         raise ValueError(f"{name} is no folder here: give a checkpoint's folder, or a name on the Hub (owner/name).")
+
+
+@contextmanager
+def reading_config(name: str) -> Iterator[None]:
+    """Turn what Transformers raises on a config.json of wrong types into a `ValueError` with the name."""
+    try:
+        yield
+    except (AttributeError, KeyError, RecursionError, TypeError) as error:
+        raise ValueError(
+            f"The config.json of {name} cannot be used ({type(error).__name__}: {error}): copy or download it again."
+        ) from error
+
+
+def _check_files(folder: Path) -> None:
+    """Refuse JSON files that hold no object, and an index that leads out of the folder.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    for name in (*JSON_FILES, *WEIGHT_INDICES):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            value = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not a valid JSON file ({error}): copy or download it again.") from error
+        if not isinstance(value, dict):
+            raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}: copy it again.")
+        if name in WEIGHT_INDICES:
+            _check_index(path, value.get("weight_map"))
+
+
+def _check_index(path: Path, files: Any) -> None:
+    if not isinstance(files, dict) or not files:
+        raise ValueError(f"{path} must hold a weight_map from tensors to files: copy or download it again.")
+    for file in files.values():
+        if not isinstance(file, str) or Path(file).name != file or "\\" in file:
+            raise ValueError(f"{path} must name files in its own folder, got {file!r:.80}: do not use it.")
+        if not (path.parent / file).is_file():
+            raise ValueError(f"{path} names {file}, which is not there: copy or download it again.")
+
+
+def _check_dtypes(folder: Path) -> None:
+    """Refuse weights that are whole numbers, which would be cast silently; damaged files are told of elsewhere."""
+    for path in sorted(folder.glob("model*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                found = {key: file.get_slice(key).get_dtype() for key in file.keys()}
+        except SafetensorError:
+            return
+        if wrong := [key for key, dtype in found.items() if not dtype.startswith(("F", "BF"))]:
+            raise ValueError(
+                f"{path} holds {wrong[0]} as {found[wrong[0]]}, but weights must be floating-point numbers."
+            )
+
+
+def _check_finite(name: str, model: torch.nn.Module) -> None:
+    for key, weight in model.named_parameters():
+        if weight.is_floating_point() and weight.numel() and not weight.is_meta:
+            lowest, highest = weight.detach().aminmax()  # of NaN, NaN
+            if not (lowest.isfinite() and highest.isfinite()):
+                raise ValueError(
+                    f"The weights in {name} hold NaN or infinite numbers, first in {key}: take a checkpoint "
+                    "from before they broke."
+                )
 
 
 def differing_code(folder: str | os.PathLike[str]) -> list[str]:
@@ -115,11 +185,13 @@ def _load(name: str, trust_remote_code: bool, dtype: torch.dtype, stateless: boo
         advice = f": {_to_convert(name)}" if any(Path(name).glob("*.pth")) else ", so it is no checkpoint."
         raise ValueError(f"{name} holds no config.json{advice}")
     check_name(name)
+    _check_files(Path(name))
     loading: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
     loader: Any = AutoModelForCausalLM
     wrap = False
     try:
-        settings, _ = PreTrainedConfig.get_config_dict(name)
+        with reading_config(name):
+            settings, _ = PreTrainedConfig.get_config_dict(name)
         model_type = settings.get("model_type")
         if model_type is None and {"d_model", "n_layer"} <= settings.keys():
             raise ValueError(
@@ -128,9 +200,11 @@ def _load(name: str, trust_remote_code: bool, dtype: torch.dtype, stateless: boo
         if model_type in STATEFUL_CLASSES:
             loader = STATEFUL_CLASSES[model_type]
             settings = {key: v for key, v in settings.items() if key not in ("architectures", "auto_map")}
-            loading["config"] = loader.config_class.from_dict(settings)
+            with reading_config(name):
+                loading["config"] = loader.config_class.from_dict(settings)
         else:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            with reading_config(name):
+                config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
             model_type = config.model_type
     except OSError as error:
         raise ValueError(f"{name} is no checkpoint folder here, and no model on the Hub: {error}") from error
@@ -147,12 +221,22 @@ def _load(name: str, trust_remote_code: bool, dtype: torch.dtype, stateless: boo
                 f"{name} is of type {model_type!r}, which cannot be given states{reason}. Possible are checkpoints "
                 f"of this package, {', '.join(sorted(STATEFUL_CLASSES))}, {', '.join(sorted(SUPPORTED))}."
             )
+    if "quantization_config" not in settings:
+        _check_dtypes(Path(name))
     try:
         # Its warning about the weights becomes an error below.
         with quiet_transformers():
             model, found = loader.from_pretrained(name, **loading)
     except SafetensorError as error:
         raise ValueError(f"The weights in {name} are damaged ({error}): copy or download them again.") from error
+    except (pickle.UnpicklingError, EOFError, RuntimeError, TypeError, OSError) as error:
+        if not isinstance(error, pickle.UnpicklingError) and not any(Path(name).glob("pytorch_model*.bin")):
+            raise
+        raise ValueError(
+            f"The weights in {name} are pickles that are damaged, or that would run code when they are opened, so "
+            f"they were not ({str(error).partition(chr(10))[0]}): do not use them, or, where you trust them, convert "
+            "them to safetensors."
+        ) from error
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise
@@ -163,4 +247,5 @@ def _load(name: str, trust_remote_code: bool, dtype: torch.dtype, stateless: boo
         foreign = model_type in STATEFUL_CLASSES
         advice = f" If they have the names of another library, {_to_convert(name)}" if foreign else ""
         raise ValueError(f"The weights in {name} do not fit its config.json, {told}.{advice}")
+    _check_finite(name, model)
     return stateful(model) if wrap else model

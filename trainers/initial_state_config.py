@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from transformers import TrainingArguments
 
+from hf_recurrent_lengthgen.trainers.settings import check_settings
+
 
 @dataclass
 class InitialStateConfig(TrainingArguments):
@@ -68,8 +70,17 @@ class InitialStateConfig(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.alignment_alpha < float("inf"):
-            raise ValueError(f"alignment_alpha must be a finite number of at least 0, got {self.alignment_alpha}.")
+        check_settings(self)
+        self.check()
+        self.greater_is_better_given = self.greater_is_better is not None  # else TrainingArguments decides by the name
+        super().__post_init__()
+
+    def check(self) -> None:
+        """Check what goes beyond type and range of single settings; methods extend it.
+
+        Raises:
+            ValueError: as this class says.
+        """
         unused = [
             name
             for name in ("alignment_length", "alignment_min_extra", "alignment_max_extra")
@@ -77,9 +88,6 @@ class InitialStateConfig(TrainingArguments):
         ]
         if not self.alignment_alpha and unused:
             raise ValueError(f"{unused} need alignment_alpha above 0, for instance 0.1.")
-        for name in ("alignment_length", "alignment_min_extra", "alignment_max_extra", "bptt_chunk_length"):
-            _at_least_one(name, getattr(self, name))
-        _at_least_one("bptt_window", self.bptt_window)
         if self.alignment_max_extra is not None and self.alignment_max_extra < self.alignment_min_extra:
             raise ValueError(
                 f"alignment_max_extra is {self.alignment_max_extra}, below alignment_min_extra "
@@ -91,12 +99,6 @@ class InitialStateConfig(TrainingArguments):
             raise ValueError("bptt_chunk_length keeps no logits, which alignment_alpha needs: use one of them.")
         if self.bptt_chunk_length is not None and self.torch_compile:
             raise ValueError("bptt_chunk_length does not work with torch_compile: use one of them.")
-        if self.broken_states not in ("stop", "reset"):
-            raise ValueError(f"broken_states must be 'stop' or 'reset', got {self.broken_states!r}.")
-        if self.max_state_rms is not None and not self.max_state_rms > 0:
-            raise ValueError(f"max_state_rms must be above 0, got {self.max_state_rms}.")
-        self.greater_is_better_given = self.greater_is_better is not None  # else TrainingArguments decides by the name
-        super().__post_init__()
 
     def method_settings(self) -> dict[str, Any]:
         """The settings that the method's config classes have and `TrainingArguments` does not."""
@@ -129,11 +131,6 @@ class CarriedStateConfig(InitialStateConfig):
         },
     )
 
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.state_drop_probability <= 1.0:
-            raise ValueError(f"state_drop_probability must be between 0 and 1, got {self.state_drop_probability}.")
-        super().__post_init__()
-
 
 @dataclass
 class NoiseConfig(InitialStateConfig):
@@ -150,8 +147,3 @@ class NoiseConfig(InitialStateConfig):
 
 def _default(name: str) -> Any:
     return InitialStateConfig.__dataclass_fields__[name].default
-
-
-def _at_least_one(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}.")

@@ -41,7 +41,8 @@ class MixedStatesConfig(CarriedStateConfig, FittedNoiseConfig, RandomNoiseConfig
         metadata={"help": "State that the training data arrive shuffled, as for state passing."},
     )
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """See `CarriedStateConfig.check`."""
         if isinstance(self.mixture, str):
             try:
                 self.mixture = json.loads(self.mixture)
@@ -73,4 +74,4 @@ class MixedStatesConfig(CarriedStateConfig, FittedNoiseConfig, RandomNoiseConfig
                 )
         if self.noise_at_evaluation:
             raise ValueError("noise_at_evaluation is an ablation of a single kind of noise, not of mixtures.")
-        super().__post_init__()
+        super().check()

@@ -60,15 +60,12 @@ class StateXConfig(MixedStatesConfig):
         },
     )
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """See `MixedStatesConfig.check`."""
         if self.mixture is None:
             self.mixture = {"zero": 1.0}
         self.expand_layers = _layers(self.expand_layers)  # type: ignore[assignment]
-        if not 0.0 < self.new_weights_lr_multiplier < float("inf"):
-            raise ValueError(
-                f"new_weights_lr_multiplier must be a finite number above 0, got {self.new_weights_lr_multiplier}."
-            )
-        super().__post_init__()
+        super().check()
 
     def expansion(self) -> dict[str, Any]:
         """The arguments of `expand_state`."""

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_recurrent_lengthgen.cli.measuring import on_device, positive
-from hf_recurrent_lengthgen.cli.parsing import CommandParser
+from hf_recurrent_lengthgen.cli.inputs import make_output_folder
+from hf_recurrent_lengthgen.cli.measuring import add_csv_option, on_device
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.data.tasks import (
     EVALUATION_SEED,
     STRING_TASKS,
@@ -17,6 +18,7 @@ from hf_recurrent_lengthgen.data.tasks import (
     string_task,
 )
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
+from hf_recurrent_lengthgen.evaluation.tables import write_csv
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.plotting.accuracy import accuracy_figure
@@ -67,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seed", type=int, default=EVALUATION_SEED, metavar="N", help="seed of the strings (default: %(default)s)"
     )
+    add_csv_option(parser)
     parser.add_argument("--device", default="cpu", help="device to run on, such as cuda (default: %(default)s)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that checkpoints carry")
     return parser
@@ -81,8 +84,7 @@ def run(arguments: Sequence[str]) -> int:
     models = [load_model(name, options.trust_remote_code) for name in options.models]
     records = [getattr(model.config, "task", None) for model in models]
     task, training_length = _task(options, records)
-    output = Path(options.output)
-    output.mkdir(parents=True, exist_ok=True)  # fails now rather than after hours
+    output = make_output_folder(options.output)
     found: Curves = {}
     for name, model in zip(options.models, models, strict=True):
         placed = on_device(model, options.device)
@@ -176,6 +178,13 @@ def _write(
     }
     with replacing(folder / "accuracy.json") as temporary:
         temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if options.csv:
+        rows = [
+            {"model": name, "length": length} | pair._asdict()
+            for name, curve in found.items()
+            for length, pair in curve.items()
+        ]
+        write_csv(folder / "accuracy.csv", rows)
     unit = "pairs" if task.name == "recall" else "symbols"
     short = {Path(name).name: curve for name, curve in found.items()}
     figure = accuracy_figure(short if len(short) == len(found) else found, unit, training_length)

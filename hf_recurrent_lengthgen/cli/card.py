@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from hf_recurrent_lengthgen.cards import write_card
+from hf_recurrent_lengthgen.cli.parsing import CommandParser
 
 DESCRIPTION = """\
 Write the model card of a checkpoint: README.md with the metadata that the Hub reads, figures/ and results/ in its
@@ -22,9 +23,7 @@ in by --merge, or replaced by --overwrite, as is a card that was changed elsewhe
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lengthgen card", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("lengthgen card", description=DESCRIPTION)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of the checkpoint")
     parser.add_argument(
         "--results",

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from hf_recurrent_lengthgen.cli.inputs import load_tokenizer
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.conversion.dtypes import FLOATS
 from hf_recurrent_lengthgen.conversion.json_files import read_settings_file
@@ -33,9 +34,7 @@ Formats, which are detected:
 
 def _parser() -> argparse.ArgumentParser:
     formats = "\n".join(f"  {name:<14}{format.title}" for name, format in FORMATS.items())
-    parser = argparse.ArgumentParser(
-        "lengthgen convert", description=DESCRIPTION + formats, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("lengthgen convert", description=DESCRIPTION + formats)
     parser.add_argument(
         "source",
         metavar="SOURCE",
@@ -59,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--training_length",
         "--training-length",
-        type=int,
+        type=positive,
         metavar="T",
         help="tokens per sequence that the model was trained on, which evaluation starts from (default: known for "
         "official Mamba and Mamba-2 checkpoints, else left open)",

@@ -5,6 +5,7 @@ that it leaves the states it saw in training as soon as texts get longer. Everyt
 that every machine has, the source files of the Python standard library.
 """
 
+import argparse
 import json
 import shlex
 import shutil
@@ -83,13 +84,17 @@ downloads nothing. Writes into the output folder:
 """
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the command with its arguments."""
+def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("lengthgen demo", description=DESCRIPTION)
     parser.add_argument("--output", default="demo-output", help="folder for everything (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of initialization and data order (default: 0)")
     parser.add_argument("--resume", action="store_true", help="keep the models that an interrupted demo finished")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command with its arguments."""
+    options = _parser().parse_args(arguments)
     try:
         run_demo(Path(options.output), options.seed, options.resume)
     except KeyboardInterrupt:

@@ -24,6 +24,7 @@ from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.rank_correlation import FEWEST_MODELS, rank_correlation
 from hf_recurrent_lengthgen.evaluation.state_diagnosis import PATCHED_HEADS
 from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis, head_name
+from hf_recurrent_lengthgen.evaluation.tables import rows_of, write_csv
 from hf_recurrent_lengthgen.plotting.diagnosis_page import DIAGNOSIS_FIGURES, diagnosis_page
 
 DESCRIPTION = """\
@@ -71,9 +72,6 @@ def run(arguments: Sequence[str]) -> int:
     parts = PARTS if options.parts is None else tuple(filter(None, (p.strip() for p in options.parts.split(","))))
     if unknown := [part for part in parts if part not in PARTS]:
         raise ValueError(f"--parts must be some of {', '.join(PARTS)}; got {', '.join(unknown)}.")
-    for name in ("seed", "patched_heads"):
-        if (number := getattr(options, name)) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {number}.")
     inputs = load_inputs(options)
     diagnosed = []
     with resumable(inputs.cache):
@@ -103,6 +101,8 @@ def run(arguments: Sequence[str]) -> int:
     for name, figure_of in DIAGNOSIS_FIGURES.items():
         if (figure := figure_of(diagnosis)) is not None:
             draw(figure, folder / name)
+    if options.csv:
+        write_csv(folder / "result.csv", rows_of(diagnosis))
     page = write_page(folder, diagnosis_page(diagnosis))
     print(f"\n{summary_table(diagnosis.comparison)}\n\n{why_table(diagnosis)}")
     print(f"{told_of_cache(inputs.cache)}\nReport: {page}")

@@ -11,14 +11,14 @@ from hf_recurrent_lengthgen.cli.measuring import (
     announce,
     load_inputs,
     on_device,
-    positive,
     resumable,
     told_of_cache,
 )
-from hf_recurrent_lengthgen.cli.parsing import CommandParser
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
 from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison
+from hf_recurrent_lengthgen.evaluation.tables import rows_of, write_csv
 from hf_recurrent_lengthgen.lineage import last_training
 from hf_recurrent_lengthgen.records import read_lineage
 
@@ -74,5 +74,8 @@ def run(arguments: Sequence[str]) -> int:
             compared.append(ComparedModel(subject.role, result, last_training(read_lineage(name))))
     comparison = Comparison("Beyond the training length", tuple(compared))
     print(f"\n{summary_table(comparison)}")
-    print(f"{told_of_cache(inputs.cache)}\nReport: {write_report(comparison, Path(options.output))}")
+    page = write_report(comparison, Path(options.output))
+    if options.csv:
+        write_csv(page.with_name("result.csv"), rows_of(comparison))
+    print(f"{told_of_cache(inputs.cache)}\nReport: {page}")
     return 0

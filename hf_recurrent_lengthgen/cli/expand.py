@@ -116,8 +116,19 @@ def run(arguments: Sequence[str]) -> int:
         lambda folder: record_step(folder, start, "expand", expanded.config.interventions[-1], command),
     )
     print(report)
-    train = shlex.join(["lengthgen", "train", "--model", str(output), "--output_dir", "FOLDER", "--intervention"])
-    print(f"\nSaved to {output}. Next: {train} none (or state_passing, ...)")
+    train = [
+        "lengthgen",
+        "train",
+        "--model",
+        str(output),
+        "--output_dir",
+        f"{output}-trained",
+        "--intervention",
+        "none",
+    ]
+    if options.trust_remote_code:
+        train.append("--trust_remote_code")
+    print(f"\nSaved to {output}. Next, or with another intervention: {shlex.join(train)}")
     return 0
 
 

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.conversion.export import code_note, export_checkpoint
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
 
@@ -23,9 +24,7 @@ Formats:
 
 def _parser() -> argparse.ArgumentParser:
     formats = "\n".join(f"  {name:<14}{format.title}" for name, format in FORMATS.items())
-    parser = argparse.ArgumentParser(
-        "lengthgen export", description=DESCRIPTION + formats, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("lengthgen export", description=DESCRIPTION + formats)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder of this package, or Hub name")
     parser.add_argument("--format", choices=FORMATS, required=True, help="the layout to write")
     parser.add_argument(

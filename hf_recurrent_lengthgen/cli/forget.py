@@ -11,10 +11,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, STANDARD_LIBRARY, load_stream, load_tokenizer, token_unit
-from hf_recurrent_lengthgen.cli.measuring import on_device, positive
+from hf_recurrent_lengthgen.cli.inputs import (
+    DATA_HELP,
+    STANDARD_LIBRARY,
+    USUAL_SPLIT,
+    chosen_split,
+    load_stream,
+    load_tokenizer,
+    token_unit,
+)
+from hf_recurrent_lengthgen.cli.measuring import on_device
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
-from hf_recurrent_lengthgen.cli.parsing import CommandParser
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.data import evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.forgetting_search import (
@@ -48,7 +56,7 @@ says how it forgets.
 SEARCH_FILE = "forgetting_search.json"
 SEARCH_DEFAULTS: dict[str, Any] = {
     "data": STANDARD_LIBRARY,
-    "split": "validation",
+    "split": None,  # see chosen_split
     "text_column": "text",
     "tokenizer": None,
     "length": SEARCH_LENGTH,
@@ -80,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         "training lengths; delta_scale 0.5",
     )
     _add(search, "data", metavar="DATA", help=f"text to search on (default: stdlib): {DATA_HELP}")
-    _add(search, "split", help="split of the data; a single file is train (default: validation)")
+    _add(search, "split", help=f"split of the data (default: {USUAL_SPLIT})")
     _add(search, "text_column", metavar="NAME", help="column that holds the text (default: text)")
     _add(search, "tokenizer", help='tokenizer folder or name, or "bytes" (default: the model\'s own)')
     length = f"tokens per text (default: {SEARCH_LENGTH:,}, the paper's)"
@@ -149,7 +157,8 @@ def _search(options: argparse.Namespace, given: dict[str, list[Any]]) -> Forgett
     model = _loaded(options, torch.float32)
     settings = _grid(model, given)
     tokenizer = load_tokenizer(options.tokenizer or options.model, options.trust_remote_code)
-    stream = load_stream(options.data, options.split, tokenizer, options.text_column)
+    split = chosen_split(options.data, options.split, "validation")
+    stream = load_stream(options.data, split, tokenizer, options.text_column)
     tokens = evaluation_sequences(stream.tokens, options.sequences, options.length + 1)
     unit = token_unit(tokenizer)
     print(f"Trying {len(settings)} settings on {len(tokens)} texts of {options.length:,} {unit}s\n", flush=True)
@@ -220,7 +229,14 @@ def _save(
             print(f"State of a sequence: {plain:,} -> {_state_elements(model):,} numbers.")
     if not hasattr(model.config, "check_forgetting"):
         print(f"It forgets where hf_recurrent_lengthgen loads it; Transformers' {values.get('model_type')} does not.")
-    compare = shlex.join(["lengthgen", "evaluate", options.model, str(output)])
+    given = {
+        f"--{name.replace('_', '-')}": getattr(options, name)
+        for name in ("data", "split", "text_column", "tokenizer", "device")
+        if getattr(options, name) != SEARCH_DEFAULTS[name]
+    }
+    told = [text for option in given.items() if option[1] is not None for text in option]
+    trust = ["--trust-remote-code"] if options.trust_remote_code else []
+    compare = shlex.join(["lengthgen", "evaluate", options.model, str(output), *told, *trust])
     print(f"Saved to {output}: {in_words(rule)}. Next: {compare}")
 
 

@@ -10,7 +10,13 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen.data import byte_tokenizer, load_texts, standard_library_corpus, token_stream
+from hf_recurrent_lengthgen.data import (
+    byte_tokenizer,
+    load_texts,
+    split_names,
+    standard_library_corpus,
+    token_stream,
+)
 from hf_recurrent_lengthgen.loading import check_name, quiet_transformers
 from hf_recurrent_lengthgen.records import portable
 
@@ -19,6 +25,9 @@ DATA_HELP = (
     f'"{STANDARD_LIBRARY}" (the source files of the Python standard library, split by file), a .txt, .jsonl or '
     ".parquet file, a folder of them or of datasets.save_to_disk, or the name of a data set on the Hub."
 )
+
+
+USUAL_SPLIT = "validation, or the only one that there is"
 
 
 class Stream(NamedTuple):
@@ -56,7 +65,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     check_name(name)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:  # the last from a guess of early 5.x, which asks for protobuf
+    # ImportError from a guess of early 5.x, which asks for protobuf; the last four from files of wrong types
+    except (OSError, ValueError, ImportError, AttributeError, KeyError, RecursionError, TypeError) as error:
         reason = "" if _without_tokenizer_files(name) else f" ({error})"
         raise ValueError(f"{name} holds no tokenizer{reason}: give one with --tokenizer.") from error
     # Without files, Transformers guesses a class from the model's type and makes it of special tokens only.
@@ -71,6 +81,20 @@ def _without_tokenizer_files(name: str) -> bool:
     return Path(name).is_dir() and not any(file for pattern in patterns for file in Path(name).glob(pattern))
 
 
+def make_output_folder(name: str) -> Path:
+    """Make the folder for results, now rather than after hours.
+
+    Raises:
+        ValueError: for a file, and where no folder can be made.
+    """
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(f"--output {name} is a file, or inside one: give the name of a folder.") from error
+    return folder
+
+
 def check_given_once(models: Sequence[str]) -> None:
     """Raise a `ValueError` for models of which two are one folder or one name."""
     if len({Path(name).resolve() if Path(name).exists() else name for name in models}) < len(models):
@@ -80,6 +104,14 @@ def check_given_once(models: Sequence[str]) -> None:
 def token_unit(tokenizer: Any) -> str:
     """What one token is, in the singular."""
     return "byte" if type(tokenizer).__name__ == "ByT5Tokenizer" else "token"
+
+
+def chosen_split(data: str, given: str | None, usual: str) -> str:
+    """The split given; else the only one that the data have, or `usual`."""
+    if given is not None or data == STANDARD_LIBRARY:
+        return usual if given is None else given
+    names = split_names(data)
+    return names[0] if len(names) == 1 else usual
 
 
 def load_documents(data: str, split: str, text_column: str = "text") -> list[str]:

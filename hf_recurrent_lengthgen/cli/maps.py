@@ -2,12 +2,11 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_recurrent_lengthgen.cli.inputs import load_tokenizer
+from hf_recurrent_lengthgen.cli.inputs import load_tokenizer, make_output_folder
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.evaluation.attention_maps import attention_maps
 from hf_recurrent_lengthgen.evaluation.map_results import AttentionMaps, save_maps
@@ -50,8 +49,7 @@ def run(arguments: Sequence[str]) -> int:
     if min(ids) < 0 or max(ids) >= model.config.vocab_size:
         raise ValueError(f"Token ids must be from 0 to {model.config.vocab_size - 1}, got {min(ids)} to {max(ids)}.")
     maps = attention_maps(model, torch.tensor(ids), words, options.layers, options.model)
-    output = Path(options.output)
-    output.mkdir(parents=True, exist_ok=True)
+    output = make_output_folder(options.output)
     save_maps(output / "maps.npz", maps)
     save_png(attention_maps_figure(maps), output / "maps.png")
     print(table(maps))

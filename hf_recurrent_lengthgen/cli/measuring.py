@@ -4,14 +4,23 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, check_given_once, load_stream, load_tokenizer, token_unit
+from hf_recurrent_lengthgen.cli.inputs import (
+    DATA_HELP,
+    USUAL_SPLIT,
+    check_given_once,
+    chosen_split,
+    load_stream,
+    load_tokenizer,
+    make_output_folder,
+    token_unit,
+)
+from hf_recurrent_lengthgen.cli.parsing import positive
 from hf_recurrent_lengthgen.data import evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
@@ -57,15 +66,19 @@ def add_options(parser: argparse.ArgumentParser, output: str, sequences: int) ->
     )
     parser.add_argument("--output", default=output, help="folder for the results (default: %(default)s)")
     parser.add_argument("--data", default="stdlib", help=f"text to evaluate on (default: %(default)s): {DATA_HELP}")
-    parser.add_argument(
-        "--split", default="validation", help="split of the data; a single file is train (default: %(default)s)"
-    )
+    parser.add_argument("--split", help=f"split of the data (default: {USUAL_SPLIT})")
     parser.add_argument("--text-column", default="text", help="column that holds the text (default: %(default)s)")
     parser.add_argument("--length", type=positive, metavar="N", help="tokens per sequence (default: 64 T)")
     parser.add_argument(
         "--sequences", type=positive, default=sequences, metavar="N", help="number of sequences (default: %(default)s)"
     )
+    add_csv_option(parser)
     add_model_options(parser)
+
+
+def add_csv_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option of a table beside the results."""
+    parser.add_argument("--csv", action="store_true", help="write the numbers as a table for spreadsheets, too")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -85,13 +98,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-cache", action="store_true", help="keep nothing, and compute everything anew")
 
 
-def positive(text: str) -> int:
-    """A number of the command line that is at least 1."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
-
-
 def load_inputs(options: argparse.Namespace) -> Inputs:
     """Load models and texts, and check all that can be checked before the first forward pass over a text.
 
@@ -107,7 +113,8 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
     if length <= training_length:
         raise ValueError(f"--length is {length}, but must be above the training length, {training_length}.")
     tokenizer = shared_tokenizer(options)
-    stream = load_stream(options.data, options.split, tokenizer, options.text_column)
+    split = chosen_split(options.data, options.split, "validation")
+    stream = load_stream(options.data, split, tokenizer, options.text_column)
     try:
         tokens = evaluation_sequences(stream.tokens, options.sequences, length + 1)
     except ValueError as error:
@@ -117,9 +124,7 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
         ) from error
     for model in models:
         array = check_tokens(tokens, reader_of(model).vocabulary, training_length + 1)
-    if (output := Path(options.output)).exists() and not output.is_dir():
-        raise ValueError(f"--output {output} is a file: give the name of a folder.")
-    output.mkdir(parents=True, exist_ok=True)  # fails now rather than after hours
+    make_output_folder(options.output)
     cache = open_cache(options)
     short = dict(zip(names, short_names(names), strict=True))
     subjects = [

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, STANDARD_LIBRARY
+from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, STANDARD_LIBRARY, USUAL_SPLIT
 from hf_recurrent_lengthgen.data.tasks import STRING_TASKS
 from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES
 from hf_recurrent_lengthgen.trainers import (
@@ -35,6 +35,7 @@ from hf_recurrent_lengthgen.trainers import (
     TbttTrainer,
     ZeroStateTrainer,
 )
+from hf_recurrent_lengthgen.trainers.settings import check_settings
 
 Intervention = Literal["none", "random_noise", "fitted_noise", "state_passing", "tbtt", "mixed", "learned", "statex"]
 INTERVENTIONS: dict[str, tuple[type[InitialStateTrainer], type[InitialStateConfig]]] = {
@@ -109,7 +110,10 @@ class RunArguments:
         },
     )
     data: str = field(default="stdlib", metadata={"help": f"Training text: {DATA_HELP}"})
-    data_split: str = field(default="train", metadata={"help": "Split of the data to train on."})
+    data_split: str | None = field(
+        default=None,
+        metadata={"help": "Split of the data to train on. Default: train, or the only one that there is."},
+    )
     eval_data: str | None = field(
         default=None,
         metadata={
@@ -117,7 +121,9 @@ class RunArguments:
             "text. Passkeys and symbols need none, evaluation has others."
         },
     )
-    eval_data_split: str = field(default="validation", metadata={"help": "Split of eval_data."})
+    eval_data_split: str | None = field(
+        default=None, metadata={"help": f"Split of eval_data. Default: {USUAL_SPLIT}."}
+    )
     text_column: str = field(default="text", metadata={"help": "Column that holds the text."})
     tokenizer: str | None = field(
         default=None,
@@ -191,6 +197,11 @@ class RunArguments:
     resume: bool = field(
         default=False, metadata={"help": "Continue from the newest complete checkpoint in output_dir."}
     )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if empty := [item.name for item in fields(self) if getattr(self, item.name) == ""]:
+            raise ValueError(f"{empty[0]} is empty: give a value, or leave it out.")
 
     @property
     def from_scratch(self) -> bool:
@@ -419,8 +430,6 @@ def _check(run: RunArguments, training: InitialStateConfig, given: set[str]) -> 
         raise ValueError("task babilong needs task_files, the folder of bAbI's files.")
     if run.task != "text" and (continues(training) or training.alignment_alpha):
         raise ValueError(f"task {run.task} has rows of its own: it goes with neither tbtt nor alignment_alpha.")
-    if run.minimum_document_tokens < 0:
-        raise ValueError(f"minimum_document_tokens must be at least 0, got {run.minimum_document_tokens}.")
     if training.alignment_length not in (None, run.block_length):
         raise ValueError(
             f"alignment_length is {training.alignment_length}, block_length {run.block_length}: both are the training "

@@ -1,4 +1,4 @@
-"""The parser of commands: texts are shown as they are written, and mistyped options get a suggestion."""
+"""The parser of commands: values are checked here for all options, and mistyped options get a suggestion."""
 
 import argparse
 import difflib
@@ -7,14 +7,46 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 
+def not_negative(text: str) -> int:
+    """A whole number of the command line that is at least 0; of every option with `type=int`."""
+    return _whole(text, 0)
+
+
+def positive(text: str) -> int:
+    """A whole number of the command line that is at least 1."""
+    return _whole(text, 1)
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        number = int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r:.40}") from error
+    if not least <= number < 2**63:
+        bound = f"at least {least}" if number < least else "below 2**63"
+        raise argparse.ArgumentTypeError(f"must be {bound}, got {text:.40}")
+    return number
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("is empty: give a value, or leave the option out")
+    return text
+
+
 class CommandParser(argparse.ArgumentParser):
-    """As in argparse, with the line breaks of the description kept, and with the option that was probably meant."""
+    """As in argparse, with the line breaks of the description kept, and with the option that was probably meant.
+
+    Whole numbers are at least 0 unless an option says otherwise (`positive`), and no text is empty.
+    """
 
     def __init__(
         self, *given: Any, formatter_class: Any = argparse.RawDescriptionHelpFormatter, **options: Any
     ) -> None:
         self._arguments: list[str] = []
         super().__init__(*given, **options | {"formatter_class": formatter_class})
+        self.register("type", int, not_negative)
+        self.register("type", None, _text)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse; keeps the arguments, for errors."""

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.conversion.new_folders import check_new
 from hf_recurrent_lengthgen.hub.pull import pull_checkpoint, resolve_commit
 from hf_recurrent_lengthgen.loading import differing_code
@@ -28,9 +29,7 @@ RWKV and others: lengthgen convert.
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lengthgen pull", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("lengthgen pull", description=DESCRIPTION)
     parser.add_argument("repo_id", metavar="OWNER/NAME", help="name on the Hub")
     parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit (default: main)")
     parser.add_argument(

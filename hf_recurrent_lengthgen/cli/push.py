@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.hub.push import PushPlan, do_push, plan_push
 
 DESCRIPTION = """\
@@ -28,9 +29,7 @@ changed since. The token is that of `hf auth login`, or HF_TOKEN.
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lengthgen push", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("lengthgen push", description=DESCRIPTION)
     parser.add_argument("folder", metavar="FOLDER", help="checkpoint folder")
     parser.add_argument("repo_id", metavar="OWNER/NAME", help="where to; a name alone is one of your account")
     parser.add_argument("--public", action="store_true", help="make a new repository public; push to a public one")

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from hf_recurrent_lengthgen.cli import recipe_smoke
-from hf_recurrent_lengthgen.cli.measuring import positive
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.cli.recipe_run import run_stages
 from hf_recurrent_lengthgen.cli.recipe_stages import RESULT, Choices, check_commands, check_text, stages
 from hf_recurrent_lengthgen.cli.report import in_columns
@@ -49,7 +49,7 @@ EXIT_INTERRUPTED = 130
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("lengthgen recipe", description=DESCRIPTION, formatter_class=raw)
+    parser = CommandParser("lengthgen recipe", description=DESCRIPTION, formatter_class=raw)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list", help="all recipes")
     show = actions.add_parser("show", help="all that is known of one, with the command of every stage")

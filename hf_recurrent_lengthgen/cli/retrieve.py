@@ -13,22 +13,25 @@ from transformers import PreTrainedTokenizerBase
 from hf_recurrent_lengthgen.cli.inputs import (
     DATA_HELP,
     STANDARD_LIBRARY,
+    USUAL_SPLIT,
     check_given_once,
+    chosen_split,
     describe_data,
     load_documents,
+    make_output_folder,
     token_unit,
 )
 from hf_recurrent_lengthgen.cli.measuring import (
     DTYPES,
+    add_csv_option,
     add_model_options,
     model_label,
     on_device,
     open_cache,
-    positive,
     resumable,
     shared_tokenizer,
 )
-from hf_recurrent_lengthgen.cli.parsing import CommandParser
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.data.tasks import (
     PASSKEY_STYLES,
     BabilongGrid,
@@ -42,6 +45,7 @@ from hf_recurrent_lengthgen.data.tasks import (
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.retrieval import retrieval_accuracy
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalComparison, RetrievalResult, Share
+from hf_recurrent_lengthgen.evaluation.tables import rows_of, write_csv
 from hf_recurrent_lengthgen.loading import load_language_model
 from hf_recurrent_lengthgen.plotting.images import save_png, save_svg
 from hf_recurrent_lengthgen.plotting.names import short_names
@@ -69,6 +73,7 @@ kept, and an interrupted command goes on where it was.
 """
 DEFAULT_LENGTHS = "1k,2k,4k,8k,16k"
 DEFAULT_DEPTHS = "10"
+MOST_DEPTHS = 1000
 _SIZES = {"k": 2**10, "m": 2**20}
 # Options that go with some tasks only; elsewhere they would do nothing.
 _GOES_WITH = {
@@ -111,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         "four lengths)",
     )
     add("--data", help=f"with niah and babilong: the text (default: {STANDARD_LIBRARY}): {DATA_HELP}")
-    add("--split", help="split of the data; a single file is train (default: validation)")
+    add("--split", help=f"split of the data (default: {USUAL_SPLIT})")
     add("--text-column", help="column that holds the text (default: text)")
     add(
         "--babi-folder",
@@ -122,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", default="retrieval", help="folder for the results (default: %(default)s)")
     add("--batch-size", type=positive, metavar="N", help="prompts read together (default: by memory, at most 16)")
     add("--chunk-length", type=positive, metavar="N", help="tokens of each in a forward pass (default: by memory)")
+    add_csv_option(parser)
     add_model_options(parser)
     return parser
 
@@ -140,10 +146,7 @@ def run(arguments: Sequence[str]) -> int:
     within = None if options.within is None else _numbers("--within", options.within)
     if within is not None and within[-1] > lengths[-1]:
         raise ValueError(f"--within names {within[-1]}, but must be at most the longest of --lengths, {lengths[-1]}.")
-    output = Path(options.output)
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"--output {output} is a file: give the name of a folder.")
-    output.mkdir(parents=True, exist_ok=True)  # fails now rather than after hours
+    output = make_output_folder(options.output)
     tokenizer, cache = shared_tokenizer(options), open_cache(options)
     grid, description = _grid(options, tokenizer)
     names = dict(zip(options.models, short_names(options.models), strict=True))
@@ -168,7 +171,10 @@ def run(arguments: Sequence[str]) -> int:
             )
             found.append(result)
     print(f"\n{_table(found)}")
-    print(f"\nResults: {_write(output, found, within)}")
+    picture = _write(output, found, within)
+    if options.csv:
+        write_csv(output / "retrieval.csv", rows_of(RetrievalComparison(tuple(found))))
+    print(f"\nResults: {picture}")
     return 0
 
 
@@ -194,17 +200,17 @@ def _numbers(option: str, text: str) -> list[int]:
 
 
 def _depths(text: str) -> list[float]:
-    """A number of depths from 2 on, or depths."""
+    """A number of depths from 2 to `MOST_DEPTHS`, or depths."""
     try:
         depths = [float(part) for part in text.split(",")]
     except ValueError:
         depths = []
-    if len(depths) == 1 and depths[0] >= 2 and depths[0] == int(depths[0]):
+    if len(depths) == 1 and 2 <= depths[0] <= MOST_DEPTHS and depths[0] == int(depths[0]):
         return [float(depth) for depth in np.linspace(0, 1, int(depths[0])).round(6)]
     if not depths or not all(0 <= depth <= 1 for depth in depths):
         raise ValueError(
-            f"--depths is {text!r}, but must be a number of depths from 2 on, or depths from 0 to 1 with commas "
-            "between."
+            f"--depths is {text!r}, but must be a number of depths from 2 to {MOST_DEPTHS}, or depths from 0 to 1 "
+            "with commas between."
         )
     return depths
 
@@ -216,7 +222,8 @@ def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tu
     if options.task == "passkey":
         style = options.style or next(iter(PASSKEY_STYLES))
         return PasskeyGrid(tokenizer, depths, style=style, **sizes), "repeated sentences"
-    data, split = options.data or STANDARD_LIBRARY, options.split or "validation"
+    data = STANDARD_LIBRARY if options.data is None else options.data
+    split = chosen_split(data, options.split, "validation")
     texts = load_documents(data, split, options.text_column or "text")
     told = describe_data(data, split)
     if options.task == "niah":

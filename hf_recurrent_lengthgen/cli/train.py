@@ -3,6 +3,7 @@
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_recurrent_lengthgen.cli.inputs import (
     STANDARD_LIBRARY,
+    chosen_split,
     describe_data,
     load_documents,
     load_stream,
     load_tokenizer,
 )
 from hf_recurrent_lengthgen.cli.options import RunArguments, RunParser, continues, evaluates
-from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks, keep_long_documents
+from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks, keep_long_documents, split_names
 from hf_recurrent_lengthgen.data.tasks import (
     EVALUATION_SEED,
     PASSKEY_STYLES,
@@ -32,7 +34,7 @@ from hf_recurrent_lengthgen.data.tasks import (
     string_task,
 )
 from hf_recurrent_lengthgen.lineage import lineage_of, record_step
-from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.loading import load_model, reading_config
 from hf_recurrent_lengthgen.models import CAUSAL_LM_CLASSES, STATEFUL_CLASSES
 from hf_recurrent_lengthgen.records import Lineage
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
@@ -44,6 +46,7 @@ from hf_recurrent_lengthgen.trainers.training_runs import method_of, training_ru
 
 TASK_SAMPLES, TASK_EVALUATION_SAMPLES = 100_000, 256
 """Samples that are made for an epoch where max_steps does not say how many there are, and for an evaluation."""
+SEQUENCES = 32  # of lengthgen evaluate
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -92,6 +95,10 @@ def train(
             f"{output} holds checkpoints of an earlier run, which a later --resume would mix up with those of this "
             "one: continue it with --resume, give another output_dir, or remove them."
         )
+    settings = replace(settings, data_split=chosen_split(settings.data, settings.data_split, "train"))
+    if settings.eval_data is not None:
+        split = chosen_split(settings.eval_data, settings.eval_data_split, "validation")
+        settings = replace(settings, eval_data_split=split)
     set_seed(training.seed)
     if settings.from_scratch:
         model = _new_model(settings.model, settings.trust_remote_code)
@@ -141,7 +148,8 @@ def train(
     if training.push_to_hub:
         trainer.push_to_hub()  # again, now with the lineage
     if trainer.is_world_process_zero():
-        print(_next_step(settings, training, length_before))
+        text = [] if settings.of_symbols else _text_to_evaluate(settings, rows, eval_rows, tokenizer)
+        print(_next_step(settings, training, length_before, text))
     return trainer
 
 
@@ -188,7 +196,8 @@ def _state_alone(training: InitialStateConfig) -> bool:
 
 def _new_model(file: str, trust_remote_code: bool) -> Any:
     """A model of a config.json with random weights; our class where the config is that of an upstream model."""
-    values, _ = PreTrainedConfig.get_config_dict(file)
+    with reading_config(file):
+        values, _ = PreTrainedConfig.get_config_dict(file)
     model_type = values.get("model_type")
     if model_type in STATEFUL_CLASSES:
         values = {key: value for key, value in values.items() if key not in ("architectures", "auto_map")}
@@ -227,8 +236,44 @@ def _record_task(config: Any, rows: TaskStrings) -> None:
     config.training_length, config.task = rows.row_length, rows.record
 
 
-def _next_step(settings: RunArguments, training: InitialStateConfig, length_before: int | None = None) -> str:
-    """What was saved, and how to use, check or measure it, beside the model of another training length or none."""
+def _text_to_evaluate(settings: RunArguments, rows: Any, eval_rows: Any, tokenizer: Any) -> list[str]:
+    """The options of `lengthgen evaluate` for text that was held out, where there is some, and as much as there is."""
+    data, split, known = settings.data, "validation", None
+    if settings.eval_data is not None:
+        data, split, known = settings.eval_data, settings.eval_data_split, eval_rows
+    elif data != STANDARD_LIBRARY and "validation" not in split_names(data):
+        split, known = settings.data_split, rows
+    if isinstance(known, PackedBlocks):
+        tokens = len(known) * (known.length + 1)
+    elif isinstance(known, ContinuedChunks):
+        tokens = len(known.stream)
+    else:
+        tokens = len(_stream(settings, data, split, tokenizer))
+    told = [] if data == STANDARD_LIBRARY else ["--data", data, "--split", split]
+    if told and settings.text_column != "text":
+        told += ["--text-column", settings.text_column]
+    return [*told, *_fitting(tokens, settings.block_length)]
+
+
+def _fitting(tokens: int, length: int) -> list[str]:
+    """The longest sequences, up to the usual 64 training lengths, of which there are four in so many tokens."""
+    multiples = [multiple for multiple in (64, 32, 16, 8, 4) if tokens // (multiple * length + 1) >= 4]
+    longest = (multiples or [2])[0] * length
+    sequences = max(1, min(SEQUENCES, tokens // (longest + 1)))
+    return (
+        []
+        if (longest, sequences) == (64 * length, SEQUENCES)
+        else ["--length", str(longest), "--sequences", str(sequences)]
+    )
+
+
+def _next_step(
+    settings: RunArguments, training: InitialStateConfig, length_before: int | None = None, text: Sequence[str] = ()
+) -> str:
+    """What was saved, and how to use, check or measure it, beside the model of another training length or none.
+
+    `text` are options of `lengthgen evaluate` that name the text.
+    """
     output = str(training.output_dir)
     if _state_alone(training):
         return _use_of_state(os.path.join(output, LEARNED_STATE_FILE), settings.model)
@@ -241,6 +286,7 @@ def _next_step(settings: RunArguments, training: InitialStateConfig, length_befo
             command += ["--training-length", str(settings.block_length)]
         if settings.tokenizer:
             command += ["--tokenizer", settings.tokenizer]
+    command += text
     if settings.trust_remote_code:
         command.append("--trust-remote-code")
     saved = f"Saved to {output}. Next: {shlex.join(['lengthgen', 'verify', output])}, then {shlex.join(command)}"
@@ -312,7 +358,7 @@ def _evaluation_rows(settings: RunArguments, training: InitialStateConfig, token
     return PackedBlocks(_stream(settings, data, settings.eval_data_split, tokenizer), settings.block_length)
 
 
-def _stream(settings: RunArguments, data: str, split: str, tokenizer: Any) -> Tensor:
+def _stream(settings: RunArguments, data: str, split: str | None, tokenizer: Any) -> Tensor:
     stream = load_stream(data, split, tokenizer, _text_column(settings, data)).tokens
     least = settings.minimum_document_tokens
     return keep_long_documents(stream, tokenizer.eos_token_id, least) if least else stream

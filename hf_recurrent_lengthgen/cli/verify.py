@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.records import VERIFICATION_FILE, Check, Verification
 from hf_recurrent_lengthgen.verification import verify_checkpoint
 from hf_recurrent_lengthgen.verification.comparing import TOLERANCE
@@ -33,9 +34,7 @@ _WORDS = {True: "ok", False: "FAILED"}
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lengthgen verify", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("lengthgen verify", description=DESCRIPTION)
     parser.add_argument(
         "source",
         nargs="?",
@@ -50,9 +49,9 @@ def _parser() -> argparse.ArgumentParser:
         "as its lineage.json says; its main branch where that names another source)",
     )
     parser.add_argument(
-        "--length", type=int, default=DEFAULT_LENGTH, metavar="N", help="tokens per text (default: %(default)s)"
+        "--length", type=positive, default=DEFAULT_LENGTH, metavar="N", help="tokens per text (default: %(default)s)"
     )
-    parser.add_argument("--rows", type=int, default=2, metavar="N", help="texts (default: %(default)s)")
+    parser.add_argument("--rows", type=positive, default=2, metavar="N", help="texts (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the tokens (default: %(default)s)")
     parser.add_argument(
         "--dtype",

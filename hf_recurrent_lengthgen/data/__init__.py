@@ -1,7 +1,7 @@
 """Text to training data: corpora, files -> one token stream -> blocks, continued chunks or evaluation sequences."""
 
 from .continued import ChunkKey, ContinuedChunks, ContinuedStream, LaneSampler, keep_long_documents
-from .corpora import Corpus, Document, load_texts, standard_library_corpus
+from .corpora import Corpus, Document, load_texts, split_names, standard_library_corpus
 from .packing import IGNORED_LABEL, PackedBlocks, evaluation_sequences
 from .segments import Segments, split_at_resets
 from .tokens import byte_tokenizer, token_stream
@@ -21,6 +21,7 @@ __all__ = [
     "keep_long_documents",
     "load_texts",
     "split_at_resets",
+    "split_names",
     "standard_library_corpus",
     "token_stream",
 ]

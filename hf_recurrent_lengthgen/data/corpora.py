@@ -195,6 +195,17 @@ def load_texts(
     return texts
 
 
+def split_names(path_or_name: str | Path) -> list[str]:
+    """The splits of a data set (see `load_texts`); none if it cannot be read, which `load_texts` explains."""
+    path = Path(path_or_name).expanduser()
+    if path.is_file():
+        return ["train"]
+    try:
+        return list(_saved_splits(path) if _is_saved(path) else datasets.get_dataset_split_names(str(path)))
+    except (datasets.exceptions.DatasetsError, OSError, StopIteration, ValueError):
+        return []
+
+
 def _reader(
     path_or_name: str | Path, split: str, config_name: str | None, sample_by: SampleBy
 ) -> Callable[[], datasets.Dataset]:
@@ -210,7 +221,7 @@ def _reader(
             options["sample_by"] = sample_by
         return partial(datasets.load_dataset, builder, data_files=glob.escape(str(path)), **options)
     if path.is_dir():
-        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        if _is_saved(path):
             return partial(_saved_split, path, split)
         builders = {_BUILDER_OF_SUFFIX.get(file.suffix) for file in path.rglob("*")} - {None}
         if "text" in builders:
@@ -223,9 +234,18 @@ def _reader(
     return partial(datasets.load_dataset, str(path), name=config_name, **options)
 
 
-def _saved_split(path: Path, split: str) -> datasets.Dataset:
+def _is_saved(path: Path) -> bool:
+    """Whether `save_to_disk` wrote this folder."""
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+
+
+def _saved_splits(path: Path) -> datasets.DatasetDict:
     saved = datasets.load_from_disk(path)
-    splits = saved if isinstance(saved, datasets.DatasetDict) else datasets.DatasetDict(train=saved)
+    return saved if isinstance(saved, datasets.DatasetDict) else datasets.DatasetDict(train=saved)
+
+
+def _saved_split(path: Path, split: str) -> datasets.Dataset:
+    splits = _saved_splits(path)
     # `load_from_disk` knows no split names with slices; this is the reading that `load_dataset` gives them.
     parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(part) for name, part in splits.items()})
     selected = []

@@ -1,5 +1,6 @@
 """Evaluation of one and of several checkpoints."""
 
+import csv
 import errno
 import json
 import os
@@ -45,6 +46,20 @@ def test_one_model(evaluate: Evaluate, checkpoint: Path, tmp_path: Path, capsys:
     assert f"{found.in_window.loss.mean:.3f}" in shown.out
     assert f"Report: {out / 'index.html'}" in shown.out
     assert shown.err == ""
+
+
+def test_the_numbers_are_written_as_a_table_if_asked(evaluate: Evaluate, checkpoint: Path, tmp_path: Path) -> None:
+    assert evaluate(checkpoint, "--csv") == 0
+    with open(tmp_path / "out" / "result.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    curve = json.loads((tmp_path / "out" / "result.json").read_text())["models"][0]["evaluation"]["position_wise"][
+        "fine"
+    ]
+    nll = [row for row in rows if row["metric"] == "nll"]
+    assert [float(row["mean"]) for row in nll] == curve["mean"]
+    assert [float(row["low"]) for row in nll] == curve["low"]
+    assert [int(row["start"]) for row in nll] == curve["edges"][:-1]
+    assert {(row["model"], row["role"]) for row in rows} == {(checkpoint.name, "other")}
 
 
 def test_several_models_on_the_same_text(

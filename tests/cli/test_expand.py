@@ -27,7 +27,7 @@ def test_a_checkpoint_is_expanded_and_can_be_trained(
     assert expand(checkpoint, "--output_dir", out, "--layers", 1, "--factor", 3, "--initialization", "inherit") == 0
     shown = capsys.readouterr().out
     assert "1      4 -> 12     64 -> 192" in shown
-    assert f"Next: lengthgen train --model {out} --output_dir FOLDER --intervention none" in shown
+    assert f"Next, or with another intervention: lengthgen train --model {out} --output_dir {out}-trained " in shown
     expanded, base = load_model(str(out)), load_model(str(checkpoint))
     assert expanded.config.layer_state_sizes == [4, 12]
     assert expanded.config.training_length == 8

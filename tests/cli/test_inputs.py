@@ -29,7 +29,15 @@ from hf_recurrent_lengthgen import (
     StatefulMamba2ForCausalLM,
     StatefulMambaForCausalLM,
 )
-from hf_recurrent_lengthgen.cli.inputs import load_stream, load_tokenizer, quiet_libraries, token_unit
+from hf_recurrent_lengthgen.cli.inputs import (
+    chosen_split,
+    load_documents,
+    load_stream,
+    load_tokenizer,
+    make_output_folder,
+    quiet_libraries,
+    token_unit,
+)
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.loading import load_model
 from tests.models.families import TRANSFORMERS
@@ -157,6 +165,82 @@ def test_a_damaged_checkpoint_is_refused(
     assert "LOAD REPORT" not in capfd.readouterr().err
 
 
+class RunsCode:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("ran"),)
+
+
+def pickled(folder: Path, change: Callable[[Path], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    change(folder / "pytorch_model.bin")
+
+
+def indexed(folder: Path, text: str) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+    (folder / "model.safetensors.index.json").write_text(text.replace("PARENT", str(folder.parent)))
+
+
+def set_weight(folder: Path, value: Any, dtype: torch.dtype = torch.float32) -> None:
+    damage_weights(folder, lambda tensors: tensors.update({NAME: torch.full_like(tensors[NAME], value, dtype=dtype)}))
+
+
+WRONG_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "nested config": (lambda f: (f / "config.json").write_text("[" * 200_000), "config.json is not a valid JSON file"),
+    "list as config": (lambda f: (f / "config.json").write_text("[1]"), "must hold a JSON object, got list"),
+    "binary config": (lambda f: (f / "config.json").write_bytes(bytes(range(256))), "is not a valid JSON file"),
+    "unknown dtype": (lambda f: damage_config(f, dtype="nonsense"), "config.json of .* cannot be used .*nonsense"),
+    "labels as text": (lambda f: damage_config(f, id2label="x"), "config.json of .* cannot be used"),
+    "NaN epsilon": (
+        lambda f: damage_config(f, layer_norm_epsilon=float("nan")),
+        "layer_norm_epsilon must be a finite",
+    ),
+    "no groups": (lambda f: damage_config(f, n_groups=0), "n_groups must be an integer above 0, got 0"),
+    "version as text": (lambda f: damage_config(f, code_format_version="1"), "code_format_version must be an integer"),
+    "generation config": (lambda f: (f / "generation_config.json").write_text('["a"]'), "must hold a JSON object"),
+    "index outside": (lambda f: indexed(f, '{"weight_map": {"a": "../outside.safetensors"}}'), "in its own folder"),
+    "absolute index": (
+        lambda f: indexed(f, '{"weight_map": {"a": "PARENT/outside.safetensors"}}'),
+        "in its own folder",
+    ),
+    "index of numbers": (lambda f: indexed(f, '{"weight_map": {"a": 3}}'), "in its own folder, got 3"),
+    "empty index": (lambda f: indexed(f, "{}"), "must hold a weight_map"),
+    "index of nothing": (
+        lambda f: indexed(f, '{"weight_map": {"a": "b.safetensors"}}'),
+        "b.safetensors, which is not",
+    ),
+    "NaN weight": (lambda f: set_weight(f, float("nan")), f"NaN or infinite numbers, first in {NAME}"),
+    "infinite weight": (lambda f: set_weight(f, float("-inf")), f"NaN or infinite numbers, first in {NAME}"),
+    "integer weight": (lambda f: set_weight(f, 1, torch.int32), f"holds {NAME} as I32, but weights"),
+    "code": (lambda f: pickled(f, lambda b: torch.save({"a": RunsCode()}, b)), "would run code when they are opened"),
+    "no pickle": (lambda f: pickled(f, lambda b: b.write_bytes(b"\x99" * 99)), "pickles that are damaged"),
+    "empty pickle": (lambda f: pickled(f, lambda b: b.write_bytes(b"")), "pickles that are damaged"),
+    "list as pickle": (lambda f: pickled(f, lambda b: torch.save([1, 2], b)), "pickles that are damaged"),
+    "cut pickle": (lambda f: pickled(f, lambda b: b.write_bytes(b.read_bytes()[:999])), "pickles that are damaged"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_FILES)
+def test_whatever_a_checkpoint_holds_is_loaded_or_refused_by_its_file(
+    name: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    damage, message = WRONG_FILES[name]
+    shutil.copytree(checkpoint, tmp_path / "damaged")
+    damage(tmp_path / "damaged")
+    with pytest.raises(ValueError, match=message):
+        load_model(str(tmp_path / "damaged"))
+    assert not Path("ran").exists()
+
+
+def test_weights_in_pickles_are_loaded(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "pickled")
+    pickled(tmp_path / "pickled", lambda file: None)
+    expected = load_model(str(checkpoint)).state_dict()
+    assert all(torch.equal(w, expected[key]) for key, w in load_model(str(tmp_path / "pickled")).state_dict().items())
+
+
 def test_a_name_that_is_nowhere_is_refused() -> None:
     with pytest.raises(ValueError, match="no-such/model is no checkpoint folder"):
         load_model("no-such/model")
@@ -204,6 +288,32 @@ def test_streams_say_where_they_come_from(tmp_path: Path) -> None:
         load_stream("stdlib", "validation", byte_tokenizer(), "body")
     with pytest.raises(ValueError, match="'train' and 'validation'"):
         load_stream("stdlib", "test", byte_tokenizer())
+
+
+def test_the_only_split_is_taken_whatever_it_is_called(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"text": ["ab"]})
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(test=rows).save_to_disk(tmp_path / "named")
+    datasets.DatasetDict(train=rows, validation=rows).save_to_disk(tmp_path / "two")
+    for name in ("val.jsonl", "folder/test.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "ab"}\n')
+    expected = {"val.jsonl": "train", "one": "train", "named": "test", "folder": "test", "two": "validation"}
+    for name, split in expected.items():
+        data = str(tmp_path / name)
+        assert chosen_split(data, None, "validation") == split
+        assert load_documents(data, split) == ["ab"]
+        assert chosen_split(data, "other", "validation") == "other"
+    for unreadable in ("stdlib", str(tmp_path / "nowhere.jsonl")):
+        assert chosen_split(unreadable, None, "validation") == "validation"
+
+
+def test_a_folder_for_results_is_made_or_refused(tmp_path: Path) -> None:
+    assert make_output_folder(str(tmp_path / "a" / "b")).is_dir()
+    (tmp_path / "file").write_text("x")
+    for name in ("file", "file/in"):
+        with pytest.raises(ValueError, match=r"--output .*file.* is a file, or inside one: give the name of a folder"):
+            make_output_folder(str(tmp_path / name))
 
 
 def test_libraries_are_quiet_inside_and_as_before_afterwards() -> None:

@@ -71,7 +71,7 @@ def test_version_names_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str
         (["expand", "m", "--ouput_dir", "x"], "for --ouput_dir, did you mean --output_dir?"),
         (["--quiet", "demo"], "--quiet"),
         (["demo", "--seeds", "1", "2"], "unrecognized arguments"),
-        (["demo", "--seed", "one"], "invalid int value: 'one'"),
+        (["demo", "--seed", "one"], "must be a whole number, got 'one'"),
         (["evaluate"], "MODEL"),
         (["evaluate", "m", "--length", "0"], "must be at least 1, got 0"),
         (["train", "--output_dir", "x"], "--model"),

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM, load_state
 from hf_recurrent_lengthgen.cli import train as command
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import INTERVENTIONS, RunParser
+from hf_recurrent_lengthgen.evaluation.files import read_result
+from hf_recurrent_lengthgen.evaluation.results import Comparison
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
 
 TINY = {
@@ -58,7 +61,7 @@ def trained_config(folder: Path) -> dict[str, Any]:
 
 
 def test_post_training_moves_every_weight_and_records_what_was_done(
-    train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train: Train, checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(model=checkpoint, learning_rate="1e-2", max_steps=3, warmup_steps=0) == 0
     before, after = load_file(checkpoint / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
@@ -69,7 +72,8 @@ def test_post_training_moves_every_weight_and_records_what_was_done(
     assert config["training_length"] == 8
     shown = capsys.readouterr()
     out = tmp_path / "out"
-    compare = f"lengthgen evaluate {checkpoint} {out} --roles base,cured"
+    text = f"--data {text_file} --split train --length 512 --sequences 8"
+    compare = f"lengthgen evaluate {checkpoint} {out} --roles base,cured {text}"
     assert f"Saved to {out}. Next: lengthgen verify {out}, then {compare}\n" in shown.out
     assert "\r" not in shown.err  # no bars in a log
 
@@ -477,6 +481,44 @@ def test_a_learned_state_is_saved_alone(
     exec(textwrap.dedent("\n".join(lines)).replace("load_model(", "text = load_model("), names)
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert torch.equal(names["text"], model.generate(**names["prompt"], initial_state=state))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        {"data": "val.jsonl", "text_column": "body"},
+        {"data": "saved", "text_column": "body"},
+        {"data": "train.txt", "eval_data": "val.jsonl", "text_column": "text", "eval_strategy": "steps"},
+        {"data": "a name.txt", "tokenizer": "bytes"},
+    ],
+    ids=["column", "validation split", "held-out text", "tokenizer"],
+)
+def test_the_lines_of_what_to_do_next_run_as_they_are(
+    text: dict[str, str],
+    train: Train,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LENGTHGEN_CACHE", str(tmp_path / "cache"))
+    rows = [" ".join(f"{number} times {row} is {number * row}." for number in range(90)) for row in range(3)]
+    column = text.get("text_column", "text")
+    Path("val.jsonl").write_text("".join(json.dumps({column: row}) + "\n" for row in rows))
+    for name in ("train.txt", "a name.txt"):
+        Path(name).write_text("\n".join(rows))
+    splits = {name: datasets.Dataset.from_dict({column: rows}) for name in ("train", "validation")}
+    datasets.DatasetDict(splits).save_to_disk("saved")
+    assert train(model=checkpoint, output_dir="out", **text) == 0
+    said = capsys.readouterr().out
+    for line in said.partition("Next: ")[2].splitlines()[0].split(", then "):
+        assert shlex.split(line)[0] == "lengthgen"
+        assert main(shlex.split(line)[1:]) == 0, line
+    [measured] = tmp_path.glob("evaluation/result.json")
+    expected = "validation" if text["data"] == "saved" else "train"
+    description = read_result(measured, Comparison).models[0].evaluation.data.description
+    assert description == f"{text.get('eval_data', text['data'])}, split {expected}"
 
 
 def test_a_model_trained_with_its_learned_state_is_evaluated_next(

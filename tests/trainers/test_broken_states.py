@@ -207,8 +207,8 @@ def test_logs_are_means_and_maxima_over_micro_batches_and_processes() -> None:
     ("fields", "told"),
     [
         ({"broken_states": "ignore"}, "broken_states must be 'stop' or 'reset', got 'ignore'"),
-        ({"max_state_rms": 0.0}, "max_state_rms must be above 0"),
-        ({"max_state_rms": math.nan}, "max_state_rms must be above 0"),
+        ({"max_state_rms": 0.0}, "max_state_rms must be a finite number above 0"),
+        ({"max_state_rms": math.nan}, "max_state_rms must be a finite number above 0"),
     ],
 )
 def test_policies_that_do_not_exist_are_refused(tmp_path: Path, fields: dict[str, Any], told: str) -> None:

@@ -1,0 +1,131 @@
+"""Values of the command line: no option of any command takes what it cannot use."""
+
+import argparse
+import shlex
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from hf_recurrent_lengthgen import cli
+from hf_recurrent_lengthgen.cli.main import COMMANDS, main
+from hf_recurrent_lengthgen.cli.options import INTERVENTIONS, RunParser, _names
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, not_negative, positive
+
+NO_COUNTS = ("-1", "1.5", "nan", "inf", "1e3", "x", "9" * 30, "9" * 6000)
+
+
+def parsers(command: str) -> Iterator[argparse.ArgumentParser]:
+    """The parser of a command, and those of its actions."""
+    module = import_module(f"{cli.__name__}.{command}")
+    # The settings of train are checked below, those of harness by lm-evaluation-harness.
+    if command not in ("train", "harness"):
+        pending = [module._parser()]
+        while pending:
+            yield (parser := pending.pop())
+            for action in parser._actions:
+                if isinstance(action, argparse._SubParsersAction):
+                    pending += action.choices.values()
+
+
+def options(command: str) -> Iterator[tuple[argparse.ArgumentParser, argparse.Action]]:
+    for parser in parsers(command):
+        for action in parser._actions:
+            if action.option_strings and action.nargs != 0 and action.choices is None:
+                yield parser, action
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_whole_number_is_a_count(command: str) -> None:
+    """A parser's `type=int` is `not_negative`; a kind of number that this test does not know must be added to it."""
+    for parser, action in options(command):
+        if action.type in (None, float):  # of text, below; of other numbers, test_other_numbers_are_checked
+            continue
+        kind = parser._registry_get("type", action.type, action.type)
+        assert kind in (positive, not_negative), action.option_strings
+        for text in (*NO_COUNTS, "", *["0"] * (kind is positive)):
+            with pytest.raises(argparse.ArgumentError, match=r"must be|is empty"):
+                parser._get_values(action, [text])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_text_is_empty(command: str) -> None:
+    for parser, action in options(command):
+        if action.type is None:
+            with pytest.raises(argparse.ArgumentError, match="is empty: give a value, or leave the option out"):
+                parser._get_values(action, [""])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("evaluate m --output ''", "argument --output: is empty: give a value, or leave the option out"),
+        ("evaluate m --length 0", "argument --length: must be at least 1, got 0"),
+        ("evaluate m --length 9999999999999999999999", "argument --length: must be below 2**63, got 9999"),
+        ("diagnose m --seed -1", "argument --seed: must be at least 0, got -1"),
+        ("verify m --rows many", "argument --rows: must be a whole number, got 'many'"),
+    ],
+)
+def test_a_value_that_is_refused_is_named_with_its_option(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(shlex.split(line))
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+NO_FACTORS = ("nan", "inf", "-inf", "-1", "0", "1e999")
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("expand", "--factor"), ("forget", "--retention"), ("forget", "--insertion"), ("forget", "--delta_scale")],
+)
+def test_other_numbers_are_checked(
+    command: str, option: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = [action.option_strings for _, action in options(command) if action.type is float]
+    assert any(option in names for names in known)
+    for text in NO_FACTORS:
+        assert main([command, str(checkpoint), "--output_dir", str(tmp_path / "out"), f"{option}={text}"]) == 1
+        assert option.removeprefix("--") in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("option", ["--lengths", "--depths", "--within", "--babi-tasks"])
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e30", "x", "1,,2", "1k,nan"])
+def test_lists_of_numbers_are_checked_before_models_are_read(
+    option: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = import_module(f"{cli.__name__}.retrieve")
+    with pytest.raises(ValueError, match=option):
+        module._depths(text) if option == "--depths" and text != "0" else module._numbers(option, text)
+
+
+def test_numbers_of_a_training_are_refused_by_the_name_of_the_option(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser, checked = RunParser(), 0
+    for action in parser._actions:
+        if action.type not in (int, float) or not action.option_strings or action.dest == "mimetic_layers":
+            continue  # of the last, the model knows how many there are
+        owner = next((name for name, (_, config) in INTERVENTIONS.items() if action.dest in _names(config)), "none")
+        for text in ("-2", "nan", "inf", "1e999", "x"):
+            line = ["--model", "m", "--output_dir", "out", "--intervention", owner, "--mimetic=true"]
+            with pytest.raises((ValueError, SystemExit)) as refused:
+                parser.read([*line, f"{action.option_strings[0]}={text}"])
+            assert action.dest in f"{refused.value}{capsys.readouterr().err}", (action.dest, text)
+            checked += 1
+    assert checked > 200
+
+
+def test_a_command_parser_of_any_kind_refuses_them() -> None:
+    parser = CommandParser("toy")
+    parser.add_argument("--count", type=int)
+    parser.add_argument_group("more").add_argument("--name")
+    assert parser.parse_args(["--count", "0", "--name", "a"]) == argparse.Namespace(count=0, name="a")
+    for wrong in (["--count=-1"], ["--name="]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(wrong)

@@ -1,0 +1,147 @@
+"""Settings of every trainer: whatever is no value of the field's type is refused by the field's name."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import TrainingArguments
+
+from hf_recurrent_lengthgen.cli.options import INTERVENTIONS, RunArguments
+from hf_recurrent_lengthgen.trainers import InitialStateConfig, RandomNoiseConfig, StatePassingConfig, StateXConfig
+from hf_recurrent_lengthgen.trainers.settings import check_settings
+
+CONFIGS = sorted({config for _, config in INTERVENTIONS.values()}, key=lambda config: config.__name__)
+every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
+REQUIRED: dict[str, dict[str, Any]] = {"MixedStatesConfig": {"mixture": {"zero": 1.0}}}
+WRONG: list[tuple[type, list[Any]]] = [
+    (bool, ["no", "false", "true", 0, 1, 0.0, [], {}]),
+    (float, ["1e-3", True, math.nan, math.inf, -math.inf, [], {}, 10**400]),
+    (int, ["8", True, 1.5, math.nan, math.inf, [], {}, 10**400]),
+]
+
+
+def make(config: Any, folder: Path, **changes: Any) -> Any:
+    return config(**{"output_dir": str(folder), "report_to": "none", **REQUIRED.get(config.__name__, {}), **changes})
+
+
+def plain_fields(config: Any, kind: type) -> Iterator[str]:
+    """Fields of one scalar type, or of it or None."""
+    hints = get_type_hints(config)
+    for item in dataclasses.fields(config):
+        if set(get_args(hints[item.name]) or (hints[item.name],)) - {type(None)} == {kind}:
+            yield item.name
+
+
+@every_config
+def test_values_of_wrong_types_are_refused_in_every_field(config: Any, tmp_path: Path) -> None:
+    checked = 0
+    for kind, values in WRONG:
+        for name in plain_fields(config, kind):
+            for value in values:
+                with pytest.raises(ValueError, match=rf"^{name} must be"):
+                    make(config, tmp_path, **{name: value})
+                checked += 1
+    assert checked > 300
+
+
+@every_config
+def test_negative_numbers_are_refused_but_for_those_that_mean_not_given(config: Any, tmp_path: Path) -> None:
+    for kind in (int, float):
+        for name in plain_fields(config, kind):
+            for value in (-2, -(2**70)):
+                with pytest.raises(ValueError, match=rf"^{name} must be"):
+                    make(config, tmp_path, **{name: value})
+    assert make(config, tmp_path, max_steps=-1).max_steps == -1
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (
+            StatePassingConfig,
+            {"gradient_accumulation_steps": 0},
+            "gradient_accumulation_steps must be at least 1, got 0",
+        ),
+        (StatePassingConfig, {"carry_conv_state": "no"}, "carry_conv_state must be true or false, got 'no'"),
+        (
+            StatePassingConfig,
+            {"max_grad_norm": math.nan},
+            "max_grad_norm must be a finite number of at least 0, got nan",
+        ),
+        (
+            StatePassingConfig,
+            {"max_grad_norm": -1.0},
+            r"max_grad_norm must be a finite number of at least 0, got -1\.0",
+        ),
+        (StatePassingConfig, {"learning_rate": "1e-3"}, "learning_rate must be a number, got '1e-3'"),
+        (StatePassingConfig, {"lr_scheduler_kwargs": {"min_lr": math.nan}}, "lr_scheduler_kwargs must hold finite"),
+        (StatePassingConfig, {"broken_states": 3}, "broken_states must be 'stop' or 'reset', got 3"),
+        (RandomNoiseConfig, {"noise_sigma": 0.0}, "noise_sigma must be a finite number above 0"),
+        (StateXConfig, {"expand_initialization": "x"}, "expand_initialization must be 'reinit' or 'inherit' or None"),
+        (InitialStateConfig, {"eval_strategy": 3}, "eval_strategy must be 'no' or 'steps' or 'epoch' or text, got 3"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_is_named_with_what_is_allowed(
+    config: Any, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(config, tmp_path, **changes)
+
+
+@every_config
+def test_a_config_can_be_made_again_from_its_own_values(config: Any, tmp_path: Path) -> None:
+    """Trainer's own parsing turns names into enumerations and mappings into objects, which are taken back."""
+    first = make(config, tmp_path, accelerator_config={"even_batches": True}, eval_strategy="steps", eval_steps=2)
+    assert dataclasses.replace(first, learning_rate=1).eval_strategy == first.eval_strategy
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 3), st.sampled_from([10**400]), st.floats(), st.text(max_size=5)
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_own_settings_are_taken_or_refused_and_nothing_else(data: st.DataObject, tmp_path: Path) -> None:
+    config = data.draw(st.sampled_from(CONFIGS))
+    stock = {item.name for item in dataclasses.fields(TrainingArguments)}
+    names = sorted({item.name for item in dataclasses.fields(config)} - stock)
+    changes = data.draw(st.dictionaries(st.sampled_from(names), VALUES, min_size=1, max_size=3))
+    try:
+        made = make(config, tmp_path, **changes)
+    except ValueError:
+        return
+    hints = get_type_hints(config)
+    for name, value in changes.items():
+        kinds = set(get_args(hints[name]) or (hints[name],))
+        if kinds <= {int, bool, float, type(None)}:
+            assert type(value) in kinds or (type(value) is int and float in kinds), (name, value)
+        elif get_origin(hints[name]) is Literal:
+            assert value in kinds
+        assert getattr(made, name) is not None or value is None
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "data", "eval_data_split", "text_column", "task_files"])
+def test_an_empty_text_is_no_value_of_a_run(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is empty: give a value, or leave it out"):
+        RunArguments(**{"model": "folder", name: ""})
+
+
+def test_any_dataclass_can_be_checked() -> None:
+    @dataclasses.dataclass
+    class Toy:
+        names: list[str] | None = None
+        rate: float | None = None
+        extra: dict[str, float] | str | None = None
+
+    check_settings(Toy(["a"], 1, {"b": 1.0}))
+    with pytest.raises(ValueError, match="extra must be a mapping or text or None, got 5"):
+        check_settings(Toy(extra=5))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="extra must hold finite numbers only"):
+        check_settings(Toy(extra={"b": math.inf}))

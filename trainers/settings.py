@@ -1,0 +1,92 @@
+"""Settings checked against the types that their dataclass says, in one place for all fields."""
+
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import fields
+from enum import Enum
+from numbers import Integral, Real
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+# Other numbers are at least 0, or at least their default where that is negative, as -1 for "not given".
+AT_LEAST_ONE = (
+    *("alignment_length", "alignment_max_extra", "alignment_min_extra", "block_length", "bptt_chunk_length"),
+    *("bptt_window", "eval_accumulation_steps", "expand_count", "expand_num_heads", "expand_state_size"),
+    *("fitted_noise_groups", "gradient_accumulation_steps", "per_device_eval_batch_size"),
+    *("per_device_train_batch_size", "task_vocabulary"),
+)
+PROBABILITIES = ("state_drop_probability",)
+ABOVE_ZERO = ("expand_factor", "max_state_rms", "mimetic_c", "new_weights_lr_multiplier", "noise_sigma")
+
+
+def check_settings(settings: Any) -> None:
+    """Check all fields of a dataclass: types by their annotations, and the ranges of this module.
+
+    Fields that may be lists are checked for numbers that are not finite, and otherwise by who reads them. Values that
+    are made of a setting (enumerations, parsed configs) pass, so that `dataclasses.replace` works.
+
+    Raises:
+        ValueError: naming the field, what is allowed and what was given.
+    """
+    hints = get_type_hints(type(settings))
+    for item in fields(settings):
+        value, kinds = getattr(settings, item.name), _kinds(hints[item.name])
+        if value is None and (item.default is None or type(None) in kinds):
+            continue
+        if not isinstance(value, Real) and not _is_finite(value):
+            raise ValueError(f"{item.name} must hold finite numbers only, got {value!r:.80}.")
+        if any(get_origin(kind) is list for kind in kinds):
+            continue
+        if not any(_fits(value, kind) for kind in kinds):
+            raise ValueError(f"{item.name} must be {_in_words(kinds)}, got {value!r:.80}.")
+        if not isinstance(value, bool | str) and isinstance(value, Real):
+            _check_range(item.name, value, item.default)
+
+
+def _check_range(name: str, value: Any, default: Any) -> None:
+    least = 1 if name in AT_LEAST_ONE else min(0, default) if isinstance(default, Real) else 0
+    finite = "" if isinstance(value, Integral) else "a finite number of "
+    allowed, right = f"{finite}at least {least}", value >= least
+    if name in ABOVE_ZERO:
+        allowed, right = "a finite number above 0", value > 0
+    elif name in PROBABILITIES:
+        allowed, right = "between 0 and 1", 0 <= value <= 1
+    if not right or not _is_finite(value):
+        raise ValueError(f"{name} must be {allowed}, got {value!r:.80}.")
+
+
+def _kinds(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if kind is int or kind is float:
+        return isinstance(value, Integral if kind is int else Real)
+    if kind is str or (isinstance(kind, type) and issubclass(kind, Enum)):
+        return not isinstance(value, Real)  # also paths, and what Trainer makes of names
+    return kind is not type(None) and not isinstance(value, str | Real)
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_finite(part) for part in value.values())
+    if isinstance(value, list | tuple):
+        return all(_is_finite(part) for part in value)
+    return value < 2**63 if isinstance(value, int) else not isinstance(value, float) or math.isfinite(value)
+
+
+def _in_words(kinds: tuple[Any, ...]) -> str:
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "None"}
+    told = []
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            told += [repr(choice) for choice in get_args(kind)]
+        elif isinstance(kind, type) and issubclass(kind, Enum):
+            told += [repr(member.value) for member in kind]
+        else:
+            told.append(names.get(kind, "a mapping"))
+    return " or ".join(told)
