@@ -8,6 +8,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import PreTrainedConfig
 
+from hf_recurrent_lengthgen.adapters import base_of_adapter, holds_adapter
 from hf_recurrent_lengthgen.conversion.sources import license_of
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 from hf_recurrent_lengthgen.evaluation.results import TrainingRecord
@@ -32,16 +33,20 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pth")
 def lineage_of(model: str) -> Lineage:
     """The lineage of a checkpoint that a command starts from.
 
-    Its own, if it has one; else it is the source of what comes. A config.json has random weights, so no source.
+    Its own, if it has one; else it is the source of what comes. A config.json has random weights, so no source. An
+    adapter without one has that of its base.
 
     Args:
-        model: Checkpoint folder, name on the Hub, or a config.json.
+        model: Checkpoint or adapter folder, name on the Hub, or a config.json.
 
     Raises:
         ValueError: for a damaged lineage, and names of nothing.
     """
     if model.endswith(".json"):
         return Lineage()
+    if holds_adapter(model):
+        own = read_lineage(model)
+        return lineage_of(base_of_adapter(model)) if own is None else own
     on_hub = not Path(model).is_dir()
     try:
         values, _ = PreTrainedConfig.get_config_dict(model)
@@ -54,8 +59,9 @@ def lineage_of(model: str) -> Lineage:
 
 
 def last_training(lineage: Lineage | None) -> TrainingRecord | None:
-    """The training that a lineage ends with, in words for tables; None if it ends with none."""
-    run = lineage.steps[-1].training if lineage is not None and lineage.steps else None
+    """The training that a lineage ends with, maybe merged since, in words for tables; None if it ends with none."""
+    steps = [] if lineage is None else [step for step in lineage.steps if step.kind != "merge"]
+    run = steps[-1].training if steps else None
     if run is None:
         return None
     told = "plain training" if run.method in ("", "none") else run.method.replace("_", " ")
@@ -69,7 +75,7 @@ def last_training(lineage: Lineage | None) -> TrainingRecord | None:
 def record_step(
     folder: Path,
     start: Lineage,
-    kind: Literal["train", "expand", "forget"],
+    kind: Literal["train", "expand", "forget", "merge"],
     description: str,
     command: Sequence[str],
     training: TrainingRun | None = None,

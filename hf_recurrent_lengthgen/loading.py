@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
+from hf_recurrent_lengthgen.adapters import base_of_adapter, holds_adapter, refuse_adapter, with_adapter
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
 from hf_recurrent_lengthgen.models import CAUSAL_LM_CLASSES, STATEFUL_CLASSES
@@ -147,30 +148,43 @@ def _tell_of_differing_code(name: str, settings: dict[str, Any]) -> None:
         )
 
 
-def load_model(name: str, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+def load_model(
+    name: str,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.float32,
+    *,
+    merge: bool = False,
+    base: str | None = None,
+) -> Any:
     """Load a language model that takes states, whatever its family.
 
     Our checkpoints load as they are; those of Transformers and fla load into our class of the same parameter names;
-    hybrids and other recurrent models of Transformers are wrapped by `stateful`.
+    hybrids and other recurrent models of Transformers are wrapped by `stateful`. The folder of an adapter (LoRA of
+    PEFT) loads as a `PeftModel` on its base, in evaluation mode, and a trainer goes on with the adapter.
 
     Args:
-        name: Checkpoint folder, or a name on the Hub.
+        name: Checkpoint folder, adapter folder, or a name on the Hub.
         trust_remote_code: Whether code of the checkpoint may run, where it is of a type this package does not know.
         dtype: Of the weights. The small steps of post-training vanish in bfloat16 weights; compute in bfloat16 with
             autocast (`bf16=True` of the trainers).
 
+        merge: Add the weights of an adapter to those of its base, and return the model without PEFT.
+        base: The base of an adapter, where it is not what adapter_config.json names.
+
     Raises:
         ValueError: for a folder that holds no checkpoint, an architecture that cannot be given states, damaged
-            weights, and weights that are missing, left over or of other shapes than the config says.
+            weights, and weights that are missing, left over or of other shapes than the config says; for an adapter
+            whose base is gone or has changed since, that does not fit it, or that is a pickle.
     """
-    return _load(name, trust_remote_code, dtype, stateless=False)
+    return _load(name, trust_remote_code, dtype, stateless=False, merge=merge, base=base)
 
 
 def load_language_model(name: str, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     """Load a causal language model of any kind, to be evaluated: as `load_model` what can be given states, and other
-    models (Llama, GPT-NeoX, code of a checkpoint) as Transformers loads them. Arguments and errors are the same.
+    models (Llama, GPT-NeoX, code of a checkpoint) as Transformers loads them, with adapters merged. Arguments and
+    errors are the same.
     """
-    return _load(name, trust_remote_code, dtype, stateless=True)
+    return _load(name, trust_remote_code, dtype, stateless=True, merge=True)
 
 
 def _to_convert(name: str) -> str:
@@ -178,7 +192,21 @@ def _to_convert(name: str) -> str:
     return f"make a checkpoint of this package of it, `{command}`."
 
 
-def _load(name: str, trust_remote_code: bool, dtype: torch.dtype, stateless: bool) -> Any:
+def _load(
+    name: str,
+    trust_remote_code: bool,
+    dtype: torch.dtype,
+    stateless: bool,
+    merge: bool = False,
+    base: str | None = None,
+) -> Any:
+    if holds_adapter(name):
+        base = base_of_adapter(name) if base is None else base
+        refuse_adapter(base)
+        model = with_adapter(_load(base, trust_remote_code, dtype, stateless), name, base)
+        return model.merge_and_unload(safe_merge=True) if merge else model
+    if base is not None:
+        raise ValueError(f"{name} holds no adapter, so it has no base: leave {base} out.")
     if Path(name).is_file() and name.endswith(WEIGHT_SUFFIXES):
         raise ValueError(f"{name} is a file of weights without a config: {_to_convert(name)}")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():

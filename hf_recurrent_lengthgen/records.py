@@ -76,7 +76,7 @@ class Step:
         training: The run, for trainings.
     """
 
-    kind: Literal["convert", "train", "expand", "forget"]
+    kind: Literal["convert", "train", "expand", "forget", "merge"]
     description: str
     command: str
     versions: dict[str, str]

@@ -25,6 +25,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, has_length
 from transformers.utils import logging
 
+from hf_recurrent_lengthgen.adapters import holds_adapter, write_adapter_base
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream, LaneSampler
 from hf_recurrent_lengthgen.data.segments import split_at_resets
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, keep_rows
@@ -687,10 +688,18 @@ class InitialStateTrainer(Trainer, ABC):
         return output
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Trainer's; after `train`, lineage.json also tells of which checkpoint the model was made, and how."""
+        """Trainer's; after `train`, lineage.json also tells of which checkpoint the model was made, and how.
+
+        Beside an adapter, adapter_base.json says to which weights it belongs.
+        """
         super().save_model(output_dir, _internal_call)
-        if self.records_lineage and self._trained is not None and not _internal_call and self.is_world_process_zero():
-            record_lineage(self, self._trained, output_dir or self.output_dir)
+        if _internal_call or not self.is_world_process_zero():
+            return
+        folder = output_dir or self.output_dir
+        if holds_adapter(folder):
+            write_adapter_base(folder, self.model)
+        if self.records_lineage and self._trained is not None:
+            record_lineage(self, self._trained, folder)
 
     def _say_interrupted(self) -> None:
         if self.is_world_process_zero():

@@ -236,7 +236,8 @@ def load_converted_weights(model: nn.Module, checkpoint: str | os.PathLike[str])
         return False
     dtype = functools.reduce(torch.promote_types, {value.dtype for value in model.parameters()})
     loading: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
-    loaded, found = type(model).from_pretrained(checkpoint, config=copy.deepcopy(model.config), **loading)
+    load: Any = type(model).from_pretrained
+    loaded, found = load(checkpoint, config=copy.deepcopy(model.config), **loading)
     if found["missing_keys"] or found["unexpected_keys"] or found["mismatched_keys"]:
         raise ValueError(f"The weights in {checkpoint} are not those of a {type(model).__name__} like this: {found}.")
     model.load_state_dict(loaded.state_dict(), strict=False)  # a learned state has a file of its own

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
+from hf_recurrent_lengthgen.adapters import adapter_in_words, holds_adapter
 from hf_recurrent_lengthgen.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.records import TrainingRun, portable
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
@@ -32,11 +33,11 @@ _NO_EFFECT = ("assume_shuffled", "broken_states", "max_state_rms")
 def record_lineage(trainer: "InitialStateTrainer", output: TrainOutput, folder: str | os.PathLike[str]) -> None:
     """Write the lineage of a model that a trainer was given, trained and saved, from what both know.
 
-    Nothing is written where a model does not say which checkpoint it was loaded from, and for adapters.
+    Nothing is written where a model does not say which checkpoint it was loaded from, and for learned states.
     """
     model: Any = trainer.model
-    start = str(getattr(model.config, "_name_or_path", "") or "")
-    if not start or not (Path(folder) / "config.json").is_file():
+    start = str(getattr(model, "adapter_folder", "") or getattr(model.config, "_name_or_path", "") or "")
+    if not start or not (holds_adapter(folder) or (Path(folder) / "config.json").is_file()):
         return
     method = method_of(trainer, trainer.method)
     data = trainer.train_dataset
@@ -94,6 +95,8 @@ def training_run(
     args, steps = trainer.args, trainer.state.global_step
     record = getattr(trainer, "run_record", None) or RunRecord()
     rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    told = adapter_in_words(trainer.model)
+    adapter = {} if told is None else {"adapter": told}
     all_rows = _rows_seen(trainer, rows)
     tokens = record.tokens(trainer)
     batch = (
@@ -109,7 +112,7 @@ def training_run(
         float(output.metrics["train_runtime"]),
         mean_loss(trainer.state.log_history, float(output.training_loss)),
         hardware(args),
-        {"batch": batch} | record.settings(trainer) | _weights(trainer) | (further or {}),
+        {"batch": batch} | adapter | record.settings(trainer) | _weights(trainer) | (further or {}),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from hf_recurrent_lengthgen.adapters import refuse_adapter
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.evaluation.documents import from_json
 from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
@@ -152,10 +153,7 @@ def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
         ValueError: for what is no checkpoint with weights as safetensors, an adapter, and damaged files.
     """
     path = Path(folder)
-    if (path / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{path} holds an adapter (PEFT), not a model: merge it (merge_and_unload), save that, give its folder."
-        )
+    refuse_adapter(path)
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} holds no config.json, so it is no checkpoint.")
     try:

@@ -134,8 +134,10 @@ def methods_of(step: Step) -> list[Method]:
         return [EXPANSION]
     if step.kind == "forget":
         return [FORGETTING]
-    if step.kind == "convert" or step.training is None:
-        return [CONVERSION if step.kind == "convert" else PLAIN]
+    if step.kind in ("convert", "merge"):
+        return [CONVERSION]
+    if step.training is None:
+        return [PLAIN]
     name = re.split(r" with |output alignment", step.training.method)[0]
     found = [TRAININGS.get(name, Method(name, "", None, None))] if name else [PLAIN]
     if "output alignment" in step.training.method:

@@ -53,7 +53,7 @@ def summary(checkpoint: Checkpoint) -> str:
         what += ", trained from scratch" if trained else ", of a source that is not recorded"
     else:
         what += f", made from {_source(lineage.source)}"
-    done = [_step_in_words(step) for step in lineage.steps if step.kind != "convert"]
+    done = [_step_in_words(step) for step in lineage.steps if step.kind not in ("convert", "merge")]
     steps = f": {', then '.join(done)}." if done else "."
     sentences = [
         f"{method.sentence}" + (f" ({link(method.paper.name, method.paper.address)})." if method.paper else ".")

@@ -81,7 +81,7 @@ def run(arguments: Sequence[str]) -> int:
     if len(set(options.models)) < len(options.models):
         raise ValueError(f"Each model can be given once, got {' '.join(options.models)}.")
     lengths = sorted(set(options.lengths)) if options.lengths else None
-    models = [load_model(name, options.trust_remote_code) for name in options.models]
+    models = [load_model(name, options.trust_remote_code, merge=True) for name in options.models]
     records = [getattr(model.config, "task", None) for model in models]
     task, training_length = _task(options, records)
     output = make_output_folder(options.output)

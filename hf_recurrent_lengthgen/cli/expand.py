@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from hf_recurrent_lengthgen.adapters import refuse_adapter
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
@@ -80,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 def run(arguments: Sequence[str]) -> int:
     """Run the command with its arguments."""
     options = _parser().parse_args(arguments)
+    refuse_adapter(options.model)
     expansion = {
         "layers": _layers(options.layers),
         **{name: getattr(options, name) for name in ("count", "factor", "state_size", "num_heads")},

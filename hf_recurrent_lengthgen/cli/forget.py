@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from hf_recurrent_lengthgen.adapters import refuse_adapter
 from hf_recurrent_lengthgen.cli.inputs import (
     DATA_HELP,
     STANDARD_LIBRARY,
@@ -115,6 +116,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command with its arguments."""
     options = _parser().parse_args(arguments)
     given = {name: getattr(options, name) for name in Forgetting._fields if getattr(options, name) is not None}
+    refuse_adapter(options.model)
     output = None if options.output_dir is None else Path(options.output_dir)
     rule = None if options.search else _chosen(options, given)
     if output is not None:

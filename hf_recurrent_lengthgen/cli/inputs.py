@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from hf_recurrent_lengthgen.adapters import base_of_adapter, holds_adapter
 from hf_recurrent_lengthgen.data import (
     byte_tokenizer,
     load_texts,
@@ -63,6 +64,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     if name == "bytes":
         return byte_tokenizer()
     check_name(name)
+    if holds_adapter(name) and _without_tokenizer_files(name):
+        return load_tokenizer(base_of_adapter(name), trust_remote_code)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     # ImportError from a guess of early 5.x, which asks for protobuf; the last four from files of wrong types

@@ -19,6 +19,7 @@ COMMANDS = (
     "accuracy",
     "expand",
     "forget",
+    "merge",
     "maps",
     "retrieve",
     "harness",
@@ -42,6 +43,7 @@ Recurrent language models that keep working far beyond the length they were trai
   lengthgen accuracy   measure checkpoints that copy, recall or sort symbols
   lengthgen expand     give some layers of a checkpoint larger states, to be post-trained
   lengthgen forget     make a copy of a checkpoint that forgets more, without training
+  lengthgen merge      make a checkpoint of an adapter (LoRA) and its base
   lengthgen maps       show what the layers of a checkpoint look at
   lengthgen retrieve   measure whether checkpoints find what stands far back in a text
   lengthgen harness    run the tasks of lm-evaluation-harness, and groups of them from the papers

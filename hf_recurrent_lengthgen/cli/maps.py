@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command with its arguments."""
     options = _parser().parse_args(arguments)
     ids, words = _tokens(options)
-    model: Any = load_model(options.model, options.trust_remote_code)
+    model: Any = load_model(options.model, options.trust_remote_code, merge=True)
     if not 0 < len(ids) <= MOST_TOKENS:
         raise ValueError(f"The text has {len(ids)} tokens, but must have 1 to {MOST_TOKENS}.")
     if min(ids) < 0 or max(ids) >= model.config.vocab_size:

@@ -193,6 +193,23 @@ class RunArguments:
     mimetic_offset: int = field(
         default=0, metadata={"help": "Its n counts from 1 + offset; a head, state or key at n = 1 decays."}
     )
+    lora_r: int | None = field(
+        default=None,
+        metadata={
+            "help": "Train an adapter (LoRA of PEFT) of this rank and leave the weights of the model alone; lengthgen "
+            "merge makes a checkpoint of both. An adapter folder as model is trained on, without this option."
+        },
+    )
+    lora_alpha: int | None = field(
+        default=None, metadata={"help": "Its scale: the adapter counts alpha / rank. Default: twice the rank."}
+    )
+    lora_target_modules: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Names of the linear layers that it changes. Default: those of the family's mixers; in hybrids "
+            "those of all layers, where PEFT takes them."
+        },
+    )
     trust_remote_code: bool = field(default=False, metadata={"help": "Run the code that a checkpoint carries."})
     resume: bool = field(
         default=False, metadata={"help": "Continue from the newest complete checkpoint in output_dir."}
@@ -278,6 +295,7 @@ GOES_WITH: dict[str, tuple[str, _Fits]] = {
     **dict.fromkeys(
         ("mimetic_switches", "mimetic_layers", "mimetic_c", "mimetic_offset"), ("mimetic", lambda run, _: run.mimetic)
     ),
+    **dict.fromkeys(("lora_alpha", "lora_target_modules"), ("lora_r", lambda run, _: run.lora_r is not None)),
 }
 # Defaults of these are in their dataclasses; in the parser, None is "not given".
 _NOT_GIVEN = _METHOD_OPTIONS | GOES_WITH.keys() | {"max_steps", "num_train_epochs"}
@@ -435,6 +453,15 @@ def _check(run: RunArguments, training: InitialStateConfig, given: set[str]) -> 
             f"alignment_length is {training.alignment_length}, block_length {run.block_length}: both are the training "
             "length T. Give block_length alone; rows are lengthened for the shift."
         )
+    for name in ("lora_r", "lora_alpha"):
+        if (value := getattr(run, name)) is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}.")
+    if run.lora_r is not None and run.from_scratch:
+        raise ValueError("lora_r trains an adapter beside weights that are kept: give a checkpoint as model.")
+    if run.lora_r is not None and isinstance(training, StateXConfig):
+        raise ValueError("statex changes the weights that an adapter belongs to: lengthgen expand first, then lora_r.")
+    if isinstance(training, LearnedStateConfig) and not training.train_model and run.lora_r is not None:
+        raise ValueError("The intervention learned trains the state alone: give train_model, or leave lora_r out.")
     if isinstance(training, LearnedStateConfig) and not training.train_model and run.from_scratch:
         raise ValueError(
             "The intervention learned saves the state alone, so the random weights of a config.json would be lost: "

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_recurrent_lengthgen.adapters import adapter_in_words, add_adapter, holds_adapter, to_merge
 from hf_recurrent_lengthgen.cli.inputs import (
     STANDARD_LIBRARY,
     chosen_split,
@@ -114,6 +115,8 @@ def train(
         raise ValueError("mimetic overwrites trained weights: it goes with a config.json as model, not a checkpoint.")
     else:
         model = load_model(settings.model, settings.trust_remote_code)
+        if settings.lora_r is not None:
+            model = _with_adapter(model, settings)
     tokenizer = None if settings.of_symbols else _tokenizer(settings, model.config.vocab_size)
     if training.alignment_alpha and training.alignment_length is None:
         training.alignment_length = settings.block_length
@@ -143,7 +146,8 @@ def train(
         weights = {"initial weights": _initial_weights(settings)} if settings.from_scratch else {}
         method = method_of(trainer, settings.intervention)
         record = training_run(trainer, done, method or "none", _data(settings), length, weights)
-        description = f"{method or 'plain training'}, {record.steps:,} steps"
+        adapted = "" if adapter_in_words(trainer.model) is None else " of an adapter"
+        description = f"{method or 'plain training'}{adapted}, {record.steps:,} steps"
         record_step(Path(output), start, "train", description, command, record)
     if training.push_to_hub:
         trainer.push_to_hub()  # again, now with the lineage
@@ -151,6 +155,24 @@ def train(
         text = [] if settings.of_symbols else _text_to_evaluate(settings, rows, eval_rows, tokenizer)
         print(_next_step(settings, training, length_before, text))
     return trainer
+
+
+def _with_adapter(model: Any, settings: RunArguments) -> Any:
+    """The model with a new adapter, whose config names the model so that it is found from any folder."""
+    name = settings.model
+    if holds_adapter(name):
+        raise ValueError(f"{name} is an adapter already: leave lora_r out to train it on. {to_merge(name)}.")
+    values, _ = PreTrainedConfig.get_config_dict(name)
+    if values.get("model_type") in STATEFUL_CLASSES:
+        convert = shlex.join(["lengthgen", "convert", name, "--output_dir", "BASE"])
+        raise ValueError(
+            f"{name} is of type {values['model_type']!r}, onto whose class PEFT would load the adapter, not onto "
+            f"{type(model).__name__}: make a checkpoint of this package of it, `{convert}`, and train on BASE."
+        )
+    if Path(name).is_dir():
+        model.name_or_path = model.config.name_or_path = str(Path(name).resolve())
+    alpha = 2 * settings.lora_r if settings.lora_alpha is None else settings.lora_alpha  # type: ignore[operator]
+    return add_adapter(model, settings.lora_r, alpha, settings.lora_target_modules)  # type: ignore[arg-type]
 
 
 def _method(settings: RunArguments, training: InitialStateConfig) -> str:
@@ -289,7 +311,8 @@ def _next_step(
     command += text
     if settings.trust_remote_code:
         command.append("--trust-remote-code")
-    saved = f"Saved to {output}. Next: {shlex.join(['lengthgen', 'verify', output])}, then {shlex.join(command)}"
+    then = ["verify", output] if not holds_adapter(output) else ["merge", output, "--output_dir", f"{output}-merged"]
+    saved = f"Saved to {output}. Next: {shlex.join(['lengthgen', *then])}, then {shlex.join(command)}"
     if settings.task != "passkey":
         return saved
     length, style = settings.block_length, "" if settings.task_style is None else f", style={settings.task_style!r}"

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 
+from hf_recurrent_lengthgen.adapters import refuse_adapter
 from hf_recurrent_lengthgen.conversion.dtypes import named_dtype
 from hf_recurrent_lengthgen.conversion.formats import (
     SOURCE_CONFIG,
@@ -116,11 +117,7 @@ def read_settings(source: Source) -> Settings | None:
     Raises:
         ValueError: for a damaged one, adapters and quantized weights.
     """
-    if (source.folder / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{source.folder} holds adapters: merge them into their model first (merge_and_unload of PEFT), and give "
-            "the folder of the merged model."
-        )
+    refuse_adapter(source.folder)
     path = source.folder / "config.json"
     settings = read_settings_file(path) if path.is_file() else None
     if settings is not None and settings.get("quantization_config"):

@@ -349,7 +349,7 @@ def _reader(pretrained: Any, device: str | None, dtype: str | torch.dtype | None
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}.")
         place = device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            model = load_model(pretrained, trust_remote_code, DTYPES[name]).to(place)
+            model = load_model(pretrained, trust_remote_code, DTYPES[name], merge=True).to(place)
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"Cannot use the device {place!r}: {error}") from error
         reader = reader_of(model)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from hf_recurrent_lengthgen.adapters import holds_adapter, to_merge
 from hf_recurrent_lengthgen.conversion.json_files import read_json_object, texts_in
 from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files
 from hf_recurrent_lengthgen.hub.names import unsafe_names
@@ -133,11 +134,8 @@ def _findings(path: Path, folder: Path, token: str | None) -> list[str]:
 
 def _missing_parts(folder: Path, pushed: Sequence[str]) -> list[str]:
     """What a checkpoint cannot be loaded without."""
-    if "adapter_config.json" in {path.name for path in folder.iterdir()}:
-        return [
-            "it holds an adapter, which brings no code and names its base model by where it was here: merge it into "
-            "the model (merge_and_unload of PEFT), save that, and push the result"
-        ]
+    if holds_adapter(folder):
+        return [f"{to_merge(folder)}, verify FOLDER and push it"]
     if "config.json" not in pushed:
         return ["it holds no config.json, so it is no checkpoint"]
     missing = []

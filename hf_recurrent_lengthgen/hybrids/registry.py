@@ -15,12 +15,15 @@ class Family(NamedTuple):
         model_dtype: Whether its mixers want the recurrent state in the dtype of the model: a bfloat16 model then
             rounds it between calls, as it does without us.
         mamba1: Whether its mixers drop a given state and need our scan (`mixers.py`).
+        no_adapters: Ends of names of linear layers that adapters of PEFT do not go on: PEFT refuses them by the model
+            type, or the mixers read the weight past the adapter.
         no_noise: Why noise cannot take the place of its recurrent part.
     """
 
     state: str
     model_dtype: bool = False
     mamba1: bool = False
+    no_adapters: tuple[str, ...] = ()
     no_noise: str | None = None
 
 
@@ -32,18 +35,18 @@ NONE = "none, convolution only"
 SUPPORTED = {
     "bailing_hybrid": Family(DELTA),
     "bamba": Family(SSD),
-    "falcon_h1": Family(SSD),
-    "falcon_mamba": Family(SELECTIVE, mamba1=True),
+    "falcon_h1": Family(SSD, no_adapters=("out_proj",)),
+    "falcon_mamba": Family(SELECTIVE, mamba1=True, no_adapters=("out_proj", "dt_proj")),
     "granitemoehybrid": Family(SSD),
-    "jamba": Family(SELECTIVE, mamba1=True),
+    "jamba": Family(SELECTIVE, mamba1=True, no_adapters=("dt_proj",)),
     "kimi_linear": Family(DELTA),
     "lfm2": Family(NONE),
     "lfm2_moe": Family(NONE),
     "lfm3": Family(NONE),
-    "mamba": Family(SELECTIVE, mamba1=True),
-    "mamba2": Family(SSD),
+    "mamba": Family(SELECTIVE, mamba1=True, no_adapters=("out_proj", "dt_proj")),
+    "mamba2": Family(SSD, no_adapters=("out_proj",)),
     "minimax": Family(DELTA, model_dtype=True),
-    "nemotron_h": Family(SSD),
+    "nemotron_h": Family(SSD, no_adapters=("out_proj",)),
     "olmo_hybrid": Family(DELTA),
     "qwen3_5_moe_text": Family(DELTA),
     "qwen3_5_text": Family(DELTA),

@@ -85,6 +85,16 @@ class StatefulMixin:
         family = SUPPORTED.get(self.config.get_text_config(decoder=True).model_type)
         return None if family is None else family.no_noise
 
+    @property
+    def lora_target_modules(self: Any) -> tuple[str, ...]:
+        """Ends of the names of the linear layers that an adapter of PEFT goes on: all but routers and the head."""
+        family = SUPPORTED.get(self.config.get_text_config(decoder=True).model_type)
+        left_out = {"gate", "router", "shared_expert_gate", *(() if family is None else family.no_adapters)}
+        head = self.get_output_embeddings()
+        names = (name for name, module in self.named_modules() if isinstance(module, nn.Linear) and module is not head)
+        ends = {name.rpartition(".")[2] for name in names} - left_out
+        return tuple(sorted(end for end in ends if not end.isdecimal()))  # a number alone would be a layer's, too
+
     def state_shapes(self: Any) -> tuple[LayerShape, ...]:
         """Shapes of the state of every layer, without the batch dimension."""
         window = Forgetting.of(self.config).window

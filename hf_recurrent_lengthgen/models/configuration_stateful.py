@@ -67,6 +67,7 @@ class StatefulConfigMixin:
 
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["final_state", "past_key_values"]
     has_step_size: ClassVar[bool] = False  # whether its decay has a step size, so that delta_scale applies
+    lora_target_modules: ClassVar[tuple[str, ...]] = ()  # linear layers of its mixers, as PEFT names them
     upstream_types: ClassVar[tuple[str, ...]] = ()  # model types whose files have the same fields and weights
 
     scan_backend: str = "auto"

@@ -25,6 +25,15 @@ class StatefulGLAConfig(GatedLinearAttentionConfig):
 
     model_type = "stateful_gla"
     upstream_types: ClassVar[tuple[str, ...]] = ("gla",)
+    lora_target_modules: ClassVar[tuple[str, ...]] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "g_proj",
+        "gk_proj.0",
+        "gk_proj.1",
+        "o_proj",
+    )
 
     expand_k: int | float = 0.5
     feature_map: str | None = None

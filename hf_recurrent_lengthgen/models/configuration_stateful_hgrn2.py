@@ -23,6 +23,7 @@ class StatefulHGRN2Config(FlaConfigMixin, PreTrainedConfig):
 
     model_type = "stateful_hgrn2"
     upstream_types: ClassVar[tuple[str, ...]] = ("hgrn2",)
+    lora_target_modules: ClassVar[tuple[str, ...]] = ("q_proj", "f_proj", "i_proj", "o_proj")
 
     num_heads: int | None = None  # type: ignore[assignment]
     expand_ratio: int | None = 128

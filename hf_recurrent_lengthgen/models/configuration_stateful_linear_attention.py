@@ -23,6 +23,7 @@ class StatefulLinearAttentionConfig(GatedLinearAttentionConfig):
 
     model_type = "stateful_linear_attention"
     upstream_types: ClassVar[tuple[str, ...]] = ("linear_attn",)
+    lora_target_modules: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
 
     feature_map: str = "elementwise_product"
     tie_feature_map_qk: bool = False

@@ -25,6 +25,7 @@ class StatefulMambaConfig(ReferenceLayersConfigMixin, MambaConfig):
     model_type = "stateful_mamba"
     has_step_size: ClassVar[bool] = True
     upstream_types: ClassVar[tuple[str, ...]] = ("mamba", "falcon_mamba")
+    lora_target_modules: ClassVar[tuple[str, ...]] = ("in_proj", "x_proj", "dt_proj", "out_proj")
 
     mixer_rms_eps: float | None = None
     layer_state_sizes: list[int] | None = None

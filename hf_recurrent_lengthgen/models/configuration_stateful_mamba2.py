@@ -23,6 +23,7 @@ class StatefulMamba2Config(ReferenceLayersConfigMixin, Mamba2Config):
     model_type = "stateful_mamba2"
     has_step_size: ClassVar[bool] = True
     upstream_types: ClassVar[tuple[str, ...]] = ("mamba2",)
+    lora_target_modules: ClassVar[tuple[str, ...]] = ("in_proj", "out_proj")
 
     layer_state_sizes: list[int] | None = None
 

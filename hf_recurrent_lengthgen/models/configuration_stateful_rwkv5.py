@@ -30,6 +30,13 @@ class StatefulRWKV5Config(StatefulConfigMixin, PreTrainedConfig):
 
     model_type = "stateful_rwkv5"
     upstream_types: ClassVar[tuple[str, ...]] = ("rwkv5",)
+    lora_target_modules: ClassVar[tuple[str, ...]] = (
+        "attention.key",
+        "attention.value",
+        "attention.receptance",
+        "attention.gate",
+        "attention.output",
+    )
 
     vocab_size: int = 65536
     hidden_size: int = 768

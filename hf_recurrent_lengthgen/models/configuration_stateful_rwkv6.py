@@ -25,6 +25,13 @@ class StatefulRWKV6Config(FlaConfigMixin, PreTrainedConfig):
 
     model_type = "stateful_rwkv6"
     upstream_types: ClassVar[tuple[str, ...]] = ("rwkv6",)
+    lora_target_modules: ClassVar[tuple[str, ...]] = (
+        "r_proj.linear",
+        "k_proj.linear",
+        "v_proj.linear",
+        "g_proj.linear",
+        "o_proj",
+    )
     activations: ClassVar[tuple[str, ...]] = ("sqrelu",)
 
     expand_k: int | float = 0.5

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from hf_recurrent_lengthgen.adapters import refuse_adapter
 from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
@@ -144,11 +145,7 @@ def _checked_folder(checkpoint: str | os.PathLike[str], trust_remote_code: bool)
             f"{checkpoint} is no folder here: give a checkpoint's folder. One on the Hub is verified as a copy, which "
             "lengthgen pull makes."
         )
-    if (folder / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{folder} holds adapters, whose results depend on another checkpoint: merge them into it "
-            "(merge_and_unload() of PEFT), save that and verify it."
-        )
+    refuse_adapter(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json, so it is no checkpoint.")
     settings, _ = PreTrainedConfig.get_config_dict(folder)

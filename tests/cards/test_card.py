@@ -346,7 +346,7 @@ def test_a_copy_that_forgets_has_its_own_results(work: Work, tmp_path: Path) -> 
     [
         (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json is damaged"),
-        (lambda folder: (folder / "adapter_config.json").write_text("{}"), "holds an adapter .*merge_and_unload"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{}"), "holds an adapter .*lengthgen merge"),
         (lambda folder: (folder / "model.safetensors").unlink(), "holds no model.*safetensors"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"12345678"), "model.safetensors is damaged"),
         (lambda folder: (folder / "lineage.json").write_text("{}"), "lineage.json: Expected a document"),

@@ -194,7 +194,7 @@ def test_adapters_are_to_be_merged_first(tmp_path: Path) -> None:
         lambda: export_checkpoint(str(tmp_path / "adapters"), tmp_path / "back", "transformers"),
         lambda: convert_checkpoint(str(tmp_path / "adapters"), tmp_path / "back"),
     ):
-        with pytest.raises(ValueError, match="merge them into their model first"):
+        with pytest.raises(ValueError, match="merge first, `lengthgen merge"):
             call()
 
 

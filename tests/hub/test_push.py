@@ -306,7 +306,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "code added": (damage("more.py", "pass"), r"changed since it was verified .more.py"),
     "card": (damage("README.md", "# No metadata"), "README.md has no metadata"),
     "bad card": (damage("README.md", "---\na: [\n---\n"), "the metadata of README.md cannot be read"),
-    "adapter": (damage("adapter_config.json", "{}"), "it holds an adapter.*merge_and_unload"),
+    "adapter": (damage("adapter_config.json", "{}"), "holds an adapter.*lengthgen merge"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "it holds no config.json"),
     "config": (damage("config.json", "{"), "config.json is damaged"),
     "no code": (damage("config.json", '{"model_type": "stateful_mamba2"}'), "has no auto_map"),

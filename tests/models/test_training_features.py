@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+from hf_recurrent_lengthgen.adapters import add_adapter
 from hf_recurrent_lengthgen.models.recurrent_state import map_state
 
 from .families import FAMILIES, GLA, MAMBA, MAMBA2, VOCABULARY, Family, build, random_state, random_tokens, variant_id
@@ -190,6 +191,19 @@ def test_every_lora_parameter_moves_and_merging_keeps_the_logits(family: Family)
     merged = model.merge_and_unload()
     assert type(merged) is family.causal_lm_class
     torch.testing.assert_close(merged(tokens).logits, logits, rtol=1e-4, atol=1e-4)
+
+
+@every_family
+def test_the_layers_that_adapters_go_on_by_default_are_there_and_train(family: Family) -> None:
+    model = add_adapter(build(family), 2, 4).train()
+    targets = model.peft_config["default"].target_modules
+    assert targets <= family.linear_modules | set(model.config.lora_target_modules)
+    covered = {name.split(".lora_")[0] for name, _ in model.named_parameters() if "lora_B" in name}
+    assert len(covered) == len(targets) * model.config.num_hidden_layers
+    tokens = random_tokens(2, 12)
+    model(input_ids=tokens, labels=tokens, initial_state=random_state(model.get_base_model(), 2)).loss.backward()
+    ups = {name: parameter.grad for name, parameter in model.named_parameters() if "lora_B" in name}
+    assert [name for name, gradient in ups.items() if gradient is None or not gradient.any()] == []
 
 
 @every_family

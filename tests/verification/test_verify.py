@@ -137,7 +137,7 @@ def test_what_cannot_be_verified_is_refused_with_the_reason(checkpoint: Path, tm
     with pytest.raises(ValueError, match='dtype must be "float32" or "float64"'):
         verify_checkpoint(checkpoint, dtype="bfloat16")  # type: ignore[arg-type]
     (checkpoint / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="merge them"):
+    with pytest.raises(ValueError, match="lengthgen merge"):
         verify_checkpoint(checkpoint)
     (tmp_path / "config.json").write_text(json.dumps({"d_model": 8, "n_layer": 1}))
     with pytest.raises(ValueError, match="lengthgen convert makes one"):
