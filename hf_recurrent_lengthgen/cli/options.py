@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, STANDARD_LIBRARY, USUAL_SPLIT
+from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, STANDARD_LIBRARY, USUAL_SPLIT, chosen_split
 from hf_recurrent_lengthgen.data.tasks import STRING_TASKS
 from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES
 from hf_recurrent_lengthgen.trainers import (
@@ -224,6 +224,16 @@ class RunArguments:
     def from_scratch(self) -> bool:
         """Whether the model is made of a config.json, with random weights."""
         return self.model.endswith(".json")
+
+    @property
+    def chosen_split(self) -> str:
+        """The split to train on."""
+        return chosen_split(self.data, self.data_split, "train")
+
+    @property
+    def chosen_eval_split(self) -> str:
+        """The split to evaluate on."""
+        return chosen_split(self.eval_data or STANDARD_LIBRARY, self.eval_data_split, "validation")
 
     @property
     def mimetic_choice(self) -> dict[str, bool]:

@@ -3,7 +3,6 @@
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_recurrent_lengthgen.adapters import adapter_in_words, add_adapter, holds_adapter, to_merge
 from hf_recurrent_lengthgen.cli.inputs import (
     STANDARD_LIBRARY,
-    chosen_split,
     describe_data,
     load_documents,
     load_stream,
@@ -96,10 +94,6 @@ def train(
             f"{output} holds checkpoints of an earlier run, which a later --resume would mix up with those of this "
             "one: continue it with --resume, give another output_dir, or remove them."
         )
-    settings = replace(settings, data_split=chosen_split(settings.data, settings.data_split, "train"))
-    if settings.eval_data is not None:
-        split = chosen_split(settings.eval_data, settings.eval_data_split, "validation")
-        settings = replace(settings, eval_data_split=split)
     set_seed(training.seed)
     if settings.from_scratch:
         model = _new_model(settings.model, settings.trust_remote_code)
@@ -198,7 +192,7 @@ def _data(settings: RunArguments) -> str:
         return f"{settings.task} of {settings.task_length} random symbols"
     if settings.task == "passkey":
         return f"passkey prompts, style {settings.task_style or next(iter(PASSKEY_STYLES))}"
-    told = describe_data(settings.data, settings.data_split)
+    told = describe_data(settings.data, settings.chosen_split)
     if settings.task == "babilong":
         return f"questions of bAbI in {told}"
     least = settings.minimum_document_tokens
@@ -262,9 +256,9 @@ def _text_to_evaluate(settings: RunArguments, rows: Any, eval_rows: Any, tokeniz
     """The options of `lengthgen evaluate` for text that was held out, where there is some, and as much as there is."""
     data, split, known = settings.data, "validation", None
     if settings.eval_data is not None:
-        data, split, known = settings.eval_data, settings.eval_data_split, eval_rows
+        data, split, known = settings.eval_data, settings.chosen_eval_split, eval_rows
     elif data != STANDARD_LIBRARY and "validation" not in split_names(data):
-        split, known = settings.data_split, rows
+        split, known = settings.chosen_split, rows
     if isinstance(known, PackedBlocks):
         tokens = len(known) * (known.length + 1)
     elif isinstance(known, ContinuedChunks):
@@ -350,8 +344,8 @@ def _rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) 
     if settings.task == "passkey":
         return _passkeys(settings, samples, training.seed, tokenizer)
     if settings.task == "babilong":
-        return _questions(settings, "train", settings.data, settings.data_split, training.seed, tokenizer)
-    stream = _stream(settings, settings.data, settings.data_split, tokenizer)
+        return _questions(settings, "train", settings.data, settings.chosen_split, training.seed, tokenizer)
+    stream = _stream(settings, settings.data, settings.chosen_split, tokenizer)
     lookahead = _lookahead(training)
     if continues(training):
         return ContinuedChunks(
@@ -377,11 +371,11 @@ def _evaluation_rows(settings: RunArguments, training: InitialStateConfig, token
     if data is None:
         raise ValueError("eval_strategy needs eval_data, the text for eval_loss.")
     if settings.task == "babilong":
-        return _questions(settings, "test", data, settings.eval_data_split, seed, tokenizer)
-    return PackedBlocks(_stream(settings, data, settings.eval_data_split, tokenizer), settings.block_length)
+        return _questions(settings, "test", data, settings.chosen_eval_split, seed, tokenizer)
+    return PackedBlocks(_stream(settings, data, settings.chosen_eval_split, tokenizer), settings.block_length)
 
 
-def _stream(settings: RunArguments, data: str, split: str | None, tokenizer: Any) -> Tensor:
+def _stream(settings: RunArguments, data: str, split: str, tokenizer: Any) -> Tensor:
     stream = load_stream(data, split, tokenizer, _text_column(settings, data)).tokens
     least = settings.minimum_document_tokens
     return keep_long_documents(stream, tokenizer.eos_token_id, least) if least else stream
