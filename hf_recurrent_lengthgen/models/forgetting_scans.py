@@ -332,7 +332,8 @@ def _piece_with_window(
         base, age, error = torch.zeros_like(recurrent), torch.zeros_like(age), torch.zeros_like(age)
     else:
         base, age, error = recurrent - recurrence.collect(left, after), age + taken, error.hypot(_norm(recurrent))
-        if torch.compiler.is_compiling() or bool(((age > r) | (error > _MAX_ERROR * _norm(base))).any()):
+        fresh = (age <= r) & (error <= _MAX_ERROR * _norm(base))  # not where the state is not finite
+        if torch.compiler.is_compiling() or not bool(fresh.all()):
             first = tokens if lengths is None else 0
             k_stay = k[:, first:] if lengths is None else k - pad(k_left, (0, 0) * (k.ndim - 2) + (0, r - tokens))
             base = recurrence.collect([k_stay, v[:, first:], g[:, first:]], torch.zeros_like(after))

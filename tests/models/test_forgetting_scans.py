@@ -205,6 +205,49 @@ def test_an_outlier_leaves_no_trace_once_it_has_left(name: str, cuts: list[int])
 
 
 @every_case
+@pytest.mark.parametrize("cuts", [list(range(1, 200)), list(range(7, 200, 7))], ids=["tokens", "sevens"])
+def test_what_is_not_finite_leaves_with_the_window(name: str, cuts: list[int]) -> None:
+    case = CASES[name](1, 200, Forgetting(window=32), torch.float32, 1e-2)
+    case.inputs[2][:, 60] = torch.nan
+    state = start(case, Forgetting(window=32))
+    for begin, end in zip([0, *cuts], [*cuts, 200], strict=True):
+        inputs = (t[:, begin:end] for t in case.inputs)
+        y, state = forgetful_scan(Forgetting(window=32), case.recurrence, *inputs, state)
+        if end <= 60 or begin > 60 + 32:
+            assert bool(y.isfinite().all())
+        if end <= 60 or end > 60 + 32:
+            assert bool(state.recurrent.isfinite().all()), end
+
+
+@every_case
+@pytest.mark.parametrize("rule", [Forgetting(window=32), Forgetting(window=32, retention=0.9)], ids=str)
+@pytest.mark.parametrize("strength", [1e-3, 1.0, 100.0])
+def test_gradients_of_decays_are_accurate_in_float32(name: str, rule: Forgetting, strength: float) -> None:
+    def gradients(dtype: torch.dtype) -> list[Tensor]:
+        case = CASES[name](2, 90, rule, torch.float32, strength)
+        *others, g = (t.to(dtype) for t in case.inputs)
+        leaves = [g.requires_grad_()]
+        if isinstance(case.recurrence, GatedRecurrence):
+            scan = case.recurrence.scan
+            bonus = random(H, N, seed=4, dtype=torch.float32).to(dtype) / rule.insertion
+            if case.recurrence.reads_before:
+                scan = lambda q, k, v, g, state: scan_rwkv6(q, k, v, g, bonus, state)  # noqa: E731
+            recurrence: Any = GatedRecurrence(scan, case.recurrence.reads_before)
+        else:
+            A = case.recurrence.A.to(dtype).requires_grad_()
+            plain = scan_selective if name == "selective" else scan_ssd
+            recurrence = type(case.recurrence)(plain, A, case.recurrence.D.to(dtype), rule.retention)
+            leaves.append(A)
+        case = case._replace(recurrence=recurrence, inputs=(*others, g), written=case.written.to(dtype))
+        y, state = in_pieces(case, rule, [10, 11, 50])
+        weights = random(*y.shape, seed=9, dtype=torch.float32).to(dtype)
+        return list(torch.autograd.grad((y * weights).sum() + state.recurrent.sum(), leaves))
+
+    for actual, exact in zip(gradients(torch.float32), gradients(torch.float64), strict=True):
+        assert error(actual, exact) < 1e-4
+
+
+@every_case
 def test_autocast_changes_nothing(name: str) -> None:
     rule = Forgetting(window=16, retention=0.99, insertion=0.5)
     case, cuts = CASES[name](2, 60, rule, torch.float32, 0.3), list(range(3, 60, 3))
