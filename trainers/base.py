@@ -696,7 +696,7 @@ class InitialStateTrainer(Trainer, ABC):
         if _internal_call or not self.is_world_process_zero():
             return
         folder = output_dir or self.output_dir
-        if holds_adapter(folder):
+        if hasattr(self.model, "peft_config") and holds_adapter(folder):
             write_adapter_base(folder, self.model)
         if self.records_lineage and self._trained is not None:
             record_lineage(self, self._trained, folder)
