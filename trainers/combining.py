@@ -115,6 +115,10 @@ class _OnTexts(InitialStateTrainer):
                 "peft_config would freeze the learned state: give a model with adapters (get_peft_model) instead."
             )
         super().__init__(model, args, *positional, **keyword)
+        given: Any = self.args
+        if self._align is not None and given.packing and given.packing_strategy == "wrapped":
+            rows: Any = self.train_dataset  # what is left over of each thousand texts is a shorter row, so padded
+            self.train_dataset = rows.filter(lambda row: len(row["input_ids"]) == given.max_length)
 
     @property
     def tokens_read(self) -> int:

@@ -22,6 +22,7 @@ from hf_recurrent_lengthgen.trainers import (
     AlignmentTrainer,
     FittedNoiseTrainer,
     LearnedStateTrainer,
+    MetricCallback,
     MixedStatesTrainer,
     RandomNoiseTrainer,
     StatePassingConfig,
@@ -110,7 +111,7 @@ class Calls:
 
 def trained(path: Path, method: Any = StatePassingTrainer, data: Any = None, **fields: Any) -> tuple[Any, Calls]:
     trainer_class, config_class = combine(method, trl.SFTTrainer)
-    further = {name: fields.pop(name) for name in ("peft_config", "eval_dataset") if name in fields}
+    further = {name: fields.pop(name) for name in ("peft_config", "eval_dataset", "callbacks") if name in fields}
     given = model()
     calls = Calls(given)
     trainer = trainer_class(
@@ -169,6 +170,7 @@ def test_the_alignment_loss_goes_with_rows_of_one_length(tmp_path: Path, method:
         tmp_path, method, texts(), packing=True, packing_strategy="wrapped", max_length=12, alignment_alpha=0.2
     )
     assert len(calls.initial) == 3
+    assert {len(row["input_ids"]) for row in trainer.train_dataset} == {12}
     assert [entry["misalignment"] > 0 for entry in trainer.state.log_history if "misalignment" in entry] == [True] * 3
 
 
@@ -239,6 +241,14 @@ def test_the_lineage_tells_of_the_method_and_of_the_settings_of_both(tmp_path: P
     assert run.settings["batch"] == f"2 rows of {run.tokens / 6:.0f} tokens on average"
     assert "dataset text field" not in run.settings
     assert "eos token" not in run.settings
+
+
+def test_metrics_leave_those_of_trl_alone(tmp_path: Path) -> None:
+    callback = MetricCallback({"one": lambda _: 1.0}, every_steps=1, at_start=False)
+    trainer, _ = trained(tmp_path, callbacks=[callback])
+    log = trainer.state.log_history
+    assert [entry for entry in log if "eval_one" in entry and "entropy" in entry] == []
+    assert len([entry for entry in log if "loss" in entry and "entropy" in entry]) == 3
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
