@@ -321,8 +321,8 @@ def _merged(readme: Path, text: str, settings: CardSettings) -> CardSettings:
 
 def _set_aside(readme: Path) -> Path:
     """Copy a README.md to a name that is free."""
-    names = (readme.with_name(f"README.old{number}.md") for number in ("", *map(str, itertools.count(2))))
-    free = next(name for name in names if not name.exists())
+    numbers = itertools.chain([""], itertools.count(2))
+    free = next(name for number in numbers if not (name := readme.with_name(f"README.old{number}.md")).exists())
     shutil.copyfile(readme, free)
     return free
 
