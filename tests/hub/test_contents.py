@@ -239,14 +239,14 @@ def test_long_runs_take_no_time(tmp_path: Path, run: str) -> None:
 @pytest.mark.parametrize(
     ("config", "tokenizer", "missing"),
     [
-        ({"AutoTokenizer": ["code.X", None], "AutoModel": "code.Y"}, {}, None),
+        ({"AutoTokenizer": ["mine.X", None], "AutoModel": "mine.Y"}, {}, None),
         ({"AutoTokenizer": ["gone.X", None]}, {}, "code that config.json names is missing: gone.py"),
         (
             {},
             {"AutoTokenizer": ["gone.X", None]},
             "The tokenizer in {folder} needs the code gone.py, which is not there.",
         ),
-        ({}, {"AutoTokenizer": ["code.X", "owner/name--gone.X"]}, None),
+        ({}, {"AutoTokenizer": ["mine.X", "owner/name--gone.X"]}, None),
     ],
 )
 def test_code_that_configs_name_must_be_there(
@@ -254,7 +254,7 @@ def test_code_that_configs_name_must_be_there(
 ) -> None:
     for name, values in (("config.json", config), ("tokenizer_config.json", tokenizer)):
         (tmp_path / name).write_text(json.dumps({"auto_map": values}))
-    for name in ("code.py", "model.safetensors"):
+    for name in ("mine.py", "model.safetensors"):
         (tmp_path / name).write_text("")
     names = sorted(path.name for path in tmp_path.iterdir())
     assert [line.split(";")[0] for line in refusals_of_files(tmp_path, names, (), None)] == (
