@@ -574,7 +574,8 @@ class InitialStateTrainer(Trainer, ABC):
                 "Give a smaller per_device_train_batch_size or more data."
             )
         dropped = len(dataset) - batches * rows
-        if dropped and self.is_world_process_zero():
+        ends = not 0 < self.args.max_steps * self.args.gradient_accumulation_steps <= batches
+        if dropped and ends and self.is_world_process_zero():
             logger.warning(f"Each epoch leaves out {dropped} of {len(dataset)} rows, which fill no batch of {rows}.")
 
     def _stream_loader(self, stream: IterableDataset[Any]) -> DataLoader:

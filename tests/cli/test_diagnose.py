@@ -98,8 +98,6 @@ def test_parts_can_be_chosen(diagnose: Diagnose, checkpoint: Path, tmp_path: Pat
     ("arguments", "message"),
     [
         (["--parts", "state"], "--parts must be some of states, remembrance"),
-        (["--seed", "-1"], "--seed must be at least 0, got -1"),
-        (["--patched-heads", "-2"], "--patched-heads must be at least 0, got -2"),
         (["--data", "stdlib", "--text-column", "x"], "the text column 'x' does nothing"),
         (["--length", "8"], "must be above the training length, 8"),
     ],

@@ -105,7 +105,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_evaluation(
     (tmp_path / "file").write_text("")
     assert evaluate(checkpoint, "--output", tmp_path / "file") == 1
     shown = capsys.readouterr()
-    assert "is a file: give the name of a folder" in shown.err
+    assert "is a file, or inside one: give the name of a folder" in shown.err
     assert "Evaluating" not in shown.out
 
 

@@ -184,6 +184,7 @@ def test_trainers_of_states_refuse_softmax_attention_and_plain_training_works(tm
     model = model_of(MAMBA2, torch.float32, **SOFTMAX)
     rows = [{"input_ids": row, "labels": row} for row in random_tokens(4, 10)]
     quiet: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": 2}
+    quiet["per_device_train_batch_size"] = 4
     with pytest.raises(ValueError, match="softmax attention, which has no state"):
         StatePassingTrainer(model, StatePassingConfig(str(tmp_path), **quiet), train_dataset=rows)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -235,19 +236,19 @@ for name in ("softmax", "linear"):
         ({"attention_layers": [2]}, "different numbers from 0 to 1"),
         ({"attention_layers": [-1]}, "different numbers from 0 to 1"),
         ({"attention_layers": [1, 1]}, "different numbers from 0 to 1"),
-        ({"attention_layers": [True]}, "different numbers from 0 to 1"),
+        ({"attention_layers": [True]}, r"an integer each\) or None, got \[True\]"),
         (
             {"attention_layers": [0], "attention_kind": "flash"},
             r"attention_kind must be one of \('softmax', 'linear'\)",
         ),
         ({"attention_layers": [0], "attention_head_dim": 0}, "attention_head_dim must be None or at least 1"),
-        ({"attention_layers": {1: {"attention_kind": "linear"}}}, "None or a list of integers, got {1: "),
-        ({"attention_layers": 1}, "None or a list of integers, got 1"),
-        ({"attention_layers": {}}, "None or a list of integers, got {}"),
-        ({"attention_layers": "0"}, "None or a list of integers, got '0'"),
-        ({"attention_layers": [0], "attention_head_dim": 8.5}, "an integer, got 8.5"),
-        ({"attention_layers": [0], "attention_head_dim": True}, "an integer, got True"),
-        ({"attention_layers": [0], "attention_head_dim": "8"}, "an integer, got '8'"),
+        ({"attention_layers": {1: {"attention_kind": "linear"}}}, r"an integer each\) or None, got {1: "),
+        ({"attention_layers": 1}, r"an integer each\) or None, got 1"),
+        ({"attention_layers": {}}, r"an integer each\) or None, got {}"),
+        ({"attention_layers": "0"}, r"an integer each\) or None, got '0'"),
+        ({"attention_layers": [0], "attention_head_dim": 8.5}, "an integer or None, got 8.5"),
+        ({"attention_layers": [0], "attention_head_dim": True}, "an integer or None, got True"),
+        ({"attention_layers": [0], "attention_head_dim": "8"}, "an integer or None, got '8'"),
         ({"attention_kind": "linear"}, "do nothing without attention_layers"),
         ({"attention_head_dim": 8}, "do nothing without attention_layers"),
         ({"attention_layers": [0], "forgetting": {"window": 4}}, "would go on keeping all tokens"),
