@@ -93,15 +93,16 @@ def _check_index(path: Path, files: Any) -> None:
             raise ValueError(f"{path} names {file}, which is not there: copy or download it again.")
 
 
-def _check_dtypes(folder: Path) -> None:
-    """Refuse weights that are whole numbers, which would be cast silently; damaged files are told of elsewhere."""
+def _check_dtypes(folder: Path, model: torch.nn.Module) -> None:
+    """Refuse parameters that the files hold as whole numbers, which were cast silently; buffers may be masks."""
+    parameters = dict(model.named_parameters())
     for path in sorted(folder.glob("model*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
                 found = {key: file.get_slice(key).get_dtype() for key in file.keys()}
         except SafetensorError:
             return
-        if wrong := [key for key, dtype in found.items() if not dtype.startswith(("F", "BF"))]:
+        if wrong := [key for key, dtype in found.items() if key in parameters and not dtype.startswith(("F", "BF"))]:
             raise ValueError(
                 f"{path} holds {wrong[0]} as {found[wrong[0]]}, but weights must be floating-point numbers."
             )
@@ -109,7 +110,7 @@ def _check_dtypes(folder: Path) -> None:
 
 def _check_finite(name: str, model: torch.nn.Module) -> None:
     for key, weight in model.named_parameters():
-        if weight.is_floating_point() and weight.numel() and not weight.is_meta:
+        if weight.is_floating_point() and weight.dtype.itemsize > 1 and weight.numel() and not weight.is_meta:
             lowest, highest = weight.detach().aminmax()  # of NaN, NaN
             if not (lowest.isfinite() and highest.isfinite()):
                 raise ValueError(
@@ -249,8 +250,6 @@ def _load(
                 f"{name} is of type {model_type!r}, which cannot be given states{reason}. Possible are checkpoints "
                 f"of this package, {', '.join(sorted(STATEFUL_CLASSES))}, {', '.join(sorted(SUPPORTED))}."
             )
-    if "quantization_config" not in settings:
-        _check_dtypes(Path(name))
     try:
         # Its warning about the weights becomes an error below.
         with quiet_transformers():
@@ -275,5 +274,7 @@ def _load(
         foreign = model_type in STATEFUL_CLASSES
         advice = f" If they have the names of another library, {_to_convert(name)}" if foreign else ""
         raise ValueError(f"The weights in {name} do not fit its config.json, {told}.{advice}")
+    if "quantization_config" not in settings:
+        _check_dtypes(Path(name), model)
     _check_finite(name, model)
     return stateful(model) if wrap else model

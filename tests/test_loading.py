@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import HfApi, snapshot_download
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, T5Config, T5Model
+from safetensors.torch import load_file, save_file
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5Model,
+)
 
 from hf_recurrent_lengthgen import StatefulMambaConfig, StatefulMambaForCausalLM, loading
 from hf_recurrent_lengthgen.loading import differing_code, load_language_model, load_model
@@ -26,6 +36,15 @@ def test_models_without_states_load_as_they_are_where_they_may(tmp_path: Path) -
     torch.testing.assert_close(model.state_dict(), saved.state_dict())
     with pytest.raises(ValueError, match="of type 'llama', which cannot be given states"):
         load_model(str(tmp_path))
+
+
+def test_masks_among_the_weights_are_passed_over(tmp_path: Path) -> None:
+    sizes = SIZES | {"intermediate_size": 16, "num_attention_heads": 2}
+    GPTNeoXForCausalLM(GPTNeoXConfig(**sizes)).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["gpt_neox.layers.0.attention.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool)  # as Pythia's files have it
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    assert type(load_language_model(str(tmp_path))) is GPTNeoXForCausalLM
 
 
 def test_recurrent_models_load_with_states(tmp_path: Path) -> None:

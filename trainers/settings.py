@@ -15,6 +15,7 @@ AT_LEAST_ONE = (
     *("fitted_noise_groups", "gradient_accumulation_steps", "per_device_eval_batch_size"),
     *("per_device_train_batch_size", "task_vocabulary"),
 )
+MAY_BE_NONE = ("max_grad_norm",)  # by Trainer, though not by its annotation
 PROBABILITIES = ("state_drop_probability",)
 ABOVE_ZERO = ("expand_factor", "max_state_rms", "mimetic_c", "new_weights_lr_multiplier", "noise_sigma")
 
@@ -31,7 +32,7 @@ def check_settings(settings: Any) -> None:
     hints = get_type_hints(type(settings))
     for item in fields(settings):
         value, kinds = getattr(settings, item.name), _kinds(hints[item.name])
-        if value is None and (item.default is None or type(None) in kinds):
+        if value is None and (item.default is None or type(None) in kinds or item.name in MAY_BE_NONE):
             continue
         if not isinstance(value, Real) and not _is_finite(value):
             raise ValueError(f"{item.name} must hold finite numbers only, got {value!r:.80}.")

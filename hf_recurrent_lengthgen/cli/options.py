@@ -197,7 +197,7 @@ class RunArguments:
         default=None,
         metadata={
             "help": "Train an adapter (LoRA of PEFT) of this rank and leave the weights of the model alone; lengthgen "
-            "merge makes a checkpoint of both. An adapter folder as model is trained on, without this option."
+            "merge makes a checkpoint of both. Default: all weights are trained, or the adapter that the model is."
         },
     )
     lora_alpha: int | None = field(

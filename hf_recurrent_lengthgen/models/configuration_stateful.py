@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 from types import UnionType
 from typing import Any, ClassVar, Union, get_args, get_origin
 
@@ -16,7 +17,6 @@ SCAN_BACKEND_SETTINGS = ("auto", "torch", "kernel")
 COUNT_FIELDS = (
     "attention_hidden_size",
     "chunk_size",
-    "code_format_version",
     "conv_kernel",
     "conv_size",
     "expand",
@@ -43,7 +43,7 @@ POSITIVE_FIELDS = (
 )
 NOT_NEGATIVE_FIELDS = (
     *("group_norm_eps", "initializer_range", "layer_norm_epsilon", "mixer_rms_eps", "norm_eps"),
-    *("rescale_every", "time_step_floor"),
+    *("code_format_version", "rescale_every", "time_step_floor"),
 )
 # of the families that have them: one entry per layer, where layers differ
 PER_LAYER_FIELDS = ("layer_num_heads", "layer_state_sizes")
@@ -83,6 +83,8 @@ class StatefulConfigMixin:
             ValueError: for a value of another type than the field's annotation says, and numbers that are not finite.
         """
         kind = _annotations(type(self)).get(name, object)  # type: ignore[arg-type]
+        if isinstance(value, Integral) and not isinstance(value, bool):
+            value = int(value)  # of NumPy's
         if not _fits(value, kind):
             raise ValueError(f"{name} must be {_in_words(kind)}, got {value!r:.80}.")
         if not isinstance(value, str):  # as "auto", of which the upstream configuration makes a number

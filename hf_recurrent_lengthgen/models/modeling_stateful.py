@@ -217,7 +217,8 @@ class StatefulBackbone(StatefulPreTrainedModel):
             initial_state: State before the first token; None is the zero state.
             output_final_state: Whether to return `final_state`.
             inputs_embeds: (B, T, D).
-            past_key_values: Generation cache; it holds a state, so it excludes `initial_state`.
+            past_key_values: Generation cache; it holds a state, so it excludes `initial_state`. The first token goes
+                on from that state, also at position 0.
             use_cache: Whether to return a cache; None is the configuration's `use_cache` in evaluation and False in
                 training, in models that have a layer without state, and without `output_final_state`.
             output_hidden_states: Whether to return `hidden_states`.
