@@ -122,7 +122,10 @@ class _StepCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         changes = self._trainer.run_record.changes(self._trainer)
-        if changes and state.is_world_process_zero and not is_finished(state):
+        if is_finished(state):
+            if state.is_world_process_zero:
+                logger.warning(f"Nothing is left to train: the run has all its {state.max_steps} steps.")
+        elif changes and state.is_world_process_zero:
             logger.warning(
                 f"From step {state.global_step} on, other settings apply than before: {'; '.join(changes)}."
             )

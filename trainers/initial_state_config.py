@@ -81,6 +81,8 @@ class InitialStateConfig(TrainingArguments):
         Raises:
             ValueError: as this class says.
         """
+        if self.output_dir == "":
+            raise ValueError("output_dir is empty: give the name of a folder.")
         unused = [
             name
             for name in ("alignment_length", "alignment_min_extra", "alignment_max_extra")

@@ -259,6 +259,7 @@ def _text_to_evaluate(settings: RunArguments, rows: Any, eval_rows: Any, tokeniz
         data, split, known = settings.eval_data, settings.chosen_eval_split, eval_rows
     elif data != STANDARD_LIBRARY and "validation" not in split_names(data):
         split, known = settings.chosen_split, rows
+        print(f"{data} has no validation split, so the evaluation below is of the text that was trained on.")
     if isinstance(known, PackedBlocks):
         tokens = len(known) * (known.length + 1)
     elif isinstance(known, ContinuedChunks):
