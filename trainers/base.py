@@ -668,11 +668,11 @@ class InitialStateTrainer(Trainer, ABC):
 
     def _train(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> TrainOutput:
         if checkpoint is None:
-            self.run_record.begin()
+            self.run_record.begin(self)
         else:
             step = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_FILE)).global_step
             path = initial_states_file(checkpoint, self.args.process_index)
-            self.run_record.begin(saved_run(path).get("record"), step)
+            self.run_record.begin(self, saved_run(path).get("record"), step)
         self.initial_states.reset()
         try:
             with self._interrupts.listening():

@@ -122,7 +122,7 @@ class _OnTexts(InitialStateTrainer):
 
     @property
     def tokens_read(self) -> int:
-        """Real tokens that this run was trained on, over all processes; 0 where TRL does not count them."""
+        """Real tokens of all runs of this trainer, over all processes; 0 where TRL does not count them."""
         read: int = self._total_train_tokens
         return read
 

@@ -137,10 +137,10 @@ class RunRecord:
         self._before: list[dict[str, Any]] = []
         self._start = 0
 
-    def begin(self, saved: dict[str, Any] | None = None, step: int = 0) -> None:
-        """A new run, or one that goes on at a step of another, whose record is `saved`."""
+    def begin(self, trainer: Trainer, saved: dict[str, Any] | None = None, step: int = 0) -> None:
+        """A new run of a trainer, or one that goes on at a step of another, whose record is `saved`."""
         saved = saved or {}
-        self._tokens = saved.get("tokens", 0)
+        self._tokens = saved.get("tokens", 0) - _tokens_read(trainer)  # a trainer counts over all of its runs
         self.given, self._before, self._start = saved.get("given", 0.0), list(saved.get("parts", [])), step
 
     def found_unrecorded(self, trainer: Trainer) -> None:
@@ -158,7 +158,7 @@ class RunRecord:
 
     def tokens(self, trainer: Trainer) -> int:
         """Real tokens of all steps, where the trainer counts them; else 0."""
-        return self._tokens + int(getattr(trainer, "tokens_read", 0))
+        return self._tokens + _tokens_read(trainer)
 
     def changes(self, trainer: Trainer) -> list[str]:
         """What differs from the part before, in words."""
@@ -181,6 +181,10 @@ class RunRecord:
         if told[_STEPS] == f"{trainer.state.global_step:,}":
             del told[_STEPS]
         return told
+
+
+def _tokens_read(trainer: Trainer) -> int:
+    return int(getattr(trainer, "tokens_read", 0))
 
 
 def _unknown(name: str, later: dict[str, str]) -> str | None:

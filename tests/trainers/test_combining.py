@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -241,6 +242,17 @@ def test_the_lineage_tells_of_the_method_and_of_the_settings_of_both(tmp_path: P
     assert run.settings["batch"] == f"2 rows of {run.tokens / 6:.0f} tokens on average"
     assert "dataset text field" not in run.settings
     assert "eos token" not in run.settings
+
+
+def test_tokens_are_those_of_one_run_also_when_a_trainer_trains_again(tmp_path: Path) -> None:
+    trainer, _ = trained(tmp_path / "out", save_strategy="steps", save_steps=1)
+    tokens = trainer.state.log_history[-2]["num_tokens"]
+    kept = tmp_path / "checkpoint-1"
+    shutil.copytree(tmp_path / "out" / "checkpoint-1", kept)
+    assert trainer.run_record.tokens(trainer) == tokens > 0
+    for checkpoint in (None, kept, tmp_path / "out" / "checkpoint-2"):
+        trainer.train(None if checkpoint is None else str(checkpoint))
+        assert trainer.run_record.tokens(trainer) == tokens
 
 
 def test_metrics_leave_those_of_trl_alone(tmp_path: Path) -> None:
