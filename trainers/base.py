@@ -80,7 +80,12 @@ from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialSt
 from hf_recurrent_lengthgen.trainers.interrupts import InterruptCallback
 from hf_recurrent_lengthgen.trainers.metric_callbacks import MetricCallback
 from hf_recurrent_lengthgen.trainers.model_calls import ModelCalls
-from hf_recurrent_lengthgen.trainers.resumed_optimizers import check_same_kind, group_settings, put_back
+from hf_recurrent_lengthgen.trainers.resumed_optimizers import (
+    apply_changes,
+    check_same_kind,
+    made_before,
+    remember_settings,
+)
 from hf_recurrent_lengthgen.trainers.row_layout import RowLayout, share_of_zero_rows, without_padding
 from hf_recurrent_lengthgen.trainers.step_logs import StepLogs
 from hf_recurrent_lengthgen.trainers.training_runs import RunRecord, record_lineage
@@ -121,6 +126,7 @@ class _StepCallback(TrainerCallback):
         self._has_steps = True
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        remember_settings(self._trainer.optimizer, new_run=not state.global_step)
         changes = self._trainer.run_record.changes(self._trainer)
         if is_finished(state):
             if state.is_world_process_zero:
@@ -807,14 +813,15 @@ class InitialStateTrainer(Trainer, ABC):
         if checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
-            groups = group_settings(self.optimizer)
+            remember_settings(self.optimizer, new_run=False)
             check_same_kind(checkpoint, self.optimizer, self.lr_scheduler, self.args)
             super()._load_optimizer_and_scheduler(checkpoint)
-            self.run_record.found_unrecorded(self)
+            before = made_before(self.optimizer, self.lr_scheduler, self.run_record.groups)
+            self.run_record.found_unrecorded(self, before)
             changed = any(
                 change.startswith(("learning rate ", "schedule ")) for change in self.run_record.changes(self)
             )
-            put_back(self.optimizer, self.lr_scheduler, groups, changed)
+            apply_changes(self.optimizer, self.lr_scheduler, before, changed)
             path = initial_states_file(checkpoint, self.args.process_index)
             tensors = load_initial_states(path, self._run_description())
             self.initial_states.load_state_dict(tensors, self.args.device)

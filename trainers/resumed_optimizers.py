@@ -1,15 +1,19 @@
 """What an optimizer and its schedule do at a resume: their state is the checkpoint's, their settings those given now.
 
 Loading the state of an optimizer or of a schedule also brings back the settings that they were saved with. Here those
-are put back to what they were made with, so that arguments that change at a resume (learning rate, betas, weight
-decay) apply from there on.
+that the optimizer is now made with another value of are set to it, so that arguments that change at a resume
+(learning rate, betas, weight decay) apply from there on. The others stay as loaded: a schedule or a callback may have
+moved them since, as OneCycleLR moves betas.
 """
 
+import json
 import os
 import warnings
 from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,8 +23,40 @@ _NOT_SETTINGS = ("params", "param_names", "lr", "foreach", "fused", "capturable"
 """Of the groups of an optimizer; the last four belong to the tensors of its state."""
 
 
-def group_settings(optimizer: Any) -> list[dict[str, Any]]:
-    """The settings of each group of parameters: initial_lr, betas, weight_decay, ..."""
+_MADE_WITH: WeakKeyDictionary[Any, list[dict[str, Any]]] = WeakKeyDictionary()
+"""Beside the optimizers, as their groups keep only what the settings have become."""
+
+
+def remember_settings(optimizer: Any, new_run: bool) -> None:
+    """Note the settings that an optimizer starts with; a resume leaves those that were noted before."""
+    if new_run or optimizer not in _MADE_WITH:
+        _MADE_WITH[optimizer] = _settings(optimizer)
+
+
+def made_with(optimizer: Any) -> list[dict[str, Any]]:
+    """The settings that each group started with (initial_lr, betas, weight_decay, ...); if not noted, those of now."""
+    return _MADE_WITH.get(optimizer) or _settings(optimizer)
+
+
+def made_before(optimizer: Any, scheduler: Any, recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The settings that each group of a saved optimizer, which is loaded, had started with.
+
+    Args:
+        optimizer: As loaded.
+        scheduler: Its schedule.
+        recorded: What `made_with` gave then. For what is not recorded (older checkpoints) the loaded values stand,
+            except betas and momentum under a schedule that moves them, which count as unchanged.
+    """
+    moved = ("betas", "momentum") if getattr(scheduler, "cycle_momentum", False) else ()
+    loaded, now = _settings(optimizer), made_with(optimizer)
+    unknown: dict[str, Any] = {}
+    return [
+        held | {name: made[name] for name in moved if name in made} | known
+        for held, made, known in zip_longest(loaded, now, recorded[: len(loaded)], fillvalue=unknown)
+    ]
+
+
+def _settings(optimizer: Any) -> list[dict[str, Any]]:
     return [
         {name: value for name, value in group.items() if name not in _NOT_SETTINGS} for group in optimizer.param_groups
     ]
@@ -49,15 +85,22 @@ def _check_names(checkpoint: Any, argument: str, value: Any, saved: dict[str, An
         )
 
 
-def put_back(optimizer: Any, scheduler: Any, groups: list[dict[str, Any]], rates_changed: bool) -> None:
-    """Give the groups the settings of `group_settings` again, and the learning rates that the schedule makes of them.
+def apply_changes(optimizer: Any, scheduler: Any, before: list[dict[str, Any]], rates_changed: bool) -> None:
+    """Set what an optimizer is made with another value of than before, and the learning rates of the schedule.
+
+    Args:
+        optimizer: As loaded.
+        scheduler: Likewise.
+        before: From `made_before`.
+        rates_changed: Whether the learning rate or the schedule changed.
 
     Raises:
-        ValueError: if the learning rate or the schedule changed (`rates_changed`) and it is no function of the step.
+        ValueError: if the learning rate or the schedule changed and it is no function of the step.
     """
-    for group, wanted in zip(optimizer.param_groups, groups, strict=True):
-        rates_changed |= bool(group.get("initial_lr") != wanted.get("initial_lr"))
-        group.update(wanted)
+    groups = made_with(optimizer)
+    for group, old, new in zip(optimizer.param_groups, before, groups, strict=True):
+        rates_changed |= bool(group.get("initial_lr") != new.get("initial_lr"))
+        group.update({name: _changed(group.get(name), old.get(name), value) for name, value in new.items()})
     if isinstance(scheduler, LambdaLR):
         scheduler.base_lrs = [group["initial_lr"] for group in groups]
         rates = [
@@ -73,3 +116,17 @@ def put_back(optimizer: Any, scheduler: Any, groups: list[dict[str, Any]], rates
             "learning_rate and schedule of the first part, or load the weights with from_pretrained and start a new "
             "run."
         )
+
+
+def _changed(held: Any, before: Any, now: Any) -> Any:
+    """`now` if it is not what was `before`, else what is held; each element of a sequence by itself."""
+    if all(isinstance(value, list | tuple) for value in (held, before, now)) and len(held) == len(before) == len(now):
+        return type(now)(map(_changed, held, before, now))
+    return held if as_json(before) == as_json(now) else now
+
+
+def as_json(value: Any) -> Any:
+    """A setting as a file gives it back: tensors are numbers, tuples are lists, anything else is text."""
+    return json.loads(
+        json.dumps(value, default=lambda other: other.tolist() if torch.is_tensor(other) else str(other))
+    )

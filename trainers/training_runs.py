@@ -18,6 +18,7 @@ from hf_recurrent_lengthgen.adapters import adapter_in_words, holds_adapter
 from hf_recurrent_lengthgen.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.records import TrainingRun, portable
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
+from hf_recurrent_lengthgen.trainers.resumed_optimizers import as_json, made_with
 
 if TYPE_CHECKING:
     from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
@@ -129,10 +130,12 @@ class RunRecord:
 
     Attributes:
         given: Sequences of this process that started from a state other than zero.
+        groups: Settings that the groups of the optimizer started with in the part before; empty if not recorded.
     """
 
     def __init__(self) -> None:
         self.given: float | Tensor = 0.0
+        self.groups: list[dict[str, Any]] = []
         self._tokens = 0
         self._before: list[dict[str, Any]] = []
         self._start = 0
@@ -141,12 +144,13 @@ class RunRecord:
         """A new run of a trainer, or one that goes on at a step of another, whose record is `saved`."""
         saved = saved or {}
         self._tokens = saved.get("tokens", 0) - _tokens_read(trainer)  # a trainer counts over all of its runs
+        self.groups = list(saved.get("groups", []))
         self.given, self._before, self._start = saved.get("given", 0.0), list(saved.get("parts", [])), step
 
-    def found_unrecorded(self, trainer: Trainer) -> None:
-        """The settings that a trainer has now are those of an earlier run which kept no record."""
+    def found_unrecorded(self, trainer: Trainer, groups: list[dict[str, Any]]) -> None:
+        """The settings that a trainer and the groups have now are those of an earlier run which kept no record."""
         if self._start and not self._before:
-            known = settings(trainer)
+            known = settings(trainer, groups)
             del known[_STEPS]  # Trainer has not set them yet
             self._before = [{"from": 0, "settings": known}]
 
@@ -154,7 +158,8 @@ class RunRecord:
         """What `begin` takes."""
         has_steps = not self._before or trainer.state.global_step > self._start
         parts = [*self._before, *([{"from": self._start, "settings": settings(trainer)}] if has_steps else [])]
-        return {"given": float(self.given), "tokens": self.tokens(trainer), "parts": parts}
+        groups = as_json([] if trainer.optimizer is None else made_with(trainer.optimizer))
+        return {"given": float(self.given), "tokens": self.tokens(trainer), "parts": parts, "groups": groups}
 
     def tokens(self, trainer: Trainer) -> int:
         """Real tokens of all steps, where the trainer counts them; else 0."""
@@ -234,21 +239,27 @@ def hardware(args: TrainingArguments) -> str:
     return f"CPU ({threads})" if args.world_size == 1 else f"CPU ({args.world_size} processes, {threads} each)"
 
 
-def settings(trainer: Trainer) -> dict[str, str]:
-    """The settings that a repetition needs, by name, as text: those of the optimizer as it has them, if it is made."""
+def settings(trainer: Trainer, groups: list[dict[str, Any]] | None = None) -> dict[str, str]:
+    """The settings that a repetition needs, by name, as text.
+
+    Args:
+        trainer: Whose they are.
+        groups: Settings of the groups of the optimizer; by default those that it started with, if it is made.
+    """
     args = trainer.args
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     if args.lr_scheduler_kwargs:
         schedule += f" {json.dumps(args.lr_scheduler_kwargs)}"
     warmup = f"{args.warmup_steps:g} steps" if args.warmup_steps >= 1 else f"{args.warmup_steps:.0%} of the steps"
     schedule = f"{schedule}, warm-up {warmup}" if args.warmup_steps else schedule
-    groups = [] if trainer.optimizer is None else trainer.optimizer.param_groups
+    if groups is None:
+        groups = [] if trainer.optimizer is None else made_with(trainer.optimizer)
     rate = groups[0].get("initial_lr", args.learning_rate) if groups else args.learning_rate
     found = {
         "learning rate": f"{float(rate):g}",
         "schedule": getattr(trainer, "given_scheduler", None) or schedule,
         _STEPS: f"{trainer.state.max_steps:,}",
-        "optimizer": _optimizer(args, trainer.optimizer),
+        "optimizer": _optimizer(args, trainer.optimizer, groups),
         "gradient norm": f"at most {args.max_grad_norm:g}" if args.max_grad_norm else "any",
         "precision": "bfloat16 autocast" if args.bf16 else "float16 autocast" if args.fp16 else "float32",
         "seed": str(args.seed),
@@ -258,7 +269,7 @@ def settings(trainer: Trainer) -> dict[str, str]:
     return found | (_of_method(args) if isinstance(args, InitialStateConfig) else {}) | _of_other(args)
 
 
-def _optimizer(args: TrainingArguments, optimizer: Any) -> str:
+def _optimizer(args: TrainingArguments, optimizer: Any, groups: list[dict[str, Any]]) -> str:
     name = str(getattr(args.optim, "value", args.optim))
     told: dict[str, Any] = {
         "betas": (args.adam_beta1, args.adam_beta2),
@@ -268,9 +279,7 @@ def _optimizer(args: TrainingArguments, optimizer: Any) -> str:
     if optimizer is not None:
         kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
         name = name if kind.lower() in name.replace("_", "") else kind  # one of the user's own
-        told = optimizer.param_groups[0] | {
-            "weight_decay": max(group.get("weight_decay", 0) for group in optimizer.param_groups)
-        }
+        told = groups[0] | {"weight_decay": max(group.get("weight_decay", 0) for group in groups)}
     if "betas" in told:
         name += ", betas " + " and ".join(f"{float(beta):g}" for beta in told["betas"])
     if told.get("momentum"):

@@ -3,7 +3,7 @@
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM
@@ -38,12 +40,16 @@ def checkpoint(toys: ModuleType, base: Path, tmp_path_factory: pytest.TempPathFa
     return str(folder / "checkpoint-2")
 
 
-def make(toys: ModuleType, base: Path, folder: Path, **changes: Any) -> StatePassingTrainer:
+def make(
+    toys: ModuleType, base: Path, folder: Path, own: Callable[[Any], Any] | None = None, **changes: Any
+) -> StatePassingTrainer:
+    """With an optimizer and schedule that `own` makes of the parameters."""
     settings = toys.QUIET | FIRST | {"save_strategy": "steps", "save_steps": 100, "logging_steps": 1} | changes
     arguments = StatePassingConfig(str(folder), per_device_train_batch_size=2, **settings)
     rows = PackedBlocks(torch.arange(400) % toys.VOCABULARY, length=9)
     model = StatefulMamba2ForCausalLM.from_pretrained(base)
-    return StatePassingTrainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+    given = {} if own is None else {"optimizers": own(model.parameters())}
+    return StatePassingTrainer(model, arguments, train_dataset=rows, eval_dataset=rows, **given)
 
 
 def recorded(trainer: StatePassingTrainer) -> dict[str, str]:
@@ -157,18 +163,21 @@ def test_parts_add_up_over_several_resumes(toys: ModuleType, base: Path, checkpo
     assert settings["scheduled steps"] == "3 to step 2, then 4 to step 4, then 5"
 
 
+def rewrite(checkpoint: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Give a checkpoint the description of an earlier version, which had no digests."""
+    path = checkpoint / "initial_states_0.safetensors"
+    with safe_open(path, "pt") as file:
+        header = file.metadata()
+    (checkpoint / "digests.sha256").unlink()
+    save_file(load_file(path), path, header | {"run": json.dumps(change(json.loads(header["run"])))})
+
+
 def test_a_checkpoint_without_a_record_still_tells_its_optimizer(
     toys: ModuleType, base: Path, checkpoint: str, tmp_path: Path
 ) -> None:
     old = tmp_path / "checkpoint-2"
     shutil.copytree(checkpoint, old)
-    path = old / "initial_states_0.safetensors"
-    with safe_open(path, "pt") as file:
-        header = file.metadata()
-    run = json.loads(header["run"])
-    del run["record"]
-    (old / "digests.sha256").unlink()  # nor had such a checkpoint
-    save_file(load_file(path), path, header | {"run": json.dumps(run)})
+    rewrite(old, lambda run: {name: value for name, value in run.items() if name != "record"})
     trainer = make(toys, base, tmp_path / "out", learning_rate=0.02, max_steps=4)
     trainer.train(str(old))
     settings = recorded(trainer)
@@ -208,6 +217,101 @@ def test_an_optimizer_of_ones_own_is_recorded_as_it_is(toys: ModuleType, base: P
     settings = recorded(trainer)
     assert settings["optimizer"] == "SGD, momentum 0.9, weight decay 0"
     assert (settings["learning rate"], settings["schedule"]) == ("0.3", "StepLR")
+
+
+def one_cycle(kind: type[torch.optim.Optimizer], **settings: Any) -> Callable[[Any], Any]:
+    def own(parameters: Any) -> Any:
+        optimizer = kind(parameters, lr=0.01, **settings)  # type: ignore[call-arg]
+        return optimizer, OneCycleLR(optimizer, max_lr=0.05, total_steps=6)
+
+    return own
+
+
+def adam_with_constant_rate(parameters: Any) -> Any:
+    optimizer = torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.0)
+    return optimizer, LambdaLR(optimizer, lambda _: 1.0)
+
+
+class _Annealing(TrainerCallback):
+    """Of weight decay, from what it is: each step adds to it."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["weight_decay"] += 0.5
+
+
+@pytest.mark.parametrize("same_trainer", [False, True], ids=["new trainer", "same trainer"])
+@pytest.mark.parametrize(
+    ("own", "callbacks", "told"),
+    [
+        (one_cycle(torch.optim.AdamW), [], "adamw_torch_fused, betas 0.95 and 0.999, weight decay 0.01"),
+        (one_cycle(torch.optim.SGD, momentum=0.9), [], "SGD, momentum 0.95, weight decay 0"),
+        (adam_with_constant_rate, [_Annealing], "adamw_torch_fused, betas 0.9 and 0.999, weight decay 0"),
+    ],
+    ids=["betas", "momentum", "callback"],
+)
+def test_what_moves_during_a_run_goes_on_at_a_resume(
+    toys: ModuleType,
+    base: Path,
+    tmp_path: Path,
+    warned: pytest.LogCaptureFixture,
+    own: Callable[[Any], Any],
+    callbacks: list[Any],
+    told: str,
+    same_trainer: bool,
+) -> None:
+    whole = make(toys, base, tmp_path / "whole", own, max_steps=6, save_steps=3)
+    trainer = whole if same_trainer else make(toys, base, tmp_path / "resumed", own, max_steps=6)
+    for callback in callbacks:
+        whole.add_callback(callback)
+        if not same_trainer:
+            trainer.add_callback(callback)
+    whole.train()
+    expected = {name: value.clone() for name, value in whole.model.state_dict().items()}
+    trainer.train(str(tmp_path / "whole" / "checkpoint-3"))
+    torch.testing.assert_close(trainer.model.state_dict(), expected, rtol=0, atol=0)
+    assert "other settings" not in said(warned)
+    assert recorded(trainer)["optimizer"] == told
+
+
+def test_what_the_user_changes_applies_beside_what_moves(toys: ModuleType, base: Path, tmp_path: Path) -> None:
+    first = make(toys, base, tmp_path / "first", one_cycle(torch.optim.AdamW), max_steps=6, save_steps=3)
+    first.train()
+    checkpoint = str(tmp_path / "first" / "checkpoint-3")
+    moved = torch.load(Path(checkpoint) / "optimizer.pt")["param_groups"][0]["betas"][0]
+    assert moved != 0.95
+    own = one_cycle(torch.optim.AdamW, betas=(0.9, 0.99), weight_decay=0.1)
+    second = make(toys, base, tmp_path / "second", own, max_steps=6)
+    begun: list[Any] = []
+
+    class Listening(TrainerCallback):
+        def on_train_begin(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
+            begun.extend((optimizer.param_groups[0]["betas"], optimizer.param_groups[0]["weight_decay"]))
+
+    second.add_callback(Listening())
+    second.train(checkpoint)
+    assert begun == [(moved, 0.99), 0.1]
+    assert recorded(second)["optimizer"] == (
+        "adamw_torch_fused, betas 0.95 and 0.999, weight decay 0.01 to step 3, then "
+        "adamw_torch_fused, betas 0.95 and 0.99, weight decay 0.1"
+    )
+
+
+@pytest.mark.parametrize("weight_decay", [0.01, 0.1])
+def test_a_checkpoint_without_starting_settings_keeps_what_the_schedule_moves(
+    toys: ModuleType, base: Path, tmp_path: Path, weight_decay: float
+) -> None:
+    own = one_cycle(torch.optim.AdamW, weight_decay=0.01)
+    whole = make(toys, base, tmp_path / "whole", own, max_steps=6, save_steps=3)
+    whole.train()
+    old = tmp_path / "whole" / "checkpoint-3"
+    rewrite(old, lambda run: run | {"record": {"parts": run["record"]["parts"]}})
+    changed = one_cycle(torch.optim.AdamW, weight_decay=weight_decay)
+    trainer = make(toys, base, tmp_path / "resumed", changed, max_steps=6)
+    trainer.train(str(old))
+    assert trainer.optimizer.param_groups[0]["weight_decay"] == weight_decay
+    if weight_decay == 0.01:
+        torch.testing.assert_close(trainer.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("probability", [0.1, 1.0])
