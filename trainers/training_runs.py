@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from dataclasses import MISSING, fields
 from itertools import pairwise
 from pathlib import Path
@@ -110,7 +111,7 @@ def training_run(
         data,
         steps,
         tokens or length * all_rows,
-        float(output.metrics["train_runtime"]),
+        record.seconds_before + float(output.metrics["train_runtime"]),
         mean_loss(trainer.state.log_history, float(output.training_loss)),
         hardware(args),
         {"batch": batch} | adapter | record.settings(trainer) | _weights(trainer) | (further or {}),
@@ -131,11 +132,14 @@ class RunRecord:
     Attributes:
         given: Sequences of this process that started from a state other than zero.
         groups: Settings that the groups of the optimizer started with in the part before; empty if not recorded.
+        seconds_before: What the parts before took.
     """
 
     def __init__(self) -> None:
         self.given: float | Tensor = 0.0
         self.groups: list[dict[str, Any]] = []
+        self.seconds_before = 0.0
+        self._began = time.monotonic()
         self._tokens = 0
         self._before: list[dict[str, Any]] = []
         self._start = 0
@@ -144,6 +148,7 @@ class RunRecord:
         """A new run of a trainer, or one that goes on at a step of another, whose record is `saved`."""
         saved = saved or {}
         self._tokens = saved.get("tokens", 0) - _tokens_read(trainer)  # a trainer counts over all of its runs
+        self.seconds_before, self._began = saved.get("seconds", 0.0), time.monotonic()
         self.groups = list(saved.get("groups", []))
         self.given, self._before, self._start = saved.get("given", 0.0), list(saved.get("parts", [])), step
 
@@ -159,7 +164,9 @@ class RunRecord:
         has_steps = not self._before or trainer.state.global_step > self._start
         parts = [*self._before, *([{"from": self._start, "settings": settings(trainer)}] if has_steps else [])]
         groups = as_json([] if trainer.optimizer is None else made_with(trainer.optimizer))
-        return {"given": float(self.given), "tokens": self.tokens(trainer), "parts": parts, "groups": groups}
+        seconds = self.seconds_before + time.monotonic() - self._began
+        done = {"given": float(self.given), "tokens": self.tokens(trainer), "seconds": seconds}
+        return done | {"parts": parts, "groups": groups}
 
     def tokens(self, trainer: Trainer) -> int:
         """Real tokens of all steps, where the trainer counts them; else 0."""

@@ -101,9 +101,14 @@ class StatefulConfigMixin:
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """As in Transformers, which would warn of a file of an upstream model type; it is read as one of this type."""
         config_dict, kwargs = super().get_config_dict(*args, **kwargs)  # type: ignore[misc]
+        return cls.from_upstream(config_dict), kwargs
+
+    @classmethod
+    def from_upstream(cls, config_dict: dict[str, Any]) -> dict[str, Any]:
+        """The settings of a file of an upstream model type as those of this one; others as they are."""
         if config_dict.get("model_type") in cls.upstream_types:
-            config_dict = config_dict | {"model_type": cls.model_type}  # type: ignore[attr-defined]
-        return config_dict, kwargs
+            return config_dict | {"model_type": cls.model_type}  # type: ignore[attr-defined]
+        return config_dict
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -113,7 +118,8 @@ class StatefulConfigMixin:
             ValueError: for a file of another model type, whose weights would be left out.
         """
         own = cls.model_type  # type: ignore[attr-defined]
-        if (given := config_dict.get("model_type", own)) not in (own, *cls.upstream_types):
+        config_dict = cls.from_upstream(config_dict)
+        if (given := config_dict.get("model_type", own)) != own:
             raise ValueError(
                 f"{cls.__name__} takes files of the model types {[own, *cls.upstream_types]}, got {given!r}: "
                 "hf_recurrent_lengthgen.load_model chooses the class for a checkpoint."

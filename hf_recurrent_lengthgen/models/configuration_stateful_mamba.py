@@ -35,11 +35,11 @@ class StatefulMambaConfig(ReferenceLayersConfigMixin, MambaConfig):
         return self.state_size if self.layer_state_sizes is None else self.layer_state_sizes[layer]
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in Transformers; a FalconMamba file may lack `mixer_rms_eps`, which means 1e-6 there."""
+    def from_upstream(cls, config_dict: dict[str, Any]) -> dict[str, Any]:
+        """See `StatefulConfigMixin`; a FalconMamba file may lack `mixer_rms_eps`, which means 1e-6 there."""
         if config_dict.get("model_type") == "falcon_mamba":
             config_dict = {"mixer_rms_eps": 1e-6} | config_dict
-        return super().from_dict(config_dict, **kwargs)
+        return super().from_upstream(config_dict)
 
     def check(self) -> None:
         """See `StatefulConfigMixin.check`; also what has only one or two implementations, and sizes."""

@@ -161,6 +161,9 @@ def test_parts_add_up_over_several_resumes(toys: ModuleType, base: Path, checkpo
     settings = recorded(third)
     assert settings["learning rate"] == "0.01 to step 2, then 0.02 to step 4, then 0.04"
     assert settings["scheduled steps"] == "3 to step 2, then 4 to step 4, then 5"
+    parts = [trainer.run_record.saved(trainer)["seconds"] for trainer in (second, third)]
+    assert third.run_record.seconds_before > second.run_record.seconds_before > 0
+    assert parts[1] > third.run_record.seconds_before
 
 
 def rewrite(checkpoint: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
