@@ -87,6 +87,12 @@ from hf_recurrent_lengthgen.trainers.resumed_optimizers import (
     remember_settings,
 )
 from hf_recurrent_lengthgen.trainers.row_layout import RowLayout, share_of_zero_rows, without_padding
+from hf_recurrent_lengthgen.trainers.scored_targets import (
+    first_rows,
+    token_labels,
+    token_shape_of,
+    with_scored_labels,
+)
 from hf_recurrent_lengthgen.trainers.step_logs import StepLogs
 from hf_recurrent_lengthgen.trainers.training_runs import RunRecord, record_lineage
 
@@ -282,10 +288,11 @@ class InitialStateTrainer(Trainer, ABC):
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
-        """Trainer's micro-batches of a step; rows are cut at resets or cropped in pairs before labels are counted."""
+        """Trainer's micro-batches of a step; before labels are counted, those that are not scored become -100 and rows
+        are cut at resets or cropped in pairs."""
         if is_finished(self.state):  # a finished run is resumed
             return [], None
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches, num_items = super().get_batch_samples(map(self._scored, epoch_iterator), num_batches, device)
         if len(batches) < num_batches and not has_length(self.train_dataset):
             # A stream ends; its last micro-batches would never become a step.
             if self.state.global_step == 0:
@@ -306,6 +313,10 @@ class InitialStateTrainer(Trainer, ABC):
             batches = [batch for batch, _ in prepared]
             num_items = self._get_num_items_in_batch(batches, device)
         return batches, num_items
+
+    def _scored(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A batch whose labels are those that the model scores; one without states is left to Trainer."""
+        return with_scored_labels(base_of(self.model), batch) if self._takes_states else batch
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | int | None:
         """Trainer's, counting `shift_labels` where they are; before 5.23 it would count the `labels` beside them."""
@@ -476,9 +487,10 @@ class InitialStateTrainer(Trainer, ABC):
         Raises:
             ValueError: for rows with resets inside, which belong to training.
         """
-        inputs = dict(inputs)
+        inputs = self._scored(dict(inputs))
         rows = _rows(inputs)
-        inputs, scored = self._without_repeated_rows(inputs, rows)
+        present = self._present_rows(rows)
+        inputs, scored = self._without_repeated_rows(inputs, present)
         resets = inputs.pop("state_resets", None)
         if resets is not None and bool(resets[:, 1:].any()):
             raise ValueError(
@@ -495,26 +507,41 @@ class InitialStateTrainer(Trainer, ABC):
             self._evaluation_batches += 1
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         if loss is not None and scored is not None:
+            if self._last_is_filled_up() and not token_labels(base_of(self.model), inputs):
+                # every process runs the model, which may be sharded
+                loss = super().prediction_step(model, first_rows(inputs, max(present, 1)), True)[0]
+                assert loss is not None
             loss = self._mean_over_processes(loss, scored)
         return loss, logits, labels
 
-    def _without_repeated_rows(self, inputs: dict[str, Any], rows: int) -> tuple[dict[str, Any], Tensor | None]:
-        """The inputs without targets in rows that accelerate repeated to give every process as many, and how many
-        targets are left; None on one process, and without labels."""
-        given = [name for name in ("labels", "shift_labels") if inputs.get(name) is not None]
-        if self.args.world_size == 1 or not given:
-            return inputs, None
+    def _last_is_filled_up(self) -> bool:
+        """Whether accelerate repeated rows in this batch, to give every process as many."""
         state = self.accelerator.gradient_state
-        present = rows
-        if state.end_of_dataloader and state.remainder > 0:  # rows of the last batch, over all processes
-            present = min(max(state.remainder - self.args.process_index * rows, 0), rows)
+        return bool(state.end_of_dataloader and state.remainder > 0)
+
+    def _present_rows(self, rows: int) -> int:
+        """How many rows of a batch of this process are not repeated ones; they come first."""
+        if not self._last_is_filled_up():
+            return rows
+        left = self.accelerator.gradient_state.remainder - self.args.process_index * rows  # counted over all processes
+        return min(max(left, 0), rows)
+
+    def _without_repeated_rows(self, inputs: dict[str, Any], present: int) -> tuple[dict[str, Any], Tensor | None]:
+        """The inputs without targets in repeated rows, and how many are left: tokens, or rows for other labels, which
+        stay as they are; None on one process, and without labels."""
+        if self.args.world_size == 1 or all(inputs.get(name) is None for name in ("labels", "shift_labels")):
+            return inputs, None
+        given = token_labels(base_of(self.model), inputs)
+        if not given:
+            return inputs, torch.tensor(present, device=self.accelerator.device)
+        inputs = dict(inputs)
         for name in given:
             inputs[name] = torch.cat([inputs[name][:present], torch.full_like(inputs[name][present:], IGNORED)])
         targets = inputs["shift_labels"] if "shift_labels" in given else inputs["labels"][..., 1:]
         return inputs, targets.ne(IGNORED).sum().to(self.accelerator.device)
 
     def _mean_over_processes(self, loss: Tensor, scored: Tensor) -> Tensor:
-        """The mean over the targets of all processes, from the mean over `scored` targets of this one."""
+        """The mean over the targets of all processes, from the mean over `scored` targets (or rows) of this one."""
         total = torch.where(scored > 0, loss.double() * scored, 0.0)
         summed, count = self.accelerator.reduce(torch.stack([total, scored.double()]), "sum")
         return (summed / count).to(loss)
@@ -833,5 +860,4 @@ def _first_with(cls: type[Any], name: str) -> str:
 
 
 def _rows(batch: dict[str, Any]) -> int:
-    rows: int = next(value for key, value in batch.items() if key in ("input_ids", "inputs_embeds")).shape[0]
-    return rows
+    return token_shape_of(batch)[0]

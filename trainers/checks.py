@@ -19,6 +19,7 @@ from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
 from hf_recurrent_lengthgen.models.token_inputs import check_token_ids
 from hf_recurrent_lengthgen.trainers.alignment import AlignmentSettings
 from hf_recurrent_lengthgen.trainers.broken_states import recurrent_layers
+from hf_recurrent_lengthgen.trainers.scored_targets import token_labels
 
 STATE_ARGUMENTS = {"initial_state", "output_final_state"}
 
@@ -160,13 +161,14 @@ def check_not_empty(name: str, dataset: Any) -> None:
 
 
 def check_batch(model: Any, inputs: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` that names row and position for ids and labels that the vocabulary does not have."""
+    """Raise a `ValueError` that names row and position for ids and labels of tokens that are not in the vocabulary."""
     vocabulary = getattr(getattr(base_of(model), "config", None), "vocab_size", None)
     if vocabulary is None:
         return
-    for name in ("input_ids", "labels", "shift_labels"):
-        if isinstance(ids := inputs.get(name), Tensor):
-            check_token_ids(ids, vocabulary, name, None if name == "input_ids" else IGNORED_LABEL)
+    if isinstance(ids := inputs.get("input_ids"), Tensor):
+        check_token_ids(ids, vocabulary)
+    for name in token_labels(base_of(model), inputs):
+        check_token_ids(inputs[name], vocabulary, name, IGNORED_LABEL)
 
 
 def check_trainable(model: nn.Module, learns_state: bool) -> None:

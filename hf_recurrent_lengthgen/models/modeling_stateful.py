@@ -42,6 +42,7 @@ from .token_inputs import (
     mask_of_new_tokens,
     real_tokens,
     refuse_unsupported,
+    scored_labels,
     starts_inside_rows,
     token_shape,
 )
@@ -364,7 +365,9 @@ class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
                 first real token of a row has nothing before it and is not scored, nor is the first token of a
                 sequence in a packed row.
             logits_to_keep: Compute only the last so many logits, or those at the given positions; 0 for all.
-            num_items_in_batch: Tokens to divide the summed loss by, as Trainer passes it.
+            num_items_in_batch: Tokens to divide the summed loss by, as Trainer passes it. Transformers' own Trainer
+                also counts labels that are not scored, which makes loss and gradients too small: for it, set them to
+                -100 in the data. The trainers of hf_recurrent_lengthgen count what is scored.
             others: `shift_labels` (B, T), labels that are shifted already, as Transformers' losses know them: the
                 target of output t stands at t, so that a piece of a text can be scored on the token after it. `labels`
                 are not used then. Outputs before the first real token of a row are not scored. (By a name in the
@@ -411,15 +414,10 @@ class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
             for name, given in (("labels", labels), ("shift_labels", shift_labels)):
                 if given is not None and given.shape != logits.shape[:2]:
                     raise ValueError(f"{name} must have shape {tuple(logits.shape[:2])}, got {tuple(given.shape)}.")
-            if attention_mask is not None:
-                real = attention_mask.long()
-                seen = real.cumsum(1)
-                if shift_labels is not None:
-                    shift_labels = shift_labels.masked_fill(seen == 0, -100)
-                elif labels is not None:
-                    labels = labels.masked_fill(seen - real == 0, -100)
-            if starts is not None and labels is not None:
-                labels = labels.masked_fill(starts, -100)
+            if shift_labels is not None:
+                shift_labels = scored_labels(shift_labels, attention_mask, starts, shifted=True)
+            elif labels is not None:
+                labels = scored_labels(labels, attention_mask, starts)
             loss = self.loss_function(
                 logits=logits,
                 labels=labels,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .packed_rows import IMPLIED_KEYS, PACKING_KEYS, sequence_starts
 from .recurrent_cache import RecurrentCache
@@ -121,3 +122,26 @@ def starts_inside_rows(
     """See `sequence_starts`; without any of what it reads, nothing is done, so that compilation goes on."""
     given = {name: x for name, x in ({"position_ids": position_ids} | others).items() if x is not None}
     return sequence_starts(given, shape, real_tokens(attention_mask)) if given else None
+
+
+def scored_labels(
+    labels: Tensor, attention_mask: Tensor | None, starts: Tensor | None, shifted: bool = False
+) -> Tensor:
+    """Labels with -100 where a language model has nothing to predict them from.
+
+    That is the first real token of a row behind padding, and the first token of a sequence inside a packed row.
+    The label of the first column, which a shift leaves out, stays as it is.
+
+    Args:
+        labels: (B, T).
+        attention_mask: (B, T), 1 or true at real tokens.
+        starts: (B, T) bool, see `starts_inside_rows`.
+        shifted: Whether the target of output t stands at t, as in `shift_labels`, whose borders are the caller's: only
+            outputs before the first real token are not scored.
+    """
+    if attention_mask is not None:
+        unread = attention_mask.long().cumsum(1) == 0
+        labels = labels.masked_fill(unread if shifted else pad(unread[:, :-1], (1, 0)), -100)
+    if starts is not None and not shifted:
+        labels = labels.masked_fill(starts, -100)
+    return labels

@@ -92,6 +92,36 @@ def evaluated(rows: int, streamed: bool) -> tuple[float, Tensor]:
         return loss, torch.as_tensor(trainer.predict(data).predictions)
 
 
+def left_padded(rows: int) -> list[dict[str, Tensor]]:
+    """Rows of 9 tokens, of which 0 to 4 are padding on the left."""
+    texts = toys.sequences(rows)
+    for i, text in enumerate(texts):
+        text["attention_mask"] = (torch.arange(9) >= i % 5).long()
+        text["labels"] = text["input_ids"].masked_fill(torch.arange(9) < i % 5, -100)
+    return texts
+
+
+def with_padding(rows: int, accumulation: int) -> tuple[dict[str, Tensor], float]:
+    """The weights after an epoch of rows with padding on the left, and the loss of an evaluation on them."""
+    settings = {"per_device_train_batch_size": BATCH // processes(), "gradient_accumulation_steps": accumulation}
+    settings |= {"per_device_eval_batch_size": BATCH // processes(), "num_train_epochs": 1, "learning_rate": 0.05}
+    with tempfile.TemporaryDirectory() as folder:
+        args = InitialStateConfig(folder, save_strategy="no", **toys.QUIET, **settings)
+        data = left_padded(rows)
+        trainer = ZeroStateTrainer(toys.tiny_model(), args, train_dataset=data, eval_dataset=data)
+        trainer.train()
+        return toys.weights(trainer.model), trainer.evaluate()["eval_loss"]
+
+
+def classified(problem: str, rows: int) -> tuple[float, Tensor]:
+    """The loss of an evaluation of a classification head, and the predictions."""
+    model, data = toys.classifier(problem, rows)
+    with tempfile.TemporaryDirectory() as folder:
+        args = InitialStateConfig(folder, per_device_eval_batch_size=BATCH // processes(), **toys.QUIET)
+        trainer = ZeroStateTrainer(model, args, train_dataset=data)
+        return trainer.evaluate(data)["eval_loss"], torch.as_tensor(trainer.predict(data).predictions)
+
+
 def in_float64(**fields: Any) -> Any:
     """In float32, Adam makes 2e-4 of sums in another order."""
     return in_float32(**fields).double()

@@ -15,6 +15,8 @@ ROWS, ACCUMULATIONS = range(29, 34), range(1, 4)
 METHODS = ["state passing", "fitted noise", "random noise", "mixture", "learned state and model", "alignment", "tbtt"]
 SEEN: list[tuple[Any, ...]] = [("rows_seen", *job) for job in product(ROWS, ACCUMULATIONS, [False, True])]
 EVALUATED: list[tuple[Any, ...]] = [("evaluated", *job) for job in product(ROWS, [False, True])]
+CLASSIFIED: list[tuple[Any, ...]] = [("classified", *job) for job in product(["number", "any"], [29, 30, 31])]
+PADDED: list[tuple[Any, ...]] = [("with_padding", 31, 2)]
 FEW: list[tuple[Any, ...]] = [
     ("trained", "state passing", 31, 2),
     ("trained", "state passing", 31, 2, True),
@@ -37,7 +39,9 @@ def results_of(jobs: list[tuple[Any, ...]], file: Path) -> Results:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return results_of([*SEEN, *EVALUATED, *FEW], tmp_path_factory.mktemp("processes") / "results")
+    return results_of(
+        [*SEEN, *EVALUATED, *CLASSIFIED, *PADDED, *FEW], tmp_path_factory.mktemp("processes") / "results"
+    )
 
 
 @pytest.mark.parametrize("job", SEEN, ids=str)
@@ -62,14 +66,22 @@ def test_the_rows_of_a_micro_batch_are_those_of_one_process_in_turn(job: tuple[A
         assert joined == one
 
 
-@pytest.mark.parametrize("job", EVALUATED, ids=str)
+@pytest.mark.parametrize("job", EVALUATED + CLASSIFIED, ids=str)
 def test_an_evaluation_scores_every_row_once(job: tuple[Any, ...], found: Results) -> None:
+    rows = job[2] if job in CLASSIFIED else job[1]
     ((loss, predictions),) = found[job][1]
-    assert len(predictions) == job[1]
+    assert len(predictions) == rows
     for several in (found[job][2], found[job][3]):
         for given_loss, given in several:
             assert given_loss == pytest.approx(loss, rel=1e-5)
             torch.testing.assert_close(given, predictions, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("job", PADDED, ids=str)
+def test_rows_with_padding_count_the_same_on_several_processes(job: tuple[Any, ...], found: Results) -> None:
+    assert_same_weights({n: [weights for weights, _ in each] for n, each in found[job].items()})
+    losses = [loss for each in found[job].values() for _, loss in each]
+    assert losses == pytest.approx([losses[0]] * 6, rel=1e-5)
 
 
 @pytest.mark.parametrize("job", FEW, ids=str)

@@ -24,7 +24,11 @@ from transformers import TrainerCallback, TrainingArguments, trainer_callback
 from transformers.utils import logging
 
 import hf_recurrent_lengthgen.trainers.checkpoints as checkpoints
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen import (
+    StatefulMamba2Config,
+    StatefulMamba2ForCausalLM,
+    StatefulMamba2ForSequenceClassification,
+)
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
 from hf_recurrent_lengthgen.trainers import (
@@ -100,6 +104,23 @@ def tiny_model(seed: int = 0, **fields: Any) -> StatefulMamba2ForCausalLM:
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 2} | fields
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return StatefulMamba2ForCausalLM(StatefulMamba2Config(num_heads=2, head_dim=8, n_groups=1, **sizes, **special))
+
+
+def classifier(problem: str, rows: int) -> tuple[StatefulMamba2ForSequenceClassification, list[dict[str, Tensor]]]:
+    """A head over a vocabulary of 50 for a "number", one of 60 "classes" or "any" of 9, and texts of 9 tokens."""
+    torch.manual_seed(0)
+    labels: dict[str, Callable[[int], Tensor]] = {
+        "number": lambda _: torch.randn(()),
+        "classes": lambda i: torch.tensor(59 - i),
+        "any": lambda _: torch.randint(0, 2, (9,)).float(),
+    }
+    sizes = {"vocab_size": 50, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 2, "num_heads": 2}
+    count = {"number": 1, "classes": 60, "any": 9}[problem]
+    config = StatefulMamba2Config(
+        **sizes, head_dim=8, n_groups=1, pad_token_id=0, bos_token_id=1, eos_token_id=2, num_labels=count
+    )
+    data = [{"input_ids": torch.randint(0, 50, (9,)), "labels": labels[problem](i)} for i in range(rows)]
+    return StatefulMamba2ForSequenceClassification(config), data
 
 
 def sequences(count: int, length: int = 9, seed: int = 0) -> list[dict[str, Tensor]]:

@@ -1,0 +1,60 @@
+"""Which labels of a batch are targets of its loss, so that a trainer divides by as many as the model scores."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hf_recurrent_lengthgen.models.packed_rows import PACKING_KEYS
+from hf_recurrent_lengthgen.models.token_inputs import scored_labels, starts_inside_rows
+
+
+def token_labels(model: Any, inputs: Mapping[str, Any]) -> list[str]:
+    """The names of labels that hold a token for each token of `inputs`; none for a model without a language head.
+
+    Args:
+        model: Without wrappers. One that does not tell its head (`get_output_embeddings`) has one.
+        inputs: A batch of it.
+    """
+    head = getattr(model, "get_output_embeddings", None)
+    if head is not None and head() is None:
+        return []
+    shape = token_shape_of(inputs)
+    given = {name: inputs.get(name) for name in ("labels", "shift_labels")}
+    return [name for name, labels in given.items() if isinstance(labels, Tensor) and labels.shape == shape]
+
+
+def with_scored_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """A batch with -100 in the labels that a model with states does not score, see `scored_labels`.
+
+    Raises:
+        ValueError: for a mask and positions that such a model refuses.
+    """
+    names = token_labels(model, inputs)
+    if not names:
+        return inputs
+    shape, mask = token_shape_of(inputs), inputs.get("attention_mask")
+    if mask is not None and mask.shape != shape:
+        return inputs  # the model says which masks it takes
+    packing = {name: inputs[name] for name in PACKING_KEYS if name in inputs}
+    starts = starts_inside_rows(None, packing, shape, mask)
+    scored = {name: scored_labels(inputs[name], mask, starts, shifted=name == "shift_labels") for name in names}
+    return {**inputs, **scored}
+
+
+def token_shape_of(inputs: Mapping[str, Any]) -> tuple[int, int]:
+    """(B, T) of a batch."""
+    rows, length = next(inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs).shape[:2]
+    return rows, length
+
+
+def first_rows(inputs: dict[str, Any], count: int) -> dict[str, Any]:
+    """The first rows of a batch, also of its `initial_state`."""
+    rows = token_shape_of(inputs)[0]
+    first = {
+        name: value[:count] if isinstance(value, Tensor) and value.ndim and len(value) == rows else value
+        for name, value in inputs.items()
+    }
+    if first.get("initial_state") is not None:
+        first["initial_state"] = tuple(tuple(part[:count] for part in layer) for layer in first["initial_state"])
+    return first
