@@ -83,7 +83,7 @@ class StatefulConfigMixin:
             ValueError: for a value of another type than the field's annotation says, and numbers that are not finite.
         """
         kind = _annotations(type(self)).get(name, object)  # type: ignore[arg-type]
-        if isinstance(value, Integral) and not isinstance(value, bool):
+        if not isinstance(value, bool | int) and isinstance(value, Integral):
             value = int(value)  # of NumPy's
         if not _fits(value, kind):
             raise ValueError(f"{name} must be {_in_words(kind)}, got {value!r:.80}.")
