@@ -182,7 +182,7 @@ def test_an_interrupted_command_goes_on(
     assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".json"]
 
 
-@pytest.mark.parametrize("roles", ["base", "base,best", "base,cured,control", ""])
+@pytest.mark.parametrize("roles", ["base", "base,best", "base,cured,control", ","])
 def test_roles_must_be_known_and_as_many_as_models(
     roles: str, evaluate: Evaluate, checkpoint: Path, stock_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
