@@ -288,7 +288,7 @@ def test_rows_that_are_too_short_are_refused(
     toys: ModuleType, tmp_path: Path, fields: dict[str, int], tokens: int, told: str
 ) -> None:
     config = AlignmentConfig(str(tmp_path), **toys.QUIET, **fields)
-    trainer = AlignmentTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4, length=tokens))
+    trainer = AlignmentTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(8, length=tokens))
     with pytest.raises(ValueError, match=told):
         trainer.train()
 
@@ -311,12 +311,12 @@ def test_another_loss_is_refused(toys: ModuleType, tmp_path: Path) -> None:
 
 def test_rows_without_labels_or_with_padding_are_refused(toys: ModuleType, tmp_path: Path) -> None:
     config = AlignmentConfig(str(tmp_path), **toys.QUIET)
-    rows = [{"input_ids": item["input_ids"]} for item in toys.sequences(4, length=12)]
+    rows = [{"input_ids": item["input_ids"]} for item in toys.sequences(8, length=12)]
     with pytest.raises(ValueError, match="neither labels nor shift_labels"):
         AlignmentTrainer(toys.tiny_model(), config, train_dataset=rows).train()
     mask = torch.ones(12, dtype=torch.long)
     mask[-5:] = 0
-    padded = [item | {"attention_mask": mask} for item in toys.sequences(4, length=12)]
+    padded = [item | {"attention_mask": mask} for item in toys.sequences(8, length=12)]
     with pytest.raises(ValueError, match="pack the text into rows without padding"):
         AlignmentTrainer(toys.tiny_model(), config, train_dataset=padded).train()
 

@@ -17,9 +17,8 @@ folder = sys.argv[1]
 ends, says = os.pipe()
 if (holder := os.fork()) == 0:
     with locked(folder) as free:
-        worker = os.fork()  # a data worker that outlives the run
-        if worker:
-            os.write(says, f"{free} {worker}".encode())
+        if os.fork() == 0:  # a data worker that outlives the run
+            os.write(says, f"{free} {os.getpid()}".encode())
         time.sleep(300)
 held, worker = os.read(ends, 99).decode().split()
 with locked(folder) as free:
