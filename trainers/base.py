@@ -17,11 +17,10 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, has_length
 from transformers.utils import logging
 
@@ -62,10 +61,16 @@ from hf_recurrent_lengthgen.trainers.checks import (
     takes_states,
 )
 from hf_recurrent_lengthgen.trainers.chunked_backprop import (
-    IGNORED,
     check_chunkable,
     forward_in_chunks,
     innermost_model,
+)
+from hf_recurrent_lengthgen.trainers.evaluation_rows import (
+    first_rows,
+    is_filled_up,
+    mean_over_processes,
+    present_rows,
+    without_repeated_rows,
 )
 from hf_recurrent_lengthgen.trainers.folder_lock import locked
 from hf_recurrent_lengthgen.trainers.hub_pushes import (
@@ -87,90 +92,16 @@ from hf_recurrent_lengthgen.trainers.resumed_optimizers import (
     remember_settings,
 )
 from hf_recurrent_lengthgen.trainers.row_layout import RowLayout, share_of_zero_rows, without_padding
-from hf_recurrent_lengthgen.trainers.scored_targets import (
-    first_rows,
-    token_labels,
-    token_shape_of,
-    with_scored_labels,
-)
+from hf_recurrent_lengthgen.trainers.scored_targets import token_labels, token_shape_of, with_scored_labels
+from hf_recurrent_lengthgen.trainers.step_callback import StepCallback, first_with, is_finished
 from hf_recurrent_lengthgen.trainers.step_logs import StepLogs
-from hf_recurrent_lengthgen.trainers.training_runs import RunRecord, record_lineage
+from hf_recurrent_lengthgen.trainers.train_batches import check_batches, stream_loader
+from hf_recurrent_lengthgen.trainers.training_runs import RATES, RunRecord, record_lineage
 
 logger = logging.get_logger(__name__)
 
 EXTRA_COLUMNS = ("shift_labels", "state_resets")
-_LOADER_SETTINGS = {
-    name: f"dataloader_{name}"
-    for name in (
-        "num_workers",
-        "pin_memory",
-        "persistent_workers",
-        "prefetch_factor",
-        "multiprocessing_context",
-        "in_order",
-    )
-}  # the last two are not in every version of Trainer
 _NEVER_DECAYED = re.compile(r"(^|\.)(A_log$|learned_state\.)")
-
-
-def is_finished(state: TrainerState) -> bool:
-    """Whether a run has all its steps."""
-    return 0 < state.max_steps <= state.global_step
-
-
-class _StepCallback(TrainerCallback):
-    """Counts the micro-batches of an optimizer step, and tells when epochs begin and steps end.
-
-    Attributes:
-        slot: The micro-batch of the step.
-        observed: Micro-batches of the step whose loss was the method's.
-    """
-
-    def __init__(self, trainer: "InitialStateTrainer") -> None:
-        self.slot = self.observed = 0
-        self._trainer = trainer
-        self._has_steps = True
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        remember_settings(self._trainer.optimizer, new_run=not state.global_step)
-        changes = self._trainer.run_record.changes(self._trainer)
-        if is_finished(state):
-            if state.is_world_process_zero:
-                logger.warning(f"Nothing is left to train: the run has all its {state.max_steps} steps.")
-        elif changes and state.is_world_process_zero:
-            logger.warning(
-                f"From step {state.global_step} on, other settings apply than before: {'; '.join(changes)}."
-            )
-
-    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._trainer.begin_epoch(int(state.epoch or 0))
-        if is_finished(state):  # Trainer itself would take one more step
-            control.should_training_stop = True
-        self._has_steps = not is_finished(state)
-
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if not self._has_steps:
-            control.should_log = control.should_evaluate = control.should_save = False
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.slot = self.observed = 0
-
-    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.slot += 1
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        if self.observed <= self.slot:
-            raise ValueError(
-                f"{self._trainer.describe_method()} took no part in step {state.global_step}: the training loss came "
-                f"from {_first_with(type(self._trainer), 'compute_loss')}, which does not call the compute_loss of "
-                "InitialStateTrainer. Call super().compute_loss(...) in it; where it is of another trainer, let "
-                "hf_recurrent_lengthgen.trainers.combine(method, trainer) join the two."
-            )
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._trainer.initial_states.end_step()
 
 
 @dataclass(frozen=True)
@@ -245,7 +176,7 @@ class InitialStateTrainer(Trainer, ABC):
         self._calls = ModelCalls()
         self._logs = StepLogs()
         self._lanes: LaneSampler | None = None
-        self._steps = _StepCallback(self)
+        self._steps = StepCallback(self)
         self._interrupts = InterruptCallback(self._any_process)
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, MetricCallback):
@@ -417,7 +348,7 @@ class InitialStateTrainer(Trainer, ABC):
     def _say_lost(self, what: str, needed: str) -> NoReturn:
         raise ValueError(
             f"{self.describe_method()} took no part in step {self.state.global_step}: {what}. "
-            f"{_first_with(type(self), 'compute_loss')}, or another one that it calls, must use {needed}."
+            f"{first_with(type(self), 'compute_loss')}, or another one that it calls, must use {needed}."
         )
 
     def describe_method(self) -> str:
@@ -489,8 +420,9 @@ class InitialStateTrainer(Trainer, ABC):
         """
         inputs = self._scored(dict(inputs))
         rows = _rows(inputs)
-        present = self._present_rows(rows)
-        inputs, scored = self._without_repeated_rows(inputs, present)
+        present, scored = present_rows(self.accelerator, rows), None
+        if self.args.world_size > 1:
+            inputs, scored = without_repeated_rows(base_of(self.model), inputs, present, self.accelerator.device)
         resets = inputs.pop("state_resets", None)
         if resets is not None and bool(resets[:, 1:].any()):
             raise ValueError(
@@ -507,44 +439,12 @@ class InitialStateTrainer(Trainer, ABC):
             self._evaluation_batches += 1
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         if loss is not None and scored is not None:
-            if self._last_is_filled_up() and not token_labels(base_of(self.model), inputs):
+            if is_filled_up(self.accelerator) and not token_labels(base_of(self.model), inputs):
                 # every process runs the model, which may be sharded
                 loss = super().prediction_step(model, first_rows(inputs, max(present, 1)), True)[0]
                 assert loss is not None
-            loss = self._mean_over_processes(loss, scored)
+            loss = mean_over_processes(self.accelerator, loss, scored)
         return loss, logits, labels
-
-    def _last_is_filled_up(self) -> bool:
-        """Whether accelerate repeated rows in this batch, to give every process as many."""
-        state = self.accelerator.gradient_state
-        return bool(state.end_of_dataloader and state.remainder > 0)
-
-    def _present_rows(self, rows: int) -> int:
-        """How many rows of a batch of this process are not repeated ones; they come first."""
-        if not self._last_is_filled_up():
-            return rows
-        left = self.accelerator.gradient_state.remainder - self.args.process_index * rows  # counted over all processes
-        return min(max(left, 0), rows)
-
-    def _without_repeated_rows(self, inputs: dict[str, Any], present: int) -> tuple[dict[str, Any], Tensor | None]:
-        """The inputs without targets in repeated rows, and how many are left: tokens, or rows for other labels, which
-        stay as they are; None on one process, and without labels."""
-        if self.args.world_size == 1 or all(inputs.get(name) is None for name in ("labels", "shift_labels")):
-            return inputs, None
-        given = token_labels(base_of(self.model), inputs)
-        if not given:
-            return inputs, torch.tensor(present, device=self.accelerator.device)
-        inputs = dict(inputs)
-        for name in given:
-            inputs[name] = torch.cat([inputs[name][:present], torch.full_like(inputs[name][present:], IGNORED)])
-        targets = inputs["shift_labels"] if "shift_labels" in given else inputs["labels"][..., 1:]
-        return inputs, targets.ne(IGNORED).sum().to(self.accelerator.device)
-
-    def _mean_over_processes(self, loss: Tensor, scored: Tensor) -> Tensor:
-        """The mean over the targets of all processes, from the mean over `scored` targets (or rows) of this one."""
-        total = torch.where(scored > 0, loss.double() * scored, 0.0)
-        summed, count = self.accelerator.reduce(torch.stack([total, scored.double()]), "sum")
-        return (summed / count).to(loss)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer's, with what the method does beside the training loss."""
@@ -590,56 +490,14 @@ class InitialStateTrainer(Trainer, ABC):
         if self.train_dataset is not None:  # it may have been replaced
             self._check_train_data()
         if isinstance(self.train_dataset, IterableDataset):
-            return self._stream_loader(self.train_dataset)
+            return stream_loader(self, self.train_dataset)
         asked, self.args.dataloader_drop_last = self.args.dataloader_drop_last, True
         try:
             loader: DataLoader = super().get_train_dataloader()
         finally:
             self.args.dataloader_drop_last = asked
-        self._check_batches(len(loader))
+        check_batches(self, len(loader))
         return loader
-
-    def _check_batches(self, batches: int) -> None:
-        """Raise a `ValueError` if an epoch has no batch, and tell of the rows that it leaves out."""
-        dataset: Any = self.train_dataset
-        rows = self._train_batch_size * self.args.world_size
-        if not batches:
-            raise ValueError(
-                f"The training data have {len(dataset)} rows, which make no batch of {rows} "
-                f"({self._train_batch_size} on each of {self.args.world_size} processes): nothing would be trained. "
-                "Give a smaller per_device_train_batch_size or more data."
-            )
-        dropped = len(dataset) - batches * rows
-        ends = not 0 < self.args.max_steps * self.args.gradient_accumulation_steps <= batches
-        if dropped and ends and self.is_world_process_zero():
-            logger.warning(f"Each epoch leaves out {dropped} of {len(dataset)} rows, which fill no batch of {rows}.")
-
-    def _stream_loader(self, stream: IterableDataset[Any]) -> DataLoader:
-        """Batches of a stream, read by one process as the batch of all and dealt out; a `ContinuedStream`
-        already gives the rows of this process only."""
-        processes = self.args.world_size
-        if isinstance(stream, ContinuedStream):
-            stream, processes = stream.in_slots(self.args.gradient_accumulation_steps), 1
-        loader = DataLoader(
-            stream,
-            batch_size=self._train_batch_size * processes,
-            collate_fn=self._get_collator_with_removed_columns(self.data_collator, description="Training"),
-            drop_last=True,
-            **{name: vars(self.args)[key] for name, key in _LOADER_SETTINGS.items() if key in vars(self.args)},
-        )
-        if has_length(stream):
-            self._check_batches(len(loader))
-        return prepare_data_loader(
-            loader,
-            self.accelerator.device,
-            num_processes=processes,
-            process_index=self.args.process_index if processes > 1 else 0,
-            split_batches=processes > 1,
-            put_on_device=True,
-            dispatch_batches=processes > 1,
-            non_blocking=self.accelerator.non_blocking,
-            use_stateful_dataloader=self.accelerator.use_stateful_dataloader,
-        )
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
@@ -660,9 +518,8 @@ class InitialStateTrainer(Trainer, ABC):
             SystemExit: likewise after SIGTERM.
         """
         check_no_forgetting(self.model)
-        is_trial = (
-            args[0] if args else kwargs.get("trial")
-        ) is not None  # others may run at the same time, in folders of their own
+        # trials may run at the same time, in folders of their own
+        is_trial = (args[0] if args else kwargs.get("trial")) is not None
         with nullcontext() if is_trial else self._only_run_here():
             try:
                 return self._train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
@@ -845,18 +702,11 @@ class InitialStateTrainer(Trainer, ABC):
             super()._load_optimizer_and_scheduler(checkpoint)
             before = made_before(self.optimizer, self.lr_scheduler, self.run_record.groups)
             self.run_record.found_unrecorded(self, before)
-            changed = any(
-                change.startswith(("learning rate ", "schedule ")) for change in self.run_record.changes(self)
-            )
-            apply_changes(self.optimizer, self.lr_scheduler, before, changed)
+            changed = self.run_record.changes(self).keys()
+            apply_changes(self.optimizer, self.lr_scheduler, before, not changed.isdisjoint(RATES))
             path = initial_states_file(checkpoint, self.args.process_index)
             tensors = load_initial_states(path, self._run_description())
             self.initial_states.load_state_dict(tensors, self.args.device)
-
-
-def _first_with(cls: type[Any], name: str) -> str:
-    """The method that an object of a class has by a name, as "Class.name"."""
-    return next(f"{base.__name__}.{name}" for base in cls.__mro__ if name in vars(base))
 
 
 def _rows(batch: dict[str, Any]) -> int:

@@ -46,15 +46,3 @@ def token_shape_of(inputs: Mapping[str, Any]) -> tuple[int, int]:
     """(B, T) of a batch."""
     rows, length = next(inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs).shape[:2]
     return rows, length
-
-
-def first_rows(inputs: dict[str, Any], count: int) -> dict[str, Any]:
-    """The first rows of a batch, also of its `initial_state`."""
-    rows = token_shape_of(inputs)[0]
-    first = {
-        name: value[:count] if isinstance(value, Tensor) and value.ndim and len(value) == rows else value
-        for name, value in inputs.items()
-    }
-    if first.get("initial_state") is not None:
-        first["initial_state"] = tuple(tuple(part[:count] for part in layer) for layer in first["initial_state"])
-    return first

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 _STEPS = "scheduled steps"
+RATES = ("learning rate", "schedule")
+"""The settings that the rates of a run follow from."""
 _EPSILON = 1e-8  # of Adam, everywhere
 _NO_EFFECT = ("assume_shuffled", "broken_states", "max_state_rms")
 """Settings that refuse or allow, and change nothing of what is trained."""
@@ -172,13 +174,13 @@ class RunRecord:
         """Real tokens of all steps, where the trainer counts them; else 0."""
         return self._tokens + _tokens_read(trainer)
 
-    def changes(self, trainer: Trainer) -> list[str]:
-        """What differs from the part before, in words."""
+    def changes(self, trainer: Trainer) -> dict[str, tuple[str | None, str]]:
+        """The settings that differ from the part before, by name: what they were, and are."""
         if not self._before:
-            return []
+            return {}
         old, new = self._before[-1]["settings"], settings(trainer)
         pairs = {name: (old.get(name, _unknown(name, new)), new.get(name, "none")) for name in {**old, **new}}
-        return [f"{name} {before} -> {now}" for name, (before, now) in pairs.items() if before != now]
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     def settings(self, trainer: Trainer) -> dict[str, str]:
         """The settings of all parts, by name: "0.001 to step 100, then 0.0005"."""

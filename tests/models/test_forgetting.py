@@ -194,7 +194,7 @@ def test_delta_scale_shrinks_the_steps(name: str) -> None:
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "no mapping": (["window"], "forgetting must be"),
+    "no mapping": (["window"], "forgetting must be a mapping or None, got"),
     "unknown key": ({"size": 3}, "forgetting must be None or a mapping with some of"),
     "window of zero": ({"window": 0}, "window must be None or a number of tokens, got 0"),
     "window that is no number": ({"window": True}, "window must be None or a number of tokens, got True"),

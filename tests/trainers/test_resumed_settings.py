@@ -68,7 +68,7 @@ def said(caplog: pytest.LogCaptureFixture) -> str:
 
 @pytest.fixture
 def warned(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    logger = transformers_logging.get_logger("hf_recurrent_lengthgen.trainers.base")
+    logger = transformers_logging.get_logger("hf_recurrent_lengthgen.trainers")
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
