@@ -315,24 +315,32 @@ class StatefulBackbone(StatefulPreTrainedModel):
         return zero_state(shapes, batch_size, device, dtype)
 
 
-class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
-    """Language model on a `StatefulBackbone` named `base_model_prefix`. A family sets `backbone_class`."""
+class StatefulModelWithHead(StatefulPreTrainedModel):
+    """A `StatefulBackbone` named `base_model_prefix`, on which a subclass puts a head."""
 
-    accepts_loss_kwargs = True
-    head_name = "lm_head"
     backbone_class: type[StatefulBackbone]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         setattr(self, self.base_model_prefix, self.backbone_class(config))
-        setattr(self, self.head_name, nn.Linear(config.hidden_size, config.vocab_size, bias=False))
-        self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
         return self._backbone.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         self._backbone.set_input_embeddings(value)
+
+
+class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
+    """Language model. A family sets `backbone_class`."""
+
+    accepts_loss_kwargs = True
+    head_name = "lm_head"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        setattr(self, self.head_name, nn.Linear(config.hidden_size, config.vocab_size, bias=False))
+        self.post_init()
 
     def get_output_embeddings(self) -> Any:
         return getattr(self, self.head_name)

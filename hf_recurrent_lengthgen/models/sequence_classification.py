@@ -7,43 +7,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
 
-from .modeling_stateful import StatefulBackbone, StatefulPreTrainedModel
+from .modeling_stateful import StatefulCausalLMOutput, StatefulModelWithHead
 from .recurrent_cache import RecurrentCache
 from .recurrent_state import RecurrentState, state_dtype
 from .token_inputs import mask_of_new_tokens, starts_inside_rows, token_shape
 
 
 @dataclass
-class StatefulSequenceClassifierOutput(ModelOutput):
+class StatefulSequenceClassifierOutput(StatefulCausalLMOutput):
     """`loss` (scalar), `logits` (B, L) in float32, others as in the backbone's."""
 
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    final_state: RecurrentState | None = None
-    past_key_values: RecurrentCache | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
 
-
-class StatefulForSequenceClassification(StatefulPreTrainedModel):
+class StatefulForSequenceClassification(StatefulModelWithHead):
     """Linear head `score` on the last real token of each row. A family sets `backbone_class`."""
 
     accepts_loss_kwargs = False  # the loss is a mean over rows, not over tokens
-    backbone_class: type[StatefulBackbone]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.num_labels = config.num_labels
-        setattr(self, self.base_model_prefix, self.backbone_class(config))
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self._backbone.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self._backbone.set_input_embeddings(value)
 
     def forward(
         self,
