@@ -1,13 +1,20 @@
 """Error of the gradients of decays in float32, of every scan and of its loop over time, over rates and steps.
 
     python benchmarks/decay_gradients.py
+    python benchmarks/decay_gradients.py --against d2a4e98     Mamba-2 beside another commit, and their times
 
 A cell is the error against the loop in float64, relative by norm, of the chunked form and of the loop. The gradient
 is that of A, one rate per head (Mamba-1: per channel), or of the log decays of one head in GLA and RWKV-6. Steps
 vary by 10 % from token to token; "mixed" takes them from 1e-4 to 5.
 """
 
+import argparse
+import subprocess
+import time
 from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,11 +77,58 @@ def gradient_by_rate(scan: Scan, inputs: list[Tensor], weights: tuple[Tensor, Te
     return gradient.double() if gradient.ndim < 3 else gradient.double().transpose(0, 2)
 
 
+def scan_at(commit: str) -> Scan:
+    """`scan_ssd` as it was; the files that it imports are those of today."""
+    file = "hf_recurrent_lengthgen/models/scan_ssd.py"
+    command = ["git", "show", f"{commit}:{file}"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    names: dict[str, Any] = {"__name__": "then"}
+    exec(compile(done.stdout.replace("from .", "from hf_recurrent_lengthgen.models."), file, "exec"), names)
+    scan: Scan = names["scan_ssd"]
+    return scan
+
+
+def print_times(then: Scan, pairs: int = 100) -> None:
+    """Forward and backward in float32, in turns: processor time of today's scan over that of `then`, and its range."""
+    torch.set_num_threads(1)
+    for rows, length, heads, head_dim, groups, state_dim in (
+        (1, 128, 24, 64, 1, 128),
+        (4, 64, 24, 64, 1, 128),
+        (2, 128, 16, 64, 4, 64),
+    ):
+        torch.manual_seed(0)
+        x, state = torch.randn(rows, length, heads, head_dim), torch.randn(rows, heads, head_dim, state_dim)
+        b, c = torch.randn(2, rows, length, groups, state_dim)
+        steps, rates, skip = 0.1 * torch.rand(rows, length, heads), -torch.rand(heads), torch.randn(heads)
+        inputs = [t.requires_grad_() for t in (x, steps, rates, b, c, skip, state)]
+        ratios = []
+        for turn in range(pairs + 5):
+            seconds = {}
+            for scan in (scan_ssd, then) if turn % 2 else (then, scan_ssd):
+                start = time.process_time()
+                torch.autograd.grad(sum(result.sum() for result in scan(*inputs)), inputs)
+                seconds[scan] = time.process_time() - start
+            ratios.append(seconds[scan_ssd] / seconds[then])
+        ratios = sorted(ratios[5:])
+        quarters = f"{ratios[pairs // 4]:.3f} to {ratios[3 * pairs // 4]:.3f}"
+        sizes = f"{rows} x {length} tokens, {heads} heads of {head_dim}, {groups} groups, N {state_dim}"
+        print(f"{sizes}: {median(ratios):.3f} ({quarters})")
+
+
 def main() -> None:
     """Print one table per scan."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", metavar="COMMIT", help="whose scan_ssd is measured in the place of the loop")
+    against = parser.parse_args().against
+    scans = SCANS
+    if against is not None:
+        then = scan_at(against)
+        print_times(then)
+        scans = {f"Mamba-2, and at {against}": (*SCANS["Mamba-2"], mamba(then))}
     torch.set_default_dtype(torch.float64)
-    for name, (scan, loop, make_inputs) in SCANS.items():
-        print(f"\n{name}: rate, then chunked form / loop for steps {', '.join(map(str, STEPS))} and mixed")
+    for name, (scan, loop, make_inputs, *others) in scans.items():
+        other = "that" if others else "loop"
+        print(f"\n{name}: rate, then chunked form / {other} for steps {', '.join(map(str, STEPS))} and mixed")
         columns = []
         for step in [*STEPS, None]:
             torch.manual_seed(0)
@@ -87,7 +141,7 @@ def main() -> None:
             norm = exact.norm(dim=1)
             errors = [
                 (gradient_by_rate(function, inputs, weights).reshape(H, -1) - exact).norm(dim=1) / norm
-                for function in (scan, loop)
+                for function in (scan, *(others or [loop]))
             ]
             columns.append(
                 [
