@@ -27,9 +27,9 @@ from hf_recurrent_lengthgen.conversion.export import export_checkpoint
 from hf_recurrent_lengthgen.conversion.formats import expected_shapes
 from hf_recurrent_lengthgen.conversion.json_files import write_settings_file
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
-from hf_recurrent_lengthgen.conversion.stand_ins import write_stand_in
 from hf_recurrent_lengthgen.conversion.tensor_files import TensorFiles, same_bits
 from hf_recurrent_lengthgen.conversion.tensor_writing import Entry, write_safetensors, write_torch
+from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_random_model
 
 MAMBA2_1_3B: dict[str, Any] = {
     "d_model": 2048,
@@ -74,7 +74,7 @@ def run_once(direction: str, format: str, source: str, output: str) -> dict[str,
             export_checkpoint(source, output, format, max_shard_size=SHARDS[format])
 
     tiny = Path(output).with_name("tiny")
-    write_stand_in(format, "mamba2", tiny)
+    write_tiny_random_model(format, "mamba2", tiny)
     if direction == "export":
         convert_checkpoint(str(tiny), tiny.with_name("tiny-ours"))
     work(str(tiny if direction == "convert" else tiny.with_name("tiny-ours")), tiny.with_name("tiny-done"))

@@ -22,7 +22,7 @@ from hf_recurrent_lengthgen.cards import write_card
 from hf_recurrent_lengthgen.cli.inputs import load_stream, load_tokenizer
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
-from hf_recurrent_lengthgen.conversion.stand_ins import write_stand_in
+from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.data import PackedBlocks
 from hf_recurrent_lengthgen.records import portable_command
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
@@ -47,7 +47,7 @@ options = parser.parse_args()
 if options.smoke:
     options.data, options.tokenizer, options.model = "stdlib", "bytes", str(options.output / "official")
     options.length, options.steps, options.rows, options.rows_at_once, options.sequences = 32, 2, 4, 2, 4
-    write_stand_in("mamba-ssm", "mamba2", options.output / "official")
+    write_tiny_random_model("mamba-ssm", "mamba2", options.output / "official")
 if options.data is None:
     parser.error("give --data, the texts to post-train and evaluate on, or --smoke")
 if options.rows % options.rows_at_once:

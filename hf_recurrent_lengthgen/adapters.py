@@ -19,8 +19,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from torch import nn
 
-from hf_recurrent_lengthgen.evaluation.documents import document
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
+from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.records import carded, verified_files
 
 CONFIG_FILE, WEIGHTS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_base.json"

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hf_recurrent_lengthgen.evaluation.documents import document
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
+from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.private_text import HIDDEN, SECRET_OPTION, hide_secrets
 
 LINEAGE_FILE, VERIFICATION_FILE = "lineage.json", "verification.json"

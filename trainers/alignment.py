@@ -112,7 +112,7 @@ class AlignmentSettings:
                 f"Rows have {tokens} tokens, of which the alignment loss reads {length + high} at most: give shorter "
                 "rows, or a larger alignment_length."
             )
-        extra = sample_extra(replace(place, slot=0), low, high)
+        extra = sample_extra(replace(place, micro_batch=0), low, high)
         crops = two_crops(inputs, length, extra)
         targets = shifted_targets(crops)
         # Trainer counts targets in `shift_labels`, and hands `labels` to the loss.

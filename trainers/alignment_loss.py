@@ -55,14 +55,14 @@ def overlap_positions(rows: int, length: int, extra: int) -> int:
 
 
 def sample_extra(place: BatchPlace, low: int, high: int) -> int:
-    """l_extra, uniform in {low, ..., high} and keyed by (seed, step, slot): the same on every process.
+    """l_extra, uniform in {low, ..., high} and keyed by (seed, step, micro-batch): the same on every process.
 
     Raises:
         ValueError: unless 1 <= low <= high.
     """
     if not 1 <= low <= high:
         raise ValueError(f"The range of l_extra must have 1 <= smallest <= largest, got {low} to {high}.")
-    digest = hashlib.blake2b(f"{place.seed}/{place.step}/{place.slot}/extra".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{place.seed}/{place.step}/{place.micro_batch}/extra".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
     return int(torch.randint(low, high + 1, (), generator=generator))
 

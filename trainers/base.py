@@ -25,11 +25,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, has_l
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.adapters import holds_adapter, write_adapter_base
-from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream, LaneSampler
+from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream, StreamRowSampler
 from hf_recurrent_lengthgen.data.segments import split_at_resets
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, keep_rows
 from hf_recurrent_lengthgen.trainers.alignment import AlignedBatch, AlignmentSettings
-from hf_recurrent_lengthgen.trainers.broken_states import broken_rows, describe_broken, part_norms, recurrent_rms
 from hf_recurrent_lengthgen.trainers.checkpoints import (
     TRAINER_STATE_FILE,
     begin_save,
@@ -85,6 +84,12 @@ from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialSt
 from hf_recurrent_lengthgen.trainers.interrupts import InterruptCallback
 from hf_recurrent_lengthgen.trainers.metric_callbacks import MetricCallback
 from hf_recurrent_lengthgen.trainers.model_calls import ModelCalls
+from hf_recurrent_lengthgen.trainers.nonfinite_states import (
+    describe_nonfinite,
+    nonfinite_rows,
+    part_norms,
+    recurrent_rms,
+)
 from hf_recurrent_lengthgen.trainers.resumed_optimizers import (
     apply_changes,
     check_same_kind,
@@ -175,7 +180,7 @@ class InitialStateTrainer(Trainer, ABC):
         self._evaluation_batches = 0
         self._calls = ModelCalls()
         self._logs = StepLogs()
-        self._lanes: LaneSampler | None = None
+        self._stream_rows: StreamRowSampler | None = None
         self._steps = StepCallback(self)
         self._interrupts = InterruptCallback(self._any_process)
         for callback in self.callback_handler.callbacks:
@@ -234,7 +239,7 @@ class InitialStateTrainer(Trainer, ABC):
                     "gradient_accumulation_steps."
                 )
             batches, num_items = [], None
-        prepared = [self._lay_out(batch, slot) for slot, batch in enumerate(batches)]
+        prepared = [self._lay_out(batch, micro_batch) for micro_batch, batch in enumerate(batches)]
         self._micro_batches = [micro_batch for _, micro_batch in prepared]
         self._overlap_items = sum(m.alignment.overlap for m in self._micro_batches if m.alignment is not None)
         if self._align is not None and self.args.world_size > 1:
@@ -255,11 +260,11 @@ class InitialStateTrainer(Trainer, ABC):
         num_items: Tensor | int | None = super()._get_num_items_in_batch(counted, device)
         return num_items
 
-    def _lay_out(self, batch: dict[str, Any], slot: int) -> tuple[dict[str, Any], _MicroBatch]:
+    def _lay_out(self, batch: dict[str, Any], micro_batch: int) -> tuple[dict[str, Any], _MicroBatch]:
         """The inputs of the model for a micro-batch, and how its rows went into them."""
         rows = _rows(batch)
         first_row = self.args.process_index * self._train_batch_size
-        place = BatchPlace(self.args.seed, self.state.global_step, slot, first_row, rows)
+        place = BatchPlace(self.args.seed, self.state.global_step, micro_batch, first_row, rows)
         if self._align is None and "state_resets" not in batch:
             return batch, _MicroBatch(place, RowLayout(rows))
         inputs = dict(batch)
@@ -290,7 +295,7 @@ class InitialStateTrainer(Trainer, ABC):
 
         Raises:
             ValueError: for ids and labels outside the vocabulary, if the training loss is not finite, or a final state
-                is broken and `broken_states` is "stop".
+                is broken and `nonfinite_states` is "stop".
         """
         check_batch(self.model, inputs)
         if not model.training:
@@ -299,7 +304,7 @@ class InitialStateTrainer(Trainer, ABC):
             with self._without_alignment():
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         if self._micro_batches:
-            micro_batch = self._micro_batches[self._steps.slot]
+            micro_batch = self._micro_batches[self._steps.micro_batch]
         else:  # called by hand, outside of `train`
             inputs, micro_batch = self._lay_out(inputs, 0)
             self._overlap_items = 0 if micro_batch.alignment is None else micro_batch.alignment.overlap
@@ -309,7 +314,7 @@ class InitialStateTrainer(Trainer, ABC):
             from_zero = share_of_zero_rows(state)
             self.run_record.given = self.run_record.given + place.rows * (1 - from_zero.double())
             self._logs.add(zero_states=from_zero)
-            inputs = {**inputs, "initial_state": layout.spread(state), "output_final_state": True}
+            inputs = {**inputs, "initial_state": layout.scatter(state), "output_final_state": True}
         if self._align is not None:
             self._aligned = micro_batch.alignment
             inputs = {name: value for name, value in inputs.items() if name != "shift_labels"}  # Trainer counted them
@@ -319,7 +324,7 @@ class InitialStateTrainer(Trainer, ABC):
         loss = found[0] if return_outputs else found
         if not torch.isfinite(loss):
             raise ValueError(
-                f"The loss of step {place.step}, micro-batch {place.slot} is {loss.item()}. "
+                f"The loss of step {place.step}, micro-batch {place.micro_batch} is {loss.item()}. "
                 f"{self._resume_hint()} Lower the learning rate or clip gradients (max_grad_norm) and look for a "
                 "batch without labels."
             )
@@ -330,7 +335,7 @@ class InitialStateTrainer(Trainer, ABC):
                 self._say_lost("the model got no initial_state", "the initial_state of the inputs")
             if self._calls.final_state is None:
                 self._say_lost("the model returned no final_state", "the output_final_state of the inputs")
-            final_state, broken = self._checked(layout.collect(self._calls.final_state), place)
+            final_state, broken = self._checked(layout.gather(self._calls.final_state), place)
             self.initial_states.observe(place, final_state, broken)
         self._steps.observed += 1
         if not self.is_in_train:
@@ -360,15 +365,14 @@ class InitialStateTrainer(Trainer, ABC):
     def _checked(self, state: RecurrentState, place: BatchPlace) -> tuple[RecurrentState, Tensor | None]:
         """The final states of a micro-batch, broken ones replaced by zero, and which these are, None for none."""
         norms, limit = part_norms(state), self.args.max_state_rms
-        broken = broken_rows(state, norms, limit)
+        broken = nonfinite_rows(state, norms, limit)
         self._logs.add(reset_states=broken.double().mean())
         found = bool(broken.any())
         if found:
-            what = (
-                f"final_state of step {place.step}, micro-batch {place.slot}: {describe_broken(state, norms, limit)}"
-            )
-            if self.args.broken_states == "stop":
-                raise ValueError(f"{what}. {self._resume_hint()} broken_states='reset' would go on from zero.")
+            what = f"final_state of step {place.step}, micro-batch {place.micro_batch}: "
+            what += describe_nonfinite(state, norms, limit)
+            if self.args.nonfinite_states == "stop":
+                raise ValueError(f"{what}. {self._resume_hint()} nonfinite_states='reset' would go on from zero.")
             logger.warning(f"{what}. The states of these rows are replaced by zero.")
             state = keep_rows(state, ~broken)
         rms = recurrent_rms(state, norms)
@@ -466,17 +470,17 @@ class InitialStateTrainer(Trainer, ABC):
 
     def begin_epoch(self, epoch: int) -> None:
         """Tell the sampler of continued rows, which Trainer forgets when it resumes on several processes."""
-        if self._lanes is not None:
-            self._lanes.set_epoch(epoch)
+        if self._stream_rows is not None:
+            self._stream_rows.set_epoch(epoch)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
         if isinstance(dataset, ContinuedChunks):
-            lanes = self.args.world_size * self._train_batch_size * self.args.gradient_accumulation_steps
-            self._lanes = LaneSampler(
-                dataset, lanes, self.args.seed if self.args.data_seed is None else self.args.data_seed
+            stream_rows = self.args.world_size * self._train_batch_size * self.args.gradient_accumulation_steps
+            self._stream_rows = StreamRowSampler(
+                dataset, stream_rows, self.args.seed if self.args.data_seed is None else self.args.data_seed
             )
-            return self._lanes
+            return self._stream_rows
         return super()._get_train_sampler(train_dataset)
 
     def get_train_dataloader(self) -> DataLoader:

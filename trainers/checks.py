@@ -18,7 +18,7 @@ from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
 from hf_recurrent_lengthgen.models.token_inputs import check_token_ids
 from hf_recurrent_lengthgen.trainers.alignment import AlignmentSettings
-from hf_recurrent_lengthgen.trainers.broken_states import recurrent_layers
+from hf_recurrent_lengthgen.trainers.nonfinite_states import recurrent_layers
 from hf_recurrent_lengthgen.trainers.scored_targets import token_labels
 
 STATE_ARGUMENTS = {"initial_state", "output_final_state"}
@@ -54,10 +54,10 @@ def check_model(model: Any) -> None:
 
 def check_state_limits(model: Any, args: Any) -> None:
     """Raise a `ValueError` for settings of broken states that a model has no states for."""
-    given = (args.broken_states, args.max_state_rms) != ("stop", None)
+    given = (args.nonfinite_states, args.max_state_rms) != ("stop", None)
     if given and not takes_states(model):
         raise ValueError(
-            f"{type(model).__name__} has no states that could break: leave broken_states and max_state_rms out."
+            f"{type(model).__name__} has no states that could break: leave nonfinite_states and max_state_rms out."
         )
     if args.max_state_rms is not None and not _has_recurrent_part(base_of(model)):
         raise ValueError(

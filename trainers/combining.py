@@ -126,15 +126,12 @@ class _OnTexts(InitialStateTrainer):
         read: int = self._total_train_tokens
         return read
 
-    def _lay_out(self, batch: dict[str, Any], slot: int) -> Any:
+    def _lay_out(self, batch: dict[str, Any], micro_batch: int) -> Any:
         texts = self._with_states(batch)
-        inputs, micro_batch = super()._lay_out(texts, slot)
-        if (
-            texts is not batch
-        ):  # as many rows as texts, so the numbers of rows before those of this process are unknown
-            place = replace(micro_batch.place, first_row=self.args.process_index << 20)
-            micro_batch = replace(micro_batch, place=place)
-        return inputs, micro_batch
+        inputs, facts = super()._lay_out(texts, micro_batch)
+        if texts is not batch:  # as many rows as texts: the number of rows before those of this process is unknown
+            facts = replace(facts, place=replace(facts.place, first_row=self.args.process_index << 20))
+        return inputs, facts
 
     def _loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool, num_items: Any) -> Any:
         if self._align is None:

@@ -54,7 +54,7 @@ class InitialStateConfig(TrainingArguments):
     )
 
     # Parameters that control what happens to states that break
-    broken_states: Literal["stop", "reset"] = field(
+    nonfinite_states: Literal["stop", "reset"] = field(
         default="stop",
         metadata={
             "help": "What to do with final states that hold NaN or infinite values, or exceed max_state_rms: stop the "

@@ -4,7 +4,7 @@
 intervention only chooses h_{-1} during training. A source is asked for the states of a batch before the forward
 pass and shown the final states after it.
 
-Random choices are keyed by (seed, step, slot, global row), never by how rows are spread over processes: two
+Random choices are keyed by (seed, step, micro-batch, global row), never by how rows are spread over processes: two
 processes with two rows each make the choices of one process with four.
 """
 
@@ -45,7 +45,7 @@ class BatchPlace:
     Attributes:
         seed: Seed of the run.
         step: Optimizer step, from 0.
-        slot: Micro-batch within the step under gradient accumulation, from 0.
+        micro-batch: Micro-batch within the step under gradient accumulation, from 0.
         first_row: Global number of the first row: process index times rows per process.
         rows: Rows in this micro-batch.
         continues: Rows that go on with the text of the step before, (rows,) bool; None for all of them. The states of
@@ -54,14 +54,14 @@ class BatchPlace:
 
     seed: int
     step: int
-    slot: int
+    micro_batch: int
     first_row: int
     rows: int
     continues: Tensor | None = field(default=None, compare=False)
 
     def row_generator(self, row: int, purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
         """A generator for one row (0 to rows - 1) and purpose, the same on every process layout."""
-        return keyed_generator(self.seed, self.step, self.slot, self.first_row + row, purpose, device=device)
+        return keyed_generator(self.seed, self.step, self.micro_batch, self.first_row + row, purpose, device=device)
 
     def uniform(self, purpose: str) -> Tensor:
         """One number in [0, 1) for each row, (rows,)."""
@@ -143,7 +143,7 @@ class PassedStates(InitialStateSource):
     With shuffled rows that is state passing (section 4.4), the state of a different sequence; with rows that continue
     one another it is truncated backpropagation through time (section 4.5).
 
-    Each micro-batch slot of gradient accumulation carries its own states, so that a step's states come from the
+    Each micro-batch micro-batch of gradient accumulation carries its own states, so that a step's states come from the
     step before. A smaller batch uses and replaces the states of its first rows; the other rows keep theirs.
 
     Args:
@@ -160,8 +160,8 @@ class PassedStates(InitialStateSource):
         self._carried: dict[int, RecurrentState] = {}
 
     def initial_state(self, place: BatchPlace) -> RecurrentState | None:
-        """The carried states, some rows dropped to zero; None before the slot's first batch."""
-        carried = self._carried.get(place.slot)
+        """The carried states, some rows dropped to zero; None before the micro-batch's first batch."""
+        carried = self._carried.get(place.micro_batch)
         if carried is None:
             return None
         keep = place.uniform("drop") >= self.drop_probability
@@ -174,20 +174,20 @@ class PassedStates(InitialStateSource):
         state = clone_state(detach_state(final_state))
         if not self.carry_conv_state:
             state = zero_conv(state)
-        carried = self._carried.get(place.slot)
+        carried = self._carried.get(place.micro_batch)
         if carried is not None and state_batch_size(carried) > place.rows:
             state = concatenate_rows([state, take_rows(carried, slice(place.rows, None))])
-        self._carried[place.slot] = state
+        self._carried[place.micro_batch] = state
 
     def reset(self) -> None:
         """Forget all carried states."""
         self._carried = {}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Carried states as `slots.{slot}.layers.{layer}.{part}`."""
+        """Carried states as `micro-batches.{micro_batch}.layers.{layer}.{part}`."""
         return {
-            f"slots.{slot}.layers.{index}.{part_name}": part.cpu().contiguous()
-            for slot, state in self._carried.items()
+            f"micro_batches.{micro_batch}.layers.{index}.{part_name}": part.cpu().contiguous()
+            for micro_batch, state in self._carried.items()
             for index, layer in enumerate(state)
             for part_name, part in zip(LayerState._fields, layer, strict=True)
         }
@@ -199,25 +199,30 @@ class PassedStates(InitialStateSource):
             ValueError: if a part is missing or unknown.
         """
         keys = [key.split(".") for key in tensors]
-        if any(len(key) != 5 or key[0] != "slots" or key[2] != "layers" for key in keys):
+        if any(len(key) != 5 or key[0] != "micro_batches" or key[2] != "layers" for key in keys):
             raise ValueError(f"These are not carried states: {sorted(tensors)[:4]}.")
         layers = {int(key[1]): 0 for key in keys}
-        for _, slot, _, layer, _ in keys:
-            layers[int(slot)] = max(layers[int(slot)], int(layer) + 1)
+        for _, micro_batch, _, layer, _ in keys:
+            layers[int(micro_batch)] = max(layers[int(micro_batch)], int(layer) + 1)
         expected = {
-            f"slots.{s}.layers.{i}.{p}" for s, n in layers.items() for i in range(n) for p in LayerState._fields
+            f"micro_batches.{s}.layers.{i}.{p}"
+            for s, n in layers.items()
+            for i in range(n)
+            for p in LayerState._fields
         }
         if expected != set(tensors):
             raise ValueError(f"Carried states lack {sorted(expected - set(tensors))}.")
         self._carried = {
-            slot: state_to(
+            micro_batch: state_to(
                 tuple(
-                    LayerState(*(tensors[f"slots.{slot}.layers.{index}.{part}"] for part in LayerState._fields))
+                    LayerState(
+                        *(tensors[f"micro_batches.{micro_batch}.layers.{index}.{part}"] for part in LayerState._fields)
+                    )
                     for index in range(count)
                 ),
                 device,
             )
-            for slot, count in layers.items()
+            for micro_batch, count in layers.items()
         }
 
 

@@ -1,7 +1,7 @@
 """Initial states drawn from Gaussians (arXiv:2507.02782, sections 4.2 and 4.3).
 
-Every row has a generator of its own, so that its noise depends on (seed, step, slot, global row) only. The states of
-short convolutions and token shifts start from zero. CPU and GPU generators give different numbers.
+Every row has a generator of its own, so that its noise depends on (seed, step, micro-batch, global row) only. The
+states of short convolutions and token shifts start from zero. CPU and GPU generators give different numbers.
 """
 
 from collections.abc import Callable

@@ -35,7 +35,7 @@ class RowLayout:
     last: Tensor | None = None
     crops: int = 1
 
-    def spread(self, state: RecurrentState | None) -> RecurrentState | None:
+    def scatter(self, state: RecurrentState | None) -> RecurrentState | None:
         """Initial states for the R rows of the model from those of the B rows of the batch."""
         if state is None:
             return None
@@ -48,7 +48,7 @@ class RowLayout:
             state = map_state(place_rows, state)
         return concatenate_rows([state] * self.crops) if self.crops > 1 else state
 
-    def collect(self, state: RecurrentState) -> RecurrentState:
+    def gather(self, state: RecurrentState) -> RecurrentState:
         """Final states of the B rows of the batch from those of the R rows of the model."""
         if self.last is not None:
             return take_rows(state, self.last)

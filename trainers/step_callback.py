@@ -27,12 +27,12 @@ class StepCallback(TrainerCallback):
     """Counts the micro-batches of an optimizer step, and tells when epochs begin and steps end.
 
     Attributes:
-        slot: The micro-batch of the step.
+        micro-batch: The micro-batch of the step.
         observed: Micro-batches of the step whose loss was the method's.
     """
 
     def __init__(self, trainer: "InitialStateTrainer") -> None:
-        self.slot = self.observed = 0
+        self.micro_batch = self.observed = 0
         self._trainer = trainer
         self._has_steps = True
 
@@ -57,15 +57,15 @@ class StepCallback(TrainerCallback):
             control.should_log = control.should_evaluate = control.should_save = False
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.slot = self.observed = 0
+        self.micro_batch = self.observed = 0
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.slot += 1
+        self.micro_batch += 1
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if self.observed <= self.slot:
+        if self.observed <= self.micro_batch:
             raise ValueError(
                 f"{self._trainer.describe_method()} took no part in step {state.global_step}: the training loss came "
                 f"from {first_with(type(self._trainer), 'compute_loss')}, which does not call the compute_loss of "

@@ -44,7 +44,7 @@ def stream_loader(trainer: Any, stream: IterableDataset[Any]) -> DataLoader:
     already gives the rows of this process only."""
     processes = trainer.args.world_size
     if isinstance(stream, ContinuedStream):
-        stream, processes = stream.in_slots(trainer.args.gradient_accumulation_steps), 1
+        stream, processes = stream.in_micro_batches(trainer.args.gradient_accumulation_steps), 1
     loader = DataLoader(
         stream,
         batch_size=trainer._train_batch_size * processes,

@@ -30,7 +30,7 @@ _STEPS = "scheduled steps"
 RATES = ("learning rate", "schedule")
 """The settings that the rates of a run follow from."""
 _EPSILON = 1e-8  # of Adam, everywhere
-_NO_EFFECT = ("assume_shuffled", "broken_states", "max_state_rms")
+_NO_EFFECT = ("assume_shuffled", "nonfinite_states", "max_state_rms")
 """Settings that refuse or allow, and change nothing of what is trained."""
 
 

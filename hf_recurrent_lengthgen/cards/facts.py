@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 
 from hf_recurrent_lengthgen.adapters import refuse_adapter
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
-from hf_recurrent_lengthgen.evaluation.documents import from_json
 from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
+from hf_recurrent_lengthgen.evaluation.json_schema import from_json
 from hf_recurrent_lengthgen.evaluation.provenance import weights_digest
 from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison, EvaluationResult
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalComparison, RetrievalResult

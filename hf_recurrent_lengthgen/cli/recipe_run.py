@@ -20,8 +20,8 @@ from typing import Literal
 import torch
 
 from hf_recurrent_lengthgen.cli.recipe_stages import RESULT, Stage, command_of
-from hf_recurrent_lengthgen.evaluation.documents import document
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
+from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.records import read_lineage, verified_files
 from hf_recurrent_lengthgen.trainers.checkpoints import newest_complete_checkpoint
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_recurrent_lengthgen.cli.recipe_stages import Choices
-from hf_recurrent_lengthgen.conversion.stand_ins import write_stand_in
+from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.data import byte_tokenizer, standard_library_corpus
 from hf_recurrent_lengthgen.hub.push import look_through
 from hf_recurrent_lengthgen.recipes.catalogue import Recipe
@@ -29,7 +29,7 @@ def prepare(recipe: Recipe, folder: Path, push: str | None = None) -> tuple[Reci
         push: owner/name to push to; None for no such stage.
     """
     layers = max(2, int((recipe.expand or {}).get("count", 0)))
-    source = write_stand_in(recipe.source.format, recipe.source.family, folder / "source", layers=layers)
+    source = write_tiny_random_model(recipe.source.format, recipe.source.family, folder / "source", layers=layers)
     byte_tokenizer().save_pretrained(folder / "tokenizer")
     write_texts(folder / "text")
     task = recipe.training.get("task", "text")

@@ -1,6 +1,6 @@
 """Text to training data: corpora, files -> one token stream -> blocks, continued chunks or evaluation sequences."""
 
-from .continued import ChunkKey, ContinuedChunks, ContinuedStream, LaneSampler, keep_long_documents
+from .continued import ChunkKey, ContinuedChunks, ContinuedStream, StreamRowSampler, keep_long_documents
 from .corpora import Corpus, Document, load_texts, split_names, standard_library_corpus
 from .packing import IGNORED_LABEL, PackedBlocks, evaluation_sequences
 from .segments import Segments, split_at_resets
@@ -13,9 +13,9 @@ __all__ = [
     "ContinuedStream",
     "Corpus",
     "Document",
-    "LaneSampler",
     "PackedBlocks",
     "Segments",
+    "StreamRowSampler",
     "byte_tokenizer",
     "evaluation_sequences",
     "keep_long_documents",

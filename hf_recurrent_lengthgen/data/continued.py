@@ -1,15 +1,16 @@
 """Data for truncated backpropagation through time: row i of a step continues row i of the step before.
 
-A lane is one row of the global batch over time, slots of gradient accumulation included. `ContinuedChunks` cuts one
-token stream into chunks and `LaneSampler` puts them in the order of lanes; `ContinuedStream` gives the same items
-from documents that are read one after the other. An item with T = length and l = lookahead is
+A stream row is one row of the global batch over time, micro-batches of gradient accumulation included.
+`ContinuedChunks` cuts one token stream into chunks and `StreamRowSampler` puts them in the order of stream rows;
+`ContinuedStream` gives the same items from documents that are read one after the other. An item with T = length and l
+= lookahead is
 
     input_ids     (T + l,) int64
     labels        (T + l,) int64, the input_ids
     shift_labels  (T + l,) int64, the token after each input token, -100 where it must not be predicted
     state_resets  (T + l,) bool, True at tokens before which the state is zero
 
-Chunks of a lane are T tokens apart, so the target of a chunk's last token is the next chunk's first token; the l
+Chunks of a stream row are T tokens apart, so the target of a chunk's last token is the next chunk's first token; the l
 extra tokens overlap the next chunk. arXiv:2410.07145, "Truncated Backpropagation Through Time": the state is
 carried over 12 chunks by default, across the borders of documents.
 """
@@ -33,7 +34,7 @@ _FROM_DATASETS = (datasets.Dataset, datasets.IterableDataset)
 
 
 class ChunkKey(NamedTuple):
-    """A chunk as `LaneSampler` asks for it.
+    """A chunk as `StreamRowSampler` asks for it.
 
     The flag is in the key and not in the dataset, because data workers hold copies of the dataset.
     """
@@ -53,7 +54,7 @@ class ContinuedChunks(Dataset[Item]):
         stream: (n,) int64 with `separator_id` after each document, as `token_stream` makes it.
         length: T, at least 1.
         chunks_before_reset: chunks of one sequence: the state is carried over so many. None for no reset but
-            at the first chunk of each lane.
+            at the first chunk of each stream row.
         reset_at_document: also reset at the first token of each document, wherever it is in a chunk; the
             token before it does not predict it (target -100).
         separator_id: the token that ends documents; `reset_at_document` needs it, else it is not used.
@@ -127,51 +128,52 @@ class ContinuedChunks(Dataset[Item]):
         return torch.cat([torch.tensor([True]), self.stream[: stop - 1].eq(self.separator_id)])
 
 
-class LaneSampler(Sampler[ChunkKey]):
-    """Keys of `ContinuedChunks`, time-major: each `lanes` of them are one step, and lane j of a step continues lane j
-    of the step before, until its sequence ends and another begins.
+class StreamRowSampler(Sampler[ChunkKey]):
+    """Keys of `ContinuedChunks`, time-major: each `stream_rows` of them are one step, and stream row j of a step
+    continues stream row j of the step before, until its sequence ends and another begins.
 
-    The sequences are put in random order by (seed, epoch), laid end to end and cut into `lanes` equally long
-    stretches, one for each lane; the stretches get their lanes at random. A lane begins with a zero state, so a
-    sequence that lies across two stretches is two sequences. With chunks_before_reset=None each lane is one
-    contiguous stretch of the stream. An epoch has every chunk at most once.
+    The sequences are put in random order by (seed, epoch), laid end to end and cut into `stream_rows` equally long
+    stretches, one for each stream row; the stretches get their stream rows at random. A stream row begins with a zero
+    state, so a sequence that lies across two stretches is two sequences. With chunks_before_reset=None each stream
+    row is one contiguous stretch of the stream. An epoch has every chunk at most once.
 
-    With batches of B rows, `lanes` = B x processes x slots of gradient accumulation: consecutive batches are those
-    of process 0, 1, ... in slot 0, then those of slot 1, which is how accelerate deals batches to processes.
+    With batches of B rows, `stream_rows` = B x processes x micro-batches of gradient accumulation: consecutive
+    batches are those of process 0, 1, ... in micro-batch 0, then those of micro-batch 1, which is how accelerate
+    deals batches to processes.
 
     Args:
         dataset: the chunks.
-        lanes: number of lanes, at least 1.
+        stream_rows: number of stream rows, at least 1.
         seed: the same on every process.
 
     Attributes:
-        steps: steps of an epoch, number of chunks // lanes.
-        dropped_chunks: chunks left out of an epoch, number of chunks % lanes: the last of the random order, which
-            are others in each epoch unless `chunks_before_reset` is None.
+        steps: steps of an epoch, number of chunks // stream rows.
+        dropped_chunks: chunks left out of an epoch, number of chunks % stream rows: the last of the random order,
+            which are others in each epoch unless `chunks_before_reset` is None.
 
     Raises:
-        ValueError: fewer chunks than lanes (says what would fit).
+        ValueError: fewer chunks than stream rows (says what would fit).
     """
 
-    def __init__(self, dataset: ContinuedChunks, lanes: int, seed: int) -> None:
-        if lanes < 1:
-            raise ValueError(f"lanes is {lanes}, but must be at least 1")
-        if len(dataset) < lanes:
+    def __init__(self, dataset: ContinuedChunks, stream_rows: int, seed: int) -> None:
+        if stream_rows < 1:
+            raise ValueError(f"stream_rows is {stream_rows}, but must be at least 1")
+        if len(dataset) < stream_rows:
             spare = len(dataset.stream) - dataset.lookahead - 1
-            shorter = f", a length of {spare // lanes}" if spare >= lanes else ""
+            shorter = f", a length of {spare // stream_rows}" if spare >= stream_rows else ""
             raise ValueError(
-                f"the stream has {len(dataset)} chunks of {dataset.length} tokens, but {lanes} lanes "
-                "(batch size x processes x accumulation slots) need one each: "
-                f"{len(dataset)} lanes{shorter} or more data would fit"
+                f"the stream has {len(dataset)} chunks of {dataset.length} tokens, but {stream_rows} stream rows "
+                "(batch size x processes x micro-batches) need one each: "
+                f"{len(dataset)} stream rows{shorter} or more data would fit"
             )
         self.dataset = dataset
-        self.lanes = lanes
+        self.stream_rows = stream_rows
         self.seed = seed
         self.epoch = 0
-        self.steps, self.dropped_chunks = divmod(len(dataset), lanes)
+        self.steps, self.dropped_chunks = divmod(len(dataset), stream_rows)
 
     def __len__(self) -> int:
-        return self.steps * self.lanes
+        return self.steps * self.stream_rows
 
     def set_epoch(self, epoch: int) -> None:
         """Use the order of this epoch from the next iteration on."""
@@ -184,7 +186,7 @@ class LaneSampler(Sampler[ChunkKey]):
         sequences = torch.randperm(-(-chunks // size), generator=random)
         order = (sequences[:, None] * size + torch.arange(size)).flatten()
         order = order[order < chunks][: len(self)]  # the stream's last sequence may be shorter
-        stretches = order.view(self.lanes, self.steps)[torch.randperm(self.lanes, generator=random)]
+        stretches = order.view(self.stream_rows, self.steps)[torch.randperm(self.stream_rows, generator=random)]
         for step, indices in enumerate(stretches.unbind(1)):
             for index in indices.tolist():
                 yield ChunkKey(index, step == 0 or index % size == 0)
@@ -193,10 +195,11 @@ class LaneSampler(Sampler[ChunkKey]):
 class ContinuedStream(IterableDataset[Item]):
     """The items of `ContinuedChunks` from documents that are read one after the other, without end.
 
-    A lane that needs tokens takes the next document, with a separator after it, the lanes of all processes in turn:
-    those of slot 0 in process 0, 1, ..., then those of slot 1. Each process reads all documents and gives the items
-    of its own lanes, so that several see what one would. Items come step by step, and in a step lane by lane, so
-    batches of B rows are the B rows of slot 0, of slot 1, and so on. All lanes reset in the same steps.
+    A stream row that needs tokens takes the next document, with a separator after it, the stream rows of all
+    processes in turn: those of micro-batch 0 in process 0, 1, ..., then those of micro-batch 1. Each process reads
+    all documents and gives the items of its own stream rows, so that several see what one would. Items come step by
+    step, and in a step stream row by stream row, so batches of B rows are the B rows of micro-batch 0, of micro-batch
+    1, and so on. All stream rows reset in the same steps.
 
     At the end of the documents they are read again as the next epoch, so Trainer needs `max_steps`, and sees one
     epoch. Every iteration begins at the first document: skipping batches gives exactly what would have come.
@@ -209,7 +212,7 @@ class ContinuedStream(IterableDataset[Item]):
             yet split by process (and shuffled with a fixed seed, if at all), or anything that can be iterated
             again and again and gives one document at a time as a list of ids or an (n,) int64 tensor.
         length: T, at least 1.
-        rows: lanes of this process, its batch size x slots of gradient accumulation.
+        rows: stream rows of this process, its batch size x micro-batches of gradient accumulation.
         separator_id: the token to put after each document. An empty document gives only its separator.
         chunks_before_reset: steps of a sequence; None for a reset at the first step only.
         reset_at_document: as in `ContinuedChunks`.
@@ -266,18 +269,18 @@ class ContinuedStream(IterableDataset[Item]):
         self.process_index = process_index
         self.num_processes = num_processes
         self.minimum_document_tokens = minimum_document_tokens
-        self.slots = 1
+        self.micro_batches = 1
 
-    def in_slots(self, slots: int) -> "ContinuedStream":
-        """The same for so many slots of gradient accumulation; trainers ask for it.
+    def in_micro_batches(self, micro_batches: int) -> "ContinuedStream":
+        """The same for so many micro-batches of gradient accumulation; trainers ask for it.
 
         Raises:
-            ValueError: for slots that do not have the same number of rows each.
+            ValueError: for micro-batches that do not have the same number of rows each.
         """
-        if slots < 1 or self.rows % slots:
-            raise ValueError(f"{self.rows} rows cannot be dealt to {slots} slots of the same size")
+        if micro_batches < 1 or self.rows % micro_batches:
+            raise ValueError(f"{self.rows} rows cannot be dealt to {micro_batches} micro-batches of the same size")
         other = copy(self)
-        other.slots = slots
+        other.micro_batches = micro_batches
         return other
 
     def __iter__(self) -> Iterator[Item]:
@@ -289,15 +292,16 @@ class ContinuedStream(IterableDataset[Item]):
             )
         documents = self._endless_documents()
         size = self.length + self.lookahead + 1
-        lanes = [_Lane() for _ in range(self.rows * self.num_processes)]
-        batch = self.rows // self.slots
+        stream_rows = [_StreamRow() for _ in range(self.rows * self.num_processes)]
+        batch = self.rows // self.micro_batches
         for step in count():
             begins = step == 0 if self.chunks_before_reset is None else step % self.chunks_before_reset == 0
-            for number, lane in enumerate(lanes):
-                lane.read(documents, size)
+            for number, stream_row in enumerate(stream_rows):
+                stream_row.read(documents, size)
                 if number // batch % self.num_processes == self.process_index:
-                    yield _item(lane.tokens[:size], lane.starts[:size] if self.reset_at_document else None, begins)
-                lane.drop(self.length)
+                    starts = stream_row.starts[:size] if self.reset_at_document else None
+                    yield _item(stream_row.tokens[:size], starts, begins)
+                stream_row.drop(self.length)
 
     def _endless_documents(self) -> Iterator[Tensor]:
         """(n + 1,) int64: each document with its separator, epoch after epoch."""
@@ -322,8 +326,10 @@ class ContinuedStream(IterableDataset[Item]):
                 )
 
 
-class _Lane:
-    """What a lane has read and not given out: tokens (n,) int64; starts (n,) bool, True where a document starts."""
+class _StreamRow:
+    """What a stream row has read and not given out: tokens (n,) int64; starts (n,) bool, True where a document
+    starts.
+    """
 
     def __init__(self) -> None:
         self.tokens = torch.empty(0, dtype=torch.int64)

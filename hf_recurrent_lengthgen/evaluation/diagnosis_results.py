@@ -6,7 +6,7 @@ Units and intervals are those of `results`. Which model and data a value belongs
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from hf_recurrent_lengthgen.evaluation.documents import document
+from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.results import (
     ComparedModel,
     Comparison,

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hf_recurrent_lengthgen.evaluation.documents import Document, from_json, to_json
+from hf_recurrent_lengthgen.evaluation.json_schema import Document, from_json, to_json
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 
 

@@ -7,7 +7,7 @@ coefficients of a law are in units of its own, in the paper millions of elements
 from dataclasses import dataclass
 from typing import Literal
 
-from hf_recurrent_lengthgen.evaluation.documents import document
+from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 
 Quantity = Literal["forget", "recall"]

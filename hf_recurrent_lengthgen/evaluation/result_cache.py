@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from hf_recurrent_lengthgen.evaluation.documents import Document, from_json, to_json
+from hf_recurrent_lengthgen.evaluation.json_schema import Document, from_json, to_json
 from hf_recurrent_lengthgen.evaluation.provenance import code_digest, installed_versions
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 

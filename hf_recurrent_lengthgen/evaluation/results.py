@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from hf_recurrent_lengthgen.evaluation.documents import document
+from hf_recurrent_lengthgen.evaluation.json_schema import document
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from hf_recurrent_lengthgen.evaluation.documents import document
+from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.results import DataRecord
 
 RECALL_ACCURACY = 0.95

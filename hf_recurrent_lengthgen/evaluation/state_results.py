@@ -7,7 +7,7 @@ unit. How distances are defined is said in `state_distance.py`, how patching is 
 
 from dataclasses import dataclass
 
-from hf_recurrent_lengthgen.evaluation.documents import document
+from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate
 
 Values = tuple[float, ...]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import Diagnosis
-from hf_recurrent_lengthgen.evaluation.documents import from_json
+from hf_recurrent_lengthgen.evaluation.json_schema import from_json
 from hf_recurrent_lengthgen.evaluation.results import Comparison, Curve, Estimate, EvaluationResult, ForgettingSearch
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalComparison, RetrievalResult, Share
 from hf_recurrent_lengthgen.models.atomic_files import replacing

@@ -13,9 +13,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_recurrent_lengthgen.hybrids.carrier import Overwritten, StateCarrier
 from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, SCAN, STEP, exchanged
 from hf_recurrent_lengthgen.hybrids.registry import SELECTIVE, SUPPORTED
+from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.forgetting_scans import SSDRecurrence, forgetful_scan
 from hf_recurrent_lengthgen.models.recurrent_state import layer_state
@@ -66,13 +66,13 @@ def check_forgetting(model: Any) -> None:
 
 
 @contextmanager
-def forgetting_scans(model: Any, rule: Forgetting, carrier: StateCarrier | None = None) -> Iterator[None]:
-    """Let the Mamba-2 mixers of a model forget, on a carrier's states or those of a stock cache.
+def forgetting_scans(model: Any, rule: Forgetting, state_cache: StateCache | None = None) -> Iterator[None]:
+    """Let the Mamba-2 mixers of a model forget, on a state_cache's states or those of a stock cache.
 
     Args:
         model: The model.
-        rule: What to forget; a window needs a carrier.
-        carrier: What goes through the mixers.
+        rule: What to forget; a window needs a state_cache.
+        state_cache: What goes through the mixers.
     """
     mixers = _mixers(model)
     files = {sys.modules[type(mixer).__module__] for mixer in mixers.values()}
@@ -101,15 +101,15 @@ def forgetting_scans(model: Any, rule: Forgetting, carrier: StateCarrier | None 
             initial_states = A.new_zeros(len(x), *x.shape[2:], B.shape[3])
         parts = [initial_states.as_subclass(Tensor).to(A.dtype), A.new_empty(len(x), 0)]
         if rule.window is not None:
-            assert carrier is not None
-            parts.append(carrier.window())
+            assert state_cache is not None
+            parts.append(state_cache.window())
         backend = resolve_backend("auto", x.device.type, mamba_chunk_scan_combined is not None)
         plain = partial(scan_ssd, chunk_size=chunk_size if backend == "kernel" else 64, backend=backend)
         q, k, v = C.to(A.dtype), B.to(A.dtype), x.to(A.dtype)
         recurrence = SSDRecurrence(plain, A, D, rule.retention)
         y, state = forgetful_scan(rule, recurrence, q, k, v, F.pad(dt, (0, 1)), layer_state(parts))
-        if carrier is not None:
-            carrier.keep_window(state)
+        if state_cache is not None:
+            state_cache.keep_window(state)
         return (y, state.recurrent) if return_final_states else y
 
     def step(

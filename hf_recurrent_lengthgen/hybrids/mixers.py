@@ -1,4 +1,4 @@
-"""What mixers of Transformers do wrongly with a given state, made right while a carrier passes through.
+"""What mixers of Transformers do wrongly with a given state, made right while a state_cache passes through.
 
 - The Mamba-2 mixers limit the step size in the scan of several tokens, but not in the step for one (with NemotronH's
   and Zamba2's defaults it has a lower limit). A text read token by token would give other states than at once.
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_recurrent_lengthgen.hybrids.carrier import Overwritten, StateCarrier
+from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.forgetting_scans import SelectiveRecurrence, forgetful_scan
 from hf_recurrent_lengthgen.models.recurrent_state import layer_state, state_dtype
@@ -71,7 +71,7 @@ def exchanged(files: Iterable[ModuleType], name: str, replacement: Callable[[Any
 
 @contextmanager
 def limited_steps(model: nn.Module) -> Iterator[None]:
-    """Limit the step size also in single-token steps on states that come from a `StateCarrier`."""
+    """Limit the step size also in single-token steps on states that come from a `StateCache`."""
     limits: dict[int, tuple[float, float]] = {}
     files = set()
     for module in model.modules():
@@ -101,7 +101,7 @@ def _limited(step: Any, limits: dict[int, tuple[float, float]]) -> Any:
     return limited
 
 
-class Mamba1Carrier(StateCarrier):
+class Mamba1StateCache(StateCache):
     """Hides the recurrent state from Mamba-1 mixers, which use it for a single token only, and has it scanned."""
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
@@ -113,8 +113,8 @@ class Mamba1Carrier(StateCarrier):
 
 
 @contextmanager
-def scans_from_state(model: nn.Module, carrier: Mamba1Carrier) -> Iterator[None]:
-    """Let Mamba-1 mixers scan from the carrier's states.
+def scans_from_state(model: nn.Module, state_cache: Mamba1StateCache) -> Iterator[None]:
+    """Let Mamba-1 mixers scan from the state_cache's states.
 
     Raises:
         ValueError: for an adapter on a `dt_proj`, whose weight the stock mixers read past the adapter.
@@ -128,13 +128,13 @@ def scans_from_state(model: nn.Module, carrier: Mamba1Carrier) -> Iterator[None]
     files = {sys.modules[type(module).__module__] for module in model.modules()}
     rule = Forgetting.of(model.config)
     with exchanged(
-        (file for file in files if hasattr(file, SCAN)), SCAN, lambda stock: _scan_of(carrier, rule, stock)
+        (file for file in files if hasattr(file, SCAN)), SCAN, lambda stock: _scan_of(state_cache, rule, stock)
     ):
         yield
 
 
-def _scan_of(carrier: Mamba1Carrier, rule: Forgetting, stock: Any) -> Any:
-    """`mamba_selective_scan` of Transformers, which has time last, from the carrier's states."""
+def _scan_of(state_cache: Mamba1StateCache, rule: Forgetting, stock: Any) -> Any:
+    """`mamba_selective_scan` of Transformers, which has time last, from the state_cache's states."""
 
     def scan(
         x: Tensor,
@@ -152,7 +152,7 @@ def _scan_of(carrier: Mamba1Carrier, rule: Forgetting, stock: Any) -> Any:
         if not return_last_state:  # a call without cache, which is none of ours
             return stock(x, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, **kwargs)
         dtype = state_dtype(x.dtype)
-        state = next(carrier.to_scan, None)
+        state = next(state_cache.to_scan, None)
         if state is None:
             state = torch.zeros(x.shape[0], *A.shape, device=x.device, dtype=dtype)
         dt = F.softplus(dt.to(dtype) + (0 if delta_bias is None else delta_bias.to(dtype)[:, None]))
@@ -160,11 +160,11 @@ def _scan_of(carrier: Mamba1Carrier, rule: Forgetting, stock: Any) -> Any:
         x, dt, B, C = x.mT, dt.mT * rule.delta_scale, B.mT, C.mT
         if rule.in_recurrence:
             A, D = A.to(dtype), D.to(dtype)
-            parts = [state, state.new_empty(len(x), 0)] + ([] if rule.window is None else [carrier.window()])
+            parts = [state, state.new_empty(len(x), 0)] + ([] if rule.window is None else [state_cache.window()])
             recurrence = SelectiveRecurrence(partial(scan_selective, backend=backend), A, D, rule.retention)
             q, k, v, g = C.to(dtype), B.to(dtype), x.to(dtype), F.pad(dt, (0, 1))
             y, final = forgetful_scan(rule, recurrence, q, k, v, g, layer_state(parts))
-            carrier.keep_window(final)
+            state_cache.keep_window(final)
             final_state = final.recurrent
         else:
             y, final_state = scan_selective(x, dt, A, B, C, D, state, backend=backend)

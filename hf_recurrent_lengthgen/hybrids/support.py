@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_recurrent_lengthgen.hybrids.channels import channel_of
+from hf_recurrent_lengthgen.hybrids.cache_adapters import cache_adapter_of
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
 from hf_recurrent_lengthgen.hybrids.tiny_models import VOCABULARY, tiny_model
 from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
@@ -116,7 +116,7 @@ def measure_errors(model_type: str, pieces: tuple[int, ...] = PIECES, **changes:
     model = stateful(copy.deepcopy(stock))
     tokens = torch.randint(3, VOCABULARY, (2, sum(pieces)), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        cache = getattr(stock(input_ids=tokens, use_cache=True), channel_of(model).argument)
+        cache = getattr(stock(input_ids=tokens, use_cache=True), cache_adapter_of(model).argument)
     expected_state = comparable(model, model.state_from_cache(cache))
     del cache
 

@@ -33,10 +33,15 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
-from hf_recurrent_lengthgen.hybrids.carrier import StateCarrier
-from hf_recurrent_lengthgen.hybrids.channels import Mamba1Channel, channel_of, copy_keys, repeated_keys
+from hf_recurrent_lengthgen.hybrids.cache_adapters import (
+    Mamba1CacheAdapter,
+    cache_adapter_of,
+    copy_keys,
+    repeated_keys,
+)
 from hf_recurrent_lengthgen.hybrids.forgetting import check_forgetting, forgetting_scans, window_features
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
+from hf_recurrent_lengthgen.hybrids.state_cache import StateCache
 from hf_recurrent_lengthgen.hybrids.verify import close, evaluating, verify_stateful
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import (
@@ -123,14 +128,14 @@ class StatefulMixin:
         Without the attention cache of that text, tokens given with it start at position 0 and see nothing before.
         """
         self._check_state(state, state_batch_size(state))
-        cache = channel_of(self).to_cache(self, map_state(lambda part: part.detach().clone(), state))
+        cache = cache_adapter_of(self).to_cache(self, map_state(lambda part: part.detach().clone(), state))
         if attention_cache is not None:
             copy_keys(attention_cache, cache)
         return cache
 
     def state_from_cache(self: Any, cache: Any) -> RecurrentState:
         """A copy of the recurrent and convolution states in a stock cache, without the keys and values."""
-        return channel_of(self).from_cache(self, cache)
+        return cache_adapter_of(self).from_cache(self, cache)
 
     def _check_state(self: Any, state: RecurrentState, batch_size: int) -> RecurrentState:
         state = check_state(state, self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))
@@ -144,48 +149,48 @@ class StatefulMixin:
         attention_cache: Cache | None,
         arguments: dict[str, Any],
     ) -> Any:
-        rule, channel = Forgetting.of(self.config), channel_of(self)
+        rule, adapter = Forgetting.of(self.config), cache_adapter_of(self)
         if rule != Forgetting():
             check_forgetting(self)
         if initial_state is None and not output_final_state and attention_cache is None:
-            inside = isinstance(arguments.get(channel.argument), StateCarrier)  # the backbone of a model that does so
+            inside = isinstance(arguments.get(adapter.argument), StateCache)  # the backbone of a model that does so
             if rule == Forgetting() or inside:
                 return super().forward(**arguments)  # type: ignore[misc]
-            if arguments.get("use_cache") or arguments.get(channel.argument) is not None:
+            if arguments.get("use_cache") or arguments.get(adapter.argument) is not None:
                 _check_forgetting_in_cache(self, rule)
                 with forgetting_scans(self, rule):
                     return super().forward(**arguments)  # type: ignore[misc]
             output_final_state = False
         output_final_state = True if output_final_state is None else output_final_state
-        batch_size, length = _check_arguments(channel.argument, arguments)
+        batch_size, length = _check_arguments(adapter.argument, arguments)
         if attention_cache is not None:
             _check_attention_cache(self, attention_cache, initial_state, batch_size)
         if initial_state is None:
             initial_state = self.zero_state(batch_size)
         else:
             initial_state = self._check_state(initial_state, batch_size)
-        carrier = channel.carrier(self, initial_state, length == 1, attention_cache)
+        state_cache = adapter.state_cache(self, initial_state, length == 1, attention_cache)
         if attention_cache is not None and "position_ids" in inspect.signature(self.forward).parameters:
             start = attention_cache.get_seq_length()  # given, because Bamba does not ask the cache
             arguments["position_ids"] = torch.arange(start, start + length, device=self.device)[None]
-        output = self._carry(carrier, arguments)
+        output = self._carry(state_cache, arguments)
         stock_output: Any = type(output)
-        output = _output_class(stock_output)(**{**output, channel.argument: None})
+        output = _output_class(stock_output)(**{**output, adapter.argument: None})
         if output_final_state:
-            output.final_state = carrier.final_state(batch_size, self.device, state_dtype(self.dtype))
+            output.final_state = state_cache.final_state(batch_size, self.device, state_dtype(self.dtype))
         return_dict = arguments.get("return_dict")
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
-    def _carry(self: Any, carrier: Any, arguments: dict[str, Any]) -> ModelOutput:
-        """The stock forward pass with a carrier in the place of the cache."""
-        channel = channel_of(self)
-        arguments = {**arguments, channel.argument: carrier, "use_cache": False, "return_dict": True}
+    def _carry(self: Any, state_cache: Any, arguments: dict[str, Any]) -> ModelOutput:
+        """The stock forward pass with a state_cache in the place of the cache."""
+        adapter = cache_adapter_of(self)
+        arguments = {**arguments, adapter.argument: state_cache, "use_cache": False, "return_dict": True}
         arguments.pop("attention_mask", None)
 
         def mixers() -> AbstractContextManager[None]:
-            return channel.mixers(self, carrier)
+            return adapter.mixers(self, state_cache)
 
-        with mixers(), _checkpointing(self, mixers, getattr(carrier, "attention", None)):
+        with mixers(), _checkpointing(self, mixers, getattr(state_cache, "attention", None)):
             return super().forward(**arguments)  # type: ignore[misc]
 
     def generate(
@@ -215,10 +220,10 @@ class StatefulMixin:
             if attention_cache is not None:
                 raise ValueError("generate(attention_cache=...) needs the initial_state after the same text, too.")
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
-        channel = channel_of(self)
-        if kwargs.get(channel.argument) is not None:
+        adapter = cache_adapter_of(self)
+        if kwargs.get(adapter.argument) is not None:
             raise ValueError(
-                f"Give initial_state or {channel.argument}, not both: each of them is the state to start from."
+                f"Give initial_state or {adapter.argument}, not both: each of them is the state to start from."
             )
         config, _ = self._prepare_generation_config(kwargs.get("generation_config"), **kwargs)
         if config.use_cache is False:
@@ -230,7 +235,7 @@ class StatefulMixin:
         _refuse_padding(kwargs.get("attention_mask"))
         rows, length = prompt.shape[:2]
         self._check_state(initial_state, rows)
-        if isinstance(channel, Mamba1Channel) and length > 1:
+        if isinstance(adapter, Mamba1CacheAdapter) and length > 1:
             raise ValueError(
                 f"generate of {type(self).__name__} drops the state when it reads more than one token, got {length}: "
                 "call the model with the prompt but its last token, and generate from that one and the final state."
@@ -243,7 +248,7 @@ class StatefulMixin:
             kwargs["attention_mask"] = torch.ones(rows, whole, dtype=torch.long, device=prompt.device)
             attention_cache = repeated_keys(attention_cache, copies)
         initial_state = map_state(lambda part: part.repeat_interleave(copies, dim=0), initial_state)
-        kwargs[channel.argument] = self.cache_from_state(initial_state, attention_cache)
+        kwargs[adapter.argument] = self.cache_from_state(initial_state, attention_cache)
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -340,7 +345,7 @@ def _check_attention_cache(model: Any, cache: Cache, state: RecurrentState | Non
 
 def _check_forgetting_in_cache(model: Any, rule: Forgetting) -> None:
     """Refuse a forgetting that a stock cache cannot hold."""
-    if rule.window is not None or isinstance(channel_of(model), Mamba1Channel):
+    if rule.window is not None or isinstance(cache_adapter_of(model), Mamba1CacheAdapter):
         raise ValueError(
             f"{type(model).__name__} generates with the cache of Transformers, which holds no window, and in which "
             "Mamba-1 mixers step past us: call the model with states, or set retention and insertion only, on Mamba-2."
@@ -359,7 +364,8 @@ def _refuse_padding(mask: Any) -> None:
 def _checkpointing(
     model: nn.Module, mixers: Callable[[], AbstractContextManager[None]], attention: Cache | None
 ) -> Iterator[None]:
-    """Let activation checkpointing keep the carrier, which recomputation may write to again, and what the mixers need.
+    """Let activation checkpointing keep the state cache, which recomputation may write to again, and what the mixers
+    need.
 
     Raises:
         ValueError: for reentrant checkpointing, and if keys and values are to be kept.
@@ -397,19 +403,19 @@ def _layout_of(model: Any) -> _Layout:
         ValueError: if there are none, or if the state before the first token is not zero.
     """
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    channel, dtype = channel_of(model), state_dtype(model.dtype)
+    adapter, dtype = cache_adapter_of(model), state_dtype(model.dtype)
     with evaluating(model):
-        carrier = channel.carrier(model, None, True, None)
-        from_nothing = model._carry(carrier, {"input_ids": token})
-        state = carrier.final_state(1, model.device, dtype)
+        state_cache = adapter.state_cache(model, None, True, None)
+        from_nothing = model._carry(state_cache, {"input_ids": token})
+        state = state_cache.final_state(1, model.device, dtype)
         shapes = tuple(LayerShape(*(tuple(part.shape[1:]) for part in layer)) for layer in state)
         if all(size == (0,) for shape in shapes for size in shape):
             raise ValueError(f"{type(model).__name__} has no recurrent layers: there is no state to carry.")
         zero = zero_state(shapes, 1, model.device, dtype)
-        from_zero = model._carry(channel.carrier(model, zero, True, None), {"input_ids": token})
+        from_zero = model._carry(adapter.state_cache(model, zero, True, None), {"input_ids": token})
     if model.device.type != "meta" and not close(from_zero[0], from_nothing[0], model.dtype):
         raise ValueError(f"{type(model).__name__} starts from a state that is not zero, which is not supported.")
-    return _Layout(shapes, tuple(carrier.dropped_columns), tuple(sorted(carrier.attending)))
+    return _Layout(shapes, tuple(state_cache.dropped_columns), tuple(sorted(state_cache.attending)))
 
 
 def check_transformers() -> None:
@@ -464,7 +470,7 @@ def stateful(model: PreTrainedModel) -> Any:
         model.__class__ = stock
         if isinstance(error, ValueError) and stock.__name__ in str(error):
             raise
-        # Its own code failed on our carrier, for instance because it wants a cache of another kind.
+        # Its own code failed on our state_cache, for instance because it wants a cache of another kind.
         raise ValueError(f"{stock.__name__} cannot carry its states: {type(error).__name__}: {error}") from error
     backbone: Any = model.base_model
     if backbone is not model and isinstance(backbone, PreTrainedModel):

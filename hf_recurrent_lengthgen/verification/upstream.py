@@ -22,7 +22,7 @@ from hf_recurrent_lengthgen.conversion.format_mamba_ssm import MAMBA_SSM
 from hf_recurrent_lengthgen.conversion.format_transformers import ARCHITECTURES, TRANSFORMERS
 from hf_recurrent_lengthgen.conversion.formats import MODEL_CLASSES, Format, Settings, is_tied
 from hf_recurrent_lengthgen.conversion.key_maps import expand
-from hf_recurrent_lengthgen.verification import stranger
+from hf_recurrent_lengthgen.verification import clean_process
 from hf_recurrent_lengthgen.verification.comparing import TOLERANCE, Reading, named_parts
 
 KERNEL_TOLERANCE = 1e-3
@@ -64,7 +64,7 @@ class OwnScan(Upstream):
         self.config.scan_backend = "torch"
         model = _filled(MODEL_CLASSES[self.config.model_type], self.config, weights).to(self.device)
         with torch.no_grad():
-            return stranger.read(model, tokens, [tokens.shape[1]], carry=True)
+            return clean_process.read(model, tokens, [tokens.shape[1]], carry=True)
 
 
 class Stock(Upstream):

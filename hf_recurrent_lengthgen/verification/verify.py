@@ -23,7 +23,7 @@ from hf_recurrent_lengthgen.loading import differing_code, load_model, quiet_tra
 from hf_recurrent_lengthgen.models import CAUSAL_LM_CLASSES
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.records import VERIFICATION_FILE, Check, Verification, verified_files, write_verification
-from hf_recurrent_lengthgen.verification import stranger
+from hf_recurrent_lengthgen.verification import clean_process
 from hf_recurrent_lengthgen.verification.comparing import (
     Reading,
     compare_readings,
@@ -40,7 +40,7 @@ DEFAULT_LENGTH = 600
 """More than two chunks of 256 tokens, the longest that the families' scans work with, and a rest."""
 
 
-class Stranger(NamedTuple):
+class CleanProcess(NamedTuple):
     """What a process without this package found: facts, and readings by name ("at once", "in pieces")."""
 
     facts: dict[str, Any]
@@ -118,7 +118,7 @@ def verify_checkpoint(
     try:
         opened = None if located is None else open_source(located, folder)
         tell("Loading and reading in a process without this package ...")
-        found = _ask_stranger(folder, sizes)
+        found = _ask_clean_process(folder, sizes)
         tell("Reading with the installed classes ...")
         ours, checks = _own_checks(folder, sizes, found, trust_remote_code)
         checks += _tokenizer_checks(folder, found, vocabulary)
@@ -177,7 +177,7 @@ def pieces_of(length: int) -> list[int]:
     return [*pieces, left]
 
 
-def _ask_stranger(folder: Path, sizes: Sizes) -> Stranger:
+def _ask_clean_process(folder: Path, sizes: Sizes) -> CleanProcess:
     """Load and read the checkpoint in a new process that cannot import this package.
 
     Raises:
@@ -197,7 +197,7 @@ def _ask_stranger(folder: Path, sizes: Sizes) -> Stranger:
         save_file({"tokens": sizes.tokens}, place / "tokens.safetensors")
         home = {"HF_HOME": name, "HF_MODULES_CACHE": f"{name}/modules", "HF_HUB_OFFLINE": "1"}
         process = subprocess.run(
-            [sys.executable, "-P", stranger.__file__, name],
+            [sys.executable, "-P", clean_process.__file__, name],
             cwd=name,
             env=os.environ | home,
             capture_output=True,
@@ -221,10 +221,12 @@ def _ask_stranger(folder: Path, sizes: Sizes) -> Stranger:
         name: {key.partition("/")[2]: value for key, value in tensors.items() if key.startswith(f"{name}/")}
         for name in names
     }
-    return Stranger(facts, split)
+    return CleanProcess(facts, split)
 
 
-def _own_checks(folder: Path, sizes: Sizes, found: Stranger, trust_remote_code: bool) -> tuple[Reading, list[Check]]:
+def _own_checks(
+    folder: Path, sizes: Sizes, found: CleanProcess, trust_remote_code: bool
+) -> tuple[Reading, list[Check]]:
     """The reading of the installed classes, and what it says of the stranger's."""
     model = _installed_model(folder, sizes, trust_remote_code)
     rows, length = sizes.tokens.shape
@@ -232,7 +234,7 @@ def _own_checks(folder: Path, sizes: Sizes, found: Stranger, trust_remote_code: 
     at_once = theirs
     with torch.no_grad(), evaluation_mode(model):
         if found.facts["carries"]:
-            ours: Reading = stranger.read(model, sizes.tokens, [length], carry=True)
+            ours: Reading = clean_process.read(model, sizes.tokens, [length], carry=True)
         else:
             reader = reader_of(model)
             ours = at_once = _read(reader, sizes.tokens, [length])
@@ -268,7 +270,7 @@ def _installed_model(folder: Path, sizes: Sizes, trust_remote_code: bool) -> Any
 
 
 def _read(reader: Reader, tokens: Tensor, lengths: list[int]) -> Reading:
-    """As `stranger.read`, with any model."""
+    """As `clean_process.read`, with any model."""
     carry, logits = None, []
     for piece in tokens.to(reader.device).split(lengths, dim=1):
         output, carry = reader.read(piece, carry)
@@ -277,7 +279,7 @@ def _read(reader: Reader, tokens: Tensor, lengths: list[int]) -> Reading:
     return {"logits": torch.cat(logits, dim=1), **{name: part.cpu() for name, part in parts.items()}}
 
 
-def _tokenizer_checks(folder: Path, found: Stranger, vocabulary: int) -> list[Check]:
+def _tokenizer_checks(folder: Path, found: CleanProcess, vocabulary: int) -> list[Check]:
     if "tokenizer" not in found.facts:
         return []
     facts = found.facts["tokenizer"]

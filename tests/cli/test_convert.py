@@ -10,14 +10,14 @@ from transformers import AutoModelForCausalLM
 
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.conversion import tensor_writing
-from hf_recurrent_lengthgen.conversion.stand_ins import write_stand_in
+from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.records import read_lineage
 
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
-    write_stand_in("mamba-ssm", "mamba2", tmp_path / "theirs")
+    write_tiny_random_model("mamba-ssm", "mamba2", tmp_path / "theirs")
     return "theirs"
 
 
@@ -71,7 +71,7 @@ def test_an_export_without_the_code_that_it_needs_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_stand_in("rwkv-hf", "rwkv6", tmp_path / "theirs")
+    write_tiny_random_model("rwkv-hf", "rwkv6", tmp_path / "theirs")
     assert main(["convert", "theirs", "--output_dir", "ours"]) == 0
     assert main(["export", "ours", "--format", "rwkv-hf", "--output_dir", "back"]) == 0
     assert "It holds no code, and no library has its class" in capsys.readouterr().out

@@ -21,7 +21,7 @@ from hf_recurrent_lengthgen.evaluation.results import Comparison, ForgettingSear
 from hf_recurrent_lengthgen.hybrids.tiny_models import tiny_model
 from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
 from hf_recurrent_lengthgen.recipes import RECIPES
-from tests.models.test_remote_code import stranger
+from tests.models.test_remote_code import clean_process
 from tests.surgery.test_state_expansion import with_hybrids
 
 TOKENS = torch.arange(3, 63)[None]
@@ -107,7 +107,7 @@ generated = model.generate(torch.load(data), max_new_tokens=5, do_sample=False, 
 model.config.forgetting = None
 torch.save({"logits": forgetful, "generated": generated, "plain": model(torch.load(data)).logits}, sys.argv[3])
 """
-    stranger(tmp_path / "cwd", code, tmp_path / "out", tmp_path / "in.pt", tmp_path / "answer.pt")
+    clean_process(tmp_path / "cwd", code, tmp_path / "out", tmp_path / "in.pt", tmp_path / "answer.pt")
     answer = torch.load(tmp_path / "answer.pt")
     base = load_model(str(checkpoint))
     assert torch.equal(answer["plain"], base(TOKENS).logits)

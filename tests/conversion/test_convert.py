@@ -14,8 +14,8 @@ from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.conversion import convert, tensor_writing
 from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.conversion.export import export_checkpoint
-from hf_recurrent_lengthgen.conversion.stand_ins import write_stand_in
 from hf_recurrent_lengthgen.conversion.tensor_files import TensorFiles
+from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.records import file_digest, read_lineage
 
 CARD = "---\nlicense: apache-2.0\nlibrary_name: transformers\n---\n\n# A model\n"
@@ -25,7 +25,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A checkpoint in the layout of mamba-ssm."""
-    return write_stand_in("mamba-ssm", "mamba2", tmp_path / "theirs")
+    return write_tiny_random_model("mamba-ssm", "mamba2", tmp_path / "theirs")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def test_a_tokenizer_of_another_model_is_refused(source: Path, tmp_path: Path) -
 
 
 def test_generation_settings_are_kept(tmp_path: Path) -> None:
-    write_stand_in("transformers", "mamba", tmp_path / "theirs")
+    write_tiny_random_model("transformers", "mamba", tmp_path / "theirs")
     (tmp_path / "theirs" / "generation_config.json").write_text('{"temperature": 0.3, "do_sample": true}')
     convert_checkpoint(str(tmp_path / "theirs"), tmp_path / "ours")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "ours").generation_config.temperature == 0.3
@@ -279,7 +279,7 @@ def test_what_breaks_after_the_weights_leaves_nothing(
 )
 def test_stand_ins_are_random_and_repeatable(format: str, family: str, tmp_path: Path) -> None:
     for name, seed in (("one", 0), ("two", 0), ("three", 1)):
-        write_stand_in(format, family, tmp_path / name, seed=seed, vocab_size=32, hidden_size=32, layers=1)
+        write_tiny_random_model(format, family, tmp_path / name, seed=seed, vocab_size=32, hidden_size=32, layers=1)
     one, two, three = (TensorFiles(tmp_path / name) for name in ("one", "two", "three"))
     embeddings = next(name for name in one.keys() if "embedding" in name)
     assert torch.equal(one.tensor(embeddings), two.tensor(embeddings))
@@ -289,7 +289,7 @@ def test_stand_ins_are_random_and_repeatable(format: str, family: str, tmp_path:
 
 def test_stand_ins_of_what_a_format_cannot_hold_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mixer_rms_eps"):
-        write_stand_in("mamba-ssm", "falcon_mamba", tmp_path / "theirs")
+        write_tiny_random_model("mamba-ssm", "falcon_mamba", tmp_path / "theirs")
     with pytest.raises(ValueError, match="family must be one of"):
-        write_stand_in("mamba-ssm", "llama", tmp_path / "theirs")
+        write_tiny_random_model("mamba-ssm", "llama", tmp_path / "theirs")
     assert list(tmp_path.iterdir()) == []

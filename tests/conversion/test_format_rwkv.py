@@ -19,8 +19,8 @@ from hf_recurrent_lengthgen.conversion.format_rwkv import RWKV, RWKV_HF
 from hf_recurrent_lengthgen.conversion.formats import expected_shapes
 from hf_recurrent_lengthgen.conversion.key_maps import expand, to_ours
 from hf_recurrent_lengthgen.conversion.registry import FORMATS, detect
-from hf_recurrent_lengthgen.conversion.stand_ins import write_stand_in
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta, TensorFiles
+from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_random_model
 from tests.models.upstream_fixtures import RWKV5_NAMES, load_fixture
 
 from .rwkv_reference import Sizes, Weights, draw, run, rwkv5_shapes, rwkv6_shapes
@@ -417,7 +417,7 @@ def test_official_sizes_are_told_from_shapes(
     [("rwkv", "rwkv6"), ("rwkv", "rwkv5"), ("rwkv-hf", "rwkv6"), ("rwkv-hf", "rwkv5"), ("fla", "rwkv6")],
 )
 def test_stand_ins_have_the_layout_of_their_format(format: str, family: str, tmp_path: Path) -> None:
-    folder = write_stand_in(format, family, tmp_path / "theirs")
+    folder = write_tiny_random_model(format, family, tmp_path / "theirs")
     settings = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else None
     assert detect(settings, TensorFiles(folder).metas, "") is FORMATS[format]
     convert_checkpoint(str(folder), tmp_path / "ours")

@@ -13,7 +13,7 @@ from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.conversion.export import export_checkpoint
 from hf_recurrent_lengthgen.conversion.format_mamba_ssm import DEFAULTS, MAMBA_SSM
-from hf_recurrent_lengthgen.conversion.stand_ins import write_stand_in
+from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState
 
 FIXTURES = Path(__file__).parent / "mamba_ssm"
@@ -104,7 +104,7 @@ def test_all_weights_get_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["mamba", "mamba2"])
 def test_what_upstream_does_not_know_is_exported_from_our_fields(family: str, tmp_path: Path) -> None:
     """A checkpoint that never was one of mamba-ssm becomes one that converts to the same."""
-    write_stand_in("transformers", family, tmp_path / "stock")
+    write_tiny_random_model("transformers", family, tmp_path / "stock")
     convert_checkpoint(str(tmp_path / "stock"), tmp_path / "ours")
     export_checkpoint(str(tmp_path / "ours"), tmp_path / "theirs", "mamba-ssm")
     convert_checkpoint(str(tmp_path / "theirs"), tmp_path / "again")

@@ -7,7 +7,7 @@ import torch
 
 from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.conversion.sources import locate
-from hf_recurrent_lengthgen.conversion.stand_ins import write_stand_in
+from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.records import read_lineage
 from tests.hub.conftest import hub
 from tests.hub.endpoint import Endpoint
@@ -21,7 +21,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_one_container_of_the_commit_is_downloaded_and_recorded(hub: Endpoint, tmp_path: Path) -> None:
-    files = contents(write_stand_in("transformers", "mamba2", tmp_path / "theirs"))
+    files = contents(write_tiny_random_model("transformers", "mamba2", tmp_path / "theirs"))
     extra = {
         "README.md": CARD,
         "pytorch_model.bin": b"the same again",
@@ -41,7 +41,7 @@ def test_one_container_of_the_commit_is_downloaded_and_recorded(hub: Endpoint, t
 
 
 def test_pickles_and_a_named_file_are_downloaded_where_there_is_no_safetensors(hub: Endpoint, tmp_path: Path) -> None:
-    files = contents(write_stand_in("mamba-ssm", "mamba", tmp_path / "theirs"))
+    files = contents(write_tiny_random_model("mamba-ssm", "mamba", tmp_path / "theirs"))
     commit = hub.put("user/name", files)
     assert (locate("user/name").path / "pytorch_model.bin").is_file()
     assert locate("user/name").revision == commit
@@ -60,7 +60,7 @@ def test_pickles_and_a_named_file_are_downloaded_where_there_is_no_safetensors(h
 
 
 def test_a_tokenizer_is_downloaded_without_weights(hub: Endpoint, tmp_path: Path) -> None:
-    files = contents(write_stand_in("transformers", "mamba", tmp_path / "theirs"))
+    files = contents(write_tiny_random_model("transformers", "mamba", tmp_path / "theirs"))
     hub.put("user/words", files | {"vocab.txt": b"a\nb\n", "tokenizer_config.json": b"{}"})
     folder = locate("user/words", weights=False).folder
     assert {path.name for path in folder.iterdir()} >= {"vocab.txt", "tokenizer_config.json", "config.json"}
@@ -78,14 +78,14 @@ def test_a_tokenizer_is_downloaded_without_weights(hub: Endpoint, tmp_path: Path
 def test_what_is_not_on_the_hub_is_told(
     name: str, revision: str | None, message: str, hub: Endpoint, tmp_path: Path
 ) -> None:
-    hub.put("user/name", contents(write_stand_in("transformers", "mamba", tmp_path / "theirs")))
+    hub.put("user/name", contents(write_tiny_random_model("transformers", "mamba", tmp_path / "theirs")))
     hub.put("user/empty", {"config.json": b"{}"})
     with pytest.raises(ValueError, match=message):
         convert_checkpoint(name, tmp_path / "ours", revision=revision)
 
 
 def test_a_server_that_fails_is_told_and_nothing_is_written(hub: Endpoint, tmp_path: Path) -> None:
-    hub.put("user/name", contents(write_stand_in("transformers", "mamba", tmp_path / "theirs")))
+    hub.put("user/name", contents(write_tiny_random_model("transformers", "mamba", tmp_path / "theirs")))
     hub.fail("GET", "/resolve/.*safetensors", status=500, times=100)
     hub.fail("HEAD", "/resolve/.*safetensors", status=500, times=100)
     with pytest.raises(ValueError, match="user/name"):
@@ -94,7 +94,7 @@ def test_a_server_that_fails_is_told_and_nothing_is_written(hub: Endpoint, tmp_p
 
 
 def test_a_file_in_the_cache_of_the_hub_keeps_its_name_and_neighbours(tmp_path: Path) -> None:
-    write_stand_in("mamba-ssm", "mamba", tmp_path / "theirs")
+    write_tiny_random_model("mamba-ssm", "mamba", tmp_path / "theirs")
     model = tmp_path / "models--user--name"
     (model / "blobs").mkdir(parents=True)
     snapshot = model / "snapshots" / ("0" * 40)

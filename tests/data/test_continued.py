@@ -20,7 +20,7 @@ from hf_recurrent_lengthgen.data import (
     ChunkKey,
     ContinuedChunks,
     ContinuedStream,
-    LaneSampler,
+    StreamRowSampler,
     keep_long_documents,
 )
 
@@ -145,7 +145,7 @@ def test_unusable_chunks_are_refused(arguments: dict[str, Any], message: str) ->
 
 
 def test_lanes_by_hand_are_stretches_of_the_stream() -> None:
-    sampler = LaneSampler(ContinuedChunks(torch.arange(18), 2, None), lanes=3, seed=0)
+    sampler = StreamRowSampler(ContinuedChunks(torch.arange(18), 2, None), stream_rows=3, seed=0)
     keys = list(sampler)
     assert (sampler.steps, sampler.dropped_chunks, len(sampler), len(keys)) == (2, 2, 6, 6)
     assert [key.begins for key in keys] == [True] * 3 + [False] * 3
@@ -155,28 +155,28 @@ def test_lanes_by_hand_are_stretches_of_the_stream() -> None:
 
 @given(
     chunks=st.integers(1, 60),
-    lanes=st.integers(1, 7),
+    stream_rows=st.integers(1, 7),
     chunks_before_reset=st.none() | st.integers(1, 5),
     epoch=st.integers(0, 3),
 )
 @settings(max_examples=200, deadline=None)
 def test_lanes_continue_until_a_sequence_ends(
-    chunks: int, lanes: int, chunks_before_reset: int | None, epoch: int
+    chunks: int, stream_rows: int, chunks_before_reset: int | None, epoch: int
 ) -> None:
     dataset = ContinuedChunks(torch.arange(chunks + 1), 1, chunks_before_reset)
-    if chunks < lanes:
-        with pytest.raises(ValueError, match=f"has {chunks} chunks of 1 tokens, but {lanes} lanes"):
-            LaneSampler(dataset, lanes, seed=3)
+    if chunks < stream_rows:
+        with pytest.raises(ValueError, match=f"has {chunks} chunks of 1 tokens, but {stream_rows} stream rows"):
+            StreamRowSampler(dataset, stream_rows, seed=3)
         return
-    sampler = LaneSampler(dataset, lanes, seed=3)
+    sampler = StreamRowSampler(dataset, stream_rows, seed=3)
     sampler.set_epoch(epoch)
     keys = list(sampler)
-    assert len(keys) == len(sampler) == sampler.steps * lanes == chunks - sampler.dropped_chunks
+    assert len(keys) == len(sampler) == sampler.steps * stream_rows == chunks - sampler.dropped_chunks
     assert len({key.chunk for key in keys}) == len(keys)
-    assert sampler.dropped_chunks < lanes
-    for lane in range(lanes):
+    assert sampler.dropped_chunks < stream_rows
+    for stream_row in range(stream_rows):
         carried = 0
-        for before, key in itertools.pairwise([None, *keys[lane::lanes]]):
+        for before, key in itertools.pairwise([None, *keys[stream_row::stream_rows]]):
             if key.begins:
                 carried = 0
             else:
@@ -190,7 +190,7 @@ def test_lanes_continue_until_a_sequence_ends(
 
 def test_order_is_that_of_seed_and_epoch() -> None:
     def order(seed: int, epoch: int) -> list[ChunkKey]:
-        sampler = LaneSampler(ContinuedChunks(torch.arange(101), 2, 4), lanes=3, seed=seed)
+        sampler = StreamRowSampler(ContinuedChunks(torch.arange(101), 2, 4), stream_rows=3, seed=seed)
         sampler.set_epoch(epoch)
         assert list(sampler) == list(sampler)
         return list(sampler)
@@ -200,30 +200,36 @@ def test_order_is_that_of_seed_and_epoch() -> None:
     assert all(a != b for a, b in itertools.combinations(orders, 2))
     dropped = [{*range(50)} - {key.chunk for key in keys} for keys in orders]
     assert len(set(map(frozenset, dropped))) > 1
-    stretches = [[key.chunk for key in LaneSampler(ContinuedChunks(torch.arange(101), 2, None), 3, s)] for s in (0, 5)]
+    stretches = [
+        [key.chunk for key in StreamRowSampler(ContinuedChunks(torch.arange(101), 2, None), 3, s)] for s in (0, 5)
+    ]
     assert stretches[0] != stretches[1]
 
 
 def test_too_little_data_says_what_would_fit() -> None:
     dataset = ContinuedChunks(torch.arange(21), 5)
-    with pytest.raises(ValueError, match=r"4 chunks of 5 tokens, but 6 lanes .* 4 lanes, a length of 3 or more data"):
-        LaneSampler(dataset, 6, 0)
-    assert LaneSampler(ContinuedChunks(torch.arange(21), 3), 6, 0).steps == 1
-    assert LaneSampler(dataset, 4, 0).steps == 1
-    with pytest.raises(ValueError, match=r"30 lanes .* need one each: 4 lanes or more data"):
-        LaneSampler(dataset, 30, 0)
-    with pytest.raises(ValueError, match="lanes is 0"):
-        LaneSampler(dataset, 0, 0)
+    with pytest.raises(
+        ValueError, match=r"4 chunks of 5 tokens, but 6 stream rows .* 4 stream rows, a length of 3 or more data"
+    ):
+        StreamRowSampler(dataset, 6, 0)
+    assert StreamRowSampler(ContinuedChunks(torch.arange(21), 3), 6, 0).steps == 1
+    assert StreamRowSampler(dataset, 4, 0).steps == 1
+    with pytest.raises(ValueError, match=r"30 stream rows .* need one each: 4 stream rows or more data"):
+        StreamRowSampler(dataset, 30, 0)
+    with pytest.raises(ValueError, match="stream_rows is 0"):
+        StreamRowSampler(dataset, 0, 0)
 
 
-PROCESSES, BATCH, SLOTS = 2, 3, 2
-LANES = PROCESSES * BATCH * SLOTS
+PROCESSES, BATCH, MICRO_BATCHES = 2, 3, 2
+STREAM_ROWS = PROCESSES * BATCH * MICRO_BATCHES
 
 
-def process_loader(process: int, workers: int = 0, chunks_before_reset: int | None = 3) -> tuple[Any, LaneSampler]:
+def process_loader(
+    process: int, workers: int = 0, chunks_before_reset: int | None = 3
+) -> tuple[Any, StreamRowSampler]:
     """What accelerate gives to one process, and the sampler in it."""
-    dataset = ContinuedChunks(torch.arange(4 * 10 * LANES + 17), 4, chunks_before_reset, lookahead=1)
-    sampler = LaneSampler(dataset, LANES, seed=1)
+    dataset = ContinuedChunks(torch.arange(4 * 10 * STREAM_ROWS + 17), 4, chunks_before_reset, lookahead=1)
+    sampler = StreamRowSampler(dataset, STREAM_ROWS, seed=1)
     loader = DataLoader(
         dataset,
         batch_size=BATCH,
@@ -241,10 +247,10 @@ def test_accelerate_gives_each_process_its_lanes() -> None:
     for process in range(PROCESSES):
         shard = BatchSamplerShard(BatchSampler(sampler, BATCH, drop_last=True), PROCESSES, process)
         batches = list(shard)
-        assert len(batches) == len(shard) == sampler.steps * SLOTS
-        for step, slot in itertools.product(range(sampler.steps), range(SLOTS)):
-            first = step * LANES + (slot * PROCESSES + process) * BATCH
-            assert batches[step * SLOTS + slot] == keys[first : first + BATCH]
+        assert len(batches) == len(shard) == sampler.steps * MICRO_BATCHES
+        for step, micro_batch in itertools.product(range(sampler.steps), range(MICRO_BATCHES)):
+            first = step * STREAM_ROWS + (micro_batch * PROCESSES + process) * BATCH
+            assert batches[step * MICRO_BATCHES + micro_batch] == keys[first : first + BATCH]
 
 
 @pytest.mark.parametrize("chunks_before_reset", [3, None])
@@ -253,11 +259,11 @@ def test_rows_of_a_process_continue_in_every_epoch(workers: int, chunks_before_r
     for process in range(PROCESSES if workers == 0 else 1):
         loader, _ = process_loader(process, workers, chunks_before_reset)
         for _epoch in range(2):
-            last: list[Any] = [None] * SLOTS
+            last: list[Any] = [None] * MICRO_BATCHES
             for number, batch in enumerate(loader):
                 begins = batch["state_resets"][:, 0]
                 assert not batch["state_resets"][:, 1:].any()
-                previous, last[number % SLOTS] = last[number % SLOTS], batch
+                previous, last[number % MICRO_BATCHES] = last[number % MICRO_BATCHES], batch
                 if previous is None:
                     assert begins.all()
                     continue
@@ -287,7 +293,7 @@ def test_an_epoch_of_all_processes_has_every_chunk_at_most_once() -> None:
         for batch in process_loader(process)[0]
         for first in batch["input_ids"][:, 0].tolist()
     ]
-    assert len(firsts) == len(set(firsts)) == 10 * LANES
+    assert len(firsts) == len(set(firsts)) == 10 * STREAM_ROWS
     _, sampler = process_loader(0)
     assert len(sampler.dataset) - len(firsts) == sampler.dropped_chunks == 3
 
@@ -308,7 +314,7 @@ def take(stream: ContinuedStream, number: int) -> list[Item]:
 
 
 def test_stream_by_hand() -> None:
-    # lane 0 takes 10 11, 12 and then 17; lane 1 takes 13 14 15 16 and then 10 11 again
+    # stream row 0 takes 10 11, 12 and then 17; stream row 1 takes 13 14 15 16 and then 10 11 again
     stream = stream_of([[10, 11], [12], [13, 14, 15, 16], [17]], reset_at_document=True)
     assert [lists(item) for item in take(stream, 4)] == [
         {"input_ids": [10, 11, 1], "labels": [10, 11, 1], "shift_labels": [11, 1, -100], "state_resets": [1, 0, 0]},
@@ -352,8 +358,8 @@ def test_each_lane_of_a_stream_is_whole_documents_read_token_by_token(
     steps = 12
     items = take(stream, steps * rows)
     assert {tensor.shape for item in items for tensor in item.values()} == {(length + lookahead,)}
-    for lane in range(rows):
-        chunks = items[lane::rows]
+    for stream_row in range(rows):
+        chunks = items[stream_row::rows]
         ids = [token for item in chunks for token in item["input_ids"][:length].tolist()]
         # every document begins at its first token and is read to its separator
         for before, token in itertools.pairwise([EOS, *ids]):
@@ -410,37 +416,37 @@ def test_every_source_is_read_in_its_order(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
 @pytest.mark.parametrize("processes", [2, 3])
-def test_several_processes_see_the_rows_of_one(kind: str, slots: int, processes: int) -> None:
+def test_several_processes_see_the_rows_of_one(kind: str, micro_batches: int, processes: int) -> None:
     source, batch, steps = SOURCES[kind](documents([5, 14, 3, 8, 0, 21, 4])), 6 // processes, 9
-    one = take(stream_of(source, rows=6 * slots, reset_at_document=True), 6 * slots * steps)
+    one = take(stream_of(source, rows=6 * micro_batches, reset_at_document=True), 6 * micro_batches * steps)
     several = [
         take(
             stream_of(
                 source,
-                rows=batch * slots,
+                rows=batch * micro_batches,
                 reset_at_document=True,
                 process_index=process,
                 num_processes=processes,
-            ).in_slots(slots),
-            batch * slots * steps,
+            ).in_micro_batches(micro_batches),
+            batch * micro_batches * steps,
         )
         for process in range(processes)
     ]
     joined = [
         lists(item)
-        for start in range(0, batch * slots * steps, batch)
+        for start in range(0, batch * micro_batches * steps, batch)
         for items in several
         for item in items[start : start + batch]
     ]
     assert joined == [lists(item) for item in one]
 
 
-@pytest.mark.parametrize("slots", [0, 3])
-def test_slots_of_different_size_are_refused(slots: int) -> None:
-    with pytest.raises(ValueError, match=f"4 rows cannot be dealt to {slots} slots"):
-        stream_of([[5]], rows=4).in_slots(slots)
+@pytest.mark.parametrize("micro_batches", [0, 3])
+def test_micro_batches_of_different_size_are_refused(micro_batches: int) -> None:
+    with pytest.raises(ValueError, match=f"4 rows cannot be dealt to {micro_batches} micro-batches"):
+        stream_of([[5]], rows=4).in_micro_batches(micro_batches)
 
 
 def test_epochs_of_a_shuffled_stream_differ_and_every_iteration_is_the_same() -> None:
@@ -456,7 +462,7 @@ def test_epochs_of_a_shuffled_stream_differ_and_every_iteration_is_the_same() ->
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loader_of_a_stream_gives_slots_and_continues_after_skipping(workers: int) -> None:
-    stream = stream_of(documents([5, 14, 3, 8]), rows=BATCH * SLOTS, process_index=1, num_processes=2)
+    stream = stream_of(documents([5, 14, 3, 8]), rows=BATCH * MICRO_BATCHES, process_index=1, num_processes=2)
     loader = DataLoader(stream, batch_size=BATCH, num_workers=workers, collate_fn=default_data_collator)
     prepared = prepare_data_loader(loader, num_processes=1, process_index=0)
     batches = list(itertools.islice(prepared, 20))
@@ -465,8 +471,8 @@ def test_loader_of_a_stream_gives_slots_and_continues_after_skipping(workers: in
         rows = items[number * BATCH : (number + 1) * BATCH]
         for name, tensor in batch.items():
             assert torch.equal(tensor, torch.stack([row[name] for row in rows]))
-    for slot, row in itertools.product(range(SLOTS), range(BATCH)):
-        for before, after in itertools.pairwise(batches[slot::SLOTS]):
+    for micro_batch, row in itertools.product(range(MICRO_BATCHES), range(BATCH)):
+        for before, after in itertools.pairwise(batches[micro_batch::MICRO_BATCHES]):
             assert before["shift_labels"][row, -1] == after["input_ids"][row, 0]
     rest = itertools.islice(skip_first_batches(prepared, 7), 13)
     assert [batch["input_ids"].tolist() for batch in rest] == [batch["input_ids"].tolist() for batch in batches[7:]]

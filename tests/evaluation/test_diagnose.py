@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_recurrent_lengthgen.evaluation.constant_prompt import constant_prompt
 from hf_recurrent_lengthgen.evaluation.diagnose import PARTS, diagnose_model
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import Diagnosis
-from hf_recurrent_lengthgen.evaluation.documents import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.effective_remembrance import effective_remembrance
 from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
+from hf_recurrent_lengthgen.evaluation.json_schema import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.misalignment import long_short_misalignment
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.evaluation.state_diagnosis import diagnose_states

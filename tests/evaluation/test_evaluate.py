@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_recurrent_lengthgen.evaluation.documents import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
+from hf_recurrent_lengthgen.evaluation.json_schema import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.provenance import token_digest
 from hf_recurrent_lengthgen.evaluation.results import EvaluationResult
 

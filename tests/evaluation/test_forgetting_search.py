@@ -15,7 +15,6 @@ from hf_recurrent_lengthgen import StatefulGLAConfig, StatefulGLAForCausalLM
 from hf_recurrent_lengthgen import StatefulMamba2Config as Config
 from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM as Model
 from hf_recurrent_lengthgen.evaluation import forgetting_search, streaming
-from hf_recurrent_lengthgen.evaluation.documents import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.forgetting_search import (
     PAPER,
@@ -26,6 +25,7 @@ from hf_recurrent_lengthgen.evaluation.forgetting_search import (
     search_forgetting,
     search_table,
 )
+from hf_recurrent_lengthgen.evaluation.json_schema import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.results import ForgettingSearch
 from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState

@@ -11,7 +11,7 @@ from scipy.stats import linregress
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.evaluation.documents import from_json, to_json
+from hf_recurrent_lengthgen.evaluation.json_schema import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.law_results import Law, LawFit, Relation, Threshold
 from hf_recurrent_lengthgen.evaluation.laws import (
     NoFitError,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hf_recurrent_lengthgen.evaluation.documents import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
+from hf_recurrent_lengthgen.evaluation.json_schema import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.results import (
     ComparedModel,
     Comparison,

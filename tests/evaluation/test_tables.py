@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_recurrent_lengthgen.evaluation.documents import to_json
+from hf_recurrent_lengthgen.evaluation.json_schema import to_json
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate, ForgettingSearch, ForgettingTrial
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalComparison, RetrievalResult
 from hf_recurrent_lengthgen.evaluation.tables import read_rows, rows_of, write_csv

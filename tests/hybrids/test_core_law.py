@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.hybrids.channels import channel_of
+from hf_recurrent_lengthgen.hybrids.cache_adapters import cache_adapter_of
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.hybrids.support import (
     TOLERANCE,
@@ -54,7 +54,7 @@ def test_outputs_and_states_of_any_length_are_the_stock_models(model_type: str) 
         expected = stock(input_ids=tokens, use_cache=True)
         output = model(input_ids=tokens, output_final_state=True)
         assert relative_error([output.logits], [expected.logits]) < TOLERANCE, length
-        expected_state = comparable(model, model.state_from_cache(getattr(expected, channel_of(model).argument)))
+        expected_state = comparable(model, model.state_from_cache(getattr(expected, cache_adapter_of(model).argument)))
         assert relative_error(comparable(model, output.final_state), expected_state) < TOLERANCE, length
 
 

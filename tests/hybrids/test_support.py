@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from hf_recurrent_lengthgen.hybrids import channels, support, wrapping
+from hf_recurrent_lengthgen.hybrids import cache_adapters, support, wrapping
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
 from hf_recurrent_lengthgen.hybrids.tiny_models import TINY, tiny_model
 
@@ -53,7 +53,7 @@ def test_refused_types_are_refused_with_their_reason(model_type: str, monkeypatc
 def test_the_check_of_unlisted_types_finds_lost_states(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of the Mamba-1 mixers, which work only because they are listed as what they are."""
     monkeypatch.setattr(wrapping, "REFUSED", {})
-    for module in (wrapping, channels):
+    for module in (wrapping, cache_adapters):
         monkeypatch.setattr(module, "SUPPORTED", {})
     model = tiny_model(model_type)
     stock = type(model)

@@ -22,7 +22,7 @@ from hf_recurrent_lengthgen.trainers import (
 from .families import MAMBA, MAMBA2, Family, build, random_state, random_tokens, variant_id
 from .law import assert_equal_up_to, model_step, run_in_pieces
 from .test_core_law import CountedCheckpoint
-from .test_remote_code import stranger
+from .test_remote_code import clean_process
 
 both_families = pytest.mark.parametrize("family", [MAMBA, MAMBA2], ids=variant_id)
 LINEAR = {"attention_layers": [1], "attention_kind": "linear", "attention_head_dim": 3}
@@ -225,7 +225,7 @@ for name in ("softmax", "linear"):
     model = AutoModelForCausalLM.from_pretrained(checkpoint + "/" + name, trust_remote_code=True)
     torch.save(model(tokens).logits, checkpoint + "/" + name + ".pt")
 """
-    stranger(tmp_path / "cwd", code, tmp_path, tmp_path / "tokens.pt")
+    clean_process(tmp_path / "cwd", code, tmp_path, tmp_path / "tokens.pt")
     for name, model in models.items():
         assert torch.equal(torch.load(tmp_path / f"{name}.pt"), model(tokens).logits)
 

@@ -32,7 +32,7 @@ checkpoint, data = sys.argv[1:3]
 """
 
 
-def stranger(folder: Path, code: str, *arguments: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+def clean_process(folder: Path, code: str, *arguments: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
     folder.mkdir(exist_ok=True)
     result = subprocess.run(
         [sys.executable, "-I", "-c", STRANGER + code, *map(str, arguments)],
@@ -122,7 +122,7 @@ model.save_pretrained(sys.argv[4])
     source = folder
     for step in range(2):
         answer, again = tmp_path / f"out{step}.pt", tmp_path / f"again{step}"
-        stranger(tmp_path / f"cwd{step}", code, source, tmp_path / "in.pt", answer, again)
+        clean_process(tmp_path / f"cwd{step}", code, source, tmp_path / "in.pt", answer, again)
         result = torch.load(answer)
         assert torch.equal(result["logits"], expected.logits)
         assert torch.equal(result["loss"], expected.loss)
@@ -136,7 +136,7 @@ model.save_pretrained(sys.argv[4])
 
 @one_family
 def test_a_stranger_without_trust_is_asked_for_it(checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
-    result = stranger(
+    result = clean_process(
         tmp_path / "cwd", "AutoModelForCausalLM.from_pretrained(checkpoint)", checkpoint[1], tmp_path, check=False
     )
     assert result.returncode != 0
@@ -152,7 +152,7 @@ def test_a_stranger_with_a_folder_without_code_learns_what_is_missing(
     for file in bare.glob("*.py"):
         file.unlink()
     load = "AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)"
-    result = stranger(tmp_path / "cwd", load, bare, tmp_path, check=False)
+    result = clean_process(tmp_path / "cwd", load, bare, tmp_path, check=False)
     assert result.returncode != 0
     assert re.search(r"OSError.*configuration_stateful_\w+\.py", result.stderr, re.DOTALL)
     # where the package is installed, its class needs no code from the folder
@@ -177,7 +177,7 @@ def test_a_newer_code_format_is_refused(family: Family, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(tmp_path / "new")
     load = "AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)"
-    result = stranger(tmp_path / "cwd", load, tmp_path / "new", tmp_path, check=False)
+    result = clean_process(tmp_path / "cwd", load, tmp_path / "new", tmp_path, check=False)
     assert result.returncode != 0
     assert message in result.stderr
 
@@ -251,7 +251,7 @@ def test_weights_survive_saving_in_every_dtype_tied_or_not(
 @every_family
 def test_a_configuration_saved_alone_brings_its_code(family: Family, tmp_path: Path) -> None:
     family.config().save_pretrained(tmp_path / "config")
-    stranger(
+    clean_process(
         tmp_path / "cwd",
         "assert AutoConfig.from_pretrained(checkpoint, trust_remote_code=True).code_format_version == 1",
         tmp_path / "config",

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, Trainer, TrainingAr
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, take_rows
 
 from .families import FAMILIES, SHELL_FAMILIES, Family, build, perturb, random_state, random_tokens, variant_id
-from .test_remote_code import stranger
+from .test_remote_code import clean_process
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 shell_families = pytest.mark.parametrize("family", SHELL_FAMILIES, ids=variant_id)
@@ -104,7 +104,7 @@ model = AutoModelForSequenceClassification.from_pretrained(checkpoint, trust_rem
 assert type(model).__module__.startswith("transformers_modules."), type(model)
 torch.save(model(inputs["tokens"], attention_mask=inputs["mask"]).logits, sys.argv[3])
 """
-    stranger(tmp_path / "cwd", code, folder, tmp_path / "in.pt", tmp_path / "out.pt")
+    clean_process(tmp_path / "cwd", code, folder, tmp_path / "in.pt", tmp_path / "out.pt")
     assert torch.equal(torch.load(tmp_path / "out.pt"), model(tokens, attention_mask=MASK).logits)
 
 

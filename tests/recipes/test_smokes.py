@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.recipes import copy_recipes
 from hf_recurrent_lengthgen.recipes.catalogue import recipe_names
-from hf_recurrent_lengthgen.verification import stranger, verify
+from hf_recurrent_lengthgen.verification import clean_process, verify
 
 ONE_OF_EACH_FAMILY = (
     "mamba2-130m-state-passing",
@@ -22,13 +22,13 @@ ONE_OF_EACH_FAMILY = (
 
 
 @pytest.fixture
-def strangers_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def clean_processes_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What `lengthgen verify` does in a new process is done in this one, which saves two imports of torch."""
 
     def run(program: list[str], **_: Any) -> SimpleNamespace:
         finders = list(sys.meta_path)
         try:
-            stranger.main(Path(program[-1]))
+            clean_process.main(Path(program[-1]))
         finally:
             sys.meta_path[:] = finders
         return SimpleNamespace(returncode=0)
@@ -58,7 +58,7 @@ def smoke(name: str, folder: Path) -> None:
     assert list((run / "train/figures").glob("*.png"))
 
 
-@pytest.mark.usefixtures("strangers_here", "small_pictures")
+@pytest.mark.usefixtures("clean_processes_here", "small_pictures")
 @pytest.mark.parametrize("name", ONE_OF_EACH_FAMILY)
 def test_one_recipe_of_each_family_runs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     smoke(name, tmp_path / "smoke")

@@ -39,7 +39,7 @@ from tests.models.families import (
     random_tokens,
     variant_id,
 )
-from tests.models.test_remote_code import stranger
+from tests.models.test_remote_code import clean_process
 
 RECIPES = Path(__file__).parents[2] / "hf_recurrent_lengthgen" / "recipes" / "models"
 INITIALIZATIONS = ("reinit", "inherit")
@@ -422,7 +422,7 @@ for name in os.listdir(checkpoint):
     logits[name] = model(torch.load(data)).logits.detach()
 torch.save(logits, sys.argv[3])
 """
-    stranger(tmp_path / "cwd", code, tmp_path / "all", tmp_path / "tokens.pt", tmp_path / "logits.pt")
+    clean_process(tmp_path / "cwd", code, tmp_path / "all", tmp_path / "tokens.pt", tmp_path / "logits.pt")
     given = torch.load(tmp_path / "logits.pt")
     assert set(given) == set(expected)
     assert all(torch.equal(given[name], logits) for name, logits in expected.items())

@@ -208,8 +208,8 @@ def test_extra_is_uniform_and_keyed_by_seed_step_and_slot() -> None:
     assert set(draws) == {3, 4, 5, 6, 7, 8}
     assert all(abs(count - 1000) < 5 * math.sqrt(6000 * 5 / 36) for count in draws.values())
 
-    def draw(seed: int, step: int, slot: int, first_row: int = 0, rows: int = 2) -> int:
-        return sample_extra(BatchPlace(seed, step, slot, first_row, rows), 1, 10**9)
+    def draw(seed: int, step: int, micro_batch: int, first_row: int = 0, rows: int = 2) -> int:
+        return sample_extra(BatchPlace(seed, step, micro_batch, first_row, rows), 1, 10**9)
 
     assert draw(1, 2, 3) == draw(1, 2, 3, first_row=2, rows=5)
     assert len({draw(1, 2, 3), draw(0, 2, 3), draw(1, 3, 3), draw(1, 2, 0)}) == 4

@@ -107,12 +107,12 @@ def test_training_is_the_formula_over_two_forward_passes(
     extras, logged = [], [entry for entry in trainer.state.log_history if "loss" in entry]
     for step in range(steps):
         entropies, distances, means = [], [], []
-        for slot in range(accumulation):
+        for micro_batch in range(accumulation):
             extras.append(extra_by_hand(step, 1, largest))
-            batch = batches[step * accumulation + slot]
-            some, pairs, final = losses(expected, batch, length, extras[-1], carried.get(slot))
+            batch = batches[step * accumulation + micro_batch]
+            some, pairs, final = losses(expected, batch, length, extras[-1], carried.get(micro_batch))
             if passing:
-                carried[slot] = detach_state(final)
+                carried[micro_batch] = detach_state(final)
             means.append(torch.stack(pairs).mean().item())
             entropies, distances = entropies + some, distances + pairs
         loss = torch.stack(entropies).mean() + ALPHA * torch.stack(distances).mean()

@@ -23,7 +23,7 @@ from hf_recurrent_lengthgen.trainers.checkpoints import (
 )
 
 RUN: dict[str, str | int] = {"source": "PassedStates", "num_processes": 1, "per_device_train_batch_size": 2}
-TENSORS = {"slots.0.layers.0.recurrent": torch.tensor([[1.5, -2.0]])}
+TENSORS = {"micro_batches.0.layers.0.recurrent": torch.tensor([[1.5, -2.0]])}
 
 
 def make_checkpoint(output_dir: Path, step: int, processes: int = 1) -> Path:
@@ -44,7 +44,7 @@ def test_initial_states_come_back_as_they_were(tmp_path: Path) -> None:
     save_initial_states(path, TENSORS, RUN)
     loaded = load_initial_states(path, RUN)
     assert loaded.keys() == TENSORS.keys()
-    assert torch.equal(loaded["slots.0.layers.0.recurrent"], TENSORS["slots.0.layers.0.recurrent"])
+    assert torch.equal(loaded["micro_batches.0.layers.0.recurrent"], TENSORS["micro_batches.0.layers.0.recurrent"])
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 

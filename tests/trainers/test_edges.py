@@ -118,7 +118,7 @@ def test_what_a_learner_leaves_in_a_model_is_named(toys: ModuleType, settings: S
         ZeroStateTrainer(model, settings(InitialStateConfig), train_dataset=data)
 
 
-@pytest.mark.parametrize("changes", [{"max_state_rms": 1.0}, {"broken_states": "reset"}])
+@pytest.mark.parametrize("changes", [{"max_state_rms": 1.0}, {"nonfinite_states": "reset"}])
 def test_a_model_without_states_has_none_that_break(settings: Settings, changes: dict[str, Any]) -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=17, **sizes))
@@ -126,12 +126,12 @@ def test_a_model_without_states_has_none_that_break(settings: Settings, changes:
         AlignmentTrainer(model, settings(AlignmentConfig, **changes))
 
 
-def test_broken_rows_do_not_count_in_fitted_statistics(toys: ModuleType, settings: Settings) -> None:
+def test_nonfinite_rows_do_not_count_in_fitted_statistics(toys: ModuleType, settings: Settings) -> None:
     results = []
     for poisoned in (None, 1):
         model = toys.SumModel()
         model.poisoned_pass = poisoned  # row 1
-        config = settings(FittedNoiseConfig, broken_states="reset", learning_rate=0.0, max_steps=2)
+        config = settings(FittedNoiseConfig, nonfinite_states="reset", learning_rate=0.0, max_steps=2)
         trainer = FittedNoiseTrainer(model, config, train_dataset=toys.sequences(8))
         seen: list[Any] = []
         trainer.initial_states.observe = (
@@ -150,8 +150,8 @@ def test_broken_rows_do_not_count_in_fitted_statistics(toys: ModuleType, setting
         torch.testing.assert_close(statistics[0][index], expected.reshape(1), rtol=1e-5, atol=1e-5)
 
 
-def test_a_step_of_broken_rows_leaves_the_statistics(toys: ModuleType, settings: Settings) -> None:
-    config = settings(FittedNoiseConfig, broken_states="reset", max_state_rms=1e-9)
+def test_a_step_of_nonfinite_rows_leaves_the_statistics(toys: ModuleType, settings: Settings) -> None:
+    config = settings(FittedNoiseConfig, nonfinite_states="reset", max_state_rms=1e-9)
     trainer = FittedNoiseTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(8))
     trainer.train()
     assert trainer.initial_states.statistics is None

@@ -17,8 +17,8 @@ def state(*values: float) -> RecurrentState:
     return LayerState(rows.repeat(1, 3), rows[:, :0]), LayerState(10 * rows.repeat(1, 2), 10 * rows)
 
 
-def place(step: int = 0, slot: int = 0, rows: int = 2, first_row: int = 0, seed: int = 0) -> BatchPlace:
-    return BatchPlace(seed, step, slot, first_row, rows)
+def place(step: int = 0, micro_batch: int = 0, rows: int = 2, first_row: int = 0, seed: int = 0) -> BatchPlace:
+    return BatchPlace(seed, step, micro_batch, first_row, rows)
 
 
 def starts(source: PassedStates, at: BatchPlace) -> list[float]:
@@ -36,11 +36,11 @@ def test_rows_start_where_the_same_rows_ended() -> None:
 
 def test_each_slot_carries_its_own_states() -> None:
     source = PassedStates(drop_probability=0.0)
-    source.observe(place(slot=0), state(1.0, 2.0))
-    assert source.initial_state(place(slot=1)) is None
-    source.observe(place(slot=1), state(3.0, 4.0))
-    assert starts(source, place(1, slot=0)) == [1.0, 2.0]
-    assert starts(source, place(1, slot=1)) == [3.0, 4.0]
+    source.observe(place(micro_batch=0), state(1.0, 2.0))
+    assert source.initial_state(place(micro_batch=1)) is None
+    source.observe(place(micro_batch=1), state(3.0, 4.0))
+    assert starts(source, place(1, micro_batch=0)) == [1.0, 2.0]
+    assert starts(source, place(1, micro_batch=1)) == [3.0, 4.0]
 
 
 def test_a_smaller_batch_uses_and_replaces_its_first_rows_only() -> None:
@@ -77,7 +77,7 @@ def test_choices_do_not_depend_on_how_rows_are_spread_over_processes() -> None:
 
 def test_choices_differ_between_seeds_steps_slots_rows_and_purposes() -> None:
     base = place(rows=1)
-    others = [place(rows=1, seed=1), place(1, rows=1), place(slot=1, rows=1), place(rows=1, first_row=1)]
+    others = [place(rows=1, seed=1), place(1, rows=1), place(micro_batch=1, rows=1), place(rows=1, first_row=1)]
     draws = [at.uniform("drop").item() for at in (base, *others)] + [base.uniform("noise").item()]
     assert len(set(draws)) == len(draws)
     assert base.uniform("drop").item() == draws[0]
@@ -138,26 +138,26 @@ def test_reset_forgets_all_states() -> None:
 
 def test_state_dict_gives_the_states_back() -> None:
     source = PassedStates(drop_probability=0.0)
-    source.observe(place(slot=0), state(1.0, 2.0))
-    source.observe(place(slot=2), state(3.0, 4.0))
+    source.observe(place(micro_batch=0), state(1.0, 2.0))
+    source.observe(place(micro_batch=2), state(3.0, 4.0))
     tensors = source.state_dict()
-    assert tensors["slots.2.layers.1.conv"].tolist() == [[30.0], [40.0]]
+    assert tensors["micro_batches.2.layers.1.conv"].tolist() == [[30.0], [40.0]]
     assert len(tensors) == 8
     copy = PassedStates(drop_probability=0.0)
     copy.load_state_dict(tensors, CPU)
-    for slot in (0, 2):
+    for micro_batch in (0, 2):
         torch.testing.assert_close(
-            copy.initial_state(place(1, slot)), source.initial_state(place(1, slot)), rtol=0, atol=0
+            copy.initial_state(place(1, micro_batch)), source.initial_state(place(1, micro_batch)), rtol=0, atol=0
         )
-    assert copy.initial_state(place(1, slot=1)) is None
+    assert copy.initial_state(place(1, micro_batch=1)) is None
 
 
 def test_incomplete_or_foreign_tensors_are_refused() -> None:
     source = PassedStates()
     source.observe(place(), state(1.0, 2.0))
     tensors = source.state_dict()
-    del tensors["slots.0.layers.0.conv"]
-    with pytest.raises(ValueError, match=r"lack \['slots.0.layers.0.conv'\]"):
+    del tensors["micro_batches.0.layers.0.conv"]
+    with pytest.raises(ValueError, match=r"lack \['micro_batches.0.layers.0.conv'\]"):
         PassedStates().load_state_dict(tensors, CPU)
     with pytest.raises(ValueError, match="not carried states"):
         PassedStates().load_state_dict({"means": torch.zeros(1)}, CPU)

@@ -34,9 +34,9 @@ class Constant(ZeroStates):
         return (LayerState(full, -full),)
 
 
-def chosen(toys: ModuleType, shares: dict[str, float], seed: int, step: int, slot: int, row: int) -> str:
+def chosen(toys: ModuleType, shares: dict[str, float], seed: int, step: int, micro_batch: int, row: int) -> str:
     """The source of a row: the names in alphabetic order share the interval from 0 to 1."""
-    draw = toys.keyed_uniform("mixture", seed, step, slot, row)
+    draw = toys.keyed_uniform("mixture", seed, step, micro_batch, row)
     for name in sorted(shares):
         if draw < shares[name]:
             return name
@@ -86,7 +86,7 @@ def test_every_source_sees_every_final_state() -> None:
     assert fitted.statistics[0].mean.tolist() == [4.0]
     assert fitted.statistics[0].variance.tolist() == pytest.approx([(9 + 1 + 16) / 3])
     tensors = source.state_dict()
-    assert tensors["state_passing.slots.0.layers.0.recurrent"].flatten().tolist() == [1.0, 3.0, 8.0]
+    assert tensors["state_passing.micro_batches.0.layers.0.recurrent"].flatten().tolist() == [1.0, 3.0, 8.0]
     assert source.logs()["fitted_mean_rms"] == 4.0
 
     copies: dict[str, InitialStateSource] = {"fitted_noise": FittedNoise(zero), "state_passing": PassedStates(0.0)}
@@ -119,19 +119,19 @@ def test_rows_of_a_training_run_start_where_the_mixture_says(toys: ModuleType, t
     items = [{"input_ids": torch.tensor([i + 1, 100 * (i + 1)])} for i in range(16)]
     trainer = MixedStatesTrainer(toys.SumModel(), config, train_dataset=items)
     trainer.train()
-    carried = {(slot, row): (0.0, 0.0) for slot in range(2) for row in range(4)}
+    carried = {(micro_batch, row): (0.0, 0.0) for micro_batch in range(2) for row in range(4)}
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     passed = 0
     for step in range(8):
         zeros = 0
-        for slot in range(2):
-            _, ids, recurrent, conv = trainer.model.seen[2 * step + slot]
+        for micro_batch in range(2):
+            _, ids, recurrent, conv = trainer.model.seen[2 * step + micro_batch]
             for row in range(4):
-                name = chosen(toys, shares, 9, step, slot, row)
-                noise = (0.25 * toys.keyed_normal(1, 9, step, slot, row).item(), 0.0)
-                start = {"zero": (0.0, 0.0), "random_noise": noise, "state_passing": carried[slot, row]}[name]
+                name = chosen(toys, shares, 9, step, micro_batch, row)
+                noise = (0.25 * toys.keyed_normal(1, 9, step, micro_batch, row).item(), 0.0)
+                start = {"zero": (0.0, 0.0), "random_noise": noise, "state_passing": carried[micro_batch, row]}[name]
                 assert (recurrent[row], conv[row]) == pytest.approx(start, rel=1e-6)
-                carried[slot, row] = (recurrent[row] + sum(ids[row]), conv[row] + 2)
+                carried[micro_batch, row] = (recurrent[row] + sum(ids[row]), conv[row] + 2)
                 zeros += start[0] == 0
                 passed += name == "state_passing" and step > 0
         assert logged[step]["zero_states"] == pytest.approx(zeros / 8)

@@ -24,8 +24,8 @@ from hf_recurrent_lengthgen.trainers import (
 CPU = torch.device("cpu")
 
 
-def place(step: int = 0, slot: int = 0, rows: int = 2, first_row: int = 0, seed: int = 0) -> BatchPlace:
-    return BatchPlace(seed, step, slot, first_row, rows)
+def place(step: int = 0, micro_batch: int = 0, rows: int = 2, first_row: int = 0, seed: int = 0) -> BatchPlace:
+    return BatchPlace(seed, step, micro_batch, first_row, rows)
 
 
 def zeros(*shape: int) -> Callable[[int], RecurrentState]:
@@ -48,13 +48,16 @@ FIRST = [[1.0, 3.0], [0.0, 0.0]], [[5.0, 7.0], [2.0, 2.0]]
 SECOND = [[0.0, 0.0], [1.0, 1.0]], [[0.0, 4.0], [3.0, 3.0]]
 
 
-@pytest.mark.parametrize("slots", [1, 2], ids=["one micro-batch", "a micro-batch for each row"])
-def test_statistics_are_those_computed_by_hand_over_two_steps(slots: int) -> None:
+@pytest.mark.parametrize("micro_batches", [1, 2], ids=["one micro-batch", "a micro-batch for each row"])
+def test_statistics_are_those_computed_by_hand_over_two_steps(micro_batches: int) -> None:
     source = FittedNoise(zeros(2, 1, 2))
 
     def step(number: int, rows: tuple[list[list[float]], ...]) -> list[list[float]]:
-        for slot in range(slots):
-            source.observe(place(number, slot, 2 // slots), final(*rows) if slots == 1 else final(rows[slot]))
+        for micro_batch in range(micro_batches):
+            source.observe(
+                place(number, micro_batch, 2 // micro_batches),
+                final(*rows) if micro_batches == 1 else final(rows[micro_batch]),
+            )
         source.end_step()
         assert source.statistics is not None
         ten_times = source.statistics[1]
@@ -149,11 +152,11 @@ def test_the_first_step_starts_from_zero_in_all_its_micro_batches() -> None:
     source = FittedNoise(zeros(2, 1, 2))
     assert source.initial_state(place()) is None
     source.observe(place(), final(*FIRST))
-    assert source.initial_state(place(slot=1)) is None
+    assert source.initial_state(place(micro_batch=1)) is None
     source.end_step()
-    before = source.initial_state(place(1, slot=1))
+    before = source.initial_state(place(1, micro_batch=1))
     source.observe(place(1), final(*SECOND))
-    torch.testing.assert_close(source.initial_state(place(1, slot=1)), before, rtol=0, atol=0)
+    torch.testing.assert_close(source.initial_state(place(1, micro_batch=1)), before, rtol=0, atol=0)
 
 
 def test_a_step_without_observations_changes_nothing() -> None:
@@ -206,7 +209,7 @@ def test_noise_is_that_of_the_row_wherever_it_is() -> None:
 
 def test_noise_differs_between_seeds_steps_slots_and_rows() -> None:
     source = RandomNoise(1.0, zeros(1, 1, 2))
-    places = [place(), place(seed=1), place(1), place(slot=1), place(first_row=2)]
+    places = [place(), place(seed=1), place(1), place(micro_batch=1), place(first_row=2)]
     drawn = [value for at in places for value in source.initial_state(at)[0].recurrent[:, 0, 0, 0].tolist()]
     assert len(set(drawn)) == len(drawn) == 10
     before = torch.random.get_rng_state()
@@ -242,7 +245,7 @@ def test_statistics_are_given_back_and_forgotten() -> None:
     assert source.initial_state(place(2)) is None
     assert source.logs() == {}
     with pytest.raises(ValueError, match="not the statistics of fitted noise"):
-        copy.load_state_dict({"slots.0.layers.0.recurrent": torch.zeros(1), "x": torch.zeros(1)}, CPU)
+        copy.load_state_dict({"micro_batches.0.layers.0.recurrent": torch.zeros(1), "x": torch.zeros(1)}, CPU)
 
 
 # --- in training ---
@@ -272,9 +275,9 @@ def trained(toys: ModuleType, tmp_path: Path, kind: str, **changes: Any) -> Any:
 def test_random_noise_starts_every_row_from_its_own_draw(toys: ModuleType, tmp_path: Path) -> None:
     trainer = trained(toys, tmp_path, "random")
     draws = [
-        [0.5 * toys.keyed_normal(1, 5, step, slot, row).item() for row in range(2)]
+        [0.5 * toys.keyed_normal(1, 5, step, micro_batch, row).item() for row in range(2)]
         for step in range(4)
-        for slot in range(2)
+        for micro_batch in range(2)
     ]
     assert [recurrent for _, _, recurrent, _ in trainer.model.seen] == draws
     assert all(conv == [0.0, 0.0] for *_, conv in trainer.model.seen)
@@ -287,10 +290,10 @@ def test_fitted_noise_starts_from_the_statistics_of_the_steps_before(toys: Modul
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     for step in range(4):
         ends: list[float] = []
-        for slot in range(2):
-            ids, starts = seen[2 * step + slot]
+        for micro_batch in range(2):
+            ids, starts = seen[2 * step + micro_batch]
             for row in range(2):
-                draw = toys.keyed_normal(1, 5, step, slot, row).item()
+                draw = toys.keyed_normal(1, 5, step, micro_batch, row).item()
                 expected = 0.0 if mean is None or variance is None else mean + variance**0.5 * draw
                 assert starts[row] == pytest.approx(expected, rel=1e-5)
                 ends.append(starts[row] + sum(ids[row]))

@@ -53,7 +53,7 @@ def whole_run(toys: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tup
     trainer.train()
     whole = outcome(trainer, toys)
     assert len(whole.log) == STEPS
-    assert len(whole.initial_states) == 8  # two slots of two layers of two parts
+    assert len(whole.initial_states) == 8  # two micro-batches of two layers of two parts
     assert all(torch.is_nonzero(part.abs().sum()) for part in whole.initial_states.values())
     return output_dir, whole
 

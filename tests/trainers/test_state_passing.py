@@ -32,14 +32,14 @@ def trace(
     passes = iter([rows for training, rows, _, _ in model.seen if training])
     expected = []
     for step, group in enumerate(groups):
-        for slot in range(group):
+        for micro_batch in range(group):
             ids = next(passes)
-            rows = carried.setdefault(slot, [])
+            rows = carried.setdefault(micro_batch, [])
             rows += [[0.0, 0.0] for _ in range(len(ids) - len(rows))]
             starts = []
             for row, row_ids in enumerate(ids):
                 start = rows[row]
-                if toys.is_dropped(seed, step, slot, row, probability):
+                if toys.is_dropped(seed, step, micro_batch, row, probability):
                     start = [0.0, 0.0]
                 starts.append(start)
                 rows[row] = [start[0] + sum(row_ids), start[1] + len(row_ids) if conv else 0.0]
@@ -83,7 +83,7 @@ def test_every_row_starts_where_the_same_row_and_slot_ended(
     assert seen == trace(toys, model, groups, 11, probability)
     assert trainer.state.global_step == len(groups)
     last_rows = [rows for _, rows, _, _ in model.seen][-1]
-    final = trainer.initial_states.state_dict()[f"slots.{groups[-1] - 1}.layers.0.recurrent"]
+    final = trainer.initial_states.state_dict()[f"micro_batches.{groups[-1] - 1}.layers.0.recurrent"]
     last_final = [start + sum(ids) for start, ids in zip(seen[-1][0], last_rows, strict=True)]
     assert final[: len(last_rows), 0].tolist() == last_final
 
@@ -203,11 +203,11 @@ def test_weights_are_those_of_a_hand_written_loop(
         micro_batches = [next(remaining) for _ in range(group)]
         targets = sum(int((batch["labels"] != -100).sum()) for batch in micro_batches)
         step_loss = torch.zeros(())
-        for slot, batch in enumerate(micro_batches):
+        for micro_batch, batch in enumerate(micro_batches):
             rows = len(batch["labels"])
-            state = [[part.clone() for part in layer] for layer in carried.get(slot, by_hand.zero_state(rows))]
+            state = [[part.clone() for part in layer] for layer in carried.get(micro_batch, by_hand.zero_state(rows))]
             for row in range(rows):
-                if toys.is_dropped(7, step, slot, row, probability):
+                if toys.is_dropped(7, step, micro_batch, row, probability):
                     for layer in state:
                         for part in layer:
                             part[row] = 0
@@ -220,7 +220,7 @@ def test_weights_are_those_of_a_hand_written_loop(
             for old, new in zip(state, out.final_state, strict=True):
                 for old_part, new_part in zip(old, new, strict=True):
                     old_part[:rows] = new_part.detach()
-            carried[slot] = state
+            carried[micro_batch] = state
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(step_loss))
@@ -247,7 +247,7 @@ def test_states_stay_in_full_precision_under_bfloat16(toys: ModuleType, make_con
     trainer = StatePassingTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(8))
     trainer.train()
     states = trainer.initial_states.state_dict()
-    recurrent = states["slots.0.layers.1.recurrent"]
+    recurrent = states["micro_batches.0.layers.1.recurrent"]
     assert {part.dtype for part in states.values()} == {torch.float32}
     assert not torch.equal(recurrent, recurrent.bfloat16().float())
 

@@ -63,19 +63,19 @@ def test_every_token_of_a_lane_is_read_once_and_added_to_its_state(
         gradient_accumulation_steps=accumulation,
     )
     trainer.train()
-    lanes = 2 * accumulation
-    steps = chunks // lanes
+    stream_rows = 2 * accumulation
+    steps = chunks // stream_rows
     seen = trainer.model.seen
     assert len(seen) == 2 * steps * accumulation
     orders = []
     for epoch in range(2):
         read: list[int] = []
-        for slot in range(accumulation):
+        for micro_batch in range(accumulation):
             for row in range(2):
                 total = tokens = 0
                 before: list[int] = []
                 for step in range(steps):
-                    _, rows, recurrent, conv = seen[(epoch * steps + step) * accumulation + slot]
+                    _, rows, recurrent, conv = seen[(epoch * steps + step) * accumulation + micro_batch]
                     start = rows[row][0]
                     if (start - 1) % (size * length) == 0 or step == 0:
                         total = tokens = 0
@@ -107,7 +107,8 @@ def test_chunks_train_as_one_long_pass_with_the_gradient_stopped_at_the_borders(
     trainer = tbtt(model, ContinuedChunks(ids, length, chunks_before_reset=size), num_train_epochs=1)
     trainer.train()
 
-    # The lanes, from the order of the sampler; their targets are the next tokens, over the borders of chunks, too.
+    # The stream rows, from the order of the sampler; their targets are the next tokens, over the borders of chunks,
+    # too.
     keys = list(trainer._get_train_sampler())
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
     state, losses = None, []
@@ -139,17 +140,17 @@ def test_without_steps_between_them_chunks_are_one_forward_pass(
     data = ContinuedChunks(ids, length, chunks_before_reset=None)
     trainer = tbtt(model, data, num_train_epochs=1, learning_rate=0.0)
     trainer.train()
-    lanes = ids[:-1].view(2, -1)
+    stream_rows = ids[:-1].view(2, -1)
     targets = ids[1:].view(2, -1)
     with torch.no_grad():
-        logits = model(lanes).logits
+        logits = model(stream_rows).logits
     losses = [
         F.cross_entropy(logits[:, at].transpose(1, 2), targets[:, at]).item()
         for at in (slice(step * length, (step + 1) * length) for step in range(steps))
     ]
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert logged == pytest.approx(losses, abs=2e-4)
-    alone = F.cross_entropy(model(lanes[:, -length:]).logits.transpose(1, 2), targets[:, -length:]).item()
+    alone = F.cross_entropy(model(stream_rows[:, -length:]).logits.transpose(1, 2), targets[:, -length:]).item()
     assert abs(alone - losses[-1]) > 1e-3  # so that the carried state can be seen
 
 
@@ -161,28 +162,30 @@ def test_reset_at_document_trains_on_every_document_alone(toys: ModuleType, tbtt
     data = ContinuedChunks(ids, length, chunks_before_reset=None, reset_at_document=True, separator_id=SEPARATOR)
     tbtt(model, data, num_train_epochs=1, learning_rate=0.3).train()
 
-    # The state of a lane and its position; a document is run alone, from the border of the last step on.
+    # The state of a stream row and its position; a document is run alone, from the border of the last step on.
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.3)
-    lanes = ids[:-1].view(2, -1)
+    stream_rows = ids[:-1].view(2, -1)
     states: list[Any] = [None, None]
     inside = 0
     for step in range(steps):
         losses: list[Tensor] = []
-        for lane in range(2):
+        for stream_row in range(2):
             at = step * length
             while at < (step + 1) * length:
-                row = lanes[lane]
+                row = stream_rows[stream_row]
                 if at == 0 or row[at - 1] == SEPARATOR:
-                    states[lane] = None
+                    states[stream_row] = None
                     inside += at % length > 0
                 stop = at + 1
                 while stop < (step + 1) * length and row[stop - 1] != SEPARATOR:
                     stop += 1
-                output = expected(row[None, at:stop], initial_state=states[lane])
-                following = ids[lane * lanes.shape[1] + at + 1 : lane * lanes.shape[1] + stop + 1]
+                output = expected(row[None, at:stop], initial_state=states[stream_row])
+                following = ids[
+                    stream_row * stream_rows.shape[1] + at + 1 : stream_row * stream_rows.shape[1] + stop + 1
+                ]
                 scored = [i for i in range(stop - at) if row[at + i] != SEPARATOR]  # nothing predicts across a border
                 losses += [F.cross_entropy(output.logits[0, i], following[i]) for i in scored]
-                states[lane] = detach_state(output.final_state)
+                states[stream_row] = detach_state(output.final_state)
                 at = stop
         torch.stack(losses).mean().backward()
         optimizer.step()

@@ -135,20 +135,20 @@ def sequences(count: int, length: int = 9, seed: int = 0) -> list[dict[str, Tens
     return items
 
 
-def is_dropped(seed: int, step: int, slot: int, row: int, probability: float) -> bool:
+def is_dropped(seed: int, step: int, micro_batch: int, row: int, probability: float) -> bool:
     """Whether state passing starts a row from zero: the first number of a generator keyed by the row's place."""
-    return keyed_uniform("drop", seed, step, slot, row) < probability
+    return keyed_uniform("drop", seed, step, micro_batch, row) < probability
 
 
-def keyed_uniform(purpose: str, seed: int, step: int, slot: int, row: int) -> float:
+def keyed_uniform(purpose: str, seed: int, step: int, micro_batch: int, row: int) -> float:
     """The first number of a generator keyed by a row's place and a purpose."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{slot}/{row}/{purpose}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}/{step}/{micro_batch}/{row}/{purpose}".encode(), digest_size=8).digest()
     return float(torch.rand((), generator=torch.Generator().manual_seed(int.from_bytes(digest, "little"))))
 
 
-def keyed_normal(count: int, seed: int, step: int, slot: int, row: int) -> Tensor:
+def keyed_normal(count: int, seed: int, step: int, micro_batch: int, row: int) -> Tensor:
     """The standard normal numbers of a row's noise, from a generator keyed by the row's place."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{slot}/{row}/noise".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}/{step}/{micro_batch}/{row}/noise".encode(), digest_size=8).digest()
     return torch.randn(count, generator=torch.Generator().manual_seed(int.from_bytes(digest, "little")))
 
 
@@ -187,7 +187,7 @@ def token_stream(count: int, seed: int = 0) -> Tensor:
 
 
 def stream(rows: int) -> ContinuedStream:
-    """The same without end, for this process and `rows` lanes."""
+    """The same without end, for this process and `rows` stream rows."""
     documents = list(token_stream(300).tensor_split(30))
     place = {"process_index": int(os.environ.get("RANK", 0)), "num_processes": int(os.environ.get("WORLD_SIZE", 1))}
     return ContinuedStream(documents, 9, rows, separator_id=SEPARATOR, chunks_before_reset=4, **place)

@@ -28,7 +28,7 @@ from hf_recurrent_lengthgen.conversion.sources import locate
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.records import Check, Lineage, read_lineage, write_lineage
 from hf_recurrent_lengthgen.records import Source as Origin
-from hf_recurrent_lengthgen.verification import sources, stranger
+from hf_recurrent_lengthgen.verification import clean_process, sources
 from hf_recurrent_lengthgen.verification.comparing import difference
 from hf_recurrent_lengthgen.verification.sources import Sizes, locate_source, open_source, same_bits
 from hf_recurrent_lengthgen.verification.upstream import Fla, MambaSSM, OwnScan, upstream_of
@@ -59,7 +59,7 @@ def failures(source: Path, checkpoint: Path, dtype: torch.dtype = torch.float32)
 
 def all_checks(source: Path, checkpoint: Path, dtype: torch.dtype = torch.float32) -> Sequence[Check]:
     with torch.no_grad():
-        ours = stranger.read(load_model(str(checkpoint), dtype=dtype).eval(), TOKENS, [40], carry=True)
+        ours = clean_process.read(load_model(str(checkpoint), dtype=dtype).eval(), TOKENS, [40], carry=True)
     return open_source(locate(str(source)), checkpoint).checks(Sizes(TOKENS, dtype, "cpu"), ours)
 
 

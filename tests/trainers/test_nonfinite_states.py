@@ -11,7 +11,12 @@ import torch
 
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, map_state
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, StatePassingConfig, StatePassingTrainer
-from hf_recurrent_lengthgen.trainers.broken_states import broken_rows, describe_broken, part_norms, recurrent_rms
+from hf_recurrent_lengthgen.trainers.nonfinite_states import (
+    describe_nonfinite,
+    nonfinite_rows,
+    part_norms,
+    recurrent_rms,
+)
 from hf_recurrent_lengthgen.trainers.row_layout import share_of_zero_rows
 from hf_recurrent_lengthgen.trainers.step_logs import StepLogs
 
@@ -24,8 +29,8 @@ def state_of_ones(rows: int = 3) -> RecurrentState:
 
 def found(state: RecurrentState, limit: float | None = None) -> tuple[list[bool], str]:
     norms = part_norms(state)
-    broken = broken_rows(state, norms, limit)
-    return broken.tolist(), describe_broken(state, norms, limit) if bool(broken.any()) else ""
+    broken = nonfinite_rows(state, norms, limit)
+    return broken.tolist(), describe_nonfinite(state, norms, limit) if bool(broken.any()) else ""
 
 
 def test_norms_and_root_mean_squares_are_those_computed_by_hand() -> None:
@@ -126,7 +131,7 @@ def test_the_policy_stop_names_where_it_happened(run: Callable[..., StatePassing
     with pytest.raises(
         ValueError,
         match=r"final_state of step 2, micro-batch 1: layer 0, part 'recurrent' has NaN or infinite values in rows "
-        r"\[1\]\. The newest complete checkpoint is .*checkpoint-2.*broken_states='reset' would go on from zero",
+        r"\[1\]\. The newest complete checkpoint is .*checkpoint-2.*nonfinite_states='reset' would go on from zero",
     ):
         trainer.train()
 
@@ -134,7 +139,7 @@ def test_the_policy_stop_names_where_it_happened(run: Callable[..., StatePassing
 def test_the_policy_reset_goes_on_from_zero_in_that_row_only(
     run: Callable[..., StatePassingTrainer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = run(broken_states="reset")
+    trainer = run(nonfinite_states="reset")
     trainer.model.poisoned_pass = 5
     trainer.train()
     seen = starts_and_ends(trainer)
@@ -153,7 +158,7 @@ def test_the_policy_reset_goes_on_from_zero_in_that_row_only(
 def test_states_above_the_limit_start_from_zero_again(
     run: Callable[..., StatePassingTrainer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = run(broken_states="reset", max_state_rms=2000.0, max_steps=8)
+    trainer = run(nonfinite_states="reset", max_state_rms=2000.0, max_steps=8)
     trainer.train()
     seen = starts_and_ends(trainer)
     resets = 0
@@ -169,7 +174,7 @@ def test_states_above_the_limit_start_from_zero_again(
 
 def test_a_loss_that_is_not_finite_stops_under_both_policies(run: Callable[..., StatePassingTrainer]) -> None:
     for policy in ("stop", "reset"):
-        trainer = run(broken_states=policy)
+        trainer = run(nonfinite_states=policy)
         trainer.model.weight.data.fill_(math.nan)
         with pytest.raises(ValueError, match="The loss of step 0, micro-batch 0 is nan"):
             trainer.train()
@@ -206,7 +211,7 @@ def test_logs_are_means_and_maxima_over_micro_batches_and_processes() -> None:
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"broken_states": "ignore"}, "broken_states must be 'stop' or 'reset', got 'ignore'"),
+        ({"nonfinite_states": "ignore"}, "nonfinite_states must be 'stop' or 'reset', got 'ignore'"),
         ({"max_state_rms": 0.0}, "max_state_rms must be a finite number above 0"),
         ({"max_state_rms": math.nan}, "max_state_rms must be a finite number above 0"),
     ],

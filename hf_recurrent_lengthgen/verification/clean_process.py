@@ -1,4 +1,4 @@
-"""Loads a checkpoint and reads with it where this package cannot be imported: `python -P stranger.py FOLDER`.
+"""Loads a checkpoint and reads with it where this package cannot be imported: `python -P clean_process.py FOLDER`.
 
 FOLDER holds request.json and tokens.safetensors, and gets answer.json and readings.safetensors. Imports torch,
 Transformers and safetensors only, and what the checkpoint's code imports.

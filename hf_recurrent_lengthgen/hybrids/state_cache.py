@@ -1,7 +1,7 @@
 """A cache that carries recurrent states through a stock model as values.
 
 The mixers of Transformers reach their states only through the cache, and a stock cache is written in place: the
-caller's state would change, gradients would be lost or wrong. `StateCarrier` has one slot for the state before the
+caller's state would change, gradients would be lost or wrong. `StateCache` has one slot for the state before the
 tokens and one for the state after them. It never writes to the first, so that recomputation under activation
 checkpointing reads the same state again, and gradients flow from the second to the first.
 
@@ -49,7 +49,7 @@ class Overwritten(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-class StateCarrier(Cache):
+class StateCache(Cache):
     """Carries one `RecurrentState` through a forward pass of a stock model.
 
     Args:

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from hf_recurrent_lengthgen.hybrids.carrier import Overwritten, StateCarrier
 from hf_recurrent_lengthgen.hybrids.forgetting import forgetting_scans
-from hf_recurrent_lengthgen.hybrids.mixers import Mamba1Carrier, limited_steps, scans_from_state
+from hf_recurrent_lengthgen.hybrids.mixers import Mamba1StateCache, limited_steps, scans_from_state
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
+from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, state_dtype
 
@@ -27,7 +27,7 @@ from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentS
 KEY_ATTRIBUTES = ("keys", "values", "is_initialized", "cumulative_length", "dtype", "device")
 
 
-class Carrier(Protocol):
+class HoldsState(Protocol):
     """What goes through a forward pass in the place of a cache."""
 
     attending: set[int]
@@ -37,7 +37,7 @@ class Carrier(Protocol):
         """The state after the tokens; a part that a layer lacks is (B, 0)."""
 
 
-class CacheChannel:
+class CacheAdapter:
     """A `Cache` of `LinearAttentionLayer`s.
 
     Args:
@@ -47,23 +47,23 @@ class CacheChannel:
     def __init__(self, argument: str) -> None:
         self.argument = argument
 
-    def carrier(
+    def state_cache(
         self, model: Any, state: RecurrentState | None, single_token: bool, attention: Cache | None
-    ) -> Carrier:
-        """A carrier with `state` before the tokens; keys and values go to `attention`, if given."""
+    ) -> HoldsState:
+        """A state_cache with `state` before the tokens; keys and values go to `attention`, if given."""
         layers = _text_config(model).num_hidden_layers
-        return self.carrier_class()(layers, state, single_token, attention, _rounded_to(model))
+        return self.cache_class()(layers, state, single_token, attention, _rounded_to(model))
 
-    def carrier_class(self) -> type[StateCarrier]:
-        """The class of the carrier."""
-        return StateCarrier
+    def cache_class(self) -> type[StateCache]:
+        """The class of the state_cache."""
+        return StateCache
 
-    def mixers(self, model: Any, carrier: Any) -> AbstractContextManager[None]:
-        """What must hold while the carrier passes through the mixers, also when they are recomputed."""
+    def mixers(self, model: Any, state_cache: Any) -> AbstractContextManager[None]:
+        """What must hold while the state_cache passes through the mixers, also when they are recomputed."""
         rule = Forgetting.of(model.config)
         if rule != Forgetting():
-            return forgetting_scans(model, rule, carrier)
-        return limited_steps(model) if carrier.single_token else nullcontext()
+            return forgetting_scans(model, rule, state_cache)
+        return limited_steps(model) if state_cache.single_token else nullcontext()
 
     def to_cache(self, model: Any, state: RecurrentState) -> Any:
         """A stock cache that starts from `state`, which it may keep and write to."""
@@ -99,31 +99,31 @@ def _rounded_to(model: Any) -> torch.dtype | None:
     return model.dtype if family is not None and family.model_dtype else None
 
 
-class Mamba1Channel(CacheChannel):
+class Mamba1CacheAdapter(CacheAdapter):
     """The usual cache, for mixers that must be made to use it."""
 
-    def carrier_class(self) -> type[StateCarrier]:
-        return Mamba1Carrier
+    def cache_class(self) -> type[StateCache]:
+        return Mamba1StateCache
 
-    def mixers(self, model: Any, carrier: Any) -> AbstractContextManager[None]:
-        return scans_from_state(model, carrier)
+    def mixers(self, model: Any, state_cache: Any) -> AbstractContextManager[None]:
+        return scans_from_state(model, state_cache)
 
 
-class MiniMaxChannel(CacheChannel):
+class MiniMaxCacheAdapter(CacheAdapter):
     """MiniMax's own cache, which replaces its states instead of writing to them."""
 
-    def carrier_class(self) -> type[StateCarrier]:
-        """A carrier that MiniMax takes for its cache."""
+    def cache_class(self) -> type[StateCache]:
+        """A state_cache that MiniMax takes for its cache."""
         from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-        class MiniMaxCarrier(StateCarrier, MiniMaxCache):
+        class MiniMaxStateCache(StateCache, MiniMaxCache):
             def get_linear_cache(self, layer_idx: int) -> Tensor | None:
                 return self.get_recurrent_state(layer_idx)
 
             def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
                 self.update_recurrent_state(linear_cache, layer_idx)
 
-        return MiniMaxCarrier
+        return MiniMaxStateCache
 
     def to_cache(self, model: Any, state: RecurrentState) -> Any:
         from transformers.models.minimax.modeling_minimax import MiniMaxCache
@@ -153,7 +153,7 @@ class _Slot:
         self.final[place[-1]] = value
 
 
-class RwkvCarrier(list):
+class RwkvStateCache(list):
     """Carries a state through RWKV-4, which takes a list of five tensors: two token shifts and the three of wkv."""
 
     def __init__(self, state: RecurrentState, single_token: bool, dtype: torch.dtype) -> None:
@@ -183,33 +183,33 @@ class RwkvCarrier(list):
         )
 
 
-class RwkvChannel(CacheChannel):
+class RwkvCacheAdapter(CacheAdapter):
     """The list of five tensors of RWKV-4."""
 
     def __init__(self) -> None:
         super().__init__("state")
 
-    def mixers(self, model: Any, carrier: Any) -> AbstractContextManager[None]:
+    def mixers(self, model: Any, state_cache: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def carrier(
+    def state_cache(
         self, model: Any, state: RecurrentState | None, single_token: bool, attention: Cache | None
-    ) -> Carrier:
+    ) -> HoldsState:
         if state is None:
             config, dtype = model.config, state_dtype(model.dtype)
             sizes = {"recurrent": (1, 3, config.hidden_size), "conv": (1, 2 * config.hidden_size, 1)}
             zero = LayerState(**{k: torch.zeros(v, device=model.device, dtype=dtype) for k, v in sizes.items()})
             state = (zero,) * config.num_hidden_layers
-        return RwkvCarrier(state, single_token, model.dtype)
+        return RwkvStateCache(state, single_token, model.dtype)
 
     def to_cache(self, model: Any, state: RecurrentState) -> Any:
         if state[0].recurrent.shape[0] > 1:
             raise ValueError("Transformers' RWKV-4 generates wrongly with more than one row: give one row at a time.")
-        tensors = (slot.initial for slot in RwkvCarrier(state, False, model.dtype))
+        tensors = (slot.initial for slot in RwkvStateCache(state, False, model.dtype))
         return [torch.stack(parts, dim=-1) for parts in tensors]
 
     def from_cache(self, model: Any, cache: Any) -> RecurrentState:
-        final = RwkvCarrier(model.zero_state(cache[0].shape[0]), False, model.dtype)
+        final = RwkvStateCache(model.zero_state(cache[0].shape[0]), False, model.dtype)
         for slot, tensor in zip(final, cache, strict=True):
             slot.final = list(tensor.detach().clone().unbind(-1))
         return final.final_state(cache[0].shape[0], model.device, state_dtype(model.dtype))
@@ -229,7 +229,7 @@ class _Latest:
         )
 
 
-class XlstmCarrier:
+class XlstmStateCache:
     """Carries a state through xLSTM: matrix memory (B, H, N, P), normalizer (B, H, N) and stabilizer (B, H, 1)."""
 
     def __init__(self, state: RecurrentState, key_dim: int) -> None:
@@ -245,20 +245,20 @@ class XlstmCarrier:
         return tuple(LayerState(_packed(parts).to(dtype), empty) for parts in self.rnn_state.states)
 
 
-class XlstmChannel(CacheChannel):
+class XlstmCacheAdapter(CacheAdapter):
     """xLSTM's own cache."""
 
-    def carrier(
+    def state_cache(
         self, model: Any, state: RecurrentState | None, single_token: bool, attention: Cache | None
-    ) -> Carrier:
+    ) -> HoldsState:
         config, dtype = model.config, state_dtype(model.dtype)
         if state is None:
             size = config.qk_head_dim * (config.v_head_dim + 1) + 1
             zero = torch.zeros(1, config.num_heads, size, device=model.device, dtype=dtype)
             state = (LayerState(zero, zero.new_empty(1, 0)),) * config.num_hidden_layers
-        return XlstmCarrier(state, config.qk_head_dim)
+        return XlstmStateCache(state, config.qk_head_dim)
 
-    def mixers(self, model: Any, carrier: Any) -> AbstractContextManager[None]:
+    def mixers(self, model: Any, state_cache: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
     def to_cache(self, model: Any, state: RecurrentState) -> Any:
@@ -286,23 +286,23 @@ def _unpacked(packed: Tensor, key_dim: int) -> list[Tensor]:
     return [memory.unflatten(-1, (key_dim, -1)), normalizer, stabilizer]
 
 
-OWN_CACHES: dict[str, type[CacheChannel]] = {"minimax": MiniMaxChannel, "xlstm": XlstmChannel}
+OWN_CACHES: dict[str, type[CacheAdapter]] = {"minimax": MiniMaxCacheAdapter, "xlstm": XlstmCacheAdapter}
 
 
-def channel_of(model: Any) -> CacheChannel:
-    """The channel of a model.
+def cache_adapter_of(model: Any) -> CacheAdapter:
+    """The adapter of a model.
 
     Raises:
         ValueError: if it takes no cache.
     """
     model_type = _text_config(model).model_type
     if model_type == "rwkv":
-        return RwkvChannel()
+        return RwkvCacheAdapter()
     parameters = inspect.signature(type(model).forward).parameters
     for argument in ("past_key_values", "cache_params"):
         if argument in parameters:
             family = SUPPORTED.get(model_type)
-            usual = Mamba1Channel if family is not None and family.mamba1 else CacheChannel
+            usual = Mamba1CacheAdapter if family is not None and family.mamba1 else CacheAdapter
             return OWN_CACHES.get(model_type, usual)(argument)
     raise ValueError(f"{type(model).__name__} takes no cache, so nothing can carry its states.")
 

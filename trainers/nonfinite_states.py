@@ -25,7 +25,7 @@ def recurrent_rms(state: RecurrentState, norms: Tensor) -> Tensor:
     return norms[layers, 0] / norms.new_tensor(sizes).sqrt()[:, None]
 
 
-def broken_rows(state: RecurrentState, norms: Tensor, max_rms: float | None) -> Tensor:
+def nonfinite_rows(state: RecurrentState, norms: Tensor, max_rms: float | None) -> Tensor:
     """Rows with a value that is not finite or a layer above `max_rms`, (B,)."""
     broken = ~norms.isfinite().all(0).all(0)
     if max_rms is not None:
@@ -33,7 +33,7 @@ def broken_rows(state: RecurrentState, norms: Tensor, max_rms: float | None) -> 
     return broken
 
 
-def describe_broken(state: RecurrentState, norms: Tensor, max_rms: float | None) -> str:
+def describe_nonfinite(state: RecurrentState, norms: Tensor, max_rms: float | None) -> str:
     """What is wrong with the first broken layer, and in which rows."""
     rms = dict(zip(recurrent_layers(state), recurrent_rms(state, norms), strict=True))
     for index in range(len(state)):

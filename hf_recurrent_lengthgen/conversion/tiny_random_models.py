@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {
 OF_OFFICIAL_RWKV6 = {"group_norm_eps": 1e-5 * 8**2}  # fla's class has no such field
 
 
-def write_stand_in(
+def write_tiny_random_model(
     format: str,
     family: str,
     folder: Path,
