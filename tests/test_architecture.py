@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "hybrids": ("models",),
     "adapters": ("evaluation.json_schema", "evaluation.files", "records"),
     "loading": ("models", "hybrids", "adapters"),
+    "papers": (),
     "private_text": (),
     "records": ("evaluation.json_schema", "evaluation.files", "private_text"),
     "conversion": ("models", "loading", "adapters", "records", "evaluation.provenance"),
@@ -42,7 +43,7 @@ MAY_IMPORT = {
         "evaluation.diagnosis_results",
     ),
     "harness": ("models", "hybrids", "loading", "data", "evaluation"),
-    "cards": ("models", "loading", "adapters", "records", "evaluation", "plotting"),
+    "cards": ("models", "loading", "adapters", "papers", "records", "evaluation", "plotting"),
     "hub": ("models", "loading", "adapters", "records", "private_text", "conversion", "evaluation.provenance"),
     "recipes": ("data", "trainers"),
     "trainers": (

@@ -1,6 +1,6 @@
 """Cross-entropy plus output alignment, L* = L_train + alpha L_misalign: pure functions, no Trainer in sight.
 
-"Output Alignment: A Top-down Approach to Length Generalization", Eq. 4 and section 4.2. A step takes rows of
+arXiv:2506.11769, Eq. 4 and section 4.2. A step takes rows of
 T + l_extra tokens and runs the first T and the last T as two crops, 2B rows. Both are trained on, and where
 both have read at least T/2 tokens of their own, their predictions after the same token are pulled together by
 the symmetric cross-entropy of Eq. 1 (the listing of appendix D pairs output 1 with itself, a slip).

@@ -17,7 +17,7 @@ class InitialStateConfig(TrainingArguments):
         ValueError: for values out of range and for options that do not go together.
     """
 
-    # Parameters that control the loss of "Output Alignment: A Top-Down Approach to Length Generalization"
+    # Parameters that control the loss of arXiv:2506.11769
     alignment_alpha: float = field(
         default=0.0,
         metadata={

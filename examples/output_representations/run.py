@@ -1,6 +1,6 @@
 """Output representations (OutRep): predict mean, length or sum of bit strings longer than those of training.
 
-"Output Alignment: A Top-Down Approach to Length Generalization", section 3 (Figure 1) and appendices C and F, in
+arXiv:2506.11769, section 3 (Figure 1) and appendices C and F, in
 small: strings of 1 to 10 bits in training, up to 50 in the test. Writes into the output folder:
 output_representations.png, .md and .json, and one file per run. An interrupted study continues.
 """

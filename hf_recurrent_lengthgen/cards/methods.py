@@ -4,19 +4,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from hf_recurrent_lengthgen.papers import ALIGNMENT, MIMETIC, STATEX, STUFFED_MAMBA, UNEXPLORED_STATES, Paper
 from hf_recurrent_lengthgen.records import Lineage, Step
-
-
-class Paper(NamedTuple):
-    """A paper: how it is named in text, its number on arXiv, and its BibTeX entry."""
-
-    name: str
-    arxiv: str
-    bibtex: str
-
-    @property
-    def address(self) -> str:
-        return f"https://arxiv.org/abs/{self.arxiv}"
 
 
 class Method(NamedTuple):
@@ -27,54 +16,6 @@ class Method(NamedTuple):
     tag: str | None
     paper: Paper | None
 
-
-def _paper(name: str, arxiv: str, key: str, title: str, authors: str) -> Paper:
-    year = f"20{arxiv[:2]}"
-    bibtex = f"""\
-@article{{{key},
-  title = {{{title}}},
-  author = {{{authors}}},
-  journal = {{arXiv preprint arXiv:{arxiv}}},
-  year = {{{year}}}
-}}"""
-    return Paper(name, arxiv, bibtex)
-
-
-UNEXPLORED_STATES = _paper(
-    "Buitrago and Gu, 2025",
-    "2507.02782",
-    "buitrago2025understanding",
-    "Understanding and Improving Length Generalization in Recurrent Models",
-    "Buitrago Ruiz, Ricardo and Gu, Albert",
-)
-STUFFED_MAMBA = _paper(
-    "Chen et al., 2024",
-    "2410.07145",
-    "chen2024stuffed",
-    "Stuffed Mamba: Oversized States Lead to the Inability to Forget",
-    "Chen, Yingfa and Zhang, Xinrong and Hu, Shengding and Han, Xu and Liu, Zhiyuan and Sun, Maosong",
-)
-STATEX = _paper(
-    "Shen et al., 2025",
-    "2509.22630",
-    "shen2025statex",
-    "{StateX}: Enhancing {RNN} Recall via Post-training State Expansion",
-    "Shen, Xingyu and Chen, Yingfa and Thai, Zhen Leng and Han, Xu and Liu, Zhiyuan and Sun, Maosong",
-)
-MIMETIC = _paper(
-    "Trockman et al., 2024",
-    "2410.11135",
-    "trockman2024mimetic",
-    "Mimetic Initialization Helps State Space Models Learn to Recall",
-    "Trockman, Asher and Harutyunyan, Hrayr and Kolter, J. Zico and Kumar, Sanjiv and Bhojanapalli, Srinadh",
-)
-ALIGNMENT = _paper(
-    "Du et al., 2025",
-    "2506.11769",
-    "du2025longshort",
-    "Long-Short Alignment for Effective Long-Context Modeling in {LLMs}",
-    "Du, Tianqi and Huang, Haotian and Wang, Yifei and Wang, Yisen",
-)
 
 PLAIN = Method("plain training", "", None, None)
 TRAININGS = {

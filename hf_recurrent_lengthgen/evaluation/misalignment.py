@@ -1,6 +1,6 @@
 """Long-short misalignment: how far predictions move when the same context is cut a little shorter.
 
-"Output Alignment: A Top-down Approach to Length Generalization", section 4.1. Glossary: a, b logits (..., V);
+arXiv:2506.11769, section 4.1. Glossary: a, b logits (..., V);
 p = softmax(a), q = softmax(b); normalizer = log sum exp of the logits, so log p = a - normalizer;
 expected (2, ...) = (E_p[log q], E_q[log p]).
 

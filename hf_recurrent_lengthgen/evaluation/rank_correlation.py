@@ -1,6 +1,6 @@
 """Rank correlation of a metric with long-context scores over a set of models.
 
-"Output Alignment: A Top-down Approach to Length Generalization", Table 1: over 7 models, how well do the long-short
+arXiv:2506.11769, Table 1: over 7 models, how well do the long-short
 misalignment and the training loss tell which model is better at long contexts? The coefficients there are Spearman's
 (from the table's own columns: 0.67, 0.88 and -0.95 as printed, and -0.56 where -0.59 is printed).
 

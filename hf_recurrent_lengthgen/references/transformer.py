@@ -1,6 +1,6 @@
 """A small decoder-only Transformer that differs in its position encoding alone.
 
-"Output Alignment: A Top-Down Approach to Length Generalization", section 3 and appendix A, compares no position
+arXiv:2506.11769, section 3 and appendix A, compares no position
 encoding (NoPE, the default), learned positions, RoPE and ALiBi. The classes of Transformers that have these (GPT-2,
 Llama, BLOOM) differ in norms and feed-forward layers, too, and none has no positions: so one network of our own, in
 which only this changes.

@@ -267,7 +267,7 @@ def test_a_source_on_the_hub_is_the_base_model_and_gives_its_licence(work: Work,
     assert f"revision `{'ab' * 20}`" in text
     assert text.partition("\n---\n\n")[2].startswith("# mamba2-130m-cured\n")
     assert 'from_pretrained("me/mamba2-130m-cured", trust_remote_code=True)' in text
-    assert "@article{buitrago2025understanding," in text
+    assert "@article{buitragoruiz2025understanding," in text
     assert metadata_of(str(build_card(folder, license="other")))["license"] == "other"
     write_lineage(folder, Lineage(replace(source, license="Some License 2.0"), (convert,)))
     data = metadata_of(str(build_card(folder)))

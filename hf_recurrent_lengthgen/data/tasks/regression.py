@@ -1,6 +1,6 @@
 """Mean, sum or length of a bit string as a number to predict, and OutRep, the representation of that number.
 
-"Output Alignment: A Top-Down Approach to Length Generalization", section 3 and appendices A, C and F: strings of 1 to
+arXiv:2506.11769, section 3 and appendices A, C and F: strings of 1 to
 10 bits between a begin and an end token in training, up to 50 in the test. A model that is trained on f(y) instead of
 y, and whose output is put through the inverse of f, meets fewer new outputs at new lengths.
 
