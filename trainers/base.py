@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -27,6 +27,7 @@ from transformers.utils import logging
 from hf_recurrent_lengthgen.adapters import holds_adapter, write_adapter_base
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream, StreamRowSampler
 from hf_recurrent_lengthgen.data.segments import split_at_resets
+from hf_recurrent_lengthgen.methods import PLAIN, Method
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, keep_rows
 from hf_recurrent_lengthgen.trainers.alignment import AlignedBatch, AlignmentSettings
 from hf_recurrent_lengthgen.trainers.checkpoints import (
@@ -131,7 +132,7 @@ class InitialStateTrainer(Trainer, ABC):
     """
 
     config_class: type[InitialStateConfig] = InitialStateConfig
-    method = "none"  # its name in lineages: "state_passing", ...; "none" for plain training
+    about: ClassVar[Method] = PLAIN  # what lineages and cards tell of it
     records_lineage = True  # whether save_model writes it
     data_description: str | None = None  # what it is trained on, for people, in the lineage
     needs_states = True
@@ -359,7 +360,7 @@ class InitialStateTrainer(Trainer, ABC):
     def describe_method(self) -> str:
         """The trainer and what it does, for people."""
         alignment = ["output alignment"] if self._align is not None else []
-        methods = [self.method.replace("_", " "), *alignment] if self.method != "none" else alignment
+        methods = alignment if self.about is PLAIN else [self.about.name.replace("_", " "), *alignment]
         return f"{' with '.join(methods) or 'InitialStateTrainer'} ({type(self).__name__})"
 
     def _checked(self, state: RecurrentState, place: BatchPlace) -> tuple[RecurrentState, Tensor | None]:

@@ -1,5 +1,7 @@
 """Post-training from noise that resembles final states."""
 
+from hf_recurrent_lengthgen.methods import Method
+from hf_recurrent_lengthgen.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.checks import zero_state_of
 from hf_recurrent_lengthgen.trainers.fitted_noise_config import FittedNoiseConfig
@@ -15,7 +17,13 @@ class FittedNoiseTrainer(InitialStateTrainer):
     """
 
     config_class = FittedNoiseConfig
-    method = "fitted_noise"
+    about = Method(
+        "fitted_noise",
+        "fitted noise states",
+        "Training texts start from random states with the mean and variance of final states",
+        "noise-states",
+        UNEXPLORED_STATES,
+    )
     args: FittedNoiseConfig
 
     def initial_state_source(self) -> FittedNoise:

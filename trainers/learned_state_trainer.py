@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_recurrent_lengthgen.methods import Method
 from hf_recurrent_lengthgen.models.recurrent_state import (
     RecurrentState,
     clone_state,
@@ -34,7 +35,11 @@ class LearnedStateTrainer(InitialStateTrainer):
     """
 
     config_class = LearnedStateConfig
-    method = "learned"
+    about = Method(
+        "learned",
+        "a learned initial state",
+        "All texts start from one state that is trained, too",
+    )
     learns_state = True
     gives_states = False  # beside them, it trains one, which is zero at first
     args: LearnedStateConfig

@@ -1,5 +1,7 @@
 """Training from a mixture of initial states."""
 
+from hf_recurrent_lengthgen.methods import Method
+from hf_recurrent_lengthgen.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.checks import zero_state_of
 from hf_recurrent_lengthgen.trainers.initial_states import InitialStateSource, PassedStates, ZeroStates
@@ -16,7 +18,12 @@ class MixedStatesTrainer(InitialStateTrainer):
     """
 
     config_class = MixedStatesConfig
-    method = "mixed"
+    about = Method(
+        "mixed",
+        "mixed initial states",
+        "Each training text starts from a state drawn from several sources (zero, noise, other texts, the same text)",
+        paper=UNEXPLORED_STATES,
+    )
     args: MixedStatesConfig
 
     @property

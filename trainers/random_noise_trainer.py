@@ -1,5 +1,7 @@
 """Post-training from noise of one given size."""
 
+from hf_recurrent_lengthgen.methods import Method
+from hf_recurrent_lengthgen.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.checks import zero_state_of
 from hf_recurrent_lengthgen.trainers.noise_states import RandomNoise
@@ -16,7 +18,13 @@ class RandomNoiseTrainer(InitialStateTrainer):
     """
 
     config_class = RandomNoiseConfig
-    method = "random_noise"
+    about = Method(
+        "random_noise",
+        "random noise states",
+        "Training texts start from random states",
+        "noise-states",
+        UNEXPLORED_STATES,
+    )
     args: RandomNoiseConfig
 
     def initial_state_source(self) -> RandomNoise:

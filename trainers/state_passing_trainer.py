@@ -1,5 +1,7 @@
 """Post-training with state passing."""
 
+from hf_recurrent_lengthgen.methods import Method
+from hf_recurrent_lengthgen.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.initial_states import PassedStates
 from hf_recurrent_lengthgen.trainers.state_passing_config import StatePassingConfig
@@ -14,7 +16,14 @@ class StatePassingTrainer(InitialStateTrainer):
     """
 
     config_class = StatePassingConfig
-    method = "state_passing"
+    about = Method(
+        "state_passing",
+        "state passing",
+        "In state passing, training texts start from the final states of other texts instead of from nothing, so that "
+        "the model also learns from the states that long texts lead to",
+        "state-passing",
+        UNEXPLORED_STATES,
+    )
     needs_shuffled_data = True
     args: StatePassingConfig
 

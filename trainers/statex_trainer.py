@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_recurrent_lengthgen.methods import Method
+from hf_recurrent_lengthgen.papers import STATEX
 from hf_recurrent_lengthgen.surgery import expand_state
 from hf_recurrent_lengthgen.surgery.state_expansion import expanded_parameters, recorded_expansions
 from hf_recurrent_lengthgen.trainers.checks import base_of, check_config, check_model
@@ -28,7 +30,13 @@ class StateXTrainer(MixedStatesTrainer):
     """
 
     config_class = StateXConfig
-    method = "statex"
+    about = Method(
+        "statex",
+        "state expansion and training",
+        "Some layers got larger states, and the model was trained on",
+        "statex",
+        STATEX,
+    )
     gives_states = False
     args: StateXConfig
 

@@ -1,5 +1,7 @@
 """Training on texts cut into chunks, with the state carried from chunk to chunk."""
 
+from hf_recurrent_lengthgen.methods import Method
+from hf_recurrent_lengthgen.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.initial_states import PassedStates
 from hf_recurrent_lengthgen.trainers.tbtt_config import TbttConfig
@@ -15,7 +17,13 @@ class TbttTrainer(InitialStateTrainer):
     """
 
     config_class = TbttConfig
-    method = "tbtt"
+    about = Method(
+        "tbtt",
+        "truncated backpropagation through time",
+        "Long texts are trained on in chunks, and each chunk starts from the final state of the one before",
+        "tbtt",
+        UNEXPLORED_STATES,
+    )
     needs_continued_data = True
     args: TbttConfig
 

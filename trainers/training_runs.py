@@ -43,7 +43,7 @@ def record_lineage(trainer: "InitialStateTrainer", output: TrainOutput, folder: 
     start = str(getattr(model, "adapter_folder", "") or getattr(model.config, "_name_or_path", "") or "")
     if not start or not (holds_adapter(folder) or (Path(folder) / "config.json").is_file()):
         return
-    method = method_of(trainer, trainer.method)
+    method = method_of(trainer, trainer.about.name)
     data = trainer.train_dataset
     rows = _length(data)
     described = trainer.data_description or type(data).__name__ + ("" if rows is None else f" of {rows:,} rows")

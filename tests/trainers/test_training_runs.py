@@ -80,7 +80,7 @@ def test_a_model_of_nowhere_gets_no_lineage(tmp_path: Path) -> None:
 def test_each_method_has_a_name_of_its_own() -> None:
     from hf_recurrent_lengthgen.cli.options import INTERVENTIONS
 
-    assert {name: trainer.method for name, (trainer, _) in INTERVENTIONS.items()} == {
+    assert {name: trainer.about.name for name, (trainer, _) in INTERVENTIONS.items()} == {
         name: name for name in INTERVENTIONS
     }
 
