@@ -1,6 +1,7 @@
 """`lengthgen merge`: a checkpoint of an adapter and its base."""
 
 import argparse
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,7 +77,8 @@ def run(arguments: Sequence[str]) -> int:
         record_step(folder, start, "merge", what, ["lengthgen", "merge", *arguments])
 
     save_checkpoint(merged, tokenizer, output, finish)
-    compare = shlex.join(["lengthgen", "evaluate", base, str(output)])
+    shown = os.path.relpath(base) if Path(base).resolve().is_relative_to(Path.cwd()) else base
+    compare = shlex.join(["lengthgen", "evaluate", shown, str(output), "--roles", "base,cured"])
     print(f"Saved to {output}. Next: {shlex.join(['lengthgen', 'verify', str(output)])}, then {compare}")
     return 0
 

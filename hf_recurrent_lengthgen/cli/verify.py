@@ -27,10 +27,9 @@ GPU; where none of them is at hand, our own scan in float64 with the weights rea
 
 A difference of {TOLERANCE:g} is allowed, relative to the largest value where that is above 1; for the logits of
 mamba-ssm's and fla's kernels {KERNEL_TOLERANCE:g}. Needs memory for the weights, one model at a time, at 4 bytes per
-parameter (8 for our own scan), and for rows x length x vocabulary x 12 bytes of logits. Hybrids of Transformers, and
+parameter (8 for our own scan), and for length x vocabulary x 24 bytes of logits. Hybrids of Transformers, and
 exports, are loaded by Transformers' own class in the new process. Adapters (PEFT) are to be merged first.
 """
-_WORDS = {True: "ok", False: "FAILED"}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,8 +50,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--length", type=positive, default=DEFAULT_LENGTH, metavar="N", help="tokens per text (default: %(default)s)"
     )
-    parser.add_argument("--rows", type=positive, default=2, metavar="N", help="texts (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the tokens (default: %(default)s)")
     parser.add_argument(
         "--dtype",
         choices=("float32", "float64"),
@@ -73,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 def run(arguments: Sequence[str]) -> int:
     """Run the command with its arguments."""
     options = _parser().parse_args(arguments)
-    settings = {name: getattr(options, name) for name in ("revision", "length", "rows", "seed", "dtype", "device")}
+    settings = {name: getattr(options, name) for name in ("revision", "length", "dtype", "device")}
     verification = verify_checkpoint(
         options.checkpoint,
         options.source,

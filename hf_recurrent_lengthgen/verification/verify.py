@@ -1,10 +1,26 @@
-"""The checks of a checkpoint folder, in order: a clean process, this package, the source."""
+"""The checks of a checkpoint folder: it gives the same everywhere.
+
+Random tokens are read. Weights of any dtype are computed with in `dtype`, by the torch scans.
+
+- A clean process, in which this package cannot be imported, loads the checkpoint with its own code, offline, and
+  gives the logits and final states of the installed classes. Config, weights and shapes of states agree.
+- Reading in pieces (the first of one token) with the state carried gives what reading at once gives.
+- Nothing is NaN or infinite.
+- The tokenizer, if there is one, loads in that process, and all its tokens are in the model's vocabulary.
+- With a source: its weights are those of the checkpoint, and its upstream implementation, or our own scan where that
+  is not here, gives the same logits and final states.
+
+A checkpoint without code of ours (hybrids, exports to Transformers) is loaded by Transformers' class in the clean
+process, and read in pieces by `load_model`'s. A difference may be `comparing.TOLERANCE` (1e-5), relative to the
+largest value of a tensor if that is above 1.
+"""
 
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,12 +48,14 @@ from hf_recurrent_lengthgen.verification.comparing import (
     not_finite,
     states,
 )
-from hf_recurrent_lengthgen.verification.sources import Sizes, locate_source, open_source
+from hf_recurrent_lengthgen.verification.sources import OpenedSource, Sizes, locate_source, open_source
 
 PROBE = "The state of a recurrent model is a value.\n\tdef f(x): return x ** 2  # été, 状態, 🙂\n"
 """A text for tokenizers: words, code, white space, letters of several scripts."""
 DEFAULT_LENGTH = 600
 """More than two chunks of 256 tokens, the longest that the families' scans work with, and a rest."""
+ROWS = 2
+"""Texts that are read."""
 
 
 class CleanProcess(NamedTuple):
@@ -53,8 +71,6 @@ def verify_checkpoint(
     *,
     revision: str | None = None,
     length: int = DEFAULT_LENGTH,
-    rows: int = 2,
-    seed: int = 0,
     dtype: Literal["float32", "float64"] = "float32",
     device: str = "cpu",
     trust_remote_code: bool = False,
@@ -62,21 +78,7 @@ def verify_checkpoint(
 ) -> Verification:
     """Check that a checkpoint gives the same everywhere, and write verification.json into it if it does.
 
-    Random tokens are read. Weights of any dtype are computed with in `dtype`, by the torch scans. The checks:
-
-    - A new process, in which this package cannot be imported, loads the checkpoint with its own code, offline, and
-      gives the logits and final states of the installed classes. Config, weights and shapes of states agree.
-    - Reading in pieces (the first of one token) with the state carried gives what reading at once gives.
-    - Nothing is NaN or infinite.
-    - The tokenizer, if there is one, loads in that process, and all its tokens are in the model's vocabulary.
-    - With a source: its weights are those of the checkpoint, and its upstream implementation, or our own scan where
-      that is not here, gives the same logits and final states.
-
-    A checkpoint without code of ours (hybrids, exports to Transformers) is loaded by Transformers' class in the new
-    process, and read in pieces by `load_model`'s.
-
-    A difference may be `comparing.TOLERANCE` (1e-5), relative to the largest value of a tensor if that is above 1.
-    Memory: the weights once in `dtype` (twice with a source), and three times the logits, rows x length x vocabulary.
+    Memory: the weights once in `dtype` (twice with a source), and three times the logits, ROWS x length x vocabulary.
 
     Args:
         checkpoint: Folder.
@@ -85,8 +87,6 @@ def verify_checkpoint(
         revision: Branch, tag or commit of a source on the Hub; None for the commit that the lineage of the checkpoint
             names, if it names this source, else for the main branch.
         length: Tokens to read, 2 or more.
-        rows: Texts to read.
-        seed: Of the tokens.
         dtype: To compute in.
         device: To compute on: "cpu", "cuda", ...
         trust_remote_code: Whether code in the folder that is not the installed package's may run.
@@ -100,42 +100,50 @@ def verify_checkpoint(
             changes meanwhile, a source that does not fit, and settings out of range.
     """
     folder = _checked_folder(checkpoint, trust_remote_code)
-    if length < 2 or rows < 1:
-        raise ValueError(f"Give a length of 2 tokens or more and at least one row, got {length} and {rows}.")
+    if length < 2:
+        raise ValueError(f"Give a length of 2 tokens or more, got {length}.")
     if dtype not in ("float32", "float64"):
         raise ValueError(f'dtype must be "float32" or "float64", got {dtype!r}: tolerances are for these.')
-    tell = partial(print, file=sys.stderr, flush=True) if progress else str
-    files = verified_files(folder)
-    vocabulary = _vocabulary(folder)
-    tokens = torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
-    sizes = Sizes(tokens, getattr(torch, dtype), device)
     if source is None and revision is not None:
         raise ValueError(
             f"A revision, {revision!r}, is that of a source on the Hub: give the source, or leave it out."
         )
+    files = verified_files(folder)
     located = None if source is None else locate_source(source, revision, folder)
-    verification = None
+    tokens = torch.randint(_vocabulary(folder), (ROWS, length), generator=torch.Generator().manual_seed(0))
+    tell = partial(print, file=sys.stderr, flush=True) if progress else str
     try:
         opened = None if located is None else open_source(located, folder)
-        tell("Loading and reading in a process without this package ...")
-        found = _ask_clean_process(folder, sizes)
-        tell("Reading with the installed classes ...")
-        ours, checks = _own_checks(folder, sizes, found, trust_remote_code)
-        checks += _tokenizer_checks(folder, found, vocabulary)
-        if opened is not None:
-            tell(f"Comparing with {source} ...")
-            checks += opened.checks(sizes, ours)
+        checks = _checks(folder, Sizes(tokens, getattr(torch, dtype), device), opened, trust_remote_code, tell)
         if verified_files(folder) != files:
             raise ValueError(f"The files in {folder} changed while they were verified: verify it again.")
-        verification = Verification(files, tuple(checks), installed_versions())
     except ValueError:
         (folder / VERIFICATION_FILE).unlink(missing_ok=True)
         raise
+    verification = Verification(files, tuple(checks), installed_versions())
     if verification.passed:
         write_verification(folder, verification)
     else:
         (folder / VERIFICATION_FILE).unlink(missing_ok=True)
     return verification
+
+
+def _checks(
+    folder: Path,
+    sizes: Sizes,
+    source: OpenedSource | None,
+    trust_remote_code: bool,
+    tell: Callable[[str], object],
+) -> list[Check]:
+    tell("Loading and reading in a process without this package ...")
+    found = _ask_clean_process(folder, sizes)
+    tell("Reading with the installed classes ...")
+    ours, checks = _own_checks(folder, sizes, found, trust_remote_code)
+    checks += _tokenizer_checks(folder, found, _vocabulary(folder))
+    if source is not None:
+        tell(f"Comparing with {source.located.name} ...")
+        checks += source.checks(sizes, ours)
+    return checks
 
 
 def _checked_folder(checkpoint: str | os.PathLike[str], trust_remote_code: bool) -> Path:
@@ -227,7 +235,7 @@ def _ask_clean_process(folder: Path, sizes: Sizes) -> CleanProcess:
 def _own_checks(
     folder: Path, sizes: Sizes, found: CleanProcess, trust_remote_code: bool
 ) -> tuple[Reading, list[Check]]:
-    """The reading of the installed classes, and what it says of the stranger's."""
+    """The reading of the installed classes, and what it says of the clean process's."""
     model = _installed_model(folder, sizes, trust_remote_code)
     rows, length = sizes.tokens.shape
     theirs, in_pieces = found.readings["at once"], found.readings.get("in pieces")

@@ -20,7 +20,7 @@ STALE = Verification({}, (Check("logits", "nothing", 1, 0.0, 0.0),), {})
 
 
 def test_a_sound_checkpoint_passes_and_says_so(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(checkpoint), "--length", "520", "--rows", "1"]) == 0
+    assert main(["verify", str(checkpoint), "--length", "520"]) == 0
     found = read_verification(checkpoint)
     assert found is not None
     assert found.passed
@@ -132,7 +132,7 @@ def test_what_cannot_be_verified_is_refused_with_the_reason(checkpoint: Path, tm
         verify_checkpoint("user/name")
     with pytest.raises(ValueError, match=r"holds no config\.json"):
         verify_checkpoint(tmp_path)
-    with pytest.raises(ValueError, match="Give a length of 2 tokens or more and at least one row, got 1 and 2"):
+    with pytest.raises(ValueError, match="Give a length of 2 tokens or more, got 1"):
         verify_checkpoint(checkpoint, length=1)
     with pytest.raises(ValueError, match='dtype must be "float32" or "float64"'):
         verify_checkpoint(checkpoint, dtype="bfloat16")  # type: ignore[arg-type]
