@@ -14,12 +14,12 @@ import yaml
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
-from transformers.cache_utils import Cache
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM, load_state
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.records import read_lineage, read_verification
+from tests.versions import needs_hybrids
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -209,7 +209,7 @@ def test_a_document_is_asked_for_properly(
     assert wrong[0] in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.skipif(not hasattr(Cache, "get_recurrent_state"), reason="hybrids need Transformers 5.21 or newer")
+@needs_hybrids
 def test_a_hybrid_trains_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

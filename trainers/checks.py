@@ -124,7 +124,7 @@ def _check_same_on_processes(args: TrainingArguments) -> None:
                 f"accelerator_config {name}=False would give {args.world_size} processes other rows than one: leave "
                 "it out."
             )
-    strategy = getattr(args, "train_sampling_strategy", "random")
+    strategy = args.train_sampling_strategy
     if str(getattr(strategy, "value", strategy)) not in ("random", "sequential"):
         raise ValueError(
             f"train_sampling_strategy {strategy!r} orders rows by the batches of one process, so {args.world_size} "
@@ -218,7 +218,7 @@ def check_continued_data(trainer: Any, dataset: Any, alignment: AlignmentSetting
         raise ValueError(
             "ignore_data_skip would continue carried states with other texts after a resume: leave it out."
         )
-    strategy = getattr(args, "train_sampling_strategy", "random")
+    strategy = args.train_sampling_strategy
     if str(getattr(strategy, "value", strategy)) != "random":
         raise ValueError(
             f"train_sampling_strategy {strategy!r} would part rows that continue one another: leave it out."

@@ -68,8 +68,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
         return load_tokenizer(base_of_adapter(name), trust_remote_code)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    # ImportError from a guess of early 5.x, which asks for protobuf; the last four from files of wrong types
-    except (OSError, ValueError, ImportError, AttributeError, KeyError, RecursionError, TypeError) as error:
+    # the last four from files of wrong types
+    except (OSError, ValueError, AttributeError, KeyError, RecursionError, TypeError) as error:
         reason = "" if _without_tokenizer_files(name) else f" ({error})"
         raise ValueError(f"{name} holds no tokenizer{reason}: give one with --tokenizer.") from error
     # Without files, Transformers guesses a class from the model's type and makes it of special tokens only.

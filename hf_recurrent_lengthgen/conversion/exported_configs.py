@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-from hf_recurrent_lengthgen.conversion.config_fields import config_fields
 from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, Format, Settings
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
@@ -113,7 +112,7 @@ def _check_same(format: Format, config: Any, again: Any) -> None:
     ignored = NOT_ARCHITECTURE | {"forgetting", SOURCE_CONFIG, *format.from_shapes}
     if config.model_type == "stateful_mamba2":
         ignored |= {"time_step_rank"}  # Mamba-2 has none
-    names = [name for name in config_fields(type(config)) if name not in ignored]
+    names = [name for name in type(config)().to_dict() if name not in ignored]
     different = [
         f"{name} {getattr(config, name, None)!r} (there {getattr(again, name, None)!r})"
         for name in names

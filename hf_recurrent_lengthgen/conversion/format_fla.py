@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from hf_recurrent_lengthgen.conversion.config_fields import config_fields
 from hf_recurrent_lengthgen.conversion.formats import (
     GENERIC_SETTINGS,
     SOURCE_CONFIG,
@@ -138,7 +137,7 @@ def _known(kind: str) -> set[str]:
 
 def _field_names(kind: str) -> set[str]:
     """fla's names of the fields of our config."""
-    ours = set(config_fields(STATEFUL_CLASSES[kind].config_class)) - OURS_ONLY - GENERIC_SETTINGS
+    ours = set(STATEFUL_CLASSES[kind].config_class().to_dict()) - OURS_ONLY - GENERIC_SETTINGS
     if kind == "gla":
         ours -= {"gate_low_rank_dim"}  # fixed in fla's code
     if kind in ("mamba", "mamba2"):

@@ -124,8 +124,8 @@ def blank_model(config: PreTrainedConfig) -> Any:
 
 
 def is_tied(config: Any) -> bool:
-    """Whether the head is the embeddings; configs of early 5.x may lack the field, and then it is not."""
-    return bool(getattr(config, "tie_word_embeddings", False))
+    """Whether the head is the embeddings."""
+    return bool(config.tie_word_embeddings)
 
 
 def expected_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:

@@ -127,7 +127,7 @@ class StatefulConfigMixin:
         return super().from_dict(config_dict | {"model_type": own}, **kwargs)  # type: ignore[misc]
 
     def check(self) -> None:
-        """Refuse what the stateful classes cannot honor; models call it too: early 5.x configs have no hook.
+        """Refuse what the stateful classes cannot honor; models call it too, since fields may be set after.
 
         Raises:
             ValueError: naming the field, its value and what is allowed.
@@ -172,7 +172,7 @@ class StatefulConfigMixin:
 
 @lru_cache
 def _annotations(config_class: type) -> dict[str, Any]:
-    """Types of the fields that are annotated with types; early 5.x has none for fields of its own."""
+    """Types of the fields that are annotated with types."""
     found: dict[str, Any] = {}
     for base in reversed(config_class.__mro__):
         found |= inspect.get_annotations(base)

@@ -168,12 +168,9 @@ def _filled(model_class: Any, config: Any, weights: Weights) -> Any:
 
 
 def _stock_state(cache: Any, layer: int) -> tuple[Tensor, Tensor]:
-    """Recurrent state, and the K - 1 convolution columns that matter, from the caches of all supported versions."""
-    if hasattr(cache, "ssm_states"):
-        recurrent, conv = cache.ssm_states[layer], cache.conv_states[layer]
-    else:
-        recurrent, conv = cache.layers[layer].recurrent_states, cache.layers[layer].conv_states
-    recurrent, conv = (part[0] if isinstance(part, list | tuple | dict) else part for part in (recurrent, conv))
+    """Recurrent state, and the K - 1 convolution columns that matter; newer versions have several states a layer."""
+    parts = (cache.layers[layer].recurrent_states, cache.layers[layer].conv_states)
+    recurrent, conv = (part[0] if isinstance(part, list | tuple | dict) else part for part in parts)
     return recurrent, conv[..., 1:]
 
 

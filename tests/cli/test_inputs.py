@@ -40,8 +40,8 @@ from hf_recurrent_lengthgen.cli.inputs import (
 )
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.loading import load_model
-from tests.models.families import TRANSFORMERS
 from tests.models.upstream_fixtures import load_fixture
+from tests.versions import needs_hybrids
 
 
 def test_our_checkpoint_loads_as_it_was_saved(checkpoint: Path) -> None:
@@ -90,7 +90,7 @@ def test_checkpoints_of_fla_load_without_fla_and_give_its_logits(name: str, tmp_
     torch.testing.assert_close(logits, fixture.run["logits"], rtol=0, atol=2e-5)
 
 
-@pytest.mark.skipif(TRANSFORMERS < (5, 21), reason="hybrids need Transformers 5.21")
+@needs_hybrids
 def test_a_hybrid_is_wrapped_and_other_models_are_refused_with_the_reason(tmp_path: Path) -> None:
     sizes = {"vocab_size": 19, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}

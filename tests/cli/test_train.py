@@ -93,7 +93,7 @@ def test_training_from_scratch_with_mimetic_initialization(train: Train, config_
     weights = load_file(tmp_path / "out" / "model.safetensors")
     decays = -4 * torch.tensor([2.0, 3.0]).log()
     torch.testing.assert_close(weights["backbone.layers.0.mixer.A_log"], decays, rtol=0, atol=1e-6)
-    assert not trained_config(tmp_path / "out").get("interventions")  # early 5.x configs do not write defaults
+    assert not trained_config(tmp_path / "out")["interventions"]
 
 
 def test_mimetic_switches_and_layers(

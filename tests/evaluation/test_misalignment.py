@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
-from transformers.cache_utils import Cache
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.evaluation.misalignment import (
@@ -20,6 +19,7 @@ from hf_recurrent_lengthgen.evaluation.misalignment import (
     symmetric_cross_entropy,
 )
 from hf_recurrent_lengthgen.hybrids import stateful
+from tests.versions import needs_hybrids
 
 VOCABULARY = 7
 
@@ -239,10 +239,9 @@ MODELS = {
     "ours": lambda: tiny_mamba2(StatefulMamba2ForCausalLM, StatefulMamba2Config),
     "wrapped": lambda: stateful(tiny_mamba2(Mamba2ForCausalLM, Mamba2Config)),
 }
-CAN_WRAP = pytest.mark.skipif(not hasattr(Cache, "get_recurrent_state"), reason="needs Transformers 5.21 or newer")
 
 
-@pytest.mark.parametrize("name", ["llama", "ours", pytest.param("wrapped", marks=CAN_WRAP)])
+@pytest.mark.parametrize("name", ["llama", "ours", pytest.param("wrapped", marks=needs_hybrids)])
 def test_metric_of_real_models_is_that_of_plain_forward_passes(name: str, random_tokens: np.ndarray) -> None:
     torch.manual_seed(0)
     model: Any = MODELS[name]().eval()

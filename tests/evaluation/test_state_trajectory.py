@@ -18,6 +18,7 @@ from hf_recurrent_lengthgen.evaluation.state_trajectory import (
     sample_positions,
 )
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
+from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.forgetting import forgetting
 from tests.models.families import (
     FAMILIES,
@@ -33,6 +34,7 @@ from tests.models.families import (
     random_tokens,
     variant_id,
 )
+from tests.versions import needs_hybrids
 
 SEQUENCES, LENGTH = 3, 20
 POSITIONS = (1, 2, 3, 9, 16, 17, 20)
@@ -259,16 +261,13 @@ def test_the_sketch_holds_means_of_neighbours_among_the_sorted_elements() -> Non
         start += count
 
 
+@needs_hybrids
 def test_wrapped_models_of_transformers_have_states_but_no_known_scans() -> None:
-    stateful = pytest.importorskip("hf_recurrent_lengthgen.hybrids").stateful
     torch.manual_seed(0)
     config = Mamba2Config(
         vocab_size=29, hidden_size=16, num_hidden_layers=2, num_heads=4, head_dim=8, state_size=5, n_groups=1
     )
-    try:
-        model = stateful(Mamba2ForCausalLM(config).eval())
-    except ValueError:
-        pytest.skip("this version of Transformers is too old for stateful()")
+    model = stateful(Mamba2ForCausalLM(config).eval())
     tokens = random_tokens(2, 9)
     trajectory = observed(model, tokens, (1, 4, 8))
     state = model(tokens[:, :4], output_final_state=True).final_state

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
@@ -15,8 +14,6 @@ from .family import TINY, VOCABULARY, Family
 from .family_fla import GLA, HGRN2, LINEAR_ATTENTION
 from .family_mamba import FALCON_MAMBA, MAMBA
 from .family_rwkv import RWKV5, RWKV6
-
-TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 
 def mamba2_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:

@@ -53,9 +53,7 @@ def stock_config(config: StatefulMamba2Config) -> Mamba2Config:
 
 
 def stock_final_state(cache: Any, layer: int) -> tuple[Tensor, Tensor]:
-    """Recurrent state and the K convolution columns, of the cache classes of all supported versions."""
-    if hasattr(cache, "ssm_states"):
-        return cache.ssm_states[layer], cache.conv_states[layer]
+    """Recurrent state and the K convolution columns."""
     return cache.layers[layer].recurrent_states, cache.layers[layer].conv_states
 
 

@@ -15,7 +15,7 @@ from transformers import FalconMambaConfig, FalconMambaForCausalLM, MambaConfig,
 from hf_recurrent_lengthgen.models.configuration_stateful_mamba import StatefulMambaConfig
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StatefulMambaForCausalLM
 
-from .families import TRANSFORMERS, perturb, random_tokens
+from .families import perturb, random_tokens
 from .family import TINY
 
 STOCK = {"mamba": (MambaConfig, MambaForCausalLM), "falcon_mamba": (FalconMambaConfig, FalconMambaForCausalLM)}
@@ -106,7 +106,6 @@ def test_a_continuation_over_several_tokens_equals_their_full_pass(kind: str, cu
 
 
 @every_kind
-@pytest.mark.skipif(TRANSFORMERS < (5, 21), reason="an earlier cache")
 def test_the_final_state_is_that_of_the_cache_which_they_drop(kind: str) -> None:
     ours, theirs = pair(kind)
     tokens = random_tokens(2, 24)

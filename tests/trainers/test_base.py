@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import IterableDataset, SequentialSampler
 from transformers import (
@@ -30,10 +29,10 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from hf_recurrent_lengthgen.data.packing import PackedBlocks
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, StatePassingConfig, StatePassingTrainer
+from tests.versions import SINCE_5_23
 
 MakeConfig = Callable[..., StatePassingConfig]
-NEW_CHECKPOINTING = Version(transformers.__version__) >= Version("5.23")
-SAMPLING = TrainingArguments.__dataclass_fields__.get("train_sampling_strategy")
+SAMPLING = TrainingArguments.__dataclass_fields__["train_sampling_strategy"]
 
 
 # --- evaluation ---
@@ -228,7 +227,7 @@ SCRIPTS = [
     pytest.param(
         partial(with_settings, activation_checkpointing=True),
         id="activation checkpointing",
-        marks=pytest.mark.skipif(not NEW_CHECKPOINTING, reason="this version has the older name only"),
+        marks=pytest.mark.skipif(not SINCE_5_23, reason="this version has the older name only"),
     ),
 ]
 
@@ -268,7 +267,7 @@ def test_activation_checkpointing_trains_the_same_weights(toys: ModuleType, make
     results = []
     for changes in ({}, {"gradient_checkpointing": True}):
         fields = {"max_steps": 4, "state_drop_probability": 0.0, "learning_rate": 0.01} | changes
-        if changes and NEW_CHECKPOINTING:
+        if changes and SINCE_5_23:
             with pytest.warns(FutureWarning, match="gradient_checkpointing"):
                 config = make_config(**fields)
         else:
@@ -362,7 +361,7 @@ def test_a_drop_probability_outside_zero_to_one_is_refused(make_config: MakeConf
 
 
 def test_reentrant_activation_checkpointing_is_refused(toys: ModuleType, make_config: MakeConfig) -> None:
-    name = "activation_checkpointing_kwargs" if NEW_CHECKPOINTING else "gradient_checkpointing_kwargs"
+    name = "activation_checkpointing_kwargs" if SINCE_5_23 else "gradient_checkpointing_kwargs"
     config = make_config(**{name: {"use_reentrant": True}})
     with pytest.raises(ValueError, match="set use_reentrant=False"):
         StatePassingTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4))
@@ -407,12 +406,9 @@ def test_a_stream_needs_the_word_that_it_is_shuffled(
 
 @pytest.mark.parametrize("strategy", ["sequential", "group_by_length", "batch_rebalance"])
 def test_samplers_that_order_the_data_are_refused(toys: ModuleType, make_config: MakeConfig, strategy: str) -> None:
-    if SAMPLING is not None and strategy in SAMPLING.metadata["choices"]:
-        config = make_config(train_sampling_strategy=strategy)
-    elif SAMPLING is None and strategy == "group_by_length":
-        config = make_config(group_by_length=True)
-    else:
+    if strategy not in SAMPLING.metadata["choices"]:
         pytest.skip("this version has no such sampler")
+    config = make_config(train_sampling_strategy=strategy)
     with pytest.raises(ValueError, match="the data must be shuffled"):
         StatePassingTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4))
 

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.checkpoints import newest_complete_checkpoint
+from tests.versions import SINCE_5_23
 
 STEPS = 8  # of toys.resumable_trainer
 
@@ -137,9 +136,7 @@ def test_a_run_that_ends_by_itself_in_that_step_is_still_interrupted(toys: Modul
     assert (tmp_path / f"checkpoint-{STEPS}" / "trainer_state.json").exists()
 
 
-@pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"), reason="two processes cannot resume, see test_processes.py"
-)
+@pytest.mark.skipif(not SINCE_5_23, reason="two processes cannot resume, see test_processes.py")
 def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(toys: ModuleType, tmp_path: Path) -> None:
     run = {"rows": 24, "processes": 2, "max_steps": 4, "save_steps": 4}
     folder = {"output_dir": str(tmp_path / "run")}

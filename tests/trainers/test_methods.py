@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import default_data_collator
 
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks
+from tests.versions import SINCE_5_23
 
-NEW = Version(transformers.__version__) >= Version("5.23")
 STEPS, ROWS = 6, 24
 QUICK = ["fitted noise", "state passing", "tbtt", "alignment"]
 METHODS = [
@@ -58,7 +56,7 @@ def jobs_of(method: str, root: Path) -> dict[str, dict[str, Any]]:
         died = {"save_steps": 4, "die_at_step": random.choice([4, 5]), "die_in_process": random.randrange(processes)}
         jobs[f"whole {processes}"] = run | {"output_dir": str(root / f"whole {processes}")}
         jobs[f"killed {processes}"] = killed | died
-        if processes == 1 or NEW:  # see test_processes.py
+        if processes == 1 or SINCE_5_23:
             jobs[f"resumed {processes}"] = killed | {"resume": True}
     return jobs
 
@@ -121,7 +119,9 @@ def test_two_processes_train_what_one_trains_with_twice_the_batch(toys: ModuleTy
     assert ("layers.1.recurrent" in one) == method.startswith("learned state")
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.skipif(not NEW, reason="see jobs_of"))])
+@pytest.mark.parametrize(
+    "processes", [1, pytest.param(2, marks=pytest.mark.skipif(not SINCE_5_23, reason="see jobs_of"))]
+)
 @pytest.mark.parametrize("method", SELECTED)
 def test_a_killed_run_resumes_bit_for_bit_in_its_second_epoch(method: str, runs: Path, processes: int) -> None:
     whole, log = what_is_left(runs / f"whole {processes}", processes)
@@ -149,7 +149,7 @@ class CropDifferently:
 def test_low_precision_clipping_checkpointing_and_other_lengths_go_together(
     toys: ModuleType, tmp_path: Path, method: str
 ) -> None:
-    name = "activation_checkpointing" if NEW else "gradient_checkpointing"
+    name = "activation_checkpointing" if SINCE_5_23 else "gradient_checkpointing"
     continued = "tbtt" in method  # where lengths cannot change
     results = []
     for changes in ({}, {name: True}):

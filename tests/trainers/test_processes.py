@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from safetensors.torch import load_file
 
 from hf_recurrent_lengthgen.trainers.checkpoints import newest_complete_checkpoint, what_is_missing
+from tests.versions import SINCE_5_23
 
 # 24 rows are 6 global batches of 4, so 3 steps in each of 2 epochs, without a smaller batch: Trainer fills such a
 # batch up with repeated rows when there are several processes.
@@ -58,7 +57,7 @@ def test_two_processes_train_what_one_trains_with_twice_the_batch(
 
 
 @pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"),
+    not SINCE_5_23,
     reason="Trainer of older versions maps the optimizer to the device cpu:0, which torch cannot load; GPUs work",
 )
 def test_two_processes_resume_bit_for_bit_after_one_was_killed_in_a_save(
