@@ -208,6 +208,42 @@ def _load(
         return model.merge_and_unload(safe_merge=True) if merge else model
     if base is not None:
         raise ValueError(f"{name} holds no adapter, so it has no base: leave {base} out.")
+    _check_place(name)
+    settings, config = _read_config(name, trust_remote_code)
+    model_type = settings.get("model_type") if config is None else config.model_type
+    loading: dict[str, Any] = {"dtype": dtype}
+    loader: Any = AutoModelForCausalLM
+    if model_type in STATEFUL_CLASSES:
+        loader = STATEFUL_CLASSES[model_type]
+        settings = {key: v for key, v in settings.items() if key not in ("architectures", "auto_map")}
+        with reading_config(name):
+            loading["config"] = loader.config_class.from_dict(settings)
+    elif str(model_type).startswith("stateful_"):
+        loading["trust_remote_code"] = trust_remote_code
+        _tell_of_differing_code(name, settings)
+    elif model_type not in SUPPORTED:
+        if not stateless:
+            reason = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
+            raise ValueError(
+                f"{name} is of type {model_type!r}, which cannot be given states{reason}. Possible are checkpoints "
+                f"of this package, {', '.join(sorted(STATEFUL_CLASSES))}, {', '.join(sorted(SUPPORTED))}."
+            )
+        loading["trust_remote_code"] = trust_remote_code
+    model, found = _read_weights(name, loader, loading, model_type)
+    problems = {what: sorted(map(str, found[f"{what}_keys"])) for what in ("missing", "unexpected", "mismatched")}
+    if any(problems.values()):
+        told = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
+        foreign = model_type in STATEFUL_CLASSES
+        advice = f" If they have the names of another library, {_to_convert(name)}" if foreign else ""
+        raise ValueError(f"The weights in {name} do not fit its config.json, {told}.{advice}")
+    if "quantization_config" not in settings:
+        _check_dtypes(Path(name), model)
+    _check_finite(name, model)
+    return stateful(model) if model_type in SUPPORTED and model_type not in STATEFUL_CLASSES else model
+
+
+def _check_place(name: str) -> None:
+    """Refuse what is no checkpoint folder and no name on the Hub, and a folder with damaged JSON files."""
     if Path(name).is_file() and name.endswith(WEIGHT_SUFFIXES):
         raise ValueError(f"{name} is a file of weights without a config: {_to_convert(name)}")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
@@ -215,45 +251,30 @@ def _load(
         raise ValueError(f"{name} holds no config.json{advice}")
     check_name(name)
     _check_files(Path(name))
-    loading: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
-    loader: Any = AutoModelForCausalLM
-    wrap = False
+
+
+def _read_config(name: str, trust_remote_code: bool) -> tuple[dict[str, Any], Any]:
+    """The settings of config.json, and the config of Transformers, None where our class reads the settings."""
     try:
         with reading_config(name):
             settings, _ = PreTrainedConfig.get_config_dict(name)
-        model_type = settings.get("model_type")
-        if model_type is None and {"d_model", "n_layer"} <= settings.keys():
-            raise ValueError(
-                f"{name} is a checkpoint of mamba-ssm, with other names of config and weights: {_to_convert(name)}"
-            )
-        if model_type in STATEFUL_CLASSES:
-            loader = STATEFUL_CLASSES[model_type]
-            settings = {key: v for key, v in settings.items() if key not in ("architectures", "auto_map")}
-            with reading_config(name):
-                loading["config"] = loader.config_class.from_dict(settings)
-        else:
-            with reading_config(name):
-                config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-            model_type = config.model_type
+            model_type = settings.get("model_type")
+            if model_type is None and {"d_model", "n_layer"} <= settings.keys():
+                raise ValueError(
+                    f"{name} is a checkpoint of mamba-ssm, with other names of config and weights: {_to_convert(name)}"
+                )
+            if model_type in STATEFUL_CLASSES:
+                return settings, None
+            return settings, AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except OSError as error:
         raise ValueError(f"{name} is no checkpoint folder here, and no model on the Hub: {error}") from error
-    if str(model_type).startswith("stateful_"):
-        loading["trust_remote_code"] = trust_remote_code
-        _tell_of_differing_code(name, settings)
-    elif model_type not in STATEFUL_CLASSES:
-        wrap = model_type in SUPPORTED
-        if not wrap and stateless:
-            loading["trust_remote_code"] = trust_remote_code
-        elif not wrap:
-            reason = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
-            raise ValueError(
-                f"{name} is of type {model_type!r}, which cannot be given states{reason}. Possible are checkpoints "
-                f"of this package, {', '.join(sorted(STATEFUL_CLASSES))}, {', '.join(sorted(SUPPORTED))}."
-            )
+
+
+def _read_weights(name: str, loader: Any, loading: dict[str, Any], model_type: str | None) -> tuple[Any, Any]:
+    """The model, and which weights are missing, left over or of other shapes."""
     try:
-        # Its warning about the weights becomes an error below.
-        with quiet_transformers():
-            model, found = loader.from_pretrained(name, **loading)
+        with quiet_transformers():  # its warning about the weights becomes an error of ours
+            return loader.from_pretrained(name, output_loading_info=True, ignore_mismatched_sizes=True, **loading)
     except SafetensorError as error:
         raise ValueError(f"The weights in {name} are damaged ({error}): copy or download them again.") from error
     except (pickle.UnpicklingError, EOFError, RuntimeError, TypeError, OSError) as error:
@@ -268,13 +289,3 @@ def _load(
         if "Unrecognized configuration class" not in str(error):
             raise
         raise ValueError(f"{name} is of type {model_type!r}, which is no causal language model.") from error
-    problems = {what: sorted(map(str, found[f"{what}_keys"])) for what in ("missing", "unexpected", "mismatched")}
-    if any(problems.values()):
-        told = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
-        foreign = model_type in STATEFUL_CLASSES
-        advice = f" If they have the names of another library, {_to_convert(name)}" if foreign else ""
-        raise ValueError(f"The weights in {name} do not fit its config.json, {told}.{advice}")
-    if "quantization_config" not in settings:
-        _check_dtypes(Path(name), model)
-    _check_finite(name, model)
-    return stateful(model) if wrap else model

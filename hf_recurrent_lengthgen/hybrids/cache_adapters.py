@@ -1,7 +1,7 @@
 """How states go into the different caches of Transformers and come out of them.
 
 Almost all models take a `Cache` of `LinearAttentionLayer`s; MiniMax and xLSTM have caches of their own,
-RWKV-4 a list of tensors.
+RWKV-4 a list of tensors. `registry.py` says which model type has which.
 """
 
 import copy
@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,6 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from hf_recurrent_lengthgen.hybrids.forgetting import forgetting_scans
 from hf_recurrent_lengthgen.hybrids.mixers import Mamba1StateCache, limited_steps, scans_from_state
-from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, state_dtype
@@ -41,43 +40,59 @@ class CacheAdapter:
     """A `Cache` of `LinearAttentionLayer`s.
 
     Args:
-        argument: Its name among the arguments of `forward`.
+        model: The model that takes it.
+
+    Attributes:
+        argument: The name of the cache among the arguments of the model's `forward`.
+        arguments: Names that it may have.
+        reads_prompts: Whether a mixer that reads several tokens from a stock cache starts from its recurrent state.
+        rounds: Whether mixers want the recurrent state in the dtype of the model: a bfloat16 model then rounds it
+            between calls, as it does without us.
+
+    Raises:
+        ValueError: if the model takes no cache.
     """
 
-    def __init__(self, argument: str) -> None:
-        self.argument = argument
+    arguments: ClassVar[tuple[str, ...]] = ("past_key_values", "cache_params")
+    reads_prompts: ClassVar[bool] = True
+    rounds: ClassVar[bool] = False
 
-    def state_cache(
-        self, model: Any, state: RecurrentState | None, single_token: bool, attention: Cache | None
-    ) -> HoldsState:
-        """A state_cache with `state` before the tokens; keys and values go to `attention`, if given."""
-        layers = _text_config(model).num_hidden_layers
-        return self.cache_class()(layers, state, single_token, attention, _rounded_to(model))
+    def __init__(self, model: Any) -> None:
+        parameters = inspect.signature(type(model).forward).parameters
+        found = [name for name in self.arguments if name in parameters]
+        if not found:
+            raise ValueError(f"{type(model).__name__} takes no cache, so nothing can carry its states.")
+        self.model, self.argument = model, found[0]
+        self.dtype = model.dtype if self.rounds else None
 
-    def cache_class(self) -> type[StateCache]:
-        """The class of the state_cache."""
+    def state_cache(self, state: RecurrentState | None, single_token: bool, attention: Cache | None) -> HoldsState:
+        """A state cache with `state` before the tokens; keys and values go to `attention`, if given."""
+        layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
+        return self.state_cache_class()(layers, state, single_token, attention, self.dtype)
+
+    def state_cache_class(self) -> type[StateCache]:
         return StateCache
 
-    def mixers(self, model: Any, state_cache: Any) -> AbstractContextManager[None]:
-        """What must hold while the state_cache passes through the mixers, also when they are recomputed."""
-        rule = Forgetting.of(model.config)
+    def mixers(self, state_cache: Any) -> AbstractContextManager[None]:
+        """What must hold while the state cache passes through the mixers, also when they are recomputed."""
+        rule = Forgetting.of(self.model.config)
         if rule != Forgetting():
-            return forgetting_scans(model, rule, state_cache)
-        return limited_steps(model) if state_cache.single_token else nullcontext()
+            return forgetting_scans(self.model, rule, state_cache)
+        return limited_steps(self.model) if state_cache.single_token else nullcontext()
 
-    def to_cache(self, model: Any, state: RecurrentState) -> Any:
+    def to_cache(self, state: RecurrentState) -> Any:
         """A stock cache that starts from `state`, which it may keep and write to."""
-        cache = DynamicCache(config=model.config)
+        cache = DynamicCache(config=self.model.config)
         stock_layers: list[Any] = cache.layers
-        layers = zip(stock_layers, state, model._layout.shapes, model._layout.dropped_columns, strict=True)
+        layers = zip(stock_layers, state, self.model._layout.shapes, self.model._layout.dropped_columns, strict=True)
         for layer, (recurrent, conv), shape, dropped in layers:
             if shape.conv != (0,):
-                layer.update_conv_state(F.pad(conv, (dropped, 0)).to(model.dtype))
+                layer.update_conv_state(F.pad(conv, (dropped, 0)).to(self.model.dtype))
             if shape.recurrent != (0,):
-                layer.update_recurrent_state(recurrent.to(_rounded_to(model) or recurrent.dtype))
+                layer.update_recurrent_state(recurrent.to(self.dtype or recurrent.dtype))
         return cache
 
-    def from_cache(self, model: Any, cache: Any) -> RecurrentState:
+    def from_cache(self, cache: Any) -> RecurrentState:
         """A copy of the states in a stock cache.
 
         Raises:
@@ -85,35 +100,48 @@ class CacheAdapter:
         """
         state = []
         for index, (shape, dropped) in enumerate(
-            zip(model._layout.shapes, model._layout.dropped_columns, strict=True)
+            zip(self.model._layout.shapes, self.model._layout.dropped_columns, strict=True)
         ):
             recurrent = cache.layers[index].recurrent_states[0] if shape.recurrent != (0,) else None
             conv = cache.layers[index].conv_states[0] if shape.conv != (0,) else None
             state.append((recurrent, None if conv is None else conv[..., dropped:]))
-        return _filled(model, state)
+        return self._filled(state)
+
+    def _filled(self, state: Sequence[tuple[Tensor | None, Tensor | None]]) -> RecurrentState:
+        """Copies in our dtype, (B, 0) for parts that a layer lacks."""
+        given = [part for layer in state for part in layer if part is not None]
+        if not given:
+            raise ValueError("The cache has read no token, so it holds no state: use zero_state.")
+        empty = given[0].new_empty(given[0].shape[0], 0)
+        dtype = state_dtype(self.model.dtype)
+        return tuple(
+            LayerState(*((empty if part is None else part).detach().to(dtype, copy=True) for part in layer))
+            for layer in state
+        )
 
 
-def _rounded_to(model: Any) -> torch.dtype | None:
-    """The dtype that the model rounds its recurrent states to; None if it keeps them as they are."""
-    family = SUPPORTED.get(_text_config(model).model_type)
-    return model.dtype if family is not None and family.model_dtype else None
+class RoundingCacheAdapter(CacheAdapter):
+    """The usual cache, for mixers that want states in the dtype of the model."""
+
+    rounds = True
 
 
 class Mamba1CacheAdapter(CacheAdapter):
     """The usual cache, for mixers that must be made to use it."""
 
-    def cache_class(self) -> type[StateCache]:
+    reads_prompts = False
+
+    def state_cache_class(self) -> type[StateCache]:
         return Mamba1StateCache
 
-    def mixers(self, model: Any, state_cache: Any) -> AbstractContextManager[None]:
-        return scans_from_state(model, state_cache)
+    def mixers(self, state_cache: Any) -> AbstractContextManager[None]:
+        return scans_from_state(self.model, state_cache)
 
 
-class MiniMaxCacheAdapter(CacheAdapter):
+class MiniMaxCacheAdapter(RoundingCacheAdapter):
     """MiniMax's own cache, which replaces its states instead of writing to them."""
 
-    def cache_class(self) -> type[StateCache]:
-        """A state_cache that MiniMax takes for its cache."""
+    def state_cache_class(self) -> type[StateCache]:
         from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
         class MiniMaxStateCache(StateCache, MiniMaxCache):
@@ -125,19 +153,19 @@ class MiniMaxCacheAdapter(CacheAdapter):
 
         return MiniMaxStateCache
 
-    def to_cache(self, model: Any, state: RecurrentState) -> Any:
+    def to_cache(self, state: RecurrentState) -> Any:
         from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
         cache = MiniMaxCache()
-        for index, (shape, layer) in enumerate(zip(model._layout.shapes, state, strict=True)):
+        for index, (shape, layer) in enumerate(zip(self.model._layout.shapes, state, strict=True)):
             if shape.recurrent != (0,):
-                cache.set_linear_cache(index, layer.recurrent.to(model.dtype))
+                cache.set_linear_cache(index, layer.recurrent.to(self.model.dtype))
         return cache
 
-    def from_cache(self, model: Any, cache: Any) -> RecurrentState:
-        held = [shape.recurrent != (0,) for shape in model._layout.shapes]
+    def from_cache(self, cache: Any) -> RecurrentState:
+        held = [shape.recurrent != (0,) for shape in self.model._layout.shapes]
         state = [(cache.linear_cache[index] if holds else None, None) for index, holds in enumerate(held)]
-        return _filled(model, state)
+        return self._filled(state)
 
 
 class _Slot:
@@ -186,33 +214,30 @@ class RwkvStateCache(list):
 class RwkvCacheAdapter(CacheAdapter):
     """The list of five tensors of RWKV-4."""
 
-    def __init__(self) -> None:
-        super().__init__("state")
+    arguments = ("state",)
 
-    def mixers(self, model: Any, state_cache: Any) -> AbstractContextManager[None]:
+    def mixers(self, state_cache: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def state_cache(
-        self, model: Any, state: RecurrentState | None, single_token: bool, attention: Cache | None
-    ) -> HoldsState:
+    def state_cache(self, state: RecurrentState | None, single_token: bool, attention: Cache | None) -> HoldsState:
         if state is None:
-            config, dtype = model.config, state_dtype(model.dtype)
+            config, dtype = self.model.config, state_dtype(self.model.dtype)
             sizes = {"recurrent": (1, 3, config.hidden_size), "conv": (1, 2 * config.hidden_size, 1)}
-            zero = LayerState(**{k: torch.zeros(v, device=model.device, dtype=dtype) for k, v in sizes.items()})
+            zero = LayerState(**{k: torch.zeros(v, device=self.model.device, dtype=dtype) for k, v in sizes.items()})
             state = (zero,) * config.num_hidden_layers
-        return RwkvStateCache(state, single_token, model.dtype)
+        return RwkvStateCache(state, single_token, self.model.dtype)
 
-    def to_cache(self, model: Any, state: RecurrentState) -> Any:
+    def to_cache(self, state: RecurrentState) -> Any:
         if state[0].recurrent.shape[0] > 1:
             raise ValueError("Transformers' RWKV-4 generates wrongly with more than one row: give one row at a time.")
-        tensors = (slot.initial for slot in RwkvStateCache(state, False, model.dtype))
+        tensors = (slot.initial for slot in RwkvStateCache(state, False, self.model.dtype))
         return [torch.stack(parts, dim=-1) for parts in tensors]
 
-    def from_cache(self, model: Any, cache: Any) -> RecurrentState:
-        final = RwkvStateCache(model.zero_state(cache[0].shape[0]), False, model.dtype)
+    def from_cache(self, cache: Any) -> RecurrentState:
+        final = RwkvStateCache(self.model.zero_state(cache[0].shape[0]), False, self.model.dtype)
         for slot, tensor in zip(final, cache, strict=True):
             slot.final = list(tensor.detach().clone().unbind(-1))
-        return final.final_state(cache[0].shape[0], model.device, state_dtype(model.dtype))
+        return final.final_state(cache[0].shape[0], self.model.device, state_dtype(self.model.dtype))
 
 
 class _Latest:
@@ -248,30 +273,30 @@ class XlstmStateCache:
 class XlstmCacheAdapter(CacheAdapter):
     """xLSTM's own cache."""
 
-    def state_cache(
-        self, model: Any, state: RecurrentState | None, single_token: bool, attention: Cache | None
-    ) -> HoldsState:
-        config, dtype = model.config, state_dtype(model.dtype)
+    def state_cache(self, state: RecurrentState | None, single_token: bool, attention: Cache | None) -> HoldsState:
+        config, dtype = self.model.config, state_dtype(self.model.dtype)
         if state is None:
             size = config.qk_head_dim * (config.v_head_dim + 1) + 1
-            zero = torch.zeros(1, config.num_heads, size, device=model.device, dtype=dtype)
+            zero = torch.zeros(1, config.num_heads, size, device=self.model.device, dtype=dtype)
             state = (LayerState(zero, zero.new_empty(1, 0)),) * config.num_hidden_layers
         return XlstmStateCache(state, config.qk_head_dim)
 
-    def mixers(self, model: Any, state_cache: Any) -> AbstractContextManager[None]:
+    def mixers(self, state_cache: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def to_cache(self, model: Any, state: RecurrentState) -> Any:
+    def to_cache(self, state: RecurrentState) -> Any:
         from transformers.models.xlstm.modeling_xlstm import xLSTMCache
 
-        cache: Any = xLSTMCache(model.config, state[0].recurrent.shape[0], state[0].recurrent.dtype, model.device)
+        cache: Any = xLSTMCache(
+            self.model.config, state[0].recurrent.shape[0], state[0].recurrent.dtype, self.model.device
+        )
         cache.is_compileable = False  # generate asks for it
-        key_dim = model.config.qk_head_dim
+        key_dim = self.model.config.qk_head_dim
         cache.rnn_state = {i: tuple(_unpacked(layer.recurrent, key_dim)) for i, layer in enumerate(state)}
         return cache
 
-    def from_cache(self, model: Any, cache: Any) -> RecurrentState:
-        return _filled(model, [(_packed(cache.rnn_state[i]), None) for i in range(len(model.state_shapes()))])
+    def from_cache(self, cache: Any) -> RecurrentState:
+        return self._filled([(_packed(cache.rnn_state[i]), None) for i in range(len(self.model.state_shapes()))])
 
 
 def _packed(parts: Sequence[Tensor]) -> Tensor:
@@ -284,27 +309,6 @@ def _unpacked(packed: Tensor, key_dim: int) -> list[Tensor]:
     """Inverse of `_packed`."""
     memory, normalizer, stabilizer = packed.split([packed.shape[-1] - 1 - key_dim, key_dim, 1], dim=-1)
     return [memory.unflatten(-1, (key_dim, -1)), normalizer, stabilizer]
-
-
-OWN_CACHES: dict[str, type[CacheAdapter]] = {"minimax": MiniMaxCacheAdapter, "xlstm": XlstmCacheAdapter}
-
-
-def cache_adapter_of(model: Any) -> CacheAdapter:
-    """The adapter of a model.
-
-    Raises:
-        ValueError: if it takes no cache.
-    """
-    model_type = _text_config(model).model_type
-    if model_type == "rwkv":
-        return RwkvCacheAdapter()
-    parameters = inspect.signature(type(model).forward).parameters
-    for argument in ("past_key_values", "cache_params"):
-        if argument in parameters:
-            family = SUPPORTED.get(model_type)
-            usual = Mamba1CacheAdapter if family is not None and family.mamba1 else CacheAdapter
-            return OWN_CACHES.get(model_type, usual)(argument)
-    raise ValueError(f"{type(model).__name__} takes no cache, so nothing can carry its states.")
 
 
 def copy_keys(attention: Cache, cache: Any) -> None:
@@ -331,20 +335,3 @@ def repeated_keys(attention: Cache, copies: int) -> Cache:
         if getattr(layer, "keys", None) is not None:
             layer.batch_repeat_interleave(copies)
     return repeated
-
-
-def _text_config(model: Any) -> Any:
-    return model.config.get_text_config(decoder=True)
-
-
-def _filled(model: Any, state: Sequence[tuple[Tensor | None, Tensor | None]]) -> RecurrentState:
-    """Copies in our dtype, (B, 0) for parts that a layer lacks."""
-    given = [part for layer in state for part in layer if part is not None]
-    if not given:
-        raise ValueError("The cache has read no token, so it holds no state: use zero_state.")
-    empty = given[0].new_empty(given[0].shape[0], 0)
-    dtype = state_dtype(model.dtype)
-    return tuple(
-        LayerState(*((empty if part is None else part).detach().to(dtype, copy=True) for part in layer))
-        for layer in state
-    )

@@ -11,18 +11,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_recurrent_lengthgen.hybrids.verify import evaluating
 from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.recurrent_state import (
     RecurrentState,
     check_finite_state,
     check_state,
     layer_state,
+    read_state_file,
     state_batch_size,
     state_dtype,
 )
@@ -82,23 +82,7 @@ def load_hybrid_state(path: str | os.PathLike[str], model: Any) -> tuple[Recurre
         ValueError: if the file is truncated, of another kind or newer format, or does not fit the model.
     """
     name = os.fspath(path)
-    try:
-        with safe_open(name, framework="pt", device=str(model.device)) as file:
-            header = file.metadata() or {}
-            tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}
-    except SafetensorError as error:
-        raise ValueError(f"{name} is not a readable safetensors file ({error}); it may be truncated.") from error
-    if header.get("format") != FORMAT:
-        raise ValueError(
-            f"{name} holds no state with keys and values: its format is {header.get('format')!r}. Read a state alone "
-            "with load_state."
-        )
-    version = header.get("format_version", "")
-    if not version.isdecimal() or int(version) > FORMAT_VERSION:
-        raise ValueError(
-            f"{name} has format version {version!r}, this code reads up to {FORMAT_VERSION}: "
-            "update hf_recurrent_lengthgen."
-        )
+    header, tensors = read_state_file(path, model.device, FORMAT, FORMAT_VERSION)
     try:
         lengths = {int(k): int(n) for k, n in json.loads(header["lengths"]).items()}
         metadata = dict(json.loads(header["metadata"]))
@@ -123,23 +107,27 @@ def load_hybrid_state(path: str | os.PathLike[str], model: Any) -> tuple[Recurre
     check_finite_state(state, name)
     samples, longest = _of_one_token(model), max(lengths.values(), default=0)
     for index in model._layout.attending:
-        layer, sample = layers[index], samples[index]
         keys, values = tensors[f"layers.{index}.keys"], tensors[f"layers.{index}.values"]
-        for part, expected in ((keys, sample.keys), (values, sample.values)):
-            fits = part.ndim == 4 and part.shape == (rows, expected.shape[1], keys.shape[2], expected.shape[3])
-            if not (fits and part.is_floating_point() and bool(part.isfinite().all())):
-                raise ValueError(
-                    f"{name}: layer {index} has keys or values of shape {tuple(part.shape)} and {part.dtype}, "
-                    f"expected finite ones of ({rows}, {expected.shape[1]}, tokens, {expected.shape[3]})."
-                )
-        layer.update(keys.to(sample.keys.dtype), values.to(sample.values.dtype))
+        _fill(layers[index], samples[index], keys, values, rows, f"{name}: layer {index}")
         length = lengths.get(index, -1)
-        windowed = hasattr(layer, "cumulative_length")
+        windowed = hasattr(layers[index], "cumulative_length")
         if length != longest or length < keys.shape[2] or (not windowed and length != keys.shape[2]):
             raise ValueError(f"{name}: layer {index} has the keys of {keys.shape[2]} tokens and says {lengths}.")
         if windowed:
-            layer.cumulative_length = length
+            layers[index].cumulative_length = length
     return state, attention_cache, metadata
+
+
+def _fill(layer: Any, sample: Any, keys: Tensor, values: Tensor, rows: int, where: str) -> None:
+    """Put keys and values into an empty layer of a cache, if they fit a layer that has read one token."""
+    for part, expected in ((keys, sample.keys), (values, sample.values)):
+        fits = part.ndim == 4 and part.shape == (rows, expected.shape[1], keys.shape[2], expected.shape[3])
+        if not (fits and part.is_floating_point() and bool(part.isfinite().all())):
+            raise ValueError(
+                f"{where} has keys or values of shape {tuple(part.shape)} and {part.dtype}, "
+                f"expected finite ones of ({rows}, {expected.shape[1]}, tokens, {expected.shape[3]})."
+            )
+    layer.update(keys.to(sample.keys.dtype), values.to(sample.values.dtype))
 
 
 def _of_one_token(model: Any) -> list[Any]:
@@ -147,7 +135,7 @@ def _of_one_token(model: Any) -> list[Any]:
     cache = model.new_attention_cache()
     if cache is None:
         return []
-    with evaluating(model):
+    with torch.no_grad(), evaluation_mode(model):
         token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
         model(input_ids=token, attention_cache=cache)
     return list(cache.layers)

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, SCAN, STEP, exchanged
-from hf_recurrent_lengthgen.hybrids.registry import SELECTIVE, SUPPORTED
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.forgetting_scans import SSDRecurrence, forgetful_scan
@@ -57,8 +56,7 @@ def check_forgetting(model: Any) -> None:
             f"{type(model).__name__} cannot be made to forget (layers {other or 'without Mamba mixers'}): that needs "
             "mixers of Mamba-1 or Mamba-2, whose state is a sum that only decays. Set forgetting to None."
         )
-    family = SUPPORTED.get(model.config.get_text_config(decoder=True).model_type)
-    if rule.window is not None and family is not None and family.mamba1 and family.state != SELECTIVE:
+    if rule.window is not None and any(mixer.A_log.ndim > 2 for mixer in mixers.values()):
         raise ValueError(
             f"{type(model).__name__} scans the heads of a layer one by one, and a window is not supported there: set "
             "retention, insertion or delta_scale."

@@ -1,26 +1,13 @@
 """Reading a text in pieces through a wrapped model, and the check that this changes nothing."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; modules go back to the mode they had."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
@@ -61,7 +48,7 @@ def verify_stateful(model: Any) -> None:
     """
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     tokens = torch.randint(vocabulary, (1, 5), generator=torch.Generator().manual_seed(0)).to(model.device)
-    with evaluating(model):
+    with torch.no_grad(), evaluation_mode(model):
         whole = model(input_ids=tokens, use_cache=False)[0]
         _, whole_state = read_in_pieces(model, tokens, (5,))
         pieces, state = read_in_pieces(model, tokens, (2, 2, 1))

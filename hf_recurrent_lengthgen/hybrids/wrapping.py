@@ -21,8 +21,7 @@ the stock model. Called with one of them:
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -30,19 +29,21 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
-from hf_recurrent_lengthgen.hybrids.cache_adapters import (
-    Mamba1CacheAdapter,
-    cache_adapter_of,
-    copy_keys,
-    repeated_keys,
+from hf_recurrent_lengthgen.hybrids.cache_adapters import copy_keys, repeated_keys
+from hf_recurrent_lengthgen.hybrids.calls import (
+    check_arguments,
+    check_attention_cache,
+    check_forgetting_in_cache,
+    checkpointing,
+    refuse_padding,
 )
 from hf_recurrent_lengthgen.hybrids.forgetting import check_forgetting, forgetting_scans, window_features
-from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
+from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_adapter_of, stock_type_of
 from hf_recurrent_lengthgen.hybrids.state_cache import StateCache
-from hf_recurrent_lengthgen.hybrids.verify import close, evaluating, verify_stateful
+from hf_recurrent_lengthgen.hybrids.verify import close, verify_stateful
+from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import (
     LayerShape,
@@ -55,9 +56,6 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     state_dtype,
     zero_state,
 )
-
-OLDEST_TRANSFORMERS = "5.21"
-PACKED = ("position_ids", "seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
 class _Layout(NamedTuple):
@@ -87,14 +85,12 @@ class StatefulMixin:
     @property
     def no_noise(self: Any) -> str | None:
         """Why noise cannot take the place of the recurrent states; None if it can."""
-        family = SUPPORTED.get(self.config.get_text_config(decoder=True).model_type)
-        return None if family is None else family.no_noise
+        return stock_type_of(self).no_noise
 
     @property
     def lora_target_modules(self: Any) -> tuple[str, ...]:
         """Ends of the names of the linear layers that an adapter of PEFT goes on: all but routers and the head."""
-        family = SUPPORTED.get(self.config.get_text_config(decoder=True).model_type)
-        left_out = {"gate", "router", "shared_expert_gate", *(() if family is None else family.no_adapters)}
+        left_out = {"gate", "router", "shared_expert_gate", *stock_type_of(self).no_adapters}
         head = self.get_output_embeddings()
         names = (name for name, module in self.named_modules() if isinstance(module, nn.Linear) and module is not head)
         ends = {name.rpartition(".")[2] for name in names} - left_out
@@ -128,14 +124,14 @@ class StatefulMixin:
         Without the attention cache of that text, tokens given with it start at position 0 and see nothing before.
         """
         self._check_state(state, state_batch_size(state))
-        cache = cache_adapter_of(self).to_cache(self, map_state(lambda part: part.detach().clone(), state))
+        cache = cache_adapter_of(self).to_cache(map_state(lambda part: part.detach().clone(), state))
         if attention_cache is not None:
             copy_keys(attention_cache, cache)
         return cache
 
     def state_from_cache(self: Any, cache: Any) -> RecurrentState:
         """A copy of the recurrent and convolution states in a stock cache, without the keys and values."""
-        return cache_adapter_of(self).from_cache(self, cache)
+        return cache_adapter_of(self).from_cache(cache)
 
     def _check_state(self: Any, state: RecurrentState, batch_size: int) -> RecurrentState:
         state = check_state(state, self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))
@@ -157,19 +153,19 @@ class StatefulMixin:
             if rule == Forgetting() or inside:
                 return super().forward(**arguments)  # type: ignore[misc]
             if arguments.get("use_cache") or arguments.get(adapter.argument) is not None:
-                _check_forgetting_in_cache(self, rule)
+                check_forgetting_in_cache(self, rule)
                 with forgetting_scans(self, rule):
                     return super().forward(**arguments)  # type: ignore[misc]
             output_final_state = False
         output_final_state = True if output_final_state is None else output_final_state
-        batch_size, length = _check_arguments(adapter.argument, arguments)
+        batch_size, length = check_arguments(adapter.argument, arguments)
         if attention_cache is not None:
-            _check_attention_cache(self, attention_cache, initial_state, batch_size)
+            check_attention_cache(self, attention_cache, initial_state, batch_size)
         if initial_state is None:
             initial_state = self.zero_state(batch_size)
         else:
             initial_state = self._check_state(initial_state, batch_size)
-        state_cache = adapter.state_cache(self, initial_state, length == 1, attention_cache)
+        state_cache = adapter.state_cache(initial_state, length == 1, attention_cache)
         if attention_cache is not None and "position_ids" in inspect.signature(self.forward).parameters:
             start = attention_cache.get_seq_length()  # given, because Bamba does not ask the cache
             arguments["position_ids"] = torch.arange(start, start + length, device=self.device)[None]
@@ -188,9 +184,9 @@ class StatefulMixin:
         arguments.pop("attention_mask", None)
 
         def mixers() -> AbstractContextManager[None]:
-            return adapter.mixers(self, state_cache)
+            return adapter.mixers(state_cache)
 
-        with mixers(), _checkpointing(self, mixers, getattr(state_cache, "attention", None)):
+        with mixers(), checkpointing(self, mixers, getattr(state_cache, "attention", None)):
             return super().forward(**arguments)  # type: ignore[misc]
 
     def generate(
@@ -215,7 +211,7 @@ class StatefulMixin:
         """
         if (rule := Forgetting.of(self.config)) != Forgetting():
             check_forgetting(self)
-            _check_forgetting_in_cache(self, rule)
+            check_forgetting_in_cache(self, rule)
         if initial_state is None:
             if attention_cache is not None:
                 raise ValueError("generate(attention_cache=...) needs the initial_state after the same text, too.")
@@ -232,17 +228,17 @@ class StatefulMixin:
         prompt = next((x for x in prompts if x is not None), None)
         if prompt is None:
             raise ValueError("generate(initial_state=...) needs a prompt of at least one token.")
-        _refuse_padding(kwargs.get("attention_mask"))
+        refuse_padding(kwargs.get("attention_mask"))
         rows, length = prompt.shape[:2]
         self._check_state(initial_state, rows)
-        if isinstance(adapter, Mamba1CacheAdapter) and length > 1:
+        if length > 1 and not adapter.reads_prompts:
             raise ValueError(
                 f"generate of {type(self).__name__} drops the state when it reads more than one token, got {length}: "
                 "call the model with the prompt but its last token, and generate from that one and the final state."
             )
         copies = max(config.num_beams or 1, config.num_return_sequences or 1)
         if attention_cache is not None:
-            _check_attention_cache(self, attention_cache, initial_state, rows)
+            check_attention_cache(self, attention_cache, initial_state, rows)
             # Positions and unread tokens follow from a mask over the whole text.
             whole = attention_cache.get_seq_length() + length
             kwargs["attention_mask"] = torch.ones(rows, whole, dtype=torch.long, device=prompt.device)
@@ -299,103 +295,6 @@ def _output_class(stock: Any) -> Any:
     return dataclasses.make_dataclass(f"Stateful{stock.__name__}", fields, bases=(stock,))
 
 
-def _tokens(arguments: dict[str, Any]) -> Tensor:
-    """Ids or embeddings among the arguments."""
-    given = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
-    if len(given) != 1 or given[0].shape[1] == 0:
-        raise ValueError("Give exactly one of input_ids and inputs_embeds, with at least one token.")
-    return given[0]
-
-
-def _check_arguments(cache_argument: str, arguments: dict[str, Any]) -> tuple[int, int]:
-    """Number of rows and tokens, after refusing what cannot go with states."""
-    rows, length = _tokens(arguments).shape[:2]
-    if arguments.get("use_cache") or arguments.get(cache_argument) is not None:
-        raise ValueError(
-            f"use_cache and {cache_argument} do not go with states: give attention_cache to let attention layers see "
-            "what came before, and call generate(initial_state=...) to generate."
-        )
-    packed = [name for name in PACKED if arguments.get(name) is not None]
-    if packed:
-        raise ValueError(
-            f"{packed} do not go with states: rows hold one sequence each, and positions follow from attention_cache. "
-            "Leave them out."
-        )
-    _refuse_padding(arguments.get("attention_mask"))
-    return rows, length
-
-
-def _check_attention_cache(model: Any, cache: Cache, state: RecurrentState | None, batch_size: int) -> None:
-    """Refuse an attention cache that cannot belong to the model, the rows or the state."""
-    if not model.attends:
-        raise ValueError(f"{type(model).__name__} has no attention layers: leave attention_cache out.")
-    if not isinstance(cache, Cache) or len(cache.layers) != len(model.state_shapes()):
-        raise ValueError("attention_cache must be made by new_attention_cache() of this model.")
-    layer: Any = cache.layers[model._layout.attending[0]]
-    if layer.keys is None:
-        return
-    if layer.keys.shape[0] != batch_size:
-        raise ValueError(f"attention_cache has {layer.keys.shape[0]} rows, the tokens {batch_size}.")
-    if state is None:
-        raise ValueError(
-            f"attention_cache holds {layer.get_seq_length()} tokens, but there is no initial_state: give the final "
-            "state after them, or a new attention cache for a new text."
-        )
-
-
-def _check_forgetting_in_cache(model: Any, rule: Forgetting) -> None:
-    """Refuse a forgetting that a stock cache cannot hold."""
-    if rule.window is not None or isinstance(cache_adapter_of(model), Mamba1CacheAdapter):
-        raise ValueError(
-            f"{type(model).__name__} generates with the cache of Transformers, which holds no window, and in which "
-            "Mamba-1 mixers step past us: call the model with states, or set retention and insertion only, on Mamba-2."
-        )
-
-
-def _refuse_padding(mask: Any) -> None:
-    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask == 1).all())):
-        raise ValueError(
-            "attention_mask has zeros or is no mask (B, T): stock recurrent layers are not exact with padding. Give "
-            "rows of equal length without padding, for instance packed blocks, or one row at a time."
-        )
-
-
-@contextmanager
-def _checkpointing(
-    model: nn.Module, mixers: Callable[[], AbstractContextManager[None]], attention: Cache | None
-) -> Iterator[None]:
-    """Let activation checkpointing keep the state cache, which recomputation may write to again, and what the mixers
-    need.
-
-    Raises:
-        ValueError: for reentrant checkpointing, and if keys and values are to be kept.
-    """
-    layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    layers = [layer for layer in layers if layer.gradient_checkpointing and layer.training]
-    functions = [layer._gradient_checkpointing_func for layer in layers]
-    if any(getattr(function, "keywords", {}).get("use_reentrant", True) for function in functions):
-        raise ValueError(
-            "Reentrant activation checkpointing loses the gradients through recurrent states: "
-            'use gradient_checkpointing_kwargs={"use_reentrant": False}.'
-        )
-    if layers and attention is not None:
-        raise ValueError(
-            "attention_cache does not go with activation checkpointing, whose recomputation would add the keys again: "
-            "leave one of them out."
-        )
-    try:
-        for layer, function in zip(layers, functions, strict=True):
-            layer._can_checkpoint_with_cache = True
-            layer._gradient_checkpointing_func = functools.partial(
-                function, context_fn=lambda: (nullcontext(), mixers())
-            )
-        yield
-    finally:
-        for layer, function in zip(layers, functions, strict=True):
-            layer._gradient_checkpointing_func = function
-            del layer._can_checkpoint_with_cache
-
-
 def _layout_of(model: Any) -> _Layout:
     """What one token shows of the model's states.
 
@@ -404,27 +303,18 @@ def _layout_of(model: Any) -> _Layout:
     """
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     adapter, dtype = cache_adapter_of(model), state_dtype(model.dtype)
-    with evaluating(model):
-        state_cache = adapter.state_cache(model, None, True, None)
+    with torch.no_grad(), evaluation_mode(model):
+        state_cache = adapter.state_cache(None, True, None)
         from_nothing = model._carry(state_cache, {"input_ids": token})
         state = state_cache.final_state(1, model.device, dtype)
         shapes = tuple(LayerShape(*(tuple(part.shape[1:]) for part in layer)) for layer in state)
         if all(size == (0,) for shape in shapes for size in shape):
             raise ValueError(f"{type(model).__name__} has no recurrent layers: there is no state to carry.")
         zero = zero_state(shapes, 1, model.device, dtype)
-        from_zero = model._carry(adapter.state_cache(model, zero, True, None), {"input_ids": token})
+        from_zero = model._carry(adapter.state_cache(zero, True, None), {"input_ids": token})
     if model.device.type != "meta" and not close(from_zero[0], from_nothing[0], model.dtype):
         raise ValueError(f"{type(model).__name__} starts from a state that is not zero, which is not supported.")
     return _Layout(shapes, tuple(state_cache.dropped_columns), tuple(sorted(state_cache.attending)))
-
-
-def check_transformers() -> None:
-    """Raise an `ImportError` if Transformers is too old."""
-    if not hasattr(Cache, "get_recurrent_state"):
-        raise ImportError(
-            f"stateful needs Transformers {OLDEST_TRANSFORMERS} or newer, whose caches give recurrent states out; "
-            f"{transformers.__version__} is installed."
-        )
 
 
 def stateful(model: PreTrainedModel) -> Any:
@@ -443,7 +333,11 @@ def stateful(model: PreTrainedModel) -> Any:
         ValueError: with the reason, if the model's states cannot be carried.
         ImportError: if Transformers is too old.
     """
-    check_transformers()
+    if not hasattr(Cache, "get_recurrent_state"):
+        raise ImportError(
+            "stateful needs Transformers 5.21 or newer, whose caches give recurrent states out; "
+            f"{transformers.__version__} is installed."
+        )
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"stateful takes a model of Transformers, got {type(model).__name__}. For a PEFT model, call "

@@ -260,6 +260,37 @@ def save_state(path: str | os.PathLike[str], state: RecurrentState, metadata: Ma
         save_file(tensors, temporary, header)
 
 
+def read_state_file(
+    path: str | os.PathLike[str], device: torch.device | str, kind: str, newest: int
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Header and tensors of a safetensors file of one kind, of a format version up to `newest`.
+
+    Raises:
+        ValueError: for a folder, a damaged file, one of another kind, or of a newer version.
+    """
+    name = kind.replace("_", " ")
+    if os.path.isdir(path):
+        raise ValueError(f"{path} is a folder: give a file that holds a {name}.")
+    try:
+        with safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
+            header = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a readable safetensors file ({error}); it may be truncated.") from error
+    if header.get("format") != kind:
+        raise ValueError(
+            f"{path} holds no {name}: its format is {header.get('format')!r}. load_state reads a state alone, "
+            "load_hybrid_state one with keys and values."
+        )
+    version = header.get("format_version", "")
+    if not version.isdecimal() or int(version) > newest:
+        raise ValueError(
+            f"{path} has {name} format version {version!r}, this code reads up to {newest}: "
+            "update hf_recurrent_lengthgen."
+        )
+    return header, tensors
+
+
 def load_state(
     path: str | os.PathLike[str], device: torch.device | str = "cpu"
 ) -> tuple[RecurrentState, dict[str, str]]:
@@ -272,22 +303,8 @@ def load_state(
         ValueError: if the file is truncated, not a state, of a newer format, or has missing, unexpected,
             wrongly typed or non-finite parts.
     """
-    if os.path.isdir(path):
-        raise ValueError(f"{path} is a folder: give the file that save_state wrote.")
-    try:
-        with safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
-            header = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a readable safetensors file ({error}); it may be truncated.") from error
-    if header.get("format") != STATE_FORMAT:
-        raise ValueError(f"{path} holds no recurrent state: its format is {header.get('format')!r}.")
-    version, layers = header.get("format_version", ""), header.get("num_layers", "")
-    if not version.isdecimal() or int(version) > STATE_FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has state format version {version!r}, this code reads up to {STATE_FORMAT_VERSION}: "
-            "update hf_recurrent_lengthgen."
-        )
+    header, tensors = read_state_file(path, device, STATE_FORMAT, STATE_FORMAT_VERSION)
+    layers = header.get("num_layers", "")
     count = min(int(layers), len(tensors)) if layers.isdecimal() else 0  # a damaged number must not take memory
     parts = WindowedLayerState._fields if "layers.0.window" in tensors else LayerState._fields
     expected = {f"layers.{index}.{part}" for index in range(count) for part in parts}

@@ -30,7 +30,6 @@ from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.results import Comparison, DataRecord, Estimate
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalComparison, RetrievalResult
 from hf_recurrent_lengthgen.hub.push import look_through
-from hf_recurrent_lengthgen.hybrids.tiny_models import tiny_model
 from hf_recurrent_lengthgen.records import (
     Check,
     Lineage,
@@ -46,6 +45,7 @@ from hf_recurrent_lengthgen.records import (
 )
 from hf_recurrent_lengthgen.trainers.hub_pushes import write_own_card
 from tests.cards.conftest import Work
+from tests.hybrids.tiny_models import tiny_model
 
 MINUS = "\N{MINUS SIGN}"
 

@@ -18,11 +18,11 @@ from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import Comparison, ForgettingSearch
-from hf_recurrent_lengthgen.hybrids.tiny_models import tiny_model
 from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
 from hf_recurrent_lengthgen.recipes import RECIPES
+from tests.hybrids.tiny_models import tiny_model
 from tests.models.test_remote_code import clean_process
-from tests.surgery.test_state_expansion import with_hybrids
+from tests.versions import needs_hybrids
 
 TOKENS = torch.arange(3, 63)[None]
 
@@ -191,7 +191,7 @@ def test_a_search_alone_tries_the_defaults(
     assert list(tmp_path.iterdir()) == []
 
 
-@with_hybrids
+@needs_hybrids
 def test_a_hybrid_forgets_where_our_package_loads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_model("bamba").save_pretrained(tmp_path / "bamba")
     assert forget(tmp_path / "bamba", "--output_dir", tmp_path / "out", "--insertion", 0.5) == 0

@@ -12,7 +12,6 @@ from scipy.spatial.distance import cityblock, cosine
 from scipy.stats import entropy
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
-from transformers.cache_utils import Cache
 
 from hf_recurrent_lengthgen import (
     StatefulGLAConfig,
@@ -32,9 +31,10 @@ from hf_recurrent_lengthgen.evaluation.effective_remembrance import (
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.hybrids.tiny_models import tiny_model
 from hf_recurrent_lengthgen.models.forgetting import forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from tests.hybrids.tiny_models import tiny_model
+from tests.versions import needs_hybrids
 
 VOCABULARY = 11
 SPECIAL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -105,7 +105,7 @@ def test_pieces_do_not_change_the_values(batch_size: int | None, chunk_length: i
         np.testing.assert_allclose(values, by_definition(model, tokens, 17, starts), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.skipif(not hasattr(Cache, "get_recurrent_state"), reason="needs Transformers 5.21 or newer")
+@needs_hybrids
 def test_a_hybrid_keeps_the_keys_and_values_of_each_start_point() -> None:
     model, tokens, starts = stateful(tiny_model("bamba")).eval(), token_ids(33), [0, 1, 16, 32]
     values = remembrance_values(model, tokens, 33, starts, chunk_length=5, progress=False)

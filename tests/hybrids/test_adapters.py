@@ -9,7 +9,7 @@ import torch
 from hf_recurrent_lengthgen.adapters import add_adapter, with_adapter
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
-from hf_recurrent_lengthgen.hybrids.tiny_models import VOCABULARY, tiny_model
+from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
 # Shared layers; other names in the file, and layers that PEFT refuses; weights that the mixers read past an adapter.
 QUICK = ("zamba", "nemotron_h", "falcon_mamba")

@@ -14,8 +14,8 @@ from hf_recurrent_lengthgen import load_state, save_state
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.hybrids import load_hybrid_state, save_hybrid_state, stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
-from hf_recurrent_lengthgen.hybrids.support import generates, parts, relative_error
-from hf_recurrent_lengthgen.hybrids.tiny_models import VOCABULARY, tiny_model
+from tests.hybrids.support import generates, parts, relative_error
+from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
 QUICK = {"jamba", "kimi_linear", "lfm3", "mamba", "minimax", "rwkv", "zamba2"}
 TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(SUPPORTED)]
@@ -30,7 +30,7 @@ def pair(model_type: str) -> tuple[Any, Any]:
 
 def read_before_asking(model_type: str) -> int:
     """Tokens to read by calls: with the prompt but for one token, where generate can only read one."""
-    return READ + 3 if SUPPORTED[model_type].mamba1 else READ
+    return READ if SUPPORTED[model_type].adapter.reads_prompts else READ + 3
 
 
 def text(rows: int = 2) -> Tensor:
@@ -137,7 +137,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="layer 0, part 'recurrent' has shape"):
         load_hybrid_state(path, stateful(tiny_model("falcon_h1", mamba_d_state=5)))
     save_state(other, state)
-    with pytest.raises(ValueError, match="Read a state alone with load_state"):
+    with pytest.raises(ValueError, match="load_state reads a state alone"):
         load_hybrid_state(other, model)
     with pytest.raises(ValueError, match="holds no recurrent state"):
         load_state(path)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.hybrids.cache_adapters import cache_adapter_of
-from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
-from hf_recurrent_lengthgen.hybrids.support import (
+from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of
+from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
+from tests.hybrids.support import (
     TOLERANCE,
     comparable,
     measure_errors,
@@ -22,8 +22,7 @@ from hf_recurrent_lengthgen.hybrids.support import (
     random_state,
     relative_error,
 )
-from hf_recurrent_lengthgen.hybrids.tiny_models import VOCABULARY, tiny_model
-from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
+from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
 # One type for each kind of mixer; the others run with the slow tests.
 QUICK = {"falcon_h1", "kimi_linear", "lfm2", "minimax", "nemotron_h", "qwen3_next", "rwkv", "xlstm", "zamba", "zaya"}

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import MambaConfig, MambaForCausalLM
 
 from hf_recurrent_lengthgen.hybrids import load_hybrid_state, save_hybrid_state, stateful
-from hf_recurrent_lengthgen.hybrids.tiny_models import VOCABULARY, tiny_model
+from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
 TOKENS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(7))
 

@@ -4,11 +4,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
-from hf_recurrent_lengthgen.hybrids import cache_adapters, support, wrapping
-from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
-from hf_recurrent_lengthgen.hybrids.tiny_models import TINY, tiny_model
+from hf_recurrent_lengthgen.hybrids import registry, wrapping
+from hf_recurrent_lengthgen.hybrids.cache_adapters import Mamba1CacheAdapter
+from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, StockType
+from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
+from tests.hybrids import support
+from tests.hybrids.tiny_models import TINY, VOCABULARY, tiny_model
 
 QUICK = {"bamba", "lfm2_moe"}
 TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(SUPPORTED)]
@@ -53,7 +57,7 @@ def test_refused_types_are_refused_with_their_reason(model_type: str, monkeypatc
 def test_the_check_of_unlisted_types_finds_lost_states(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of the Mamba-1 mixers, which work only because they are listed as what they are."""
     monkeypatch.setattr(wrapping, "REFUSED", {})
-    for module in (wrapping, cache_adapters):
+    for module in (wrapping, registry):
         monkeypatch.setattr(module, "SUPPORTED", {})
     model = tiny_model(model_type)
     stock = type(model)
@@ -65,6 +69,21 @@ def test_the_check_of_unlisted_types_finds_lost_states(model_type: str, monkeypa
 def test_the_check_of_unlisted_types_takes_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wrapping, "SUPPORTED", {})
     assert wrapping.stateful(tiny_model("qwen3_5_text")).attends
+
+
+@torch.no_grad()
+def test_one_entry_is_all_that_a_type_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, model = tiny_model("mamba"), tiny_model("mamba")
+    monkeypatch.setattr(type(model.config), "model_type", "toy")
+    with pytest.raises(ValueError, match=r"MambaForCausalLM .* drops or misuses its state"):
+        wrapping.stateful(model)
+    monkeypatch.setitem(SUPPORTED, "toy", StockType("(D, N)", Mamba1CacheAdapter, ("dt_proj",), "it is a toy"))
+    wrapped = wrapping.stateful(model)
+    tokens = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
+    logits, _ = read_in_pieces(wrapped, tokens, (3, 1, 5))
+    assert support.relative_error([logits], [stock(input_ids=tokens).logits]) < support.TOLERANCE
+    assert wrapped.no_noise == "it is a toy"
+    assert "dt_proj" not in wrapped.lora_target_modules
 
 
 def test_every_recurrent_model_of_transformers_is_listed() -> None:

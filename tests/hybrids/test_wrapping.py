@@ -16,11 +16,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.hybrids.support import parts, random_state, relative_error
-from hf_recurrent_lengthgen.hybrids.tiny_models import VOCABULARY, tiny_model
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, map_state
+from tests.hybrids.support import parts, random_state, relative_error
+from tests.hybrids.tiny_models import VOCABULARY, tiny_model
+from tests.versions import HAS_HYBRIDS
 
-STOCK = tiny_model("falcon_h1") if hasattr(Cache, "get_recurrent_state") else None
+STOCK = tiny_model("falcon_h1") if HAS_HYBRIDS else None
 TOKENS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(7))
 
 

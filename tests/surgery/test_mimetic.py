@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import FalconMambaForCausalLM, Mamba2Config, Mamba2ForCausalLM, MambaForCausalLM
-from transformers.cache_utils import Cache
 
 from hf_recurrent_lengthgen import (
     StatefulGLAConfig,
@@ -19,8 +18,9 @@ from hf_recurrent_lengthgen import (
     StatefulRWKV6Config,
     StatefulRWKV6ForCausalLM,
 )
-from hf_recurrent_lengthgen.hybrids.tiny_models import tiny_model
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
+from tests.hybrids.tiny_models import tiny_model
+from tests.versions import needs_hybrids
 
 SWITCHES = ("a", "delta", "bc", "conv")
 # inner size 8 in 2 heads of 4; B and C have 2 groups of 3 rows each: z 0-7, x 8-15, B 16-21, C 22-27, dt 28-29
@@ -369,7 +369,7 @@ def test_a_switch_that_a_mixer_does_not_have_is_refused_and_nothing_changed(swit
     assert "model.layers.0.attn.q_proj.weight" in changed_names(before, model)
 
 
-@pytest.mark.skipif(not hasattr(Cache, "get_recurrent_state"), reason="hybrids need Transformers 5.21 or newer")
+@needs_hybrids
 @pytest.mark.parametrize("model_type", ["bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "zamba2"])
 def test_layers_of_hybrids_are_those_of_the_model(model_type: str) -> None:
     model = randomized(tiny_model(model_type))

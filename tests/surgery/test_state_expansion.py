@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, silu
 from transformers import AutoConfig, AutoModelForCausalLM, Mamba2Config
-from transformers.cache_utils import Cache
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from hf_recurrent_lengthgen import load_model, stateful
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
-from hf_recurrent_lengthgen.hybrids.tiny_models import tiny_model
 from hf_recurrent_lengthgen.models import StatefulGLAConfig, StatefulMamba2Config
 from hf_recurrent_lengthgen.surgery import expand_state, expansion_report
 from hf_recurrent_lengthgen.surgery.state_expansion import FAMILIES as EXPANDABLE
@@ -27,6 +25,7 @@ from hf_recurrent_lengthgen.surgery.state_expansion import (
     recorded_expansions,
     spread_layers,
 )
+from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import (
     FAMILIES,
     GLA,
@@ -40,14 +39,12 @@ from tests.models.families import (
     variant_id,
 )
 from tests.models.test_remote_code import clean_process
+from tests.versions import needs_hybrids
 
 RECIPES = Path(__file__).parents[2] / "hf_recurrent_lengthgen" / "recipes" / "models"
 INITIALIZATIONS = ("reinit", "inherit")
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 every_initialization = pytest.mark.parametrize("initialization", INITIALIZATIONS)
-with_hybrids = pytest.mark.skipif(
-    not hasattr(Cache, "get_recurrent_state"), reason="hybrids need Transformers 5.21 or newer"
-)
 
 
 def grown(family: Family) -> dict[str, Any]:
@@ -455,7 +452,7 @@ def test_models_whose_code_came_with_a_checkpoint_are_expanded(
 HYBRIDS = ["bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "mamba", "mamba2", "nemotron_h", "zamba2"]
 
 
-@with_hybrids
+@needs_hybrids
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", HYBRIDS)
 def test_hybrids_are_expanded_in_all_layers_and_load_in_plain_transformers(model_type: str, tmp_path: Path) -> None:
@@ -484,7 +481,7 @@ def test_hybrids_are_expanded_in_all_layers_and_load_in_plain_transformers(model
     assert first.final_state is not None
 
 
-@with_hybrids
+@needs_hybrids
 def test_every_recurrent_type_of_transformers_is_expanded_or_refused_with_the_reason() -> None:
     assert set(SUPPORTED) == {name for name in {**EXPANDABLE, **REFUSED} if not name.startswith("stateful_")}
     assert set(EXPANDABLE) - set(SUPPORTED) == {family.config_class.model_type for family in FAMILIES}

@@ -15,12 +15,11 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
-from transformers.cache_utils import Cache
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.hybrids.tiny_models import tiny_model
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state
 from hf_recurrent_lengthgen.trainers.chunked_backprop import chunked_forward, forward_in_chunks
+from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import (
     FAMILIES,
     MAMBA2,
@@ -33,6 +32,7 @@ from tests.models.families import (
 )
 from tests.trainers import chunks_in_processes
 from tests.trainers.chunks_in_processes import checkpoint_layers, gradients, loop
+from tests.versions import needs_hybrids
 
 LENGTH, CHUNK_LENGTH = 23, 5
 TOLERANCE: dict[torch.dtype, dict[str, float]] = {
@@ -254,7 +254,7 @@ def test_layers_may_be_compiled_but_not_the_model() -> None:
         forward_in_chunks(model, CHUNK_LENGTH).__enter__()
 
 
-@pytest.mark.skipif(not hasattr(Cache, "get_recurrent_state"), reason="stateful needs Transformers 5.21 or newer")
+@needs_hybrids
 def test_wrapped_stock_models_go_in_chunks_unless_they_attend() -> None:
     model, ids = stateful(tiny_model("mamba2")).train(), random_tokens(2, LENGTH)
     state = leaves(random_state(model, 2, scale=0.1))

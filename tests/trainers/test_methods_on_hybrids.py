@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers.cache_utils import Cache
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
-from hf_recurrent_lengthgen.hybrids.tiny_models import TINY, tiny_model
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
+from tests.hybrids.tiny_models import TINY, tiny_model
+from tests.versions import needs_hybrids
 
-pytestmark = pytest.mark.skipif(not hasattr(Cache, "get_recurrent_state"), reason="hybrids need Transformers 5.21")
+pytestmark = needs_hybrids
 
 CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3")
 EXPANDABLE = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")

@@ -1,7 +1,7 @@
 """Measure on tiny random models which recurrent model types of Transformers keep the state contract.
 
-    python -m hf_recurrent_lengthgen.hybrids.support            print the table
-    python -m hf_recurrent_lengthgen.hybrids.support --write    put it into this folder's README.md
+    python -m tests.hybrids.support            print the table
+    python -m tests.hybrids.support --write    put it into hybrids/README.md
 
 Every number compares with the stock model reading 65 tokens at once, except where it says otherwise, and is relative
 to the largest entry of what it is compared with.
@@ -19,14 +19,14 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_recurrent_lengthgen.hybrids.cache_adapters import cache_adapter_of
-from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
-from hf_recurrent_lengthgen.hybrids.tiny_models import VOCABULARY, tiny_model
+from hf_recurrent_lengthgen import hybrids
+from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_adapter_of
 from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
-from hf_recurrent_lengthgen.hybrids.wrapping import check_transformers, stateful
+from hf_recurrent_lengthgen.hybrids.wrapping import stateful
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state
+from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
-README = Path(__file__).with_name("README.md")
+README = Path(hybrids.__file__).with_name("README.md")
 BEGIN, END = "<!-- begin of the generated table -->", "<!-- end of the generated table -->"
 PIECES = (3, 1, 59, 2)
 TOLERANCE = 1e-3
@@ -163,7 +163,7 @@ def generates(model_type: str) -> bool:
     """Whether greedy `generate` from a state picks the tokens that repeated calls from that state pick."""
     model = stateful(tiny_model(model_type))
     state = map_state(Tensor.detach, random_state(model, 1))
-    length = 1 if SUPPORTED[model_type].mamba1 else 4  # of more, the stock generate of Mamba-1 loses the state
+    length = 4 if SUPPORTED[model_type].adapter.reads_prompts else 1
     prompt = torch.randint(3, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(4))
     generated = model.generate(prompt, initial_state=state, max_new_tokens=5, do_sample=False, eos_token_id=None)
     text = prompt
@@ -220,12 +220,11 @@ def verdicts(text: str) -> dict[str, str]:
 def main() -> None:
     """Print the table or write it."""
     parser = argparse.ArgumentParser(
-        prog="python -m hf_recurrent_lengthgen.hybrids.support",
+        prog="python -m tests.hybrids.support",
         description="Test the state contract on a tiny random model of every recurrent model type of Transformers.",
     )
-    parser.add_argument("--write", action="store_true", help=f"put the table into {README.name} of this folder")
+    parser.add_argument("--write", action="store_true", help="put the table into hybrids/README.md")
     options = parser.parse_args()
-    check_transformers()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     text = table([measure(model_type) for model_type in sorted({*SUPPORTED, *REFUSED})])

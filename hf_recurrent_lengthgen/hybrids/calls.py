@@ -1,0 +1,108 @@
+"""What a call of a wrapped model may be given, and what activation checkpointing needs during one."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
+
+PACKED = ("position_ids", "seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
+
+
+def check_arguments(cache_argument: str, arguments: dict[str, Any]) -> tuple[int, int]:
+    """Number of rows and tokens, after refusing what cannot go with states."""
+    given = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
+    if len(given) != 1 or given[0].shape[1] == 0:
+        raise ValueError("Give exactly one of input_ids and inputs_embeds, with at least one token.")
+    if arguments.get("use_cache") or arguments.get(cache_argument) is not None:
+        raise ValueError(
+            f"use_cache and {cache_argument} do not go with states: give attention_cache to let attention layers see "
+            "what came before, and call generate(initial_state=...) to generate."
+        )
+    packed = [name for name in PACKED if arguments.get(name) is not None]
+    if packed:
+        raise ValueError(
+            f"{packed} do not go with states: rows hold one sequence each, and positions follow from attention_cache. "
+            "Leave them out."
+        )
+    refuse_padding(arguments.get("attention_mask"))
+    rows, length = given[0].shape[:2]
+    return rows, length
+
+
+def check_attention_cache(model: Any, cache: Cache, state: RecurrentState | None, batch_size: int) -> None:
+    """Refuse an attention cache that cannot belong to the model, the rows or the state."""
+    if not model.attends:
+        raise ValueError(f"{type(model).__name__} has no attention layers: leave attention_cache out.")
+    if not isinstance(cache, Cache) or len(cache.layers) != len(model.state_shapes()):
+        raise ValueError("attention_cache must be made by new_attention_cache() of this model.")
+    layer: Any = cache.layers[model._layout.attending[0]]
+    if layer.keys is None:
+        return
+    if layer.keys.shape[0] != batch_size:
+        raise ValueError(f"attention_cache has {layer.keys.shape[0]} rows, the tokens {batch_size}.")
+    if state is None:
+        raise ValueError(
+            f"attention_cache holds {layer.get_seq_length()} tokens, but there is no initial_state: give the final "
+            "state after them, or a new attention cache for a new text."
+        )
+
+
+def check_forgetting_in_cache(model: Any, rule: Forgetting) -> None:
+    """Refuse a forgetting that a stock cache cannot hold."""
+    if rule.window is not None or not cache_adapter_of(model).reads_prompts:
+        raise ValueError(
+            f"{type(model).__name__} generates with the cache of Transformers, which holds no window, and in which "
+            "Mamba-1 mixers step past us: call the model with states, or set retention and insertion only, on Mamba-2."
+        )
+
+
+def refuse_padding(mask: Any) -> None:
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask == 1).all())):
+        raise ValueError(
+            "attention_mask has zeros or is no mask (B, T): stock recurrent layers are not exact with padding. Give "
+            "rows of equal length without padding, for instance packed blocks, or one row at a time."
+        )
+
+
+@contextmanager
+def checkpointing(
+    model: nn.Module, mixers: Callable[[], AbstractContextManager[None]], attention: Cache | None
+) -> Iterator[None]:
+    """Let activation checkpointing keep the state cache, which recomputation may write to again, and what the mixers
+    need.
+
+    Raises:
+        ValueError: for reentrant checkpointing, and if keys and values are to be kept.
+    """
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    layers = [layer for layer in layers if layer.gradient_checkpointing and layer.training]
+    functions = [layer._gradient_checkpointing_func for layer in layers]
+    if any(getattr(function, "keywords", {}).get("use_reentrant", True) for function in functions):
+        raise ValueError(
+            "Reentrant activation checkpointing loses the gradients through recurrent states: "
+            'use gradient_checkpointing_kwargs={"use_reentrant": False}.'
+        )
+    if layers and attention is not None:
+        raise ValueError(
+            "attention_cache does not go with activation checkpointing, whose recomputation would add the keys again: "
+            "leave one of them out."
+        )
+    try:
+        for layer, function in zip(layers, functions, strict=True):
+            layer._can_checkpoint_with_cache = True
+            layer._gradient_checkpointing_func = functools.partial(
+                function, context_fn=lambda: (nullcontext(), mixers())
+            )
+        yield
+    finally:
+        for layer, function in zip(layers, functions, strict=True):
+            layer._gradient_checkpointing_func = function
+            del layer._can_checkpoint_with_cache
