@@ -12,6 +12,7 @@ from hf_recurrent_lengthgen.adapters import base_of_adapter, holds_adapter
 from hf_recurrent_lengthgen.conversion.sources import license_of
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 from hf_recurrent_lengthgen.evaluation.results import TrainingRecord
+from hf_recurrent_lengthgen.private_text import portable_command
 from hf_recurrent_lengthgen.records import (
     LINEAGE_FILE,
     Lineage,
@@ -19,7 +20,6 @@ from hf_recurrent_lengthgen.records import (
     Step,
     TrainingRun,
     file_digest,
-    portable_command,
     read_lineage,
     write_lineage,
 )

@@ -4,15 +4,12 @@ import hashlib
 import json
 import os
 import re
-import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.json_schema import document
-from hf_recurrent_lengthgen.private_text import HIDDEN, SECRET_OPTION, hide_secrets
 
 LINEAGE_FILE, VERIFICATION_FILE = "lineage.json", "verification.json"
 
@@ -209,52 +206,6 @@ def unverified(folder: str | os.PathLike[str], now: dict[str, str] | None = None
     now = verified_files(folder) if now is None else now
     differing = {name for name, _ in now.items() ^ verification.files.items()}
     return f"it has changed since it was verified ({', '.join(sorted(differing))})" if differing else None
-
-
-# An absolute path at the start of an argument or of a value in it, and the last part of it.
-_PATH = re.compile(
-    r"(?<![^=,:;\s\"'(\[{])(?:file:/+|(?:~[\w.-]*)?/(?=[^\s/])|[A-Za-z]:(?:\\|/(?!/))|\\\\(?=\w))[^=,;\"']*"
-)
-
-
-def portable(argument: str) -> str:
-    """An argument of a command without the folders of a machine: the last part of absolute paths, also of values."""
-    return _PATH.sub(lambda path: _last_part(path.group()), argument)
-
-
-def _last_part(path: str) -> str:
-    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
-
-
-def portable_command(command: str | Sequence[str]) -> str:
-    """A shell command, given as text or in parts: `portable` arguments, the program's name only, no tokens or keys."""
-    program, *arguments = _words(command) if isinstance(command, str) else command or [""]
-    shown = []
-    for before, argument in zip(["", *arguments], arguments, strict=False):
-        option, equals, _ = argument.partition("=")
-        if SECRET_OPTION.fullmatch(before) and not argument.startswith("--"):
-            shown.append(HIDDEN)
-        elif equals and SECRET_OPTION.fullmatch(option):
-            shown.append(f"{option}={HIDDEN}")
-        else:
-            shown.append(portable(hide_secrets(argument)))
-    return shlex.join([Path(program).name, *shown]) if program else ""
-
-
-def _words(command: str) -> list[str]:
-    try:
-        return shlex.split(command) or [""]
-    except ValueError:  # of sys.argv, joined without quotes
-        return command.split()
-
-
-def portable_text(text: str) -> str:
-    """A description with the last part of each absolute path, and no tokens or keys."""
-    folders = (
-        r"(?:file:/+|(?<![\w/.~])(?:~\w*)?/)(?:[^/\s,;]+/)*(?=[^/\s,;])"
-        r"|(?:(?<!\w)[A-Za-z]:|\\)\\(?:[^\\\s,;]+\\)*"
-    )
-    return re.sub(folders, "", hide_secrets(text))
 
 
 _CARD_RECORD = re.compile(r"^<!-- lengthgen card of (\{.*\}) -->$", flags=re.MULTILINE)

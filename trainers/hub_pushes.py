@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.models.atomic_files import replacing
-from hf_recurrent_lengthgen.private_text import is_vocabulary, paths_in, readable_text, secrets_in
+from hf_recurrent_lengthgen.private_text import private_in
 from hf_recurrent_lengthgen.records import read_lineage
 
 logger = logging.get_logger(__name__)
@@ -55,10 +55,9 @@ def check_texts(folder: str | os.PathLike[str], token: str | None) -> None:
     secrets, paths = [], []
     for path in sorted(Path(folder).iterdir()):
         if path.is_file() and path.suffix in (".json", ".md", ".py", ".yaml", ".txt", ".jinja", ".safetensors"):
-            text = readable_text(path)
-            secrets += [f"{path.name}, {found}" for found in secrets_in(text, token)]
-            if not is_vocabulary(path):
-                paths += [f"{path.name}, {found}" for found in paths_in(text)]
+            found, places = private_in(path, token)
+            secrets += [f"{path.name}, {one}" for one in found]
+            paths += [f"{path.name}, {one}" for one in places]
     if secrets:
         raise ValueError(f"{folder} is not uploaded: {'; '.join(secrets)}.")
     if paths:

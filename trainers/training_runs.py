@@ -17,7 +17,8 @@ from transformers.utils import logging
 
 from hf_recurrent_lengthgen.adapters import adapter_in_words, holds_adapter
 from hf_recurrent_lengthgen.lineage import lineage_of, record_step
-from hf_recurrent_lengthgen.records import TrainingRun, portable
+from hf_recurrent_lengthgen.private_text import portable
+from hf_recurrent_lengthgen.records import TrainingRun
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.resumed_optimizers import as_json, made_with
 

@@ -22,13 +22,11 @@ from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCompari
 from hf_recurrent_lengthgen.loading import load_language_model
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.plotting.names import with_names
+from hf_recurrent_lengthgen.private_text import portable, portable_command, portable_text
 from hf_recurrent_lengthgen.records import (
     Lineage,
     Verification,
     carded,
-    portable,
-    portable_command,
-    portable_text,
     read_lineage,
     read_verification,
     verified_files,

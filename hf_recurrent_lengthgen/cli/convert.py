@@ -17,7 +17,8 @@ from hf_recurrent_lengthgen.conversion.json_files import read_settings_file
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.conversion.tensor_files import TensorFiles
 from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files
-from hf_recurrent_lengthgen.records import portable_command, read_lineage
+from hf_recurrent_lengthgen.private_text import portable_command
+from hf_recurrent_lengthgen.records import read_lineage
 
 DESCRIPTION = """\
 Convert a checkpoint of another library into one of this package, which takes and returns states, can be post-trained,

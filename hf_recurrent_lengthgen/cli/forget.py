@@ -39,7 +39,7 @@ from hf_recurrent_lengthgen.evaluation.results import ForgettingSearch
 from hf_recurrent_lengthgen.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
-from hf_recurrent_lengthgen.records import portable
+from hf_recurrent_lengthgen.private_text import portable
 
 DESCRIPTION = """\
 Make a copy of a checkpoint that forgets at inference, without training (arXiv:2410.07145): its states hold the last

@@ -19,7 +19,7 @@ from hf_recurrent_lengthgen.data import (
     token_stream,
 )
 from hf_recurrent_lengthgen.loading import check_name, quiet_transformers
-from hf_recurrent_lengthgen.records import portable
+from hf_recurrent_lengthgen.private_text import portable
 
 STANDARD_LIBRARY = "stdlib"
 DATA_HELP = (

@@ -29,7 +29,8 @@ from hf_recurrent_lengthgen.conversion.tensor_files import Meta, TensorFiles, sa
 from hf_recurrent_lengthgen.conversion.tensor_writing import Entry, parse_size, write_safetensors
 from hf_recurrent_lengthgen.conversion.tokenizer_files import checked_tokenizer, copy_tokenizer
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
-from hf_recurrent_lengthgen.records import Lineage, Step, file_digest, portable, write_lineage
+from hf_recurrent_lengthgen.private_text import portable
+from hf_recurrent_lengthgen.records import Lineage, Step, file_digest, write_lineage
 from hf_recurrent_lengthgen.records import Source as Origin
 
 TRAINING_LENGTHS = {

@@ -9,7 +9,7 @@ from hf_recurrent_lengthgen.adapters import holds_adapter, to_merge
 from hf_recurrent_lengthgen.conversion.json_files import read_json_object, texts_in
 from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files
 from hf_recurrent_lengthgen.hub.names import unsafe_names
-from hf_recurrent_lengthgen.private_text import is_binary, is_vocabulary, paths_in, readable_text, secrets_in
+from hf_recurrent_lengthgen.private_text import private_in
 from hf_recurrent_lengthgen.records import CHECKPOINT_FILES, TRAINER_STATES
 
 PUSHED = (
@@ -119,17 +119,9 @@ def refusals_of_files(folder: Path, pushed: Sequence[str], include: Sequence[str
         elif not path.resolve().is_relative_to(folder.resolve()):
             problems.append(f"{name} is a link to a file outside of the folder: copy the folder with cp -rL")
         else:
-            problems += [f"{name}, {found}" for found in _findings(path, folder, token)]
+            secrets, paths = private_in(path, token, (Path.home(), Path.cwd(), folder.resolve()))
+            problems += [f"{name}, {found}" for found in secrets + paths]
     return problems + _missing_parts(folder, pushed)
-
-
-def _findings(path: Path, folder: Path, token: str | None) -> list[str]:
-    """Secrets and paths of this machine in a file, with their places."""
-    text = readable_text(path)
-    found = secrets_in(text, token)
-    if is_binary(text) or is_vocabulary(path):
-        return found
-    return found + paths_in(text, (Path.home(), Path.cwd(), folder.resolve()))
 
 
 def _missing_parts(folder: Path, pushed: Sequence[str]) -> list[str]:

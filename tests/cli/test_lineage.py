@@ -16,9 +16,6 @@ from hf_recurrent_lengthgen.records import (
     Lineage,
     Source,
     Step,
-    portable,
-    portable_command,
-    portable_text,
     read_lineage,
     write_lineage,
 )
@@ -158,35 +155,6 @@ def test_the_source_is_told_by_its_config_and_card(stock_checkpoint: Path, tmp_p
 def test_what_is_no_checkpoint_has_no_lineage(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no checkpoint folder here, and no model on the Hub"):
         lineage_of("nobody/nothing")
-
-
-@pytest.mark.parametrize(
-    ("argument", "shown"),
-    [
-        ("/home/me/model", "model"),
-        ("/home/me/model/", "model"),
-        ("--model=/home/me/model", "--model=model"),
-        ("~/model", "model"),
-        ("../data/book.txt", "../data/book.txt"),
-        ("owner/name", "owner/name"),
-        ("https://example.org/a/b", "https://example.org/a/b"),
-        ("/", "/"),
-        ("1e-3", "1e-3"),
-    ],
-)
-def test_absolute_paths_are_shortened(argument: str, shown: str) -> None:
-    assert portable(argument) == shown
-
-
-def test_commands_and_descriptions_are_shortened() -> None:
-    assert portable_command("/opt/bin/lengthgen train --model '/a b/c d' --seed 1") == (
-        "lengthgen train --model 'c d' --seed 1"
-    )
-    assert portable_command("lengthgen train --data it's") == """lengthgen train --data 'it'"'"'s'"""
-    assert portable_command("") == ""
-    assert portable_text("/data/book.txt, split train") == "book.txt, split train"
-    same = "see https://a.org/b/c, 1/2 of owner/name, ../x/y"
-    assert portable_text(same) == same
 
 
 def test_a_start_on_the_hub_is_known_by_its_commit_and_licence(hub: Endpoint, stock_checkpoint: Path) -> None:

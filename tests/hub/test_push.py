@@ -294,7 +294,7 @@ def damage(name: str, content: str | bytes) -> Callable[[Path], object]:
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "your token": (damage("results/a.json", '"hf_test"'), r"results/a.json, line 1: your Hub token"),
     "key": (damage("README.md", CARD + "-----BEGIN RSA PRIVATE KEY-----"), r"README.md, line 7: a private key"),
-    "wandb": (damage("recipe.yaml", "wandb_key: " + "0a" * 20), "a key of Weights & Biases"),
+    "wandb": (damage("recipe.yaml", "wandb_key: " + "0a" * 20), "recipe.yaml, line 1: a password or key"),
     "windows": (damage("README.md", CARD + r"C:\Users\me\texts"), r"a path of your machine: C:.Users.me"),
     "home": (damage("results/a.json", f'"{Path.home()}/x"'), "results/a.json, line 1: a path of your machine"),
     "header": (
