@@ -7,17 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
-from hf_recurrent_lengthgen.conversion.new_folders import check_new
-from hf_recurrent_lengthgen.hub.pull import pull_checkpoint, resolve_commit
+from hf_recurrent_lengthgen.hub.pull import pull_checkpoint
 from hf_recurrent_lengthgen.loading import differing_code
 from hf_recurrent_lengthgen.models.configuration_stateful import CODE_FORMAT_VERSION
 from hf_recurrent_lengthgen.records import unverified
 
 DESCRIPTION = """\
 Get a checkpoint from the Hugging Face Hub, at one commit, into a new folder: config, code, weights as safetensors,
-tokenizer, card, results and records, no pickles. Each file is checked against its hash on the Hub, and the folder
-against its own verification. Code in it that differs from the installed package is named; names of files that Python
-would run by chance, or that some system cannot write, are refused.
+tokenizer, card, results and records, no pickles. The folder is checked against its own verification. Code in it that
+differs from the installed package is named; names of files that Python would run by chance, or that some system cannot
+write, are refused.
 
   lengthgen pull owner/name --output_dir my-checkpoint
   lengthgen pull owner/name --revision 1a2b3c4 --output_dir my-checkpoint
@@ -42,10 +41,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command with its arguments."""
     options = _parser().parse_args(arguments)
     output = Path(options.output_dir)
-    check_new(output)
-    commit = resolve_commit(options.repo_id, options.revision)
     try:
-        pull_checkpoint(options.repo_id, commit, output)
+        commit = pull_checkpoint(options.repo_id, options.revision, output)
     except KeyboardInterrupt:
         print("\nWhat was downloaded is kept: the same command goes on with the rest.", file=sys.stderr)
         raise

@@ -18,8 +18,8 @@ lineage, verification, and states in the folder states/. A new repository is pri
 
 Large files go up first, each once; then all is committed at once, on the commit that was there at the beginning: what
 somebody else commits meanwhile is not overwritten. If the command stops, run it again: it sends what is missing. If
-all is in place, it commits nothing. Files of an earlier push that are not in the folder any more are deleted in the
-same commit; files that somebody else put there stay, and are an error where they would be loaded (--overwrite).
+all is in place, it commits nothing. Files that are there and not in the folder stay, and are an error where they would
+be loaded; --overwrite deletes those of a checkpoint in the same commit.
 
 Not pushed, and listed: what Trainer keeps for itself (optimizer, scheduler, checkpoint-* folders, ...), pickles,
 and whatever is no part of a checkpoint, unless --include names it. Refused: secrets, paths of your machine in texts,
@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="delete files of others on the Hub that would be loaded with this checkpoint, such as other weights",
+        help="delete files of a checkpoint on the Hub that are not in the folder, such as other weights or results",
     )
     parser.add_argument(
         "--dry_run",
@@ -70,8 +70,8 @@ def run(arguments: Sequence[str]) -> int:
         trial=options.dry_run,
     )
     print(_table(plan), flush=True)
-    if options.dry_run and plan.card:
-        print(f"\nREADME.md:\n\n{plan.card}")
+    if options.dry_run and "README.md" in plan.files:
+        print(f"\nREADME.md:\n\n{(plan.folder / 'README.md').read_text(encoding='utf-8', errors='replace')}")
     if plan.refusals:
         print(f"\nlengthgen push: {plan.folder} cannot be pushed:", file=sys.stderr)
         print("\n".join(f"- {refusal}" for refusal in plan.refusals), file=sys.stderr)
@@ -79,8 +79,8 @@ def run(arguments: Sequence[str]) -> int:
     if options.dry_run:
         if plan.unknown:
             print(
-                "Not known without the Hub: whether the repository is there and of that visibility, what of these "
-                f"files it has, and what else is in it ({plan.unknown})."
+                "Not known without the Hub: whether the repository is there and of that visibility, and what is in it "
+                f"({plan.unknown})."
             )
         print("Nothing was pushed (--dry-run).")
         return 0
@@ -92,7 +92,7 @@ def run(arguments: Sequence[str]) -> int:
     print(f"\nPushed: {result.url}" if result.created else f"\nNothing to push, all of it is there: {result.url}")
     if result.collection is not None:
         print(f"In the collection {result.collection}")
-    code = ", trust_remote_code=True" if any(file.name.endswith(".py") for file in plan.files) else ""
+    code = ", trust_remote_code=True" if any(name.endswith(".py") for name in plan.files) else ""
     print(
         "\nfrom transformers import AutoModelForCausalLM\n\n"
         f'model = AutoModelForCausalLM.from_pretrained("{plan.repo_id}", revision="{result.commit}"{code})'
@@ -105,23 +105,17 @@ def run(arguments: Sequence[str]) -> int:
 
 def _table(plan: PushPlan) -> str:
     """Each file with what happens to it."""
-    known = plan.exists is not None
-    where = "" if not known else " (there already)" if plan.exists else f" (new, {_visibility(plan)})"
-    rows: list[tuple[str, str, str]] = [(file.change or "", file.name, _size(file.size)) for file in plan.files]
-    rows += [("deleted", name, "of an earlier push, not in the folder") for name in plan.removed]
-    rows += [("stays", name, "there, but not from lengthgen push") for name in plan.kept]
+    visibility = "private" if plan.private else "public"
+    where = "" if plan.exists is None else " (there already)" if plan.exists else f" (new, {visibility})"
+    known = {True: "replaced", False: "new"} if plan.exists is not None else {}
+    rows = [(known.get(name in plan.there, ""), name, _size(size)) for name, size in plan.files.items()]
+    rows += [("deleted", name, "not in the folder") for name in plan.removed]
+    rows += [("stays", name, "not in the folder") for name in sorted(plan.there - {row[1] for row in rows})]
     rows += [("left out", name, reason) for name, reason in plan.left_out.items()]
     width = max((len(name) for _, name, _ in rows), default=0)
     lines = [f"{plan.folder} to {plan.repo_id}{where}, branch {plan.revision}:"]
     lines += [f"  {change:8}  {name:{width}}  {note}" for change, name, note in rows]
-    total = f"{len(plan.files)} files, {_size(sum(file.size for file in plan.files))}"
-    if known:
-        total += f"; {len(plan.to_send)} new or changed, {_size(sum(file.size for file in plan.to_send))}"
-    return "\n".join([*lines, total])
-
-
-def _visibility(plan: PushPlan) -> str:
-    return "private" if plan.private else "public"
+    return "\n".join([*lines, f"{len(plan.files)} files, {_size(sum(plan.files.values()))}"])
 
 
 def _size(count: float) -> str:

@@ -6,11 +6,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from hf_recurrent_lengthgen.adapters import holds_adapter, to_merge
-from hf_recurrent_lengthgen.conversion.json_files import read_json_object, texts_in
-from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files
 from hf_recurrent_lengthgen.hub.names import unsafe_names
 from hf_recurrent_lengthgen.private_text import private_in
-from hf_recurrent_lengthgen.records import CHECKPOINT_FILES, TRAINER_STATES
+from hf_recurrent_lengthgen.records import CHECKPOINT_FILES, TOKENIZER_FILES, TRAINER_STATES
 
 PUSHED = (
     *CHECKPOINT_FILES,
@@ -28,6 +26,11 @@ PUSHED = (
     "states/*.safetensors",
 )
 """What is pushed and pulled. A pattern matches names in its own folder."""
+LOADED = (
+    *("*.safetensors", "*.bin", "*.pth", "*.index.json", "adapter_*", "generation_config.json"),
+    *TOKENIZER_FILES,
+)
+"""Files at the top of a repository that Transformers looks for: they change what is loaded."""
 
 TRAINER_FILES = (
     "training_args.bin",
@@ -130,25 +133,7 @@ def _missing_parts(folder: Path, pushed: Sequence[str]) -> list[str]:
         return [f"{to_merge(folder)}, verify FOLDER and push it"]
     if "config.json" not in pushed:
         return ["it holds no config.json, so it is no checkpoint"]
-    missing = []
+    # whether code and tokenizer are there has been verified
     if not any(name.endswith(".safetensors") and "/" not in name for name in pushed):
-        missing.append("it holds no weights as safetensors: lengthgen convert writes them")
-    try:
-        config = read_json_object(folder / "config.json")
-    except ValueError as error:
-        return [*missing, str(error)]
-    files = {f"{entry.split('--')[-1].split('.')[0]}.py" for entry in texts_in(config.get("auto_map"))}
-    if str(config.get("model_type", "")).startswith("stateful_") and not files:
-        missing.append("config.json has no auto_map, so nobody could load the model: save it by its save_pretrained")
-    if absent := sorted(files - set(pushed)):
-        missing.append(f"code that config.json names is missing: {', '.join(absent)}; save_pretrained writes it")
-    return missing + _missing_of_tokenizer(folder, pushed)
-
-
-def _missing_of_tokenizer(folder: Path, pushed: Sequence[str]) -> list[str]:
-    """Code that a tokenizer cannot be loaded without; what it names of another repository stays there."""
-    try:
-        absent = sorted(set(tokenizer_files(folder)) - set(pushed))
-    except ValueError as error:
-        return [str(error)]
-    return [f"of its tokenizer is missing: {', '.join(absent)}"] if absent else []
+        return ["it holds no weights as safetensors: lengthgen convert writes them"]
+    return []

@@ -346,6 +346,9 @@ def create_collection(hub: "Endpoint", request: Request) -> Answer:
     slug = f"{asked['namespace']}/{re.sub(r'[^a-z0-9]+', '-', asked['title'].lower())}-{len(hub.collections):024x}"
     if account is None or not account.may_write or not account.owns(slug):
         raise Refused(403, "You don't have the rights to create a collection under this namespace")
+    for known in hub.collections.values():
+        if (known.slug.partition("/")[0], known.title) == (asked["namespace"], asked["title"]):
+            return as_json({"error": "This collection already exists", "slug": known.slug}, 409)
     found = hub.collections[slug] = Collection(slug, asked["title"], asked.get("private", False))
     return as_json(collection_data(hub, found))
 

@@ -1,10 +1,12 @@
 """Small checkpoint folders that may be pushed."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.hub.push import PushResult, do_push, plan_push
 from hf_recurrent_lengthgen.records import Check, Verification, verified_files, write_verification
 
 CARD = "---\nlibrary_name: transformers\nlicense: apache-2.0\n---\n\n# A model\n"
@@ -35,6 +37,13 @@ def write_checkpoint(folder: Path) -> Path:
 
 
 NEVER_PUSHED = {"training_args.bin", "optimizer.pt", "initial_states_0.safetensors", "notes.txt"}
+
+
+def push(
+    folder: Path, name: str, *, message: str | None = None, collection: str | None = None, **options: Any
+) -> PushResult:
+    """What `lengthgen push` does; options of `plan_push`."""
+    return do_push(plan_push(folder, name, **options), message=message, collection=collection)
 
 
 def pushed_files(folder: Path) -> dict[str, bytes]:

@@ -10,8 +10,6 @@ import pytest
 from huggingface_hub import constants, file_download, hf_api
 from huggingface_hub.utils import _http
 
-from hf_recurrent_lengthgen.hub import remote
-
 from .endpoint import Endpoint
 
 TOKEN = "hf_test"
@@ -38,7 +36,7 @@ def connect(hub: Endpoint, home: Path, monkeypatch: pytest.MonkeyPatch, token: s
         monkeypatch.setenv("HF_TOKEN", token)
     names = {name: getattr(time, name) for name in dir(time) if not name.startswith("_")}
     impatient = SimpleNamespace(**names | {"sleep": waits.append})
-    for module in (_http, file_download, remote):
+    for module in (_http, file_download):
         monkeypatch.setattr(module, "time", impatient)
     return waits
 

@@ -51,8 +51,8 @@ def test_no_name_that_harms_is_pulled_or_pushed(name: str, hub: Endpoint, tmp_pa
         assert len(str(caught.value)) < 300
         assert not (tmp_path / "out").exists()
     else:  # left out, as all that is no part of a checkpoint
-        pulled = pull_checkpoint("user/name", None, tmp_path / "out")
-        assert {path.name for path in pulled.iterdir()} == {"config.json", "model.safetensors"}
+        pull_checkpoint("user/name", None, tmp_path / "out")
+        assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
     assert not [path for path in tmp_path.rglob("*") if path.name == "harm.png"]
 
 

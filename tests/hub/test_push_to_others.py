@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from hf_recurrent_lengthgen.hub.pull import pull_checkpoint
-from hf_recurrent_lengthgen.hub.push import plan_push, push_checkpoint
+from hf_recurrent_lengthgen.hub.push import plan_push
 from hf_recurrent_lengthgen.records import card_record, carded, verified_files
 
-from .checkpoints import CARD, pushed_files, verify
+from .checkpoints import CARD, push, pushed_files, verify
 from .endpoint import Endpoint
 
 THEIRS = {"model-00001-of-00002.safetensors": b"other weights", "adapter_config.json": b"{}", "notes.md": b"theirs"}
@@ -19,21 +19,14 @@ def test_files_of_others_that_would_be_loaded_are_refused_or_deleted(hub: Endpoi
     head = hub.put("user/name", THEIRS)
     told = r"would be loaded with it \(adapter_config.json, model-00001-of-00002.safetensors\)"
     with pytest.raises(ValueError, match=told):
-        push_checkpoint(folder, "user/name")
+        push(folder, "user/name")
     assert hub.repositories["user/name"].branches["main"] == head
-    plan = push_checkpoint(folder, "user/name", overwrite=True).plan
-    assert (plan.removed, plan.kept) == (("adapter_config.json", "model-00001-of-00002.safetensors"), ("notes.md",))
+    push(folder, "user/name", overwrite=True)
     assert hub.files("user/name") == pushed_files(folder) | {"notes.md": b"theirs"}
 
 
-def test_what_is_in_the_folder_is_not_deleted_for_being_left_out(hub: Endpoint, folder: Path) -> None:
-    push_checkpoint(folder, "user/name", include=["notes.txt"])
-    plan = plan_push(folder, "user/name")
-    assert (plan.removed, plan.kept) == ((), ("notes.txt",))
-
-
 def test_nothing_is_committed_to_what_became_public_during_the_upload(hub: Endpoint, folder: Path) -> None:
-    push_checkpoint(folder, "user/name")
+    push(folder, "user/name")
     head = hub.repositories["user/name"].branches["main"]
     (folder / "README.md").write_text((folder / "README.md").read_text() + "More.\n")
 
@@ -42,14 +35,14 @@ def test_nothing_is_committed_to_what_became_public_during_the_upload(hub: Endpo
 
     hub.fail("POST", "/preupload/", call=publish)
     with pytest.raises(ValueError, match="is not private as asked for"):
-        push_checkpoint(folder, "user/name")
+        push(folder, "user/name")
     assert hub.repositories["user/name"].branches["main"] == head
 
 
 @pytest.mark.parametrize("branch", ["", "v1.0/x y", "refs/pr/1", "a..b", "-x", "a/", "x.lock", "a~1"])
 def test_what_is_no_name_of_a_branch_is_refused(hub: Endpoint, folder: Path, branch: str) -> None:
     with pytest.raises(ValueError, match="must be the name of a branch"):
-        push_checkpoint(folder, "user/name", revision=branch)
+        push(folder, "user/name", revision=branch)
     assert hub.requests == []
 
 
