@@ -21,6 +21,7 @@ from hf_recurrent_lengthgen.hybrids.mixers import Mamba1StateCache, limited_step
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, state_dtype
+from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
 # What a layer of a stock cache holds about its keys; `cumulative_length` counts tokens that left a sliding window.
 KEY_ATTRIBUTES = ("keys", "values", "is_initialized", "cumulative_length", "dtype", "device")
@@ -57,7 +58,7 @@ class CacheAdapter:
     reads_prompts: ClassVar[bool] = True
     rounds: ClassVar[bool] = False
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: HybridModel) -> None:
         parameters = inspect.signature(type(model).forward).parameters
         found = [name for name in self.arguments if name in parameters]
         if not found:
@@ -287,9 +288,8 @@ class XlstmCacheAdapter(CacheAdapter):
     def to_cache(self, state: RecurrentState) -> Any:
         from transformers.models.xlstm.modeling_xlstm import xLSTMCache
 
-        cache: Any = xLSTMCache(
-            self.model.config, state[0].recurrent.shape[0], state[0].recurrent.dtype, self.model.device
-        )
+        memory = state[0].recurrent
+        cache: Any = xLSTMCache(self.model.config, memory.shape[0], memory.dtype, str(self.model.device))
         cache.is_compileable = False  # generate asks for it
         key_dim = self.model.config.qk_head_dim
         cache.rnn_state = {i: tuple(_unpacked(layer.recurrent, key_dim)) for i, layer in enumerate(state)}

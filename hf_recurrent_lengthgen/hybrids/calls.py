@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
+from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
 PACKED = ("position_ids", "seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 
@@ -37,7 +38,7 @@ def check_arguments(cache_argument: str, arguments: dict[str, Any]) -> tuple[int
     return rows, length
 
 
-def check_attention_cache(model: Any, cache: Cache, state: RecurrentState | None, batch_size: int) -> None:
+def check_attention_cache(model: HybridModel, cache: Cache, state: RecurrentState | None, batch_size: int) -> None:
     """Refuse an attention cache that cannot belong to the model, the rows or the state."""
     if not model.attends:
         raise ValueError(f"{type(model).__name__} has no attention layers: leave attention_cache out.")
@@ -55,7 +56,7 @@ def check_attention_cache(model: Any, cache: Cache, state: RecurrentState | None
         )
 
 
-def check_forgetting_in_cache(model: Any, rule: Forgetting) -> None:
+def check_forgetting_in_cache(model: HybridModel, rule: Forgetting) -> None:
     """Refuse a forgetting that a stock cache cannot hold."""
     if rule.window is not None or not cache_adapter_of(model).reads_prompts:
         raise ValueError(

@@ -26,6 +26,7 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     state_batch_size,
     state_dtype,
 )
+from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
 FORMAT, FORMAT_VERSION = "hybrid_state", 1
 
@@ -130,7 +131,7 @@ def _fill(layer: Any, sample: Any, keys: Tensor, values: Tensor, rows: int, wher
     layer.update(keys.to(sample.keys.dtype), values.to(sample.values.dtype))
 
 
-def _of_one_token(model: Any) -> list[Any]:
+def _of_one_token(model: HybridModel) -> list[Any]:
     """The layers of an attention cache that has read one token, whose keys and values show sizes and dtypes."""
     cache = model.new_attention_cache()
     if cache is None:

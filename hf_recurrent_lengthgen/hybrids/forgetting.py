@@ -20,14 +20,16 @@ from hf_recurrent_lengthgen.models.forgetting_scans import SSDRecurrence, forget
 from hf_recurrent_lengthgen.models.recurrent_state import layer_state
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
 from hf_recurrent_lengthgen.models.scan_ssd import mamba_chunk_scan_combined, scan_ssd
+from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
 
-def _mixers(model: Any) -> dict[int, Any]:
+def _mixers(model: HybridModel) -> dict[int, Any]:
     """The Mamba mixers of a model by their layer."""
-    return {module.layer_idx: module for module in model.modules() if hasattr(module, "ssm_state_size")}
+    modules: Iterator[Any] = model.modules()
+    return {module.layer_idx: module for module in modules if hasattr(module, "ssm_state_size")}
 
 
-def window_features(model: Any) -> dict[int, int]:
+def window_features(model: HybridModel) -> dict[int, int]:
     """What a window keeps of one token, for each layer with a Mamba mixer."""
     features = {}
     for layer, mixer in _mixers(model).items():
@@ -39,7 +41,7 @@ def window_features(model: Any) -> dict[int, int]:
     return features
 
 
-def check_forgetting(model: Any) -> None:
+def check_forgetting(model: HybridModel) -> None:
     """Refuse a `forgetting` that is out of range, or that the mixers of a wrapped model cannot honor.
 
     Raises:
@@ -64,7 +66,7 @@ def check_forgetting(model: Any) -> None:
 
 
 @contextmanager
-def forgetting_scans(model: Any, rule: Forgetting, state_cache: StateCache | None = None) -> Iterator[None]:
+def forgetting_scans(model: HybridModel, rule: Forgetting, state_cache: StateCache | None = None) -> Iterator[None]:
     """Let the Mamba-2 mixers of a model forget, on a state_cache's states or those of a stock cache.
 
     Args:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
@@ -28,6 +28,7 @@ from hf_recurrent_lengthgen.models.forgetting_scans import SelectiveRecurrence, 
 from hf_recurrent_lengthgen.models.recurrent_state import layer_state, state_dtype
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
 from hf_recurrent_lengthgen.models.scan_selective import scan_selective, selective_scan_fn
+from hf_recurrent_lengthgen.models.stateful_model import StatefulModel
 
 STEP, CHUNKS, SCAN = "mamba2_selective_state_update", "mamba2_chunk_scan", "mamba_selective_scan"
 
@@ -70,7 +71,7 @@ def exchanged(files: Iterable[ModuleType], name: str, replacement: Callable[[Any
 
 
 @contextmanager
-def limited_steps(model: nn.Module) -> Iterator[None]:
+def limited_steps(model: StatefulModel) -> Iterator[None]:
     """Limit the step size also in single-token steps on states that come from a `StateCache`."""
     limits: dict[int, tuple[float, float]] = {}
     files = set()
@@ -113,7 +114,7 @@ class Mamba1StateCache(StateCache):
 
 
 @contextmanager
-def scans_from_state(model: nn.Module, state_cache: Mamba1StateCache) -> Iterator[None]:
+def scans_from_state(model: StatefulModel, state_cache: Mamba1StateCache) -> Iterator[None]:
     """Let Mamba-1 mixers scan from the state_cache's states.
 
     Raises:

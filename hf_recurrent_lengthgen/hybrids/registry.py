@@ -4,7 +4,7 @@ Models are known by the `model_type` of their text configuration. A model type o
 `verify_stateful` finds that its states can be carried.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hf_recurrent_lengthgen.hybrids.cache_adapters import (
     CacheAdapter,
@@ -14,6 +14,7 @@ from hf_recurrent_lengthgen.hybrids.cache_adapters import (
     RwkvCacheAdapter,
     XlstmCacheAdapter,
 )
+from hf_recurrent_lengthgen.models.stateful_model import HybridModel, StatefulModel
 
 
 class StockType(NamedTuple):
@@ -81,12 +82,12 @@ REFUSED = {
 }
 
 
-def stock_type_of(model: Any) -> StockType:
+def stock_type_of(model: StatefulModel) -> StockType:
     """What is special about the type of a model; for a type that is not listed, nothing."""
     return SUPPORTED.get(model.config.get_text_config(decoder=True).model_type, StockType("as it is"))
 
 
-def cache_adapter_of(model: Any) -> CacheAdapter:
+def cache_adapter_of(model: HybridModel) -> CacheAdapter:
     """The adapter of a model.
 
     Raises:

@@ -1,13 +1,13 @@
 """Reading a text in pieces through a wrapped model, and the check that this changes nothing."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
+from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
 
 def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
@@ -17,7 +17,7 @@ def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 
 
 def read_in_pieces(
-    model: Any, tokens: Tensor, lengths: Sequence[int], state: RecurrentState | None = None
+    model: HybridModel, tokens: Tensor, lengths: Sequence[int], state: RecurrentState | None = None
 ) -> tuple[Tensor, RecurrentState]:
     """Read one text in pieces, which must equal reading it at once.
 
@@ -40,7 +40,7 @@ def read_in_pieces(
     return torch.cat(outputs, dim=1), state
 
 
-def verify_stateful(model: Any) -> None:
+def verify_stateful(model: HybridModel) -> None:
     """Check on five random tokens that a wrapped model in pieces gives the outputs of the stock model, and one state.
 
     Raises:

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import inspect
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
@@ -106,7 +106,7 @@ class StatefulMixin:
         windows = [(1 + window, features[i]) if i in features else (0,) for i in range(len(self._layout.shapes))]
         return tuple(shape(*parts, size) for parts, size in zip(self._layout.shapes, windows, strict=True))
 
-    def check_forgetting(self) -> None:
+    def check_forgetting(self: Any) -> None:
         """Refuse a `forgetting` of the configuration that the mixers cannot honor."""
         check_forgetting(self)
 
@@ -317,6 +317,24 @@ def _layout_of(model: Any) -> _Layout:
     return _Layout(shapes, tuple(state_cache.dropped_columns), tuple(sorted(state_cache.attending)))
 
 
+def _check_stock(model: PreTrainedModel) -> None:
+    """Refuse what cannot be wrapped, whatever its states are."""
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"stateful takes a model of Transformers, got {name}. For a PEFT model, call stateful(model) before "
+            "get_peft_model(model, ...)."
+        )
+    if any("forward" in vars(module) for module in (model, model.base_model)):
+        raise ValueError(
+            f"{name} has its forward replaced on the object, as hooks of accelerate do (device_map over "
+            "several devices, offloading), which would drop the states: call stateful(model) before."
+        )
+    for refused in (model.config.model_type, model.config.get_text_config(decoder=True).model_type):
+        if refused in REFUSED:
+            raise ValueError(f"{name} cannot carry its states: {REFUSED[refused]}.")
+
+
 def stateful(model: PreTrainedModel) -> Any:
     """Give a stock recurrent or hybrid model of Transformers the state contract, in place.
 
@@ -338,39 +356,25 @@ def stateful(model: PreTrainedModel) -> Any:
             "stateful needs Transformers 5.21 or newer, whose caches give recurrent states out; "
             f"{transformers.__version__} is installed."
         )
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"stateful takes a model of Transformers, got {type(model).__name__}. For a PEFT model, call "
-            "stateful(model) before get_peft_model(model, ...)."
-        )
-    if "initial_state" in inspect.signature(model.forward).parameters:
+    stock, wrapped = cast(Any, type(model)), cast(Any, model)
+    if isinstance(model, PreTrainedModel) and "initial_state" in inspect.signature(model.forward).parameters:
         return model
-    stock: Any = type(model)
-    if any("forward" in vars(module) for module in (model, model.base_model)):
-        raise ValueError(
-            f"{stock.__name__} has its forward replaced on the object, as hooks of accelerate do (device_map over "
-            "several devices, offloading), which would drop the states: call stateful(model) before."
-        )
-    model_type = model.config.get_text_config(decoder=True).model_type
-    for refused in (model.config.model_type, model_type):
-        if refused in REFUSED:
-            raise ValueError(f"{stock.__name__} cannot carry its states: {REFUSED[refused]}.")
-    model.__class__ = _stateful_class(stock)
+    _check_stock(model)
+    wrapped.__class__ = _stateful_class(stock)
     try:
-        model._layout = _layout_of(model)  # type: ignore[assignment]
+        wrapped._layout = _layout_of(wrapped)
         if model.config.model_type not in SUPPORTED:
-            verify_stateful(model)
+            verify_stateful(wrapped)
     except Exception as error:
-        model.__class__ = stock
+        wrapped.__class__ = stock
         if isinstance(error, ValueError) and stock.__name__ in str(error):
             raise
         # Its own code failed on our state_cache, for instance because it wants a cache of another kind.
         raise ValueError(f"{stock.__name__} cannot carry its states: {type(error).__name__}: {error}") from error
-    backbone: Any = model.base_model
-    if backbone is not model and isinstance(backbone, PreTrainedModel):
+    backbone = wrapped.base_model
+    if backbone is not wrapped and isinstance(backbone, PreTrainedModel):
         # Some training scripts call it past the head; the stock backbone would ignore a state silently.
-        backbone_class: Any = type(backbone)
-        backbone.__class__ = _stateful_class(backbone_class)
-        backbone._layout = model._layout
-    check_forgetting(model)
-    return model
+        backbone.__class__ = _stateful_class(cast(Any, type(backbone)))
+        backbone._layout = wrapped._layout
+    check_forgetting(wrapped)
+    return wrapped

@@ -5,9 +5,11 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from .stateful_model import StatefulModel
+
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module | StatefulModel) -> Iterator[None]:
     """Put all modules into evaluation mode, and exactly those back that were in training mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()

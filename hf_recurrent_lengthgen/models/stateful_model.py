@@ -1,0 +1,56 @@
+"""What functions ask of a model that has states: one of this package, of a checkpoint's code, or `stateful(model)`."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from .recurrent_state import LayerShape, RecurrentState
+
+
+class StatefulModel(Protocol):
+    """A model that is called with `initial_state` and `output_final_state`, and whose output has `final_state`."""
+
+    config: Any
+    training: bool
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def state_shapes(self) -> tuple[LayerShape, ...]:
+        """Shapes of the state of every layer, without the batch dimension."""
+
+    def zero_state(self, batch_size: int) -> RecurrentState:
+        """The state before any token, on the device of the model."""
+
+    def eval(self) -> Any: ...
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+
+class HybridModel(StatefulModel, Protocol):
+    """A model that may have attention layers beside its states."""
+
+    _layout: Any
+
+    @property
+    def attends(self) -> bool:
+        """Whether there are attention layers, whose keys and values no state carries."""
+
+    def new_attention_cache(self) -> Cache | None:
+        """An empty cache for the keys and values of one text; None for a model without attention layers."""
