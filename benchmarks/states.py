@@ -13,7 +13,7 @@ from torch import nn
 from trainer_steps import DEMO, WIDE
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
+from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
 from hf_recurrent_lengthgen.evaluation.state_distance import state_drift
 from hf_recurrent_lengthgen.evaluation.state_trajectory import StateObserver, sample_positions
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
@@ -29,7 +29,7 @@ def read(model: nn.Module, tokens: np.ndarray, training_length: int, states: boo
     positions = sample_positions(tokens.shape[1] - 1, training_length)
     observer = StateObserver(model, len(tokens), positions)
     with observer:
-        stream_nll(model, tokens, stops=positions, observer=observer, progress=False)
+        stream_nll(model, tokens, observer=observer, progress=False)
     state_drift(observer.trajectory(), training_length)
 
 
@@ -43,9 +43,7 @@ def bench_states(rounds: int) -> dict[str, float]:
         torch.manual_seed(0)
         model = StatefulMamba2ForCausalLM(StatefulMamba2Config(**sizes)).eval()
         tokens = np.random.default_rng(0).integers(0, 251, shape)
-        evaluate = partial(
-            evaluate_model, model, tokens, training_length, label="", data_description="", progress=False
-        )
+        evaluate = partial(evaluate_model, model, tokens, training_length, settings=EvaluationSettings(progress=False))
         turns: dict[str, Callable[[], object]] = {
             "plain": partial(read, model, tokens, training_length, states=False),
             "states": partial(read, model, tokens, training_length, states=True),
@@ -78,5 +76,5 @@ def peak_of_states(length: str) -> dict[str, float]:
     positions = sample_positions(int(length), 128)
     observer = StateObserver(model, 1, positions)
     with observer:
-        stream_nll(model, tokens, stops=positions, observer=observer, progress=False)
+        stream_nll(model, tokens, observer=observer, progress=False)
     return {"peak_mib": peak_mib()}

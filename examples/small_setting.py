@@ -22,8 +22,9 @@ from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM, load_model
 from hf_recurrent_lengthgen.cli import demo
 from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
-from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
+from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
 from hf_recurrent_lengthgen.evaluation.misalignment import long_short_misalignment
+from hf_recurrent_lengthgen.evaluation.results import DataRecord
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, GRID, INK, MUTED
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, ZeroStateTrainer
 
@@ -156,7 +157,11 @@ class Study:
     def measure(self, model: StatefulMamba2ForCausalLM, length: int, seed: int, misalignment: bool = True) -> Result:
         """What the studies keep of an evaluation; nats per byte, positions in bytes."""
         result = evaluate_model(
-            model, self.texts, length, label="", data_description=self.description, seed=seed, progress=False
+            model,
+            self.texts,
+            length,
+            data=DataRecord(self.description),
+            settings=EvaluationSettings(seed=seed, progress=False),
         )
         position, harm = result.position_wise.coarse, result.harm.curves.coarse
         found = {

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "evaluation.state_results": ("evaluation.json_schema", "evaluation.results"),
     "evaluation.retrieval_results": ("evaluation.json_schema", "evaluation.results"),
     "evaluation.law_results": ("evaluation.json_schema", "evaluation.results"),
-    "evaluation.diagnosis_results": ("evaluation.json_schema", "evaluation.results", "evaluation.state_results"),
+    "evaluation.diagnosis_results": ("evaluation.json_schema", "evaluation.results"),
     "plotting": (
         "evaluation.results",
         "evaluation.map_results",
@@ -43,6 +43,7 @@ MAY_IMPORT = {
         "evaluation.law_results",
         "evaluation.diagnosis_results",
     ),
+    "diagnosis": ("evaluation", "plotting"),
     "harness": ("models", "hybrids", "loading", "data", "evaluation"),
     "cards": (
         "models",
@@ -52,6 +53,7 @@ MAY_IMPORT = {
         "papers",
         "private_text",
         "records",
+        "diagnosis",
         "evaluation",
         "plotting",
     ),
@@ -77,6 +79,7 @@ MAY_IMPORT = {
         "cards",
         "conversion",
         "data",
+        "diagnosis",
         "evaluation",
         "harness",
         "hub",

@@ -306,18 +306,10 @@ def evaluations(result: Result) -> Sequence[EvaluationResult] | Sequence[Retriev
 
 def named(result: Result, names: Sequence[str]) -> Result:
     """A result with other names of its models, in their order."""
-    if isinstance(result, Diagnosis):
-        return with_names(result, names)
     if isinstance(result, RetrievalComparison):
         pairs = zip(result.models, names, strict=True)
         return replace(result, models=tuple(replace(model, model=name) for model, name in pairs))
-    return replace(
-        result,
-        models=tuple(
-            replace(model, evaluation=replace(model.evaluation, model=name))
-            for model, name in zip(result.models, names, strict=True)
-        ),
-    )
+    return with_names(result, names)
 
 
 def data_name(description: str) -> tuple[str, str | None]:

@@ -8,11 +8,11 @@ from matplotlib.figure import Figure
 
 from hf_recurrent_lengthgen.cards.facts import Evidence, data_text, evaluations
 from hf_recurrent_lengthgen.cards.markdown import code, escape, fence, link, table
+from hf_recurrent_lengthgen.diagnosis.page import facts
 from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Curve, Estimate, EvaluationResult
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RECALL_ACCURACY, RetrievalResult, Share
-from hf_recurrent_lengthgen.plotting.diagnosis_findings import facts
 from hf_recurrent_lengthgen.plotting.figures import context_harm_figure, position_wise_figure
-from hf_recurrent_lengthgen.plotting.findings import number_text, status
+from hf_recurrent_lengthgen.plotting.findings import interval_text, number_text, status
 from hf_recurrent_lengthgen.plotting.page_parts import definitions
 from hf_recurrent_lengthgen.plotting.retrieval import retrieval_accuracy_figure
 
@@ -218,19 +218,9 @@ def _extra(item: Evidence) -> list[str]:
     found = item.diagnosed
     if found is None:
         return []
-    told = [f"- {title}: {escape(text)}." for title, text in facts(found) if title not in _WITH_INTERVALS]
-    if found.remembrance is not None and (beyond := found.remembrance.beyond_training) is not None:
-        told.append(
-            f"- Effective remembrance: what lies further back than the training length changes predictions by "
-            f"{_estimate(beyond)} (total variation, 0 to 1)."
-        )
-    if found.misalignment is not None:
-        told.append(f"- Long-short misalignment: {_estimate(found.misalignment)} nats.")
+    told = [f"- {fact.sentence or escape(f'{fact.name}: {fact.value}.')}" for fact in facts(found)]
     told += [f"- Not measured: {escape(what)} ({escape(why)})." for what, why in found.refused.items()]
     return ["\n".join(told)] if told else []
-
-
-_WITH_INTERVALS = ("Effective Remembrance", "Misalignment")
 
 
 def retrieval_section(item: Evidence, name: str, images: Sequence[str]) -> str:
@@ -280,18 +270,12 @@ def versions_text(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def _estimate(estimate: Estimate, sign: bool = False, between: str = " ") -> str:
-    form = "+.3f" if sign else ".3f"
-    text = number_text(estimate.mean, form)
-    if estimate.low is None or estimate.high is None:
-        return text
-    low, high = (number_text(bound, form) for bound in (estimate.low, estimate.high))
-    return f"{text}{between}[{low}, {high}]"
+_estimate = partial(interval_text, bounds=" [{}, {}]")
 
 
 def _cell(estimate: Estimate, sign: bool = False) -> str:
     """The interval below, so that the table is narrow."""
-    return _estimate(estimate, sign, "<br>")
+    return interval_text(estimate, sign, "<br>[{}, {}]")
 
 
 _NONE = "\N{EN DASH}"

@@ -32,8 +32,8 @@ from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
-from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
-from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison, Role, TrainingRecord
+from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
+from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison, DataRecord, Role, TrainingRecord
 from hf_recurrent_lengthgen.lineage import last_training, lineage_of, record_step
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
@@ -144,18 +144,13 @@ def run_demo(output: Path, seed: int = 0, resume: bool = False, settings: DemoSe
                 )
             records[role] = kept
         print(f"\n[4/4] Evaluating all three on {settings.sequences} held-out texts of {length:,} bytes", flush=True)
+        data = DataRecord(held_out.description, token_unit="byte")
+        command = shlex.join(_command(output, seed))
+        measured = EvaluationSettings(seed=seed, command=command, progress=sys.stderr.isatty())
         compared = []
         for role, _ in STAGES:
             result = evaluate_model(
-                load_model(str(output / role)),
-                tokens,
-                settings.training_length,
-                label=LABELS[role],
-                data_description=held_out.description,
-                token_unit="byte",
-                seed=seed,
-                command=shlex.join(_command(output, seed)),
-                progress=sys.stderr.isatty(),
+                load_model(str(output / role)), tokens, settings.training_length, LABELS[role], data, measured
             )
             print(f"  {role}: done in {result.wall_seconds:.0f} s", flush=True)
             compared.append(ComparedModel(role, result, records[role]))

@@ -1,8 +1,6 @@
 """`lengthgen diagnose`: how checkpoints generalize in length, and why."""
 
-import argparse
-import shlex
-import sys
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,27 +11,24 @@ from hf_recurrent_lengthgen.cli.measuring import (
     load_inputs,
     on_device,
     resumable,
+    settings_of,
     told_of_cache,
 )
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.report import draw, in_columns, summary_table, write_page
+from hf_recurrent_lengthgen.diagnosis import PARTS
+from hf_recurrent_lengthgen.diagnosis.diagnose import chosen_parts, compared, diagnose_model
+from hf_recurrent_lengthgen.diagnosis.page import diagnosis_figures, diagnosis_page, facts, reasons
+from hf_recurrent_lengthgen.diagnosis.part import DiagnosisSettings
 from hf_recurrent_lengthgen.evaluation.constant_prompt import newline_token
-from hf_recurrent_lengthgen.evaluation.diagnose import PARTS, diagnose_model
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis, RankCorrelation
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import Diagnosis
 from hf_recurrent_lengthgen.evaluation.files import write_result
-from hf_recurrent_lengthgen.evaluation.rank_correlation import FEWEST_MODELS, rank_correlation
-from hf_recurrent_lengthgen.evaluation.state_diagnosis import PATCHED_HEADS
-from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis, head_name
 from hf_recurrent_lengthgen.evaluation.tables import rows_of, write_csv
-from hf_recurrent_lengthgen.plotting.diagnosis_page import DIAGNOSIS_FIGURES, diagnosis_page
 
-DESCRIPTION = """\
+DESCRIPTION = f"""\
 Measure how language models generalize in length, and see why they fail: everything of `lengthgen evaluate`, and
 
-  states           which heads' states leave what training has seen, and how much of the harm these heads do
-  remembrance      how much of a prediction the tokens far back make (Effective Remembrance)
-  misalignment     how far predictions move when the context is cut a little shorter
-  constant prompt  the loss of a text of line breaks only
+{chr(10).join(f"  {part.name:<16} {part.summary}" for part in PARTS.values())}
 
   lengthgen diagnose demo-output/base demo-output/cured --roles base,cured --output diagnosis
   lengthgen diagnose my-mamba2 --data book.txt --split train --training-length 2048 --length 16384 --sequences 8
@@ -46,61 +41,31 @@ out, with the reason. An interrupted command goes on where it was.
 """
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser("lengthgen diagnose", description=DESCRIPTION)
-    add_options(parser, output="diagnosis", sequences=16)
-    parser.add_argument(
-        "--parts",
-        metavar="PART,...",
-        help=f"which of {', '.join(PARTS)} to take beside the evaluation (default: all)",
-    )
-    parser.add_argument(
-        "--patched-heads",
-        type=int,
-        default=PATCHED_HEADS,
-        metavar="N",
-        help="exchange the states of so many heads one by one, and of all that drift together; 0 exchanges nothing "
-        "(default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of random draws (default: %(default)s)")
-    return parser
-
-
 def run(arguments: Sequence[str]) -> int:
     """Run the command with its arguments."""
-    options = _parser().parse_args(arguments)
-    parts = PARTS if options.parts is None else tuple(filter(None, (p.strip() for p in options.parts.split(","))))
-    if unknown := [part for part in parts if part not in PARTS]:
-        raise ValueError(f"--parts must be some of {', '.join(PARTS)}; got {', '.join(unknown)}.")
+    parser = CommandParser("lengthgen diagnose", description=DESCRIPTION)
+    add_options(parser, DiagnosisSettings, output="diagnosis", sequences=16)
+    options = parser.parse_args(arguments)
+    settings = settings_of(DiagnosisSettings, options, ["lengthgen", "diagnose", *arguments])
+    chosen_parts(settings)
     inputs = load_inputs(options)
+    settings = dataclasses.replace(settings, repeated_token=line_break(inputs.tokenizer))
     diagnosed = []
     with resumable(inputs.cache):
         for subject in inputs.subjects:
             announce(subject, inputs, "Diagnosing")
+            model = on_device(subject.model, options.device)
+            about: Any = {"role": subject.role, "cache": inputs.cache}
             diagnosed.append(
                 diagnose_model(
-                    on_device(subject.model, options.device),
-                    inputs.tokens,
-                    inputs.training_length,
-                    label=subject.label,
-                    role=subject.role,
-                    data_description=inputs.data_description,
-                    token_unit=inputs.token_unit,
-                    parts=parts,
-                    repeated_token=line_break(inputs.tokenizer),
-                    patched_heads=options.patched_heads,
-                    seed=options.seed,
-                    cache=inputs.cache,
-                    command=shlex.join(["lengthgen", "diagnose", *arguments]),
-                    progress=sys.stderr.isatty(),
+                    model, inputs.tokens, inputs.training_length, subject.label, inputs.data, settings, **about
                 )
             )
-    diagnosis = Diagnosis("Length generalization, and why", tuple(diagnosed), misalignment_and_loss(diagnosed))
+    diagnosis = compared("Length generalization, and why", diagnosed)
     folder = Path(options.output)
     write_result(folder / "result.json", diagnosis)
-    for name, figure_of in DIAGNOSIS_FIGURES.items():
-        if (figure := figure_of(diagnosis)) is not None:
-            draw(figure, folder / name)
+    for name, figure in diagnosis_figures(diagnosis).items():
+        draw(figure, folder / name)
     if options.csv:
         write_csv(folder / "result.csv", rows_of(diagnosis))
     page = write_page(folder, diagnosis_page(diagnosis))
@@ -117,76 +82,9 @@ def line_break(tokenizer: Any) -> int | None:
         return None
 
 
-def misalignment_and_loss(models: Sequence[DiagnosedModel]) -> RankCorrelation | None:
-    """The rank correlation of misalignment and the loss at the last octave; None for too few models, or no spread."""
-    misalignment = {model.evaluation.model: model.misalignment.mean for model in models if model.misalignment}
-    loss = {model.evaluation.model: late_loss(model) for model in models if model.misalignment}
-    if len(loss) < FEWEST_MODELS or len(set(misalignment.values())) < 2 or len(set(loss.values())) < 2:
-        return None
-    return rank_correlation(misalignment, loss, "misalignment", "loss in the last octave")
-
-
-def late_loss(model: DiagnosedModel) -> float:
-    """Mean loss over the positions of the harm summary, from the bins inside them."""
-    curve, (start, stop) = model.evaluation.position_wise.coarse, model.evaluation.harm.last_range
-    bins = [
-        (b - a, mean)
-        for a, b, mean in zip(curve.edges, curve.edges[1:], curve.mean, strict=False)
-        if a >= start and b <= stop
-    ]
-    return sum(width * mean for width, mean in bins) / sum(width for width, _ in bins)
-
-
 def why_table(diagnosis: Diagnosis) -> str:
-    """One row per model: heads that drift, their share of the harm, remembrance, misalignment, constant prompt."""
-    rows = [("model", "heads that drift", "their harm", "EffRem beyond T", "misalignment", "constant prompt")]
-    for model in diagnosis.models:
-        rows.append(
-            (
-                model.evaluation.model,
-                "-" if model.states is None else drifting_heads(model.states),
-                "-" if model.states is None else restored_share(model.states),
-                "-"
-                if model.remembrance is None or (far := model.remembrance.beyond_training) is None
-                else f"{far.mean:.3f}",
-                "-" if model.misalignment is None else f"{model.misalignment.mean:.3f}",
-                "-" if model.constant_prompt is None else constant_prompt_text(model),
-            )
-        )
-    reasons = [
-        f"{model.evaluation.model}, {name}: {reason}"
-        for model in diagnosis.models
-        for name, reason in [
-            *model.refused.items(),
-            *(("states", reason) for reason in (model.states.left_out if model.states else ())),
-        ]
-    ]
-    return "\n".join([in_columns(rows), *reasons])
-
-
-def drifting_heads(states: StateDiagnosis) -> str:
-    """ "3 of 16: layer 1, head 2; ..." with the three that drift most."""
-    drifting = states.drifting
-    total = len(states.ranking)
-    if not states.names_heads:
-        return f"not told from {states.sequences} texts"
-    if not drifting:
-        return f"none of {total}"
-    named = "; ".join(head_name(*pair) for pair in drifting[:3])
-    return f"{len(drifting)} of {total}: {named}{'; ...' if len(drifting) > 3 else ''}"
-
-
-def restored_share(states: StateDiagnosis) -> str:
-    """Share of the harm that goes away with the states of the drifting heads alone."""
-    patching = states.patching
-    if patching is None or not states.drifting or not patching.harmful:
-        return "-"
-    share = patching.share(patching.groups[0].restored)
-    return "-" if share is None else f"{share:.0%} removed"
-
-
-def constant_prompt_text(model: DiagnosedModel) -> str:
-    """Where the loss of the constant prompt leaves what it is inside the training length."""
-    assert model.constant_prompt is not None
-    exceeded = model.constant_prompt.exceeded_from
-    return "holds" if exceeded is None else f"fails from {exceeded:,}"
+    """One row per model with the facts of all parts, and below what could not be measured."""
+    told = [(model.evaluation.model, {fact.name: fact.value for fact in facts(model)}) for model in diagnosis.models]
+    names = list(dict.fromkeys(name for _, found in told for name in found))
+    rows = [["model", *names], *([label, *(found.get(name, "-") for name in names)] for label, found in told)]
+    return "\n".join([in_columns(rows), *reasons(diagnosis)])

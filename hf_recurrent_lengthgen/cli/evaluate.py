@@ -1,8 +1,5 @@
 """`lengthgen evaluate`: position-wise loss, context harm and the length verdict of one or more checkpoints."""
 
-import argparse
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,11 +9,12 @@ from hf_recurrent_lengthgen.cli.measuring import (
     load_inputs,
     on_device,
     resumable,
+    settings_of,
     told_of_cache,
 )
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
+from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
-from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
+from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
 from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison
 from hf_recurrent_lengthgen.evaluation.tables import rows_of, write_csv
 from hf_recurrent_lengthgen.lineage import last_training
@@ -37,40 +35,19 @@ an interrupted command goes on where it was. `lengthgen diagnose` also says why.
 """
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser("lengthgen evaluate", description=DESCRIPTION)
-    add_options(parser, output="evaluation", sequences=32)
-    for name, what in (("batch-size", "texts or windows"), ("chunk-length", "tokens of each")):
-        parser.add_argument(
-            f"--{name}",
-            type=positive,
-            metavar="N",
-            help=f"{what} in a forward pass (default: 4,096 tokens in all, fewer with many logits)",
-        )
-    return parser
-
-
 def run(arguments: Sequence[str]) -> int:
     """Run the command with its arguments."""
-    options = _parser().parse_args(arguments)
+    parser = CommandParser("lengthgen evaluate", description=DESCRIPTION)
+    add_options(parser, EvaluationSettings, output="evaluation", sequences=32)
+    options = parser.parse_args(arguments)
+    settings = settings_of(EvaluationSettings, options, ["lengthgen", "evaluate", *arguments])
     inputs = load_inputs(options)
     compared = []
     with resumable(inputs.cache):
         for name, subject in zip(options.models, inputs.subjects, strict=True):
             announce(subject, inputs, "Evaluating")
-            result = evaluate_model(
-                on_device(subject.model, options.device),
-                inputs.tokens,
-                inputs.training_length,
-                label=subject.label,
-                data_description=inputs.data_description,
-                token_unit=inputs.token_unit,
-                batch_size=options.batch_size,
-                chunk_length=options.chunk_length,
-                cache=inputs.cache,
-                command=shlex.join(["lengthgen", "evaluate", *arguments]),
-                progress=sys.stderr.isatty(),
-            )
+            model, about = on_device(subject.model, options.device), (subject.label, inputs.data)
+            result = evaluate_model(model, inputs.tokens, inputs.training_length, *about, settings, cache=inputs.cache)
             compared.append(ComparedModel(subject.role, result, last_training(read_lineage(name))))
     comparison = Comparison("Beyond the training length", tuple(compared))
     print(f"\n{summary_table(comparison)}")

@@ -1,10 +1,12 @@
 """What the commands that measure models share: options, models, texts, and where results are kept."""
 
 import argparse
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, get_args
+from dataclasses import Field, fields
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -22,15 +24,17 @@ from hf_recurrent_lengthgen.cli.inputs import (
 )
 from hf_recurrent_lengthgen.cli.parsing import positive
 from hf_recurrent_lengthgen.data import evaluation_sequences
+from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache, default_cache_folder
-from hf_recurrent_lengthgen.evaluation.results import Role
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, Role
 from hf_recurrent_lengthgen.evaluation.streaming import check_tokens
 from hf_recurrent_lengthgen.loading import load_language_model
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.plotting.names import short_names
 
+Settings = TypeVar("Settings", bound=EvaluationSettings)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -49,13 +53,14 @@ class Inputs(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     training_length: int
     tokens: np.ndarray
-    data_description: str
-    token_unit: str
+    data: DataRecord
     cache: ResultCache | None
 
 
-def add_options(parser: argparse.ArgumentParser, output: str, sequences: int) -> None:
-    """Add the options that `load_inputs` reads."""
+def add_options(
+    parser: argparse.ArgumentParser, settings: type[EvaluationSettings], output: str, sequences: int
+) -> None:
+    """Add the options that `load_inputs` reads, and those of the settings."""
     parser.add_argument(
         "models", nargs="+", metavar="MODEL", help="checkpoint folder or Hub name of any causal language model"
     )
@@ -74,6 +79,31 @@ def add_options(parser: argparse.ArgumentParser, output: str, sequences: int) ->
     )
     add_csv_option(parser)
     add_model_options(parser)
+    kinds: dict[Any, tuple[Any, str]] = {int: (int, "N"), int | None: (positive, "N")}
+    for name, field in _options_of(settings).items():
+        kind, metavar = kinds.get(field.type, (_names, "NAME,..."))
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            default=field.default,
+            metavar=metavar,
+            help=field.metadata["help"],
+        )
+
+
+def _options_of(settings: type[EvaluationSettings]) -> dict[str, Field[Any]]:
+    """The fields of settings that a command has as options."""
+    return {field.name: field for field in fields(settings) if "help" in field.metadata}
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (name.strip() for name in text.split(","))))
+
+
+def settings_of(settings: type[Settings], options: argparse.Namespace, command: Sequence[str]) -> Settings:
+    """The settings that the options of a command give."""
+    given = {name: getattr(options, name) for name in _options_of(settings)}
+    return settings(**given, command=shlex.join(command), progress=sys.stderr.isatty())
 
 
 def add_csv_option(parser: argparse.ArgumentParser) -> None:
@@ -131,8 +161,8 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
         Subject(model_label(short[name], model.config), role, model)
         for name, role, model in zip(names, roles, models, strict=True)
     ]
-    unit = token_unit(tokenizer)
-    return Inputs(subjects, tokenizer, training_length, array, stream.description, unit, cache)
+    data = DataRecord(stream.description, token_unit=token_unit(tokenizer))
+    return Inputs(subjects, tokenizer, training_length, array, data, cache)
 
 
 @contextmanager
@@ -150,7 +180,7 @@ def announce(subject: Subject, inputs: Inputs, what: str) -> None:
     """Say what begins."""
     sequences, length = inputs.tokens.shape
     reader: Reader = reader_of(subject.model)
-    print(f"{what} {subject.label} on {sequences} texts of {length - 1:,} {inputs.token_unit}s{_memory(reader)}")
+    print(f"{what} {subject.label} on {sequences} texts of {length - 1:,} {inputs.data.token_unit}s{_memory(reader)}")
 
 
 def told_of_cache(cache: ResultCache | None) -> str:

@@ -1,22 +1,15 @@
 """A comparison as files (JSON, figures, page) and as a table for the terminal."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from hf_recurrent_lengthgen.evaluation.files import write_result
-from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison, Estimate
+from hf_recurrent_lengthgen.evaluation.results import Comparison, Estimate
 from hf_recurrent_lengthgen.models.atomic_files import replacing
-from hf_recurrent_lengthgen.plotting.figures import context_harm_figure, in_window_figure, position_wise_figure
 from hf_recurrent_lengthgen.plotting.images import save_png, save_svg
-from hf_recurrent_lengthgen.plotting.page import comparison_page
-
-FIGURES: dict[str, Callable[[Sequence[ComparedModel]], Figure]] = {
-    "position_wise": position_wise_figure,
-    "context_harm": context_harm_figure,
-    "in_window": in_window_figure,
-}
+from hf_recurrent_lengthgen.plotting.page import PICTURES, comparison_page
 
 LOADING = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -43,8 +36,8 @@ def write_report(comparison: Comparison, folder: Path, checkpoint: Path | None =
         Path of the page.
     """
     write_result(folder / "result.json", comparison)
-    for name, figure_of in FIGURES.items():
-        draw(figure_of(comparison.models), folder / name)
+    for name, picture in PICTURES.items():
+        draw(picture.draw(comparison.models), folder / name)
     loading = None if checkpoint is None else LOADING.format(folder=str(checkpoint))
     return write_page(folder, comparison_page(comparison, loading))
 

@@ -3,8 +3,9 @@
 Units and intervals are those of `results`. Which model and data a value belongs to is said by what holds it.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.results import (
@@ -13,17 +14,18 @@ from hf_recurrent_lengthgen.evaluation.results import (
     Curve,
     Estimate,
     EvaluationResult,
+    PartResult,
     Role,
 )
-from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis
 
+Found = TypeVar("Found", bound=PartResult)
 Distance = Literal["total_variation", "jensen_shannon", "cosine"]
 """Of two probability distributions: total variation, Jensen-Shannon distance, one minus the cosine similarity."""
 
 
 @document("remembrance")
 @dataclass(frozen=True)
-class Remembrance:
+class Remembrance(PartResult):
     """Effective Remembrance (arXiv:2507.02782, Definition 3.3) at the end of texts of `length` tokens.
 
     Entry i of each distance is that between the predictions after all tokens and after those from `starts[i]` on,
@@ -58,6 +60,10 @@ class Remembrance:
         values: tuple[Estimate, ...] = getattr(self, distance)
         return values[self.starts.index(start)]
 
+    def bins(self) -> Iterable[tuple[int, int, Estimate]]:
+        """Total variation of predictions without the tokens before `start`."""
+        return ((start, self.length, value) for start, value in zip(self.starts, self.total_variation, strict=True))
+
     @property
     def beyond_training(self) -> Estimate | None:
         """Total variation by what lies further back than the training length; None if that was not measured."""
@@ -65,9 +71,20 @@ class Remembrance:
         return self.at(start) if start in self.starts else None
 
 
+@document("misalignment")
+@dataclass(frozen=True)
+class Misalignment(Estimate, PartResult):
+    """Long-short misalignment ("Output Alignment", Eq. 2) in nats, inside the training length; that of each sequence.
+
+    It is not 0 for equal predictions: it is compared between models on the same text.
+    """
+
+    by_sequence: tuple[float, ...]
+
+
 @document("constant_prompt")
 @dataclass(frozen=True)
-class ConstantPrompt:
+class ConstantPrompt(PartResult):
     """NLL of a prompt of one repeated token (the "newlines" prompt of arXiv:2410.07145, section 4).
 
     `inside` is the highest bin within the training length, the first bin left out, `beyond` the highest after it.
@@ -128,23 +145,21 @@ class DiagnosedModel:
     Attributes:
         role: See `results.Role`.
         evaluation: Loss by position, harm, and how far it holds.
-        states: None where there are none, or they were not asked for.
-        remembrance: None where it was not asked for, as the next two.
-        misalignment: Long-short misalignment in nats, inside the training length.
-        constant_prompt: None also where the tokenizer has no token for it.
-        refused: What could not be measured, by name, and why.
+        parts: What was found, by the name of the part.
+        refused: What could not be measured, by the name of the part, and why.
     """
 
     role: Role
     evaluation: EvaluationResult
-    states: StateDiagnosis | None
-    remembrance: Remembrance | None
-    misalignment: Estimate | None
-    constant_prompt: ConstantPrompt | None
+    parts: dict[str, PartResult]
     refused: dict[str, str]
 
+    def found(self, kind: type[Found]) -> Found | None:
+        """The first part of that type; None where there is none."""
+        return next((part for part in self.parts.values() if isinstance(part, kind)), None)
 
-@document("diagnosis")
+
+@document("diagnosis", version=2)
 @dataclass(frozen=True)
 class Diagnosis:
     """Models diagnosed on the same data, in the order they are shown.

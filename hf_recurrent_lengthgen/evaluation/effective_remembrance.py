@@ -200,26 +200,26 @@ def final_predictions(
         budget: Most tokens of all rows together, likewise.
         bar: Progress bar, in tokens.
     """
-    carry = None
+    cache = None
     for begin, end in pairwise([*sorted({start for start, _ in rows}), array.shape[1]]):
         reading = [row for row in rows if row[0] <= begin]
-        if carry is not None:
-            carry = add_rows(reader, carry, sum(start == begin for start, _ in reading))
+        if cache is not None:
+            cache = add_rows(reader, cache, sum(start == begin for start, _ in reading))
         sequences = [sequence for _, sequence in reading]
         most = max(1, min(chunk, budget // len(reading))) if reader.carries else end - begin
         step = math.ceil((end - begin) / math.ceil((end - begin) / most))  # equal pieces: no short one is left over
         for at in range(begin, end, step):
             ids = array[sequences, at : min(at + step, end)].astype(np.int64)
-            logits, carry = reader.read(torch.from_numpy(ids).to(reader.device), carry, logits_to_keep=1)
+            logits, cache = reader.read(torch.from_numpy(ids).to(reader.device), cache, logits_to_keep=1)
             check_logits(logits, reading, at + ids.shape[1])
             bar.update(ids.size)
     return logits[:, -1].cpu().double().softmax(-1)
 
 
-def add_rows(reader: Reader, carry: Any, count: int) -> Any:
+def add_rows(reader: Reader, cache: Any, count: int) -> Any:
     """What is carried, with `count` more rows at the end that have read nothing."""
-    shaped = reader.take_rows(carry, torch.zeros(count, dtype=torch.long))
-    return reader.join_rows([carry, reader.begin(map_state(torch.zeros_like, reader.state(shaped)))])
+    shaped = reader.take_rows(cache, torch.zeros(count, dtype=torch.long))
+    return reader.join_rows([cache, reader.begin(map_state(torch.zeros_like, reader.state(shaped)))])
 
 
 def check_logits(logits: Tensor, rows: Sequence[Row], stop: int) -> None:

@@ -1,25 +1,28 @@
-"""All length metrics of one model in one go."""
+"""Loss by position, context harm, loss inside the training length and the length verdict of one model."""
 
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.context_harm import (
+    WindowNll,
     check_training_length,
     context_use_bands,
     last_octave,
     window_nll,
 )
+from hf_recurrent_lengthgen.evaluation.json_schema import Document
 from hf_recurrent_lengthgen.evaluation.length_generalization import TOLERANCE, length_verdict, make_curve
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions, model_record, token_digest
-from hf_recurrent_lengthgen.evaluation.readers import vocabulary_size
-from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
+from hf_recurrent_lengthgen.evaluation.readers import reader_of
+from hf_recurrent_lengthgen.evaluation.result_cache import PartialResult, ResultCache
 from hf_recurrent_lengthgen.evaluation.results import (
     ContextHarm,
     Curve,
@@ -27,6 +30,7 @@ from hf_recurrent_lengthgen.evaluation.results import (
     Estimate,
     EvaluationResult,
     InWindow,
+    LengthVerdict,
     TwoResolutions,
 )
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE, bin_means, position_edges, t_interval
@@ -40,26 +44,125 @@ VERDICT_PER_OCTAVE = 2
 """Few, wide bins: the noise of each of them enters the verdict."""
 
 
+def option(default: Any, help: str) -> Any:
+    """A field of settings that is an option of the command line, too."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """How a model is measured; fields with a help are options of `lengthgen evaluate`.
+
+    Attributes:
+        batch_size: Rows per forward pass; None for as many as memory limits allow.
+        chunk_length: Tokens per row and forward pass; None likewise.
+        harm_range: Positions [start, stop) of the harm summary; None for the last octave [L/2, L).
+        harm_threshold: Nats per token; context is called harmful in a bin whose lower bound lies above.
+        tolerance: Of the verdict, as a fraction of perplexity.
+        confidence: Two-sided, of all intervals.
+        seed: Of random draws; recorded.
+        command: How the evaluation was started, which is recorded; None for this process' command line.
+        progress: Show progress bars.
+    """
+
+    batch_size: int | None = option(
+        None, "texts or windows in a forward pass (default: 4,096 tokens in all, fewer with many logits)"
+    )
+    chunk_length: int | None = option(
+        None, "tokens of each in a forward pass (default: 4,096 tokens in all, fewer with many logits)"
+    )
+    harm_range: tuple[int, int] | None = None
+    harm_threshold: float = HARM_THRESHOLD
+    tolerance: float = TOLERANCE
+    confidence: float = CONFIDENCE
+    seed: int = 0
+    command: str | None = None
+    progress: bool = True
+
+
+DEFAULTS, NOT_SAID = EvaluationSettings(), DataRecord()
+
+
+class Readings(NamedTuple):
+    """What the metrics of an evaluation are made of: NLL in the stream (S, L), and in windows."""
+
+    stream: np.ndarray
+    windows: WindowNll
+
+
+class Measurement:
+    """One model on one set of texts: what every metric is computed from, and where its result is kept.
+
+    Attributes:
+        reader: Of the model.
+        tokens: Checked token ids (S, L + 1).
+        length: L.
+        data: Their record, with their digest.
+        key: What every result depends on.
+        reading: Batch size, chunk length and progress, as most metrics take them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokens: Tokens,
+        training_length: int,
+        label: str,
+        data: DataRecord,
+        settings: EvaluationSettings,
+        cache: ResultCache | None,
+    ) -> None:
+        check_training_length(training_length)
+        self.model, self.training_length, self.label = model, training_length, label
+        self.settings, self.cache = settings, cache
+        self.reader = reader_of(model)
+        self.tokens = check_tokens(tokens, self.reader.vocabulary, training_length + 1)
+        self.length = self.tokens.shape[1] - 1
+        self.data = dataclasses.replace(data, digest=token_digest(self.tokens))
+        self.key: dict[str, Any] = {
+            "model": model_record(model),
+            "tokens": self.data.digest,
+            "training_length": training_length,
+            "confidence": settings.confidence,
+            "pieces": [settings.batch_size, settings.chunk_length],
+        }
+        self.reading: dict[str, Any] = {
+            name: getattr(settings, name) for name in ("batch_size", "chunk_length", "progress")
+        }
+        self._evaluation: EvaluationResult | None = None
+
+    def kept(self, name: str, kind: type[Document], compute: Callable[[], Document], **depends_on: Any) -> Document:
+        """A result from the cache, or computed and kept; it depends on `key` and on what is named here."""
+        if self.cache is None:
+            return compute()
+        key = {"result": name, **self.key, **depends_on}
+        found = self.cache.get_document(key, kind)
+        if found is None:
+            found = compute()
+            self.cache.put_document(key, found)
+        return found
+
+    def partial(self, name: str, **depends_on: Any) -> PartialResult | None:
+        """Where a long computation keeps what it has so far; None without a cache."""
+        return None if self.cache is None else self.cache.partial({"result": name, **self.key, **depends_on})
+
+    def evaluate(self, observer: Observer | None = None) -> EvaluationResult:
+        """The evaluation, made once; an observer has seen the stream of the texts then, for which it is read again."""
+        if self._evaluation is None or observer is not None:
+            self._evaluation = _evaluate(self, observer)
+        return self._evaluation
+
+
 def evaluate_model(
     model: nn.Module,
     tokens: Tokens,
     training_length: int,
+    label: str = "model",
+    data: DataRecord = NOT_SAID,
+    settings: EvaluationSettings = DEFAULTS,
     *,
-    label: str,
-    data_description: str,
-    token_unit: str = "token",
-    harm_range: tuple[int, int] | None = None,
-    harm_threshold: float = HARM_THRESHOLD,
-    tolerance: float = TOLERANCE,
-    confidence: float = CONFIDENCE,
-    batch_size: int | None = None,
-    chunk_length: int | None = None,
-    command: str | None = None,
-    seed: int = 0,
-    stops: Sequence[int] = (),
     observer: Observer | None = None,
     cache: ResultCache | None = None,
-    progress: bool = True,
 ) -> EvaluationResult:
     """Position-wise NLL, context harm, in-window NLL and the length verdict; three forward passes per token.
 
@@ -72,130 +175,131 @@ def evaluate_model(
             S >= 2, and a last octave of harm at 32 to 64 training lengths needs L = 64 * training_length.
         training_length: Tokens per training sequence, T.
         label: Name of the model in tables and figures.
-        data_description: What the tokens are, for people.
-        token_unit: What one token is, in the singular ("byte" for byte-level models).
-        harm_range: Positions [start, stop) of the harm summary; by default the last octave [L/2, L).
-        harm_threshold: Nats per token; context is called harmful in a bin whose lower bound lies above.
-        tolerance: Of the verdict, as a fraction of perplexity.
-        confidence: Two-sided, of all intervals.
-        batch_size: Rows per forward pass; by default as many as memory limits allow.
-        chunk_length: Tokens per row and forward pass; by default as many as memory limits allow.
-        command: How the evaluation was started; by default this process' command line.
-        seed: The seed the model and data came from; only recorded.
-        stops: As for `stream_nll`.
+        data: What the tokens are, for people; the digest is that of `tokens`, whatever is given.
+        settings: How it is measured.
         observer: As for `stream_nll`, and entered around the stream if it is a context manager; the stream is read
             for it even if the result is in the cache.
         cache: Where results are kept by their content, and what there is of one after an interrupt.
-        progress: Show progress bars.
 
     Raises:
         ValueError: as `stream_nll` and `window_nll`, and for a harm range outside [T, L).
     """
-    began = time.perf_counter()
-    check_training_length(training_length)
-    array = check_tokens(tokens, vocabulary_size(model), training_length + 1)
-    length = array.shape[1] - 1
-    start, stop = harm_range or last_octave(length, training_length)
-    if not training_length <= start < stop <= length:
-        raise ValueError(
-            f"harm_range {(start, stop)} must lie within [{training_length}, {length}), between the training "
-            "length and the evaluated length."
-        )
-    key: dict[str, Any] = {
-        "result": "evaluation",
-        "model": model_record(model),
-        "tokens": token_digest(array),
-        "training_length": training_length,
-        "harm": [start, stop, harm_threshold],
-        "verdict": [tolerance, confidence],
-        "pieces": [batch_size, chunk_length],
-    }
-    recorded: dict[str, Any] = {
-        "model": label,
-        "data": DataRecord(data_description, key["tokens"], token_unit),
-        "command": " ".join(sys.argv) if command is None else command,
-        "seed": seed,
-    }
-    reading: Any = {"batch_size": batch_size, "chunk_length": chunk_length, "progress": progress}
-    kept_stream, kept_windows = (
-        None
-        if cache is None
-        else cache.partial({**key, "part": part, "stops": stops, "observed": observer is not None})
-        for part in ("stream", "windows")
-    )
+    return Measurement(model, tokens, training_length, label, data, settings, cache).evaluate(observer)
 
-    def stream() -> np.ndarray:
+
+def _evaluate(task: Measurement, observer: Observer | None) -> EvaluationResult:
+    settings, began = task.settings, time.perf_counter()
+    depends_on = {"harm": [*_harm_range(task), settings.harm_threshold], "verdict": settings.tolerance}
+    watched = None if observer is None else list(observer.positions)
+    partials = {
+        part: task.partial("evaluation", part=part, watched=watched, **depends_on) for part in Readings._fields
+    }
+
+    def read_stream() -> np.ndarray:
         # what an observer records while it is entered belongs to the stream, not to the windows
         with observer if isinstance(observer, AbstractContextManager) else nullcontext():
-            return stream_nll(model, array, stops=stops, observer=observer, partial=kept_stream, **reading).nll
+            return stream_nll(
+                task.model, task.tokens, observer=observer, partial=partials["stream"], **task.reading
+            ).nll
 
-    if kept := cache.get_document(key, EvaluationResult) if cache is not None else None:
-        if observer is not None:
-            stream()
-            if kept_stream is not None:
-                kept_stream.remove()
-        return dataclasses.replace(kept, **recorded)
-    nll = stream()
-    windows = window_nll(model, array, training_length, partial=kept_windows, **reading)
+    seen = None if observer is None else read_stream()
 
-    def curves(values: np.ndarray, first: int) -> TwoResolutions:
-        """Both resolutions of values (S, length - first) at the positions from `first` on."""
-        return TwoResolutions(
-            *(
-                binned_curve(values, position_edges(length, training_length, *bins), first, confidence)
-                for bins in ((EXACT_UNTIL, FINE_PER_OCTAVE), (0, COARSE_PER_OCTAVE))
-            )
+    def compute() -> EvaluationResult:
+        stream = read_stream() if seen is None else seen
+        windows = window_nll(
+            task.model, task.tokens, task.training_length, partial=partials["windows"], **task.reading
+        )
+        return EvaluationResult(
+            model=task.label,
+            weights=task.key["model"]["weights"],
+            training_length=task.training_length,
+            evaluated_length=task.length,
+            sequences=len(task.tokens),
+            confidence=settings.confidence,
+            data=task.data,
+            **{name: measure(task, Readings(stream, windows)) for name, measure in MEASURES.items()},
+            device=str(task.reader.device),
+            versions=installed_versions(),
+            command="",
+            seed=settings.seed,
+            wall_seconds=time.perf_counter() - began,
         )
 
-    harm = nll[:, training_length:] - windows.truncated
-    harm_curves = curves(harm, training_length)
-    low = harm_curves.coarse.low or ()
-    harmful = [edge for edge, bound in zip(harm_curves.coarse.edges, low, strict=False) if bound > harm_threshold]
-    verdict_edges = position_edges(length, training_length, 0, VERDICT_PER_OCTAVE)
-    inside = verdict_edges.index(training_length)
-    verdict_nll = np.concatenate(
-        [
-            bin_means(windows.in_window, verdict_edges[: inside + 1]),
-            bin_means(nll, verdict_edges[inside:]),
-        ],
-        axis=1,
-    )
-    early, late = context_use_bands(training_length)
-    window_edges = position_edges(training_length, training_length, EXACT_UNTIL, FINE_PER_OCTAVE)
-    result = EvaluationResult(
-        **recorded,
-        weights=key["model"]["weights"],
-        training_length=training_length,
-        evaluated_length=length,
-        sequences=len(array),
-        confidence=confidence,
-        position_wise=curves(nll, 0),
-        harm=ContextHarm(
-            curves=harm_curves,
-            last_range=(start, stop),
-            last=estimate(harm[:, start - training_length : stop - training_length], confidence),
-            threshold=harm_threshold,
-            harmful_from=harmful[0] if harmful else None,
-        ),
-        in_window=InWindow(
-            curve=binned_curve(windows.in_window, window_edges, 0, confidence),
-            loss=estimate(windows.in_window, confidence),
-            context_use=estimate(bin_means(windows.in_window, early) - bin_means(windows.in_window, late), confidence),
-            early_band=early,
-            late_band=late,
-            windows_per_sequence=(length - training_length) // (training_length // 2) + 1,
-        ),
-        verdict=length_verdict(verdict_edges, verdict_nll, training_length, tolerance, confidence),
-        device=str(next(model.parameters()).device),
-        versions=installed_versions(),
-        wall_seconds=time.perf_counter() - began,
-    )
-    if cache is not None:
-        cache.put_document(key, result)
-    for partial in (kept_stream, kept_windows):
+    found = task.kept("evaluation", EvaluationResult, compute, **depends_on)
+    for partial in partials.values():
         if partial is not None:
             partial.remove()
-    return result
+    command = " ".join(sys.argv) if settings.command is None else settings.command
+    return dataclasses.replace(found, model=task.label, data=task.data, command=command, seed=settings.seed)
+
+
+def _harm_range(task: Measurement) -> tuple[int, int]:
+    start, stop = task.settings.harm_range or last_octave(task.length, task.training_length)
+    if not task.training_length <= start < stop <= task.length:
+        raise ValueError(
+            f"harm_range {(start, stop)} must lie within [{task.training_length}, {task.length}), between the "
+            "training length and the evaluated length."
+        )
+    return start, stop
+
+
+def _curves(task: Measurement, values: np.ndarray, first: int) -> TwoResolutions:
+    """Both resolutions of values (S, L - first) at the positions from `first` on."""
+    fine, coarse = (
+        binned_curve(values, position_edges(task.length, task.training_length, *bins), first, task.settings.confidence)
+        for bins in ((EXACT_UNTIL, FINE_PER_OCTAVE), (0, COARSE_PER_OCTAVE))
+    )
+    return TwoResolutions(fine, coarse)
+
+
+def _position_wise(task: Measurement, read: Readings) -> TwoResolutions:
+    return _curves(task, read.stream, 0)
+
+
+def _context_harm(task: Measurement, read: Readings) -> ContextHarm:
+    trained, threshold = task.training_length, task.settings.harm_threshold
+    harm = read.stream[:, trained:] - read.windows.truncated
+    curves, (start, stop) = _curves(task, harm, trained), _harm_range(task)
+    low = curves.coarse.low or ()
+    return ContextHarm(
+        curves=curves,
+        last_range=(start, stop),
+        last=estimate(harm[:, start - trained : stop - trained], task.settings.confidence),
+        threshold=threshold,
+        harmful_from=next(
+            (edge for edge, bound in zip(curves.coarse.edges, low, strict=False) if bound > threshold), None
+        ),
+    )
+
+
+def _in_window(task: Measurement, read: Readings) -> InWindow:
+    trained, confidence, inside = task.training_length, task.settings.confidence, read.windows.in_window
+    early, late = context_use_bands(trained)
+    return InWindow(
+        curve=binned_curve(inside, position_edges(trained, trained, EXACT_UNTIL, FINE_PER_OCTAVE), 0, confidence),
+        loss=estimate(inside, confidence),
+        context_use=estimate(bin_means(inside, early) - bin_means(inside, late), confidence),
+        early_band=early,
+        late_band=late,
+        windows_per_sequence=(task.length - trained) // (trained // 2) + 1,
+    )
+
+
+def _verdict(task: Measurement, read: Readings) -> LengthVerdict:
+    edges = position_edges(task.length, task.training_length, 0, VERDICT_PER_OCTAVE)
+    border = edges.index(task.training_length)
+    inside = bin_means(read.windows.in_window, edges[: border + 1])
+    nll = np.concatenate([inside, bin_means(read.stream, edges[border:])], axis=1)
+    return length_verdict(edges, nll, task.training_length, task.settings.tolerance, task.settings.confidence)
+
+
+MEASURES: dict[str, Callable[[Measurement, Readings], Any]] = {
+    "position_wise": _position_wise,
+    "harm": _context_harm,
+    "in_window": _in_window,
+    "verdict": _verdict,
+}
+"""Field of `EvaluationResult` -> how it is found."""
 
 
 def estimate(values: np.ndarray, confidence: float) -> Estimate:

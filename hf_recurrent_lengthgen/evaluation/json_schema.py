@@ -1,7 +1,8 @@
 """Typed values with a strict JSON form: what results are written as, and read back from.
 
 A document is a frozen dataclass of plain types: dataclasses of such, tuples, `dict[str, ...]`, `Literal`, `None`,
-int, float, str and bool. `@document("kind")` gives it a name in its file.
+int, float, str and bool. `@document("kind")` gives it a name in its file. Where one document holds others of which
+only a base class on `AnyDocument` is known, each of them says its kind and version.
 """
 
 import json
@@ -15,6 +16,10 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 Document = TypeVar("Document")
 
 _SCHEMAS: dict[type, tuple[str, int]] = {}
+
+
+class AnyDocument:
+    """Base of base classes: a field of such a class holds any document that is made on it."""
 
 
 def document(kind: str, version: int = 1) -> Callable[[type[Document]], type[Document]]:
@@ -40,10 +45,9 @@ def to_json(document: Any) -> str:
     Raises:
         ValueError: naming the first value that is NaN, infinite or of a wrong type.
     """
-    kind, version = _SCHEMAS[type(document)]
-    plain = _plain(document)
-    _decode(plain, type(document), "")  # the reader's own checks: nothing is written that it would refuse
-    text = json.dumps({"kind": kind, "schema_version": version, **plain}, indent=1)
+    plain = _tagged(document)
+    _from_plain(plain, type(document), "")  # the reader's own checks: nothing is written that it would refuse
+    text = json.dumps(plain, indent=1)
     # lists of numbers on one line: a newline in JSON stands between values only
     return re.sub(r"\[\n([^\[\]{}\"]*)\n *\]", lambda match: f"[{' '.join(match[1].split())}]", text)
 
@@ -59,23 +63,33 @@ def from_json(text: str, kind: type[Document]) -> Document:
         ValueError: for text that is not JSON, another kind, a schema version this code does not know, and for
             every missing, unknown, doubled or wrongly typed entry or value that is not finite, by its path.
     """
-    name, known = _SCHEMAS[kind]
     try:
         plain = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         raise ValueError(f"This is not JSON ({error}); the file may be cut off.") from error
-    if not isinstance(plain, dict) or plain.get("kind") != name:
-        found = plain.get("kind") if isinstance(plain, dict) else type(plain).__name__
-        raise ValueError(f"Expected a document of kind {name!r}, got {found!r}.")
-    version = plain.get("schema_version")
-    if version != known or isinstance(version, bool):
-        raise ValueError(
-            f"The document has schema version {version!r}, this code reads {known}: update "
-            "hf_recurrent_lengthgen if it is newer, else repeat the evaluation."
-        )
-    body = {key: value for key, value in plain.items() if key not in ("kind", "schema_version")}
-    result: Document = _decode(body, kind, "")
+    result: Document = _from_plain(plain, kind, "")
     return result
+
+
+def _from_plain(plain: Any, kind: type, path: str) -> Any:
+    """A document from parsed JSON with its kind and version; `kind` may be a base class on `AnyDocument`."""
+    known = {name: (cls, version) for cls, (name, version) in _SCHEMAS.items() if issubclass(cls, kind)}
+    where, name = f" in {path}" if path else "", plain.get("kind") if isinstance(plain, dict) else type(plain).__name__
+    if not isinstance(plain, dict) or name not in known:
+        newer = ": update hf_recurrent_lengthgen if a newer one wrote it" if path else ""
+        raise ValueError(f"Expected a document of kind {' or '.join(map(repr, known))}{where}, got {name!r}{newer}.")
+    cls, version = known[name]
+    if plain.get("schema_version") != version or isinstance(plain["schema_version"], bool):
+        raise ValueError(
+            f"The document{where} has schema version {plain.get('schema_version')!r}, this code reads {version}: "
+            "update hf_recurrent_lengthgen if it is newer, else repeat the evaluation."
+        )
+    return _decode({key: value for key, value in plain.items() if key not in ("kind", "schema_version")}, cls, path)
+
+
+def _tagged(document: Any) -> dict[str, Any]:
+    kind, version = _SCHEMAS[type(document)]
+    return {"kind": kind, "schema_version": version, **_plain(document)}
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -89,15 +103,21 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """`value` as what JSON knows: dictionaries, lists and the scalars as they are."""
     if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: _nested(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+        return [_nested(item) for item in value]
+    return {key: _nested(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _nested(value: Any) -> Any:
+    return _tagged(value) if isinstance(value, AnyDocument) else _plain(value)
 
 
 def _decode(value: Any, kind: Any, path: str) -> Any:
     """`value` (parsed JSON) as an instance of `kind`, a type made of the types in this file."""
     origin, arguments = get_origin(kind), get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, AnyDocument) and kind not in _SCHEMAS:
+        return _from_plain(value, kind, path)
     if is_dataclass(kind) and isinstance(value, dict):
         names, hints = [field.name for field in fields(kind)], get_type_hints(kind)
         if missing := [name for name in names if name not in value]:

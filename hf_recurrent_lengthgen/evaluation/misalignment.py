@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import Misalignment
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE, t_interval
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, progress_bar
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
@@ -133,15 +134,6 @@ def symmetric_cross_entropy(logits_a: Tensor, logits_b: Tensor, chunk_size: int 
     return _SymmetricCrossEntropy.apply(logits_a, logits_b, chunk_positions(logits_a, chunk_size))
 
 
-class Misalignment(NamedTuple):
-    """Mean over sequences in nats and its two-sided interval (None below 2 sequences); each sequence's, (S,)."""
-
-    mean: float
-    low: float | None
-    high: float | None
-    by_sequence: np.ndarray
-
-
 class ContextPair(NamedTuple):
     """Two contexts tokens[end - length : end] of one sequence."""
 
@@ -229,4 +221,4 @@ def long_short_misalignment(
     by_sequence = values.mean(1)
     interval = t_interval(by_sequence, confidence)
     low, high = (None if bound is None else float(bound) for bound in (interval.low, interval.high))
-    return Misalignment(float(interval.mean), low, high, by_sequence)
+    return Misalignment(float(interval.mean), low, high, tuple(by_sequence.tolist()))

@@ -77,7 +77,7 @@ def _foreign_code(model: nn.Module) -> dict[str, str]:
 def code_digest() -> str:
     """SHA-256 of the source files of this package that results depend on."""
     digest, package = hashlib.sha256(), Path(__file__).parents[1]
-    for part in ("data", "evaluation", "hybrids", "models"):
+    for part in ("data", "diagnosis", "evaluation", "hybrids", "models"):
         for path in sorted((package / part).rglob("*.py")):
             digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()

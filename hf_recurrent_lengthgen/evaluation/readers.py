@@ -65,39 +65,39 @@ class Reader:
         return type(self.model).__name__
 
     def begin(self, initial_state: RecurrentState | None = None) -> Any:
-        """What to carry into the first piece of a text that begins from a state."""
+        """The cache of the first piece of a text that begins from a state."""
         if initial_state is not None:
             raise ValueError(self.refusal("an initial state"))
         return None
 
-    def read(self, input_ids: Tensor, carry: Any = None, logits_to_keep: int = 0) -> tuple[Tensor, Any]:
+    def read(self, input_ids: Tensor, cache: Any = None, logits_to_keep: int = 0) -> tuple[Tensor, Any]:
         """Read a piece.
 
         Args:
             input_ids: (B, C) int64 on the model's device.
-            carry: What reading the tokens before has returned; None at the beginning of a text.
+            cache: What reading the tokens before has returned; None at the beginning of a text.
             logits_to_keep: Only the last so many; 0 for all.
 
         Returns:
-            Logits (B, C or `logits_to_keep`, V), and what to carry on. A `carry` that is not `carried_by_row` is used
+            Logits (B, C or `logits_to_keep`, V), and the cache to go on with. One that is not `carried_by_row` is used
             up.
 
         Raises:
-            ValueError: for a carry where `carries` is False, and positions that the model does not have.
+            ValueError: for a cache where `carries` is False, and positions that the model does not have.
         """
-        if carry is not None:
+        if cache is not None:
             raise ValueError(self.refusal("reading a text in pieces"))
         return self._forward(input_ids, logits_to_keep, **self._without_cache()), None
 
-    def take_rows(self, carry: Any, rows: Tensor | slice) -> Any:
+    def take_rows(self, cache: Any, rows: Tensor | slice) -> Any:
         """Rows of what is carried, in the order given; rows may be repeated."""
         raise ValueError(self.refusal("taking rows of what it carries"))
 
-    def join_rows(self, carries: Sequence[Any]) -> Any:
+    def join_rows(self, caches: Sequence[Any]) -> Any:
         """Stack the rows of what is carried in several batches."""
         raise ValueError(self.refusal("joining rows of what it carries"))
 
-    def state(self, carry: Any) -> RecurrentState:
+    def state(self, cache: Any) -> RecurrentState:
         """The recurrent state in what is carried; empty for a model that has none."""
         return ()
 
@@ -139,27 +139,27 @@ class StateReader(Reader):
     def begin(self, initial_state: RecurrentState | None = None) -> Any:
         return initial_state, self.model.new_attention_cache() if self._attends else None
 
-    def read(self, input_ids: Tensor, carry: Any = None, logits_to_keep: int = 0) -> tuple[Tensor, Any]:
-        state, cache = carry or self.begin()
-        attention = {"attention_cache": cache} if self._attends else {}
+    def read(self, input_ids: Tensor, cache: Any = None, logits_to_keep: int = 0) -> tuple[Tensor, Any]:
+        state, attention_cache = cache or self.begin()
+        arguments = {"attention_cache": attention_cache} if self._attends else {}
         if logits_to_keep and self.keeps:
-            attention["logits_to_keep"] = logits_to_keep
-        output = self.model(input_ids=input_ids, initial_state=state, output_final_state=True, **attention)
+            arguments["logits_to_keep"] = logits_to_keep
+        output = self.model(input_ids=input_ids, initial_state=state, output_final_state=True, **arguments)
         logits = output.logits
-        return logits[:, -logits_to_keep:] if logits_to_keep else logits, (output.final_state, cache)
+        return logits[:, -logits_to_keep:] if logits_to_keep else logits, (output.final_state, attention_cache)
 
-    def take_rows(self, carry: Any, rows: Tensor | slice) -> Any:
+    def take_rows(self, cache: Any, rows: Tensor | slice) -> Any:
         if not self.carried_by_row:
-            return super().take_rows(carry, rows)
-        return take_rows(carry[0], rows), None
+            return super().take_rows(cache, rows)
+        return take_rows(cache[0], rows), None
 
-    def join_rows(self, carries: Sequence[Any]) -> Any:
+    def join_rows(self, caches: Sequence[Any]) -> Any:
         if not self.carried_by_row:
-            return super().join_rows(carries)
-        return concatenate_rows([state for state, _ in carries]), None
+            return super().join_rows(caches)
+        return concatenate_rows([state for state, _ in caches]), None
 
-    def state(self, carry: Any) -> RecurrentState:
-        state: RecurrentState = carry[0]
+    def state(self, cache: Any) -> RecurrentState:
+        state: RecurrentState = cache[0]
         return state
 
 
@@ -168,14 +168,14 @@ class CacheReader(Reader):
 
     carries = True
 
-    def read(self, input_ids: Tensor, carry: Any = None, logits_to_keep: int = 0) -> tuple[Tensor, Any]:
-        cache = DynamicCache(config=self.model.config) if carry is None else carry
+    def read(self, input_ids: Tensor, cache: Any = None, logits_to_keep: int = 0) -> tuple[Tensor, Any]:
+        cache = DynamicCache(config=self.model.config) if cache is None else cache
         logits = self._forward(input_ids, logits_to_keep, past_key_values=cache, use_cache=True)
         return logits, cache
 
-    def take_rows(self, carry: Any, rows: Tensor | slice) -> Any:
-        """See `Reader.take_rows`; a copy, so that `carry` can still be read on with."""
-        chosen = copy.deepcopy(carry)
+    def take_rows(self, cache: Any, rows: Tensor | slice) -> Any:
+        """See `Reader.take_rows`; a copy, so that `cache` can still be read on with."""
+        chosen = copy.deepcopy(cache)
         if isinstance(rows, slice):
             rows = torch.arange(chosen.layers[0].keys.shape[0])[rows]
         chosen.batch_select_indices(rows.to(self.device))

@@ -6,10 +6,11 @@ result, paired where it belongs to a difference; bounds are None with fewer than
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from hf_recurrent_lengthgen.evaluation.json_schema import document
+from hf_recurrent_lengthgen.evaluation.json_schema import AnyDocument, document
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,9 @@ class LengthVerdict:
 class DataRecord:
     """What was read: a description for people, the SHA-256 of the token ids, and what one token is."""
 
-    description: str
-    digest: str
-    token_unit: str
+    description: str = ""
+    digest: str = ""
+    token_unit: str = "token"
 
 
 @document("evaluation", version=2)
@@ -134,6 +135,17 @@ class EvaluationResult:
     command: str
     seed: int
     wall_seconds: float
+
+
+class PartResult(AnyDocument):
+    """Base of what a part of a diagnosis found: a document, of one model, that says neither which nor on what data."""
+
+    left_out: tuple[str, ...] = ()
+    """What of it could not be measured and why, in sentences."""
+
+    def bins(self) -> Iterable[tuple[int, int, Estimate]]:
+        """Values of the range of positions [start, stop), for tables; none unless a part has some."""
+        return ()
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,15 @@ import numpy as np
 from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.context_harm import check_training_length
-from hf_recurrent_lengthgen.evaluation.evaluate import estimate
-from hf_recurrent_lengthgen.evaluation.provenance import token_digest, weights_digest
-from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate
+from hf_recurrent_lengthgen.evaluation.evaluate import DEFAULTS, EvaluationSettings, estimate
+from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.state_distance import (
     SMALLEST_DRIFT,
     Drift,
     pooled_std,
     state_drift,
 )
-from hf_recurrent_lengthgen.evaluation.state_patching import Heads, patch_heads
+from hf_recurrent_lengthgen.evaluation.state_patching import Heads, Patching, patch_heads
 from hf_recurrent_lengthgen.evaluation.state_results import (
     FEWEST_SEQUENCES,
     ConvStates,
@@ -41,7 +40,7 @@ from hf_recurrent_lengthgen.evaluation.state_trajectory import (
     sample_positions,
 )
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
-from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, stream_nll
+from hf_recurrent_lengthgen.evaluation.streaming import Tokens, stream_nll
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 
 PATCHED_HEADS = 8
@@ -56,17 +55,11 @@ def diagnose_states(
     model: nn.Module,
     tokens: Tokens,
     training_length: int,
+    settings: EvaluationSettings = DEFAULTS,
     *,
-    label: str,
-    data_description: str,
-    token_unit: str = "token",
     positions: Sequence[int] | None = None,
     patched_heads: int = PATCHED_HEADS,
     smallest_drift: float = SMALLEST_DRIFT,
-    confidence: float = CONFIDENCE,
-    batch_size: int | None = None,
-    chunk_length: int | None = None,
-    progress: bool = True,
 ) -> StateDiagnosis:
     """Statistics, distances, inputs and patching of the states of a model; about two forward passes per token.
 
@@ -75,16 +68,10 @@ def diagnose_states(
         tokens: Token ids (S, L + 1): S >= 2 texts of L > training_length positions; from `FEWEST_SEQUENCES` texts on
             heads are said to drift.
         training_length: Tokens per training sequence, T.
-        label: Name of the model.
-        data_description: What the tokens are, for people.
-        token_unit: What one token is, in the singular.
+        settings: Confidence, rows and tokens per forward pass, progress.
         positions: Numbers of tokens read at which to look; by default `sample_positions`.
         patched_heads: So many heads are exchanged one by one, those of the largest distances first; 0 for no patching.
         smallest_drift: Distance below which nothing is called a drift.
-        confidence: Two-sided, of the intervals.
-        batch_size: Rows per forward pass; by default as many as memory limits allow.
-        chunk_length: Tokens per row and forward pass; by default as many as memory limits allow.
-        progress: Show progress bars.
 
     Raises:
         ValueError: for models without states, and as `stream_nll` and `state_drift`. Why heads could not be patched
@@ -93,37 +80,23 @@ def diagnose_states(
     check_training_length(training_length)
     if patched_heads < 0:
         raise ValueError(f"patched_heads must be at least 0, got {patched_heads}.")
-    length = int(tokens.shape[1]) - 1
-    chosen = tuple(positions or sample_positions(length, training_length))
+    chosen = tuple(positions or sample_positions(int(tokens.shape[1]) - 1, training_length))
     observer = StateObserver(model, len(tokens), chosen)
-    options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
+    reading: Any = {"batch_size": settings.batch_size, "progress": settings.progress}
     with observer:
-        stream_nll(model, tokens, stops=chosen, observer=observer, chunk_length=chunk_length, **options)
-    described = describe_states(
-        model,
-        tokens,
-        observer.trajectory(),
-        training_length,
-        label=label,
-        data=DataRecord(data_description, token_digest(check_tokens(tokens, 2**62)), token_unit),
-        smallest_drift=smallest_drift,
-        confidence=confidence,
-    )
-    return with_patching(model, tokens, described, patched_heads, **options)
+        stream_nll(model, tokens, observer=observer, chunk_length=settings.chunk_length, **reading)
+    described = describe_states(model, observer.trajectory(), training_length, smallest_drift, settings.confidence)
+    return with_patching(model, tokens, described, patched_heads, **reading)
 
 
 def describe_states(
     model: nn.Module,
-    tokens: Tokens,
     trajectory: StateTrajectory,
     training_length: int,
-    *,
-    label: str,
-    data: DataRecord,
     smallest_drift: float = SMALLEST_DRIFT,
     confidence: float = CONFIDENCE,
 ) -> StateDiagnosis:
-    """The diagnosis without patching, from a trajectory taken on `tokens`; arguments as for `diagnose_states`."""
+    """The diagnosis without patching, from the trajectory of the states; arguments as for `diagnose_states`."""
     recurrent = [layer for layer in trajectory.layers if layer.recurrent is not None]
     if not recurrent:
         raise ValueError(
@@ -133,14 +106,12 @@ def describe_states(
     drifts = state_drift(trajectory, training_length, smallest_drift, confidence)
     order = ranked(drifts)
     detailed = set(order[:DETAILED_HEADS])
+    sequences = recurrent[0].recurrent.mean.shape[1]  # type: ignore[union-attr]
     return StateDiagnosis(
-        model=label,
-        weights=weights_digest(model),
         training_length=training_length,
         positions=trajectory.positions,
-        sequences=len(tokens),
+        sequences=sequences,
         confidence=confidence,
-        data=data,
         smallest_drift=smallest_drift,
         std=_whole_std(recurrent),
         layers=tuple(
@@ -149,7 +120,7 @@ def describe_states(
             if layer.recurrent is not None or layer.conv is not None
         ),
         patching=None,
-        left_out=tuple(_left_out(model, recurrent, len(tokens))),
+        left_out=tuple(_left_out(model, recurrent, sequences)),
     )
 
 
@@ -177,18 +148,12 @@ def with_patching(
     try:
         if getattr(model, "attends", False):
             raise ValueError("what the attention layers keep of the text cannot be exchanged.")
-        patching = _patching(
-            model,
-            tokens,
-            states.training_length,
-            groups,
-            states.confidence,
-            batch_size=batch_size,
-            progress=progress,
+        found = patch_heads(
+            model, tokens, states.training_length, list(groups.values()), batch_size=batch_size, progress=progress
         )
     except ValueError as error:
         return dataclasses.replace(states, left_out=(*states.left_out, f"Heads were not patched: {error}"))
-    return dataclasses.replace(states, patching=patching)
+    return dataclasses.replace(states, patching=_patching(found, groups, states.confidence))
 
 
 def ranked(drifts: Sequence[Drift | None]) -> list[tuple[int, int]]:
@@ -219,11 +184,7 @@ def patched_groups(order: Sequence[tuple[int, int]], drift: int, alone: int) -> 
     return groups | {f"layer {layer}, head {head}": [(layer, head)] for layer, head in order[:alone]}
 
 
-def _patching(
-    model: nn.Module, tokens: Tokens, training_length: int, groups: dict[str, Heads], confidence: float, **options: Any
-) -> HeadPatching:
-    found = patch_heads(model, tokens, training_length, list(groups.values()), **options)
-
+def _patching(found: Patching, groups: dict[str, Heads], confidence: float) -> HeadPatching:
     def mean(values: np.ndarray) -> Estimate:
         return estimate(values[:, None], confidence)
 

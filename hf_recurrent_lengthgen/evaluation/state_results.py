@@ -8,7 +8,7 @@ unit. How distances are defined is said in `state_distance.py`, how patching is 
 from dataclasses import dataclass
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
-from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate
+from hf_recurrent_lengthgen.evaluation.results import Estimate, PartResult
 
 Values = tuple[float, ...]
 FEWEST_SEQUENCES = 4
@@ -150,17 +150,14 @@ class HeadPatching:
 
 @document("state_diagnosis")
 @dataclass(frozen=True)
-class StateDiagnosis:
+class StateDiagnosis(PartResult):
     """The states of one model on one set of sequences.
 
     Attributes:
-        model: Its name.
-        weights: SHA-256 of its parameters.
         training_length: T.
         positions: Where the states were looked at.
         sequences: How many texts.
         confidence: Of the intervals.
-        data: The texts.
         smallest_drift: Distance below which nothing is called a drift.
         std: Standard deviation of the whole recurrent state, all layers together.
         layers: Those that have a state.
@@ -168,18 +165,15 @@ class StateDiagnosis:
         left_out: What could not be measured and why, in sentences.
     """
 
-    model: str
-    weights: str
     training_length: int
     positions: tuple[int, ...]
     sequences: int
     confidence: float
-    data: DataRecord
     smallest_drift: float
     std: Values
     layers: tuple[LayerStates, ...]
     patching: HeadPatching | None
-    left_out: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         positions = self.positions

@@ -9,7 +9,7 @@ States are read from `final_state` where a chunk ends, so that the statistics ri
 
     observer = StateObserver(model, len(tokens), positions)
     with observer:
-        nll = stream_nll(model, tokens, stops=positions, observer=observer).nll
+        nll = stream_nll(model, tokens, observer=observer).nll
     trajectory = observer.trajectory()
 
 What is kept does not depend on the length of the streams: about 150 bytes per sequence, position and head.
@@ -150,7 +150,7 @@ def conv_sections(model_type: str, recurrent: Tensor, conv: Tensor) -> dict[str,
 
 
 class StateObserver:
-    """Takes the statistics of a stream, as the `observer` of `stream_nll` with the same positions as its `stops`.
+    """Takes the statistics of a stream, as the `observer` of `stream_nll`.
 
     As a context manager around the reading, it also records the inputs of the recurrence, where the layers' scans are
     known; without, `inputs` of the layers are None.
@@ -292,8 +292,8 @@ class StateObserver:
         if not self._seen.all():
             place, sequence = np.argwhere(~self._seen)[0]
             raise ValueError(
-                f"Sequence {sequence} was not read to position {self.positions[place]}: give stream_nll the same "
-                "positions as `stops`, this observer, and as many sequences."
+                f"Sequence {sequence} was not read to position {self.positions[place]}: give stream_nll this "
+                "observer, and as many sequences of that length."
             )
         layers = []
         for layer, layout in enumerate(self._layouts):

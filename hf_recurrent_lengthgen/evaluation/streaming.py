@@ -141,14 +141,14 @@ def stream_chunks(
     reader = model if isinstance(model, Reader) else reader_of(model)
     length = rows.shape[1] - 1
     origins = origins or [(row, 0) for row in range(len(rows))]
-    carry = reader.begin(initial_state)
+    cache = reader.begin(initial_state)
     for begin, stop in chunk_borders(length, chunk_length if reader.carries else length, stops, start):
         # One token more than is fed: the last target of a chunk is the first input of the next.
         ids = torch.from_numpy(rows[:, begin : stop + 1].astype(np.int64)).to(reader.device)
-        logits, carry = reader.read(ids[:, :-1], carry)
+        logits, cache = reader.read(ids[:, :-1], cache)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         nll = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").float()
-        nll, state = nll.view(len(rows), stop - begin), reader.state(carry)
+        nll, state = nll.view(len(rows), stop - begin), reader.state(cache)
         del logits
         _check_finite(nll, state, begin, stop, origins)
         yield Chunk(begin, nll, state)
@@ -217,7 +217,14 @@ def progress_bar(total: int, description: str, enabled: bool) -> Any:
 
 
 class Observer(Protocol):
-    """Sees the chunks of a stream, in order; what it has gathered can be kept as arrays."""
+    """Sees the chunks of a stream, in order; what it has gathered can be kept as arrays.
+
+    Attributes:
+        positions: Numbers of tokens after which a chunk ends, too, so that the state there can be seen.
+    """
+
+    @property
+    def positions(self) -> Sequence[int]: ...
 
     def see(self, first_sequence: int, chunk: Chunk) -> None:
         """Look at a chunk whose first row is that sequence."""
@@ -236,7 +243,6 @@ def stream_nll(
     initial_state: RecurrentState | None = None,
     batch_size: int | None = None,
     chunk_length: int | None = None,
-    stops: Sequence[int] = (),
     observer: Observer | None = None,
     partial: PartialResult | None = None,
     progress: bool = True,
@@ -253,7 +259,6 @@ def stream_nll(
         initial_state: State before the first token, with S rows on the model's device; zero when None.
         batch_size: Sequences per forward pass; by default as many as memory limits allow.
         chunk_length: Tokens per sequence and forward pass; by default as many as memory limits allow.
-        stops: Numbers of tokens after which a chunk ends, too.
         observer: Sees each chunk.
         partial: Where to keep what there is so far, and to go on from; the caller removes it. A model with attention
             goes on after the last whole text.
@@ -271,6 +276,7 @@ def stream_nll(
             f"initial_state has {state_batch_size(initial_state)} rows, the tokens {sequences} sequences."
         )
     batch, chunk = reading_plan(reader, sequences, length, batch_size, chunk_length)
+    stops = () if observer is None else observer.positions
     done = _Done(partial, np.empty((sequences, length), np.float32), observer, reader.device)
     nll = done.nll
     with evaluation_mode(reader.model), progress_bar(sequences * length, "stream", progress) as bar:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import Diagnosis
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.evaluation.json_schema import from_json
 from hf_recurrent_lengthgen.evaluation.results import Comparison, Curve, Estimate, EvaluationResult, ForgettingSearch
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalComparison, RetrievalResult, Share
@@ -113,14 +113,13 @@ def _evaluation_rows(role: str, found: EvaluationResult) -> Iterator[Row]:
             yield _bin(found.model, role, found.training_length, metric, *edges, mean, *bounds)
 
 
-def _diagnosis_rows(model: Any) -> Iterator[Row]:
+def _diagnosis_rows(model: DiagnosedModel) -> Iterator[Row]:
     found = model.evaluation
     yield from _evaluation_rows(model.role, found)
-    if model.remembrance is not None:
-        for start, value in zip(model.remembrance.starts, model.remembrance.total_variation, strict=True):
-            values = (value.mean, value.low, value.high)
-            place = (found.model, model.role, found.training_length, "remembrance")
-            yield _bin(*place, start, model.remembrance.length, *values)
+    for name, part in model.parts.items():
+        for start, stop, value in part.bins():
+            place = (found.model, model.role, found.training_length, name)
+            yield _bin(*place, start, stop, value.mean, value.low, value.high)
 
 
 def _retrieval_rows(found: RetrievalResult) -> Iterator[Row]:

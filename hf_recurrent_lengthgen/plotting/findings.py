@@ -52,13 +52,13 @@ def sentence(words: str) -> str:
     return f"{words[0].upper()}{words[1:]}."
 
 
-def interval_text(estimate: Estimate, sign: bool = False) -> str:
+def interval_text(estimate: Estimate, sign: bool = False, bounds: str = " ({} to {})") -> str:
     """ "1.363 (1.301 to 1.425)", or the mean alone where there is no interval."""
     form = "+.3f" if sign else ".3f"
     text = number_text(estimate.mean, form)
     if estimate.low is None or estimate.high is None:
         return text
-    return f"{text} ({number_text(estimate.low, form)} to {number_text(estimate.high, form)})"
+    return text + bounds.format(number_text(estimate.low, form), number_text(estimate.high, form))
 
 
 def range_text(positions: tuple[int, int]) -> str:

@@ -3,8 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import PurePath
+from typing import Any, TypeVar
 
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import Diagnosis
+from hf_recurrent_lengthgen.evaluation.results import Comparison
+
+Compared = TypeVar("Compared", bound=Comparison | Diagnosis)
 
 LONGEST = 18
 """Characters of a name that fit above a panel."""
@@ -29,16 +33,8 @@ def figure_names(names: Sequence[str]) -> list[str]:
     return [f"{index}: {name[: LONGEST - 4]}" for index, name in enumerate(names, 1)]
 
 
-def with_names(diagnosis: Diagnosis, names: Sequence[str]) -> Diagnosis:
-    """A diagnosis with other names of its models, in their order."""
-    return replace(
-        diagnosis,
-        models=tuple(
-            replace(
-                model,
-                evaluation=replace(model.evaluation, model=name),
-                states=None if model.states is None else replace(model.states, model=name),
-            )
-            for model, name in zip(diagnosis.models, names, strict=True)
-        ),
-    )
+def with_names(result: Compared, names: Sequence[str]) -> Compared:
+    """A comparison or diagnosis with other names of its models, in their order."""
+    pairs: Any = zip(result.models, names, strict=True)
+    models: Any = tuple(replace(model, evaluation=replace(model.evaluation, model=name)) for model, name in pairs)
+    return replace(result, models=models)

@@ -1,6 +1,10 @@
 """One self-contained HTML page of a comparison: the finding in one look, figures, numbers, and how they were made."""
 
+from collections.abc import Callable, Sequence
 from html import escape
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
 
 from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison
 from hf_recurrent_lengthgen.plotting.figures import context_harm_figure, in_window_figure, position_wise_figure
@@ -18,14 +22,30 @@ from hf_recurrent_lengthgen.plotting.page_parts import (
     table,
 )
 
-HARM_CAPTION = (
-    "Loss with the whole context minus loss of the same tokens with at most the training length of context. At zero, "
-    "extra context does no harm."
-)
-STREAM_CAPTION = "Loss by position in one long stream read from the zero state. Text difficulty varies with position."
-WINDOW_CAPTION = (
-    "Loss by position inside the training length, from the zero state. A model that uses its context falls."
-)
+
+class Picture(NamedTuple):
+    """A figure of evaluations: how it is drawn, and its caption."""
+
+    draw: Callable[[Sequence[ComparedModel]], Figure]
+    caption: str
+
+
+PICTURES = {
+    "context_harm": Picture(
+        context_harm_figure,
+        "Loss with the whole context minus loss of the same tokens with at most the training length of context. At "
+        "zero, extra context does no harm.",
+    ),
+    "position_wise": Picture(
+        position_wise_figure,
+        "Loss by position in one long stream read from the zero state. Text difficulty varies with position.",
+    ),
+    "in_window": Picture(
+        in_window_figure,
+        "Loss by position inside the training length, from the zero state. A model that uses its context falls.",
+    ),
+}
+"""Name of a figure -> the figure."""
 
 
 def comparison_page(comparison: Comparison, loading: str | None = None) -> str:
@@ -40,12 +60,8 @@ def comparison_page(comparison: Comparison, loading: str | None = None) -> str:
     found = summary(comparison)
     bands = bands_text(evaluations[0])
     pictures = "".join(
-        picture(figure, name, caption + bands, f"{caption} {found}")
-        for name, figure, caption in (
-            ("harm", context_harm_figure(models), HARM_CAPTION),
-            ("stream", position_wise_figure(models), STREAM_CAPTION),
-            ("window", in_window_figure(models), WINDOW_CAPTION),
-        )
+        picture(draw(models), name, caption + bands, f"{caption} {found}")
+        for name, (draw, caption) in PICTURES.items()
     )
     cards = "".join(
         card(finding, color, f"<p>{escape(finding.detail)}</p>")

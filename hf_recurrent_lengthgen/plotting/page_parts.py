@@ -24,6 +24,8 @@ class Evaluated(Protocol):
 
 Shown = TypeVar("Shown", bound=Evaluated)
 
+INSIDE = "Inside the training length"
+"""Heading of what is measured there, by evaluations and parts of diagnoses."""
 STATUS_MARKS = {"breaks": "✕", "holds": "✓", "unclear": "?"}
 
 CSS = """

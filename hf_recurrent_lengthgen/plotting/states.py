@@ -1,10 +1,11 @@
 """Figures of the states of one or several models: which heads leave training, and what harm they do.
 
-Every figure has one panel per model, one below the other, all on the same scale. Heads that drift are orange.
+Every figure has one panel per model (name -> states), one below the other, all on the same scale. Heads that drift are
+orange.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -36,7 +37,7 @@ WIDTH, LEFT, RIGHT, TITLE, BOTTOM, GAP = 4.8, 0.55, 1.05, 0.8, 0.55, 0.5
 """Inches."""
 
 
-def state_std_figure(diagnoses: Sequence[StateDiagnosis]) -> Figure:
+def state_std_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
     """Standard deviation of each head's state over that at the training length, against position (Figure 9 of
     "Unexplored states", arXiv:2507.02782)."""
     return _head_figure(
@@ -48,15 +49,15 @@ def state_std_figure(diagnoses: Sequence[StateDiagnosis]) -> Figure:
     )
 
 
-def retention_figure(diagnoses: Sequence[StateDiagnosis]) -> Figure:
+def retention_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
     """What each head has left of the first token, alpha_{2:n}, against position (Figure 3 of "Stuffed Mamba",
     arXiv:2410.07145); heads of which the inputs are not kept are left out.
 
     Raises:
         ValueError: if that is so for all of them.
     """
-    if not any(head.inputs for diagnosis in diagnoses for _, head in diagnosis.ranking):
-        raise ValueError("No retention of the first token is known: " + " ".join(diagnoses[0].left_out))
+    if not any(head.inputs for diagnosis in diagnoses.values() for _, head in diagnosis.ranking):
+        raise ValueError("No retention of the first token is known: " + " ".join(_one(diagnoses).left_out))
     figure = _head_figure(
         diagnoses,
         "How much of the first token a head still holds",
@@ -70,25 +71,25 @@ def retention_figure(diagnoses: Sequence[StateDiagnosis]) -> Figure:
     return figure
 
 
-def conv_std_figure(diagnoses: Sequence[StateDiagnosis]) -> Figure:
+def conv_std_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
     """Standard deviation of the parts of each layer's convolution state over that at the training length (Figure 17 of
     "Stuffed Mamba" has them in units of their own), on the scale of `state_std_figure`.
 
     Raises:
         ValueError: if no layer has a convolution state.
     """
-    if not any(layer.conv for diagnosis in diagnoses for layer in diagnosis.layers):
+    if not any(layer.conv for diagnosis in diagnoses.values() for layer in diagnosis.layers):
         raise ValueError("These models have no convolution states.")
     figure, panels = _panels(
         diagnoses, "Spread of the convolution states", "Standard deviation over that at the training length"
     )
     curves = [
         [_relative(part.std, diagnosis) for layer in diagnosis.layers for part in layer.conv]
-        for diagnosis in diagnoses
+        for diagnosis in diagnoses.values()
     ]
-    heads = [_relative(head.std, diagnosis) for diagnosis in diagnoses for _, head in diagnosis.ranking]
+    heads = [_relative(head.std, diagnosis) for diagnosis in diagnoses.values() for _, head in diagnosis.ranking]
     _ratio_axes(panels, diagnoses, [*heads, *(curve for found in curves for curve in found)])
-    for axes, diagnosis, found in zip(panels, diagnoses, curves, strict=True):
+    for axes, diagnosis, found in zip(panels, diagnoses.values(), curves, strict=True):
         for curve in found:
             axes.plot(diagnosis.positions, curve, color=STEADY, linewidth=1.3, alpha=0.8)
         if found:
@@ -96,12 +97,12 @@ def conv_std_figure(diagnoses: Sequence[StateDiagnosis]) -> Figure:
     return figure
 
 
-def distance_map_figure(diagnoses: Sequence[StateDiagnosis]) -> Figure:
+def distance_map_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
     """How far the state of each head is from those inside the training length, at each position, worst heads first.
 
     Colors turn at a distance of 1 standard deviation, on a logarithmic scale.
     """
-    ranked = [diagnosis.ranking[:MAP_ROWS] for diagnosis in diagnoses]
+    ranked = [diagnosis.ranking[:MAP_ROWS] for diagnosis in diagnoses.values()]
     heights = [max(0.8, 0.19 * len(rows)) for rows in ranked]
     figure, panels = _panels(
         diagnoses,
@@ -115,7 +116,7 @@ def distance_map_figure(diagnoses: Sequence[StateDiagnosis]) -> Figure:
         "drift", [(0, "#f4f5f7"), (0.5, "#c9d7e4"), (0.501, "#fbd9b5"), (0.75, DRIFT), (1, "#6b2a00")]
     )
     norm = TwoSlopeNorm(0, -1, top)
-    for axes, diagnosis, rows in zip(panels, diagnoses, ranked, strict=True):
+    for axes, diagnosis, rows in zip(panels, diagnoses.values(), ranked, strict=True):
         first = _first_place(diagnosis)
         positions = diagnosis.positions[first:]
         values = np.log10([np.maximum(head.distance[first:], 0.1) for _, head in rows])
@@ -141,17 +142,16 @@ def distance_map_figure(diagnoses: Sequence[StateDiagnosis]) -> Figure:
     return figure
 
 
-def patching_figure(diagnoses: Sequence[StateDiagnosis]) -> Figure:
+def patching_figure(diagnoses: Mapping[str, StateDiagnosis], unit: str = "token") -> Figure:
     """Harm that goes away or comes if the states of some heads are exchanged, with its intervals over texts.
 
     Raises:
         ValueError: for a diagnosis without patching.
     """
-    if any(diagnosis.patching is None for diagnosis in diagnoses):
-        raise ValueError("A figure of patching needs diagnoses with it: " + " ".join(diagnoses[0].left_out))
-    found = [diagnosis.patching for diagnosis in diagnoses if diagnosis.patching is not None]
+    if any(diagnosis.patching is None for diagnosis in diagnoses.values()):
+        raise ValueError("A figure of patching needs diagnoses with it: " + " ".join(_one(diagnoses).left_out))
+    found = [diagnosis.patching for diagnosis in diagnoses.values() if diagnosis.patching is not None]
     heights = [0.27 * len(patching.groups) for patching in found]
-    unit = diagnoses[0].data.token_unit
     figure, panels = _panels(
         diagnoses,
         f"Harm that heads do beyond training (nats per {unit})",
@@ -195,19 +195,19 @@ Curves = Callable[[StateDiagnosis, HeadStates], Sequence[float] | None]
 
 
 def _head_figure(
-    diagnoses: Sequence[StateDiagnosis], title: str, explanation: str, curve: Curves, logarithmic: bool
+    diagnoses: Mapping[str, StateDiagnosis], title: str, explanation: str, curve: Curves, logarithmic: bool
 ) -> Figure:
     """A line per head: orange and named if it drifts, else blue."""
     figure, panels = _panels(diagnoses, title, f"{explanation}.\nOrange: heads that drift (L0 H5: layer 0, head 5)")
     curves = [
         [(layer, head, values) for layer, head in diagnosis.ranking if (values := curve(diagnosis, head)) is not None]
-        for diagnosis in diagnoses
+        for diagnosis in diagnoses.values()
     ]
     if logarithmic:
         _ratio_axes(panels, diagnoses, [values for found in curves for _, _, values in found])
     else:
         _position_axes(panels, diagnoses)
-    for axes, diagnosis, found in zip(panels, diagnoses, curves, strict=True):
+    for axes, diagnosis, found in zip(panels, diagnoses.values(), curves, strict=True):
         drifting = [line for line in found if line[1].drifts]
         steady = [line for line in found if not line[1].drifts]
         for lines, color, width in ((steady, STEADY, 1.2), (drifting, DRIFT, 1.6)):
@@ -224,7 +224,7 @@ def _head_figure(
 
 
 def _panels(
-    diagnoses: Sequence[StateDiagnosis],
+    diagnoses: Mapping[str, StateDiagnosis],
     title: str,
     explanation: str,
     heights: Sequence[float] | None = None,
@@ -240,7 +240,7 @@ def _panels(
     figure.text(0.02, 1 - 0.06 / total, title, fontsize=FONT_SIZE, color=INK, va="top", parse_math=False)
     figure.text(0.02, 1 - 0.26 / total, explanation, fontsize=FONT_SIZE - 1.5, color=MUTED, va="top", parse_math=False)
     panels, top = [], total - TITLE
-    for diagnosis, height in zip(diagnoses, heights, strict=True):
+    for name, height in zip(diagnoses, heights, strict=True):
         box = (left / WIDTH, (top - height) / total, (WIDTH - left - RIGHT) / WIDTH, height / total)
         axes = figure.add_axes(box)
         top -= height + GAP
@@ -250,28 +250,30 @@ def _panels(
         axes.tick_params(colors=MUTED, labelcolor=INK, labelsize=FONT_SIZE - 1)
         axes.grid(axis="y", color=GRID, linewidth=0.7)
         axes.set_axisbelow(True)
-        axes.set_title(
-            diagnosis.model, loc="left", fontsize=FONT_SIZE, fontweight="bold", color=INK, pad=3, parse_math=False
-        )
+        axes.set_title(name, loc="left", fontsize=FONT_SIZE, fontweight="bold", color=INK, pad=3, parse_math=False)
         panels.append(axes)
     return figure, panels
 
 
-def _position_axes(panels: Sequence[Axes], diagnoses: Sequence[StateDiagnosis]) -> None:
-    first = min(diagnosis.positions[_first_place(diagnosis)] for diagnosis in diagnoses)
-    last = max(diagnosis.positions[-1] for diagnosis in diagnoses)
-    for axes, diagnosis in zip(panels, diagnoses, strict=True):
+def _one(diagnoses: Mapping[str, StateDiagnosis]) -> StateDiagnosis:
+    return next(iter(diagnoses.values()))
+
+
+def _position_axes(panels: Sequence[Axes], diagnoses: Mapping[str, StateDiagnosis]) -> None:
+    first = min(diagnosis.positions[_first_place(diagnosis)] for diagnosis in diagnoses.values())
+    last = max(diagnosis.positions[-1] for diagnosis in diagnoses.values())
+    for axes, diagnosis in zip(panels, diagnoses.values(), strict=True):
         position_axis(axes, first, last)
         mark_training_lengths(axes, [diagnosis.training_length])
     _hide_inner_labels(panels)
 
 
 def _ratio_axes(
-    panels: Sequence[Axes], diagnoses: Sequence[StateDiagnosis], curves: Sequence[Sequence[float]]
+    panels: Sequence[Axes], diagnoses: Mapping[str, StateDiagnosis], curves: Sequence[Sequence[float]]
 ) -> None:
     """Axes of positions, and one logarithmic scale for ratios in sight."""
     _position_axes(panels, diagnoses)
-    shown = [value for curve in curves for value in curve[_first_place(diagnoses[0]) :] if value > 0]
+    shown = [value for curve in curves for value in curve[_first_place(_one(diagnoses)) :] if value > 0]
     low, high = min([0.5, *shown]) / 1.15, max([2.0, *shown]) * 1.3
     ticks = [value for power in range(-9, 10) for value in (10.0**power, 3 * 10.0**power) if low <= value <= high]
     for axes in panels:

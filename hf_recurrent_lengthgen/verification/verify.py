@@ -279,11 +279,11 @@ def _installed_model(folder: Path, sizes: Sizes, trust_remote_code: bool) -> Any
 
 def _read(reader: Reader, tokens: Tensor, lengths: list[int]) -> Reading:
     """As `clean_process.read`, with any model."""
-    carry, logits = None, []
+    cache, logits = None, []
     for piece in tokens.to(reader.device).split(lengths, dim=1):
-        output, carry = reader.read(piece, carry)
+        output, cache = reader.read(piece, cache)
         logits.append(output.cpu())
-    parts = named_parts(reader.state(carry) if reader.carries else ())
+    parts = named_parts(reader.state(cache) if reader.carries else ())
     return {"logits": torch.cat(logits, dim=1), **{name: part.cpu() for name, part in parts.items()}}
 
 

@@ -25,7 +25,7 @@ from hf_recurrent_lengthgen.cards.markdown import escape
 from hf_recurrent_lengthgen.cli import evaluate
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import RunParser
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis, Remembrance
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis, Misalignment, Remembrance
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.results import Comparison, DataRecord, Estimate
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalComparison, RetrievalResult
@@ -800,7 +800,7 @@ def test_a_diagnosis_is_shown_as_an_evaluation_and_more(work: Work, tmp_path: Pa
     near = Estimate(0.25, 0.2, 0.3)
     remembrance = Remembrance(8, 64, 3, 0.95, (0, 56), *(((near, near),) * 3))
     diagnosed = tuple(
-        DiagnosedModel(model.role, model.evaluation, None, remembrance, near, None, {"states": "no_states"})
+        DiagnosedModel(model.role, model.evaluation, {"remembrance": remembrance}, {"states": "no_states"})
         for model in models
     )
     write_result(tmp_path / "result.json", Diagnosis("Diagnosis", diagnosed, None))
@@ -816,13 +816,13 @@ def test_a_diagnosis_is_shown_as_an_evaluation_and_more(work: Work, tmp_path: Pa
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_an_evaluation_that_is_also_in_a_diagnosis_is_shown_once(work: Work, tmp_path: Path, order: int) -> None:
-    near = Estimate(0.25, 0.2, 0.3)
+    near = Misalignment(0.25, 0.2, 0.3, (0.2, 0.3))
     found = [model.evaluation for model in read_result(work.results, Comparison).models]
 
     def written_with(*evaluations: Any) -> str:
         roles = ("base", "cured")
         models = tuple(
-            DiagnosedModel(role, replace(evaluation, command="lengthgen diagnose a"), None, None, near, None, {})
+            DiagnosedModel(role, replace(evaluation, command="lengthgen diagnose a"), {"misalignment": near}, {})
             for role, evaluation in zip(roles, evaluations, strict=True)
         )
         write_result(tmp_path / "diagnosis.json", Diagnosis("Diagnosis", models, None))

@@ -1,5 +1,6 @@
 """Diagnosis of checkpoints by the command, also of models that have no states."""
 
+import re
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -9,11 +10,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_recurrent_lengthgen.cli.diagnose import drifting_heads, late_loss
 from hf_recurrent_lengthgen.cli.main import main
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import Diagnosis
+from hf_recurrent_lengthgen.diagnosis.misalignment import late_loss
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import ConstantPrompt, DiagnosedModel, Diagnosis, Remembrance
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.provenance import weights_digest
+from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis
 from hf_recurrent_lengthgen.loading import load_language_model
 
 Diagnose = Callable[..., int]
@@ -28,6 +30,10 @@ def diagnose(tmp_path: Path, text_file: Path) -> Diagnose:
         return main(["diagnose", *map(str, [*given, "--output", tmp_path / "out", *arguments])])
 
     return run
+
+
+def states_of(model: DiagnosedModel) -> StateDiagnosis | None:
+    return model.found(StateDiagnosis)
 
 
 @pytest.fixture
@@ -46,21 +52,22 @@ def test_a_diagnosis_of_all_parts(
     [model] = found.models
     assert model.role == "base"
     assert model.evaluation.weights == weights_digest(load_language_model(str(checkpoint)))
-    assert model.states is not None
-    assert model.states.weights == model.evaluation.weights
-    assert len(model.states.ranking) == 2 * 2
-    assert model.remembrance is not None
-    assert model.remembrance.length == 32
-    assert model.constant_prompt is not None
-    assert model.constant_prompt.token == 13  # ByT5's bytes begin at 3
+    states, remembrance, prompt = (model.found(kind) for kind in (StateDiagnosis, Remembrance, ConstantPrompt))
+    assert isinstance(states, StateDiagnosis)
+    assert len(states.ranking) == 2 * 2
+    assert isinstance(remembrance, Remembrance)
+    assert remembrance.length == 32
+    assert isinstance(prompt, ConstantPrompt)
+    assert prompt.token == 13  # ByT5's bytes begin at 3
     assert found.correlation is None
     shown = capsys.readouterr().out
     assert f"Diagnosing {checkpoint.name} on 3 texts of 64 bytes" in shown
-    assert drifting_heads(model.states) in shown
+    assert re.search(r"model +Heads that drift +Effective Remembrance +Misalignment +Constant prompt\n", shown)
+    assert re.search(rf"{checkpoint.name} +not told from 3 texts +0\.\d+ +\d+\.\d+ nats +(holds|fails at)", shown)
     assert f"Report: {tmp_path / 'out' / 'index.html'}" in shown
     curve = model.evaluation.position_wise.fine
     late = [mean for edge, mean in zip(curve.edges, curve.mean, strict=False) if edge >= 32]
-    assert late_loss(model) == pytest.approx(sum(late) / len(late))  # bins of one position each
+    assert late_loss(model.evaluation) == pytest.approx(sum(late) / len(late))  # bins of one position each
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"index.html", "result.json", "context_harm.png", "context_harm.svg"} <= names
     HTMLParser().feed((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
@@ -76,8 +83,8 @@ def test_models_of_all_kinds_side_by_side(
 ) -> None:
     assert diagnose(checkpoint, stock_checkpoint, llama, "--tokenizer", "bytes", "--patched-heads", 0) == 0
     found = read_result(tmp_path / "out" / "result.json", Diagnosis)
-    assert [model.states is not None for model in found.models] == [True, True, False]
-    assert all(model.states is None or model.states.patching is None for model in found.models)
+    assert ["states" in model.parts for model in found.models] == [True, True, False]
+    assert all(states is None or states.patching is None for states in map(states_of, found.models))
     reason = found.models[2].refused["states"]
     assert "LlamaForCausalLM carries no state that is a value" in reason
     assert f"{llama.parent.name}/{llama.name}, states: {reason}" in capsys.readouterr().out
@@ -90,14 +97,13 @@ def test_models_of_all_kinds_side_by_side(
 def test_parts_can_be_chosen(diagnose: Diagnose, checkpoint: Path, tmp_path: Path) -> None:
     assert diagnose(checkpoint, "--parts", "misalignment") == 0
     [model] = read_result(tmp_path / "out" / "result.json", Diagnosis).models
-    assert (model.states, model.remembrance, model.constant_prompt) == (None, None, None)
-    assert model.misalignment is not None
+    assert list(model.parts) == ["misalignment"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--parts", "state"], "--parts must be some of states, remembrance"),
+        (["--parts", "state"], "parts must be some of states, remembrance"),
         (["--data", "stdlib", "--text-column", "x"], "the text column 'x' does nothing"),
         (["--length", "8"], "must be above the training length, 8"),
     ],
@@ -121,7 +127,7 @@ def test_one_text_has_no_distances(
     assert diagnose(checkpoint, "--sequences", 1) == 0
     assert "needs at least two texts" in capsys.readouterr().out
     [model] = read_result(tmp_path / "out" / "result.json", Diagnosis).models
-    assert model.states is None
+    assert states_of(model) is None
 
 
 def test_reasons_for_what_is_left_out_of_states_are_shown(
@@ -137,8 +143,9 @@ def test_texts_a_little_beyond_training(diagnose: Diagnose, checkpoint: Path, tm
     assert diagnose(checkpoint, "--parts", "states", "--length", 9) == 0
     [model] = read_result(tmp_path / "out" / "result.json", Diagnosis).models
     assert model.refused == {}
-    assert model.states is not None
-    assert model.states.patching is not None
+    states = states_of(model)
+    assert states is not None
+    assert states.patching is not None
 
 
 def test_an_interrupt_says_how_to_go_on(
@@ -151,7 +158,7 @@ def test_an_interrupt_says_how_to_go_on(
     def interrupt(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_recurrent_lengthgen.evaluation.diagnose.effective_remembrance", interrupt)
+    monkeypatch.setattr("hf_recurrent_lengthgen.diagnosis.remembrance.effective_remembrance", interrupt)
     assert diagnose(checkpoint, "--cache", tmp_path / "kept") == 130
     assert f"is kept in {tmp_path / 'kept'}: the same command goes on" in capsys.readouterr().err
     assert list((tmp_path / "kept").glob("*.json"))  # the states and the evaluation

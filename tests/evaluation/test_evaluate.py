@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
+from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
 from hf_recurrent_lengthgen.evaluation.json_schema import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.provenance import token_digest
-from hf_recurrent_lengthgen.evaluation.results import EvaluationResult
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, EvaluationResult
 
 NLL = Callable[..., list[float]]
 
@@ -19,9 +19,8 @@ def fading(count: Any) -> Any:
 
 
 def evaluate(model: Any, tokens: np.ndarray, training_length: int = 16, **options: Any) -> EvaluationResult:
-    return evaluate_model(
-        model, tokens, training_length, label="toy", data_description="random ids", progress=False, **options
-    )
+    data, settings = DataRecord("random ids"), EvaluationSettings(progress=False, **options)
+    return evaluate_model(model, tokens, training_length, "toy", data, settings)
 
 
 def test_every_number_of_a_model_that_worsens_with_every_token(

@@ -213,8 +213,7 @@ def test_draws_depend_on_the_seed_and_the_sequence_alone(counter_model: type, ra
     def values(tokens: np.ndarray, seed: int) -> list[float]:
         model = counter_model(lambda count: 0.1 * count)
         found = long_short_misalignment(model, tokens, 20, samples=3, seed=seed, progress=False)
-        by_sequence: list[float] = found.by_sequence.tolist()
-        return by_sequence
+        return list(found.by_sequence)
 
     assert values(random_tokens, 0) == values(random_tokens, 0)
     assert values(random_tokens, 0)[:1] == values(random_tokens[:1], 0)

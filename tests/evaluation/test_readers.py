@@ -27,7 +27,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
+from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
 from hf_recurrent_lengthgen.evaluation.readers import CacheReader, Reader, StateReader, reader_of
 from hf_recurrent_lengthgen.evaluation.streaming import Chunk, chunk_borders, stream_nll
 from tests.evaluation.test_stateful_models import plain_nll
@@ -92,7 +92,7 @@ def test_attention_models_stream_by_their_cache(name: str, chunk_length: int | N
 def test_the_whole_evaluation_runs_with_any_model(name: str, tokens: np.ndarray) -> None:
     torch.manual_seed(0)
     model = {"llama": llama, "bigram": Bigram, "mamba": lambda: MambaForCausalLM(MambaConfig(**SIZES))}[name]()
-    found = evaluate_model(model, tokens, 16, label=name, data_description="random ids", progress=False)
+    found = evaluate_model(model, tokens, 16, settings=EvaluationSettings(progress=False))
     full = plain_nll(model.eval(), tokens)
     truncated = {
         position: plain_nll(model, tokens[:, (position - 8) // 8 * 8 : position + 2])[:, -1]
@@ -166,7 +166,7 @@ def test_models_that_drop_what_they_read_are_read_at_once(model: Any, why: str, 
     found = stream_nll(model, tokens, chunk_length=7, progress=False)
     np.testing.assert_allclose(found.nll, plain_nll(model.eval(), tokens), atol=2e-5)
     with pytest.raises(ValueError, match=why):
-        reader.read(torch.zeros(1, 3, dtype=torch.long), carry=object())
+        reader.read(torch.zeros(1, 3, dtype=torch.long), cache=object())
     with pytest.raises(ValueError, match="an initial state needs"):
         reader.begin(())
 
@@ -244,7 +244,8 @@ def test_pieces_end_at_stops() -> None:
 class Watcher:
     """Keeps where each chunk ended, and the state there."""
 
-    def __init__(self) -> None:
+    def __init__(self, *positions: int) -> None:
+        self.positions = positions
         self.seen: list[tuple[int, int, Any]] = []
 
     def see(self, first_sequence: int, chunk: Chunk) -> None:
@@ -258,8 +259,8 @@ class Watcher:
 
 
 def test_an_observer_sees_every_piece_with_its_state(tokens: np.ndarray) -> None:
-    model, watcher = build(MAMBA2).eval(), Watcher()
-    stream_nll(model, tokens, batch_size=2, chunk_length=40, stops=[13], observer=watcher, progress=False)
+    model, watcher = build(MAMBA2).eval(), Watcher(13)
+    stream_nll(model, tokens, batch_size=2, chunk_length=40, observer=watcher, progress=False)
     assert [seen[:2] for seen in watcher.seen] == [(0, 13), (0, 53), (0, 90), (2, 13), (2, 53), (2, 90)]
     with torch.no_grad():
         expected = model(input_ids=torch.from_numpy(tokens[2:, :53])).final_state

@@ -17,13 +17,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen.evaluation import provenance, result_cache
 from hf_recurrent_lengthgen.evaluation.context_harm import window_nll
-from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
+from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
 from hf_recurrent_lengthgen.evaluation.provenance import model_record, weights_digest
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache, default_cache_folder
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from tests.evaluation.test_readers import Watcher
 from tests.models.families import MAMBA2, VOCABULARY, build
 
+QUIET = EvaluationSettings(progress=False)
 KEY = {"metric": "harm", "lengths": (1, 2)}
 
 
@@ -161,9 +162,7 @@ def test_a_disk_that_is_full_costs_no_result(
 
     monkeypatch.setattr(result_cache, "replacing", full)
     with pytest.warns(UserWarning, match="No space left on device.*going on without"):
-        found = evaluate_model(
-            build(MAMBA2), tokens, 16, label="m", data_description="random ids", cache=cache, progress=False
-        )
+        found = evaluate_model(build(MAMBA2), tokens, 16, settings=QUIET, cache=cache)
     assert found.evaluated_length == 90
     with pytest.warns(UserWarning, match="going on without"):
         cache.partial(KEY).save({"a": np.arange(3)})
@@ -171,7 +170,7 @@ def test_a_disk_that_is_full_costs_no_result(
 
 def test_a_document_that_is_damaged_inside_is_computed_again(tokens: np.ndarray, tmp_path: Path) -> None:
     cache = ResultCache(tmp_path)
-    settings: Any = {"label": "m", "data_description": "random ids", "cache": cache, "progress": False}
+    settings: Any = {"settings": QUIET, "cache": cache}
     first = evaluate_model(build(MAMBA2), tokens, 16, **settings)
     (file,) = tmp_path.glob("*.json")
     file.write_text(file.read_text().replace(r"\"sequences\": 5", r"\"sequences\": \"x\""))
@@ -187,7 +186,7 @@ def test_nothing_is_left_where_an_observer_reads_a_kept_evaluation(
 ) -> None:
     monkeypatch.setattr(result_cache, "SECONDS_BETWEEN_SAVES", 0.0)
     monkeypatch.setattr(result_cache, "MOST_TIME_SAVING", float("inf"))
-    settings: Any = {"label": "m", "data_description": "random ids", "cache": ResultCache(tmp_path), "progress": False}
+    settings: Any = {"settings": QUIET, "cache": ResultCache(tmp_path)}
     evaluate_model(build(MAMBA2), tokens, 16, **settings)
     watcher = Watcher()
     evaluate_model(build(MAMBA2), tokens, 16, observer=watcher, **settings)

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from hf_recurrent_lengthgen.evaluation import state_diagnosis
+from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.state_diagnosis import diagnose_states, patched_groups
 from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis, head_name
 from hf_recurrent_lengthgen.models.forgetting import forgetting
 from tests.models.families import LINEAR_ATTENTION, MAMBA, MAMBA2, RWKV6, Family, build, random_tokens, variant_id
 
+QUIET = EvaluationSettings(progress=False)
 T, LENGTH, SEQUENCES = 16, 512, 4
 
 
@@ -32,8 +34,7 @@ def one_head_keeps_all() -> Any:
 
 
 def diagnosed(model: Any, **options: Any) -> StateDiagnosis:
-    arguments = {"label": "tiny", "data_description": "random ids", "progress": False} | options
-    return diagnose_states(model, random_tokens(SEQUENCES, LENGTH + 1), T, **arguments)
+    return diagnose_states(model, random_tokens(SEQUENCES, LENGTH + 1), T, QUIET, **options)
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +150,7 @@ def test_groups_to_patch() -> None:
 @pytest.mark.parametrize("beyond", [1, 2, 7, 8, 9])
 def test_texts_a_little_beyond_training_are_patched_with_what_they_have(beyond: int) -> None:
     model, tokens = build(MAMBA2), random_tokens(4, T + beyond + 1)
-    options: dict[str, Any] = {"label": "tiny", "data_description": "random ids", "progress": False}
-    found = diagnose_states(model, tokens, T, patched_heads=1, **options)
+    found = diagnose_states(model, tokens, T, QUIET, patched_heads=1)
     assert found.left_out == ()
     assert found.patching is not None
     width = min(T // 2, beyond)
@@ -158,8 +158,7 @@ def test_texts_a_little_beyond_training_are_patched_with_what_they_have(beyond: 
 
 
 def test_few_texts_are_said_to_tell_no_drift() -> None:
-    options: dict[str, Any] = {"label": "tiny", "data_description": "random ids", "progress": False}
-    found = diagnose_states(one_head_keeps_all(), random_tokens(3, LENGTH + 1), T, patched_heads=0, **options)
+    found = diagnose_states(one_head_keeps_all(), random_tokens(3, LENGTH + 1), T, QUIET, patched_heads=0)
     assert found.left_out == (
         "No head is said to drift: 3 texts do not tell a drift from other texts, 4 and more may.",
     )
@@ -180,12 +179,11 @@ def test_what_cannot_be_patched_is_said_and_the_rest_kept(monkeypatch: pytest.Mo
 
 def test_short_texts_and_wrong_lengths_are_refused() -> None:
     model = build(MAMBA2)
-    options: dict[str, Any] = {"label": "tiny", "data_description": "random ids", "progress": False}
     with pytest.raises(ValueError, match="some beyond"):
-        diagnose_states(model, random_tokens(2, T + 1), T, **options)
+        diagnose_states(model, random_tokens(2, T + 1), T, QUIET)
     with pytest.raises(ValueError, match="at least two sequences"):
-        diagnose_states(model, random_tokens(1, 65), T, **options)
+        diagnose_states(model, random_tokens(1, 65), T, QUIET)
     with pytest.raises(ValueError, match="training_length"):
-        diagnose_states(model, random_tokens(2, 65), 0, **options)
+        diagnose_states(model, random_tokens(2, 65), 0, QUIET)
     with pytest.raises(ValueError, match="patched_heads must be at least 0"):
-        diagnose_states(model, random_tokens(2, 65), T, patched_heads=-1, **options)
+        diagnose_states(model, random_tokens(2, 65), T, QUIET, patched_heads=-1)

@@ -53,7 +53,7 @@ def made(family: Family, variant: str = "default", dtype: torch.dtype = torch.fl
 def observed(model: Any, tokens: Tensor, positions: tuple[int, ...] = POSITIONS, **options: Any) -> StateTrajectory:
     observer = StateObserver(model, len(tokens), positions)
     with observer:
-        stream_nll(model, tokens, stops=positions, observer=observer, progress=False, **options)
+        stream_nll(model, tokens, observer=observer, progress=False, **options)
     return observer.trajectory()
 
 
@@ -225,6 +225,8 @@ def test_an_observer_can_go_on_where_another_stopped() -> None:
     class Relay:
         """Changes observers after 12 tokens, between two positions."""
 
+        positions = (*POSITIONS, 12)
+
         def see(self, first: int, chunk: Any) -> None:
             parts[chunk.start >= 12].see(first, chunk)
             if chunk.start + chunk.nll.shape[1] == 12:
@@ -233,10 +235,10 @@ def test_an_observer_can_go_on_where_another_stopped() -> None:
                 parts[1].__enter__()
 
     with whole:
-        stream_nll(model, tokens, stops=POSITIONS, observer=whole, chunk_length=3, progress=False)
+        stream_nll(model, tokens, observer=whole, chunk_length=3, progress=False)
     parts[0].__enter__()
     relay: Any = Relay()
-    stream_nll(model, tokens, stops=(*POSITIONS, 12), observer=relay, chunk_length=3, progress=False)
+    stream_nll(model, tokens, observer=relay, chunk_length=3, progress=False)
     parts[1].__exit__(None, None, None)
     for found, expected in zip(parts[1].trajectory().layers, whole.trajectory().layers, strict=True):
         for one, other in zip(found, expected, strict=True):
@@ -295,7 +297,7 @@ def test_a_model_that_forgets_has_no_inputs_and_a_plain_one_no_recorder_left() -
     with forgetting(model, retention=0.9):
         assert observed(model, tokens, (8,)).layers[0].inputs is None
     without = StateObserver(model, 2, (8,))
-    stream_nll(model, tokens, stops=(8,), observer=without, progress=False)
+    stream_nll(model, tokens, observer=without, progress=False)
     assert without.trajectory().layers[0].inputs is None
 
 
@@ -333,7 +335,7 @@ def test_bad_arguments_are_refused() -> None:
     )
     with pytest.raises(ValueError, match="LlamaForCausalLM carries no state that is a value"):
         StateObserver(llama, 2, (4,))
-    observer = StateObserver(model, 2, (4, 7))
-    stream_nll(model, tokens, stops=(4,), observer=observer, chunk_length=20, progress=False)
-    with pytest.raises(ValueError, match="Sequence 0 was not read to position 7"):
+    observer = StateObserver(model, 2, (4, 9))
+    stream_nll(model, tokens, observer=observer, chunk_length=20, progress=False)
+    with pytest.raises(ValueError, match="Sequence 0 was not read to position 9"):
         observer.trajectory()

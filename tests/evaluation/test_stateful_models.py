@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
+from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from tests.models.families import GLA, MAMBA, MAMBA2, RWKV6, VOCABULARY, build, variant_id
 
@@ -43,9 +43,7 @@ def test_streaming_equals_one_forward_pass(model: Any, tokens: np.ndarray, chunk
 
 
 def test_evaluation_equals_separate_forward_passes(model: Any, tokens: np.ndarray) -> None:
-    result = evaluate_model(
-        model, tokens, TRAINING_LENGTH, label="mamba", data_description="random ids", progress=False
-    )
+    result = evaluate_model(model, tokens, TRAINING_LENGTH, settings=EvaluationSettings(progress=False))
     full = plain_nll(model, tokens)
     harm = np.empty((SEQUENCES, LENGTH - TRAINING_LENGTH))
     half = TRAINING_LENGTH // 2

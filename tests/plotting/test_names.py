@@ -1,5 +1,5 @@
 from hf_recurrent_lengthgen.plotting.names import LONGEST, figure_names, short_names, with_names
-from tests.plotting.diagnoses import expected
+from tests.diagnosis.diagnoses import expected
 
 
 def test_paths_are_called_by_as_few_parts_as_tell_them_apart() -> None:
@@ -21,5 +21,4 @@ def test_names_for_figures_fit_and_differ() -> None:
 def test_models_are_renamed_in_all_their_parts() -> None:
     renamed = with_names(expected(), ["x", "y"])
     assert [model.evaluation.model for model in renamed.models] == ["x", "y"]
-    assert [model.states.model for model in renamed.models if model.states] == ["x", "y"]
     assert renamed.models[0].evaluation.harm == expected().models[0].evaluation.harm

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate
+from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.state_results import (
     ConvStates,
     Extremes,
@@ -47,7 +47,10 @@ def head(number: int, growth: float) -> HeadStates:
     return HeadStates(number, std, distance, distance[-1], 0.2, drifts, leaves, growth, zeros, extremes, inputs)
 
 
-def diagnosis(label: str, growths: list[list[float]], harm: float) -> StateDiagnosis:
+Pair = dict[str, StateDiagnosis]
+
+
+def diagnosis(growths: list[list[float]], harm: float) -> StateDiagnosis:
     zeros = (0.0,) * len(POSITIONS)
     conv = (ConvStates("x", zeros, (2.0,) * len(POSITIONS), Extremes(zeros, (0,) * len(POSITIONS))),)
     layers = tuple(
@@ -63,16 +66,15 @@ def diagnosis(label: str, growths: list[list[float]], harm: float) -> StateDiagn
         PatchedHeads("layer 1, head 0", ((1, 0),), estimate(-0.2 * harm), estimate(0.6 * harm)),
     )
     patching = HeadPatching(480, 32, 32, estimate(2 + harm), estimate(2), estimate(harm), groups)
-    data = DataRecord("made-up bytes", "ab" * 32, "byte")
-    return StateDiagnosis(label, "9f", 64, POSITIONS, 8, 0.95, data, 1.0, zeros, layers, patching, ())
+    return StateDiagnosis(64, POSITIONS, 8, 0.95, 1.0, zeros, layers, patching)
 
 
 @pytest.fixture(scope="module")
-def pair() -> list[StateDiagnosis]:
-    return [
-        diagnosis("base", [[0.0, 0.8], [1.0, 0.0]], 1.0),
-        diagnosis("state passing", [[0.1, 0.0], [0.0, 0.0]], 0.0),
-    ]
+def pair() -> Pair:
+    return {
+        "base": diagnosis([[0.0, 0.8], [1.0, 0.0]], 1.0),
+        "state passing": diagnosis([[0.1, 0.0], [0.0, 0.0]], 0.0),
+    }
 
 
 def texts(figure: Figure) -> list[str]:
@@ -87,7 +89,7 @@ def colors_of(figure: Figure, panel: int) -> list[str]:
 
 
 @pytest.mark.parametrize("figure_of", [state_std_figure, retention_figure])
-def test_drifting_heads_are_orange_and_named(pair: list[StateDiagnosis], figure_of: Any) -> None:
+def test_drifting_heads_are_orange_and_named(pair: Pair, figure_of: Any) -> None:
     figure = figure_of(pair)
     assert colors_of(figure, 0) == [STEADY, STEADY, DRIFT, DRIFT]
     assert colors_of(figure, 1) == [STEADY] * 4
@@ -98,7 +100,7 @@ def test_drifting_heads_are_orange_and_named(pair: list[StateDiagnosis], figure_
     assert figure.axes[0].get_xlim() == figure.axes[1].get_xlim() == (8, 512)
 
 
-def test_lines_are_the_ratio_to_the_training_length(pair: list[StateDiagnosis]) -> None:
+def test_lines_are_the_ratio_to_the_training_length(pair: Pair) -> None:
     lines = [line for line in state_std_figure(pair).axes[0].get_lines() if line.get_color() == DRIFT]
     np.testing.assert_allclose(lines[0].get_ydata(), np.array(POSITIONS) / 64)
     lines = [line for line in retention_figure(pair).axes[0].get_lines() if line.get_color() == DRIFT]
@@ -109,16 +111,16 @@ def test_lines_are_the_ratio_to_the_training_length(pair: list[StateDiagnosis]) 
 
 
 def test_many_heads_are_cut_down_and_counted() -> None:
-    many = diagnosis("large", [[1.0] * 60, [0.0] * 90], 1.0)
-    figure = state_std_figure([many])
+    many = diagnosis([[1.0] * 60, [0.0] * 90], 1.0)
+    figure = state_std_figure({"large": many})
     assert {"+54 more", "90 steady"} <= set(texts(figure))
     assert len(colors_of(figure, 0)) <= 80
-    figure = distance_map_figure([many])
+    figure = distance_map_figure({"large": many})
     assert "and 126 nearer heads" in texts(figure)
     assert len(figure.axes[0].get_yticklabels()) == 24
 
 
-def test_the_map_has_the_worst_heads_first(pair: list[StateDiagnosis]) -> None:
+def test_the_map_has_the_worst_heads_first(pair: Pair) -> None:
     figure = distance_map_figure(pair)
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["L1 H0", "L0 H1", "L0 H0", "L1 H1"]
     mesh: Any = figure.axes[0].collections[0]
@@ -128,8 +130,8 @@ def test_the_map_has_the_worst_heads_first(pair: list[StateDiagnosis]) -> None:
     assert mesh.norm.vmax == figure.axes[1].collections[0].norm.vmax
 
 
-def test_bars_are_the_harm_that_comes_and_goes(pair: list[StateDiagnosis]) -> None:
-    figure = patching_figure(pair)
+def test_bars_are_the_harm_that_comes_and_goes(pair: Pair) -> None:
+    figure = patching_figure(pair, "byte")
     widths = [bar.get_width() for bar in figure.axes[0].patches]  # type: ignore[attr-defined]
     np.testing.assert_allclose(widths, [0.9, 0.6, 1.0, -0.2])
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["the 2 that drift", "layer 1, head 0"]
@@ -139,7 +141,7 @@ def test_bars_are_the_harm_that_comes_and_goes(pair: list[StateDiagnosis]) -> No
 
 
 @pytest.mark.parametrize("figure_of", FIGURES)
-def test_figures_can_be_saved(pair: list[StateDiagnosis], figure_of: Any, tmp_path: Path) -> None:
+def test_figures_can_be_saved(pair: Pair, figure_of: Any, tmp_path: Path) -> None:
     figure = figure_of(pair)
     save_png(figure, tmp_path / "figure.png")
     save_svg(figure, tmp_path / "figure.svg")
@@ -149,21 +151,21 @@ def test_figures_can_be_saved(pair: list[StateDiagnosis], figure_of: Any, tmp_pa
     assert "var(" in svg
 
 
-def test_what_is_not_there_is_refused(pair: list[StateDiagnosis]) -> None:
+def test_what_is_not_there_is_refused(pair: Pair) -> None:
     bare = replace(
-        pair[0],
+        pair["base"],
         patching=None,
         left_out=("No patching here.",),
         layers=tuple(
             replace(layer, conv=(), heads=tuple(replace(head, inputs=None) for head in layer.heads))
-            for layer in pair[0].layers
+            for layer in pair["base"].layers
         ),
     )
     with pytest.raises(ValueError, match=r"needs diagnoses with it: No patching here\."):
-        patching_figure([bare])
+        patching_figure({"bare": bare})
     with pytest.raises(ValueError, match=r"No retention of the first token is known: No patching here\."):
-        retention_figure([bare])
+        retention_figure({"bare": bare})
     with pytest.raises(ValueError, match="no convolution states"):
-        conv_std_figure([bare])
+        conv_std_figure({"bare": bare})
     with pytest.raises(ValueError, match="at least one diagnosis"):
-        state_std_figure([])
+        state_std_figure({})

@@ -15,7 +15,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import ConstantPrompt
 from hf_recurrent_lengthgen.evaluation.effective_remembrance import effective_remembrance
-from hf_recurrent_lengthgen.evaluation.evaluate import evaluate_model
+from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
 from hf_recurrent_lengthgen.evaluation.misalignment import Misalignment, long_short_misalignment
 from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
 from hf_recurrent_lengthgen.trainers import (
@@ -135,7 +135,7 @@ def test_ready_made_metrics_are_those_of_evaluation(toys: ModuleType, tmp_path: 
     model, T = toys.tiny_model(), 16
     args = TrainingArguments(str(tmp_path), max_steps=1, save_strategy="no", **toys.QUIET)
     trainer = Trainer(model, args, train_dataset=toys.sequences(8))
-    whole = evaluate_model(model, TOKENS, T, label="m", data_description="", progress=False)
+    whole = evaluate_model(model, TOKENS, T, settings=EvaluationSettings(progress=False))
     remembrance = effective_remembrance(model, TOKENS, T, progress=False).beyond_training
     moved = long_short_misalignment(model, TOKENS, T, progress=False)
     metrics = [f(TOKENS, T) for f in (context_harm, nll_by_length, effective_remembrance_at, misalignment)]
@@ -215,7 +215,7 @@ def test_unusable_settings_are_refused(toys: ModuleType, tmp_path: Path) -> None
 
 
 def test_typed_results_give_their_numbers() -> None:
-    assert numbers_of("m", Misalignment(2.0, 1.0, None, np.zeros(3))) == {"m_mean": 2.0, "m_low": 1.0}
+    assert numbers_of("m", Misalignment(2.0, 1.0, None, (0.0,))) == {"m": 2.0, "m_low": 1.0}
     prompt = ConstantPrompt(13, 16, 64, Curve((0, 16, 64), (1.0, 5.0), None, None), 1.0, 5.0, 2.0, None)
     found = numbers_of("m", prompt)
     assert (found["m_inside"], found["m_beyond"]) == (1.0, 5.0)

@@ -5,13 +5,13 @@ import re
 
 import pytest
 
+from hf_recurrent_lengthgen.diagnosis.page import diagnosis_figures, diagnosis_page, diagnosis_summary
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import Diagnosis
-from hf_recurrent_lengthgen.plotting.diagnosis_findings import diagnosis_summary
-from hf_recurrent_lengthgen.plotting.diagnosis_page import DIAGNOSIS_FIGURES, diagnosis_page
-from tests.plotting.diagnoses import correlation, diagnosed, expected, remembrance, states, without_parts
+from tests.diagnosis.diagnoses import correlation, diagnosed, expected, remembrance, states, with_part, without_parts
 from tests.plotting.test_page import Reader
 
 STATE_FIGURES = {"state_distance", "state_patching", "state_std", "state_retention", "conv_std"}
+EVALUATED = {"context_harm", "position_wise", "in_window"}
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +25,12 @@ def llama() -> Diagnosis:
     return Diagnosis("t", (without_parts(diagnosed("other", "llama", 1.4), "It has no state."),), None)
 
 
+FIGURES = STATE_FIGURES | EVALUATED | {"remembrance", "constant_prompt"}
+
+
 def drawn(page: str) -> set[str]:
     """Names of the figures of a page, from the ids inside them."""
-    return {name for name in DIAGNOSIS_FIGURES if f'id="{name}-figure_1"' in page}
+    return {name for name in FIGURES if f'id="{name}-figure_1"' in page}
 
 
 def test_the_page_loads_nothing(page: str) -> None:
@@ -121,9 +124,9 @@ def test_element_ids_are_unique(page: str) -> None:
 
 
 def test_all_figures_are_drawn_and_described(page: str) -> None:
-    assert drawn(page) == set(DIAGNOSIS_FIGURES)
+    assert drawn(page) == FIGURES
     images = re.findall(r'<svg role="img" aria-label="([^"]*)"', page)
-    assert len(images) == len(DIAGNOSIS_FIGURES)
+    assert len(images) == len(FIGURES)
     assert all("layer 1, head 2 the furthest" in label for label in images)
 
 
@@ -138,11 +141,8 @@ def test_colors_follow_the_scheme_of_the_reader(page: str) -> None:
 def test_a_model_without_parts_gets_no_empty_figures_or_sections(llama: Diagnosis) -> None:
     page = diagnosis_page(llama)
     text = Reader(page).text
-    assert drawn(page) == {"context_harm", "position_wise", "in_window"}
-    assert {name for name, draw in DIAGNOSIS_FIGURES.items() if draw(llama) is None} == STATE_FIGURES | {
-        "remembrance",
-        "constant_prompt",
-    }
+    assert drawn(page) == EVALUATED
+    assert set(diagnosis_figures(llama)) == EVALUATED
     for absent in ("Why: the states", "What it remembers", "One token over", "Wasserstein", "drift"):
         assert absent not in text
     assert "<dl></dl>" not in page
@@ -151,15 +151,12 @@ def test_a_model_without_parts_gets_no_empty_figures_or_sections(llama: Diagnosi
 
 def test_models_with_and_without_states_stand_side_by_side(llama: Diagnosis) -> None:
     base = expected().models[0]
-    assert base.states is not None
-    unpatched = dataclasses.replace(
-        diagnosed("other", "hybrid", 0.0, states({}, known=False)), remembrance=None, constant_prompt=None
-    )
-    assert unpatched.states is not None
-    unpatched = dataclasses.replace(unpatched, states=dataclasses.replace(unpatched.states, patching=None))
+    unpatched = diagnosed("other", "hybrid", 0.0, dataclasses.replace(states({}, known=False), patching=None))
+    for name in ("remembrance", "constant prompt"):
+        unpatched = with_part(unpatched, name, None)
     page = diagnosis_page(Diagnosis("t", (base, unpatched, *llama.models), None))
     text = Reader(page).text
-    assert drawn(page) == set(DIAGNOSIS_FIGURES)
+    assert drawn(page) == FIGURES
     assert "Heads that drift of all; the furthest, in standard deviations of training 3 of 8" in text
     assert text.count("not measured") == 10  # all 6 rows of the bare model, 4 of the hybrid's
 
@@ -176,38 +173,33 @@ def test_eight_models_are_told() -> None:
 
 def test_everything_given_is_escaped() -> None:
     evil = '"><script>alert(1)</script>&'
-    model = diagnosed("base", evil, 1.0, states({(0, 1): 3.0}))
-    assert model.states is not None
+    found = states({(0, 1): 3.0})
+    layers = tuple(dataclasses.replace(layer, unit=evil) for layer in found.layers)
+    model = diagnosed("base", evil, 1.0, dataclasses.replace(found, left_out=(evil,), layers=layers))
     data = dataclasses.replace(model.evaluation.data, description=evil, digest=evil, token_unit=evil)
     model = dataclasses.replace(
         model,
         evaluation=dataclasses.replace(
             model.evaluation, data=data, command=evil, device=evil, versions={evil: evil}, weights=evil
         ),
-        states=dataclasses.replace(
-            model.states,
-            left_out=(evil,),
-            data=data,
-            layers=tuple(dataclasses.replace(layer, unit=evil) for layer in model.states.layers),
-        ),
         refused={evil: evil},
     )
-    found = dataclasses.replace(correlation(0.01), metric=evil, score=evil)
-    page = diagnosis_page(Diagnosis(evil, (model,), found))
+    told = dataclasses.replace(correlation(0.01), metric=evil, score=evil)
+    page = diagnosis_page(Diagnosis(evil, (model,), told))
     assert "<script" not in page
     assert Reader(page).text.count("alert(1)") >= 20
 
 
 def test_one_sequence_gives_a_page_without_intervals() -> None:
     model = diagnosed("base", "base", 1.0, width=None)
-    text = Reader(diagnosis_page(Diagnosis("t", (dataclasses.replace(model, remembrance=None),), None))).text
+    text = Reader(diagnosis_page(Diagnosis("t", (with_part(model, "remembrance", None),), None))).text
     assert "? unclear" in text
     assert "Bands:" not in text
     assert "one sequence does not tell" in text
 
 
 def test_a_text_no_longer_than_training_has_no_remembrance_beyond_it() -> None:
-    model = dataclasses.replace(diagnosed("base", "base", 1.0), remembrance=remembrance(0.0, length=16))
+    model = with_part(diagnosed("base", "base", 1.0), "remembrance", remembrance(0.0, length=16))
     text = Reader(diagnosis_page(Diagnosis("t", (model,), None))).text
     assert "Texts of 16 tokens do not show" in text
     assert "Effective Remembrance of tokens beyond the training length, 0 to 1 not measured" in text

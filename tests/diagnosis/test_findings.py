@@ -4,29 +4,35 @@ from dataclasses import replace
 
 import pytest
 
+from hf_recurrent_lengthgen.diagnosis import page
+from hf_recurrent_lengthgen.diagnosis import states as states_part
+from hf_recurrent_lengthgen.diagnosis.constant_prompt import constant_prompt_text
+from hf_recurrent_lengthgen.diagnosis.misalignment import correlation_text
+from hf_recurrent_lengthgen.diagnosis.page import diagnosis_summary, not_measured, verdicts
+from hf_recurrent_lengthgen.diagnosis.remembrance import remembrance_text
+from hf_recurrent_lengthgen.diagnosis.states import drift_text, retention_text
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.evaluation.results import Estimate
-from hf_recurrent_lengthgen.plotting.diagnosis_findings import (
-    constant_prompt_text,
-    correlation_text,
-    diagnosis_summary,
-    drift_text,
-    facts,
-    not_measured,
-    patching_text,
-    remembrance_text,
-    retention_text,
-    verdicts,
-)
-from tests.plotting.diagnoses import (
+from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis
+from tests.diagnosis.diagnoses import (
     constant_prompt,
     correlation,
     diagnosed,
     expected,
     remembrance,
     states,
+    states_of,
+    with_part,
     without_parts,
 )
+
+
+def patching_text(found: StateDiagnosis) -> str:
+    return states_part.patching_text(found, "byte")
+
+
+def facts(model: DiagnosedModel) -> dict[str, str]:
+    return {fact.name: fact.value + fact.note for fact in page.facts(model)}
 
 
 def reason(model: DiagnosedModel) -> str:
@@ -45,13 +51,13 @@ def test_the_expected_pair_is_told_in_two_lines() -> None:
 
 
 def test_the_cards_name_the_head_and_its_share() -> None:
-    base, cured = (dict(facts(model)) for model in expected().models)
+    base, cured = ((facts(model)) for model in expected().models)
     assert base == {
         "Heads that drift": "3 of 8, layer 1, head 2 the furthest",
         "Their part of the harm": "97%",
-        "Effective Remembrance": "0.20 beyond training (0: no effect of far tokens)",
+        "Effective Remembrance": "0.200 beyond training (0: no effect of far tokens)",
         "Constant prompt": "fails at 32 tokens",
-        "Misalignment": "3.60 nats (less is better)",
+        "Misalignment": "3.600 nats (less is better)",
     }
     assert cured["Heads that drift"] == "none of 8"
     assert cured["Constant prompt"] == "holds"
@@ -59,9 +65,7 @@ def test_the_cards_name_the_head_and_its_share() -> None:
 
 
 def test_drift_is_told_with_all_heads_and_how_far_the_furthest_is() -> None:
-    base, cured = (model.states for model in expected().models)
-    assert base is not None
-    assert cured is not None
+    base, cured = map(states_of, expected().models)
     assert drift_text(base) == (
         "3 of 8 heads drift: layer 0, heads 1, 3; layer 1, head 2. The furthest, layer 1, head 2, is 47.3 standard "
         "deviations from the states of training over the last octave of positions. It leaves them at 32 tokens. Its "
@@ -117,8 +121,7 @@ def test_retention_is_that_of_the_head_that_holds_most() -> None:
 
 
 def test_patching_names_the_group_the_others_and_the_worst_head_alone() -> None:
-    base = expected().models[0].states
-    assert base is not None
+    base = states_of(expected().models[0])
     assert patching_text(base) == (
         "After 1,016 tokens its state does 1.000 (0.990 to 1.010) nats per byte of harm against that of the last 8 "
         "tokens alone. With states of the short context in the 3 that drift, 97% of it goes away. With them in all "
@@ -142,7 +145,7 @@ def test_few_texts_name_no_heads() -> None:
     few = replace(states({}, harm=1.0), sequences=3)
     assert reason(diagnosed("base", "b", 1.4, few)) == "3 texts are too few to say which heads drift."
     assert drift_text(few).startswith("3 texts are too few to say which heads drift: the furthest, ")
-    assert dict(facts(diagnosed("base", "b", 1.4, few)))["Heads that drift"] == "not told from 3 texts"
+    assert (facts(diagnosed("base", "b", 1.4, few)))["Heads that drift"] == "not told from 3 texts"
 
 
 def test_a_wide_interval_is_no_acquittal() -> None:
@@ -173,7 +176,7 @@ def test_harm_without_drift_is_told_as_it_is() -> None:
 def test_drifting_heads_that_do_little_harm_are_not_blamed(restored: float, told: str) -> None:
     found = states({(1, 2): 9.0, (0, 0): 8.0}, restored=restored)
     assert reason(diagnosed("base", "b", 1.4, found)) == f"2 of its 8 heads drift, layer 1, head 2 the furthest{told}"
-    share = dict(facts(diagnosed("base", "b", 1.4, found)))["Their part of the harm"]
+    share = (facts(diagnosed("base", "b", 1.4, found)))["Their part of the harm"]
     assert share == ("none shown" if restored == 0 else f"{restored:.0%}")
 
 
@@ -207,7 +210,7 @@ def test_of_many_models_only_the_first_that_breaks_is_explained() -> None:
 def test_models_without_states_have_a_verdict_and_no_reason() -> None:
     model = without_parts(diagnosed("other", "llama", 1.4), "It has no state.")
     assert verdicts(Diagnosis("", (model,), None))[0] == ("Llama breaks beyond 64 tokens.", "")
-    assert facts(model) == []
+    assert facts(model) == {}
 
 
 def test_remembrance_is_that_of_the_training_length() -> None:
@@ -245,11 +248,10 @@ def test_a_correlation_by_chance_is_not_said_to_be_there() -> None:
 def test_what_was_not_measured_is_told_with_the_reason() -> None:
     base, cured = expected().models
     assert not_measured(expected()) == []
-    assert base.states is not None
-    partly = replace(base, states=replace(base.states, left_out=("Inputs were not read.",)))
-    refused = replace(cured, constant_prompt=None, refused={"constant prompt": "No such token."})
+    partly = with_part(base, "states", replace(states_of(base), left_out=("Inputs were not read.",)))
+    refused = replace(with_part(cured, "constant prompt", None), refused={"constant prompt": "No such token."})
     assert not_measured(Diagnosis("", (partly, refused), None)) == [
-        "base: Inputs were not read.",
+        "base, states: Inputs were not read.",
         "sp, constant prompt: No such token.",
     ]
     bare = without_parts(cured, "It keeps no state.")

@@ -7,10 +7,11 @@ from hf_recurrent_lengthgen.evaluation.diagnosis_results import (
     ConstantPrompt,
     DiagnosedModel,
     Diagnosis,
+    Misalignment,
     RankCorrelation,
     Remembrance,
 )
-from hf_recurrent_lengthgen.evaluation.results import Curve, DataRecord, Estimate, Role
+from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate, PartResult, Role
 from hf_recurrent_lengthgen.evaluation.state_results import (
     ConvStates,
     Extremes,
@@ -85,10 +86,7 @@ def states(
     for place, share in (broken or {}).items():
         groups.append(PatchedHeads("alone", (place,), near(0.0), near(share * harm)))
     patching = HeadPatching(1016, 8, 8, near(2 + harm), near(2.0), near(harm), tuple(groups))
-    data = DataRecord("made-up bytes", "ab" * 32, "byte")
-    return StateDiagnosis(
-        "unused", "9f", 16, POSITIONS, 32, 0.95, data, 1.0, (1.0,) * len(POSITIONS), found, patching, ()
-    )
+    return StateDiagnosis(16, POSITIONS, 32, 0.95, 1.0, (1.0,) * len(POSITIONS), found, patching)
 
 
 def remembrance(beyond: float, length: int = 64) -> Remembrance:
@@ -108,15 +106,11 @@ def diagnosed(
     role: Role, label: str, harm: float, found: StateDiagnosis | None = None, width: float | None = 0.01
 ) -> DiagnosedModel:
     """A model with the parts that need no states, too."""
-    return DiagnosedModel(
-        role,
-        compared(role, label, harm, width).evaluation,
-        None if found is None else replace(found, model=label),
-        remembrance(0.2 if harm > 0.05 else 0.03),
-        near(3.6),
-        constant_prompt(1.5, 4.0 if harm > 0.05 else 1.4),
-        {},
-    )
+    parts: dict[str, PartResult] = {} if found is None else {"states": found}
+    parts["remembrance"] = remembrance(0.2 if harm > 0.05 else 0.03)
+    parts["misalignment"] = Misalignment(3.6, 3.59, 3.61, (3.59, 3.61))
+    parts["constant prompt"] = constant_prompt(1.5, 4.0 if harm > 0.05 else 1.4)
+    return DiagnosedModel(role, compared(role, label, harm, width).evaluation, parts, {})
 
 
 def expected(base: Heads | None = None) -> Diagnosis:
@@ -143,6 +137,16 @@ def correlation(p_value: float, coefficient: float = 0.9, exact: bool = True, co
 
 def without_parts(model: DiagnosedModel, reason: str | None = None) -> DiagnosedModel:
     """Only the evaluation; states refused for a reason."""
-    return DiagnosedModel(
-        model.role, model.evaluation, None, None, None, None, {} if reason is None else {"states": reason}
-    )
+    return DiagnosedModel(model.role, model.evaluation, {}, {} if reason is None else {"states": reason})
+
+
+def with_part(model: DiagnosedModel, name: str, found: PartResult | None) -> DiagnosedModel:
+    """The model with another result of a part; None takes the part away."""
+    parts = {other: part for other, part in model.parts.items() if other != name}
+    return replace(model, parts=parts if found is None else {name: found, **parts})
+
+
+def states_of(model: DiagnosedModel) -> StateDiagnosis:
+    found = model.found(StateDiagnosis)
+    assert found is not None
+    return found

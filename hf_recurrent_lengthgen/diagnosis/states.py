@@ -1,20 +1,20 @@
-"""What a diagnosis says, in sentences: every word follows from the numbers, also when nothing drifts or was measured.
+"""The states as a part of a diagnosis: which heads drift, what they hold, and what harm they do.
 
-All of it is plain text. Shares are those of the harm that `HeadPatching` measured; what its interval does not show to
-be above zero is said not to be shown.
+Shares are those of the harm that `HeadPatching` measured; what its interval does not show to be above zero is said not
+to be shown.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import partial
+from html import escape
+from typing import Any
 
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import (
-    ConstantPrompt,
-    DiagnosedModel,
-    Diagnosis,
-    RankCorrelation,
-    Remembrance,
-)
+from hf_recurrent_lengthgen.diagnosis.part import DiagnosisSettings, Fact, Part, PartRow, Picture
+from hf_recurrent_lengthgen.evaluation.evaluate import Measurement
+from hf_recurrent_lengthgen.evaluation.readers import StateReader
 from hf_recurrent_lengthgen.evaluation.results import Estimate
+from hf_recurrent_lengthgen.evaluation.state_diagnosis import describe_states, with_patching
 from hf_recurrent_lengthgen.evaluation.state_results import (
     HeadPatching,
     HeadStates,
@@ -23,50 +23,56 @@ from hf_recurrent_lengthgen.evaluation.state_results import (
     StateDiagnosis,
     head_name,
 )
-from hf_recurrent_lengthgen.plotting.findings import HALF, findings, interval_text, number_text, sentence
+from hf_recurrent_lengthgen.evaluation.state_trajectory import StateObserver, sample_positions
+from hf_recurrent_lengthgen.plotting.findings import HALF, Status, interval_text
+from hf_recurrent_lengthgen.plotting.page_parts import cell
+from hf_recurrent_lengthgen.plotting.states import (
+    conv_std_figure,
+    distance_map_figure,
+    patching_figure,
+    retention_figure,
+    state_std_figure,
+)
 
 SETTLED = 0.1
 """Octaves of spread per doubling of the position above which a head's spread is said to grow."""
 LISTED_HEADS = 12
 """Most heads that are listed in a sentence."""
-EXPLAINED_MODELS = 3
-"""Most models of which the first lines say why they fail; of more, only the first that breaks."""
-CHANCE = 0.05
-"""p-value from which on a correlation is not said to be there."""
-PART_NAMES = {
-    "states": "States",
-    "remembrance": "Effective Remembrance",
-    "misalignment": "Long-short misalignment",
-    "constant_prompt": "Constant prompt",
-}
+HARM_WORTH_KNOWING = 0.05
+"""Nats per token; where an interval reaches above, one cannot say that there is no harm."""
 Pair = tuple[LayerStates, HeadStates]
 
 
-class Verdict(NamedTuple):
-    """A model's result in a sentence, and what its states say about it, which may be nothing."""
+def _compute(task: Measurement) -> StateDiagnosis:
+    """The states seen in the stream of the evaluation; kept before heads are exchanged, and again after."""
+    settings = task.settings
+    assert isinstance(settings, DiagnosisSettings)
+    if reason := _no_states(task):
+        raise ValueError(reason)
+    observer = StateObserver(task.model, len(task.tokens), sample_positions(task.length, task.training_length))
 
-    headline: str
-    reason: str
+    def describe() -> StateDiagnosis:
+        task.evaluate(observer)
+        confidence = settings.confidence
+        return describe_states(task.model, observer.trajectory(), task.training_length, confidence=confidence)
+
+    found = task.kept("states", StateDiagnosis, describe)
+    if not (heads := settings.patched_heads):
+        return found
+    reading: Any = {"batch_size": settings.batch_size, "progress": settings.progress}
+    patch = partial(with_patching, task.model, task.tokens, found, heads, **reading)
+    return task.kept("patched states", StateDiagnosis, patch, patched_heads=heads)
 
 
-HARM_WORTH_KNOWING = 0.05
-"""Nats per token; where an interval reaches above, one cannot say that there is no harm."""
-
-
-def verdicts(diagnosis: Diagnosis) -> list[Verdict]:
-    """What to know first, model by model."""
-    found = findings(diagnosis.comparison)
-    explained = range(len(found)) if len(found) <= EXPLAINED_MODELS else _first_broken([f.status for f in found])
-    return [
-        Verdict(sentence(finding.headline), sentence(reason) if index in explained and reason else "")
-        for index, (finding, model) in enumerate(zip(found, diagnosis.models, strict=True))
-        for reason in [_reason(model.states, finding.status)]
-    ]
-
-
-def diagnosis_summary(diagnosis: Diagnosis) -> str:
-    """The verdicts as one sentence after another."""
-    return " ".join(part for verdict in verdicts(diagnosis) for part in verdict if part)
+def _no_states(task: Measurement) -> str:
+    """Why states cannot be diagnosed; empty if they can."""
+    if not isinstance(task.reader, StateReader):
+        return task.reader.refusal("a diagnosis of states")
+    if len(task.tokens) < 2:
+        return "A diagnosis of states needs at least two texts, to tell a drift from another text."
+    if not any(layer.recurrent.numel() for layer in task.reader.model.zero_state(1)):
+        return f"{task.reader.name} carries inputs of convolutions only, so that there is no state that could drift."
+    return ""
 
 
 def drift_text(states: StateDiagnosis) -> str:
@@ -116,12 +122,12 @@ def retention_text(states: StateDiagnosis) -> str:
     )
 
 
-def patching_text(states: StateDiagnosis) -> str:
+def patching_text(states: StateDiagnosis, unit: str) -> str:
     """How much of the harm the heads that drift do, or that the exchange of heads shows nothing."""
     patching = states.patching
     if patching is None:
         return ""
-    unit, kept = states.data.token_unit, f"the last {patching.kept:,} tokens alone"
+    kept = f"the last {patching.kept:,} tokens alone"
     if not patching.harmful:
         wide = patching.harm.high is None or patching.harm.high > HARM_WORTH_KNOWING
         return (
@@ -150,77 +156,15 @@ def patching_text(states: StateDiagnosis) -> str:
     return " ".join(told)
 
 
-def far_tokens(found: Remembrance | None) -> Estimate | None:
-    """Effective Remembrance of the tokens beyond the training length, where there are any and it was measured."""
-    return None if found is None or found.length <= found.training_length else found.beyond_training
-
-
-def remembrance_text(found: Remembrance) -> str:
-    """How far the tokens beyond the training length move the prediction."""
-    if found.length <= found.training_length:
-        return f"Texts of {found.length:,} tokens do not show what tokens beyond the training length do."
-    if (beyond := far_tokens(found)) is None:
-        return "What tokens beyond the training length do was not measured."
-    return (
-        f"At {found.length:,} tokens, those further back than the last {found.training_length:,} move the prediction "
-        f"by {interval_text(beyond)} of at most 1."
-    )
-
-
-def constant_prompt_text(found: ConstantPrompt) -> str:
-    """Whether the loss of one repeated token rises beyond the training length."""
-    highest = f"at most {found.inside:.3g} nats per token inside the training length and {found.beyond:.3g} beyond"
-    if found.exceeded_from is None:
-        return f"The loss is {highest}, never above {found.factor:g} times the former up to {found.length:,} tokens."
-    return f"The loss is {highest}: it is above {found.factor:g} times the former at {found.exceeded_from:,} tokens."
-
-
-def correlation_text(found: RankCorrelation) -> str:
-    """How two numbers go together over the models."""
-    pairings = "all pairings" if found.exact else f"{found.pairings:,} random pairings"
-    count = len(found.models)
-    shown = "" if found.p_value < CHANCE else " That does not show that they go together."
-    least = (
-        f"; {count} models allow {found.least_p_value:.2g} at the least" if found.least_p_value >= CHANCE / 5 else ""
-    )
-    return (
-        f"Over {count} models, {found.metric} and {found.score} have a rank correlation of "
-        f"{number_text(found.coefficient, '.2f')} (Spearman; p = {found.p_value:.2g} over {pairings}{least}).{shown}"
-    )
-
-
-def not_measured(diagnosis: Diagnosis) -> list[str]:
-    """What is not on the page, and why."""
-    told = []
-    for model in diagnosis.models:
-        name = model.evaluation.model
-        told += [f"{name}, {part.replace('_', ' ')}: {reason}" for part, reason in model.refused.items()]
-        if model.states is not None:
-            told += [f"{name}: {reason}" for reason in model.states.left_out]
-    refused = {part.replace(" ", "_") for model in diagnosis.models for part in model.refused}
-    for part, name in PART_NAMES.items():
-        if part not in refused and all(getattr(model, part) is None for model in diagnosis.models):
-            told.append(f"{name}: not asked for.")
-    return told
-
-
-def facts(model: DiagnosedModel) -> list[tuple[str, str]]:
-    """The numbers to see first; those that were measured."""
-    told = []
-    if (states := model.states) is not None and states.ranking:
-        drifting, total = states.drifting, len(states.ranking)
-        furthest = f"{len(drifting):,} of {total:,}, {head_name(*states.ranking[0])} the furthest"
-        none = f"none of {total:,}" if states.names_heads else f"not told from {states.sequences} texts"
-        told.append(("Heads that drift", furthest if drifting else none))
-        if states.patching is not None and states.patching.harmful and (group := drifting_group(states)) is not None:
-            told.append(("Their part of the harm", harm_share_text(states.patching, group.restored)))
-    if (beyond := far_tokens(model.remembrance)) is not None:
-        told.append(("Effective Remembrance", f"{beyond.mean:.2f} beyond training (0: no effect of far tokens)"))
-    if model.constant_prompt is not None:
-        start = model.constant_prompt.exceeded_from
-        told.append(("Constant prompt", "holds" if start is None else f"fails at {start:,} tokens"))
-    if model.misalignment is not None:
-        told.append(("Misalignment", f"{model.misalignment.mean:.2f} nats (less is better)"))
+def _facts(states: StateDiagnosis) -> Sequence[Fact]:
+    if not states.ranking:
+        return ()
+    drifting, total = states.drifting, len(states.ranking)
+    furthest = f"{len(drifting):,} of {total:,}, {head_name(*states.ranking[0])} the furthest"
+    none = f"none of {total:,}" if states.names_heads else f"not told from {states.sequences} texts"
+    told = [Fact("Heads that drift", furthest if drifting else none)]
+    if states.patching is not None and states.patching.harmful and (group := drifting_group(states)) is not None:
+        told.append(Fact("Their part of the harm", harm_share_text(states.patching, group.restored)))
     return told
 
 
@@ -243,9 +187,9 @@ def _group_of(states: StateDiagnosis, heads: set[tuple[int, int]]) -> PatchedHea
     return next((group for group in groups if set(group.heads) == heads), None)
 
 
-def _reason(states: StateDiagnosis | None, status: str) -> str:
+def _reason(states: StateDiagnosis, status: Status) -> str:
     """What the states say about a verdict, in one clause each."""
-    if states is None or not states.ranking:
+    if not states.ranking:
         return ""
     drifting, patching, group = states.drifting, states.patching, drifting_group(states)
     if not states.names_heads:
@@ -267,10 +211,6 @@ def _reason(states: StateDiagnosis | None, status: str) -> str:
         if share >= HALF
         else (f"{told}; but {exchange} removes only {share:.0%} of the harm")
     )
-
-
-def _first_broken(statuses: list[str]) -> list[int]:
-    return [statuses.index("breaks")] if "breaks" in statuses else []
 
 
 def _counted(pairs: tuple[Pair, ...]) -> str:
@@ -308,3 +248,95 @@ def _share(patching: HeadPatching, estimate: Estimate) -> str:
 
 def _shown(estimate: Estimate) -> bool:
     return estimate.low is not None and estimate.low > 0
+
+
+def _drift_cell(states: StateDiagnosis) -> str:
+    if not states.ranking:
+        return ""
+    layer, head = states.ranking[0]
+    furthest = f"{head_name(layer, head)}: {distance_text(head)}"
+    return f"<b>{len(states.drifting):,} of {len(states.ranking):,}</b><small>{escape(furthest)}</small>"
+
+
+def _harm_cell(states: StateDiagnosis) -> str:
+    return "" if states.patching is None else cell(states.patching.harm, sign=True)
+
+
+def _removed_cell(states: StateDiagnosis) -> str:
+    if states.patching is None:
+        return ""
+    group = drifting_group(states)
+    if group is None:
+        return "<small>none drifts</small>"
+    if not states.patching.harmful:
+        return "<small>no harm shown</small>"
+    return f"{cell(group.restored, sign=True)}<small>{harm_share_text(states.patching, group.restored)}</small>"
+
+
+def _definitions(found: Sequence[StateDiagnosis]) -> list[str]:
+    told = [
+        "The distance of a head is the 2-Wasserstein distance between all elements of its states after so many "
+        "tokens and those inside the second half of the training length, in standard deviations of the latter. A "
+        "head drifts if its mean over the last octave of positions is above "
+        f"{found[0].smallest_drift:g} and above what positions of training differ among themselves."
+    ]
+    if patching := next((states.patching for states in found if states.patching is not None), None):
+        told.append(
+            f"Heads are exchanged between the state after {patching.position:,} tokens and the state that the last "
+            f"{patching.kept:,} of them leave alone; the next {patching.width:,} tokens are scored. Harm is the loss "
+            "from the former minus that from the latter. Where several heads fail at once, mending one may mend "
+            "little, so shares need not add up to 100%."
+        )
+    return told
+
+
+def _has_heads(states: StateDiagnosis) -> bool:
+    return bool(states.ranking)
+
+
+STATES = Part(
+    name="states",
+    title="States",
+    summary="which heads' states leave what training has seen, and how much of the harm these heads do",
+    result=StateDiagnosis,
+    compute=_compute,
+    section="Why: the states",
+    texts=lambda found, unit: [
+        words for words in (drift_text(found), retention_text(found), patching_text(found, unit)) if words
+    ],
+    facts=_facts,
+    rows=(
+        PartRow("Heads that drift", "of all; the furthest, in standard deviations of training", _drift_cell),
+        PartRow("Harm of a long context's state", "against that of a short one, nats per {unit}", _harm_cell),
+        PartRow("Removed", "with states of a short context in the heads that drift", _removed_cell),
+    ),
+    pictures={
+        "state_distance": Picture(
+            lambda found, *_: distance_map_figure(found),
+            "Each row is a head, the furthest at the top. Orange: more than one standard deviation from training.",
+            _has_heads,
+        ),
+        "state_patching": Picture(
+            lambda found, _, unit: patching_figure(found, unit),
+            "States exchanged between a long and a short context. Blue up to the dashed line: all of the harm goes "
+            "away. Thin lines: intervals.",
+            lambda found: found.patching is not None,
+        ),
+        "state_std": Picture(
+            lambda found, *_: state_std_figure(found), "A state that has settled has a flat line.", _has_heads
+        ),
+        "state_retention": Picture(
+            lambda found, *_: retention_figure(found),
+            "A head that still holds the first token adds up what it reads, rather than replacing it.",
+            lambda found: any(head.inputs for _, head in found.ranking),
+        ),
+        "conv_std": Picture(
+            lambda found, *_: conv_std_figure(found),
+            "Convolution states hold the last tokens only: they show whether what enters a layer changes.",
+            lambda found: any(layer.conv for layer in found.layers),
+            further=True,
+        ),
+    },
+    definitions=_definitions,
+    reason=_reason,
+)

@@ -1,0 +1,69 @@
+"""All diagnoses of one model in one go: how far it holds, and what goes wrong where it does not."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from hf_recurrent_lengthgen.diagnosis import PARTS
+from hf_recurrent_lengthgen.diagnosis.misalignment import misalignment_and_loss
+from hf_recurrent_lengthgen.diagnosis.part import DEFAULTS, DiagnosisSettings, Part
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
+from hf_recurrent_lengthgen.evaluation.evaluate import NOT_SAID, Measurement
+from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, Role
+from hf_recurrent_lengthgen.evaluation.streaming import Tokens
+
+
+def chosen_parts(settings: DiagnosisSettings) -> list[Part[Any]]:
+    """The parts that the settings ask for.
+
+    Raises:
+        ValueError: for names of no part.
+    """
+    names = tuple(PARTS) if settings.parts is None else settings.parts
+    if unknown := [name for name in names if name not in PARTS]:
+        raise ValueError(f"parts must be some of {', '.join(PARTS)}; got {', '.join(unknown)}.")
+    return [part for name, part in PARTS.items() if name in names]
+
+
+def diagnose_model(
+    model: nn.Module,
+    tokens: Tokens,
+    training_length: int,
+    label: str = "model",
+    data: DataRecord = NOT_SAID,
+    settings: DiagnosisSettings = DEFAULTS,
+    *,
+    role: Role = "other",
+    cache: ResultCache | None = None,
+) -> DiagnosedModel:
+    """Evaluate a model, and take the parts of `PARTS`.
+
+    Args:
+        model: Any causal language model; what it cannot be measured on is in `refused` of the result, with the reason.
+        tokens: Token ids (S, L + 1): S >= 2 texts of L > training_length positions.
+        training_length: Tokens per training sequence, T.
+        label: Name of the model.
+        data: What the tokens are, for people.
+        settings: What is measured, and how.
+        role: What the model is to the others of a comparison.
+        cache: Where results are kept by their content.
+
+    Raises:
+        ValueError: as `evaluate_model`, and for unknown parts. What a part raises is in `refused` instead.
+    """
+    parts = chosen_parts(settings)
+    task = Measurement(model, tokens, training_length, label, data, settings, cache)
+    found, refused = {}, {}
+    for part in parts:
+        try:
+            found[part.name] = part.compute(task)
+        except ValueError as error:
+            refused[part.name] = str(error)
+    return DiagnosedModel(role, task.evaluate(), found, refused)
+
+
+def compared(title: str, models: Sequence[DiagnosedModel]) -> Diagnosis:
+    """Diagnosed models side by side, with what their numbers tell together."""
+    return Diagnosis(title, tuple(models), misalignment_and_loss(models))

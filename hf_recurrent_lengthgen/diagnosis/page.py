@@ -1,0 +1,228 @@
+"""One self-contained HTML page of a diagnosis: how far models hold and why, then pictures, numbers and definitions."""
+
+from collections.abc import Sequence
+from html import escape
+from itertools import chain
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
+
+from hf_recurrent_lengthgen.diagnosis import PARTS
+from hf_recurrent_lengthgen.diagnosis.misalignment import correlation_text
+from hf_recurrent_lengthgen.diagnosis.part import Fact, Part, PartRow
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
+from hf_recurrent_lengthgen.plotting.findings import Status, findings, interval_text, sentence
+from hf_recurrent_lengthgen.plotting.names import figure_names, short_names, with_names
+from hf_recurrent_lengthgen.plotting.page import PICTURES
+from hf_recurrent_lengthgen.plotting.page_parts import (
+    INSIDE,
+    Row,
+    bands_text,
+    card,
+    definitions,
+    entry_list,
+    evaluation_rows,
+    html_page,
+    page_colors,
+    picture,
+    provenance,
+    table,
+)
+
+HOLDS = "How far it holds"
+SECTIONS = {"context_harm": HOLDS, "position_wise": HOLDS, "in_window": INSIDE}
+"""Figure of an evaluation -> heading it stands under."""
+ABSENT = "<small>not measured</small>"
+EXPLAINED_MODELS = 3
+"""Most models of which the first lines say why they fail; of more, only the first that breaks."""
+
+
+class Verdict(NamedTuple):
+    """A model's result in a sentence, and what its parts say about it, which may be nothing."""
+
+    headline: str
+    reason: str
+
+
+def facts(model: DiagnosedModel) -> list[Fact]:
+    """The numbers to see first; those that were measured."""
+    return [fact for part, found in _parts(model) for fact in part.facts(found)]
+
+
+def verdicts(diagnosis: Diagnosis) -> list[Verdict]:
+    """What to know first, model by model."""
+    found = findings(diagnosis.comparison)
+    statuses = [finding.status for finding in found]
+    explained = range(len(found))
+    if len(found) > EXPLAINED_MODELS:
+        explained = range(first := statuses.index("breaks"), first + 1) if "breaks" in statuses else range(0)
+    reasons = [_reason(model, status) for model, status in zip(diagnosis.models, statuses, strict=True)]
+    return [
+        Verdict(sentence(finding.headline), sentence(reason) if reason and index in explained else "")
+        for index, (finding, reason) in enumerate(zip(found, reasons, strict=True))
+    ]
+
+
+def _reason(model: DiagnosedModel, status: Status) -> str:
+    return "; ".join(reason for part, found in _parts(model) if (reason := part.reason(found, status)))
+
+
+def diagnosis_summary(diagnosis: Diagnosis) -> str:
+    """The verdicts as one sentence after another."""
+    return " ".join(part for verdict in verdicts(diagnosis) for part in verdict if part)
+
+
+def reasons(diagnosis: Diagnosis) -> list[str]:
+    """What could not be measured, and why."""
+    told = []
+    for model in diagnosis.models:
+        refused = [*model.refused.items()]
+        refused += [(name, reason) for name, found in model.parts.items() for reason in found.left_out]
+        refused += [(name, "found by a part that is not installed here") for name in model.parts if name not in PARTS]
+        told += [f"{model.evaluation.model}, {name}: {reason}" for name, reason in refused]
+    return told
+
+
+def not_measured(diagnosis: Diagnosis) -> list[str]:
+    """What is not on the page, and why."""
+    asked = {name for model in diagnosis.models for name in (*model.parts, *model.refused)}
+    return [
+        *reasons(diagnosis),
+        *(f"{part.title}: not asked for." for name, part in PARTS.items() if name not in asked),
+    ]
+
+
+def diagnosis_figures(diagnosis: Diagnosis) -> dict[str, Figure]:
+    """The figures that there is something to draw for, by name."""
+    short = short_names([model.evaluation.model for model in diagnosis.models])
+    named = with_names(diagnosis, figure_names(short))
+    unit = diagnosis.models[0].evaluation.data.token_unit
+    drawn = {name: PICTURES[name].draw(named.comparison.models) for name in SECTIONS}
+    for part in PARTS.values():
+        having = [model for model in named.models if part.name in model.parts]
+        for name, shown in part.pictures.items():
+            if models := [model for model in having if shown.shows(model.parts[part.name])]:
+                results = {model.evaluation.model: model.parts[part.name] for model in models}
+                drawn[name] = shown.draw(results, [model.role for model in models], unit)
+    return drawn
+
+
+def diagnosis_page(diagnosis: Diagnosis) -> str:
+    """The HTML text of a page that needs nothing but itself, in light and dark, for desktop and phone.
+
+    Models that are paths are called by the last part of it; the whole is in the list of how all was made.
+    """
+    given = [model.evaluation.model for model in diagnosis.models]
+    diagnosis = with_names(diagnosis, short_names(given))
+    models, colors = diagnosis.models, page_colors(diagnosis.comparison)
+    lead = "".join(
+        f"<p><b>{escape(verdict.headline)}</b> {escape(verdict.reason)}</p>" for verdict in verdicts(diagnosis)
+    )
+    cards = "".join(
+        card(finding, color, entry_list([(fact.name, fact.value + fact.note) for fact in facts(model)]))
+        for finding, color, model in zip(findings(diagnosis.comparison), colors, models, strict=True)
+    )
+    sections = [
+        f"<h1>{escape(diagnosis.title)}</h1>",
+        f'<div class="lead">{lead}</div>',
+        f'<div class="cards">{cards}</div>',
+        *_sections(diagnosis),
+    ]
+    if diagnosis.correlation is not None:
+        sections += ["<h2>Over the models</h2>", f"<p>{escape(correlation_text(diagnosis.correlation))}</p>"]
+    sections += ["<h2>Numbers</h2>", table(models, colors, [*evaluation_rows(models), *_rows(diagnosis)])]
+    if missing := not_measured(diagnosis):
+        entries = "".join(f"<li>{escape(words)}</li>" for words in missing)
+        sections += ["<h2>Not measured</h2>", f'<ul class="note">{entries}</ul>']
+    evaluations = [model.evaluation for model in models]
+    sections += [
+        "<h2>What the words mean</h2>",
+        *(f'<p class="note">{escape(text)}</p>' for text in [definitions(evaluations[0]), *_definitions(diagnosis)]),
+        "<h2>How this was made</h2>",
+        provenance(evaluations, given),
+    ]
+    return html_page(diagnosis.title, sections)
+
+
+def _parts(model: DiagnosedModel) -> list[tuple[Part[Any], Any]]:
+    """The parts that were found of a model, with the results."""
+    return [(part, model.parts[name]) for name, part in PARTS.items() if name in model.parts]
+
+
+def _results(diagnosis: Diagnosis, part: Part[Any]) -> list[Any]:
+    return [model.parts[part.name] for model in diagnosis.models if part.name in model.parts]
+
+
+def _sections(diagnosis: Diagnosis) -> list[str]:
+    """The sections of the evaluation and of the parts; those inside the training length at the end."""
+    bands, summary = bands_text(diagnosis.models[0].evaluation), diagnosis_summary(diagnosis)
+    pictures = dict(chain.from_iterable(part.pictures.items() for part in PARTS.values()))
+    homes = SECTIONS | {name: part.section for part in PARTS.values() for name in part.pictures}
+    shown: dict[str, list[str]] = {}
+    further: dict[str, list[str]] = {}
+    for name, figure in diagnosis_figures(diagnosis).items():
+        own = pictures.get(name)
+        caption = (own or PICTURES[name]).caption
+        place = further if own is not None and own.further else shown
+        place.setdefault(homes[name], []).append(
+            picture(figure, name, caption + (bands if own is None or own.bands else ""), f"{caption} {summary}")
+        )
+    titles = [HOLDS, *(title for part in PARTS.values() if (title := part.section) not in (HOLDS, INSIDE)), INSIDE]
+    return [
+        _section(title, shown.get(title, []), _said(diagnosis, title), further.get(title, []))
+        for title in dict.fromkeys(titles)
+    ]
+
+
+def _said(diagnosis: Diagnosis, title: str) -> list[str]:
+    """What is said of each model under a heading, as HTML; nothing of models of which there is nothing to say."""
+    said = []
+    for model, finding in zip(diagnosis.models, findings(diagnosis.comparison), strict=True):
+        evaluation = model.evaluation
+        unit = evaluation.data.token_unit
+        loss = f"Loss {interval_text(evaluation.in_window.loss)} nats per {unit}."
+        told = [{HOLDS: finding.detail, INSIDE: loss}[title]] if title in (HOLDS, INSIDE) else []
+        for part, found in _parts(model):
+            if part.section == title:
+                told += part.texts(found, unit)
+        if told:
+            paragraphs = "".join(f"<p>{escape(words)}</p>" for words in told)
+            said.append(f"<div><h3>{escape(evaluation.model)}</h3>{paragraphs}</div>")
+    return said
+
+
+def _section(title: str, figures: list[str], said: list[str], more: list[str]) -> str:
+    """A heading, figures, and what is said of each model; nothing where there is neither."""
+    if not figures and not said:
+        return ""
+    if len(figures) % 2:  # the text stands in the free place
+        figures, said = [*figures, f"<div>{''.join(said)}</div>"], []
+    return (
+        f"<section><h2>{escape(title)}</h2>{_pairs(figures)}{_pairs(said)}"
+        + (f"<details><summary>More pictures</summary>{_pairs(more)}</details>" if more else "")
+        + "</section>"
+    )
+
+
+def _pairs(parts: Sequence[str]) -> str:
+    return f'<div class="pair">{"".join(parts)}</div>' if parts else ""
+
+
+def _rows(diagnosis: Diagnosis) -> list[Row[DiagnosedModel]]:
+    """The numbers of each part that some model has."""
+    unit = diagnosis.models[0].evaluation.data.token_unit
+    return [_row(part, row, unit) for part in PARTS.values() if any(_results(diagnosis, part)) for row in part.rows]
+
+
+def _row(part: Part[Any], row: PartRow, unit: str) -> Row[DiagnosedModel]:
+    def html(model: DiagnosedModel) -> str:
+        return (row.html(model.parts[part.name]) if part.name in model.parts else "") or ABSENT
+
+    return Row(row.name, row.note.format(unit=unit), html)
+
+
+def _definitions(diagnosis: Diagnosis) -> list[str]:
+    """What the words of the parts mean that some model has."""
+    return [
+        text for part in PARTS.values() if (found := _results(diagnosis, part)) for text in part.definitions(found)
+    ]
