@@ -191,7 +191,7 @@ WRONG_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "list as config": (lambda f: (f / "config.json").write_text("[1]"), "must hold a JSON object, got list"),
     "binary config": (lambda f: (f / "config.json").write_bytes(bytes(range(256))), "is not a valid JSON file"),
     "unknown dtype": (lambda f: damage_config(f, dtype="nonsense"), "config.json of .* cannot be used .*nonsense"),
-    "labels as text": (lambda f: damage_config(f, id2label="x"), "config.json of .* cannot be used"),
+    "labels as text": (lambda f: damage_config(f, id2label="x"), "config.json of .* cannot be used|id2label must be"),
     "NaN epsilon": (
         lambda f: damage_config(f, layer_norm_epsilon=float("nan")),
         "layer_norm_epsilon must be a finite",

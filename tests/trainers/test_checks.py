@@ -109,6 +109,15 @@ def test_a_training_of_no_step_is_an_error_and_leaves_nothing(
     assert not (tmp_path / "run").exists()
 
 
+PLAIN = {
+    "n_gpu": 1,
+    "auto_find_batch_size": False,
+    "label_smoothing_factor": 0.0,
+    "accelerator_config": None,
+    "train_sampling_strategy": "random",
+}
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -119,18 +128,16 @@ def test_a_training_of_no_step_is_an_error_and_leaves_nothing(
     ids=str,
 )
 def test_what_depends_on_the_number_of_processes_is_refused(given: dict[str, Any], told: str) -> None:
-    plain = {"n_gpu": 1, "auto_find_batch_size": False, "label_smoothing_factor": 0.0, "accelerator_config": None}
-    check_arguments(SimpleNamespace(**plain | given, world_size=1))  # type: ignore[arg-type]
+    check_arguments(SimpleNamespace(**PLAIN | given, world_size=1))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=told):
-        check_arguments(SimpleNamespace(**plain | given, world_size=2))  # type: ignore[arg-type]
+        check_arguments(SimpleNamespace(**PLAIN | given, world_size=2))  # type: ignore[arg-type]
 
 
 def test_processes_that_do_not_see_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = {"n_gpu": 1, "auto_find_batch_size": False, "label_smoothing_factor": 0.0, "accelerator_config": None}
     monkeypatch.setenv("WORLD_SIZE", "2")
-    check_arguments(SimpleNamespace(**plain, world_size=2))  # type: ignore[arg-type]
+    check_arguments(SimpleNamespace(**PLAIN, world_size=2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"2 processes were started, but each sees itself alone.*use_cpu=True"):
-        check_arguments(SimpleNamespace(**plain, world_size=1))  # type: ignore[arg-type]
+        check_arguments(SimpleNamespace(**PLAIN, world_size=1))  # type: ignore[arg-type]
 
 
 def rows_with(name: str, value: Any) -> list[dict[str, list[Any]]]:
