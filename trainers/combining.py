@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from hf_recurrent_lengthgen.data.segments import split_at_resets
@@ -133,14 +133,14 @@ class _OnTexts(InitialStateTrainer):
             facts = replace(facts, place=replace(facts.place, first_row=self.args.process_index << 20))
         return inputs, facts
 
-    def _loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool, num_items: Any) -> Any:
+    def _loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items: Any) -> Any:
         if self._align is None:
             return super()._loss(model, inputs, return_outputs, num_items)
         # SFTTrainer would run the model a second time for its metrics, on labels that are shifted already.
         return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch=num_items)
 
     def prediction_step(
-        self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Trainer's, with a row for each packed text."""
         return super().prediction_step(model, self._with_states(inputs), *args, **kwargs)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.trainers.chunked_backprop import IGNORED
 from hf_recurrent_lengthgen.trainers.scored_targets import token_labels, token_shape_of
@@ -24,7 +24,7 @@ def present_rows(accelerator: Any, rows: int) -> int:
 
 
 def without_repeated_rows(
-    model: Any, inputs: dict[str, Any], present: int, device: torch.device
+    model: nn.Module, inputs: dict[str, Any], present: int, device: torch.device
 ) -> tuple[dict[str, Any], Tensor | None]:
     """A batch without targets in repeated rows, and how many are left: tokens, or rows for other labels, which stay
     as they are; None without labels.

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.models.packed_rows import PACKING_KEYS
 from hf_recurrent_lengthgen.models.token_inputs import scored_labels, starts_inside_rows
 
 
-def token_labels(model: Any, inputs: Mapping[str, Any]) -> list[str]:
+def token_labels(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
     """The names of labels that hold a token for each token of `inputs`; none for a model without a language head.
 
     Args:
@@ -24,7 +24,7 @@ def token_labels(model: Any, inputs: Mapping[str, Any]) -> list[str]:
     return [name for name, labels in given.items() if isinstance(labels, Tensor) and labels.shape == shape]
 
 
-def with_scored_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+def with_scored_labels(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     """A batch with -100 in the labels that a model with states does not score, see `scored_labels`.
 
     Raises:

@@ -39,6 +39,7 @@ from hf_recurrent_lengthgen.evaluation.results import ForgettingSearch
 from hf_recurrent_lengthgen.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
+from hf_recurrent_lengthgen.models.stateful_model import StatefulModel
 from hf_recurrent_lengthgen.private_text import portable
 
 DESCRIPTION = """\
@@ -176,7 +177,7 @@ def _search(options: argparse.Namespace, given: dict[str, list[Any]]) -> Forgett
     )
 
 
-def _grid(model: Any, given: dict[str, list[Any]]) -> list[Forgetting]:
+def _grid(model: StatefulModel, given: dict[str, list[Any]]) -> list[Forgetting]:
     """What to try: the values given, or as many of the defaults as the model can honor."""
     if given:
         off: dict[str, Any] = {"retention": [1.0], "insertion": [1.0], "window": [], "delta_scale": []}
@@ -189,7 +190,7 @@ def _grid(model: Any, given: dict[str, list[Any]]) -> list[Forgetting]:
     return [rule for rule in forgetting_grid(windows=windows, delta_scales=[0.5]) if _honors(model, rule)]
 
 
-def _honors(model: Any, rule: Forgetting) -> bool:
+def _honors(model: StatefulModel, rule: Forgetting) -> bool:
     try:
         with forgetting(model, **rule._asdict()):
             return True
@@ -242,5 +243,5 @@ def _save(
     print(f"Saved to {output}: {in_words(rule)}. Next: {compare}")
 
 
-def _state_elements(model: Any) -> int:
+def _state_elements(model: StatefulModel) -> int:
     return sum(math.prod(part) for shape in model.state_shapes() for part in shape)

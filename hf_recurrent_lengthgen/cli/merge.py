@@ -5,10 +5,9 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.adapters import adapter_in_words, base_of_adapter, holds_adapter
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
@@ -84,6 +83,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 @torch.no_grad()
-def _logits(model: Any, tokens: Tensor) -> Tensor:
+def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
     logits: Tensor = model(input_ids=tokens).logits
     return logits

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.evaluate import estimate
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
@@ -57,7 +58,7 @@ def in_words(rule: Forgetting) -> str:
 
 
 def search_forgetting(
-    model: Any,
+    model: nn.Module,
     tokens: Tokens,
     settings: Sequence[Forgetting] | None = None,
     *,
@@ -149,7 +150,7 @@ def rule_of(trial: ForgettingTrial) -> Forgetting:
 
 
 def _losses(
-    model: Any, tokens: np.ndarray, rule: Forgetting, batch_size: int | None, chunk_length: int | None
+    model: nn.Module, tokens: np.ndarray, rule: Forgetting, batch_size: int | None, chunk_length: int | None
 ) -> np.ndarray:
     """Mean loss of each text, (S,) float64."""
     try:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from hf_recurrent_lengthgen.evaluation.recorded_scans import SUMS, ScanSums, recorded_scans
 from hf_recurrent_lengthgen.evaluation.streaming import Chunk
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.stateful_model import StatefulModel
 
 CHANNEL_GROUPS = 16
 """Most groups that the channels of a layer without heads are put into."""
@@ -341,7 +342,7 @@ class _Layout(NamedTuple):
     conv: dict[str, int]
 
     @classmethod
-    def of(cls, recurrent: Tensor, conv: Tensor, model: Any) -> "_Layout":
+    def of(cls, recurrent: Tensor, conv: Tensor, model: StatefulModel) -> "_Layout":
         sections = {}
         if conv[0].numel():
             sections = conv_sections(str(model.config.model_type), recurrent, conv)

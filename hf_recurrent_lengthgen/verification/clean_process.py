@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 HIDDEN = ("hf_recurrent_lengthgen", "trainers")
 
@@ -24,7 +25,7 @@ class Hidden:
             raise ImportError(f"a process without this package must not import {name}")
 
 
-def read(model: Any, tokens: torch.Tensor, lengths: list[int], carry: bool) -> dict[str, torch.Tensor]:
+def read(model: nn.Module, tokens: torch.Tensor, lengths: list[int], carry: bool) -> dict[str, torch.Tensor]:
     """Logits (B, T, V) and the parts of the final state, by name, of tokens (B, T) read in pieces of these lengths.
 
     Args:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate import init_empty_weights
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_recurrent_lengthgen.conversion.format_mamba_ssm import MAMBA_SSM
@@ -88,7 +88,7 @@ class Stock(Upstream):
             rows = [self._read_row(model, row[None].to(self.device)) for row in tokens]
         return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
-    def _read_row(self, model: Any, tokens: Tensor) -> dict[str, Tensor]:
+    def _read_row(self, model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
         output = model(tokens, use_cache=True)
         parts = [_stock_state(output.cache_params, layer) for layer in range(self._config.num_hidden_layers)]
         return {"logits": output.logits.cpu(), **{name: part.cpu() for name, part in named_parts(parts).items()}}
