@@ -1,5 +1,6 @@
 """`lengthgen diagnose`: how checkpoints generalize in length, and why."""
 
+import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,11 +42,15 @@ out, with the reason. An interrupted command goes on where it was.
 """
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the command with its arguments."""
+def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("lengthgen diagnose", description=DESCRIPTION)
     add_options(parser, DiagnosisSettings, output="diagnosis", sequences=16)
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command with its arguments."""
+    options = _parser().parse_args(arguments)
     settings = settings_of(DiagnosisSettings, options, ["lengthgen", "diagnose", *arguments])
     chosen_parts(settings)
     inputs = load_inputs(options)

@@ -1,5 +1,6 @@
 """`lengthgen evaluate`: position-wise loss, context harm and the length verdict of one or more checkpoints."""
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,11 +36,15 @@ an interrupted command goes on where it was. `lengthgen diagnose` also says why.
 """
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the command with its arguments."""
+def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("lengthgen evaluate", description=DESCRIPTION)
     add_options(parser, EvaluationSettings, output="evaluation", sequences=32)
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command with its arguments."""
+    options = _parser().parse_args(arguments)
     settings = settings_of(EvaluationSettings, options, ["lengthgen", "evaluate", *arguments])
     inputs = load_inputs(options)
     compared = []

@@ -81,7 +81,7 @@ def add_options(
     add_model_options(parser)
     kinds: dict[Any, tuple[Any, str]] = {int: (int, "N"), int | None: (positive, "N")}
     for name, field in _options_of(settings).items():
-        kind, metavar = kinds.get(field.type, (_names, "NAME,..."))
+        kind, metavar = kinds.get(field.type, (None, "NAME,..."))
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=kind,
@@ -103,6 +103,7 @@ def _names(text: str) -> tuple[str, ...]:
 def settings_of(settings: type[Settings], options: argparse.Namespace, command: Sequence[str]) -> Settings:
     """The settings that the options of a command give."""
     given = {name: getattr(options, name) for name in _options_of(settings)}
+    given = {name: _names(value) if isinstance(value, str) else value for name, value in given.items()}
     return settings(**given, command=shlex.join(command), progress=sys.stderr.isatty())
 
 
