@@ -88,7 +88,7 @@ trainer = StatePassingTrainer(
     processing_class=tokenizer,
 )
 trainer.model.config.interventions = [f"state_passing, {options.steps} steps"]
-trainer.data_description = stream.description
+trainer.data_description = stream.source
 trainer.train()
 trainer.save_model()
 

@@ -24,7 +24,7 @@ from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
 from hf_recurrent_lengthgen.evaluation.misalignment import long_short_misalignment
-from hf_recurrent_lengthgen.evaluation.results import DataRecord
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, GRID, INK, MUTED
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, ZeroStateTrainer
 
@@ -160,7 +160,7 @@ class Study:
             model,
             self.texts,
             length,
-            data=DataRecord(self.description),
+            data=DataRecord(DataSource(self.description)),
             settings=EvaluationSettings(seed=seed, progress=False),
         )
         position, harm = result.position_wise.coarse, result.harm.curves.coarse

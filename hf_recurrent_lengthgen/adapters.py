@@ -21,7 +21,7 @@ from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.json_schema import document
-from hf_recurrent_lengthgen.records import carded, verified_files
+from hf_recurrent_lengthgen.records import Adapter, carded, verified_files
 
 CONFIG_FILE, WEIGHTS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_base.json"
 TRAINED_FIELDS = ("training_length", "interventions", "task")
@@ -202,12 +202,13 @@ def add_adapter(model: Any, rank: int, alpha: int, targets: list[str] | None = N
         raise ValueError(f"{type(model).__name__} takes no adapter on {', '.join(targets)}: {error}") from error
 
 
-def adapter_in_words(model: Any) -> str | None:
-    """ "LoRA of rank 8, alpha 16, on in_proj, out_proj"; None for a model without adapters."""
+def adapter_of(model: Any) -> Adapter | None:
+    """The adapter on a model; None for a model without."""
     config = getattr(model, "peft_config", {}).get("default")
     if config is None:
         return None
+    if config.peft_type != "LORA":
+        return Adapter(str(config.peft_type))
     targets = config.target_modules
-    on = targets if isinstance(targets, str) else ", ".join(sorted(targets or ()))
-    kind = "LoRA" if config.peft_type == "LORA" else str(config.peft_type)
-    return f"{kind} of rank {config.r}, alpha {config.lora_alpha}, on {on}" if kind == "LoRA" else kind
+    names = (targets,) if isinstance(targets, str) else tuple(sorted(targets or ()))
+    return Adapter("LORA", config.r, float(config.lora_alpha), names)

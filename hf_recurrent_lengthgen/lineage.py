@@ -59,17 +59,21 @@ def lineage_of(model: str) -> Lineage:
 
 
 def last_training(lineage: Lineage | None) -> TrainingRecord | None:
-    """The training that a lineage ends with, maybe merged since, in words for tables; None if it ends with none."""
+    """The training that a lineage ends with, maybe merged since, for tables; None if it ends with none."""
     steps = [] if lineage is None else [step for step in lineage.steps if step.kind != "merge"]
     run = steps[-1].training if steps else None
     if run is None:
         return None
-    told = "plain training" if run.method in ("", "none") else run.method.replace("_", " ")
-    if (drop := run.settings.get("state drop probability")) is not None:
-        told += f", zero state with probability {drop}"
-    if (rate := run.settings.get("learning rate")) is not None:
-        told += f", learning rate {rate}"
-    return TrainingRecord(told, run.steps, run.seconds, run.loss)
+    last = run.settings[-1]
+    drop = last.method.get("state_drop_probability")
+    return TrainingRecord(
+        tuple(method.title for method in run.methods),
+        run.steps,
+        run.seconds,
+        run.loss,
+        last.learning_rate,
+        float(drop) if isinstance(drop, int | float) else None,
+    )
 
 
 def record_step(
@@ -86,7 +90,7 @@ def record_step(
         folder: The new checkpoint.
         start: Lineage of what it was made of.
         kind: What was done.
-        description: The same in words.
+        description: The same in words; "" for trainings.
         command: Program and arguments; absolute paths are shortened, so that they tell nothing of the machine.
         training: The training, if it was one.
     """

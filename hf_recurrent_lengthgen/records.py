@@ -4,12 +4,14 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
-from hf_recurrent_lengthgen.evaluation.json_schema import document
+from hf_recurrent_lengthgen.evaluation.json_schema import Scalar, Value, document
+from hf_recurrent_lengthgen.evaluation.results import DataSource
+from hf_recurrent_lengthgen.methods import Method
 
 LINEAGE_FILE, VERIFICATION_FILE = "lineage.json", "verification.json"
 
@@ -36,41 +38,125 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Settings:
+    """What trained a checkpoint from a step on, by the names of `TrainingArguments`; None: does not apply.
+
+    Args:
+        from_step: The step; above 0 where a run was resumed with other settings.
+        max_steps: Steps that the schedule was made for; None if that is not known.
+        learning_rate: At its highest, of the first group of parameters.
+        lr_scheduler_type: Name in Transformers, or the class of a scheduler of one's own.
+        lr_scheduler_kwargs: Its options.
+        warmup_steps: Steps if at least 1, else a share of all.
+        optim: Name in Transformers, or the class of an optimizer of one's own.
+        betas: Of Adam.
+        epsilon: Of Adam.
+        momentum: Of SGD.
+        weight_decay: The largest of any group.
+        max_grad_norm: Norm at which gradients are clipped; None for never.
+        precision: Of the matrix products.
+        seed: Of data order and noise.
+        neftune_noise_alpha: Noise on embeddings.
+        method: Options of the method that are on, by name: state_drop_probability, alignment_alpha, ...
+        others: Options of another trainer that the method was put on, those that are not its defaults.
+    """
+
+    from_step: int
+    max_steps: int | None
+    learning_rate: float
+    lr_scheduler_type: str
+    optim: str
+    weight_decay: float
+    max_grad_norm: float | None
+    precision: Literal["float32", "bfloat16", "float16"]
+    seed: int
+    lr_scheduler_kwargs: dict[str, Scalar] = field(default_factory=dict)
+    warmup_steps: float = 0.0
+    betas: tuple[float, ...] | None = None
+    epsilon: float | None = None
+    momentum: float | None = None
+    neftune_noise_alpha: float | None = None
+    method: dict[str, Value] = field(default_factory=dict)
+    others: dict[str, Value] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter of PEFT: its kind ("LORA"), and of LoRA the rank, the scale, and the ends of names of its layers."""
+
+    kind: str
+    rank: int | None = None
+    alpha: float | None = None
+    targets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """Weights that were not trained before: random, or by mimetic initialization with the values of its options."""
+
+    mimetic: dict[str, Value] | None = None
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a training ran on: "cpu" or the name of a GPU, how many processes or GPUs, CPU threads of each process."""
+
+    device: str
+    number: int
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
 class TrainingRun:
     """One training of a checkpoint: what with, how much.
 
     Args:
-        method: "state_passing", "none" (plain training), ...
-        data: Description for people.
+        methods: The main one first; `methods.PLAIN` alone for plain training.
+        data: What was trained on.
+        training_length: Tokens of a row, T; the longest where rows differ.
+        rows_per_step: Rows of an optimizer step, over accumulation and processes.
         steps: Optimizer steps.
-        tokens: Tokens of all steps together: rows times training length; where a task scores its answers only, fewer
-            are predicted.
-        seconds: Wall-clock time of training on the hardware at hand, the last run's if it was resumed.
+        tokens: Tokens of all steps together: rows times training length, or real ones where the trainer counts them;
+            where a task scores its answers only, fewer are predicted.
+        row_tokens: Real tokens of a row in the mean, where the trainer counts them.
+        seconds: Wall-clock time of training on the hardware at hand, over all resumes.
         loss: Mean of the training losses that Trainer logged, in nats per token.
-        hardware: "2 x NVIDIA H100", "CPU (2 threads)", ...
-        settings: The settings of the run by name, as text.
+        hardware: What it ran on.
+        settings: Of each part of the run: the first from step 0, others where it was resumed with other ones.
+        adapter: The adapter that was trained, if it was one.
+        initial_weights: For a training from scratch.
+        best_step: Step whose weights were kept, if not the last ones.
+        best_metric: Why these.
     """
 
-    method: str
-    data: str
+    methods: tuple[Method, ...]
+    data: DataSource
+    training_length: int
+    rows_per_step: int
     steps: int
     tokens: int
     seconds: float
     loss: float
-    hardware: str
-    settings: dict[str, str]
+    hardware: Hardware
+    settings: tuple[Settings, ...]
+    row_tokens: float | None = None
+    adapter: Adapter | None = None
+    initial_weights: InitialWeights | None = None
+    best_step: int | None = None
+    best_metric: str | None = None
 
 
 @dataclass(frozen=True)
 class Step:
-    """One thing done to a checkpoint; `training` for trainings only.
+    """One thing done to a checkpoint.
 
     Args:
         kind: What was done.
-        description: In words: "state_passing, 100 steps".
+        description: In words, for people; "" for trainings.
         command: Shell command that did it; "" from Python.
         versions: Of Python and packages.
         training: The run, for trainings.
+        tokenizer: Of conversions, the tokenizer that was given in the place of the source's.
     """
 
     kind: Literal["convert", "train", "expand", "forget", "merge"]
@@ -78,9 +164,10 @@ class Step:
     command: str
     versions: dict[str, str]
     training: TrainingRun | None = None
+    tokenizer: str | None = None
 
 
-@document("lineage")
+@document("lineage", version=2)
 @dataclass(frozen=True)
 class Lineage:
     """Where the weights of a checkpoint come from; `source` is None for random initial weights."""

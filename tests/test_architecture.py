@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "papers": (),
     "private_text": (),
     "methods": ("papers",),
-    "records": ("evaluation.json_schema", "evaluation.files"),
+    "records": ("evaluation.json_schema", "evaluation.files", "evaluation.results", "methods"),
     "conversion": ("models", "loading", "adapters", "records", "private_text", "evaluation.provenance"),
     "lineage": ("adapters", "records", "private_text", "conversion", "evaluation.provenance", "evaluation.results"),
     "verification": ("models", "loading", "adapters", "records", "conversion", "evaluation"),

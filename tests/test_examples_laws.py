@@ -18,7 +18,7 @@ from hf_recurrent_lengthgen.cli import inputs
 from hf_recurrent_lengthgen.data import standard_library_corpus
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.law_results import Law
-from hf_recurrent_lengthgen.evaluation.results import Curve, DataRecord, TwoResolutions
+from hf_recurrent_lengthgen.evaluation.results import Curve, DataRecord, DataSource, TwoResolutions
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalResult
 from hf_recurrent_lengthgen.evaluation.statistics import position_edges
 
@@ -174,7 +174,13 @@ def models(state_size: int, holds_from: int, recalls: int) -> dict[int, tuple[An
         passkey = RetrievalResult(
             **{"model": "m", "weights": "", "training_length": trained, "task": "passkey", "style": "", "shots": 0},
             **{"rows": ("50 %",), "depths": (0.5,), "lengths": lengths, "cells": (cells,), "confidence": 0.95},
-            **{"data": DataRecord("", "", "byte"), "seed": 0, "device": "cpu", "versions": {}, "command": ""},
+            **{
+                "data": DataRecord(DataSource(""), "", "byte"),
+                "seed": 0,
+                "device": "cpu",
+                "versions": {},
+                "command": "",
+            },
             wall_seconds=0.0,
         )
         evaluation = SimpleNamespace(position_wise=TwoResolutions(curve, curve))

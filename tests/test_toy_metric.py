@@ -140,7 +140,7 @@ def test_a_metric_that_is_not_listed_is_refused_and_its_results_are_told_of(
     file = tmp_path / "out" / "result.json"
     assert "found by a part that is not installed here" in " ".join(page_reasons(file))
     file.write_text(file.read_text().replace('"toy_entropy"', '"newer_metric"'))
-    with pytest.raises(ValueError, match=r"models\[0\]\.parts\.toy entropy, got 'newer_metric'.*update"):
+    with pytest.raises(ValueError, match=r"models\[0\]\.parts\.toy entropy: .*got 'newer_metric'.*update"):
         read_result(file, Diagnosis)
 
 

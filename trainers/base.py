@@ -27,6 +27,7 @@ from transformers.utils import logging
 from hf_recurrent_lengthgen.adapters import holds_adapter, write_adapter_base
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream, StreamRowSampler
 from hf_recurrent_lengthgen.data.segments import split_at_resets
+from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.methods import PLAIN, Method
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, keep_rows
 from hf_recurrent_lengthgen.trainers.alignment import AlignedBatch, AlignmentSettings
@@ -102,7 +103,7 @@ from hf_recurrent_lengthgen.trainers.scored_targets import token_labels, token_s
 from hf_recurrent_lengthgen.trainers.step_callback import StepCallback, first_with, is_finished
 from hf_recurrent_lengthgen.trainers.step_logs import StepLogs
 from hf_recurrent_lengthgen.trainers.train_batches import check_batches, stream_loader
-from hf_recurrent_lengthgen.trainers.training_runs import RATES, RunRecord, record_lineage
+from hf_recurrent_lengthgen.trainers.training_runs import RATES, RunFacts, RunRecord, record_lineage
 
 logger = logging.get_logger(__name__)
 
@@ -133,8 +134,8 @@ class InitialStateTrainer(Trainer, ABC):
 
     config_class: type[InitialStateConfig] = InitialStateConfig
     about: ClassVar[Method] = PLAIN  # what lineages and cards tell of it
-    records_lineage = True  # whether save_model writes it
-    data_description: str | None = None  # what it is trained on, for people, in the lineage
+    facts: RunFacts | None = None  # what save_model writes into the lineage, where a command knows more
+    data_description: DataSource | str | None = None  # what it is trained on, in the lineage
     needs_states = True
     needs_shuffled_data = False
     needs_continued_data = False
@@ -597,7 +598,7 @@ class InitialStateTrainer(Trainer, ABC):
         folder = output_dir or self.output_dir
         if hasattr(self.model, "peft_config") and holds_adapter(folder):
             write_adapter_base(folder, self.model)
-        if self.records_lineage and self._trained is not None:
+        if self._trained is not None:
             record_lineage(self, self._trained, folder)
 
     def _say_interrupted(self) -> None:

@@ -2,11 +2,11 @@
 
 import json
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,14 +17,22 @@ from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, 
 from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
 from hf_recurrent_lengthgen.evaluation.json_schema import from_json
 from hf_recurrent_lengthgen.evaluation.provenance import weights_digest
-from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison, EvaluationResult
+from hf_recurrent_lengthgen.evaluation.results import (
+    ComparedModel,
+    Comparison,
+    DataSource,
+    EvaluationResult,
+    ForgettingRule,
+)
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalComparison, RetrievalResult
 from hf_recurrent_lengthgen.loading import load_language_model
+from hf_recurrent_lengthgen.methods import EXPANSION, FORGETTING, PLAIN, Method
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.plotting.names import with_names
 from hf_recurrent_lengthgen.private_text import portable, portable_command, portable_text
 from hf_recurrent_lengthgen.records import (
     Lineage,
+    Step,
     Verification,
     carded,
     read_lineage,
@@ -40,7 +48,6 @@ KINDS = {
     "retrieval_comparison": RetrievalComparison,
     "retrieval": RetrievalResult,
 }
-_FORGETS = re.compile(rf"\((?:{'|'.join(name.replace('_', ' ') for name in Forgetting._fields)}) [^()]*\)$")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Result = Comparison | Diagnosis | RetrievalComparison
 
@@ -89,13 +96,22 @@ class Checkpoint:
         return size if isinstance(size, int) and size > 0 else None
 
     @property
+    def methods(self) -> list[Method]:
+        """All that was done to it, each once, in the order of its lineage."""
+        steps = () if self.lineage is None else self.lineage.steps
+        found = [method for step in steps for method in methods_of(step)]
+        return list(dict.fromkeys(found + [FORGETTING] * (self.forgets != Forgetting())))
+
+    @property
     def forgets(self) -> Forgetting:
-        return Forgetting.of(_Namespace(self.config))
+        return Forgetting.of(SimpleNamespace(forgetting=self.config.get("forgetting")))
 
 
-class _Namespace:
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.forgetting = values.get("forgetting")
+def methods_of(step: Step) -> tuple[Method, ...]:
+    """What a step did, the main method first."""
+    if step.training is not None:
+        return step.training.methods
+    return {"train": (PLAIN,), "expand": (EXPANSION,), "forget": (FORGETTING,)}.get(step.kind, ())
 
 
 @dataclass(frozen=True)
@@ -237,16 +253,12 @@ def _evidence(checkpoint: Checkpoint, file: Path) -> Evidence:
             "this checkpoint, or give the results that belong to it."
         )
     same = [index for index, digest in enumerate(weights) if digest == own]
-    if (rule := checkpoint.forgets) != Forgetting():
-        mark = f"({in_words(rule)})"
-        found = [index for index in same if labels[index].endswith(mark)]
-    else:
-        mark = "no forgetting at inference"
-        found = [index for index in same if not _FORGETS.search(labels[index])]
+    rule = ForgettingRule(**checkpoint.forgets._asdict())
+    found = [index for index in same if evaluations(result)[index].forgetting == rule]
     if not found:
         raise ValueError(
             f"{file} holds results of these weights as {', '.join(labels[index] for index in same)}, but "
-            f"{checkpoint.name} is to be evaluated with {mark}: evaluate this folder."
+            f"{checkpoint.name} is to be evaluated with {in_words(checkpoint.forgets)}: evaluate this folder."
         )
     length = evaluations(result)[found[0]].training_length
     if length is not None and checkpoint.training_length not in (None, length):
@@ -283,7 +295,8 @@ def _read(file: Path) -> tuple[str, Result]:
 
 _SHORTENED: dict[str, Callable[[str], str]] = {
     "command": portable_command,
-    "description": portable_text,
+    "name": portable_text,
+    "selection": portable_text,
     "model": portable,
 }
 
@@ -312,14 +325,6 @@ def named(result: Result, names: Sequence[str]) -> Result:
     return with_names(result, names)
 
 
-def data_name(description: str) -> tuple[str, str | None]:
-    """Name and split of a data set from its description in words."""
-    match = re.search(r", (?:split (\S+)|(\w+) files)$", description)
-    split = None if match is None else match[1] or match[2]
-    return (description if match is None else description[: match.start()]).partition(";")[0].strip() or "text", split
-
-
-def data_text(description: str) -> str:
-    """Name and split of a data set, without the sizes that its description tells."""
-    name, split = data_name(description)
-    return name if split is None else f"{name}, split {split}"
+def data_text(source: DataSource) -> str:
+    """A data set with its split, without its sizes."""
+    return replace(source, sizes="").description

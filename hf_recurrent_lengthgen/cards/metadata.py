@@ -7,13 +7,11 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from hf_recurrent_lengthgen.cards.facts import Checkpoint, Evidence, data_name
+from hf_recurrent_lengthgen.cards.facts import Checkpoint, Evidence
 from hf_recurrent_lengthgen.cards.licenses import license_data
-from hf_recurrent_lengthgen.cards.methods import methods_in
 from hf_recurrent_lengthgen.cards.results_section import generalizes, mean_over, own_evaluations, retrieval_results
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate, EvaluationResult
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalResult
-from hf_recurrent_lengthgen.models.forgetting import Forgetting
 
 LIBRARY = "transformers"
 PIPELINE = "text-generation"
@@ -75,9 +73,7 @@ def tags(checkpoint: Checkpoint, evidence: Sequence[Evidence] = ()) -> list[str]
     """What people filter by; that it generalizes in length only if all that was measured of it shows that."""
     family = checkpoint.model_type.removeprefix("stateful_")
     kinds = next((tags for name, tags in _KINDS.items() if family.startswith(name)), ())
-    done = [method.tag for method in methods_in(checkpoint.lineage) if method.tag]
-    if checkpoint.forgets != Forgetting():
-        done.append("forgetting")
+    done = [method.tag for method in checkpoint.methods if method.tag]
     measured = [generalizes(result, checkpoint.vocab_size) for result in own_evaluations(evidence)]
     shown = ["length-generalization"] if measured and all(measured) else []
     found = ["recurrent", *kinds, family.replace("_", "-"), *shown, *done]
@@ -135,7 +131,7 @@ def _of_retrieval(found: RetrievalResult) -> list[EvalResult]:
         EvalResult(
             task_type=PIPELINE,
             dataset_type=found.task,
-            dataset_name=f"{found.task} ({found.style}) in {data_name(found.data.description)[0]}",
+            dataset_name=f"{found.task} ({found.style}) in {found.data.source.name}",
             metric_type="accuracy",
             metric_name=f"Right answers at {length:,} {found.data.token_unit}s",
             metric_value=share.accuracy,
@@ -153,11 +149,11 @@ def _of_retrieval(found: RetrievalResult) -> list[EvalResult]:
 
 
 def _dataset(data: DataRecord) -> dict[str, Any]:
-    name, split = data_name(data.description)
+    name = data.source.name
     return {
         "dataset_name": name,
         "dataset_type": re.sub(r"[^\w./-]+", "-", name).strip("-").lower() or "text",
-        "dataset_split": split,
+        "dataset_split": data.source.split,
         "dataset_args": {"description": data.description, "sha256_of_token_ids": data.digest},
     }
 

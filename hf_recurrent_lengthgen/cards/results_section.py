@@ -130,7 +130,7 @@ def comparison_section(item: Evidence, name: str, images: Sequence[str]) -> str:
     parts = [
         "### Loss on long texts",
         f"On {own.sequences} texts of {own.evaluated_length:,} {own.data.token_unit}s "
-        f"({escape(data_text(own.data.description))}), numbers in nats per {own.data.token_unit}, "
+        f"({escape(data_text(own.data.source))}), numbers in nats per {own.data.token_unit}, "
         f"with {own.confidence:.0%} intervals in brackets:",
         table(_rows(models)),
         *_extra(item),

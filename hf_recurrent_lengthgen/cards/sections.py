@@ -3,10 +3,9 @@
 import json
 from collections.abc import Sequence
 
-from hf_recurrent_lengthgen.cards.facts import Checkpoint, Evidence, data_name, data_text
+from hf_recurrent_lengthgen.cards.facts import Checkpoint, Evidence
 from hf_recurrent_lengthgen.cards.markdown import code, escape, fence, link, table
 from hf_recurrent_lengthgen.cards.metadata import PACKAGE
-from hf_recurrent_lengthgen.cards.methods import FORGETTING, methods_in, methods_of
 from hf_recurrent_lengthgen.cards.results_section import (
     FOLDERS,
     not_found,
@@ -15,10 +14,12 @@ from hf_recurrent_lengthgen.cards.results_section import (
     uniform_loss,
     versions_text,
 )
+from hf_recurrent_lengthgen.cards.trainings import trainings_table
 from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
 from hf_recurrent_lengthgen.evaluation.results import EvaluationResult
+from hf_recurrent_lengthgen.methods import Method
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
-from hf_recurrent_lengthgen.plotting.findings import number_text, status
+from hf_recurrent_lengthgen.plotting.findings import status
 from hf_recurrent_lengthgen.records import Source, Step
 
 FAMILIES = {
@@ -55,12 +56,13 @@ def summary(checkpoint: Checkpoint) -> str:
         what += f", made from {_source(lineage.source)}"
     done = [_step_in_words(step) for step in lineage.steps if step.kind not in ("convert", "merge")]
     steps = f": {', then '.join(done)}." if done else "."
-    sentences = [
-        f"{method.sentence}" + (f" ({link(method.paper.name, method.paper.address)})." if method.paper else ".")
-        for method in methods_in(lineage)
-        if method.sentence
-    ]
-    return " ".join([what + steps, *sentences])
+    return " ".join([what + steps, *(_sentence(method) for method in checkpoint.methods if method.sentence)])
+
+
+def _sentence(method: Method) -> str:
+    paper = method.paper
+    cited = "" if paper is None else f" ({link(escape(paper.name), paper.address)})"
+    return f"{escape(method.sentence)}{cited}."
 
 
 def _unrecorded(checkpoint: Checkpoint) -> str:
@@ -77,10 +79,13 @@ def _source(source: Source) -> str:
 
 
 def _step_in_words(step: Step) -> str:
-    if step.training is None:
-        return escape(step.description)
-    titles = " with ".join(method.title for method in methods_of(step))
-    return f"{titles} ({step.training.steps:,} steps, {count(step.training.tokens)} tokens)"
+    run = step.training
+    if run is None:
+        given = "" if step.tokenizer is None else f", with the tokenizer {step.tokenizer}"
+        return escape(step.description + given)
+    titles = " with ".join(method.title for method in run.methods)
+    of = "" if run.adapter is None else " of an adapter"
+    return f"{escape(titles)}{of} ({run.steps:,} steps, {count(run.tokens)} tokens)"
 
 
 def count(number: int) -> str:
@@ -192,15 +197,10 @@ def making_section(checkpoint: Checkpoint, license: str | None) -> str:
         given = escape(source.license) if source.license else "unknown"
         layout = f"in the layout of {escape(source.format)}"
         parts.append(f"Made from {_source(source)}{revision}, {layout}, whose licence is {given}.")
-    parts.append(
-        "\n".join(
-            f"{number}. {_step_in_words(step) if step.training else escape(step.description)}"
-            for number, step in enumerate(lineage.steps, 1)
-        )
-    )
-    trainings = [(number, step) for number, step in enumerate(lineage.steps, 1) if step.training is not None]
+    parts.append("\n".join(f"{number}. {_step_in_words(step)}" for number, step in enumerate(lineage.steps, 1)))
+    trainings = {number: step.training for number, step in enumerate(lineage.steps, 1) if step.training is not None}
     if trainings:
-        parts.append(_trainings(trainings))
+        parts.append(trainings_table(trainings))
     if commands := list(dict.fromkeys(step.command for step in lineage.steps if step.command)):
         parts += ["Commands:" if len(commands) > 1 else "Command:", fence("\n".join(commands), "bash"), FOLDERS]
     if versions := list(dict.fromkeys(versions_text(step.versions) for step in lineage.steps if step.versions)):
@@ -209,22 +209,6 @@ def making_section(checkpoint: Checkpoint, license: str | None) -> str:
         parts.append(f"Licence: {escape(license)}.")
     parts.append(_verified(checkpoint))
     return "\n\n".join(part for part in parts if part)
-
-
-def _trainings(steps: Sequence[tuple[int, Step]]) -> str:
-    runs = [step.training for _, step in steps if step.training is not None]
-    data = [escape(data_text(run.data)) for run in runs]
-    rows = [
-        ["", *(f"step {number}" for number, _ in steps)],
-        ["Data", data[0], *("the same" if text == data[0] else text for text in data[1:])],
-        ["Steps", *(f"{run.steps:,}" for run in runs)],
-        ["Tokens", *(f"{run.tokens:,}" for run in runs)],
-        ["Time", *(f"{run.seconds:,.0f} s on {escape(run.hardware)}" for run in runs)],
-        ["Mean loss, nats per token", *(number_text(run.loss, ".3f") for run in runs)],
-    ]
-    for name in dict.fromkeys(name for run in runs for name in run.settings):
-        rows.append([escape(name[:1].upper() + name[1:]), *(escape(run.settings.get(name, "")) for run in runs)])
-    return table(rows, numbers=False)
 
 
 def _verified(checkpoint: Checkpoint) -> str:
@@ -306,7 +290,7 @@ def _unmeasured(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[st
         told.append("No loss on long texts is given here, so nothing is shown of how far it holds.")
     for result in evaluated:
         told.append(
-            f"Measured on {result.sequences} texts of one data set ({escape(data_name(result.data.description)[0])}), "
+            f"Measured on {result.sequences} texts of one data set ({escape(result.data.source.name)}), "
             f"up to {result.evaluated_length:,} {result.data.token_unit}s; nothing is known of others, and beyond."
         )
     if not retrieved:
@@ -327,10 +311,7 @@ def _unmeasured(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[st
 
 def citation_section(checkpoint: Checkpoint, version: str) -> str:
     """BibTeX of the methods' papers and of this package."""
-    methods = methods_in(checkpoint.lineage)
-    if checkpoint.forgets != Forgetting() and FORGETTING not in methods:
-        methods.append(FORGETTING)
-    papers = list(dict.fromkeys(method.paper for method in methods if method.paper))
+    papers = list(dict.fromkeys(method.paper for method in checkpoint.methods if method.paper))
     package = f"""\
 @software{{{PACKAGE},
   title = {{{{{PACKAGE}}}: recurrent language models that keep working beyond their training length}},

@@ -33,15 +33,22 @@ from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
-from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison, DataRecord, Role, TrainingRecord
+from hf_recurrent_lengthgen.evaluation.results import (
+    ComparedModel,
+    Comparison,
+    DataRecord,
+    DataSource,
+    Role,
+    TrainingRecord,
+)
 from hf_recurrent_lengthgen.lineage import last_training, lineage_of, record_step
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.atomic_files import replacing
-from hf_recurrent_lengthgen.records import Lineage, read_lineage
+from hf_recurrent_lengthgen.records import InitialWeights, Lineage, read_lineage
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
-from hf_recurrent_lengthgen.trainers.training_runs import training_run
+from hf_recurrent_lengthgen.trainers.training_runs import RunFacts, training_run
 
 
 @dataclass(frozen=True)
@@ -122,8 +129,8 @@ def run_demo(output: Path, seed: int = 0, resume: bool = False, settings: DemoSe
         if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).is_file():
             raise ValueError(f"{folder} holds files that are not of a demo: give another --output.")
     tokenizer = byte_tokenizer()
-    train_tokens, train_data = load_stream("stdlib", "train", tokenizer)
-    blocks = PackedBlocks(train_tokens, settings.training_length)
+    train = load_stream("stdlib", "train", tokenizer)
+    blocks = PackedBlocks(train.tokens, settings.training_length)
     held_out = load_stream("stdlib", "validation", tokenizer)
     length = settings.evaluation_multiple * settings.training_length
     tokens = evaluation_sequences(held_out.tokens, settings.sequences, length + 1)
@@ -137,14 +144,14 @@ def run_demo(output: Path, seed: int = 0, resume: bool = False, settings: DemoSe
                 print(f"  kept {output / role}, which is finished")
             else:
                 resume = resume and role != "base"  # the others start from the base
-                kept = _train(role, output, seed, settings, blocks, tokenizer, train_data, run_key)
+                kept = _train(role, output, seed, settings, blocks, tokenizer, train.source, run_key)
                 print(
                     f"  done: {kept.steps} steps in {kept.seconds:.0f} s, mean loss {kept.loss:.3f}, "
                     f"in {output / role}"
                 )
             records[role] = kept
         print(f"\n[4/4] Evaluating all three on {settings.sequences} held-out texts of {length:,} bytes", flush=True)
-        data = DataRecord(held_out.description, token_unit="byte")
+        data = DataRecord(held_out.source, token_unit="byte")
         command = shlex.join(_command(output, seed))
         measured = EvaluationSettings(seed=seed, command=command, progress=sys.stderr.isatty())
         compared = []
@@ -235,7 +242,7 @@ def _train(
     settings: DemoSettings,
     blocks: PackedBlocks,
     tokenizer: Any,
-    data: str,
+    data: DataSource,
     run_key: str,
 ) -> TrainingRecord:
     """Train one of the three models into `output/role`; the file RECORD says that it is finished."""
@@ -272,21 +279,22 @@ def _train(
     if role == "cured":
         arguments = StatePassingConfig(**common, state_drop_probability=settings.state_drop_probability)
         trainer: Trainer = StatePassingTrainer(model, arguments, train_dataset=blocks, processing_class=tokenizer)
-        method = "state_passing"
         model.config.interventions = [f"state_passing, {steps} steps"]
     else:
         trainer = Trainer(model, TrainingArguments(**common), train_dataset=blocks, processing_class=tokenizer)
-        method = "none"
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(_Progress)
     done = trainer.train()
     trainer.save_model()
-    weights = f"mimetic initialization, c {settings.mimetic_c:g}, offset {settings.mimetic_offset}"
-    further = {"initial weights": weights} if role == "base" else None
-    training = training_run(trainer, done, method, data, settings.training_length, further)
-    start = Lineage() if role == "base" else lineage_of(str(output / "base"))
-    what = "plain training" if method == "none" else method
-    lineage = record_step(folder, start, "train", f"{what}, {steps:,} steps", _command(output, seed), training)
+    mimetic = InitialWeights({"c": settings.mimetic_c, "offset": settings.mimetic_offset})
+    facts = RunFacts(
+        Lineage() if role == "base" else lineage_of(str(output / "base")),
+        data,
+        settings.training_length,
+        tuple(_command(output, seed)),
+        mimetic if role == "base" else None,
+    )
+    lineage = record_step(folder, facts.start, "train", "", facts.command, training_run(trainer, done, facts))
     _write_run(folder, run_key)
     record = last_training(lineage)
     assert record is not None

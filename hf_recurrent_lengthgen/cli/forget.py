@@ -170,7 +170,7 @@ def _search(options: argparse.Namespace, given: dict[str, list[Any]]) -> Forgett
         tokens,
         settings,
         label=portable(options.model),
-        data_description=stream.description,
+        data_description=stream.source,
         token_unit=unit,
         file=options.results,
         progress=sys.stderr.isatty(),

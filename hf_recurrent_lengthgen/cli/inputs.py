@@ -18,6 +18,7 @@ from hf_recurrent_lengthgen.data import (
     standard_library_corpus,
     token_stream,
 )
+from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.loading import check_name, quiet_transformers
 from hf_recurrent_lengthgen.private_text import portable
 
@@ -32,10 +33,15 @@ USUAL_SPLIT = "validation, or the only one that there is"
 
 
 class Stream(NamedTuple):
-    """Token ids (n,) and what they are."""
+    """Token ids (n,) and where they are from."""
 
     tokens: Tensor
-    description: str
+    source: DataSource
+
+    @property
+    def description(self) -> str:
+        """Of the source."""
+        return self.source.description
 
 
 @contextmanager
@@ -136,11 +142,12 @@ def load_documents(data: str, split: str, text_column: str = "text") -> list[str
 def load_stream(data: str, split: str, tokenizer: PreTrainedTokenizerBase, text_column: str = "text") -> Stream:
     """Token stream of a data set with the tokenizer's end-of-sequence token after each document."""
     tokens = token_stream(load_documents(data, split, text_column), tokenizer)
-    return Stream(tokens, describe_data(data, split))
+    return Stream(tokens, data_source(data, split))
 
 
-def describe_data(data: str, split: str) -> str:
-    """What a split of a data set is, in words: of an absolute path the last part."""
+def data_source(data: str, split: str) -> DataSource:
+    """A split of a data set: of an absolute path the last part."""
     if data == STANDARD_LIBRARY:
-        return f"{standard_library_corpus().description}, {split} files"
-    return f"{portable(data)}, split {split}"
+        corpus = standard_library_corpus()
+        return DataSource(corpus.source, split, sizes=corpus.sizes)
+    return DataSource(portable(data), split)

@@ -162,7 +162,7 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
         Subject(model_label(short[name], model.config), role, model)
         for name, role, model in zip(names, roles, models, strict=True)
     ]
-    data = DataRecord(stream.description, token_unit=token_unit(tokenizer))
+    data = DataRecord(stream.source, token_unit=token_unit(tokenizer))
     return Inputs(subjects, tokenizer, training_length, array, data, cache)
 
 

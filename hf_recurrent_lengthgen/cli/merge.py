@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hf_recurrent_lengthgen.adapters import adapter_in_words, base_of_adapter, holds_adapter
+from hf_recurrent_lengthgen.adapters import adapter_of, base_of_adapter, holds_adapter
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.lineage import lineage_of, record_step
@@ -57,7 +57,10 @@ def run(arguments: Sequence[str]) -> int:
     base = options.base or base_of_adapter(adapter)
     model = load_model(adapter, trust, base=base)
     start = lineage_of(adapter)
-    what = f"merged {adapter_in_words(model)} into its base"
+    added = adapter_of(model)
+    assert added is not None
+    layers = ", ".join(added.targets)
+    what = f"merged an adapter (LoRA of rank {added.rank}, alpha {added.alpha:g}, on {layers}) into its base"
     vocabulary = model.get_input_embeddings().num_embeddings
     tokens = torch.randint(vocabulary, (1, _READ), generator=torch.Generator().manual_seed(0))
     expected = _logits(model, tokens)

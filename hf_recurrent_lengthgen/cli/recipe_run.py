@@ -181,9 +181,9 @@ def _check_rows(stage: Stage, place: Path) -> None:
     """Raise a `ValueError` if a training had other rows per step than the run was told, so other processes."""
     lineage = read_lineage(place) if stage.rows else None
     training = lineage.steps[-1].training if lineage is not None else None
-    if training is not None and not training.settings["batch"].startswith(f"{stage.rows:,} rows "):
+    if training is not None and training.rows_per_step != stage.rows:
         raise ValueError(
-            f"The training had {training.settings['batch']} in a step instead of {stage.rows:,}: give --processes, "
+            f"The training had {training.rows_per_step:,} rows in a step instead of {stage.rows:,}: give --processes, "
             "the number of processes that --launch starts, and --redo train."
         )
 

@@ -4,6 +4,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from hf_recurrent_lengthgen.cli.inputs import (
     USUAL_SPLIT,
     check_given_once,
     chosen_split,
-    describe_data,
+    data_source,
     load_documents,
     make_output_folder,
     token_unit,
@@ -43,6 +44,7 @@ from hf_recurrent_lengthgen.data.tasks import (
     read_babi,
 )
 from hf_recurrent_lengthgen.evaluation.files import write_result
+from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.evaluation.retrieval import retrieval_accuracy
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalComparison, RetrievalResult, Share
 from hf_recurrent_lengthgen.evaluation.tables import rows_of, write_csv
@@ -215,19 +217,19 @@ def _depths(text: str) -> list[float]:
     return depths
 
 
-def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tuple[RetrievalGrid, str]:
-    """The prompts, and what they are made of in words."""
+def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tuple[RetrievalGrid, DataSource]:
+    """The prompts, and what they are made of."""
     sizes = {"samples": options.samples, "seed": options.seed, "shots": options.shots}
     depths = _depths(DEFAULT_DEPTHS if options.depths is None else options.depths)
     if options.task == "passkey":
         style = options.style or next(iter(PASSKEY_STYLES))
-        return PasskeyGrid(tokenizer, depths, style=style, **sizes), "repeated sentences"
+        return PasskeyGrid(tokenizer, depths, style=style, **sizes), DataSource("repeated sentences")
     data = STANDARD_LIBRARY if options.data is None else options.data
     split = chosen_split(data, options.split, "validation")
     texts = load_documents(data, split, options.text_column or "text")
-    told = describe_data(data, split)
+    source = data_source(data, split)
     if options.task == "niah":
-        return NeedleGrid(tokenizer, texts, depths, **sizes), told
+        return NeedleGrid(tokenizer, texts, depths, **sizes), source
     if options.babi_folder is None:
         raise ValueError("--task babilong needs --babi-folder, the folder of the files qa1_..._test.txt.")
     tasks = _numbers("--babi-tasks", options.babi_tasks or "1,2,3,4,5,6,7,8,9,10")
@@ -237,7 +239,8 @@ def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tu
         return {f"qa{task}": read_babi(path) for task, path in zip(tasks, files, strict=True)}
 
     examples = questions("train") if options.shots > 0 else None
-    return BabilongGrid(tokenizer, questions("test"), texts, examples=examples, **sizes), f"bAbI in {told}"
+    grid = BabilongGrid(tokenizer, questions("test"), texts, examples=examples, **sizes)
+    return grid, replace(source, name=f"bAbI in {source.name}")
 
 
 def _table(found: Sequence[RetrievalResult]) -> str:

@@ -3,6 +3,7 @@
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_recurrent_lengthgen.adapters import adapter_in_words, add_adapter, holds_adapter, to_merge
+from hf_recurrent_lengthgen.adapters import add_adapter, holds_adapter, to_merge
 from hf_recurrent_lengthgen.cli.inputs import (
     STANDARD_LIBRARY,
-    describe_data,
+    data_source,
     load_documents,
     load_stream,
     load_tokenizer,
@@ -32,16 +33,17 @@ from hf_recurrent_lengthgen.data.tasks import (
     read_babi,
     string_task,
 )
-from hf_recurrent_lengthgen.lineage import lineage_of, record_step
+from hf_recurrent_lengthgen.evaluation.results import DataSource
+from hf_recurrent_lengthgen.lineage import lineage_of
 from hf_recurrent_lengthgen.loading import load_model, reading_config
 from hf_recurrent_lengthgen.models import CAUSAL_LM_CLASSES, STATEFUL_CLASSES
-from hf_recurrent_lengthgen.records import Lineage
+from hf_recurrent_lengthgen.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, LearnedStateConfig
 from hf_recurrent_lengthgen.trainers.alignment_loss import largest_extra
 from hf_recurrent_lengthgen.trainers.checkpoints import newest_complete_checkpoint
 from hf_recurrent_lengthgen.trainers.learned_state_trainer import LEARNED_STATE_FILE
-from hf_recurrent_lengthgen.trainers.training_runs import method_of, training_run
+from hf_recurrent_lengthgen.trainers.training_runs import RunFacts
 
 TASK_SAMPLES, TASK_EVALUATION_SAMPLES = 100_000, 256
 """Samples that are made for an epoch where max_steps does not say how many there are, and for an evaluation."""
@@ -128,21 +130,17 @@ def train(
         eval_dataset=eval_rows,
         processing_class=tokenizer,
     )
-    trainer.records_lineage = False  # the command, which knows more, does it below
-    method = _method(settings, training)
-    _record_method(trainer, method, training)
-    start = lineage_of(settings.model) if trainer.is_world_process_zero() else Lineage()
-    done = trainer.train(resume_from_checkpoint=settings.resume or None)
+    _record_method(trainer, _method(settings, training), training)
+    trainer.facts = RunFacts(
+        lineage_of(settings.model) if trainer.is_world_process_zero() else Lineage(),
+        _data(settings),
+        rows.row_length if isinstance(rows, TaskStrings) else settings.block_length,
+        tuple(command),
+        _initial_weights(settings) if settings.from_scratch else None,
+    )
+    trainer.train(resume_from_checkpoint=settings.resume or None)
     trainer.save_model()
     trainer.save_state()
-    if trainer.is_world_process_zero() and not _state_alone(training):
-        length = rows.row_length if isinstance(rows, TaskStrings) else settings.block_length
-        weights = {"initial weights": _initial_weights(settings)} if settings.from_scratch else {}
-        method = method_of(trainer, settings.intervention)
-        record = training_run(trainer, done, method or "none", _data(settings), length, weights)
-        adapted = "" if adapter_in_words(trainer.model) is None else " of an adapter"
-        description = f"{method or 'plain training'}{adapted}, {record.steps:,} steps"
-        record_step(Path(output), start, "train", description, command, record)
     if training.push_to_hub:
         trainer.push_to_hub()  # again, now with the lineage
     if trainer.is_world_process_zero():
@@ -186,23 +184,33 @@ def _record_method(trainer: Trainer, method: str, training: InitialStateConfig) 
         config.interventions = [*(getattr(config, "interventions", None) or ()), f"{method}, {budget}"]
 
 
-def _data(settings: RunArguments) -> str:
-    """What was trained on, in words."""
+def _data(settings: RunArguments) -> DataSource:
+    """What is trained on."""
     if settings.of_symbols:
-        return f"{settings.task} of {settings.task_length} random symbols"
+        return DataSource(f"{settings.task} of {settings.task_length} random symbols")
     if settings.task == "passkey":
-        return f"passkey prompts, style {settings.task_style or next(iter(PASSKEY_STYLES))}"
-    told = describe_data(settings.data, settings.chosen_split)
+        return DataSource("passkey prompts", selection=f"style {settings.task_style or next(iter(PASSKEY_STYLES))}")
+    source = data_source(settings.data, settings.chosen_split)
     if settings.task == "babilong":
-        return f"questions of bAbI in {told}"
+        return replace(source, name=f"questions of bAbI in {source.name}")
     least = settings.minimum_document_tokens
-    return f"{told}, documents of at least {least:,} tokens" if least else told
+    return replace(source, selection=f"documents of at least {least:,} tokens") if least else source
 
 
-def _initial_weights(settings: RunArguments) -> str:
+def _initial_weights(settings: RunArguments) -> InitialWeights:
+    """Those of a training from scratch, with the options of mimetic initialization that say what it does."""
     if not settings.mimetic:
-        return "random"
-    return f"mimetic initialization, c {settings.mimetic_c:g}, offset {settings.mimetic_offset}"
+        return InitialWeights()
+    layers = None if settings.mimetic_layers is None else tuple(settings.mimetic_layers)
+    switches = settings.mimetic_switches
+    return InitialWeights(
+        {
+            "c": settings.mimetic_c,
+            "offset": settings.mimetic_offset,
+            **({} if switches is None else {"switches": tuple(switches)}),
+            **({} if layers is None else {"layers": layers}),
+        }
+    )
 
 
 def _state_alone(training: InitialStateConfig) -> bool:

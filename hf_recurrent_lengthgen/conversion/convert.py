@@ -41,7 +41,6 @@ TRAINING_LENGTHS = {
     **{f"AntonV/mamba2-{size}-hf": 2048 for size in ("130m", "370m", "780m", "1.3b", "2.7b")},
 }
 """Tokens per training sequence of official checkpoints, where a paper says so."""
-WITH_TOKENIZER = ", with the tokenizer "
 """In the lineage before the name of a tokenizer that is not the source's."""
 
 
@@ -97,7 +96,13 @@ def convert_checkpoint(
     if wanted is not None or getattr(config, "dtype", None) is None:
         config.dtype = _common_dtype(entries)
     lineage = Lineage(_origin(found, layout, files)).then(
-        Step("convert", f"convert from {layout.title}{_tokenizer_told(tokenizer)}", command, installed_versions())
+        Step(
+            "convert",
+            f"convert from {layout.title}",
+            command,
+            installed_versions(),
+            tokenizer=None if tokenizer is None else _tokenizer_name(tokenizer),
+        )
     )
     with new_folder(output) as folder:
         write_safetensors(folder, entries, max_shard_size)
@@ -215,16 +220,14 @@ def _origin(source: Source, layout: Format, files: TensorFiles) -> Origin:
     )
 
 
-def _tokenizer_told(given: str | PreTrainedTokenizerBase | None) -> str:
-    if given is None:
-        return ""
-    return WITH_TOKENIZER + (portable(given) if isinstance(given, str) else type(given).__name__)
+def _tokenizer_name(given: str | PreTrainedTokenizerBase) -> str:
+    return portable(given) if isinstance(given, str) else type(given).__name__
 
 
 def has_own_tokenizer(lineage: Lineage | None) -> bool:
     """Whether a tokenizer that is not the source's was given to `convert_checkpoint`."""
     steps = () if lineage is None else lineage.steps
-    return any(step.kind == "convert" and WITH_TOKENIZER in step.description for step in steps)
+    return any(step.tokenizer is not None for step in steps)
 
 
 def _add_tokenizer(folder: Path, source: Source, given: str | PreTrainedTokenizerBase | None, config: Any) -> None:

@@ -77,9 +77,9 @@ class Corpus:
         return digest.hexdigest()
 
     @cached_property
-    def description(self) -> str:
-        """One line: the source, number of files and bytes of each split, and how many files were skipped."""
-        parts = [self.source]
+    def sizes(self) -> str:
+        """One line: number of files and bytes of each split, and how many files were skipped."""
+        parts = []
         for split in ("train", "validation"):
             size = sum(len(text.encode()) for text in self.texts(split))
             parts.append(f"{split} {len(self.documents(split))} files, {size} bytes")

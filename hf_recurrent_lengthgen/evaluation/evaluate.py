@@ -29,12 +29,14 @@ from hf_recurrent_lengthgen.evaluation.results import (
     DataRecord,
     Estimate,
     EvaluationResult,
+    ForgettingRule,
     InWindow,
     LengthVerdict,
     TwoResolutions,
 )
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE, bin_means, position_edges, t_interval
 from hf_recurrent_lengthgen.evaluation.streaming import Observer, Tokens, check_tokens, stream_nll
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
 
 HARM_THRESHOLD = 0.05
 """Harm in nats per token above which context counts as harmful."""
@@ -223,6 +225,7 @@ def _evaluate(task: Measurement, observer: Observer | None) -> EvaluationResult:
             command="",
             seed=settings.seed,
             wall_seconds=time.perf_counter() - began,
+            forgetting=ForgettingRule(**Forgetting.of(getattr(task.model, "config", None))._asdict()),
         )
 
     found = task.kept("evaluation", EvaluationResult, compute, **depends_on)

@@ -18,7 +18,13 @@ from hf_recurrent_lengthgen.evaluation.evaluate import estimate
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.provenance import token_digest, weights_digest
 from hf_recurrent_lengthgen.evaluation.readers import vocabulary_size
-from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate, ForgettingSearch, ForgettingTrial
+from hf_recurrent_lengthgen.evaluation.results import (
+    DataRecord,
+    DataSource,
+    Estimate,
+    ForgettingSearch,
+    ForgettingTrial,
+)
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
 from hf_recurrent_lengthgen.evaluation.streaming import (
     Tokens,
@@ -63,7 +69,7 @@ def search_forgetting(
     settings: Sequence[Forgetting] | None = None,
     *,
     label: str,
-    data_description: str,
+    data_description: DataSource | str,
     token_unit: str = "token",
     file: str | os.PathLike[str] | None = None,
     confidence: float = CONFIDENCE,
@@ -79,7 +85,7 @@ def search_forgetting(
         tokens: Token ids (S, L + 1): S texts of L positions each, other ones than those that a result is reported on.
         settings: Candidates; by default those of `forgetting_grid`. No forgetting is added at the front.
         label: Name of the model in the result.
-        data_description: What the tokens are, for people.
+        data_description: What the tokens are.
         token_unit: What one token is, in the singular.
         file: JSON file that is written after each setting, and continued if it is there and of the same model and
             tokens. None for no file.
@@ -98,7 +104,7 @@ def search_forgetting(
         with forgetting(model, **rule._asdict()):
             pass
     measured = {"weights": weights_digest(model), "length": array.shape[1] - 1, "sequences": len(array)}
-    data = DataRecord(data_description, token_digest(array), token_unit)
+    data = DataRecord(DataSource.of(data_description), token_digest(array), token_unit)
     losses = {} if file is None or not Path(file).exists() else _known(file, measured, data)
 
     def result(rules: Iterable[Forgetting]) -> ForgettingSearch:

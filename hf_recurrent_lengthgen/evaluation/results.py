@@ -106,18 +106,70 @@ class LengthVerdict:
 
 
 @dataclass(frozen=True)
-class DataRecord:
-    """What was read: a description for people, the SHA-256 of the token ids, and what one token is."""
+class DataSource:
+    """Where texts are from.
 
-    description: str = ""
+    Args:
+        name: Of the data set: "owner/texts", "text.txt", "passkey prompts".
+        split: Of the data set, if it has any.
+        selection: Which part of it, or what is made of it: "documents of at least 100 tokens", "style pass key".
+        sizes: How large it is.
+    """
+
+    name: str
+    split: str | None = None
+    selection: str = ""
+    sizes: str = ""
+
+    @classmethod
+    def of(cls, given: "DataSource | str") -> "DataSource":
+        """A source that is only named, as one."""
+        return given if isinstance(given, cls) else cls(str(given))
+
+    @property
+    def description(self) -> str:
+        """All of it on one line."""
+        name = f"{self.name}; {self.sizes}" if self.sizes else self.name
+        return ", ".join([name, *([f"split {self.split}"] if self.split else []), *filter(None, [self.selection])])
+
+
+NO_SOURCE = DataSource("")
+
+
+@dataclass(frozen=True)
+class DataRecord:
+    """What was read: where it is from, the SHA-256 of the token ids, and what one token is."""
+
+    source: DataSource = NO_SOURCE
     digest: str = ""
     token_unit: str = "token"
 
+    @property
+    def description(self) -> str:
+        """Of the source."""
+        return self.source.description
 
-@document("evaluation", version=2)
+
+@dataclass(frozen=True)
+class ForgettingRule:
+    """Forgetting at inference, as in `models.forgetting.Forgetting`; the defaults are none."""
+
+    retention: float = 1.0
+    insertion: float = 1.0
+    window: int | None = None
+    delta_scale: float = 1.0
+
+
+NO_FORGETTING = ForgettingRule()
+
+
+@document("evaluation", version=3)
 @dataclass(frozen=True)
 class EvaluationResult:
-    """One model on one set of sequences; `weights` is the SHA-256 of its parameters."""
+    """One model on one set of sequences.
+
+    `weights` is the SHA-256 of its parameters, `forgetting` what its config says of it.
+    """
 
     model: str
     weights: str
@@ -135,6 +187,7 @@ class EvaluationResult:
     command: str
     seed: int
     wall_seconds: float
+    forgetting: ForgettingRule = NO_FORGETTING
 
 
 class PartResult(AnyDocument):
@@ -150,12 +203,17 @@ class PartResult(AnyDocument):
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """How a model came about: method and settings in words, steps, wall-clock seconds, mean training loss."""
+    """How a model came about: titles of the methods, steps, wall-clock seconds, mean training loss, and settings.
 
-    method: str
+    `state_drop_probability` is None for methods without it, `learning_rate` where it is not known.
+    """
+
+    methods: tuple[str, ...]
     steps: int
     seconds: float
     loss: float
+    learning_rate: float | None = None
+    state_drop_probability: float | None = None
 
 
 Role = Literal["base", "cured", "control", "other"]
@@ -171,7 +229,7 @@ class ComparedModel:
     training: TrainingRecord | None
 
 
-@document("comparison", version=2)
+@document("comparison", version=3)
 @dataclass(frozen=True)
 class Comparison:
     """Models evaluated on the same data, in the order they are shown."""
@@ -206,7 +264,7 @@ class ForgettingTrial:
     gain: Estimate
 
 
-@document("forgetting_search")
+@document("forgetting_search", version=2)
 @dataclass(frozen=True)
 class ForgettingSearch:
     """Mean loss of whole texts of `length` positions under each setting; the first setting is no forgetting.

@@ -19,11 +19,12 @@ from hf_recurrent_lengthgen.data.tasks import RetrievalGrid, Task
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions, model_record
 from hf_recurrent_lengthgen.evaluation.readers import evaluation_mode, reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
-from hf_recurrent_lengthgen.evaluation.results import DataRecord
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource, ForgettingRule
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalResult
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import read_ends
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
 from hf_recurrent_lengthgen.evaluation.streaming import progress_bar
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
 
 TOKENS_AT_ONCE = 2**25
 """Most tokens of prompts in memory at a time, 4 bytes each, unless one cell has more."""
@@ -46,7 +47,7 @@ def retrieval_accuracy(
     lengths: Sequence[int],
     *,
     label: str,
-    data_description: str,
+    data_description: DataSource | str,
     token_unit: str = "token",
     training_length: int | None = None,
     batch_size: int | None = None,
@@ -62,7 +63,7 @@ def retrieval_accuracy(
         grid: `PasskeyGrid`, `NeedleGrid` or `BabilongGrid`.
         lengths: Tokens of prompt and answer, each once.
         label: Name of the model for people.
-        data_description: What the prompts are made of, for people.
+        data_description: What the prompts are made of.
         token_unit: What one token is, in the singular.
         training_length: Tokens that the model was trained on, if known.
         batch_size: Prompts read together; by default as many as memory limits allow, at most 16.
@@ -125,12 +126,13 @@ def retrieval_accuracy(
         lengths=tuple(lengths),
         cells=tuple(tuple(cells[row, place] for place in range(len(lengths))) for row in range(len(grid.rows))),
         confidence=CONFIDENCE,
-        data=DataRecord(data_description, every.hexdigest(), token_unit),
+        data=DataRecord(DataSource.of(data_description), every.hexdigest(), token_unit),
         device=record["device"],
         versions=installed_versions(),
         command=command,
         seed=grid.seed,
         wall_seconds=time.perf_counter() - began,
+        forgetting=ForgettingRule(**Forgetting.of(getattr(model, "config", None))._asdict()),
     )
 
 

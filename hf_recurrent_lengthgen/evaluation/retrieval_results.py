@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
-from hf_recurrent_lengthgen.evaluation.results import DataRecord
+from hf_recurrent_lengthgen.evaluation.results import NO_FORGETTING, DataRecord, ForgettingRule
 
 RECALL_ACCURACY = 0.95
 """Accuracy up to which a model recalls ("Stuffed Mamba", arXiv:2410.07145, section 4.3)."""
@@ -62,7 +62,7 @@ class RetrievalCell:
         Share(self.right, self.samples)
 
 
-@document("retrieval")
+@document("retrieval", version=2)
 @dataclass(frozen=True)
 class RetrievalResult:
     """One model on one task.
@@ -82,6 +82,7 @@ class RetrievalResult:
         data: What the prompts were made of; the digest is that of all prompts.
         seed: Of keys and words.
         device, versions, command, wall_seconds: How it was found.
+        forgetting: At inference, of its config.
     """
 
     model: str
@@ -101,6 +102,7 @@ class RetrievalResult:
     command: str
     seed: int
     wall_seconds: float
+    forgetting: ForgettingRule = NO_FORGETTING
 
     def __post_init__(self) -> None:
         if not self.rows or len(self.cells) != len(self.rows):
@@ -148,7 +150,7 @@ class RetrievalResult:
         return longest
 
 
-@document("retrieval_comparison")
+@document("retrieval_comparison", version=2)
 @dataclass(frozen=True)
 class RetrievalComparison:
     """Several models on the same prompts, in the order they are shown."""

@@ -148,7 +148,7 @@ class HeadPatching:
         return estimate.mean / self.harm.mean if self.harmful else None
 
 
-@document("state_diagnosis")
+@document("state_diagnosis", version=2)
 @dataclass(frozen=True)
 class StateDiagnosis(PartResult):
     """The states of one model on one set of sequences.

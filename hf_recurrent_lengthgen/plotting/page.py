@@ -88,7 +88,11 @@ def _training(model: ComparedModel) -> str:
     training = model.training
     if training is None:
         return "not recorded"
+    told = " with ".join(training.methods)
+    if training.state_drop_probability is not None:
+        told += f", zero state with probability {training.state_drop_probability:g}"
+    if training.learning_rate is not None:
+        told += f", learning rate {training.learning_rate:g}"
     return (
-        f"{escape(training.method)}<small>{training.steps:,} steps, {training.seconds:,.0f} s, "
-        f"loss {training.loss:.3f}</small>"
+        f"{escape(told)}<small>{training.steps:,} steps, {training.seconds:,.0f} s, loss {training.loss:.3f}</small>"
     )

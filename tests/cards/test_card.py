@@ -22,12 +22,11 @@ from transformers import AutoTokenizer
 from hf_recurrent_lengthgen.cards import build_card, card, check_card, write_card
 from hf_recurrent_lengthgen.cards.licenses import LICENSES
 from hf_recurrent_lengthgen.cards.markdown import escape
-from hf_recurrent_lengthgen.cli import evaluate
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import RunParser
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis, Misalignment, Remembrance
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
-from hf_recurrent_lengthgen.evaluation.results import Comparison, DataRecord, Estimate
+from hf_recurrent_lengthgen.evaluation.results import Comparison, DataRecord, DataSource, Estimate
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalComparison, RetrievalResult
 from hf_recurrent_lengthgen.hub.push import look_through
 from hf_recurrent_lengthgen.records import (
@@ -195,7 +194,7 @@ def test_its_commands_are_understood(cured: Path) -> None:
         run, _, _ = RunParser().read(command[2:])
         assert run.block_length == 8
     assert measured[:2] == ["lengthgen", "evaluate"]
-    assert evaluate._parser().parse_args(measured[2:]).models == ["base", "cured"]
+    assert measured[2:6] == ["base", "cured", "--roles", "base,cured"]
 
 
 def run_python(text: str) -> dict[str, Any]:
@@ -305,7 +304,7 @@ def test_results_against_another_training_length_are_refused(work: Work, tmp_pat
 
 def test_what_a_stranger_needs_to_know_of_data_and_commands(work: Work, tmp_path: Path) -> None:
     def describe(evaluation: dict[str, Any]) -> None:
-        evaluation["data"]["description"] = "Texts; train 664 files, 11181892 bytes; 0 files skipped, validation files"
+        evaluation["data"]["source"] = {"name": "Texts", "split": "validation", "sizes": "664 files, 11181892 bytes"}
 
     text = str(build_card(work.cured, [changed(work, tmp_path / "r.json", describe)]))
     body = text.partition("\n---\n\n")[2]
@@ -325,11 +324,11 @@ def test_results_in_bfloat16_are_of_these_weights(work: Work, tmp_path: Path) ->
 def test_a_copy_that_forgets_has_its_own_results(work: Work, tmp_path: Path) -> None:
     forgets = tmp_path / "forgets"
     assert main(["forget", str(work.cured), "--output_dir", str(forgets), "--window", "4"]) == 0
-    with pytest.raises(ValueError, match=r"as cured, but forgets is to be evaluated with \(window 4\)"):
+    with pytest.raises(ValueError, match=r"as cured, but forgets is to be evaluated with window 4"):
         build_card(forgets, [work.results])
 
     def label(evaluation: dict[str, Any]) -> None:
-        evaluation["model"] = "forgets (window 4)"
+        evaluation["forgetting"]["window"] = 4
 
     own = changed(work, tmp_path / "own.json", label)
     text = str(build_card(forgets, [own]))
@@ -337,7 +336,7 @@ def test_a_copy_that_forgets_has_its_own_results(work: Work, tmp_path: Path) -> 
     assert "It cannot be trained as it is" in text
     assert "@article{chen2024stuffed," in text
     assert "forgetting" in metadata_of(text)["tags"]
-    with pytest.raises(ValueError, match=r"as forgets .*, but cured is to be evaluated with no forgetting"):
+    with pytest.raises(ValueError, match=r"as cured, but cured is to be evaluated with no forgetting"):
         build_card(work.cured, [own])
 
 
@@ -368,7 +367,7 @@ def test_what_is_no_whole_checkpoint_is_refused(
         ("{", "cannot be read as a result file"),
         ("[]", "is of the kind None"),
         ('{"kind": "lineage"}', "is of the kind 'lineage', but must be of comparison, .*retrieval"),
-        ('{"kind": "comparison", "schema_version": 1}', "schema version 1"),
+        ('{"kind": "comparison", "schema_version": 9}', "schema version 9"),
     ],
 )
 def test_what_is_no_result_file_is_refused(work: Work, tmp_path: Path, content: str, complaint: str) -> None:
@@ -601,7 +600,7 @@ def test_a_card_with_special_names(work: Work, tmp_path: Path) -> None:
 
     def label(evaluation: dict[str, Any]) -> None:
         evaluation["model"] = "ba|se_*x*"
-        evaluation["data"]["description"] = "some | <data>, split a"
+        evaluation["data"]["source"] = {"name": "some | <data>", "split": "a"}
 
     plain = json.loads(changed(work, tmp_path / "r.json", label, "base").read_text())
     text = str(build_card(folder, [tmp_path / "r.json"], authors=["A *star*"]))
@@ -764,7 +763,7 @@ def retrieval(work: Work, model: str = "cured", weights: str | None = None) -> R
             (RetrievalCell(10, 10, 5), RetrievalCell(4, 10, 5)),
         ),
         confidence=0.95,
-        data=DataRecord("repeated sentences", "ab" * 32, "byte"),
+        data=DataRecord(DataSource("repeated sentences"), "ab" * 32, "byte"),
         device="cpu",
         versions={"torch": "2"},
         command=f"lengthgen retrieve {work.folder}/cured",

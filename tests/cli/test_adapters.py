@@ -29,7 +29,7 @@ from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import Comparison
 from hf_recurrent_lengthgen.lineage import lineage_of
 from hf_recurrent_lengthgen.loading import load_language_model, load_model
-from hf_recurrent_lengthgen.records import file_digest, read_lineage
+from hf_recurrent_lengthgen.records import Adapter, file_digest, read_lineage
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
 
 RANK, ALPHA = 2, 6
@@ -135,11 +135,11 @@ def test_a_merged_checkpoint_has_weights_code_tokenizer_and_the_whole_lineage(
     assert lineage.source == lineage_of(str(checkpoint)).source
     assert [step.kind for step in lineage.steps] == ["train", "merge"]
     assert lineage.steps[0].training is not None
-    assert lineage.steps[0].training.settings["adapter"] == "LoRA of rank 2, alpha 6, on in_proj, out_proj"
+    assert lineage.steps[0].training.adapter == Adapter("LORA", 2, 6.0, ("in_proj", "out_proj"))
     assert lineage.steps[1].command == "lengthgen merge adapter --output-dir merged"
     assert (model.config.training_length, len(model.config.interventions)) == (16, 1)
     assert run("card", out) == 0
-    assert "merged LoRA of rank 2" in (out / "README.md").read_text()
+    assert "merged an adapter (LoRA of rank 2" in (out / "README.md").read_text()
 
 
 def test_an_adapter_is_trained_on(adapter: Path, text_file: Path, tmp_path: Path, capsys: Any) -> None:
@@ -149,7 +149,10 @@ def test_an_adapter_is_trained_on(adapter: Path, text_file: Path, tmp_path: Path
     assert not any(torch.equal(before[name], after[name]) for name in before)
     lineage = read_lineage(tmp_path / "more")
     assert lineage is not None
-    assert [step.description for step in lineage.steps] == ["state_passing of an adapter, 2 steps"] * 2
+    trainings = [step.training for step in lineage.steps if step.training is not None]
+    assert [(run.methods[0].name, run.adapter is None, run.steps) for run in trainings] == [
+        ("state_passing", False, 2)
+    ] * 2
     assert f"lengthgen merge {tmp_path / 'more'}" in capsys.readouterr().out
     assert train(adapter, tmp_path / "other", text_file, "--lora_r", 3) == 1
     assert "is an adapter already" in capsys.readouterr().err

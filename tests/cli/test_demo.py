@@ -104,7 +104,7 @@ def test_the_numbers_say_what_was_done(finished: Finished) -> None:
     assert [model.evaluation.model for model in finished.comparison.models] == ["base", "state passing", "control"]
     trainings = [model.training for model in finished.comparison.models if model.training is not None]
     assert [training.steps for training in trainings] == [4, 3, 3]
-    assert ["state passing" in training.method for training in trainings] == [False, True, False]
+    assert ["state passing" in training.methods for training in trainings] == [False, True, False]
     for model in finished.comparison.models:
         found = model.evaluation
         assert (found.training_length, found.evaluated_length, found.sequences, found.seed) == (16, 64, 3, 3)
@@ -121,12 +121,13 @@ def test_the_checkpoints_say_where_they_come_from(finished: Finished) -> None:
         assert lineage.source is None
         for step in lineage.steps:
             assert step.training is not None
-            told[role].append((step.description, step.training.method, step.training.tokens))
-    base = ("plain training, 4 steps", "none", 4 * 2 * 16)
+            titles = tuple(method.title for method in step.training.methods)
+            told[role].append((titles, step.training.steps, step.training.tokens))
+    base = (("plain training", "mimetic initialization"), 4, 4 * 2 * 16)
     assert told == {
         "base": [base],
-        "cured": [base, ("state_passing, 3 steps", "state_passing", 3 * 2 * 16)],
-        "control": [base, ("plain training, 3 steps", "none", 3 * 2 * 16)],
+        "cured": [base, (("state passing",), 3, 3 * 2 * 16)],
+        "control": [base, (("plain training",), 3, 3 * 2 * 16)],
     }
     for model in finished.comparison.models:
         lineage = lineages[model.role]

@@ -11,14 +11,18 @@ from huggingface_hub import HfApi, ModelCard
 from transformers import AutoModelForCausalLM
 
 from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.lineage import lineage_of
+from hf_recurrent_lengthgen.methods import MIMETIC_INITIALIZATION, OUTPUT_ALIGNMENT, PLAIN
 from hf_recurrent_lengthgen.records import (
+    InitialWeights,
     Lineage,
     Source,
     Step,
     read_lineage,
     write_lineage,
 )
+from hf_recurrent_lengthgen.trainers import StatePassingTrainer
 from tests.hub.conftest import hub as hub
 from tests.hub.endpoint import Endpoint
 
@@ -50,20 +54,21 @@ def test_a_training_is_recorded_with_what_it_started_from(checkpoint: Path, tmp_
     digest = sha256(checkpoint / "model.safetensors")
     assert lineage.source == Source("checkpoint", False, None, "lengthgen", None, {"model.safetensors": digest})
     [step] = lineage.steps
-    assert (step.kind, step.description) == ("train", "state_passing with output alignment 0.1, 3 steps")
+    assert (step.kind, step.description) == ("train", "")
     assert step.command.startswith("lengthgen train --model checkpoint --output_dir out --data text.txt")
     assert step.versions["torch"]
     assert step.versions["python"]
     training = step.training
     assert training is not None
-    assert (training.method, training.data) == ("state_passing with output alignment 0.1", "text.txt, split train")
+    assert training.methods == (StatePassingTrainer.about, OUTPUT_ALIGNMENT)
+    assert training.data == DataSource("text.txt", "train")
     assert (training.steps, training.tokens) == (3, 3 * 2 * 8)
     assert training.seconds > 0
-    assert training.hardware.startswith("CPU (")
-    assert training.settings["learning rate"] == "0.001"
-    assert training.settings["batch"] == "2 rows of 8 tokens"
-    assert training.settings["state drop probability"] == "0.1"
-    assert training.settings["seed"] == "42"
+    assert (training.hardware.device, training.hardware.number) == ("cpu", 1)
+    assert (training.rows_per_step, training.training_length, training.row_tokens) == (2, 8, None)
+    (settings,) = training.settings
+    assert (settings.learning_rate, settings.seed) == (0.001, 42)
+    assert (settings.method["state_drop_probability"], settings.method["alignment_alpha"]) == (0.1, 0.1)
     logged = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
     losses = [entry["loss"] for entry in logged if "loss" in entry]
     assert len(losses) == 3
@@ -95,7 +100,7 @@ def test_each_command_goes_on_with_the_lineage_of_its_start(checkpoint: Path, tm
     config = json.loads((tmp_path / "forgets" / "config.json").read_text())
     assert told == [
         ("expand", config["interventions"][0], False),
-        ("train", "plain training, 3 steps", True),
+        ("train", "", True),
         ("forget", "forgetting at inference: window 4", False),
     ]
     assert lineage.steps[1].command == "lengthgen expand start --output_dir larger --layers all --factor 2"
@@ -123,8 +128,8 @@ def test_training_from_scratch_has_no_source(config_file: Path, tmp_path: Path, 
     assert lineage is not None
     assert lineage.source is None
     assert lineage.steps[0].training is not None
-    assert lineage.steps[0].training.method == "none"
-    assert lineage.steps[0].training.settings["initial weights"] == "mimetic initialization, c 8, offset 0"
+    assert lineage.steps[0].training.methods == (PLAIN, MIMETIC_INITIALIZATION)
+    assert lineage.steps[0].training.initial_weights == InitialWeights({"c": 8.0, "offset": 0})
 
 
 def test_a_learned_state_alone_is_no_checkpoint(checkpoint: Path, tmp_path: Path, text_file: Path) -> None:

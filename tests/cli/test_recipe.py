@@ -15,8 +15,10 @@ from hf_recurrent_lengthgen.cli import recipe, recipe_run
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.recipe_run import RecipeRun
 from hf_recurrent_lengthgen.evaluation.files import read_result
+from hf_recurrent_lengthgen.evaluation.results import DataSource
+from hf_recurrent_lengthgen.methods import PLAIN
 from hf_recurrent_lengthgen.recipes import copy_recipes
-from hf_recurrent_lengthgen.records import Lineage, Step, TrainingRun, write_lineage
+from hf_recurrent_lengthgen.records import Hardware, Lineage, Step, TrainingRun, write_lineage
 
 NAME = "mamba2-130m-state-passing"
 STAGES = ["convert", "check", "train", "verify", "evaluate", "diagnose", "card"]
@@ -262,7 +264,7 @@ def test_several_processes_share_the_rows_of_a_step(commands: Commands, monkeypa
         Path("here/train").mkdir(exist_ok=True)
         Path("here/train/config.json").write_text("{}")
         rows = 8 * 16 * int(next(part for part in program if "accumulation" in part).split("=")[1])
-        run = TrainingRun("m", "d", 1, 1, 1.0, 1.0, "h", {"batch": f"{rows:,} rows of 2,048 tokens"})
+        run = TrainingRun((PLAIN,), DataSource("d"), 2048, rows, 1, 1, 1.0, 1.0, Hardware("cpu", 1), ())
         write_lineage("here/train", Lineage(None, (Step("train", "", "", {}, run),)))
         return 0
 
@@ -270,7 +272,7 @@ def test_several_processes_share_the_rows_of_a_step(commands: Commands, monkeypa
     start("--launch", "torchrun", "--processes", "8", "--until", "train")
     assert "--gradient_accumulation_steps=2" in programs[0]  # 16 in the file
     told = ["--set", "train.gradient_accumulation_steps=4"]
-    with pytest.raises(ValueError, match="had 512 rows of 2,048 tokens in a step instead of 256: give --processes"):
+    with pytest.raises(ValueError, match="had 512 rows in a step instead of 256: give --processes"):
         start("--launch", "torchrun", "--processes", "4", "--until", "train", "--redo", "train", *told)
     with pytest.raises(ValueError, match="accumulates 16 times 16 rows, which 3 processes cannot share"):
         start("--launch", "torchrun", "--processes", "3")

@@ -59,9 +59,9 @@ def test_library_has_no_tests_and_no_third_party_code(library: Corpus) -> None:
 def test_description_and_digest_identify_the_library(library: Corpus) -> None:
     assert library.digest == standard_library_corpus().digest
     assert len(library.digest) == 64
-    assert "standard library" in library.description
-    assert f"train {len(library.train)} files" in library.description
-    assert f"{sum(len(text.encode()) for text in library.texts('validation'))} bytes" in library.description
+    assert "standard library" in library.source
+    assert f"train {len(library.train)} files" in library.sizes
+    assert f"{sum(len(text.encode()) for text in library.texts('validation'))} bytes" in library.sizes
 
 
 def test_folder_walk_keeps_order_bytes_and_side_of_each_file(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_files_that_cannot_be_decoded_or_read_are_counted(tmp_path: Path) -> Non
     os.symlink(tmp_path / "nowhere", tmp_path / "broken.py")
     corpus = standard_library_corpus(tmp_path)
     assert corpus.skipped == ("broken.py", "latin.py")
-    assert "2 files skipped" in corpus.description
+    assert "2 files skipped" in corpus.sizes
 
 
 def test_folder_without_sources_is_an_error(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from hf_recurrent_lengthgen.diagnosis.page import diagnosis_figures, diagnosis_page, diagnosis_summary
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import Diagnosis
+from hf_recurrent_lengthgen.evaluation.results import DataSource
 from tests.diagnosis.diagnoses import correlation, diagnosed, expected, remembrance, states, with_part, without_parts
 from tests.plotting.test_page import Reader
 
@@ -176,7 +177,7 @@ def test_everything_given_is_escaped() -> None:
     found = states({(0, 1): 3.0})
     layers = tuple(dataclasses.replace(layer, unit=evil) for layer in found.layers)
     model = diagnosed("base", evil, 1.0, dataclasses.replace(found, left_out=(evil,), layers=layers))
-    data = dataclasses.replace(model.evaluation.data, description=evil, digest=evil, token_unit=evil)
+    data = dataclasses.replace(model.evaluation.data, source=DataSource(evil), digest=evil, token_unit=evil)
     model = dataclasses.replace(
         model,
         evaluation=dataclasses.replace(

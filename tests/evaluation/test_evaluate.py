@@ -9,7 +9,7 @@ import torch
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
 from hf_recurrent_lengthgen.evaluation.json_schema import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.provenance import token_digest
-from hf_recurrent_lengthgen.evaluation.results import DataRecord, EvaluationResult
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource, EvaluationResult
 
 NLL = Callable[..., list[float]]
 
@@ -19,7 +19,7 @@ def fading(count: Any) -> Any:
 
 
 def evaluate(model: Any, tokens: np.ndarray, training_length: int = 16, **options: Any) -> EvaluationResult:
-    data, settings = DataRecord("random ids"), EvaluationSettings(progress=False, **options)
+    data, settings = DataRecord(DataSource("random ids")), EvaluationSettings(progress=False, **options)
     return evaluate_model(model, tokens, training_length, "toy", data, settings)
 
 

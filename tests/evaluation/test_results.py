@@ -8,20 +8,23 @@ from typing import Any
 import pytest
 
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
-from hf_recurrent_lengthgen.evaluation.json_schema import from_json, to_json
+from hf_recurrent_lengthgen.evaluation.json_schema import Value, from_json, from_plain, to_json, to_plain
 from hf_recurrent_lengthgen.evaluation.results import (
     ComparedModel,
     Comparison,
     ContextHarm,
     Curve,
     DataRecord,
+    DataSource,
     Estimate,
     EvaluationResult,
+    ForgettingRule,
     InWindow,
     LengthVerdict,
     TrainingRecord,
     TwoResolutions,
 )
+from hf_recurrent_lengthgen.records import Settings
 
 
 @pytest.fixture
@@ -35,7 +38,7 @@ def result() -> EvaluationResult:
         evaluated_length=8,
         sequences=2,
         confidence=0.95,
-        data=DataRecord("made up", "0" * 64, "byte"),
+        data=DataRecord(DataSource("made up"), "0" * 64, "byte"),
         position_wise=TwoResolutions(curve, one),
         harm=ContextHarm(TwoResolutions(curve, one), (4, 8), Estimate(0.5, 0.4, 0.6), 0.05, None),
         in_window=InWindow(curve, Estimate(2.0, None, None), Estimate(1.0, 0.5, 1.5), (0, 2), (2, 4), 3),
@@ -51,7 +54,7 @@ def result() -> EvaluationResult:
 @pytest.fixture
 def comparison(result: EvaluationResult) -> Comparison:
     other = dataclasses.replace(result, model="cured", seed=3)
-    training = TrainingRecord("state passing", 600, 55.0, 1.25)
+    training = TrainingRecord(("state passing",), 600, 55.0, 1.25, 0.001)
     return Comparison("Demo", (ComparedModel("base", result, None), ComparedModel("cured", other, training)))
 
 
@@ -76,48 +79,47 @@ def test_documents_survive_the_round_trip(result: EvaluationResult, comparison: 
 def test_the_json_says_what_it_is(comparison: Comparison) -> None:
     plain = json.loads(to_json(comparison))
     assert plain["kind"] == "comparison"
-    assert plain["schema_version"] == 2
+    assert plain["schema_version"] == 3
     assert plain["models"][1]["training"] == {
-        "method": "state passing",
+        "methods": ["state passing"],
         "steps": 600,
         "seconds": 55.0,
         "loss": 1.25,
+        "learning_rate": 0.001,
+        "state_drop_probability": None,
     }
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(extra=1), r"Unknown in the document: \['extra'\]"),
-        (lambda d: d.pop("seed"), r"Missing in the document: \['seed'\]"),
-        (lambda d: d["harm"]["last"].pop("low"), r"Missing in harm\.last: \['low'\]"),
-        (lambda d: d["in_window"].update(los=1), r"Unknown in in_window: \['los'\]"),
-        (lambda d: d.update(seed="0"), r"seed must be of type int, got '0'"),
-        (lambda d: d.update(seed=True), r"seed must be of type int, got True"),
-        (lambda d: d.update(seed=1.0), r"seed must be of type int, got 1\.0"),
-        (lambda d: d.update(model=None), r"model must be of type str, got None"),
-        (lambda d: d.update(confidence=None), r"confidence must be a finite number, got None"),
-        (lambda d: d.update(confidence=math.nan), r"confidence must be a finite number, got nan"),
-        (lambda d: d.update(confidence=10**400), r"confidence must be a finite number"),
-        (lambda d: d["versions"].update(torch=2), r"versions\.torch must be of type str"),
-        (lambda d: d["harm"].update(last_range=[1, 2, 3]), r"harm\.last_range must be of type tuple"),
+        (lambda d: d.update(extra=1), r"^extra: There is no such field, got 1"),
+        (lambda d: d.pop("seed"), r"^seed: Field required$"),
+        (lambda d: d["harm"]["last"].pop("low"), r"harm\.last\.low: Field required"),
+        (lambda d: d["in_window"].update(los=1), r"in_window\.los: There is no such field"),
+        (lambda d: d.update(seed="0"), r"seed: Input should be a valid integer, got '0'"),
+        (lambda d: d.update(seed=True), r"seed: Input should be a valid integer, got True"),
+        (lambda d: d.update(seed=1.0), r"seed: Input should be a valid integer, got 1\.0"),
+        (lambda d: d.update(model=None), r"model: Input should be a valid string, got None"),
+        (lambda d: d.update(confidence=None), r"confidence: Input should be a valid number, got None"),
+        (lambda d: d.update(confidence=math.nan), r"confidence: Input should be a finite number, got nan"),
+        (lambda d: d.update(confidence=10**400), r"confidence: Input should be a finite number"),
+        (lambda d: d["versions"].update(torch=2), r"versions\.torch: Input should be a valid string"),
+        (lambda d: d["harm"].update(last_range=[1, 2, 3]), r"harm\.last_range: Tuple should have at most 2 items"),
         (
             lambda d: d["harm"]["curves"]["fine"]["mean"].__setitem__(1, math.inf),
-            r"harm\.curves\.fine\.mean\[1\] must be a finite number, got inf",
+            r"harm\.curves\.fine\.mean\[1\]: Input should be a finite number, got inf",
         ),
         (
             lambda d: d["position_wise"]["fine"]["mean"].append(1.0),
-            r"In position_wise\.fine: A curve with 2 bins has 3 values in 'mean'",
+            r"position_wise\.fine: A curve with 2 bins has 3 values in 'mean'",
         ),
-        (
-            lambda d: d["position_wise"]["fine"].update(edges=[0, 8, 1]),
-            r"In position_wise\.fine: .*strictly increasing",
-        ),
-        (lambda d: d["position_wise"]["fine"].update(low=None), r"In position_wise\.fine: .*both bounds"),
-        (lambda d: d.update(data=[]), r"data must be of type DataRecord, got \[\]"),
-        (lambda d: d.update(schema_version=1), r"schema version 1, this code reads 2: update"),
-        (lambda d: d.update(schema_version=True), r"schema version True"),
-        (lambda d: d.pop("schema_version"), r"schema version None"),
+        (lambda d: d["position_wise"]["fine"].update(edges=[0, 8, 1]), r"position_wise\.fine: .*strictly increasing"),
+        (lambda d: d["position_wise"]["fine"].update(low=None), r"position_wise\.fine: .*both bounds"),
+        (lambda d: d.update(data=[]), r"data: Input should be an object, got \[\]"),
+        (lambda d: d.update(seed="0", extra=1), r"seed: .*; extra: "),
+        (lambda d: d.update(schema_version=True), r"schema version must be .*, got True"),
+        (lambda d: d.pop("schema_version"), r"schema version must be .*, got None"),
         (lambda d: d.update(kind="comparison"), r"kind 'evaluation', got 'comparison'"),
     ],
 )
@@ -126,9 +128,46 @@ def test_documents_that_are_not_exactly_right_are_refused(result: EvaluationResu
         from_json(edited(to_json(result), change), EvaluationResult)
 
 
+def test_a_file_of_an_earlier_version_lacks_what_came_later(result: EvaluationResult) -> None:
+    forgets = dataclasses.replace(result, forgetting=ForgettingRule(window=4))
+    assert from_json(to_json(forgets), EvaluationResult) == forgets
+
+    def earlier(plain: dict[str, Any]) -> None:
+        plain["schema_version"] -= 1
+        del plain["forgetting"]
+
+    assert from_json(edited(to_json(forgets), earlier), EvaluationResult) == result
+
+
+def test_a_file_of_a_newer_version_is_refused_with_both_versions(result: EvaluationResult) -> None:
+    text = edited(to_json(result), lambda plain: plain.update(schema_version=4, later=1))
+    with pytest.raises(ValueError, match="schema version 4, this code reads up to 3: update hf_recurrent_lengthgen"):
+        from_json(text, EvaluationResult)
+
+
+FIRST = Path(__file__).parent / "records" / "comparison-3.json"
+
+
+def test_the_first_file_is_read_for_ever() -> None:
+    found = read_result(FIRST, Comparison)
+    assert [model.role for model in found.models] == ["base", "cured"]
+    assert found.models[1].training == TrainingRecord(("state passing",), 600, 55.0, 1.25, 0.001, 0.1)
+    assert found.models[1].evaluation.data.source == DataSource("made up", "validation", "texts of 8 bytes", "2 texts")
+
+
+def test_an_option_of_any_type_is_read_as_it_was_written() -> None:
+    given: dict[str, Value] = {"a": True, "b": 1, "c": 1.0, "d": "x", "e": None, "f": (1, 2.5, "y"), "g": {"h": 0.5}}
+    settings = Settings(0, 3, 0.1, "cosine", "sgd", 0.0, None, "float32", 0, method=given)
+    again = from_plain(to_plain(settings), Settings)
+    assert again == settings
+    assert [type(value) for value in again.method.values()] == [type(value) for value in given.values()]
+    with pytest.raises(ValueError, match=r"method\.c.*finite number"):
+        to_plain(dataclasses.replace(settings, method={"c": math.nan}))
+
+
 def test_a_wrong_value_inside_a_comparison_is_named_by_its_path(comparison: Comparison) -> None:
     text = to_json(comparison)
-    with pytest.raises(ValueError, match=r"models\[1\]\.role must be .*Literal.*got 'cure'"):
+    with pytest.raises(ValueError, match=r"models\[1\]\.role: .*'base', 'cured', 'control' or 'other', got 'cure'"):
         from_json(edited(text, lambda d: d["models"][1].update(role="cure")), Comparison)
     with pytest.raises(ValueError, match="at least one model"):
         from_json(edited(text, lambda d: d.update(models=[])), Comparison)
@@ -144,9 +183,9 @@ def test_text_that_is_not_a_document_is_refused() -> None:
 
 
 def test_values_that_could_not_be_read_back_are_not_written(result: EvaluationResult) -> None:
-    with pytest.raises(ValueError, match=r"wall_seconds must be a finite number, got nan"):
+    with pytest.raises(ValueError, match=r"wall_seconds: Input should be a finite number, got nan"):
         to_json(dataclasses.replace(result, wall_seconds=math.nan))
-    with pytest.raises(ValueError, match=r"seed must be of type int, got '1'"):
+    with pytest.raises(ValueError, match=r"seed: Input should be a valid integer, got '1'"):
         to_json(dataclasses.replace(result, seed="1"))  # type: ignore[arg-type]
 
 
@@ -154,7 +193,7 @@ def test_a_comparison_needs_different_labels_and_the_same_data(comparison: Compa
     base, cured = comparison.models
     with pytest.raises(ValueError, match="different labels"):
         Comparison("", (base, base))
-    elsewhere = dataclasses.replace(cured.evaluation, data=DataRecord("made up", "1" * 64, "byte"))
+    elsewhere = dataclasses.replace(cured.evaluation, data=DataRecord(DataSource("made up"), "1" * 64, "byte"))
     with pytest.raises(ValueError, match="share one data digest"):
         Comparison("", (base, ComparedModel("cured", elsewhere, None)))
 

@@ -24,7 +24,7 @@ from hf_recurrent_lengthgen.data.tasks import (
 from hf_recurrent_lengthgen.evaluation import retrieval, shared_prefixes
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
-from hf_recurrent_lengthgen.evaluation.results import DataRecord
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.evaluation.retrieval import retrieval_accuracy
 from hf_recurrent_lengthgen.evaluation.retrieval_results import (
     RetrievalCell,
@@ -269,7 +269,7 @@ def result_of(cells: Sequence[Sequence[tuple[int, int, int | None]]], lengths: A
         lengths=lengths,
         cells=tuple(tuple(RetrievalCell(*cell) for cell in row) for row in cells),
         confidence=0.95,
-        data=DataRecord("text", "0", "token"),
+        data=DataRecord(DataSource("text"), "0", "token"),
         device="cpu",
         versions={},
         command="",
@@ -305,7 +305,7 @@ def test_files_keep_results(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="need different names"):
         RetrievalComparison((result, result))
     with pytest.raises(ValueError, match="must have the same data"):
-        RetrievalComparison((result, replace(result, model="o", data=DataRecord("text", "1", "token"))))
+        RetrievalComparison((result, replace(result, model="o", data=DataRecord(DataSource("text"), "1", "token"))))
     with pytest.raises(ValueError, match="3 of 2 answers cannot be right"):
         RetrievalCell(3, 2, None)
     with pytest.raises(ValueError, match="must have 3, one for each length"):

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from hf_recurrent_lengthgen.evaluation.json_schema import to_json
-from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate, ForgettingSearch, ForgettingTrial
+from hf_recurrent_lengthgen.evaluation.results import (
+    DataRecord,
+    DataSource,
+    Estimate,
+    ForgettingSearch,
+    ForgettingTrial,
+)
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalComparison, RetrievalResult
 from hf_recurrent_lengthgen.evaluation.tables import read_rows, rows_of, write_csv
 
@@ -26,7 +32,7 @@ SHIPPED = sorted(
     for path in (ROOT / folder).rglob("*.json")
     if kind_of(path) in ("comparison", "diagnosis")
 )
-DATA = DataRecord("text", "0" * 64, "byte")
+DATA = DataRecord(DataSource("text"), "0" * 64, "byte")
 
 
 def curves(plain: dict[str, Any]) -> list[tuple[Any, ...]]:

@@ -10,6 +10,7 @@ from hf_recurrent_lengthgen.evaluation.results import (
     ContextHarm,
     Curve,
     DataRecord,
+    DataSource,
     Estimate,
     EvaluationResult,
     InWindow,
@@ -45,7 +46,7 @@ def compared(
         evaluated_length=1024,
         sequences=1 if width is None else 32,
         confidence=0.95,
-        data=DataRecord("made-up bytes", "ab" * 32, "byte"),
+        data=DataRecord(DataSource("made-up bytes"), "ab" * 32, "byte"),
         position_wise=TwoResolutions(nll, nll),
         harm=ContextHarm(TwoResolutions(harms, harms), (512, 1024), estimate(harm, width), 0.05, harmful),
         in_window=InWindow(
@@ -63,7 +64,7 @@ def compared(
         seed=0,
         wall_seconds=12.0,
     )
-    return ComparedModel(role, evaluation, TrainingRecord(f"training of {label}", 600, 41.0, 1.5))
+    return ComparedModel(role, evaluation, TrainingRecord((f"training of {label}",), 600, 41.0, 1.5))
 
 
 @pytest.fixture(scope="session")

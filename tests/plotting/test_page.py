@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison
+from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison, DataSource
 from hf_recurrent_lengthgen.plotting.findings import summary
 from hf_recurrent_lengthgen.plotting.page import comparison_page
 
@@ -104,9 +104,9 @@ def test_everything_given_is_escaped(model_of: ModelOf) -> None:
     evil = '"><script>alert(1)</script>&'
     model = model_of("base", evil, 1.0)
     assert model.training is not None
-    data = dataclasses.replace(model.evaluation.data, description=evil, digest=evil, token_unit=evil)
+    data = dataclasses.replace(model.evaluation.data, source=DataSource(evil), digest=evil, token_unit=evil)
     evaluation = dataclasses.replace(model.evaluation, data=data, command=evil, device=evil, versions={evil: evil})
-    training = dataclasses.replace(model.training, method=evil)
+    training = dataclasses.replace(model.training, methods=(evil,))
     text = comparison_page(Comparison(evil, (ComparedModel("base", evaluation, training),)), evil)
     assert "<script" not in text
     assert Reader(text).text.count("alert(1)") >= 10

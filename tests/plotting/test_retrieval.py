@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from hf_recurrent_lengthgen.evaluation.results import DataRecord
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalResult
 from hf_recurrent_lengthgen.plotting.images import inline_svg
 from hf_recurrent_lengthgen.plotting.retrieval import heat_map_figure, retrieval_accuracy_figure, within_figure
@@ -30,7 +30,7 @@ RESULT = RetrievalResult(
     lengths=(512, 1024, 131072),
     cells=CELLS,
     confidence=0.95,
-    data=DataRecord("text", "0", "byte"),
+    data=DataRecord(DataSource("text"), "0", "byte"),
     device="cpu",
     versions={},
     command="",

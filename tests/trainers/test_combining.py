@@ -233,15 +233,15 @@ def test_the_lineage_tells_of_the_method_and_of_the_settings_of_both(tmp_path: P
     assert lineage is not None
     run = lineage.steps[0].training
     assert run is not None
-    assert run.method == "state_passing"
-    assert run.settings["state drop probability"] == "0.1"
-    assert run.settings["completion only loss"] == "false"
+    assert run.methods == (StatePassingTrainer.about,)
+    (settings,) = run.settings
+    assert settings.method["state_drop_probability"] == 0.1
+    assert settings.others["completion_only_loss"] is False
     real = [len(text) + 1 for text in texts()["text"]]
     assert 6 * min(real) <= run.tokens <= 6 * max(real)
     assert run.tokens == trainer.state.log_history[-2]["num_tokens"]
-    assert run.settings["batch"] == f"2 rows of {run.tokens / 6:.0f} tokens on average"
-    assert "dataset text field" not in run.settings
-    assert "eos token" not in run.settings
+    assert (run.rows_per_step, run.row_tokens) == (2, run.tokens / 6)
+    assert not {"dataset_text_field", "eos_token"} & settings.others.keys()
 
 
 def test_tokens_are_those_of_one_run_also_when_a_trainer_trains_again(tmp_path: Path) -> None:

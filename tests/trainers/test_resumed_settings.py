@@ -19,7 +19,8 @@ from transformers.utils import logging as transformers_logging
 
 from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.data import PackedBlocks
-from hf_recurrent_lengthgen.records import read_lineage
+from hf_recurrent_lengthgen.methods import PLAIN
+from hf_recurrent_lengthgen.records import Settings, read_lineage
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
 
 FIRST: dict[str, Any] = {"learning_rate": 0.01, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "max_steps": 3}
@@ -52,7 +53,7 @@ def make(
     return StatePassingTrainer(model, arguments, train_dataset=rows, eval_dataset=rows, **given)
 
 
-def recorded(trainer: StatePassingTrainer) -> dict[str, str]:
+def recorded(trainer: StatePassingTrainer) -> tuple[Settings, ...]:
     trainer.save_model()
     lineage = read_lineage(trainer.output_dir)
     assert lineage is not None
@@ -60,6 +61,11 @@ def recorded(trainer: StatePassingTrainer) -> dict[str, str]:
     assert training is not None
     assert training.steps == trainer.state.global_step
     return training.settings
+
+
+def over(parts: tuple[Settings, ...], name: str) -> list[tuple[int, Any]]:
+    """A setting by the step from which it applied."""
+    return [(part.from_step, getattr(part, name)) for part in parts]
 
 
 def said(caplog: pytest.LogCaptureFixture) -> str:
@@ -81,10 +87,9 @@ def test_an_unchanged_resume_says_nothing(
     trainer.train(checkpoint)
     assert "other settings" not in said(warned)
     settings = recorded(trainer)
-    assert settings["learning rate"] == "0.01"
-    assert settings["optimizer"] == "adamw_torch_fused, betas 0.9 and 0.999, weight decay 0"
-    assert not any(", then " in text for text in settings.values())
-    assert "scheduled steps" not in settings
+    (only,) = settings
+    assert (only.from_step, only.max_steps, only.learning_rate) == (0, 3, 0.01)
+    assert (only.optim, only.betas, only.weight_decay) == ("adamw_torch_fused", (0.9, 0.999), 0)
 
 
 def test_a_new_learning_rate_applies(toys: ModuleType, base: Path, checkpoint: str, tmp_path: Path) -> None:
@@ -97,7 +102,7 @@ def test_a_new_learning_rate_applies(toys: ModuleType, base: Path, checkpoint: s
         after = trainer.model.state_dict()
         moved.append({name: (after[name] - before[name]) / rate for name in before})
     torch.testing.assert_close(moved[0], moved[1], rtol=1e-3, atol=1e-3)
-    assert recorded(trainer)["learning rate"] == "0.01 to step 2, then 0.0025"
+    assert over(recorded(trainer), "learning_rate") == [(0, 0.01), (2, 0.0025)]
 
 
 def test_settings_of_the_optimizer_apply_and_are_recorded(
@@ -110,13 +115,12 @@ def test_settings_of_the_optimizer_apply_and_are_recorded(
     assert {(group["betas"], group["eps"]) for group in groups} == {((0.8, 0.95), 1e-6)}
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     settings = recorded(trainer)
-    assert settings["optimizer"] == (
-        "adamw_torch_fused, betas 0.9 and 0.999, weight decay 0 to step 2, then "
-        "adamw_torch_fused, betas 0.8 and 0.95, epsilon 1e-06, weight decay 0.1"
-    )
-    assert settings["gradient norm"] == "any to step 2, then at most 0.5"
+    assert over(settings, "betas") == [(0, (0.9, 0.999)), (2, (0.8, 0.95))]
+    assert over(settings, "epsilon") == [(0, 1e-8), (2, 1e-6)]
+    assert over(settings, "weight_decay") == [(0, 0), (2, 0.1)]
+    assert over(settings, "max_grad_norm") == [(0, None), (2, 0.5)]
     assert "From step 2 on" in said(warned)
-    assert "gradient norm any -> at most 0.5" in said(warned)
+    assert "max_grad_norm None -> 0.5" in said(warned)
 
 
 @pytest.mark.parametrize(
@@ -125,14 +129,14 @@ def test_settings_of_the_optimizer_apply_and_are_recorded(
         (
             {"max_steps": 6, "lr_scheduler_type": "linear"},
             [0.01 * (6 - step) / 6 for step in range(2, 6)],
-            {"schedule": "constant to step 2, then linear", "scheduled steps": "3 to step 2, then 6"},
+            {"lr_scheduler_type": ["constant", "linear"], "max_steps": [3, 6]},
         ),
         (
             {"warmup_steps": 4, "lr_scheduler_type": "constant_with_warmup", "learning_rate": 0.02},
             [0.02 * 2 / 4],
-            {"schedule": "constant to step 2, then constant_with_warmup, warm-up 4 steps"},
+            {"lr_scheduler_type": ["constant", "constant_with_warmup"], "warmup_steps": [0, 4]},
         ),
-        ({"bf16": True}, [0.01], {"precision": "float32 to step 2, then bfloat16 autocast"}),
+        ({"bf16": True}, [0.01], {"precision": ["float32", "bfloat16"]}),
     ],
     ids=["steps", "warm-up", "precision"],
 )
@@ -143,14 +147,16 @@ def test_the_schedule_is_that_of_the_arguments_from_the_first_step_on(
     tmp_path: Path,
     changes: dict[str, Any],
     rates: list[float],
-    told: dict[str, str],
+    told: dict[str, list[Any]],
 ) -> None:
     trainer = make(toys, base, tmp_path, **changes)
     trainer.train(checkpoint)
     log = [entry["learning_rate"] for entry in trainer.state.log_history if entry["step"] > 2 and "loss" in entry]
     assert log == pytest.approx(rates)
     settings = recorded(trainer)
-    assert {name: settings[name] for name in told} == told
+    assert {name: over(settings, name) for name in told} == {
+        name: [(0, before), (2, now)] for name, (before, now) in told.items()
+    }
 
 
 def test_parts_add_up_over_several_resumes(toys: ModuleType, base: Path, checkpoint: str, tmp_path: Path) -> None:
@@ -159,8 +165,8 @@ def test_parts_add_up_over_several_resumes(toys: ModuleType, base: Path, checkpo
     third = make(toys, base, tmp_path / "third", learning_rate=0.04, max_steps=5)
     third.train(str(tmp_path / "second" / "checkpoint-4"))
     settings = recorded(third)
-    assert settings["learning rate"] == "0.01 to step 2, then 0.02 to step 4, then 0.04"
-    assert settings["scheduled steps"] == "3 to step 2, then 4 to step 4, then 5"
+    assert over(settings, "learning_rate") == [(0, 0.01), (2, 0.02), (4, 0.04)]
+    assert over(settings, "max_steps") == [(0, 3), (2, 4), (4, 5)]
     parts = [trainer.run_record.saved(trainer)["seconds"] for trainer in (second, third)]
     assert third.run_record.seconds_before > second.run_record.seconds_before > 0
     assert parts[1] > third.run_record.seconds_before
@@ -184,8 +190,8 @@ def test_a_checkpoint_without_a_record_still_tells_its_optimizer(
     trainer = make(toys, base, tmp_path / "out", learning_rate=0.02, max_steps=4)
     trainer.train(str(old))
     settings = recorded(trainer)
-    assert settings["learning rate"] == "0.01 to step 2, then 0.02"
-    assert "scheduled steps" not in settings
+    assert over(settings, "learning_rate") == [(0, 0.01), (2, 0.02)]
+    assert over(settings, "max_steps") == [(0, None), (2, 4)]
 
 
 def test_another_optimizer_is_refused_by_name(toys: ModuleType, base: Path, checkpoint: str, tmp_path: Path) -> None:
@@ -217,9 +223,9 @@ def test_an_optimizer_of_ones_own_is_recorded_as_it_is(toys: ModuleType, base: P
         trainer.model, trainer.args, train_dataset=trainer.train_dataset, optimizers=(optimizer, scheduler)
     )
     trainer.train()
-    settings = recorded(trainer)
-    assert settings["optimizer"] == "SGD, momentum 0.9, weight decay 0"
-    assert (settings["learning rate"], settings["schedule"]) == ("0.3", "StepLR")
+    (settings,) = recorded(trainer)
+    assert (settings.optim, settings.momentum, settings.weight_decay, settings.betas) == ("SGD", 0.9, 0, None)
+    assert (settings.learning_rate, settings.lr_scheduler_type) == (0.3, "StepLR")
 
 
 def one_cycle(kind: type[torch.optim.Optimizer], **settings: Any) -> Callable[[Any], Any]:
@@ -247,9 +253,9 @@ class _Annealing(TrainerCallback):
 @pytest.mark.parametrize(
     ("own", "callbacks", "told"),
     [
-        (one_cycle(torch.optim.AdamW), [], "adamw_torch_fused, betas 0.95 and 0.999, weight decay 0.01"),
-        (one_cycle(torch.optim.SGD, momentum=0.9), [], "SGD, momentum 0.95, weight decay 0"),
-        (adam_with_constant_rate, [_Annealing], "adamw_torch_fused, betas 0.9 and 0.999, weight decay 0"),
+        (one_cycle(torch.optim.AdamW), [], ("adamw_torch_fused", (0.95, 0.999), None, 0.01)),
+        (one_cycle(torch.optim.SGD, momentum=0.9), [], ("SGD", None, 0.95, 0)),
+        (adam_with_constant_rate, [_Annealing], ("adamw_torch_fused", (0.9, 0.999), None, 0)),
     ],
     ids=["betas", "momentum", "callback"],
 )
@@ -260,7 +266,7 @@ def test_what_moves_during_a_run_goes_on_at_a_resume(
     warned: pytest.LogCaptureFixture,
     own: Callable[[Any], Any],
     callbacks: list[Any],
-    told: str,
+    told: tuple[Any, ...],
     same_trainer: bool,
 ) -> None:
     whole = make(toys, base, tmp_path / "whole", own, max_steps=6, save_steps=3)
@@ -274,7 +280,8 @@ def test_what_moves_during_a_run_goes_on_at_a_resume(
     trainer.train(str(tmp_path / "whole" / "checkpoint-3"))
     torch.testing.assert_close(trainer.model.state_dict(), expected, rtol=0, atol=0)
     assert "other settings" not in said(warned)
-    assert recorded(trainer)["optimizer"] == told
+    (settings,) = recorded(trainer)
+    assert (settings.optim, settings.betas, settings.momentum, settings.weight_decay) == told
 
 
 def test_what_the_user_changes_applies_beside_what_moves(toys: ModuleType, base: Path, tmp_path: Path) -> None:
@@ -294,10 +301,9 @@ def test_what_the_user_changes_applies_beside_what_moves(toys: ModuleType, base:
     second.add_callback(Listening())
     second.train(checkpoint)
     assert begun == [(moved, 0.99), 0.1]
-    assert recorded(second)["optimizer"] == (
-        "adamw_torch_fused, betas 0.95 and 0.999, weight decay 0.01 to step 3, then "
-        "adamw_torch_fused, betas 0.95 and 0.99, weight decay 0.1"
-    )
+    settings = recorded(second)
+    assert over(settings, "betas") == [(0, (0.95, 0.999)), (3, (0.95, 0.99))]
+    assert over(settings, "weight_decay") == [(0, 0.01), (3, 0.1)]
 
 
 @pytest.mark.parametrize("weight_decay", [0.01, 0.1])
@@ -308,7 +314,7 @@ def test_a_checkpoint_without_starting_settings_keeps_what_the_schedule_moves(
     whole = make(toys, base, tmp_path / "whole", own, max_steps=6, save_steps=3)
     whole.train()
     old = tmp_path / "whole" / "checkpoint-3"
-    rewrite(old, lambda run: run | {"record": {"parts": run["record"]["parts"]}})
+    rewrite(old, lambda run: run | {"record": {"settings": run["record"]["settings"]}})
     changed = one_cycle(torch.optim.AdamW, weight_decay=weight_decay)
     trainer = make(toys, base, tmp_path / "resumed", changed, max_steps=6)
     trainer.train(str(old))
@@ -328,8 +334,7 @@ def test_a_method_that_gave_no_state_is_not_recorded(
     assert lineage is not None
     (step,) = lineage.steps
     assert step.training is not None
-    assert step.training.method == ("state_passing" if probability < 1 else "none")
-    assert step.description == ("state_passing, 3 steps" if probability < 1 else "plain training, 3 steps")
+    assert step.training.methods == (StatePassingTrainer.about if probability < 1 else PLAIN,)
 
 
 def test_the_best_weights_are_recorded_as_such(toys: ModuleType, base: Path, tmp_path: Path) -> None:
@@ -338,4 +343,9 @@ def test_the_best_weights_are_recorded_as_such(toys: ModuleType, base: Path, tmp
     trainer = make(toys, base, tmp_path, **changes, metric_for_best_model="loss", greater_is_better=True)
     trainer.train()
     assert trainer.state.best_global_step == 1
-    assert recorded(trainer)["weights"] == "of step 1, best in loss"
+    recorded(trainer)
+    lineage = read_lineage(tmp_path)
+    assert lineage is not None
+    run = lineage.steps[-1].training
+    assert run is not None
+    assert (run.best_step, run.best_metric) == (1, "loss")

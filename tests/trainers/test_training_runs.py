@@ -9,15 +9,16 @@ import torch
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.data import PackedBlocks
+from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.lineage import last_training
-from hf_recurrent_lengthgen.records import read_lineage
+from hf_recurrent_lengthgen.records import Lineage, read_lineage
 from hf_recurrent_lengthgen.trainers import (
     RandomNoiseConfig,
     RandomNoiseTrainer,
     StatePassingConfig,
     StatePassingTrainer,
 )
-from hf_recurrent_lengthgen.trainers.training_runs import rows_seen, training_run
+from hf_recurrent_lengthgen.trainers.training_runs import RunFacts, rows_seen, training_run
 
 SIZES = {"hidden_size": 8, "num_heads": 2, "head_dim": 8, "state_size": 4, "n_groups": 1, "num_hidden_layers": 1}
 QUICK = {"max_steps": 3, "per_device_train_batch_size": 2, "report_to": "none", "dataloader_pin_memory": False}
@@ -46,13 +47,13 @@ def test_the_lineage_goes_from_model_to_model(tmp_path: Path) -> None:
     assert lineage.source is not None
     assert (lineage.source.name, lineage.source.format) == ("base", "lengthgen")
     (step,) = lineage.steps
-    assert (step.kind, step.description) == ("train", "state_passing, 3 steps")
     assert step.training is not None
-    assert (step.training.method, step.training.data) == ("state_passing", "PackedBlocks of 20 rows")
+    assert step.training.methods == (StatePassingTrainer.about,)
+    assert step.training.data == DataSource("PackedBlocks of 20 rows")
     assert (step.training.steps, step.training.tokens) == (3, 3 * 2 * 9)
     told = last_training(lineage)
     assert told is not None
-    assert told.method == "state passing, zero state with probability 0.1, learning rate 5e-05"
+    assert (told.methods, told.state_drop_probability, told.learning_rate) == (("state passing",), 0.1, 5e-05)
 
     further = StatefulMamba2ForCausalLM.from_pretrained(tmp_path / "cured")
     noise = RandomNoiseConfig(str(tmp_path / "noise"), noise_sigma=0.1, save_strategy="no", **QUICK)
@@ -63,9 +64,12 @@ def test_the_lineage_goes_from_model_to_model(tmp_path: Path) -> None:
     longer = read_lineage(tmp_path / "noise")
     assert longer is not None
     assert longer.steps[0] == step
-    assert [one.training.method for one in longer.steps if one.training] == ["state_passing", "random_noise"]
+    assert [one.training.methods for one in longer.steps if one.training] == [
+        (StatePassingTrainer.about,),
+        (RandomNoiseTrainer.about,),
+    ]
     assert longer.steps[1].training is not None
-    assert longer.steps[1].training.data == "numbers in order"
+    assert longer.steps[1].training.data.name == "numbers in order"
 
 
 def test_a_model_of_nowhere_gets_no_lineage(tmp_path: Path) -> None:
@@ -114,4 +118,4 @@ def test_the_tokens_of_a_lineage_are_those_of_the_batches(toys: ModuleType, tmp_
 
         trainer.get_batch_samples = listen
         done = trainer.train()
-        assert training_run(trainer, done, method, "rows", 9).tokens == 9 * sum(counted)
+        assert training_run(trainer, done, RunFacts(Lineage(), DataSource("rows"), 9)).tokens == 9 * sum(counted)
