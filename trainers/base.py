@@ -412,7 +412,6 @@ class InitialStateTrainer(Trainer, ABC):
     # --- evaluation ---
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's."""
         self._evaluation_batches = 0
         return super().evaluation_loop(*args, **kwargs)
 

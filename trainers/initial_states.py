@@ -78,7 +78,6 @@ class InitialStateSource(ABC):
     """Adds a tensor up over all processes; the trainer sets it."""
 
     def settings(self) -> dict[str, Any]:
-        """The settings by name."""
         return {name: value for name, value in vars(self).items() if name[0] != "_" and not callable(value)}
 
     @abstractmethod
@@ -130,7 +129,6 @@ class ZeroStates(InitialStateSource):
         """There is nothing to forget."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Nothing."""
         return {}
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
@@ -170,7 +168,6 @@ class PassedStates(InitialStateSource):
         return keep_rows(_resize_rows(carried, place.rows), keep)
 
     def observe(self, place: BatchPlace, final_state: RecurrentState, broken: Tensor | None = None) -> None:
-        """Carry the final states."""
         state = clone_state(detach_state(final_state))
         if not self.carry_conv_state:
             state = zero_conv(state)

@@ -25,7 +25,6 @@ class LearnedStateConfig(InitialStateConfig):
     )
 
     def check(self) -> None:
-        """See `InitialStateConfig.check`."""
         if self.load_best_model_at_end and not self.train_model:
             raise ValueError("load_best_model_at_end looks for weights, which are not trained: leave it out.")
         super().check()

@@ -69,7 +69,6 @@ class LearnedStateTrainer(InitialStateTrainer):
             raise ValueError("A learned state is used outside of the layers that FSDP gathers: use DDP.")
 
     def initial_state_source(self) -> LearnedStates:
-        """The learned state."""
         return LearnedStates(self._learned)
 
     def learned_state(self) -> RecurrentState:

@@ -60,7 +60,6 @@ class LearnedStates(InitialStateSource):
         """What was learned stays, as weights do."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The parameters."""
         return {name: value.cpu() for name, value in self._learned.state_dict().items()}
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:

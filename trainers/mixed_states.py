@@ -46,22 +46,18 @@ class MixedStates(InitialStateSource):
 
     @property
     def sources(self) -> dict[str, InitialStateSource]:
-        """The sources by name."""
         return self._sources
 
     def observe(self, place: BatchPlace, final_state: RecurrentState, broken: Tensor | None = None) -> None:
-        """Show the final states to all sources."""
         for source in self._sources.values():
             source.observe(place, final_state, broken)
 
     def end_step(self) -> None:
-        """End the step in all sources."""
         for source in self._sources.values():
             source.sum_over_processes = self.sum_over_processes
             source.end_step()
 
     def reset(self) -> None:
-        """Reset all sources."""
         for source in self._sources.values():
             source.reset()
 
@@ -84,7 +80,6 @@ class MixedStates(InitialStateSource):
             source.load_state_dict(own, device)
 
     def logs(self) -> dict[str, float]:
-        """The logs of all sources."""
         return {key: value for source in self._sources.values() for key, value in source.logs().items()}
 
 

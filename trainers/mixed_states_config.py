@@ -42,7 +42,6 @@ class MixedStatesConfig(CarriedStateConfig, FittedNoiseConfig, RandomNoiseConfig
     )
 
     def check(self) -> None:
-        """See `CarriedStateConfig.check`."""
         if isinstance(self.mixture, str):
             try:
                 self.mixture = json.loads(self.mixture)

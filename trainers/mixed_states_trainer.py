@@ -42,7 +42,6 @@ class MixedStatesTrainer(InitialStateTrainer):
         return self.args.mixture
 
     def initial_state_source(self) -> MixedStates:
-        """The mixture."""
         args = self.args
         sources: dict[str, InitialStateSource] = {}
         for name in self._mixture:

@@ -71,7 +71,6 @@ class RandomNoise(_Noise):
         """There is nothing to forget."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Nothing."""
         return {}
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:

@@ -28,7 +28,6 @@ class RandomNoiseTrainer(InitialStateTrainer):
     args: RandomNoiseConfig
 
     def initial_state_source(self) -> RandomNoise:
-        """Independent noise."""
         if self.args.noise_sigma is None:
             raise ValueError(
                 "noise_sigma is missing: give the standard deviation of the initial states. The size that a model's "

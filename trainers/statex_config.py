@@ -61,7 +61,6 @@ class StateXConfig(MixedStatesConfig):
     )
 
     def check(self) -> None:
-        """See `MixedStatesConfig.check`."""
         if self.mixture is None:
             self.mixture = {"zero": 1.0}
         self.expand_layers = _layers(self.expand_layers)  # type: ignore[assignment]

@@ -76,7 +76,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command with its arguments."""
     options = _parser().parse_args(arguments)
     if len(set(options.models)) < len(options.models):
         raise ValueError(f"Each model can be given once, got {' '.join(options.models)}.")

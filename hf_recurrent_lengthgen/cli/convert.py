@@ -75,7 +75,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command with its arguments."""
     options = _parser().parse_args(arguments)
     output = Path(options.output_dir)
     try:

@@ -100,7 +100,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command with its arguments."""
     options = _parser().parse_args(arguments)
     try:
         run_demo(Path(options.output), options.seed, options.resume)

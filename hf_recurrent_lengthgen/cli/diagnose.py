@@ -49,7 +49,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command with its arguments."""
     options = _parser().parse_args(arguments)
     settings = settings_of(DiagnosisSettings, options, ["lengthgen", "diagnose", *arguments])
     chosen_parts(settings)

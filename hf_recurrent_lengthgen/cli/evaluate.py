@@ -43,7 +43,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command with its arguments."""
     options = _parser().parse_args(arguments)
     settings = settings_of(EvaluationSettings, options, ["lengthgen", "evaluate", *arguments])
     inputs = load_inputs(options)

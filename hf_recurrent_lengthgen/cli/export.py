@@ -43,7 +43,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command with its arguments."""
     options = _parser().parse_args(arguments)
     layout = FORMATS[options.format]
     if layout.container == "torch" and options.max_shard_size is not None:

@@ -114,7 +114,6 @@ def _add(group: Any, name: str, **options: Any) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command with its arguments."""
     options = _parser().parse_args(arguments)
     given = {name: getattr(options, name) for name in Forgetting._fields if getattr(options, name) is not None}
     refuse_adapter(options.model)

@@ -24,7 +24,6 @@ SUBCOMMANDS = ("run", "ls", "validate")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command with its arguments."""
     arguments = list(arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(DESCRIPTION)

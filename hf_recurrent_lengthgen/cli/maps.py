@@ -40,7 +40,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command with its arguments."""
     options = _parser().parse_args(arguments)
     ids, words = _tokens(options)
     model: Any = load_model(options.model, options.trust_remote_code, merge=True)

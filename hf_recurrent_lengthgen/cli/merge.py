@@ -48,7 +48,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command with its arguments."""
     options = _parser().parse_args(arguments)
     adapter, output, trust = options.adapter, Path(options.output_dir), options.trust_remote_code
     if not holds_adapter(adapter):

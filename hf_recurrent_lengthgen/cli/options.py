@@ -227,12 +227,10 @@ class RunArguments:
 
     @property
     def chosen_split(self) -> str:
-        """The split to train on."""
         return chosen_split(self.data, self.data_split, "train")
 
     @property
     def chosen_eval_split(self) -> str:
-        """The split to evaluate on."""
         return chosen_split(self.eval_data or STANDARD_LIBRARY, self.eval_data_split, "validation")
 
     @property
@@ -440,7 +438,6 @@ class RunParser(HfArgumentParser):
 
 
 def _help(name: str, flag: str, options: dict[str, Any]) -> str:
-    """The help of an option with its default."""
     if flag == f"--no_{name}":
         return f"The same as --{name} false."
     text, default = str(OUR_HELP.get(name, options.get("help"))), options.get("default")

@@ -114,7 +114,6 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command with its arguments."""
     options = _parser().parse_args(arguments)
     if options.action == "list":
         print(list_table([load_recipe(name) for name in recipe_names()]))

@@ -135,7 +135,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command with its arguments."""
     options = _parser().parse_args(arguments)
     for name, tasks in _GOES_WITH.items():
         if getattr(options, name) is not None and options.task not in tasks:

@@ -51,7 +51,6 @@ SEQUENCES = 32  # of lengthgen evaluate
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command with its arguments."""
     arguments = list(arguments)
     command = ["lengthgen", "train", *arguments]
     config_file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
@@ -345,7 +344,6 @@ def _lookahead(training: InitialStateConfig) -> int:
 
 
 def _rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
-    """Training data."""
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
     samples = rows * training.max_steps if training.max_steps > 0 else TASK_SAMPLES
     if settings.of_symbols:

@@ -68,7 +68,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command with its arguments."""
     options = _parser().parse_args(arguments)
     settings = {name: getattr(options, name) for name in ("revision", "length", "dtype", "device")}
     verification = verify_checkpoint(

@@ -60,7 +60,6 @@ def _tagged(value: Any) -> Any:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """All texts in a value of JSON."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

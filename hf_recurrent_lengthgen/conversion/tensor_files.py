@@ -41,8 +41,6 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 class _Open(Protocol):
-    """One open file."""
-
     metas: dict[str, Meta]
 
     def tensor(self, name: str) -> Tensor: ...
@@ -99,11 +97,9 @@ class TensorFiles:
         return self._metas
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor."""
         return self._metas[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of one tensor."""
         return self._metas[name].dtype
 
     def tensor(self, name: str) -> Tensor:

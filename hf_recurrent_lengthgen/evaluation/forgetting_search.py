@@ -151,7 +151,6 @@ def conclusion(found: ForgettingSearch) -> str:
 
 
 def rule_of(trial: ForgettingTrial) -> Forgetting:
-    """The setting of a trial."""
     return Forgetting(**{name: getattr(trial, name) for name in Forgetting._fields})
 
 

@@ -74,7 +74,6 @@ class ResultCache:
         self._code = {"code": code_digest(), "versions": installed_versions()}
 
     def get(self, key: Mapping[str, Any]) -> Any:
-        """The value of a key, or None."""
         path, full = self._file(key, "json")
         try:
             digest, _, body = path.read_bytes().partition(b"\n")
@@ -92,7 +91,6 @@ class ResultCache:
         return kept["value"]
 
     def get_document(self, key: Mapping[str, Any], kind: type[Document]) -> Document | None:
-        """The document of a key, or None."""
         if (text := self.get(key)) is None:
             return None
         try:
@@ -109,7 +107,6 @@ class ResultCache:
             temporary.write_bytes(_sha256(body) + b"\n" + body)
 
     def put_document(self, key: Mapping[str, Any], document: Any) -> None:
-        """Keep a document, as `put` does."""
         self.put(key, to_json(document))
 
     def partial(self, key: Mapping[str, Any]) -> "PartialResult":

@@ -200,7 +200,6 @@ class RwkvStateCache(list):
         super().__init__(_Slot(values, [None] * len(state)) for values in initial)
 
     def final_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
-        """The state after the tokens."""
         return tuple(
             LayerState(
                 torch.stack([numerator, denominator, exponent], dim=1).to(dtype),
@@ -266,14 +265,11 @@ class XlstmStateCache:
         self.rnn_state = _Latest([_unpacked(layer.recurrent, key_dim) for layer in state])
 
     def final_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
-        """The state after the tokens."""
         empty = torch.empty(batch_size, 0, device=device, dtype=dtype)
         return tuple(LayerState(_packed(parts).to(dtype), empty) for parts in self.rnn_state.states)
 
 
 class XlstmCacheAdapter(CacheAdapter):
-    """xLSTM's own cache."""
-
     def state_cache(self, state: RecurrentState | None, single_token: bool, attention: Cache | None) -> HoldsState:
         config, dtype = self.model.config, state_dtype(self.model.dtype)
         if state is None:
@@ -306,7 +302,6 @@ def _packed(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _unpacked(packed: Tensor, key_dim: int) -> list[Tensor]:
-    """Inverse of `_packed`."""
     memory, normalizer, stabilizer = packed.split([packed.shape[-1] - 1 - key_dim, key_dim, 1], dim=-1)
     return [memory.unflatten(-1, (key_dim, -1)), normalizer, stabilizer]
 

@@ -101,7 +101,6 @@ def html_page(title: str, sections: Sequence[str]) -> str:
 
 
 def page_colors(comparison: Comparison) -> list[str]:
-    """The color of each model."""
     return [VARIABLES[color] for color in model_colors(comparison.models)]
 
 

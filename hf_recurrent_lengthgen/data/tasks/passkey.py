@@ -97,7 +97,6 @@ class PasskeyTemplate:
         return f"{self.texts.head}\n{_FILLER}\n{needle}\n{_FILLER}\n{self.texts.question} {key}."
 
     def fill(self, depth: float, key: str) -> Task:
-        """See `passkey_prompt`."""
         if not 0 <= depth <= 1:
             raise ValueError(f"depth is {depth}, but must be from 0 (start) to 1 (end)")
         if not (key.isascii() and key.isdigit()):
