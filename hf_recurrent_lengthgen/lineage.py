@@ -12,6 +12,7 @@ from hf_recurrent_lengthgen.adapters import base_of_adapter, holds_adapter
 from hf_recurrent_lengthgen.conversion.sources import license_of
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 from hf_recurrent_lengthgen.evaluation.results import TrainingRecord
+from hf_recurrent_lengthgen.models import family_config
 from hf_recurrent_lengthgen.private_text import portable_command
 from hf_recurrent_lengthgen.records import (
     LINEAGE_FILE,
@@ -23,9 +24,6 @@ from hf_recurrent_lengthgen.records import (
     read_lineage,
     write_lineage,
 )
-
-_OTHER_FORMATS = {**dict.fromkeys(("gla", "hgrn2", "linear_attn", "rwkv6"), "fla"), "rwkv5": "rwkv-hf"}
-"""Of model types that Transformers does not have."""
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pth")
 
@@ -123,6 +121,9 @@ def _download(name: str, file: str, **options: Any) -> Path | None:
 
 def _source(model: str, folder: Path, on_hub: bool, revision: str | None, values: dict[str, Any]) -> Source:
     model_type = str(values.get("model_type"))
-    layout = "lengthgen" if model_type.startswith("stateful_") else _OTHER_FORMATS.get(model_type, "transformers")
+    config_class = family_config(model_type)
+    layout = "transformers" if config_class is None else config_class.layouts[0]
+    if model_type.startswith("stateful_"):
+        layout = "lengthgen"
     files = {path.name: file_digest(path) for pattern in _WEIGHTS for path in sorted(folder.glob(pattern))}
     return Source(model if on_hub else folder.resolve().name, on_hub, revision, layout, license_of(folder), files)

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from hf_recurrent_lengthgen.adapters import base_of_adapter, holds_adapter, refuse_adapter, with_adapter
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
-from hf_recurrent_lengthgen.models import CAUSAL_LM_CLASSES, STATEFUL_CLASSES
+from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES, register_family
 from hf_recurrent_lengthgen.models.configuration_stateful import CODE_FORMAT_VERSION
 
 logger = logging.get_logger(__name__)
@@ -121,7 +121,7 @@ def _check_finite(name: str, model: torch.nn.Module) -> None:
 
 def differing_code(folder: str | os.PathLike[str]) -> list[str]:
     """Names of the Python files in a checkpoint folder that the installed package does not have the same, sorted."""
-    installed = Path(inspect.getfile(CAUSAL_LM_CLASSES[0])).parent
+    installed = Path(inspect.getfile(register_family)).parent
     return sorted(
         path.name
         for path in Path(folder).glob("*.py")
@@ -131,8 +131,7 @@ def differing_code(folder: str | os.PathLike[str]) -> list[str]:
 
 def _tell_of_differing_code(name: str, settings: dict[str, Any]) -> None:
     """Log the code that a checkpoint of ours brings and that is not run, because the installed one differs."""
-    own_types = {cls.config_class.model_type for cls in CAUSAL_LM_CLASSES}
-    if settings.get("model_type") not in own_types or not settings.get("auto_map"):
+    if settings.get("model_type") not in FAMILIES or not settings.get("auto_map"):
         return
     try:
         folder = name if Path(name).is_dir() else snapshot_download(name, allow_patterns="*.py")

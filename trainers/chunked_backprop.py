@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from hf_recurrent_lengthgen.models.modeling_stateful import StatefulCausalLMOutput
+from hf_recurrent_lengthgen.models.causal_lm import StatefulCausalLMOutput
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, detach_state
 
 IGNORED = -100

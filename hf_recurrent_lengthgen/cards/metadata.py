@@ -12,18 +12,11 @@ from hf_recurrent_lengthgen.cards.licenses import license_data
 from hf_recurrent_lengthgen.cards.results_section import generalizes, mean_over, own_evaluations, retrieval_results
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate, EvaluationResult
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalResult
+from hf_recurrent_lengthgen.models import family_config
 
 LIBRARY = "transformers"
 PIPELINE = "text-generation"
 PACKAGE = "hf_recurrent_lengthgen"
-_KINDS = {
-    "mamba": ("state-space-model",),
-    "gla": ("linear-attention",),
-    "hgrn2": ("linear-attention",),
-    "linear_attention": ("linear-attention",),
-    "rwkv5": ("rwkv",),
-    "rwkv6": ("rwkv",),
-}
 
 
 def card_data(
@@ -72,7 +65,8 @@ _ON_HUB = ("perplexity", "accuracy")
 def tags(checkpoint: Checkpoint, evidence: Sequence[Evidence] = ()) -> list[str]:
     """What people filter by; that it generalizes in length only if all that was measured of it shows that."""
     family = checkpoint.model_type.removeprefix("stateful_")
-    kinds = next((tags for name, tags in _KINDS.items() if family.startswith(name)), ())
+    config_class = family_config(checkpoint.model_type)
+    kinds = () if config_class is None else config_class.hub_tags
     done = [method.tag for method in checkpoint.methods if method.tag]
     measured = [generalizes(result, checkpoint.vocab_size) for result in own_evaluations(evidence)]
     shown = ["length-generalization"] if measured and all(measured) else []

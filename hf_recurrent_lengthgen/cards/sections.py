@@ -18,27 +18,18 @@ from hf_recurrent_lengthgen.cards.trainings import trainings_table
 from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
 from hf_recurrent_lengthgen.evaluation.results import EvaluationResult
 from hf_recurrent_lengthgen.methods import Method
+from hf_recurrent_lengthgen.models import family_config
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.plotting.findings import status
 from hf_recurrent_lengthgen.records import Source, Step
 
-FAMILIES = {
-    "mamba": "Mamba",
-    "mamba2": "Mamba-2",
-    "falcon_mamba": "FalconMamba",
-    "gla": "GLA",
-    "hgrn2": "HGRN-2",
-    "linear_attention": "linear attention",
-    "linear_attn": "linear attention",
-    "rwkv5": "RWKV-5",
-    "rwkv6": "RWKV-6",
-}
-
 
 def family(checkpoint: Checkpoint) -> str:
     """What kind of model it is, for people."""
-    name = checkpoint.model_type.removeprefix("stateful_")
-    return FAMILIES.get(name, name)
+    config_class = family_config(checkpoint.model_type)
+    if config_class is None:
+        return checkpoint.model_type.removeprefix("stateful_")
+    return str(config_class.name_of(checkpoint.config))
 
 
 def summary(checkpoint: Checkpoint) -> str:
@@ -169,7 +160,7 @@ def _continue(checkpoint: Checkpoint) -> list[str]:
 
 def _wrapped(checkpoint: Checkpoint) -> bool:
     """Whether `load_model` wraps the stock class."""
-    return not checkpoint.model_type.startswith("stateful_") and checkpoint.model_type not in FAMILIES
+    return not checkpoint.model_type.startswith("stateful_") and family_config(checkpoint.model_type) is None
 
 
 def _train_further(checkpoint: Checkpoint, place: str) -> str:

@@ -36,7 +36,7 @@ from hf_recurrent_lengthgen.data.tasks import (
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.lineage import lineage_of
 from hf_recurrent_lengthgen.loading import load_model, reading_config
-from hf_recurrent_lengthgen.models import CAUSAL_LM_CLASSES, STATEFUL_CLASSES
+from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
 from hf_recurrent_lengthgen.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, LearnedStateConfig
@@ -228,7 +228,7 @@ def _new_model(file: str, trust_remote_code: bool) -> Any:
     elif str(model_type).startswith("stateful_"):
         config = AutoConfig.from_pretrained(file, trust_remote_code=trust_remote_code)
     else:
-        possible = sorted(STATEFUL_CLASSES) + sorted(cls.config_class.model_type for cls in CAUSAL_LM_CLASSES)
+        possible = sorted(STATEFUL_CLASSES) + sorted(FAMILIES)
         raise ValueError(
             f"{file} is of the model_type {model_type!r}; to train from scratch, give one of {', '.join(possible)}. "
             "Examples are in models/ of the recipes, which python -m hf_recurrent_lengthgen.recipes FOLDER copies."

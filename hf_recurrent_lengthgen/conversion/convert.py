@@ -90,11 +90,7 @@ def convert_checkpoint(
         setattr(config, SOURCE_CONFIG, {"format": layout.name, "config": settings})
     known_length = TRAINING_LENGTHS.get(found.name if found.on_hub else "")
     config.training_length = training_length or known_length or config.training_length
-    entries = our_entries(layout, config, files, source)
-    if wanted is not None:
-        entries = [_cast(entry, wanted) for entry in entries]
-    if wanted is not None or getattr(config, "dtype", None) is None:
-        config.dtype = _common_dtype(entries)
+    entries = _in_dtype(our_entries(layout, config, files, source), config, wanted)
     lineage = Lineage(_origin(found, layout, files)).then(
         Step(
             "convert",
@@ -193,6 +189,15 @@ def _check_tied(files: TensorFiles, head: str, renames: Sequence[Rename], embedd
             f"{where} says that head and embeddings are tied, but {head} and {theirs} in its weights differ: set "
             "tie_embeddings (or tie_word_embeddings) in its config.json to false if the head is meant."
         )
+
+
+def _in_dtype(entries: list[Entry], config: Any, wanted: torch.dtype | None) -> list[Entry]:
+    """The tensors in a dtype, if one is wanted; the config gets it, or that of most bytes where it has none."""
+    if wanted is not None:
+        entries = [_cast(entry, wanted) for entry in entries]
+    if wanted is not None or getattr(config, "dtype", None) is None:
+        config.dtype = _common_dtype(entries)
+    return entries
 
 
 def _cast(entry: Entry, dtype: torch.dtype) -> Entry:

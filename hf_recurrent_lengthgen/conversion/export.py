@@ -8,7 +8,6 @@ from typing import Any
 from hf_recurrent_lengthgen.conversion.convert import read_settings
 from hf_recurrent_lengthgen.conversion.exported_configs import check_exportable, exported_config
 from hf_recurrent_lengthgen.conversion.formats import (
-    MODEL_CLASSES,
     Format,
     Settings,
     config_errors,
@@ -23,6 +22,7 @@ from hf_recurrent_lengthgen.conversion.sources import locate
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta, TensorFiles
 from hf_recurrent_lengthgen.conversion.tensor_writing import parse_size, write_safetensors, write_torch
 from hf_recurrent_lengthgen.conversion.tokenizer_files import copy_tokenizer
+from hf_recurrent_lengthgen.models import FAMILIES
 from hf_recurrent_lengthgen.records import Lineage, read_lineage
 
 
@@ -116,14 +116,14 @@ def our_config(settings: Settings | None, where: str) -> Any:
         ValueError: for another one, and values of a wrong type.
     """
     model_type = (settings or {}).get("model_type")
-    if settings is None or model_type not in MODEL_CLASSES:
+    if settings is None or model_type not in FAMILIES:
         has = "no config.json" if settings is None else f"the model type {model_type!r}"
         raise ValueError(
             f"{where} has {has}, so it is no checkpoint of this package: `lengthgen convert` makes one of it."
         )
     kept = {name: value for name, value in settings.items() if name not in ("architectures", "auto_map")}
     with config_errors(f"The config.json of {where}"):
-        return MODEL_CLASSES[model_type].config_class.from_dict(kept)
+        return FAMILIES[model_type].config_class.from_dict(kept)
 
 
 def _shared_head(layout: Format, config: Any, names: Mapping[str, str]) -> dict[str, str]:

@@ -11,7 +11,8 @@ from hf_recurrent_lengthgen.models.forgetting import Forgetting
 
 NOT_ARCHITECTURE = {
     *("_attn_implementation", "_name_or_path", "architectures", "auto_map", "code_format_version", "dtype"),
-    *("interventions", "model_type", "scan_backend", "torch_dtype", "training_length", "transformers_version"),
+    *("expanded_layers", "interventions", "model_type", "scan_backend", "torch_dtype", "training_length"),
+    "transformers_version",
     # of initialization
     *("initializer_range", "rescale_prenorm_residual", "time_step_floor", "time_step_init_scheme"),
     *("time_step_max", "time_step_min", "time_step_scale"),

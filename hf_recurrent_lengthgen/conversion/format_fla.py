@@ -6,7 +6,8 @@ before February 2025 hold `mlp.gate_proj` and `mlp.up_proj` as one tensor; they 
 """
 
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from hf_recurrent_lengthgen.conversion.formats import (
     GENERIC_SETTINGS,
-    SOURCE_CONFIG,
+    OUR_FIELDS,
     Format,
     Settings,
     check_settings,
@@ -28,64 +29,57 @@ from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
 WHERE = "This fla checkpoint"
 LOSSES: Settings = {"fuse_cross_entropy": True, "fuse_linear_cross_entropy": False}
 FLAGS: Settings = LOSSES | {"attn_mode": "chunk", "max_position_embeddings": 2048}
-IMPLEMENTATION: dict[str, Settings] = {
-    "gla": FLAGS | {"fuse_swiglu": True, "use_gk": True, "use_gv": False},
-    "hgrn2": FLAGS | {"fuse_swiglu": True},
-    "linear_attn": FLAGS | {"fuse_swiglu": True, "attn_mode": "fused_chunk"},
-    "rwkv6": FLAGS,
-    "mamba": LOSSES | {"fuse_norm": True, "use_l2warp": False},
-    "mamba2": LOSSES | {"fuse_norm": True, "use_l2warp": False, "conv_init": None, "A_init_range": [1, 16]},
+MAMBA_FLAGS: Settings = LOSSES | {"fuse_norm": True, "use_l2warp": False}
+MAMBA_NAMES = {"layer_norm_epsilon": "norm_eps", "time_step_floor": "dt_init_floor"} | {
+    f"time_step_{name}": f"dt_{name}" for name in ("min", "max")
 }
-"""By model type, what fla 0.6 has beside the fields of our config, and its defaults."""
-
-NEUTRAL: dict[str, Settings] = {
-    "mamba": {"use_l2warp": False},
-    "mamba2": {"use_l2warp": False, "D_has_hdim": False, "rmsnorm": True, "norm_before_gate": False},
-}
-"""What must be as it is in ours; our configs of the others check it themselves."""
-
-ALIASES: dict[str, Settings] = {
-    "rwkv6": {"eps": "norm_eps", "rms_norm_eps": "norm_eps"},
-    "mamba": {
-        "layer_norm_epsilon": "norm_eps",
-        "time_step_rank": "dt_rank",
-        "time_step_scale": "dt_scale",
-        "time_step_init_scheme": "dt_init_scheme",
-        **{f"time_step_{name}": f"dt_{name}" for name in ("min", "max")},
-        "time_step_floor": "dt_init_floor",
-    },
-    "mamba2": {
-        "layer_norm_epsilon": "norm_eps",
-        "rms_norm": "rmsnorm",
-        **{f"time_step_{name}": f"dt_{name}" for name in ("min", "max", "limit")},
-        "time_step_floor": "dt_init_floor",
-    },
-}
-"""Names that earlier versions of fla gave to fields; for the Mamba classes also ours, the other way around."""
-
 STEP_SIZES = {"dt_min": 0.001, "dt_max": 0.1, "dt_init_floor": 1e-4, "norm_eps": 1e-5, "expand": 2, "conv_kernel": 4}
-DEFAULTS: dict[str, Settings] = {
-    "mamba": STEP_SIZES
-    | {"state_size": 16, "dt_rank": "auto", "dt_scale": 1.0, "dt_init_scheme": "random", "residual_in_fp32": False},
-    "mamba2": STEP_SIZES
-    | {"state_size": 128, "head_dim": 64, "n_groups": 1, "dt_limit": [0.0, float("inf")], "residual_in_fp32": True},
-}
-"""Of fla's Mamba classes, where ours differ or have other names."""
 
-ARCHITECTURES = {
-    "gla": "GLAForCausalLM",
-    "hgrn2": "HGRN2ForCausalLM",
-    "linear_attn": "LinearAttentionForCausalLM",
-    "rwkv6": "RWKV6ForCausalLM",
-    "mamba": "MambaForCausalLM",
-    "mamba2": "Mamba2ForCausalLM",
+
+class Kind(NamedTuple):
+    """What is special about a model type of fla.
+
+    Attributes:
+        implementation: What fla 0.6 has beside the fields of our config, and its defaults.
+        aliases: Names that earlier versions gave to fields; for the Mamba classes also ours, the other way around.
+        neutral: What must be as it is in ours; our configs of the others check it themselves.
+        defaults: Of fla's Mamba classes, where ours differ or have other names.
+        fixed: Fields of ours that fla's code fixes.
+    """
+
+    implementation: Mapping[str, Any] = FLAGS
+    aliases: Mapping[str, str] = MappingProxyType({})
+    neutral: Mapping[str, Any] = MappingProxyType({})
+    defaults: Mapping[str, Any] = MappingProxyType({})
+    fixed: tuple[str, ...] = ()
+
+
+KINDS = {
+    "gla": Kind(FLAGS | {"fuse_swiglu": True, "use_gk": True, "use_gv": False}, fixed=("gate_low_rank_dim",)),
+    "hgrn2": Kind(FLAGS | {"fuse_swiglu": True}),
+    "linear_attn": Kind(FLAGS | {"fuse_swiglu": True, "attn_mode": "fused_chunk"}),
+    "rwkv6": Kind(aliases={"eps": "norm_eps", "rms_norm_eps": "norm_eps"}),
+    "mamba": Kind(
+        MAMBA_FLAGS,
+        MAMBA_NAMES
+        | {"time_step_rank": "dt_rank", "time_step_scale": "dt_scale", "time_step_init_scheme": "dt_init_scheme"},
+        {"use_l2warp": False},
+        STEP_SIZES
+        | {"state_size": 16, "residual_in_fp32": False}
+        | {"dt_rank": "auto", "dt_scale": 1.0, "dt_init_scheme": "random"},
+        ("use_mambapy", "use_associative_scan"),
+    ),
+    "mamba2": Kind(
+        MAMBA_FLAGS | {"conv_init": None, "A_init_range": [1, 16]},
+        MAMBA_NAMES | {"rms_norm": "rmsnorm", "time_step_limit": "dt_limit"},
+        {"use_l2warp": False, "D_has_hdim": False, "rmsnorm": True, "norm_before_gate": False},
+        STEP_SIZES
+        | {"state_size": 128, "residual_in_fp32": True}
+        | {"head_dim": 64, "n_groups": 1, "dt_limit": [0.0, float("inf")]},
+        ("time_step_rank",),
+    ),
 }
-OUR_TYPES = {name: STATEFUL_CLASSES[name].config_class.model_type for name in ARCHITECTURES}
-OURS_ONLY = {
-    *("_name_or_path", "attention_head_dim", "attention_kind", "attention_layers", "code_format_version"),
-    *("forgetting", "gate_logit_normalizer", "group_norm_eps", "interventions", "layer_num_heads"),
-    *("layer_state_sizes", "mixer_rms_eps", "scan_backend", "training_length", SOURCE_CONFIG),
-}
+OURS_ONLY = OUR_FIELDS | {"gate_logit_normalizer", "group_norm_eps", "mixer_rms_eps"}
 """Fields of ours that fla lacks; the way there and back checks that they are neutral."""
 
 
@@ -103,21 +97,21 @@ GATE_AND_UP = Transform("gate above up", _split, _join)
 
 def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
     kind = (settings or {}).get("model_type")
-    if settings is None or kind not in ARCHITECTURES:
+    if settings is None or kind not in KINDS:
         return False
-    if kind in ("mamba", "mamba2"):  # also of Transformers, which has none of these
+    if KINDS[kind].defaults:  # also of Transformers, which has none of these
         return not {"fuse_norm", "fuse_cross_entropy", "norm_eps"}.isdisjoint(settings)
     return kind != "rwkv6" or "rwkv.embeddings.weight" not in metas
 
 
 def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:
     kind = (settings or {}).get("model_type", "")
-    if settings is not None and kind not in ARCHITECTURES:
-        raise ValueError(f"{WHERE} has the model type {kind!r}, possible are {', '.join(ARCHITECTURES)}.")
+    if settings is not None and kind not in KINDS:
+        raise ValueError(f"{WHERE} has the model type {kind!r}, possible are {', '.join(KINDS)}.")
     given = _renamed(check_settings(settings, _known(kind) if kind else (), WHERE), kind)
     if given.pop("share_conv_kernel", False) and given.get("use_short_conv"):
         raise ValueError(f"{WHERE} has share_conv_kernel true: one convolution for q, k and v cannot be converted.")
-    for name, neutral in NEUTRAL.get(kind, {}).items():
+    for name, neutral in KINDS[kind].neutral.items():
         if given.get(name, neutral) != neutral:
             raise ValueError(f"{WHERE} has {name} {given[name]!r}, which must be {neutral!r} to be converted.")
     config_class = STATEFUL_CLASSES[kind].config_class
@@ -129,22 +123,23 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
 
 def _known(kind: str) -> set[str]:
     """Names of settings that are understood."""
-    names = _field_names(kind) | IMPLEMENTATION[kind].keys() | ALIASES.get(kind, {}).keys()
-    if kind in ("mamba", "mamba2"):
-        return names | GENERIC_SETTINGS | NEUTRAL[kind].keys() | {"intermediate_size", "num_heads", "time_step_rank"}
-    return names | GENERIC_SETTINGS | {"rms_norm_eps", "share_conv_kernel"}
+    special = KINDS[kind]
+    names = _field_names(kind) | special.implementation.keys() | special.aliases.keys() | special.neutral.keys()
+    further = (
+        {"intermediate_size", "num_heads", "time_step_rank"}
+        if special.defaults
+        else {"rms_norm_eps", "share_conv_kernel"}
+    )
+    return names | GENERIC_SETTINGS | further
 
 
 def _field_names(kind: str) -> set[str]:
     """fla's names of the fields of our config."""
-    ours = set(STATEFUL_CLASSES[kind].config_class().to_dict()) - OURS_ONLY - GENERIC_SETTINGS
-    if kind == "gla":
-        ours -= {"gate_low_rank_dim"}  # fixed in fla's code
-    if kind in ("mamba", "mamba2"):
-        ours -= {"use_mambapy", "use_associative_scan"}
-        ours = {ALIASES[kind].get(name, name) for name in ours} | DEFAULTS[kind].keys()
-        return ours - ({"time_step_rank"} if kind == "mamba2" else set())
-    return ours
+    special = KINDS[kind]
+    ours = set(STATEFUL_CLASSES[kind].config_class().to_dict()) - OURS_ONLY - GENERIC_SETTINGS - {*special.fixed}
+    if not special.defaults:
+        return ours
+    return {special.aliases.get(name, name) for name in ours} | special.defaults.keys()
 
 
 def _renamed(given: Settings, kind: str) -> Settings:
@@ -153,7 +148,7 @@ def _renamed(given: Settings, kind: str) -> Settings:
     Raises:
         ValueError: for one setting under two names with two values.
     """
-    aliases = {"rms_norm_eps": "norm_eps"} | ALIASES.get(kind, {})
+    aliases = {"rms_norm_eps": "norm_eps", **KINDS[kind].aliases}
     renamed: Settings = {}
     for name, value in given.items():
         now = aliases.get(name, name)
@@ -167,9 +162,10 @@ def _renamed(given: Settings, kind: str) -> Settings:
 
 def _our_fields(given: Settings, kind: str) -> Settings:
     fields = {name: value for name, value in given.items() if name not in ("architectures", "auto_map")}
-    if kind not in ("mamba", "mamba2"):
+    special = KINDS[kind]
+    if not special.defaults:
         return fields
-    fields = DEFAULTS[kind] | fields
+    fields = {**special.defaults, **fields}
     if "dt_limit" in fields:
         fields["dt_limit"] = [float(limit) for limit in fields["dt_limit"]]
     hidden, expand = fields.get("hidden_size", 2048), fields["expand"]
@@ -181,21 +177,22 @@ def _our_fields(given: Settings, kind: str) -> Settings:
         )
     if kind == "mamba2":
         fields["num_heads"] = fields.get("num_heads", inner // fields["head_dim"])
-        fields = {name: value for name, value in fields.items() if name not in NEUTRAL[kind]}
-    back = {theirs: ours for ours, theirs in ALIASES[kind].items() if ours != "rms_norm"}
+        fields = {name: value for name, value in fields.items() if name not in special.neutral}
+    back = {theirs: ours for ours, theirs in special.aliases.items() if ours != "rms_norm"}
     return {back.get(name, name): value for name, value in fields.items()}
 
 
 def _from_config(config: Any) -> Settings:
-    kind = next(name for name, ours in OUR_TYPES.items() if ours == config.model_type)
-    back = {theirs: ours for ours, theirs in ALIASES.get(kind, {}).items() if kind.startswith("mamba")}
+    kind = next(name for name in KINDS if STATEFUL_CLASSES[name].config_class.model_type == config.model_type)
+    special = KINDS[kind]
+    back = {theirs: ours for ours, theirs in special.aliases.items() if special.defaults}
     settings = {name: getattr(config, back.get(name, name), None) for name in sorted(_field_names(kind))}
-    settings |= {name: getattr(config, name, default) for name, default in IMPLEMENTATION[kind].items()}
-    settings |= NEUTRAL.get(kind, {})
+    settings |= {name: getattr(config, name, default) for name, default in special.implementation.items()}
+    settings |= special.neutral
     settings |= {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     settings |= {"tie_word_embeddings": is_tied(config), "model_type": kind}
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
-    return settings | {"architectures": [ARCHITECTURES[kind]]}
+    return settings | {"architectures": [STATEFUL_CLASSES[kind].__name__.removeprefix("Stateful")]}
 
 
 def _older(config: Any, metas: Mapping[str, Meta]) -> list[Rename] | None:
@@ -212,7 +209,6 @@ def _older(config: Any, metas: Mapping[str, Meta]) -> list[Rename] | None:
 FLA = Format(
     name="fla",
     title="flash-linear-attention",
-    families=tuple(OUR_TYPES.values()),
     container="safetensors",
     recognizes=_recognizes,
     to_config=_to_config,

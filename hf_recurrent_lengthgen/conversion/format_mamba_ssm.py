@@ -194,7 +194,6 @@ def _renames(config: Any) -> list[Rename]:
 MAMBA_SSM = Format(
     name="mamba-ssm",
     title="mamba-ssm, the library of the Mamba authors",
-    families=("stateful_mamba", "stateful_mamba2"),
     container="torch",
     recognizes=_recognizes,
     to_config=_to_config,

@@ -246,12 +246,12 @@ def _repository_settings(config: Any) -> Settings:
 
 
 SHAPED_FIELDS = ("attention_hidden_size", "hidden_ratio", "intermediate_size", "num_attention_heads")
+FIXED = (("group_norm_eps", 1e-5 * DIVISOR**2),)
 TOKENIZER = "RWKV/rwkv-6-world-1b6"
 
 RWKV = Format(
     name="rwkv",
     title="the .pth files of RWKV's author",
-    families=(RWKV6, RWKV5),
     container="torch",
     recognizes=_recognizes_pth,
     to_config=_pth_config,
@@ -262,11 +262,11 @@ RWKV = Format(
     weights_file="model.pth",
     tokenizer=TOKENIZER,
     from_shapes=SHAPED_FIELDS,
+    fixed=FIXED,
 )
 RWKV_HF = Format(
     name="rwkv-hf",
     title=REPOSITORY_TITLE,
-    families=(RWKV6, RWKV5),
     container="safetensors",
     recognizes=_recognizes_repository,
     to_config=_repository_config,
@@ -275,4 +275,5 @@ RWKV_HF = Format(
     tied_head="head.weight",
     code="RWKV/rwkv-6-world-* or RWKV/rwkv-5-world-*",
     from_shapes=SHAPED_FIELDS,
+    fixed=FIXED,
 )

@@ -4,22 +4,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, Format, Settings, same_names
+from hf_recurrent_lengthgen.conversion.formats import OUR_FIELDS, Format, Settings, same_names
 from hf_recurrent_lengthgen.conversion.key_maps import Rename
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
 from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
 
-ARCHITECTURES = {"mamba": "MambaForCausalLM", "mamba2": "Mamba2ForCausalLM", "falcon_mamba": "FalconMambaForCausalLM"}
-OUR_FIELDS = {
-    *("_name_or_path", "attention_head_dim", "attention_kind", "attention_layers", "auto_map", "code_format_version"),
-    *("forgetting", "interventions", "layer_state_sizes", "scan_backend", "training_length", SOURCE_CONFIG),
-}
-"""Fields of our config that the stock classes lack; their neutral values are checked by the way there and back."""
+
+def _types() -> list[str]:
+    """Model types whose own layout this is."""
+    return [name for name, model in STATEFUL_CLASSES.items() if model.config_class.layouts[:1] == ("transformers",)]
 
 
 def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
-    return settings is not None and settings.get("model_type") in ARCHITECTURES
+    return settings is not None and settings.get("model_type") in _types()
 
 
 def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:
@@ -37,7 +36,8 @@ def _from_config(config: Any) -> Settings:
     settings = {name: value for name, value in config.to_diff_dict().items() if name not in OUR_FIELDS}
     if model_type == "mamba":
         settings.pop("mixer_rms_eps", None)
-    return settings | {"model_type": model_type, "architectures": [ARCHITECTURES[model_type]]}
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    return settings | {"model_type": model_type, "architectures": [architecture]}
 
 
 def _older(config: Any, metas: Mapping[str, Meta]) -> list[Rename] | None:
@@ -49,7 +49,6 @@ def _older(config: Any, metas: Mapping[str, Meta]) -> list[Rename] | None:
 TRANSFORMERS = Format(
     name="transformers",
     title="the Mamba, Mamba-2 and FalconMamba of Transformers",
-    families=("stateful_mamba", "stateful_mamba2"),
     container="safetensors",
     recognizes=_recognizes,
     to_config=_to_config,

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from inspect import get_annotations
+from typing import Any, ClassVar, Literal, get_origin
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -12,15 +13,21 @@ from transformers.initialization import no_init_weights
 
 from hf_recurrent_lengthgen.conversion.key_maps import Rename
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
-from hf_recurrent_lengthgen.models import CAUSAL_LM_CLASSES
-
-MODEL_CLASSES: dict[str, Any] = {cls.config_class.model_type: cls for cls in CAUSAL_LM_CLASSES}
-"""Our language models by model type."""
+from hf_recurrent_lengthgen.models import FAMILIES
+from hf_recurrent_lengthgen.models.configuration_reference import ReferenceLayersConfigMixin
+from hf_recurrent_lengthgen.models.configuration_stateful import StatefulConfigMixin
 
 SOURCE_CONFIG = "source_config"
 """Entry of our config.json: the format and the config that a checkpoint was converted from, for the way back."""
 
 Settings = dict[str, Any]
+
+OUR_FIELDS = {
+    *(name for name, kind in get_annotations(StatefulConfigMixin).items() if get_origin(kind) is not ClassVar),
+    *(name for name, kind in get_annotations(ReferenceLayersConfigMixin).items() if get_origin(kind) is not ClassVar),
+    *("_name_or_path", "auto_map", "layer_num_heads", "layer_state_sizes", SOURCE_CONFIG),
+}
+"""Fields of our config that no other layout has; the way there and back checks that they are neutral."""
 
 GENERIC_SETTINGS = {
     *PreTrainedConfig().to_dict(),
@@ -55,7 +62,6 @@ class Format:
     Args:
         name: For `--format`: "mamba-ssm".
         title: For people.
-        families: Our model types that it can hold.
         container: The kind of files that its own library reads.
         recognizes: From its config.json (None without one) and the names, shapes and dtypes of the weights.
         to_config: From the same, our config. ValueError for what we cannot represent, by name. `config_of` is to be
@@ -72,11 +78,11 @@ class Format:
             by their names; None where they are as `renames` says.
         code: Repositories with the Python files that its checkpoints need, where no library has their class.
         from_shapes: Fields of our config that this layout leaves to the shapes of the weights.
+        fixed: Fields of our config, of families that have them, that its code fixes.
     """
 
     name: str
     title: str
-    families: tuple[str, ...]
     container: Literal["safetensors", "torch"]
     recognizes: Callable[[Settings | None, Mapping[str, Meta]], bool]
     to_config: Callable[[Settings | None, Mapping[str, Meta]], PreTrainedConfig]
@@ -90,6 +96,12 @@ class Format:
     older: Callable[[Any, Mapping[str, Meta]], Sequence[Rename] | None] = _none
     code: str = ""
     from_shapes: tuple[str, ...] = ()
+    fixed: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Our model types that name this format in their `layouts`."""
+        return tuple(name for name, model in FAMILIES.items() if self.name in model.config_class.layouts)
 
     def config_of(self, settings: Settings | None, metas: Mapping[str, Meta]) -> Any:
         """Our config of theirs.
@@ -120,7 +132,7 @@ def blank_model(config: PreTrainedConfig) -> Any:
         ValueError: for a config that no model can have.
     """
     with config_errors(), torch.device("meta"), no_init_weights():
-        return MODEL_CLASSES[config.model_type](config)
+        return FAMILIES[config.model_type](config)
 
 
 def is_tied(config: Any) -> bool:
@@ -137,7 +149,7 @@ def expected_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
 
 def tied_names(config: PreTrainedConfig) -> tuple[str, str] | None:
     """Our names of head and embeddings if they are one; None if not."""
-    tied: dict[str, str] = MODEL_CLASSES[config.model_type]._tied_weights_keys or {}
+    tied: dict[str, str] = FAMILIES[config.model_type]._tied_weights_keys or {}
     return next(iter(tied.items())) if is_tied(config) and tied else None
 
 

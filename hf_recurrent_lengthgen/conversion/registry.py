@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 
-from hf_recurrent_lengthgen.conversion.format_fla import ARCHITECTURES as FLA_TYPES
 from hf_recurrent_lengthgen.conversion.format_fla import FLA
 from hf_recurrent_lengthgen.conversion.format_mamba_ssm import MAMBA_SSM
 from hf_recurrent_lengthgen.conversion.format_rwkv import RWKV, RWKV_HF
-from hf_recurrent_lengthgen.conversion.format_transformers import ARCHITECTURES as STOCK_TYPES
 from hf_recurrent_lengthgen.conversion.format_transformers import TRANSFORMERS
-from hf_recurrent_lengthgen.conversion.formats import MODEL_CLASSES, Format, Settings
+from hf_recurrent_lengthgen.conversion.formats import Format, Settings
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
+from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
 
 FORMATS: dict[str, Format] = {format.name: format for format in (MAMBA_SSM, RWKV, RWKV_HF, FLA, TRANSFORMERS)}
 """In the order of detection."""
@@ -22,7 +21,7 @@ def detect(settings: Settings | None, metas: Mapping[str, Meta], where: str) -> 
         ValueError: for ours, and where none is recognized.
     """
     model_type = (settings or {}).get("model_type")
-    if model_type in MODEL_CLASSES:
+    if model_type in FAMILIES:
         raise ValueError(
             f"{where} is a checkpoint of this package already: load it as it is, or `lengthgen export` it."
         )
@@ -31,11 +30,10 @@ def detect(settings: Settings | None, metas: Mapping[str, Meta], where: str) -> 
             return format
     kind = "no config.json" if settings is None else f"the model type {model_type!r}"
     formats = "; ".join(f"{format.name} ({format.title})" for format in FORMATS.values())
-    types = sorted({*STOCK_TYPES, *FLA_TYPES, "rwkv5"})
     raise ValueError(
         f"{where} has {kind}, which is none of the layouts that can be converted: {formats}. Their model types are "
-        f"{', '.join(types)}; mamba-ssm has none. Other recurrent models, and hybrids of Transformers, are not "
-        "converted: load them as they are, with hf_recurrent_lengthgen.load_model."
+        f"{', '.join(sorted(STATEFUL_CLASSES))}; mamba-ssm has none. Other recurrent models, and hybrids of "
+        "Transformers, are not converted: load them as they are, with hf_recurrent_lengthgen.load_model."
     )
 
 

@@ -1,14 +1,14 @@
 """What the layers of a model hand to their scans, read while the model runs.
 
-The functions that scan (`scan_ssd` and so on) are exchanged in the files of the model's code for the time of a `with`
-block, also where that code came with a checkpoint. Nothing is known of the layers but the names of these functions.
+The `scan` of every mixer (`models/scan_mixer.py`) is exchanged for the time of a `with` block, also where code came
+with a checkpoint. Nothing is known of the mixers but the names of these functions.
 
 Shapes: B rows, T tokens of a call, H heads (channels in Mamba-1), N states (keys), P values, G groups.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -32,35 +32,31 @@ def layers_of(model: Any) -> nn.ModuleList:
 
 @contextmanager
 def recorded_scans(model: nn.Module, readers: Mapping[str, Callable[..., None]]) -> Iterator[None]:
-    """Call `readers[name](layer, *arguments)` whenever a layer calls the function `name`, before it runs.
+    """Call `readers[name](layer, *arguments)` whenever a layer calls its scan of that name, before it runs.
 
     Raises:
         ValueError: as `layers_of`.
     """
-    running = [-1]
+    mixers: list[Any] = []
 
-    def recording(function: Any, read: Any) -> Any:
+    def recording(layer: int, function: Any, read: Any) -> Any:
+        @wraps(function)
         def scan(*args: Any, **kwargs: Any) -> Any:
-            read(running[0], *args)
+            read(layer, *args)
             return function(*args, **kwargs)
 
         return scan
 
-    def enter(layer: int) -> Any:
-        return lambda *_: running.__setitem__(0, layer)
-
-    files = {sys.modules[type(module).__module__] for module in model.modules()}
-    found = [(file, name, getattr(file, name)) for file in files for name in readers if hasattr(file, name)]
-    hooks = [block.register_forward_pre_hook(enter(layer)) for layer, block in enumerate(layers_of(model))]
     try:
-        for file, name, function in found:
-            setattr(file, name, recording(function, readers[name]))
+        for layer, block in enumerate(layers_of(model)):
+            mixer = getattr(block, "scan_mixer", None)
+            if mixer is not None and mixer.scan.__name__ in readers:
+                mixers.append(mixer)
+                mixer.scan = recording(layer, mixer.scan, readers[mixer.scan.__name__])
         yield
     finally:
-        for file, name, function in found:
-            setattr(file, name, function)
-        for hook in hooks:
-            hook.remove()
+        for mixer in mixers:
+            del mixer.scan
 
 
 class ScanSums(NamedTuple):

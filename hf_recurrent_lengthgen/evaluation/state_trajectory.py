@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from hf_recurrent_lengthgen.evaluation.recorded_scans import SUMS, ScanSums, recorded_scans
 from hf_recurrent_lengthgen.evaluation.streaming import Chunk
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
-from hf_recurrent_lengthgen.models.stateful_model import StatefulModel
+from hf_recurrent_lengthgen.models.mixer_layouts import known_mixers
 
 CHANNEL_GROUPS = 16
 """Most groups that the channels of a layer without heads are put into."""
@@ -135,19 +135,24 @@ def as_units(recurrent: Tensor) -> Tensor:
     return recurrent.reshape(len(recurrent), groups, -1)
 
 
-def conv_sections(model_type: str, recurrent: Tensor, conv: Tensor) -> dict[str, int]:
-    """Names and channels of the parts of a convolution state (B, C, K-1), by the `model_type` of a config."""
-    channels = conv.shape[1]
-    if model_type in ("stateful_mamba2", "mamba2"):
-        inner = recurrent.shape[1] * recurrent.shape[2]
-        return {"x": inner, "B": (channels - inner) // 2, "C": (channels - inner) // 2}
-    if model_type.startswith("stateful_rwkv"):
-        return {"time mixing": channels // 2, "channel mixing": channels // 2}
-    if model_type in ("stateful_gla", "stateful_hgrn2"):
-        heads, values, keys = recurrent.shape[1:]
-        kv_heads = (channels - heads * keys) // (keys + values)
-        return {"q": heads * keys, "k": kv_heads * keys, "v": kv_heads * values}
-    return {"x": channels}
+def conv_parts(model: Any) -> dict[int, dict[str, int]]:
+    """Names and channels of the parts of the convolution states, by layer, where they are known.
+
+    Our mixers tell them; in models of Transformers they follow from the parameters of Mamba-2 mixers.
+    """
+    blocks = getattr(model.base_model, "layers", ())
+    mixers = {layer: getattr(block, "scan_mixer", None) for layer, block in enumerate(blocks)}
+    if ours := {layer: mixer.conv_parts for layer, mixer in mixers.items() if mixer is not None}:
+        return ours
+    try:
+        stock = [mixer for mixer in known_mixers(model) if mixer.kind == "Mamba-2"]
+    except ValueError:
+        return {}
+    sizes = {mixer.layer: (len(mixer.module.conv1d.weight), mixer.module.out_proj.weight.shape[1]) for mixer in stock}
+    return {
+        layer: {"x": inner, "B": (channels - inner) // 2, "C": (channels - inner) // 2}
+        for layer, (channels, inner) in sizes.items()
+    }
 
 
 class StateObserver:
@@ -179,7 +184,9 @@ class StateObserver:
             raise ValueError(f"positions must be numbers of tokens from 1 on that rise, got {positions}.")
         self.positions = tuple(positions)
         self._places = {position: place for place, position in enumerate(positions)}
-        self._layouts = [_Layout.of(layer[0], layer[1], self._model) for layer in self._model.zero_state(1)]
+        parts = conv_parts(self._model)
+        zero = self._model.zero_state(1)
+        self._layouts = [_Layout.of(layer[0], layer[1], parts.get(index, {})) for index, layer in enumerate(zero)]
         self._seen = np.zeros((len(positions), sequences), dtype=bool)
         self._kept: dict[str, np.ndarray] = {}
         self._calls: dict[int, list[ScanSums]] = {}
@@ -342,10 +349,11 @@ class _Layout(NamedTuple):
     conv: dict[str, int]
 
     @classmethod
-    def of(cls, recurrent: Tensor, conv: Tensor, model: StatefulModel) -> "_Layout":
+    def of(cls, recurrent: Tensor, conv: Tensor, parts: dict[str, int]) -> "_Layout":
+        """The layout of a layer from its state, and the `conv_parts` of it; of others the channels are one part."""
         sections = {}
         if conv[0].numel():
-            sections = conv_sections(str(model.config.model_type), recurrent, conv)
+            sections = parts if sum(parts.values()) == conv.shape[1] else {"x": conv.shape[1]}
         if not recurrent[0].numel():
             return cls("", 0, (), torch.zeros(0, dtype=torch.long), torch.zeros(0, 0), sections)
         units, elements = as_units(recurrent).shape[1:]

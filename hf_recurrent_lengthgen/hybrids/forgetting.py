@@ -7,7 +7,6 @@ one, and those of MiniMax and Bailing keep theirs inside a function that cannot 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch import Tensor
 from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, SCAN, STEP, exchanged
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
-from hf_recurrent_lengthgen.models.forgetting_scans import SSDRecurrence, forgetful_scan
+from hf_recurrent_lengthgen.models.forgetting_scans import scan_with_forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import layer_state
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
 from hf_recurrent_lengthgen.models.scan_ssd import mamba_chunk_scan_combined, scan_ssd
@@ -95,7 +94,7 @@ def forgetting_scans(model: HybridModel, rule: Forgetting, state_cache: StateCac
     ) -> Any:
         A = A.float()
         dt = dt.to(A.dtype) if dt_bias is None else dt.to(A.dtype) + dt_bias.to(A.dtype)
-        dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit) * rule.delta_scale
+        dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
         D = A.new_zeros(A.shape) if D is None else D.to(A.dtype)
         if initial_states is None:
             initial_states = A.new_zeros(len(x), *x.shape[2:], B.shape[3])
@@ -104,10 +103,9 @@ def forgetting_scans(model: HybridModel, rule: Forgetting, state_cache: StateCac
             assert state_cache is not None
             parts.append(state_cache.window())
         backend = resolve_backend("auto", x.device.type, mamba_chunk_scan_combined is not None)
-        plain = partial(scan_ssd, chunk_size=chunk_size if backend == "kernel" else 64, backend=backend)
-        q, k, v = C.to(A.dtype), B.to(A.dtype), x.to(A.dtype)
-        recurrence = SSDRecurrence(plain, A, D, rule.retention)
-        y, state = forgetful_scan(rule, recurrence, q, k, v, F.pad(dt, (0, 1)), layer_state(parts))
+        inputs = (x.to(A.dtype), dt, A, B.to(A.dtype), C.to(A.dtype), D)
+        sizes = {"chunk_size": chunk_size if backend == "kernel" else 64}
+        y, state = scan_with_forgetting(rule, scan_ssd, inputs, layer_state(parts), None, backend=backend, **sizes)
         if state_cache is not None:
             state_cache.keep_window(state)
         return (y, state.recurrent) if return_final_states else y

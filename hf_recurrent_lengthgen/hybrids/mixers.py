@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
-from hf_recurrent_lengthgen.models.forgetting_scans import SelectiveRecurrence, forgetful_scan
+from hf_recurrent_lengthgen.models.forgetting_scans import scan_with_forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import layer_state, state_dtype
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
 from hf_recurrent_lengthgen.models.scan_selective import scan_selective, selective_scan_fn
@@ -158,17 +157,10 @@ def _scan_of(state_cache: Mamba1StateCache, rule: Forgetting, stock: Any) -> Any
             state = torch.zeros(x.shape[0], *A.shape, device=x.device, dtype=dtype)
         dt = F.softplus(dt.to(dtype) + (0 if delta_bias is None else delta_bias.to(dtype)[:, None]))
         backend = resolve_backend("auto", x.device.type, selective_scan_fn is not None)
-        x, dt, B, C = x.mT, dt.mT * rule.delta_scale, B.mT, C.mT
-        if rule.in_recurrence:
-            A, D = A.to(dtype), D.to(dtype)
-            parts = [state, state.new_empty(len(x), 0)] + ([] if rule.window is None else [state_cache.window()])
-            recurrence = SelectiveRecurrence(partial(scan_selective, backend=backend), A, D, rule.retention)
-            q, k, v, g = C.to(dtype), B.to(dtype), x.to(dtype), F.pad(dt, (0, 1))
-            y, final = forgetful_scan(rule, recurrence, q, k, v, g, layer_state(parts))
-            state_cache.keep_window(final)
-            final_state = final.recurrent
-        else:
-            y, final_state = scan_selective(x, dt, A, B, C, D, state, backend=backend)
-        return (y.mT * F.silu(z)).to(x.dtype), final_state
+        parts = [state, state.new_empty(len(x), 0)] + ([] if rule.window is None else [state_cache.window()])
+        inputs = (x.mT, dt.mT, A, B.mT, C.mT, D)
+        y, final = scan_with_forgetting(rule, scan_selective, inputs, layer_state(parts), None, backend=backend)
+        state_cache.keep_window(final)
+        return (y.mT * F.silu(z)).to(x.dtype), final.recurrent
 
     return scan

@@ -26,12 +26,16 @@ class StockType(NamedTuple):
         no_adapters: Ends of names of linear layers that adapters of PEFT do not go on: PEFT refuses them by the model
             type, or the mixers read the weight past the adapter.
         no_noise: Why noise cannot take the place of its recurrent part.
+        state_field: The field of its configuration with N of all recurrent layers, if N can grow (StateX).
+        no_expansion: If not, why.
     """
 
     state: str
     adapter: type[CacheAdapter] = CacheAdapter
     no_adapters: tuple[str, ...] = ()
     no_noise: str | None = None
+    state_field: str = ""
+    no_expansion: str = ""
 
 
 SSD = "(H, P, N)"
@@ -39,38 +43,66 @@ SELECTIVE = "(D, N)"
 DELTA = "(H, N, P)"
 NONE = "none, convolution only"
 
+_MAMBA_N = "mamba_d_state"
+_UNIT_KEYS = (
+    "its delta rule erases along keys of unit length, which wider keys or merged heads would change for every old "
+    "association, and its configuration has one size for all layers"
+)
+_NO_STATE = "it has short convolutions only, no state that could grow"
+
 SUPPORTED = {
-    "bailing_hybrid": StockType(DELTA),
-    "bamba": StockType(SSD),
-    "falcon_h1": StockType(SSD, no_adapters=("out_proj",)),
-    "falcon_mamba": StockType(SELECTIVE, Mamba1CacheAdapter, no_adapters=("out_proj", "dt_proj")),
-    "granitemoehybrid": StockType(SSD),
-    "jamba": StockType(SELECTIVE, Mamba1CacheAdapter, no_adapters=("dt_proj",)),
-    "kimi_linear": StockType(DELTA),
-    "lfm2": StockType(NONE),
-    "lfm2_moe": StockType(NONE),
-    "lfm3": StockType(NONE),
-    "mamba": StockType(SELECTIVE, Mamba1CacheAdapter, no_adapters=("out_proj", "dt_proj")),
-    "mamba2": StockType(SSD, no_adapters=("out_proj",)),
-    "minimax": StockType(DELTA, MiniMaxCacheAdapter),
-    "nemotron_h": StockType(SSD, no_adapters=("out_proj",)),
-    "olmo_hybrid": StockType(DELTA),
-    "qwen3_5_moe_text": StockType(DELTA),
-    "qwen3_5_text": StockType(DELTA),
-    "qwen3_next": StockType(DELTA),
+    "bailing_hybrid": StockType(DELTA, no_expansion=_UNIT_KEYS),
+    "bamba": StockType(SSD, state_field=_MAMBA_N),
+    "falcon_h1": StockType(SSD, no_adapters=("out_proj",), state_field=_MAMBA_N),
+    "falcon_mamba": StockType(
+        SELECTIVE, Mamba1CacheAdapter, no_adapters=("out_proj", "dt_proj"), state_field="state_size"
+    ),
+    "granitemoehybrid": StockType(SSD, state_field=_MAMBA_N),
+    "jamba": StockType(
+        SELECTIVE,
+        Mamba1CacheAdapter,
+        no_adapters=("dt_proj",),
+        no_expansion="learned norms of B and C over N would have to grow, too, in a way no one has studied",
+    ),
+    "kimi_linear": StockType(DELTA, no_expansion=_UNIT_KEYS),
+    "lfm2": StockType(NONE, no_expansion=_NO_STATE),
+    "lfm2_moe": StockType(NONE, no_expansion=_NO_STATE),
+    "lfm3": StockType(NONE, no_expansion=_NO_STATE),
+    "mamba": StockType(SELECTIVE, Mamba1CacheAdapter, no_adapters=("out_proj", "dt_proj"), state_field="state_size"),
+    "mamba2": StockType(SSD, no_adapters=("out_proj",), state_field="state_size"),
+    "minimax": StockType(
+        DELTA,
+        MiniMaxCacheAdapter,
+        no_expansion="its decays are fixed numbers of each head, which merged heads cannot share",
+    ),
+    "nemotron_h": StockType(SSD, no_adapters=("out_proj",), state_field="ssm_state_size"),
+    "olmo_hybrid": StockType(DELTA, no_expansion=_UNIT_KEYS),
+    "qwen3_5_moe_text": StockType(DELTA, no_expansion=_UNIT_KEYS),
+    "qwen3_5_text": StockType(DELTA, no_expansion=_UNIT_KEYS),
+    "qwen3_next": StockType(DELTA, no_expansion=_UNIT_KEYS),
     "rwkv": StockType(
         "(3, D): numerator, denominator, exponent",
         RwkvCacheAdapter,
         no_noise="a denominator from a Gaussian can be zero",
+        no_expansion="the state of RWKV-4 is a vector of the model's width: there are no heads to merge",
     ),
     "xlstm": StockType(
         "(H, N P + N + 1): memory, normalizer, stabilizer",
         XlstmCacheAdapter,
         no_noise="memory, normalizer and stabilizer are of different kinds, which no one Gaussian describes",
+        no_expansion="its normalizer and stabilizer belong to heads and their gates, which merged heads cannot share",
     ),
-    "zamba": StockType(SSD, Mamba1CacheAdapter),
-    "zamba2": StockType(SSD),
-    "zaya": StockType("(D,): delayed value of the last token", RoundingCacheAdapter),
+    "zamba": StockType(
+        SSD,
+        Mamba1CacheAdapter,
+        no_expansion="its Mamba-1 mixers have heads of their own layout",
+    ),
+    "zamba2": StockType(SSD, state_field=_MAMBA_N),
+    "zaya": StockType(
+        "(D,): delayed value of the last token",
+        RoundingCacheAdapter,
+        no_expansion="its state is one delayed value, nothing that could grow",
+    ),
 }
 
 REFUSED = {

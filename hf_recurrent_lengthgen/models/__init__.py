@@ -3,6 +3,8 @@
 Importing this package makes our model types known to the Auto classes of Transformers.
 """
 
+from typing import Any
+
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from .configuration_stateful_gla import StatefulGLAConfig
@@ -44,39 +46,43 @@ from .modeling_stateful_rwkv6 import (
     StatefulRWKV6Model,
 )
 
-CAUSAL_LM_CLASSES = (
-    StatefulGLAForCausalLM,
-    StatefulHGRN2ForCausalLM,
-    StatefulLinearAttentionForCausalLM,
-    StatefulMambaForCausalLM,
-    StatefulMamba2ForCausalLM,
-    StatefulRWKV5ForCausalLM,
-    StatefulRWKV6ForCausalLM,
-)
+FAMILIES: dict[str, Any] = {}
+"""The language model of each family, by our model type."""
+STATEFUL_CLASSES: dict[str, Any] = {}
+"""Upstream checkpoints whose parameters our class takes as they are, by the model type in their config.json."""
 
-SEQUENCE_CLASSIFICATION_CLASSES = (
-    StatefulGLAForSequenceClassification,
-    StatefulHGRN2ForSequenceClassification,
-    StatefulLinearAttentionForSequenceClassification,
-    StatefulMambaForSequenceClassification,
-    StatefulMamba2ForSequenceClassification,
-    StatefulRWKV5ForSequenceClassification,
-    StatefulRWKV6ForSequenceClassification,
-)
 
-# Upstream checkpoints whose parameters our class takes as they are, by the model type in their config.json.
-STATEFUL_CLASSES = {upstream: cls for cls in CAUSAL_LM_CLASSES for upstream in cls.config_class.upstream_types}
+def register_family(causal_lm_class: Any, classifier_class: Any = None) -> None:
+    """Make a family known to the Auto classes of Transformers, and to all that goes by `FAMILIES` here."""
+    config_class = causal_lm_class.config_class
+    AutoConfig.register(config_class.model_type, config_class)
+    AutoModel.register(config_class, causal_lm_class.backbone_class)
+    AutoModelForCausalLM.register(config_class, causal_lm_class)
+    if classifier_class is not None:
+        AutoModelForSequenceClassification.register(config_class, classifier_class)
+    FAMILIES[config_class.model_type] = causal_lm_class
+    STATEFUL_CLASSES.update(dict.fromkeys(config_class.upstream_types, causal_lm_class))
 
-for _class in CAUSAL_LM_CLASSES:
-    AutoConfig.register(_class.config_class.model_type, _class.config_class)
-    AutoModel.register(_class.config_class, _class.backbone_class)
-    AutoModelForCausalLM.register(_class.config_class, _class)
-for _classifier in SEQUENCE_CLASSIFICATION_CLASSES:
-    AutoModelForSequenceClassification.register(_classifier.config_class, _classifier)
+
+def family_config(model_type: str | None) -> Any:
+    """The configuration class of one of our model types, or of an upstream one that it takes; None for others."""
+    found = FAMILIES.get(str(model_type)) or STATEFUL_CLASSES.get(str(model_type))
+    return None if found is None else found.config_class
+
+
+for _classes in (
+    (StatefulGLAForCausalLM, StatefulGLAForSequenceClassification),
+    (StatefulHGRN2ForCausalLM, StatefulHGRN2ForSequenceClassification),
+    (StatefulLinearAttentionForCausalLM, StatefulLinearAttentionForSequenceClassification),
+    (StatefulMambaForCausalLM, StatefulMambaForSequenceClassification),
+    (StatefulMamba2ForCausalLM, StatefulMamba2ForSequenceClassification),
+    (StatefulRWKV5ForCausalLM, StatefulRWKV5ForSequenceClassification),
+    (StatefulRWKV6ForCausalLM, StatefulRWKV6ForSequenceClassification),
+):
+    register_family(*_classes)
 
 __all__ = [
-    "CAUSAL_LM_CLASSES",
-    "SEQUENCE_CLASSIFICATION_CLASSES",
+    "FAMILIES",
     "STATEFUL_CLASSES",
     "StatefulGLAConfig",
     "StatefulGLAForCausalLM",
@@ -106,4 +112,6 @@ __all__ = [
     "StatefulRWKV6ForCausalLM",
     "StatefulRWKV6ForSequenceClassification",
     "StatefulRWKV6Model",
+    "family_config",
+    "register_family",
 ]

@@ -1,4 +1,4 @@
-"""Configuration fields of the reference models, Mamba with attention in some layers (arXiv:2410.11135)."""
+"""What the configurations of the Mamba families share: sizes of each layer, attention in some (arXiv:2410.11135)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,7 +9,9 @@ from .forgetting import Forgetting
 
 @dataclass(init=False, repr=False, eq=False)
 class ReferenceLayersConfigMixin(StatefulConfigMixin):
-    """Attention in the place of some mixers, for comparisons as in Figures 2, 4 and 5 of arXiv:2410.11135.
+    """Fields beside those of Transformers: attention in the place of some mixers, and sizes of each layer.
+
+    Attention is for comparisons as in Figures 2, 4 and 5 of arXiv:2410.11135.
 
     There, layer 4 of 8 (that is number 3) is replaced by one head of softmax attention or of linear attention with a
     head dim of 8, 32 or 1024: `attention_layers=[3]`, and for the latter
@@ -23,6 +25,8 @@ class ReferenceLayersConfigMixin(StatefulConfigMixin):
             could be given, carried or cached.
         attention_head_dim: Width of queries and keys, in softmax attention of values, too; those of linear attention
             have `hidden_size` channels. None for `hidden_size` with softmax and `state_size` with linear attention.
+        layer_state_sizes: State dim N of each layer, where they differ (post-training state expansion,
+            arXiv:2509.22630); None for `state_size` in all.
     """
 
     attention_kinds: ClassVar[tuple[str, ...]] = ("softmax", "linear")
@@ -30,10 +34,18 @@ class ReferenceLayersConfigMixin(StatefulConfigMixin):
     attention_layers: list[int] | None = None
     attention_kind: str = "softmax"
     attention_head_dim: int | None = None
+    layer_state_sizes: list[int] | None = None
+
+    def state_size_of(self, layer: int) -> int:
+        """State dim N of one layer."""
+        sizes = self.layer_state_sizes
+        return self.state_size if sizes is None else sizes[layer]  # type: ignore[attr-defined]
 
     def check(self) -> None:
-        """See `StatefulConfigMixin.check`; also these fields."""
+        """See `StatefulConfigMixin.check`; also these fields, and the activation."""
         super().check()
+        if (given := self.hidden_act) not in ("silu", "swish"):  # type: ignore[attr-defined]
+            raise ValueError(f'hidden_act must be "silu", got {given!r}: the convolution is followed by SiLU.')
         chosen: list[int] = list(self.attention_layers or ())
         layers: int = self.num_hidden_layers  # type: ignore[attr-defined]
         if any(type(layer) is not int or layer not in range(layers) for layer in chosen) or (

@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral
@@ -61,19 +61,27 @@ class StatefulConfigMixin:
         forgetting: What the model forgets at inference beyond what it has learned to, a mapping with some of the
             fields of `Forgetting`; None for nothing.
         interventions: What was done to the model after its first training, in order, in words.
+        expanded_layers: The layers whose states were expanded (StateX), by number, and how each was initialized last.
         code_format_version: Version of the checkpoint's code format. A checkpoint of a newer version than
             this code is refused.
     """
 
+    _auto_class: ClassVar[str | None] = "AutoConfig"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["final_state", "past_key_values"]
+    # what a family says of itself
+    display_name: ClassVar[str] = ""  # as people write it
+    hub_tags: ClassVar[tuple[str, ...]] = ()  # further ones of its cards
     has_step_size: ClassVar[bool] = False  # whether its decay has a step size, so that delta_scale applies
     lora_target_modules: ClassVar[tuple[str, ...]] = ()  # linear layers of its mixers, as PEFT names them
     upstream_types: ClassVar[tuple[str, ...]] = ()  # model types whose files have the same fields and weights
+    layouts: ClassVar[tuple[str, ...]] = ()  # formats that it is converted from and to; the first has `upstream_types`
+    tiny: ClassVar[dict[str, Any]] = {}  # further settings of a model of width 64, for trials
 
     scan_backend: str = "auto"
     training_length: int | None = None
     interventions: tuple[str, ...] | list[str] = ()
     forgetting: dict[str, Any] | None = None
+    expanded_layers: dict[str, str] | None = None
     code_format_version: int = CODE_FORMAT_VERSION
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -89,8 +97,13 @@ class StatefulConfigMixin:
             raise ValueError(f"{name} must be {_in_words(kind)}, got {value!r:.80}.")
         if not isinstance(value, str):  # as "auto", of which the upstream configuration makes a number
             _check_range(name, value)
+        # JSON's 0, which the strict classes of Transformers refuse
         if kind is float:
-            value = float(value)  # of JSON's 0, which the strict classes of Transformers refuse
+            value = float(value)
+        elif isinstance(value, (list, tuple)) and any(
+            get_args(part)[:1] == (float,) for part in (kind, *get_args(kind))
+        ):
+            value = type(value)(map(float, value))
         super().__setattr__(name, value)
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -109,6 +122,11 @@ class StatefulConfigMixin:
         if config_dict.get("model_type") in cls.upstream_types:
             return config_dict | {"model_type": cls.model_type}  # type: ignore[attr-defined]
         return config_dict
+
+    @classmethod
+    def name_of(cls, values: Mapping[str, Any]) -> str:
+        """The name of the architecture of a config.json, for people."""
+        return cls.display_name or cls.model_type.removeprefix("stateful_")  # type: ignore[attr-defined]
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -1,11 +1,6 @@
 """Configuration of GLA with an initial and a final state."""
 
-from typing import ClassVar
-
-from .configuration_fla import FlaConfigMixin as FlaConfigMixin
 from .configuration_fla import GatedLinearAttentionConfig
-from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
-from .forgetting import Forgetting as Forgetting
 
 FEATURE_MAPS = ("relu", "sigmoid", "logsigmoid", "silu", "swish", "sqrelu", "gelu")
 
@@ -24,8 +19,12 @@ class StatefulGLAConfig(GatedLinearAttentionConfig):
     """
 
     model_type = "stateful_gla"
-    upstream_types: ClassVar[tuple[str, ...]] = ("gla",)
-    lora_target_modules: ClassVar[tuple[str, ...]] = (
+    display_name = "GLA"
+    hub_tags = ("linear-attention",)
+    upstream_types = ("gla",)
+    layouts = ("fla",)
+    tiny = {"num_heads": 4}  # noqa: RUF012
+    lora_target_modules = (
         "q_proj",
         "k_proj",
         "v_proj",
@@ -51,6 +50,3 @@ class StatefulGLAConfig(GatedLinearAttentionConfig):
             raise ValueError(f"feature_map must be None or one of {FEATURE_MAPS}, got {self.feature_map!r}.")
         if self.clamp_min is not None and self.clamp_min > 0:
             raise ValueError(f"clamp_min bounds log decays, which are at most 0, got {self.clamp_min}.")
-
-
-StatefulGLAConfig.register_for_auto_class()

@@ -1,12 +1,8 @@
 """Configuration of HGRN-2 with an initial and a final state."""
 
-from typing import ClassVar
-
 from transformers import PreTrainedConfig
 
 from .configuration_fla import FlaConfigMixin
-from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
-from .forgetting import Forgetting as Forgetting
 
 
 class StatefulHGRN2Config(FlaConfigMixin, PreTrainedConfig):
@@ -22,8 +18,12 @@ class StatefulHGRN2Config(FlaConfigMixin, PreTrainedConfig):
     """
 
     model_type = "stateful_hgrn2"
-    upstream_types: ClassVar[tuple[str, ...]] = ("hgrn2",)
-    lora_target_modules: ClassVar[tuple[str, ...]] = ("q_proj", "f_proj", "i_proj", "o_proj")
+    display_name = "HGRN-2"
+    hub_tags = ("linear-attention",)
+    upstream_types = ("hgrn2",)
+    layouts = ("fla",)
+    tiny = {"expand_ratio": 16}  # noqa: RUF012
+    lora_target_modules = ("q_proj", "f_proj", "i_proj", "o_proj")
 
     num_heads: int | None = None  # type: ignore[assignment]
     expand_ratio: int | None = 128
@@ -50,6 +50,3 @@ class StatefulHGRN2Config(FlaConfigMixin, PreTrainedConfig):
             raise ValueError(f"num_heads * expand_ratio must be hidden_size ({self.hidden_size}), got {given}.")
         for count in self.layer_num_heads or ():
             self.parts("hidden_size", self.hidden_size, count)
-
-
-StatefulHGRN2Config.register_for_auto_class()

@@ -1,11 +1,6 @@
 """Configuration of linear attention with an initial and a final state."""
 
-from typing import ClassVar
-
-from .configuration_fla import FlaConfigMixin as FlaConfigMixin
 from .configuration_fla import GatedLinearAttentionConfig
-from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
-from .forgetting import Forgetting as Forgetting
 
 FEATURE_MAPS = ("hedgehog", "t2r", "elementwise_product", "dpfp", "elu", "relu", "identity")
 
@@ -22,8 +17,12 @@ class StatefulLinearAttentionConfig(GatedLinearAttentionConfig):
     """
 
     model_type = "stateful_linear_attention"
-    upstream_types: ClassVar[tuple[str, ...]] = ("linear_attn",)
-    lora_target_modules: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    display_name = "linear attention"
+    hub_tags = ("linear-attention",)
+    upstream_types = ("linear_attn",)
+    layouts = ("fla",)
+    tiny = {"num_heads": 4}  # noqa: RUF012
+    lora_target_modules = ("q_proj", "k_proj", "v_proj", "o_proj")
 
     feature_map: str = "elementwise_product"
     tie_feature_map_qk: bool = False
@@ -38,6 +37,3 @@ class StatefulLinearAttentionConfig(GatedLinearAttentionConfig):
             raise ValueError(f"feature_map must be one of {FEATURE_MAPS}, got {self.feature_map!r}.")
         if self.tie_feature_map_qk:
             raise ValueError("tie_feature_map_qk must be False, got True: it is not supported.")
-
-
-StatefulLinearAttentionConfig.register_for_auto_class()

@@ -1,12 +1,11 @@
 """Configuration of Mamba-1 and FalconMamba with an initial and a final state."""
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 from transformers import MambaConfig
 
 from .configuration_reference import ReferenceLayersConfigMixin
-from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
-from .forgetting import Forgetting as Forgetting
 
 
 class StatefulMambaConfig(ReferenceLayersConfigMixin, MambaConfig):
@@ -18,21 +17,24 @@ class StatefulMambaConfig(ReferenceLayersConfigMixin, MambaConfig):
     Args:
         mixer_rms_eps: Epsilon of FalconMamba's weightless norms of the step, B and C, as in `FalconMambaConfig`;
             None for Mamba, which has no such norms.
-        layer_state_sizes: State dim N of each layer, where they differ (post-training state expansion,
-            arXiv:2509.22630); None for `state_size` in all.
     """
 
     model_type = "stateful_mamba"
-    has_step_size: ClassVar[bool] = True
-    upstream_types: ClassVar[tuple[str, ...]] = ("mamba", "falcon_mamba")
-    lora_target_modules: ClassVar[tuple[str, ...]] = ("in_proj", "x_proj", "dt_proj", "out_proj")
+    has_step_size = True
+    display_name = "Mamba"
+    hub_tags = ("state-space-model",)
+    upstream_types = ("mamba", "falcon_mamba")
+    layouts = ("transformers", "mamba-ssm", "fla")
+    tiny = {"state_size": 8}  # noqa: RUF012
+    lora_target_modules = ("in_proj", "x_proj", "dt_proj", "out_proj")
 
     mixer_rms_eps: float | None = None
-    layer_state_sizes: list[int] | None = None
 
-    def state_size_of(self, layer: int) -> int:
-        """State dim N of one layer."""
-        return self.state_size if self.layer_state_sizes is None else self.layer_state_sizes[layer]
+    @classmethod
+    def name_of(cls, values: Mapping[str, Any]) -> str:
+        """See `StatefulConfigMixin`; FalconMamba has its epsilon, and a model type of its own upstream."""
+        falcon = values.get("model_type") == "falcon_mamba" or values.get("mixer_rms_eps") is not None
+        return "FalconMamba" if falcon else cls.display_name
 
     @classmethod
     def from_upstream(cls, config_dict: dict[str, Any]) -> dict[str, Any]:
@@ -42,16 +44,9 @@ class StatefulMambaConfig(ReferenceLayersConfigMixin, MambaConfig):
         return super().from_upstream(config_dict)
 
     def check(self) -> None:
-        """See `StatefulConfigMixin.check`; also what has only one or two implementations, and sizes."""
+        """See `ReferenceLayersConfigMixin.check`; also the initialization of steps."""
         super().check()
-        if self.hidden_act not in ("silu", "swish"):
-            raise ValueError(
-                f'hidden_act must be "silu", got {self.hidden_act!r}: the convolution is followed by SiLU.'
-            )
         if self.time_step_init_scheme not in ("random", "constant"):
             raise ValueError(
                 f'time_step_init_scheme must be "random" or "constant", got {self.time_step_init_scheme!r}.'
             )
-
-
-StatefulMambaConfig.register_for_auto_class()

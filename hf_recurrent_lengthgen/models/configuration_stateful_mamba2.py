@@ -1,12 +1,8 @@
 """Configuration of Mamba-2 with an initial and a final state."""
 
-from typing import ClassVar
-
 from transformers import Mamba2Config
 
 from .configuration_reference import ReferenceLayersConfigMixin
-from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
-from .forgetting import Forgetting as Forgetting
 
 
 class StatefulMamba2Config(ReferenceLayersConfigMixin, Mamba2Config):
@@ -14,30 +10,20 @@ class StatefulMamba2Config(ReferenceLayersConfigMixin, Mamba2Config):
 
     `chunk_size` is the tile of the GPU kernel; the torch scan has its own. Neither changes results.
     Only `hidden_act="silu"` is supported.
-
-    Args:
-        layer_state_sizes: State dim N of each layer, where they differ (post-training state expansion,
-            arXiv:2509.22630); None for `state_size` in all.
     """
 
     model_type = "stateful_mamba2"
-    has_step_size: ClassVar[bool] = True
-    upstream_types: ClassVar[tuple[str, ...]] = ("mamba2",)
-    lora_target_modules: ClassVar[tuple[str, ...]] = ("in_proj", "out_proj")
-
-    layer_state_sizes: list[int] | None = None
-
-    def state_size_of(self, layer: int) -> int:
-        """State dim N of one layer."""
-        return self.state_size if self.layer_state_sizes is None else self.layer_state_sizes[layer]
+    has_step_size = True
+    display_name = "Mamba-2"
+    hub_tags = ("state-space-model",)
+    upstream_types = ("mamba2",)
+    layouts = ("transformers", "mamba-ssm", "fla")
+    tiny = {"state_size": 16, "n_groups": 1, "num_heads": 8, "head_dim": 16}  # noqa: RUF012
+    lora_target_modules = ("in_proj", "out_proj")
 
     def check(self) -> None:
-        """See `StatefulConfigMixin.check`; also the activation and sizes that do not go together."""
+        """See `ReferenceLayersConfigMixin.check`; also sizes that do not go together."""
         super().check()
-        if self.hidden_act not in ("silu", "swish"):
-            raise ValueError(
-                f'hidden_act must be "silu", got {self.hidden_act!r}: the convolution is followed by SiLU.'
-            )
         limit = tuple(self.time_step_limit)
         if len(limit) != 2 or not 0 <= limit[0] <= limit[1]:
             raise ValueError(
@@ -50,6 +36,3 @@ class StatefulMamba2Config(ReferenceLayersConfigMixin, Mamba2Config):
                 f"num_heads * head_dim ({self.num_heads} * {self.head_dim}) must be hidden_size * expand "
                 f"({self.hidden_size} * {self.expand})."
             )
-
-
-StatefulMamba2Config.register_for_auto_class()

@@ -1,11 +1,8 @@
 """Configuration of RWKV-5 with an initial and a final state."""
 
-from typing import ClassVar
-
 from transformers import PreTrainedConfig
 
 from .configuration_stateful import StatefulConfigMixin
-from .forgetting import Forgetting as Forgetting
 
 
 class StatefulRWKV5Config(StatefulConfigMixin, PreTrainedConfig):
@@ -29,8 +26,12 @@ class StatefulRWKV5Config(StatefulConfigMixin, PreTrainedConfig):
     """
 
     model_type = "stateful_rwkv5"
-    upstream_types: ClassVar[tuple[str, ...]] = ("rwkv5",)
-    lora_target_modules: ClassVar[tuple[str, ...]] = (
+    display_name = "RWKV-5"
+    hub_tags = ("rwkv",)
+    upstream_types = ("rwkv5",)
+    layouts = ("rwkv-hf", "rwkv")
+    tiny = {"head_size": 32}  # noqa: RUF012
+    lora_target_modules = (
         "attention.key",
         "attention.value",
         "attention.receptance",
@@ -81,6 +82,3 @@ class StatefulRWKV5Config(StatefulConfigMixin, PreTrainedConfig):
                     f"The width of time mixing ({self.inner_size}) must be a multiple of every entry of "
                     f"layer_num_heads, got {self.layer_num_heads}."
                 )
-
-
-StatefulRWKV5Config.register_for_auto_class()

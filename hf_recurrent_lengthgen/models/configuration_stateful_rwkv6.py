@@ -1,12 +1,8 @@
 """Configuration of RWKV-6 with an initial and a final state."""
 
-from typing import ClassVar
-
 from transformers import PreTrainedConfig
 
 from .configuration_fla import FlaConfigMixin
-from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
-from .forgetting import Forgetting as Forgetting
 
 
 class StatefulRWKV6Config(FlaConfigMixin, PreTrainedConfig):
@@ -24,15 +20,19 @@ class StatefulRWKV6Config(FlaConfigMixin, PreTrainedConfig):
     """
 
     model_type = "stateful_rwkv6"
-    upstream_types: ClassVar[tuple[str, ...]] = ("rwkv6",)
-    lora_target_modules: ClassVar[tuple[str, ...]] = (
+    display_name = "RWKV-6"
+    hub_tags = ("rwkv",)
+    upstream_types = ("rwkv6",)
+    layouts = ("fla", "rwkv", "rwkv-hf")
+    tiny = {"num_heads": 2, "expand_k": 1}  # noqa: RUF012
+    lora_target_modules = (
         "r_proj.linear",
         "k_proj.linear",
         "v_proj.linear",
         "g_proj.linear",
         "o_proj",
     )
-    activations: ClassVar[tuple[str, ...]] = ("sqrelu",)
+    activations = ("sqrelu",)
 
     expand_k: int | float = 0.5
     expand_v: int | float = 1.0
@@ -56,6 +56,3 @@ class StatefulRWKV6Config(FlaConfigMixin, PreTrainedConfig):
         """Of one layer: heads H, key dim N, value dim P."""
         heads = self.num_heads if self.layer_num_heads is None else self.layer_num_heads[layer]
         return heads, int(self.expand_k * self.hidden_size) // heads, int(self.expand_v * self.hidden_size) // heads
-
-
-StatefulRWKV6Config.register_for_auto_class()

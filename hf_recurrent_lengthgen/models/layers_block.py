@@ -9,27 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .norms import RMSNorm
 from .packed_rows import over_groups
-from .recurrent_state import LayerShape, LayerState, state_dtype
+from .recurrent_state import LayerState, state_dtype
+from .scan_mixer import MixerLayer, ScanMixer
 
 
-class MixerBlock(GradientCheckpointingLayer):
+class MixerBlock(MixerLayer):
     """`x + mixer(norm(x))` on the parameter names of Transformers."""
 
-    def __init__(self, config: Any, mixer: nn.Module, state_shape: LayerShape) -> None:
+    def __init__(self, config: Any, mixer: ScanMixer) -> None:
         super().__init__()
-        self.state_shape = state_shape
         self.residual_in_fp32 = config.residual_in_fp32
         self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
-        self.mixer: Any = mixer
-
-    @property
-    def token_features(self) -> int:
-        """What a window keeps of one token."""
-        return self.mixer.token_features
+        self.mixer = mixer
 
     @over_groups
     def forward(

@@ -3,20 +3,21 @@
 Shapes: B batch, T tokens, D hidden size, H heads, N key dim, P value dim.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .causal_conv import CausalConv1d, causal_conv1d_fn, refuse_adapters
 from .configuration_fla import FlaConfigMixin
-from .forgetting_scans import gated_token_features
+from .modeling_stateful import StatefulBackbone
 from .norms import RMSNorm, rms_normalize
 from .packed_rows import over_groups
-from .recurrent_state import LayerShape, LayerState
+from .recurrent_state import LayerState
 from .scan_backends import ScanBackend, resolve_backend
+from .scan_mixer import MixerLayer, ScanMixer
 
 
 class GatedMLP(nn.Module):
@@ -35,25 +36,17 @@ class GatedMLP(nn.Module):
         return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class MixerMLPBlock(GradientCheckpointingLayer):
+class MixerMLPBlock(MixerLayer):
     """Pre-norm residual blocks of the recurrence (`attn`) and of channel mixing (`mlp`)."""
 
-    def __init__(self, config: FlaConfigMixin, mixer: nn.Module) -> None:
+    mixer_name = "attn"
+
+    def __init__(self, config: FlaConfigMixin, mixer: ScanMixer) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attn: Any = mixer
+        self.attn = mixer
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config)
-
-    @property
-    def state_shape(self) -> LayerShape:
-        """Shapes of the layer's state."""
-        return self.attn.state_shape
-
-    @property
-    def token_features(self) -> int:
-        """What a window keeps of one token."""
-        return gated_token_features(self.state_shape)
 
     @over_groups
     def forward(
@@ -111,3 +104,17 @@ class OptionalRMSNorm(RMSNorm):
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """(B, T, H_kv, N) to (B, T, H, N): each head stands for H / H_kv heads that follow one another."""
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
+
+
+class MixerMLPBackbone(StatefulBackbone):
+    """The backbone of families with these blocks. A family sets `config_class` and `mixer_class`."""
+
+    base_model_prefix = "model"
+    _no_split_modules = ["MixerMLPBlock"]  # noqa: RUF012
+    mixer_class: Callable[[Any, int], ScanMixer]
+
+    def make_layer(self, config: Any, layer: int) -> MixerMLPBlock:
+        return MixerMLPBlock(config, self.mixer_class(config, layer))
+
+    def make_norm(self, config: Any) -> nn.Module:
+        return RMSNorm(config.hidden_size, config.norm_eps)

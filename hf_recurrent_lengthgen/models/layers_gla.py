@@ -8,7 +8,6 @@ a head count of its own in each layer, and computes gates and recurrence in full
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +15,12 @@ from torch.nn.functional import gelu, logsigmoid, relu, silu
 
 from .causal_conv import CausalConv1d
 from .configuration_stateful_gla import StatefulGLAConfig
-from .forgetting_scans import gated_scan
 from .layers_fla import OptionalRMSNorm, choose_backend, repeat_heads, short_convolutions
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
 from .scan_backends import check_backend_setting
 from .scan_gla import chunk_gla, scan_gla
+from .scan_mixer import ScanMixer
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": relu,
@@ -34,8 +33,11 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class StatefulGLAMixer(nn.Module):
+class StatefulGLAMixer(ScanMixer):
     """Projections, optional short convolutions, gated recurrence, norm per head, output gate."""
+
+    scan = staticmethod(scan_gla)
+    grows = "num_heads"
 
     def __init__(self, config: StatefulGLAConfig, layer: int) -> None:
         super().__init__()
@@ -71,6 +73,13 @@ class StatefulGLAMixer(nn.Module):
         conv = (self.conv_channels, self.config.conv_size - 1) if self.conv_channels else (0,)
         return LayerShape((self.heads, self.value_dim, self.key_dim), conv)
 
+    @property
+    def conv_parts(self) -> dict[str, int]:
+        """q, k and v."""
+        if not self.conv_channels:
+            return {}
+        return {"q": self.heads * self.key_dim, "k": self.kv_heads * self.key_dim, "v": self.kv_heads * self.value_dim}
+
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:
@@ -93,7 +102,7 @@ class StatefulGLAMixer(nn.Module):
             for x in (zero_past_end(k, lengths), v, zero_past_end(g, lengths))
         )
         q = q.unflatten(-1, (self.heads, -1)) * self.key_dim**-0.5
-        y, state = gated_scan(config, partial(scan_gla, backend=backend), q, k, v, g, state, lengths)
+        y, state = self.advance(q, k, v, g, state=state, lengths=lengths, backend=backend)
         y = self.get_submodule(self.norm_name)(y).flatten(2)
         if config.use_output_gate:
             y = y * silu(self.g_proj(hidden_states))

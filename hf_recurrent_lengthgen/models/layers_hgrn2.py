@@ -10,24 +10,25 @@ computes gates and recurrence in full precision. As in fla, the norm of the outp
 Shapes: B batch, T tokens, D hidden size.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, silu
 
 from .causal_conv import CausalConv1d
 from .configuration_stateful_hgrn2 import StatefulHGRN2Config
-from .forgetting_scans import gated_scan
 from .layers_fla import OptionalRMSNorm, choose_backend, short_convolutions
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
 from .scan_backends import check_backend_setting
 from .scan_gla import chunk_gla, scan_gla
+from .scan_mixer import ScanMixer
 
 
-class StatefulHGRN2Mixer(nn.Module):
+class StatefulHGRN2Mixer(ScanMixer):
     """Projections, optional short convolutions, gated recurrence, norm."""
+
+    scan = staticmethod(scan_gla)
+    grows = "num_heads"
 
     def __init__(self, config: StatefulHGRN2Config, layer: int) -> None:
         super().__init__()
@@ -51,6 +52,11 @@ class StatefulHGRN2Mixer(nn.Module):
         conv = (3 * self.config.hidden_size, self.config.conv_size - 1) if self.config.use_short_conv else (0,)
         return LayerShape((self.heads, self.head_dim, self.head_dim), conv)
 
+    @property
+    def conv_parts(self) -> dict[str, int]:
+        """q, k (the forget gate) and v."""
+        return dict.fromkeys(("q", "k", "v"), self.config.hidden_size) if self.config.use_short_conv else {}
+
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None, *lower_bound: Tensor
     ) -> tuple[Tensor, LayerState]:
@@ -72,5 +78,5 @@ class StatefulHGRN2Mixer(nn.Module):
             x.unflatten(-1, (self.heads, -1))
             for x in (silu(q) * self.head_dim**-0.5, zero_past_end(k, lengths), v, zero_past_end(g, lengths))
         )
-        y, state = gated_scan(config, partial(scan_gla, backend=backend), q, k, v, g, state, lengths)
+        y, state = self.advance(q, k, v, g, state=state, lengths=lengths, backend=backend)
         return self.o_proj(self.g_norm(y.flatten(2))), state._replace(conv=conv_state)

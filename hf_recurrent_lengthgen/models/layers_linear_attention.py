@@ -9,19 +9,17 @@ computes the recurrence in full precision.
 Shapes: B batch, T tokens, H heads, N mapped key dim, P value dim.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import elu, relu, softmax
 
 from .configuration_stateful_linear_attention import StatefulLinearAttentionConfig
-from .forgetting_scans import gated_scan
 from .layers_fla import OptionalRMSNorm, choose_backend, repeat_heads
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
 from .scan_backends import check_backend_setting
 from .scan_gla import chunk_gla, scan_gla
+from .scan_mixer import ScanMixer
 
 
 class Hedgehog(nn.Module):
@@ -77,8 +75,11 @@ LEARNED = {"hedgehog": Hedgehog, "t2r": TransformerToRNN, "elementwise_product":
 WIDENING = {"hedgehog": 2, "dpfp": 8}
 
 
-class StatefulLinearAttentionMixer(nn.Module):
+class StatefulLinearAttentionMixer(ScanMixer):
     """Projections, feature maps, recurrence without decay, norm per head."""
+
+    scan = staticmethod(scan_gla)
+    grows = "num_heads"
 
     def __init__(self, config: StatefulLinearAttentionConfig, layer: int) -> None:
         super().__init__()
@@ -119,8 +120,8 @@ class StatefulLinearAttentionMixer(nn.Module):
         if config.norm_feature_map:
             v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
         k, v = repeat_heads(zero_past_end(k, lengths), self.heads), repeat_heads(v, self.heads)
-        scan = partial(scan_gla, backend=backend)
-        y, state = gated_scan(config, scan, q * self.features**-0.5, k, v, torch.zeros_like(k), state, lengths)
+        q, no_decay = q * self.features**-0.5, torch.zeros_like(k)
+        y, state = self.advance(q, k, v, no_decay, state=state, lengths=lengths, backend=backend)
         if config.norm_feature_map:
             y = y[..., :-1] / (y[..., -1:] + 1e-10)
         return self.o_proj(self.norm(y).flatten(2).to(v.dtype)), state

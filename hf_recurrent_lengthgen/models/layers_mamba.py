@@ -9,8 +9,6 @@ module, so that adapters on it train, and computes convolution, steps and recurr
 convolution in that of its kernel with it).
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu, softplus
@@ -18,22 +16,15 @@ from transformers import initialization as init
 
 from .causal_conv import CausalConv1d, causal_conv1d_fn, refuse_adapters
 from .configuration_stateful_mamba import StatefulMambaConfig
-from .forgetting import Forgetting
-from .forgetting_scans import SelectiveRecurrence, forgetful_scan
 from .layers_block import init_mamba_mixer
 from .norms import rms_normalize
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState, state_dtype
 from .scan_backends import check_backend_setting, resolve_backend
+from .scan_mixer import ScanMixer
 from .scan_selective import scan_selective, selective_scan_fn
 
 KERNEL_AVAILABLE = selective_scan_fn is not None and causal_conv1d_fn is not None
-
-
-def mamba_layer_shape(config: StatefulMambaConfig, layer: int) -> LayerShape:
-    """Shapes of one layer's state: (D, N) and (D, K-1)."""
-    inner = config.intermediate_size
-    return LayerShape((inner, config.state_size_of(layer)), (inner, config.conv_kernel - 1))
 
 
 def mamba_kernel_limit(config: StatefulMambaConfig, layer: int, dtype: torch.dtype) -> str:
@@ -58,12 +49,15 @@ class StepProjection(nn.Linear):
             return linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
 
 
-class StatefulMambaMixer(nn.Module):
+class StatefulMambaMixer(ScanMixer):
     """Projections, short convolution, selective recurrence, gate.
 
     Parameters are named and laid out as in `transformers` and mamba-ssm: `in_proj` rows are [x, z], those of `x_proj`
     [dt, B, C].
     """
+
+    scan = staticmethod(scan_selective)
+    grows = "state_size"
 
     def __init__(self, config: StatefulMambaConfig, layer: int) -> None:
         super().__init__()
@@ -80,9 +74,10 @@ class StatefulMambaMixer(nn.Module):
         self.out_proj = nn.Linear(inner, config.hidden_size, bias=config.use_bias)
 
     @property
-    def token_features(self) -> int:
-        """What a window keeps of one token: B, x, Delta, and a decay that all states share."""
-        return self.state_size + 2 * self.config.intermediate_size + 1
+    def state_shape(self) -> LayerShape:
+        """(D, N) and (D, K-1)."""
+        inner = self.config.intermediate_size
+        return LayerShape((inner, self.state_size), (inner, self.config.conv_kernel - 1))
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
@@ -101,16 +96,9 @@ class StatefulMambaMixer(nn.Module):
         dt, B, C = self.x_proj(x).split([self.time_step_rank, self.state_size, self.state_size], -1)
         if self.config.mixer_rms_eps is not None:
             dt, B, C = (rms_normalize(v.to(wide), self.config.mixer_rms_eps) for v in (dt, B, C))
-        rule = Forgetting.of(self.config)
-        dt = zero_past_end(softplus(self.dt_proj(dt).to(wide)) * rule.delta_scale, lengths)
+        dt = zero_past_end(softplus(self.dt_proj(dt).to(wide)), lengths)
         A, D = -self.A_log.to(wide).exp(), self.D.to(wide)
-        if rule.in_recurrence:
-            recurrence = SelectiveRecurrence(partial(scan_selective, backend=backend), A, D, rule.retention)
-            steps = torch.nn.functional.pad(dt, (0, 1))
-            y, state = forgetful_scan(rule, recurrence, C.to(wide), B.to(wide), x.to(wide), steps, state, lengths)
-        else:
-            y, recurrent_state = scan_selective(x, dt, A, B, C, D, state.recurrent, backend=backend)
-            state = state._replace(recurrent=recurrent_state)
+        y, state = self.advance(x, dt, A, B, C, D, state=state, lengths=lengths, backend=backend)
         y = y * silu(gate)
         return self.out_proj(y.to(hidden_states.dtype)), state._replace(conv=conv_state)
 

@@ -7,7 +7,6 @@ Different from `transformers.models.mamba2`: the mixer takes and returns a `Laye
 rows by their lengths, and computes convolution and recurrence in full precision (in that of the kernels with them).
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,28 +16,20 @@ from transformers import initialization as init
 
 from .causal_conv import CausalConv1d, causal_conv1d_fn, refuse_adapters
 from .configuration_stateful_mamba2 import StatefulMamba2Config
-from .forgetting import Forgetting
-from .forgetting_scans import SSDRecurrence, forgetful_scan
 from .layers_block import init_mamba_mixer
 from .norms import GatedRMSNorm
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
 from .scan_backends import check_backend_setting, resolve_backend
+from .scan_mixer import ScanMixer
 from .scan_ssd import mamba_chunk_scan_combined, scan_ssd
 
 KERNEL_AVAILABLE = mamba_chunk_scan_combined is not None and causal_conv1d_fn is not None
 
 
-def mamba2_layer_shape(config: StatefulMamba2Config, layer: int) -> LayerShape:
-    """Shapes of one layer's state: (H, P, N) and (H*P + 2*G*N, K-1)."""
-    state_size = config.state_size_of(layer)
-    channels = config.num_heads * config.head_dim + 2 * config.n_groups * state_size
-    return LayerShape((config.num_heads, config.head_dim, state_size), (channels, config.conv_kernel - 1))
-
-
 def mamba2_kernel_limit(config: StatefulMamba2Config, layer: int, dtype: torch.dtype) -> str:
     """What the kernels need and this layer does not have, in words; empty if they can run it."""
-    channels = mamba2_layer_shape(config, layer).conv[0]
+    channels = config.num_heads * config.head_dim + 2 * config.n_groups * config.state_size_of(layer)
     if not 2 <= config.conv_kernel <= 4:
         return f"a conv_kernel of 2, 3 or 4, got {config.conv_kernel}"
     if channels % 8:
@@ -48,11 +39,14 @@ def mamba2_kernel_limit(config: StatefulMamba2Config, layer: int, dtype: torch.d
     return ""
 
 
-class StatefulMamba2Mixer(nn.Module):
+class StatefulMamba2Mixer(ScanMixer):
     """Projections, short convolution, SSD recurrence, gated norm.
 
     Parameters are named and laid out as in `transformers` and mamba-ssm: `in_proj` rows are [z, x, B, C, dt].
     """
+
+    scan = staticmethod(scan_ssd)
+    grows = "state_size"
 
     def __init__(self, config: StatefulMamba2Config, layer: int) -> None:
         super().__init__()
@@ -74,9 +68,17 @@ class StatefulMamba2Mixer(nn.Module):
         self.out_proj = nn.Linear(inner, config.hidden_size, bias=config.use_bias)
 
     @property
-    def token_features(self) -> int:
-        """What a window keeps of one token: B, x, Delta, and a decay that all states share."""
-        return self.n_groups * self.state_size + self.inner_size + self.num_heads + 1
+    def state_shape(self) -> LayerShape:
+        """(H, P, N) and (H*P + 2*G*N, K-1)."""
+        return LayerShape(
+            (self.num_heads, self.head_dim, self.state_size), (self.conv_size, self.config.conv_kernel - 1)
+        )
+
+    @property
+    def conv_parts(self) -> dict[str, int]:
+        """x, B and C."""
+        bc = self.n_groups * self.state_size
+        return {"x": self.inner_size, "B": bc, "C": bc}
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
@@ -94,20 +96,13 @@ class StatefulMamba2Mixer(nn.Module):
         x, B, C = conv_output.split([self.inner_size, *[self.n_groups * self.state_size] * 2], -1)
 
         wide = state.recurrent.dtype
-        rule = Forgetting.of(self.config)
-        dt = softplus(dt.to(wide) + self.dt_bias.to(wide)).clamp(*self.config.time_step_limit) * rule.delta_scale
+        dt = softplus(dt.to(wide) + self.dt_bias.to(wide)).clamp(*self.config.time_step_limit)
         dt = zero_past_end(dt, lengths)
         x = x.unflatten(-1, (self.num_heads, self.head_dim))
         B, C = (part.unflatten(-1, (self.n_groups, self.state_size)) for part in (B, C))
         A, D = -self.A_log.to(wide).exp(), self.D.to(wide)
         options: dict[str, Any] = {"chunk_size": self.config.chunk_size} if backend == "kernel" else {}
-        if rule.in_recurrence:
-            recurrence = SSDRecurrence(partial(scan_ssd, **options, backend=backend), A, D, rule.retention)
-            steps = torch.nn.functional.pad(dt, (0, 1))
-            y, state = forgetful_scan(rule, recurrence, C.to(wide), B.to(wide), x.to(wide), steps, state, lengths)
-        else:
-            y, recurrent_state = scan_ssd(x, dt, A, B, C, D, state.recurrent, **options, backend=backend)
-            state = state._replace(recurrent=recurrent_state)
+        y, state = self.advance(x, dt, A, B, C, D, state=state, lengths=lengths, backend=backend, **options)
         y = self.norm(y.flatten(2), gate)
         return self.out_proj(y.to(hidden_states.dtype)), state._replace(conv=conv_state)
 

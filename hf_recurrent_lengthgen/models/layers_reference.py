@@ -18,10 +18,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import initialization as init
 
 from .layers_block import MixerBlock
+from .modeling_stateful import StatefulBackbone
+from .norms import RMSNorm
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
 from .scan_backends import resolve_backend
 from .scan_gla import chunk_gla, scan_gla
+from .scan_mixer import ScanMixer
 
 
 class AttentionProjection(nn.Linear):
@@ -42,7 +45,7 @@ class AttentionProjection(nn.Linear):
             self.weight *= self.scale
 
 
-class _AttentionMixer(nn.Module):
+class _AttentionMixer(ScanMixer):
     """Projections q, k, v and o, named as in Transformers' attention layers."""
 
     def __init__(self, config: Any, head_dim: int, value_dim: int) -> None:
@@ -59,6 +62,8 @@ class _AttentionMixer(nn.Module):
 class SoftmaxAttentionMixer(_AttentionMixer):
     """One head of causal softmax attention over the tokens of the call."""
 
+    scan = staticmethod(scaled_dot_product_attention)
+
     @property
     def state_shape(self) -> LayerShape:
         """Both parts are empty."""
@@ -69,11 +74,13 @@ class SoftmaxAttentionMixer(_AttentionMixer):
     ) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`; what is past the length of a row comes after all that could attend to it."""
         q, k, v = (projection(hidden_states)[:, None] for projection in (self.q_proj, self.k_proj, self.v_proj))
-        return self.o_proj(scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]), state
+        return self.o_proj(self.scan(q, k, v, is_causal=True)[:, 0]), state
 
 
 class LinearAttentionMixer(_AttentionMixer):
     """One head of causal linear attention, with values of D channels."""
+
+    scan = staticmethod(scan_gla)
 
     @property
     def state_shape(self) -> LayerShape:
@@ -90,25 +97,31 @@ class LinearAttentionMixer(_AttentionMixer):
         q, k, v = (projection(hidden_states)[:, :, None] for projection in (self.q_proj, self.k_proj, self.v_proj))
         k = zero_past_end(k, lengths)
         no_decay = torch.zeros_like(k, dtype=state.recurrent.dtype)
-        y, recurrent = scan_gla(q * self.head_dim**-0.5, k, v, no_decay, state.recurrent, backend=backend)
-        return self.o_proj(y[:, :, 0]), state._replace(recurrent=recurrent)
+        q = q * self.head_dim**-0.5
+        y, state = self.advance(q, k, v, no_decay, state=state, lengths=lengths, backend=backend)
+        return self.o_proj(y[:, :, 0]), state
 
 
-def mixer_block(
-    config: Any,
-    layer: int,
-    mixer_class: Callable[[Any, int], nn.Module],
-    layer_shape: Callable[[Any, int], LayerShape],
-) -> MixerBlock:
-    """One layer of a Mamba model: the family's mixer, or attention where `config.attention_layers` says so."""
-    if layer not in (config.attention_layers or ()):
-        return MixerBlock(config, mixer_class(config, layer), layer_shape(config, layer))
-    mixer: SoftmaxAttentionMixer | LinearAttentionMixer
-    if config.attention_kind == "softmax":
-        head_dim = config.attention_head_dim or config.hidden_size
-        mixer = SoftmaxAttentionMixer(config, head_dim, value_dim=head_dim)
-    else:
-        mixer = LinearAttentionMixer(
-            config, config.attention_head_dim or config.state_size, value_dim=config.hidden_size
+class MixerBackbone(StatefulBackbone):
+    """The backbone of the Mamba families, with attention where `config.attention_layers` says so.
+
+    A family sets `config_class` and `mixer_class`.
+    """
+
+    _no_split_modules = ["MixerBlock"]  # noqa: RUF012
+    norm_name = "norm_f"
+    mixer_class: Callable[[Any, int], ScanMixer]
+
+    def make_layer(self, config: Any, layer: int) -> MixerBlock:
+        if layer not in (config.attention_layers or ()):
+            return MixerBlock(config, self.mixer_class(config, layer))
+        head_dim = config.attention_head_dim
+        if config.attention_kind == "softmax":
+            head_dim = head_dim or config.hidden_size
+            return MixerBlock(config, SoftmaxAttentionMixer(config, head_dim, value_dim=head_dim))
+        return MixerBlock(
+            config, LinearAttentionMixer(config, head_dim or config.state_size, value_dim=config.hidden_size)
         )
-    return MixerBlock(config, mixer, mixer.state_shape)
+
+    def make_norm(self, config: Any) -> nn.Module:
+        return RMSNorm(config.hidden_size, config.layer_norm_epsilon)

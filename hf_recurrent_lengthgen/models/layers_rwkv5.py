@@ -14,18 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu, silu
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .causal_conv import token_shift
 from .configuration_stateful_rwkv5 import StatefulRWKV5Config
-from .forgetting import Forgetting
-from .forgetting_scans import gated_scan, gated_token_features
 from .layers_fla import choose_backend
 from .layers_rwkv6 import HeadNorm
 from .packed_rows import over_groups
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
 from .scan_backends import check_backend_setting
+from .scan_mixer import MixerLayer, ScanMixer
 from .scan_rwkv6 import chunk_rwkv6, scan_rwkv6
 
 
@@ -34,8 +32,11 @@ def _mix(x: Tensor, shifted: Tensor, time_mix: Tensor) -> Tensor:
     return torch.addcmul(shifted, x - shifted, time_mix)
 
 
-class StatefulRWKV5TimeMixing(nn.Module):
+class StatefulRWKV5TimeMixing(ScanMixer):
     """Token shifts, projections, recurrence with decay and bonus, norm per head, gate."""
+
+    scan = staticmethod(scan_rwkv6)
+    grows = "num_heads"
 
     def __init__(self, config: StatefulRWKV5Config, layer: int) -> None:
         super().__init__()
@@ -43,9 +44,9 @@ class StatefulRWKV5TimeMixing(nn.Module):
         self.config = config
         self.depth = layer / max(1, config.num_hidden_layers - 1), 1 - layer / config.num_hidden_layers
         D, A = config.hidden_size, config.inner_size
-        self.heads, head_size = config.heads_of(layer)
-        self.time_decay = nn.Parameter(torch.empty(self.heads, head_size))
-        self.time_faaaa = nn.Parameter(torch.empty(self.heads, head_size))
+        self.heads, self.head_size = head_shape = config.heads_of(layer)
+        self.time_decay = nn.Parameter(torch.empty(head_shape))
+        self.time_faaaa = nn.Parameter(torch.empty(head_shape))
         self.time_mix_key = nn.Parameter(torch.empty(1, 1, D))
         self.time_mix_value = nn.Parameter(torch.empty(1, 1, D))
         self.time_mix_receptance = nn.Parameter(torch.empty(1, 1, D))
@@ -56,6 +57,16 @@ class StatefulRWKV5TimeMixing(nn.Module):
         self.gate = nn.Linear(D, A, bias=False)
         self.output = nn.Linear(A, D, bias=False)
         self.ln_x = HeadNorm(A, 1e-5 * config.head_size_divisor**2)  # official code: whatever layer_norm_epsilon
+
+    @property
+    def state_shape(self) -> LayerShape:
+        """(H, P, N) and (2*D, 1): `conv_parts`."""
+        return LayerShape((self.heads, self.head_size, self.head_size), (2 * self.config.hidden_size, 1))
+
+    @property
+    def conv_parts(self) -> dict[str, int]:
+        """The last inputs of this mixer and of the channel mixing after it."""
+        return dict.fromkeys(("time mixing", "channel mixing"), self.config.hidden_size)
 
     def forward(self, x: Tensor, state: LayerState, lengths: Tensor | None = None) -> tuple[Tensor, LayerState]:
         """Run T tokens; arguments as in `StatefulBackbone`, with the time mixing's part of the state."""
@@ -73,13 +84,7 @@ class StatefulRWKV5TimeMixing(nn.Module):
                 zero_past_end(log_decay, lengths),
             )
         )
-        # the bonus reads the current token past the state: a weaker insertion leaves it as it is
-        bonus = self.time_faaaa / Forgetting.of(self.config).insertion
-
-        def scan(r: Tensor, k: Tensor, v: Tensor, w: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-            return scan_rwkv6(r, k, v, w, bonus, state, backend=backend)
-
-        y, state = gated_scan(self.config, scan, r, k, v, log_decay, state, lengths, reads_before=True)
+        y, state = self.advance(r, k, v, log_decay, self.time_faaaa, state=state, lengths=lengths, backend=backend)
         y = self.ln_x(y) * silu(self.gate(_mix(x, shifted, self.time_mix_gate)))
         return self.output(y), state._replace(conv=shift_state)
 
@@ -128,8 +133,10 @@ class StatefulRWKV5ChannelMixing(nn.Module):
             init.copy_(parameter, (channel**self.shallow).view_as(parameter))
 
 
-class StatefulRWKV5Block(GradientCheckpointingLayer):
+class StatefulRWKV5Block(MixerLayer):
     """Pre-norm residual blocks of time mixing (`attention`) and channel mixing (`feed_forward`)."""
+
+    mixer_name = "attention"
 
     def __init__(self, config: StatefulRWKV5Config, layer: int) -> None:
         super().__init__()
@@ -141,9 +148,6 @@ class StatefulRWKV5Block(GradientCheckpointingLayer):
         self.ln2 = nn.LayerNorm(D, eps)
         self.attention = StatefulRWKV5TimeMixing(config, layer)
         self.feed_forward = StatefulRWKV5ChannelMixing(config, layer)
-        heads, size = config.heads_of(layer)
-        self.state_shape = LayerShape((heads, size, size), (2 * D, 1))
-        self.token_features = gated_token_features(self.state_shape)
 
     @over_groups
     def forward(

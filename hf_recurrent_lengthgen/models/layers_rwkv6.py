@@ -17,17 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, relu, silu
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .causal_conv import token_shift
 from .configuration_stateful_rwkv6 import StatefulRWKV6Config
-from .forgetting import Forgetting
-from .forgetting_scans import gated_scan, gated_token_features
 from .layers_fla import choose_backend
 from .packed_rows import over_groups
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
 from .scan_backends import check_backend_setting
+from .scan_mixer import MixerLayer, ScanMixer
 from .scan_rwkv6 import chunk_rwkv6, scan_rwkv6
 
 
@@ -79,15 +77,18 @@ class HeadNorm(nn.Module):
         init.zeros_(self.bias)
 
 
-class StatefulRWKV6TimeMixing(nn.Module):
+class StatefulRWKV6TimeMixing(ScanMixer):
     """Data-dependent token shifts, projections, recurrence with decay and bonus, norm per head, gate."""
+
+    scan = staticmethod(scan_rwkv6)
+    grows = "num_heads"
 
     def __init__(self, config: StatefulRWKV6Config, layer: int) -> None:
         super().__init__()
         check_backend_setting(config.scan_backend, chunk_rwkv6 is not None)
         self.config = config
         D, R = config.hidden_size, config.proj_low_rank_dim
-        self.heads, key_dim, value_dim = config.heads_of(layer)
+        self.heads, key_dim, value_dim = self.sizes = config.heads_of(layer)
         keys, values = self.heads * key_dim, self.heads * value_dim
         # the order of the five is r, w, k, v, g
         self.x_proj = nn.Sequential(
@@ -104,6 +105,17 @@ class StatefulRWKV6TimeMixing(nn.Module):
         self.g_norm = HeadNorm(values, eps)
         self.o_proj = nn.Linear(values, D, bias=False)
 
+    @property
+    def state_shape(self) -> LayerShape:
+        """(H, P, N) and (2*D, 1): `conv_parts`."""
+        heads, keys, values = self.sizes
+        return LayerShape((heads, values, keys), (2 * self.config.hidden_size, 1))
+
+    @property
+    def conv_parts(self) -> dict[str, int]:
+        """The last inputs of this mixer and of the channel mixing after it."""
+        return dict.fromkeys(("time mixing", "channel mixing"), self.config.hidden_size)
+
     def forward(self, x: Tensor, state: LayerState, lengths: Tensor | None = None) -> tuple[Tensor, LayerState]:
         """Run T tokens; arguments as in `StatefulBackbone`, with the time mixing's part of the state."""
         backend = choose_backend(self.config.scan_backend, x, chunk_rwkv6 is not None)
@@ -117,13 +129,7 @@ class StatefulRWKV6TimeMixing(nn.Module):
             part.unflatten(-1, (self.heads, -1))
             for part in (self.r_proj(x, delta, mu_r), k, self.v_proj(x, delta, mu_v), log_decay)
         )
-        # the bonus reads the current token past the state: a weaker insertion leaves it as it is
-        bonus = self.bonus / Forgetting.of(self.config).insertion
-
-        def scan(r: Tensor, k: Tensor, v: Tensor, w: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-            return scan_rwkv6(r, k, v, w, bonus, state, backend=backend)
-
-        y, state = gated_scan(self.config, scan, r, k, v, log_decay, state, lengths, reads_before=True)
+        y, state = self.advance(r, k, v, log_decay, self.bonus, state=state, lengths=lengths, backend=backend)
         y = self.g_norm(y) * silu(self.g_proj(x, delta, mu_g))
         return self.o_proj(y), state._replace(conv=shift_state)
 
@@ -167,8 +173,10 @@ class StatefulRWKV6ChannelMixing(nn.Module):
         return self.receptance(x, delta).sigmoid() * self.value(relu(self.key(x, delta)).square()), state
 
 
-class StatefulRWKV6Block(GradientCheckpointingLayer):
+class StatefulRWKV6Block(MixerLayer):
     """Pre-norm residual blocks of time mixing (`attn`) and channel mixing (`ffn`)."""
+
+    mixer_name = "attn"
 
     def __init__(self, config: StatefulRWKV6Config, layer: int) -> None:
         super().__init__()
@@ -181,9 +189,6 @@ class StatefulRWKV6Block(GradientCheckpointingLayer):
         self.attn = StatefulRWKV6TimeMixing(config, layer)
         self.ffn_norm = norm()
         self.ffn = StatefulRWKV6ChannelMixing(config)
-        heads, key_dim, value_dim = config.heads_of(layer)
-        self.state_shape = LayerShape((heads, value_dim, key_dim), (2 * config.hidden_size, 1))
-        self.token_features = gated_token_features(self.state_shape)
 
     @over_groups
     def forward(

@@ -34,7 +34,7 @@ def known_mixers(model: nn.Module) -> list[KnownMixer]:
     """
     found: list[KnownMixer] = []
     for name, module in model.named_modules():
-        if (kind := _kind(module)) is not None:
+        if (kind := kind_of(module)) is not None:
             numbers = [int(part) for part in name.split(".") if part.isdecimal()]
             found.append(KnownMixer(numbers[0] if numbers else len(found), kind, module))
     if not found:
@@ -91,7 +91,9 @@ def query_heads(gla: Any) -> int:
     return int(gla.heads if hasattr(gla, "heads") else gla.num_heads)
 
 
-def _kind(module: Any) -> Kind | None:
+def kind_of(module: Any) -> Kind | None:
+    """The kind of a mixer by its parameters; None for other modules."""
+
     def weights(*names: str) -> bool:
         return all(isinstance(getattr(getattr(module, name, None), "weight", None), Tensor) for name in names)
 

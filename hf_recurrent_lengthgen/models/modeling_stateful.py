@@ -13,8 +13,9 @@ this file supplies the contract:
 Shape legend: B batch, T tokens, D hidden size, V vocabulary.
 """
 
+import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,26 +24,25 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .forgetting import Forgetting
+from .forgetting_scans import window_shape
 from .packed_rows import Packing
 from .padding import Padding
 from .recurrent_cache import RecurrentCache
-from .recurrent_generation import RecurrentGenerationMixin
 from .recurrent_state import (
     LayerShape,
     RecurrentState,
-    WindowedLayerShape,
     check_finite_state,
     check_state,
     state_dtype,
     zero_state,
 )
+from .scan_mixer import MixerLayer
 from .token_inputs import (
     check_cache,
     check_token_types,
     mask_of_new_tokens,
     real_tokens,
     refuse_unsupported,
-    scored_labels,
     starts_inside_rows,
     token_shape,
 )
@@ -62,17 +62,6 @@ class StatefulModelOutput(ModelOutput):
     """
 
     last_hidden_state: Tensor | None = None
-    final_state: RecurrentState | None = None
-    past_key_values: RecurrentCache | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-
-
-@dataclass
-class StatefulCausalLMOutput(ModelOutput):
-    """Output of the language model: `loss` (scalar), `logits` (B, T, V) in float32, others as in the backbone's."""
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
     final_state: RecurrentState | None = None
     past_key_values: RecurrentCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
@@ -108,11 +97,10 @@ class StatefulPreTrainedModel(PreTrainedModel):
 
     def state_shapes(self) -> tuple[LayerShape, ...]:
         """Shapes of the state of every layer, without the batch dimension."""
-        layers, window = self._backbone.layers, Forgetting.of(self.config).window
-        if window is None:
-            return tuple(layer.state_shape for layer in layers)
-        windowed: Any = WindowedLayerShape
-        return tuple(windowed(*layer.state_shape, (1 + window, layer.token_features)) for layer in layers)
+        mixers = [layer.scan_mixer for layer in self._backbone.layers]
+        if (window := Forgetting.of(self.config).window) is None:
+            return tuple(mixer.state_shape for mixer in mixers)
+        return tuple(window_shape(window, mixer.scan, mixer.state_shape) for mixer in mixers)
 
     @property
     def stateless_layers(self) -> list[int]:
@@ -155,19 +143,24 @@ class StatefulPreTrainedModel(PreTrainedModel):
     def code_map(cls) -> dict[str, str]:
         """`auto_map` of a checkpoint: from Auto class to `file.Class`."""
         config_class: Any = cls.config_class
-        file, family = config_class.model_type, config_class.__name__.removesuffix("Config")
+        family, classes = config_class.__name__.removesuffix("Config"), config_class.__module__
+        models = classes.replace("configuration_", "modeling_")
+        names = {
+            "AutoModel": f"{family}Model",
+            "AutoModelForCausalLM": f"{family}ForCausalLM",
+            "AutoModelForSequenceClassification": f"{family}ForSequenceClassification",
+        }
+        there = {auto: name for auto, name in names.items() if hasattr(sys.modules.get(models), name)}
         return {
-            "AutoConfig": f"configuration_{file}.{family}Config",
-            "AutoModel": f"modeling_{file}.{family}Model",
-            "AutoModelForCausalLM": f"modeling_{file}.{family}ForCausalLM",
-            "AutoModelForSequenceClassification": f"modeling_{file}.{family}ForSequenceClassification",
+            "AutoConfig": f"{classes.rpartition('.')[2]}.{family}Config",
+            **{auto: f"{models.rpartition('.')[2]}.{name}" for auto, name in there.items()},
         }
 
 
 class StatefulBackbone(StatefulPreTrainedModel):
-    """Embeddings, layers and final norm. A family sets `embeddings`, `layers` and `final_norm`.
+    """Embeddings, layers and final norm. A family sets `config_class`, and gives `make_layer` and `make_norm`.
 
-    Each of `layers` has a `state_shape`, a `LayerShape`, and runs T tokens from a state. It takes
+    A layer is a `MixerLayer` and runs T tokens from a state. It takes
 
         hidden_states: (B, T, D).
         state: `LayerState` before the first token.
@@ -175,13 +168,56 @@ class StatefulBackbone(StatefulPreTrainedModel):
         and what `layer_inputs` gives it,
 
     and returns outputs (B, T, D) and the `LayerState` after the last real token of each row.
+
+    Args of `forward`:
+        input_ids: (B, T). Exactly one of `input_ids` and `inputs_embeds` is given.
+        attention_mask: (B, T), 1 at real tokens and 0 at padding, anywhere in a row; with a cache also
+            (B, `past_key_values.tokens_seen` + T).
+        initial_state: State before the first token; None is the zero state.
+        output_final_state: Whether to return `final_state`.
+        inputs_embeds: (B, T, D).
+        past_key_values: Generation cache; it holds a state, so it excludes `initial_state`. The first token goes
+            on from that state, also at position 0.
+        use_cache: Whether to return a cache; None is the configuration's `use_cache` in evaluation and False in
+            training, in models that have a layer without state, and without `output_final_state`.
+        output_hidden_states: Whether to return `hidden_states`.
+        return_dict: False for a plain tuple of what is not None.
+        position_ids: (B, T) or (1, T). Positions that count up say nothing to a recurrent model. Where they start
+            anew, at 0 or at the first position of the row, a new sequence begins from the zero state, so that
+            packed rows are exactly what their sequences are alone. The first sequence of a row takes the initial
+            state, and `final_state` is that of the last one. Under torch.compile the graph breaks where positions
+            are read.
+        token_type_ids: (B, T), 0 at all tokens, as tokenizers give them.
+        others: Other forms of `position_ids`, from collators for packed rows: `seq_idx` (B, T), numbers of
+            sequences that go up, and for a single row `cu_seq_lens_q` or `cu_seq_lens_k` (N + 1,), the bounds of
+            sequences, beside which `max_length_q` and `max_length_k` are passed over; `cache_position` (T,),
+            which counts up. Nothing else is taken.
     """
 
+    _auto_class = "AutoModel"  # type: ignore[assignment]
     embeddings: nn.Module
     layers: nn.ModuleList
+    layers_name: ClassVar[str] = "layers"
+    norm_name: ClassVar[str] = "norm"
 
-    def final_norm(self, hidden_states: Tensor) -> Tensor:
-        """The norm after the last block."""
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        setattr(self, self.layers_name, self.make_layers(config))
+        setattr(self, self.norm_name, self.make_norm(config))
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def make_layers(self, config: Any) -> nn.ModuleList:
+        """All layers, and parameters that they share."""
+        return nn.ModuleList(self.make_layer(config, layer) for layer in range(config.num_hidden_layers))
+
+    def make_layer(self, config: Any, layer: int) -> MixerLayer:
+        """One layer."""
+        raise NotImplementedError
+
+    def make_norm(self, config: Any) -> nn.Module:
+        """The norm after the last layer."""
         raise NotImplementedError
 
     def layer_inputs(self) -> list[tuple[Tensor, ...]]:
@@ -209,31 +245,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         token_type_ids: Tensor | None = None,
         **others: Any,
     ) -> StatefulModelOutput | tuple:
-        """Run T tokens from a state.
-
-        Args:
-            input_ids: (B, T). Exactly one of `input_ids` and `inputs_embeds` is given.
-            attention_mask: (B, T), 1 at real tokens and 0 at padding, anywhere in a row; with a cache also
-                (B, `past_key_values.tokens_seen` + T).
-            initial_state: State before the first token; None is the zero state.
-            output_final_state: Whether to return `final_state`.
-            inputs_embeds: (B, T, D).
-            past_key_values: Generation cache; it holds a state, so it excludes `initial_state`. The first token goes
-                on from that state, also at position 0.
-            use_cache: Whether to return a cache; None is the configuration's `use_cache` in evaluation and False in
-                training, in models that have a layer without state, and without `output_final_state`.
-            output_hidden_states: Whether to return `hidden_states`.
-            return_dict: False for a plain tuple of what is not None.
-            position_ids: (B, T) or (1, T). Positions that count up say nothing to a recurrent model. Where they start
-                anew, at 0 or at the first position of the row, a new sequence begins from the zero state, so that
-                packed rows are exactly what their sequences are alone. The first sequence of a row takes the initial
-                state, and `final_state` is that of the last one. Under torch.compile the graph breaks where positions
-                are read.
-            token_type_ids: (B, T), 0 at all tokens, as tokenizers give them.
-            others: Other forms of `position_ids`, from collators for packed rows: `seq_idx` (B, T), numbers of
-                sequences that go up, and for a single row `cu_seq_lens_q` or `cu_seq_lens_k` (N + 1,), the bounds of
-                sequences, beside which `max_length_q` and `max_length_k` are passed over; `cache_position` (T,),
-                which counts up. Nothing else is taken.
+        """Run T tokens from a state; arguments as in the class.
 
         Raises:
             ValueError: for arguments that contradict each other, do not fit, or that no recurrent model has.
@@ -257,16 +269,28 @@ class StatefulBackbone(StatefulPreTrainedModel):
         check_token_types(token_type_ids, real)
         starts = starts_inside_rows(position_ids, others, shape, attention_mask)
         state = self._starting_state(initial_state, past_key_values, batch_size, hidden_states.device)
+        all_hidden_states, final_state = self._through_layers(
+            hidden_states, state, _layout(starts, real), bool(output_hidden_states)
+        )
+        if use_cache or past_key_values is not None:
+            past_key_values = RecurrentCache() if past_key_values is None else past_key_values
+            past_key_values.advance(final_state, length)
+        output = StatefulModelOutput(
+            last_hidden_state=all_hidden_states[-1],
+            final_state=final_state if output_final_state else None,
+            past_key_values=past_key_values,
+            hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
+        )
+        return output.to_tuple() if self._wants_tuple(return_dict) else output
 
-        layout: Padding | Packing | None = None
-        if starts is not None:
-            layout = Packing.from_starts(starts, torch.ones_like(starts) if real is None else real)
-        elif real is not None:
-            layout = Padding.from_mask(real)
+    def _through_layers(
+        self, hidden_states: Tensor, state: RecurrentState, layout: Padding | Packing | None, keep_all: bool
+    ) -> tuple[list[Tensor], RecurrentState]:
+        """The hidden states before each layer, if all are kept, and after the final norm; and the state after."""
         all_hidden_states, states = [], []
         rows: Any = hidden_states if layout is None else layout.to_front(hidden_states)
         for block, layer_state, inputs in zip(self.layers, state, self.layer_inputs(), strict=True):
-            if output_hidden_states:
+            if keep_all:
                 all_hidden_states.append(hidden_states)
             if isinstance(layout, Packing):
                 rows, after = block(rows, layout.starting_states(layer_state), layout.lengths, *inputs)
@@ -274,28 +298,15 @@ class StatefulBackbone(StatefulPreTrainedModel):
             else:
                 rows, after = block(rows, layer_state, None if layout is None else layout.lengths, *inputs)
                 states.append(after)
-            if output_hidden_states and layout is not None:
+            if keep_all and layout is not None:
                 # what is returned is what the next layer reads, so that gradients reach it
                 hidden_states = layout.back(rows)
                 rows = layout.to_front(hidden_states)
             else:
                 hidden_states = rows
-        if layout is not None and not output_hidden_states:
+        if layout is not None and not keep_all:
             hidden_states = layout.back(rows)
-        hidden_states = self.final_norm(hidden_states)
-        all_hidden_states.append(hidden_states)
-
-        final_state = tuple(states)
-        if use_cache or past_key_values is not None:
-            past_key_values = RecurrentCache() if past_key_values is None else past_key_values
-            past_key_values.advance(final_state, length)
-        output = StatefulModelOutput(
-            last_hidden_state=hidden_states,
-            final_state=final_state if output_final_state else None,
-            past_key_values=past_key_values,
-            hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
-        )
-        return output.to_tuple() if self._wants_tuple(return_dict) else output
+        return [*all_hidden_states, getattr(self, self.norm_name)(hidden_states)], tuple(states)
 
     def _starting_state(
         self,
@@ -315,10 +326,23 @@ class StatefulBackbone(StatefulPreTrainedModel):
         return zero_state(shapes, batch_size, device, dtype)
 
 
+def _layout(starts: Tensor | None, real: Tensor | None) -> Padding | Packing | None:
+    """How rows are moved for the layers; None where they are whole sequences of real tokens."""
+    if starts is not None:
+        return Packing.from_starts(starts, torch.ones_like(starts) if real is None else real)
+    return None if real is None else Padding.from_mask(real)
+
+
 class StatefulModelWithHead(StatefulPreTrainedModel):
-    """A `StatefulBackbone` named `base_model_prefix`, on which a subclass puts a head."""
+    """A `StatefulBackbone` named `base_model_prefix`, and a head that a subclass puts on it."""
 
     backbone_class: type[StatefulBackbone]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if (backbone := cls.__dict__.get("backbone_class")) is not None:
+            cls.config_class, cls.base_model_prefix = backbone.config_class, backbone.base_model_prefix
+            cls._no_split_modules = backbone._no_split_modules
+        super().__init_subclass__(**kwargs)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -329,115 +353,3 @@ class StatefulModelWithHead(StatefulPreTrainedModel):
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         self._backbone.set_input_embeddings(value)
-
-
-class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
-    """Language model. A family sets `backbone_class`."""
-
-    accepts_loss_kwargs = True
-    head_name = "lm_head"
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        setattr(self, self.head_name, nn.Linear(config.hidden_size, config.vocab_size, bias=False))
-        self.post_init()
-
-    def get_output_embeddings(self) -> Any:
-        return getattr(self, self.head_name)
-
-    def set_output_embeddings(self, value: nn.Module) -> None:
-        setattr(self, self.head_name, value)
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        initial_state: RecurrentState | None = None,
-        output_final_state: bool = True,
-        inputs_embeds: Tensor | None = None,
-        past_key_values: RecurrentCache | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        num_items_in_batch: Tensor | int | None = None,
-        position_ids: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        **others: Any,
-    ) -> StatefulCausalLMOutput | tuple:
-        """Run T tokens from a state; arguments as in `StatefulBackbone.forward`, and:
-
-        Args:
-            labels: (B, T), shifted inside as in Transformers; -100 is ignored. With padding on the left, the
-                first real token of a row has nothing before it and is not scored, nor is the first token of a
-                sequence in a packed row.
-            logits_to_keep: Compute only the last so many logits, or those at the given positions; 0 for all.
-            num_items_in_batch: Tokens to divide the summed loss by, as Trainer passes it. Transformers' own Trainer
-                also counts labels that are not scored, which makes loss and gradients too small: for it, set them to
-                -100 in the data. The trainers of hf_recurrent_lengthgen count what is scored.
-            others: `shift_labels` (B, T), labels that are shifted already, as Transformers' losses know them: the
-                target of output t stands at t, so that a piece of a text can be scored on the token after it. `labels`
-                are not used then. Outputs before the first real token of a row are not scored. (By a name in the
-                signature, Trainer would take them for labels that every batch has.) And those of the backbone.
-
-        Raises:
-            ValueError: for labels of either kind together with `logits_to_keep`, and as in `StatefulBackbone.forward`.
-        """
-        shift_labels: Tensor | None = others.pop("shift_labels", None)
-        refuse_unsupported(others)
-        keep_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
-        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
-            raise ValueError(f"logits_to_keep must be 0 (all), a positive number or positions, got {logits_to_keep}.")
-        if not (labels is None and shift_labels is None) and not keep_all:
-            raise ValueError("labels need all logits: drop logits_to_keep.")
-        check_cache(past_key_values)
-        shape = token_shape(input_ids, inputs_embeds)
-        attention_mask = mask_of_new_tokens(attention_mask, past_key_values, shape)
-        starts = starts_inside_rows(position_ids, others, shape, attention_mask)
-        output = self._backbone(
-            input_ids,
-            attention_mask=attention_mask,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-            token_type_ids=token_type_ids,
-            seq_idx=None if starts is None else starts.cumsum(1),
-        )
-        hidden_states = output.last_hidden_state
-        if not keep_all:
-            hidden_states = hidden_states[
-                :, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            ]
-        head = self.get_output_embeddings()
-        logits = head(hidden_states.to(head.weight.dtype))
-        logits = logits.to(state_dtype(logits.dtype))
-
-        loss = None
-        if not (labels is None and shift_labels is None):
-            for name, given in (("labels", labels), ("shift_labels", shift_labels)):
-                if given is not None and given.shape != logits.shape[:2]:
-                    raise ValueError(f"{name} must have shape {tuple(logits.shape[:2])}, got {tuple(given.shape)}.")
-            if shift_labels is not None:
-                shift_labels = scored_labels(shift_labels, attention_mask, starts, shifted=True)
-            elif labels is not None:
-                labels = scored_labels(labels, attention_mask, starts)
-            loss = self.loss_function(
-                logits=logits,
-                labels=labels,
-                vocab_size=logits.shape[-1],
-                num_items_in_batch=num_items_in_batch,
-                **({} if shift_labels is None else {"shift_labels": shift_labels.contiguous()}),
-            )
-        result = StatefulCausalLMOutput(
-            loss=loss,
-            logits=logits,
-            final_state=output.final_state,
-            past_key_values=output.past_key_values,
-            hidden_states=output.hidden_states,
-        )
-        return result.to_tuple() if self._wants_tuple(return_dict) else result

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .modeling_stateful import StatefulCausalLMOutput, StatefulModelWithHead
+from .causal_lm import StatefulCausalLMOutput
+from .modeling_stateful import StatefulModelWithHead
 from .recurrent_cache import RecurrentCache
 from .recurrent_state import RecurrentState, state_dtype
 from .token_inputs import mask_of_new_tokens, starts_inside_rows, token_shape
@@ -22,6 +23,7 @@ class StatefulSequenceClassifierOutput(StatefulCausalLMOutput):
 class StatefulForSequenceClassification(StatefulModelWithHead):
     """Linear head `score` on the last real token of each row. A family sets `backbone_class`."""
 
+    _auto_class = "AutoModelForSequenceClassification"  # type: ignore[assignment]
     accepts_loss_kwargs = False  # the loss is a mean over rows, not over tokens
 
     def __init__(self, config: Any) -> None:
@@ -46,7 +48,7 @@ class StatefulForSequenceClassification(StatefulModelWithHead):
         token_type_ids: Tensor | None = None,
         **others: Any,
     ) -> StatefulSequenceClassifierOutput | tuple:
-        """Run T tokens from a state; arguments as in `StatefulBackbone.forward`, and:
+        """Run T tokens from a state; arguments as in `StatefulBackbone`, and:
 
         Args:
             attention_mask: (B, T), tells the last real token of each row. Without one all tokens are real, whatever

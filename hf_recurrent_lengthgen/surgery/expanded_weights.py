@@ -7,8 +7,13 @@ what "StateX" (arXiv:2509.22630, section 4.3 and A.4) recommends.
 Shapes: N state dim, G groups, H heads, K convolution taps, R rank of the steps.
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
+
+from hf_recurrent_lengthgen.models.mixer_layouts import kind_of
 
 Weights = dict[str, Tensor]
 
@@ -105,3 +110,51 @@ def _repeated(value: Tensor, shape: torch.Size) -> Tensor:
         return value.reshape(shape)
     copies = shape[0] // value.shape[0]
     return value.repeat(copies) if value.ndim == 1 else torch.block_diag(*[value] * copies)
+
+
+class Expansion(NamedTuple):
+    """How the mixers of a kind are expanded.
+
+    Attributes:
+        weights: From old weights, those of a new mixer, that mixer and `inherit` to those of the expanded one.
+        new_values: Beginnings of the names of the parameters that hold new values then.
+        of_reinit: Further ones without `inherit`.
+    """
+
+    weights: Callable[[Weights, Weights, Any, bool], Weights]
+    new_values: tuple[str, ...]
+    of_reinit: tuple[str, ...]
+
+
+def _is_falcon(mixer: Any) -> bool:
+    return mixer.config.model_type == "falcon_mamba" or getattr(mixer.config, "mixer_rms_eps", None) is not None
+
+
+EXPANSIONS = {
+    "heads": Expansion(lambda old, new, _, inherit: merged_heads(old, new, inherit), ("",), ()),
+    "Mamba-1": Expansion(
+        lambda old, new, mixer, inherit: widened_mamba(old, new, inherit, _is_falcon(mixer)),
+        ("A_log", "x_proj."),
+        ("dt_proj.bias",),
+    ),
+    "Mamba-2": Expansion(
+        lambda old, new, mixer, inherit: widened_mamba2(old, new, mixer.n_groups, inherit),
+        ("in_proj.", "conv1d."),
+        ("A_log", "dt_bias"),
+    ),
+}
+
+
+def expansion_of(mixer: Any) -> Expansion:
+    """How a mixer is expanded.
+
+    Raises:
+        ValueError: for one whose N grows and whose parameters are of no kind known here.
+    """
+    kind = "heads" if getattr(mixer, "grows", None) == "num_heads" else str(kind_of(mixer))
+    if kind not in EXPANSIONS:
+        raise ValueError(
+            f"{type(mixer).__name__} says that its state_size grows, but not how its weights do: that is known of the "
+            "parameters of Mamba-1 and Mamba-2 (EXPANSIONS)."
+        )
+    return EXPANSIONS[kind]

@@ -83,19 +83,28 @@ def mimetic_initialization(
     for mixer, switches, (W_B, W_C) in chosen:
         if "a" in switches:
             _set_decays(mixer, c, offset)
-        if "delta" in switches and mixer.kind == "Mamba-1":
-            mixer.module.dt_proj.weight.zero_()
-            mixer.module.dt_proj.bias.fill_(DELTA_BIAS)
-        elif "delta" in switches:
-            mixer.module.dt_bias.fill_(DELTA_BIAS)
+        if "delta" in switches:
+            _set_steps(mixer)
         if "bc" in switches:
             W_C.copy_((W_C + W_B) / 2)
         if "conv" in switches:
-            for convolution in _convolutions(mixer):
-                convolution.weight.zero_()
-                convolution.weight[..., -1] = 1.0
-                if convolution.bias is not None:
-                    convolution.bias.zero_()
+            _set_identity(_convolutions(mixer))
+
+
+def _set_identity(convolutions: Iterable[Any]) -> None:
+    for convolution in convolutions:
+        convolution.weight.zero_()
+        convolution.weight[..., -1] = 1.0
+        if convolution.bias is not None:
+            convolution.bias.zero_()
+
+
+def _set_steps(mixer: KnownMixer) -> None:
+    if mixer.kind == "Mamba-1":
+        mixer.module.dt_proj.weight.zero_()
+        mixer.module.dt_proj.bias.fill_(DELTA_BIAS)
+    else:
+        mixer.module.dt_bias.fill_(DELTA_BIAS)
 
 
 def _chosen(model: nn.Module, layers: Iterable[int] | None) -> list[KnownMixer]:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_recurrent_lengthgen.conversion.format_mamba_ssm import MAMBA_SSM
-from hf_recurrent_lengthgen.conversion.format_transformers import ARCHITECTURES, TRANSFORMERS
-from hf_recurrent_lengthgen.conversion.formats import MODEL_CLASSES, Format, Settings, is_tied
+from hf_recurrent_lengthgen.conversion.format_transformers import TRANSFORMERS
+from hf_recurrent_lengthgen.conversion.formats import Format, Settings, is_tied
 from hf_recurrent_lengthgen.conversion.key_maps import expand
+from hf_recurrent_lengthgen.models import FAMILIES
 from hf_recurrent_lengthgen.verification import clean_process
 from hf_recurrent_lengthgen.verification.comparing import TOLERANCE, Reading, named_parts
 
@@ -62,7 +63,7 @@ class OwnScan(Upstream):
 
     def read(self, weights: Weights, tokens: Tensor) -> Reading:
         self.config.scan_backend = "torch"
-        model = _filled(MODEL_CLASSES[self.config.model_type], self.config, weights).to(self.device)
+        model = _filled(FAMILIES[self.config.model_type], self.config, weights).to(self.device)
         with torch.no_grad():
             return clean_process.read(model, tokens, [tokens.shape[1]], carry=True)
 
@@ -74,7 +75,7 @@ class Stock(Upstream):
         super().__init__(layout, config, settings, device)
         stock = TRANSFORMERS.from_config(config)
         assert stock is not None
-        self._class = getattr(transformers, ARCHITECTURES[stock["model_type"]])
+        self._class = getattr(transformers, stock["architectures"][0])
         self._config = self._class.config_class.from_dict(stock)
         if hasattr(self._config, "chunk_size"):
             self._config.chunk_size = STOCK_CHUNK

@@ -36,7 +36,7 @@ from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.loading import differing_code, load_model, quiet_transformers
-from hf_recurrent_lengthgen.models import CAUSAL_LM_CLASSES
+from hf_recurrent_lengthgen.models import FAMILIES
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.records import VERIFICATION_FILE, Check, Verification, verified_files, write_verification
 from hf_recurrent_lengthgen.verification import clean_process
@@ -266,7 +266,7 @@ def _installed_model(folder: Path, sizes: Sizes, trust_remote_code: bool) -> Any
     settings, _ = PreTrainedConfig.get_config_dict(folder)
     model: Any
     with quiet_transformers():
-        if settings["model_type"] in {cls.config_class.model_type for cls in CAUSAL_LM_CLASSES}:
+        if settings["model_type"] in FAMILIES:
             config = AutoConfig.from_pretrained(folder, scan_backend="torch")
             model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=sizes.dtype)
         else:

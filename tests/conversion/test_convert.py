@@ -279,7 +279,7 @@ def test_what_breaks_after_the_weights_leaves_nothing(
 )
 def test_stand_ins_are_random_and_repeatable(format: str, family: str, tmp_path: Path) -> None:
     for name, seed in (("one", 0), ("two", 0), ("three", 1)):
-        write_tiny_random_model(format, family, tmp_path / name, seed=seed, vocab_size=32, hidden_size=32, layers=1)
+        write_tiny_random_model(format, family, tmp_path / name, seed=seed, vocab_size=32, layers=1)
     one, two, three = (TensorFiles(tmp_path / name) for name in ("one", "two", "three"))
     embeddings = next(name for name in one.keys() if "embedding" in name)
     assert torch.equal(one.tensor(embeddings), two.tensor(embeddings))

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_recurrent_lengthgen.conversion.formats import MODEL_CLASSES, expected_shapes
+from hf_recurrent_lengthgen.conversion.formats import expected_shapes
 from hf_recurrent_lengthgen.conversion.key_maps import SAME, Rename, Transform, expand, to_ours, to_theirs
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
+from hf_recurrent_lengthgen.models import FAMILIES
 
 TRANSPOSED = Transform("transposed", lambda tensor: tensor.T, lambda tensor: tensor.T)
 STACKED = Transform("stacked", lambda *parts: torch.stack(parts), lambda whole: whole.unbind())
@@ -108,7 +109,7 @@ def test_our_weights_are_checked_before_an_export() -> None:
 def test_all_maps_give_back_every_bit(case: tuple[str, str], layers: int, tied: bool, seed: int) -> None:
     """Random weights of ours under the names of another layout, and back, and there again."""
     name, family = case
-    config_class = MODEL_CLASSES[family].config_class
+    config_class = FAMILIES[family].config_class
     sizes = {"vocab_size": 6, "hidden_size": 32, "num_hidden_layers": layers, "tie_word_embeddings": tied}
     if family == "stateful_mamba2":
         sizes |= {"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 4}

@@ -9,12 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
-from hf_recurrent_lengthgen.models.forgetting_scans import (
-    GatedRecurrence,
-    SelectiveRecurrence,
-    SSDRecurrence,
-    forgetful_scan,
-)
+from hf_recurrent_lengthgen.models.forgetting_recurrences import GatedRecurrence, SelectiveRecurrence, SSDRecurrence
+from hf_recurrent_lengthgen.models.forgetting_scans import forgetful_scan
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, WindowedLayerState
 from hf_recurrent_lengthgen.models.scan_gla import scan_gla
 from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6

@@ -1,0 +1,167 @@
+"""The next token, from the output at each: the language model of every family.
+
+Shapes: B batch, T tokens, D hidden size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from .modeling_stateful import StatefulModelWithHead
+from .recurrent_cache import RecurrentCache
+from .recurrent_generation import RecurrentGenerationMixin
+from .recurrent_state import RecurrentState, state_dtype
+from .token_inputs import (
+    check_cache,
+    mask_of_new_tokens,
+    refuse_unsupported,
+    scored_labels,
+    starts_inside_rows,
+    token_shape,
+)
+
+
+@dataclass
+class StatefulCausalLMOutput(ModelOutput):
+    """Output of the language model: `loss` (scalar), `logits` (B, T, V) in float32, others as in the backbone's."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    final_state: RecurrentState | None = None
+    past_key_values: RecurrentCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+def _keeps_all(logits_to_keep: int | Tensor) -> bool:
+    if not isinstance(logits_to_keep, int):
+        return False
+    if logits_to_keep < 0:
+        raise ValueError(f"logits_to_keep must be 0 (all), a positive number or positions, got {logits_to_keep}.")
+    return logits_to_keep == 0
+
+
+class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
+    """Language model. A family sets `backbone_class`.
+
+    Args of `forward`, beside those of `StatefulBackbone`:
+        labels: (B, T), shifted inside as in Transformers; -100 is ignored. With padding on the left, the first real
+            token of a row has nothing before it and is not scored, nor is the first token of a sequence in a packed
+            row.
+        logits_to_keep: Compute only the last so many logits, or those at the given positions; 0 for all.
+        num_items_in_batch: Tokens to divide the summed loss by, as Trainer passes it. Transformers' own Trainer also
+            counts labels that are not scored, which makes loss and gradients too small: for it, set them to -100 in
+            the data. The trainers of hf_recurrent_lengthgen count what is scored.
+        others: `shift_labels` (B, T), labels that are shifted already, as Transformers' losses know them: the target
+            of output t stands at t, so that a piece of a text can be scored on the token after it. `labels` are not
+            used then. Outputs before the first real token of a row are not scored. (By a name in the signature,
+            Trainer would take them for labels that every batch has.) And those of the backbone.
+    """
+
+    _auto_class = "AutoModelForCausalLM"  # type: ignore[assignment]
+    accepts_loss_kwargs = True
+    head_name = "lm_head"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "backbone_class" in cls.__dict__:
+            cls._tied_weights_keys = {f"{cls.head_name}.weight": f"{cls.base_model_prefix}.embeddings.weight"}
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        setattr(self, self.head_name, nn.Linear(config.hidden_size, config.vocab_size, bias=False))
+        self.post_init()
+
+    def get_output_embeddings(self) -> Any:
+        return getattr(self, self.head_name)
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        setattr(self, self.head_name, value)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        initial_state: RecurrentState | None = None,
+        output_final_state: bool = True,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: RecurrentCache | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        **others: Any,
+    ) -> StatefulCausalLMOutput | tuple:
+        """Run T tokens from a state; arguments as in the class.
+
+        Raises:
+            ValueError: for labels of either kind together with `logits_to_keep`, and as in `StatefulBackbone.forward`.
+        """
+        shift_labels: Tensor | None = others.pop("shift_labels", None)
+        refuse_unsupported(others)
+        keep_all = _keeps_all(logits_to_keep)
+        if not (labels is None and shift_labels is None) and not keep_all:
+            raise ValueError("labels need all logits: drop logits_to_keep.")
+        check_cache(past_key_values)
+        shape = token_shape(input_ids, inputs_embeds)
+        attention_mask = mask_of_new_tokens(attention_mask, past_key_values, shape)
+        starts = starts_inside_rows(position_ids, others, shape, attention_mask)
+        output = self._backbone(
+            input_ids,
+            attention_mask=attention_mask,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            token_type_ids=token_type_ids,
+            seq_idx=None if starts is None else starts.cumsum(1),
+        )
+        hidden_states = output.last_hidden_state
+        if not keep_all:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            hidden_states = hidden_states[:, kept]
+        head = self.get_output_embeddings()
+        logits = head(hidden_states.to(head.weight.dtype))
+        logits = logits.to(state_dtype(logits.dtype))
+        result = StatefulCausalLMOutput(
+            loss=self._loss_of(logits, labels, shift_labels, attention_mask, starts, num_items_in_batch),
+            logits=logits,
+            final_state=output.final_state,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+        )
+        return result.to_tuple() if self._wants_tuple(return_dict) else result
+
+    def _loss_of(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        attention_mask: Tensor | None,
+        starts: Tensor | None,
+        num_items_in_batch: Tensor | int | None,
+    ) -> Tensor | None:
+        """The loss of labels, or of shifted ones; None without any."""
+        for name, given in (("labels", labels), ("shift_labels", shift_labels)):
+            if given is not None and given.shape != logits.shape[:2]:
+                raise ValueError(f"{name} must have shape {tuple(logits.shape[:2])}, got {tuple(given.shape)}.")
+        further: dict[str, Tensor] = {}
+        if shift_labels is not None:
+            further = {"shift_labels": scored_labels(shift_labels, attention_mask, starts, shifted=True).contiguous()}
+        elif labels is None:
+            return None
+        else:
+            labels = scored_labels(labels, attention_mask, starts)
+        vocab_size = logits.shape[-1]
+        loss: Tensor = self.loss_function(
+            logits=logits, labels=labels, vocab_size=vocab_size, num_items_in_batch=num_items_in_batch, **further
+        )
+        return loss

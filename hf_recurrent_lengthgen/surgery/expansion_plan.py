@@ -1,0 +1,211 @@
+"""Which layers of a model a state expansion enlarges, to which sizes, and the config that says so."""
+
+import copy
+import math
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
+from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
+from hf_recurrent_lengthgen.models.mixer_layouts import kind_of
+from hf_recurrent_lengthgen.surgery.expanded_weights import EXPANSIONS
+
+Layers = Iterable[int] | Literal["all"] | None
+
+DEFAULT_LAYERS, DEFAULT_FACTOR = 4, 4
+
+PER_LAYER = {"state_size": "layer_state_sizes", "num_heads": "layer_num_heads"}
+"""The field of our configs that has a size of each layer."""
+
+
+class Growth(NamedTuple):
+    """How the states of a model grow.
+
+    Attributes:
+        size: "state_size" if N grows, "num_heads" if heads are merged.
+        field: Field of the config.
+        per_layer: Whether that has a size for each layer; else it holds for all.
+    """
+
+    size: str
+    field: str
+    per_layer: bool
+
+
+def spread_layers(total: int, count: int = DEFAULT_LAYERS) -> list[int]:
+    """One layer in every m = total // count, from the first, `count` in all (section 4.4); all of `total` <= count.
+
+    Where `count` does not divide `total`, the layers after the last m are the ones left over.
+    """
+    if count < 1:
+        raise ValueError(f"At least one layer must be expanded, got {count}.")
+    return list(range(total)) if total <= count else [index * (total // count) for index in range(count)]
+
+
+class Plan(NamedTuple):
+    """Which layers change, and the config after it; `before` and `after` hold N or H of every recurrent layer."""
+
+    config: Any
+    size: str
+    recurrent: tuple[int, ...]
+    layers: tuple[int, ...]
+    before: dict[int, int]
+    after: dict[int, int]
+
+    def describe(self, initialization: str) -> str:
+        """What was done, in words."""
+        changes = sorted({(self.before[layer], self.after[layer]) for layer in self.layers})
+        sizes = ", ".join(f"{before} -> {after}" for before, after in changes)
+        which = f"layer{'s' * (len(self.layers) > 1)} {_listed(self.layers)}"
+        return f"state expansion, {self.size} {sizes} in {which}, {initialization}"
+
+
+def expansion_plan(
+    config: Any,
+    model_class: type[Any] | None,
+    layers: Layers,
+    count: int | None,
+    factor: float | None,
+    state_size: int | None,
+    num_heads: int | None,
+) -> Plan:
+    check_type(config)
+    blank = blank_model(config, model_class)
+    growth, recurrent = growth_of(blank), tuple(expandable_mixers(blank))
+    given: dict[str, Any] = {"factor": factor, "state_size": state_size, "num_heads": num_heads}
+    if sum(value is not None for value in given.values()) > 1:
+        raise ValueError(f"Give one of factor, state_size and num_heads, got {given}.")
+    other = "num_heads" if growth.size == "state_size" else "state_size"
+    if given[other] is not None:
+        raise ValueError(f"{other} does not apply to {config.model_type}: its state grows by {growth.size} or factor.")
+    if getattr(config, "num_kv_heads", None) not in (None, getattr(config, "num_heads", None)):
+        raise ValueError(
+            f"Each head of keys and values serves {config.num_heads // config.num_kv_heads} heads of queries "
+            "(num_kv_heads): merged, they would need more weights, not the same ones in larger heads. Only models "
+            "with as many heads of keys as of queries can be expanded."
+        )
+    chosen = _chosen(config, growth, recurrent, layers, count)
+    before = {layer: size_of(blank, growth, layer) for layer in recurrent}
+    changed = {layer: _new_size(growth.size, layer, before[layer], factor, given[growth.size]) for layer in chosen}
+    after = before | changed
+    new = copy.deepcopy(config)
+    if not growth.per_layer:
+        setattr(new, growth.field, after[chosen[0]])
+    else:
+        if growth.size == "num_heads" and hasattr(new, "num_kv_heads"):
+            new.num_kv_heads = None
+        known = getattr(config, growth.field) or [getattr(config, growth.size, None)] * config.num_hidden_layers
+        setattr(new, growth.field, [after.get(layer, size) for layer, size in enumerate(known)])
+    return Plan(new, growth.size, recurrent, chosen, before, after)
+
+
+def check_type(config: Any) -> None:
+    """Raise a `ValueError` for a type of Transformers whose states are not known to grow."""
+    model_type = str(getattr(config, "model_type", None))
+    stock = SUPPORTED.get(model_type)
+    if (stock is not None and stock.state_field) or hasattr(config, "check_forgetting"):  # ours has that
+        return
+    types = sorted((*FAMILIES, *(name for name, other in SUPPORTED.items() if other.state_field)))
+    reason = stock.no_expansion if stock is not None else f"possible are {', '.join(types)}"
+    raise ValueError(f"The states of {model_type!r} cannot be expanded: {reason}.")
+
+
+def growth_of(model: Any) -> Growth:
+    """How the states of a model grow; raises a `ValueError` for mixers that do not say it."""
+    config = model.config
+    if config.model_type in SUPPORTED:
+        return Growth("state_size", SUPPORTED[config.model_type].state_field, per_layer=False)
+    sizes = {mixer.grows for _, mixer in expandable_mixers(model).values()}
+    if len(sizes) != 1:
+        raise ValueError(
+            f"The states of {config.model_type!r} cannot be expanded: its mixers do not say how they grow "
+            "(`grows` of `ScanMixer`)."
+        )
+    (size,) = sizes
+    return Growth(size, PER_LAYER[size], per_layer=True)
+
+
+def _chosen(
+    config: Any, growth: Growth, recurrent: tuple[int, ...], layers: Layers, count: int | None
+) -> tuple[int, ...]:
+    if layers is not None and layers != "all":
+        given = layers
+        layers = list(given) if isinstance(given, Iterable) else None
+        if layers is None or any(type(layer) is not int for layer in layers):
+            raise ValueError(f'layers must be "all" or integers, the numbers of layers, got {given!r}.')
+    if not growth.per_layer:
+        if layers != "all" and set(layers or ()) != set(recurrent):
+            ours = ", or load it with hf_recurrent_lengthgen.load_model, whose class has a size for each layer"
+            raise ValueError(
+                f"The configuration of {config.model_type} has one {growth.field} for all layers, so some of them "
+                f'cannot be expanded alone: give layers="all"{ours if config.model_type in STATEFUL_CLASSES else ""}.'
+            )
+        layers = "all"
+    if layers is not None and count is not None:
+        raise ValueError(f"Give layers or count, not both, got {layers} and {count}.")
+    if layers == "all":
+        return recurrent
+    if layers is None:
+        return tuple(recurrent[i] for i in spread_layers(len(recurrent), DEFAULT_LAYERS if count is None else count))
+    wanted = sorted(set(layers))
+    if not wanted or any(layer not in recurrent for layer in wanted):
+        raise ValueError(f"layers must be some of the recurrent layers, {_listed(recurrent)}, got {wanted}.")
+    return tuple(wanted)
+
+
+def size_of(model: Any, growth: Growth, layer: int) -> int:
+    if not growth.per_layer:
+        return int(getattr(model.config, growth.field))
+    recurrent = expandable_mixers(model)[layer][1].state_shape.recurrent
+    return int(recurrent[-1] if growth.size == "state_size" else recurrent[0])
+
+
+def _new_size(size: str, layer: int, old: int, factor: float | None, given: int | None) -> int:
+    if factor is not None and not 0 < factor < math.inf:
+        raise ValueError(f"factor must be a finite number above 1, got {factor:g}.")
+    if given is not None and not math.isfinite(given):
+        raise ValueError(f"{size} must be an integer, got {given:g}.")
+    if size == "state_size":
+        new = old * (DEFAULT_FACTOR if factor is None else factor) if given is None else given
+        if new <= old or new != int(new):
+            raise ValueError(
+                f"state_size of layer {layer} is {old} and would become {new:g}: give an integer above it, or a "
+                "factor above 1 that makes one."
+            )
+        return int(new)
+    new = (1 if factor is None else old / factor) if given is None else given
+    if old == 1:
+        raise ValueError(f"Layer {layer} has one head already: there is nothing to merge.")
+    if new != int(new) or not 1 <= new < old or old % int(new):
+        raise ValueError(
+            f"num_heads of layer {layer} is {old} and would become {new:g}: give a smaller divisor of it, or a factor "
+            "above 1 that makes one."
+        )
+    return int(new)
+
+
+def blank_model(config: Any, model_class: type[Any] | None) -> Any:
+    """The model of a config without weights."""
+    config = copy.deepcopy(config)
+    with torch.device("meta"), no_init_weights():
+        model = AutoModelForCausalLM.from_config(config) if model_class is None else model_class(config)
+    model.tie_weights()
+    return model
+
+
+def expandable_mixers(model: Any) -> dict[int, tuple[str, Any]]:
+    """Name and module of the mixers that can be expanded, by layer; in hybrids the recurrent layers are counted."""
+    named = list(model.named_modules())
+    if model.config.model_type in SUPPORTED:
+        return dict(enumerate((name, module) for name, module in named if kind_of(module) in EXPANSIONS))
+    names = {module: name for name, module in named}
+    mixers = {layer: getattr(block, "scan_mixer", None) for layer, block in enumerate(model.base_model.layers)}
+    return {layer: (names[m], m) for layer, m in mixers.items() if m is not None and m.grows is not None}
+
+
+def _listed(layers: Iterable[int]) -> str:
+    return ", ".join(map(str, layers))
