@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "evaluation": ("models", "data"),
     "evaluation.json_schema": (),
     "evaluation.results": ("evaluation.json_schema",),
-    "evaluation.map_results": (),
+    "evaluation.map_results": ("evaluation.json_schema", "models.atomic_files"),
     "evaluation.state_results": ("evaluation.json_schema", "evaluation.results"),
     "evaluation.retrieval_results": ("evaluation.json_schema", "evaluation.results"),
     "evaluation.law_results": ("evaluation.json_schema", "evaluation.results"),

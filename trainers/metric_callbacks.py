@@ -30,12 +30,13 @@ from transformers import (
 
 from hf_recurrent_lengthgen.evaluation.context_harm import check_training_length, last_octave, window_nll
 from hf_recurrent_lengthgen.evaluation.effective_remembrance import LENGTHS_OF_TRAINING, effective_remembrance
-from hf_recurrent_lengthgen.evaluation.evaluate import estimate
+from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, estimate
 from hf_recurrent_lengthgen.evaluation.misalignment import long_short_misalignment
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, stream_nll
 
+QUIET = EvaluationSettings(progress=False)
 MetricFunction = Callable[[Any], Any]
 
 
@@ -309,7 +310,7 @@ def effective_remembrance_at(
     chosen = [end - training_length] if starts is None else list(starts)
 
     def measure(model: nn.Module) -> dict[str, Estimate]:
-        found = effective_remembrance(model, tokens, training_length, length=end, starts=chosen, progress=False)
+        found = effective_remembrance(model, tokens, training_length, QUIET, length=end, starts=chosen)
         return {str(start): found.at(start) for start in chosen}
 
     return Metric(name, measure, greater_is_better=False if starts is None else None)
@@ -321,8 +322,7 @@ def misalignment(
     """Long-short misalignment; tokens (S, at least `training_length`), the same pairs of contexts each time."""
 
     def measure(model: nn.Module) -> Estimate:
-        found = long_short_misalignment(model, tokens, training_length, samples=samples, seed=seed, progress=False)
-        return Estimate(found.mean, found.low, found.high)
+        return long_short_misalignment(model, tokens, training_length, samples=samples, seed=seed, progress=False)
 
     return Metric(name, measure, greater_is_better=False)
 

@@ -17,14 +17,7 @@ def _compute(task: Measurement) -> Remembrance:
     return task.kept(
         "remembrance",
         Remembrance,
-        lambda: effective_remembrance(
-            task.model,
-            task.tokens,
-            task.training_length,
-            length=length,
-            confidence=task.settings.confidence,
-            **task.reading,
-        ),
+        lambda: effective_remembrance(task.model, task.tokens, task.training_length, task.settings, length=length),
     )
 
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from html import escape
-from typing import Any
 
 from hf_recurrent_lengthgen.diagnosis.part import DiagnosisSettings, Fact, Part, PartRow, Picture
 from hf_recurrent_lengthgen.evaluation.evaluate import Measurement
@@ -59,8 +58,7 @@ def _compute(task: Measurement) -> StateDiagnosis:
     found = task.kept("states", StateDiagnosis, describe)
     if not (heads := settings.patched_heads):
         return found
-    reading: Any = {"batch_size": settings.batch_size, "progress": settings.progress}
-    patch = partial(with_patching, task.model, task.tokens, found, heads, **reading)
+    patch = partial(with_patching, task.model, task.tokens, found, heads, settings)
     return task.kept("patched states", StateDiagnosis, patch, patched_heads=heads)
 
 

@@ -100,13 +100,13 @@ def attention_maps(
         found = correlations.get(layer)
         results.append(
             LayerMaps(
-                layer,
-                "softmax attention" if isinstance(scan, Tensor) else scan.kind,
-                average.float().cpu().numpy(),
-                mask.float().cpu().numpy(),
-                distance,
-                None if found is None else found.cosine,
-                None if found is None else found.identity,
+                layer=layer,
+                kind="softmax attention" if isinstance(scan, Tensor) else scan.kind,
+                linear_distance=distance,
+                cosine=None if found is None else found.cosine,
+                identity=None if found is None else found.identity,
+                average=average.float().cpu().numpy(),
+                mask=mask.float().cpu().numpy(),
             )
         )
     return AttentionMaps(label or type(model).__name__, words, tuple(results))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import nn
 
-from hf_recurrent_lengthgen.evaluation.readers import reader_of
+from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import PartialResult
 from hf_recurrent_lengthgen.evaluation.streaming import (
     Tokens,
@@ -59,21 +59,18 @@ def window_nll(
 
     Args:
         model: As for `stream_nll`.
-        tokens: Token ids (S, L + 1) with L > training_length.
-        training_length: T, in tokens.
-        batch_size: Windows per forward pass; by default as many as memory limits allow.
-        chunk_length: Tokens per window and forward pass; by default the whole window if memory limits allow.
+        tokens, training_length: Token ids (S, L + 1) with L > T, and T in tokens.
+        batch_size, chunk_length: Windows, and tokens of each, per forward pass; by default what memory limits allow.
         partial: Where to keep what there is so far, and to go on from; the caller removes it.
         progress: Show a progress bar.
 
     Raises:
         ValueError: as `stream_nll`, and for L <= training_length or training_length < 4.
     """
-    reader = reader_of(model)
     check_training_length(training_length)
+    reader, half = reader_of(model), training_length // 2
     array = check_tokens(tokens, reader.vocabulary, training_length + 1)
     sequences, length = array.shape[0], array.shape[1] - 1
-    half = training_length // 2
     full = list(range(0, length - training_length + 1, half))
     tail = full[-1] + half
     truncated = np.empty((sequences, length - training_length), np.float32)
@@ -86,11 +83,8 @@ def window_nll(
     with evaluation_mode(reader.model), progress_bar(total, "windows", progress) as bar:
 
         def run(origins: list[tuple[int, int]], width: int) -> np.ndarray:
-            rows = np.stack([array[sequence, start : start + width + 1] for sequence, start in origins])
-            _, chunk = reading_plan(reader, len(rows), width, len(rows), chunk_length)
-            pieces = [piece.nll.cpu().numpy() for piece in stream_chunks(reader, rows, chunk, None, origins)]
-            bar.update(rows.size - len(rows))
-            return np.concatenate(pieces, axis=1)
+            bar.update(len(origins) * width)
+            return _window_rows(reader, array, origins, width, chunk_length)
 
         batch, _ = reading_plan(reader, len(windows), training_length, batch_size, chunk_length)
         begin = 0
@@ -111,6 +105,16 @@ def window_nll(
             nll = run([(sequence, tail) for sequence in rows], length - tail)
             truncated[rows.start : rows.stop, -scored_in_tail:] = nll[:, training_length - half :]
     return WindowNll(truncated, in_window / len(full))
+
+
+def _window_rows(
+    reader: Reader, array: np.ndarray, origins: list[tuple[int, int]], width: int, chunk_length: int | None
+) -> np.ndarray:
+    """NLL (B, width) of windows that begin at (sequence, position)."""
+    rows = np.stack([array[sequence, start : start + width + 1] for sequence, start in origins])
+    _, chunk = reading_plan(reader, len(rows), width, len(rows), chunk_length)
+    pieces = [piece.nll.cpu().numpy() for piece in stream_chunks(reader, rows, chunk, None, origins)]
+    return np.concatenate(pieces, axis=1)
 
 
 def check_training_length(training_length: int) -> None:

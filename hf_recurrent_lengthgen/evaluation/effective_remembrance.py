@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import Remembrance
+from hf_recurrent_lengthgen.evaluation.evaluate import DEFAULTS, EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.results import Estimate
-from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE, t_interval
+from hf_recurrent_lengthgen.evaluation.statistics import t_interval
 from hf_recurrent_lengthgen.evaluation.streaming import (
     LOGITS_PER_FORWARD,
     SHORTEST_CHUNK,
@@ -71,13 +72,10 @@ def effective_remembrance(
     model: nn.Module,
     tokens: Tokens,
     training_length: int,
+    settings: EvaluationSettings = DEFAULTS,
     *,
     length: int | None = None,
     starts: Sequence[int] | None = None,
-    batch_size: int | None = None,
-    chunk_length: int | None = None,
-    confidence: float = CONFIDENCE,
-    progress: bool = True,
 ) -> Remembrance:
     """Effective Remembrance at `length` for all start points and distances, with intervals over sequences.
 
@@ -85,13 +83,10 @@ def effective_remembrance(
         model: A causal language model (`reader_of` says which); run in evaluation mode, left in the mode it had.
         tokens: Token ids (S, at least `length`); the first `length` of each sequence are read.
         training_length: Tokens per training sequence.
+        settings: Confidence, progress, most rows (a sequence from a start point on) in a forward pass, and most tokens
+            of a row in one, where the model carries something.
         length: T; by default 4 training lengths.
         starts: The t, in any order, from 0 to T - 1; by default those of `start_points`.
-        batch_size: Most rows (a sequence from a start point on) in a forward pass; by default by memory limits.
-        chunk_length: Most tokens per row in a forward pass of a model that carries something; by default by memory
-            limits.
-        confidence: Two-sided, of the intervals.
-        progress: Show a progress bar.
 
     Raises:
         ValueError: for unusable tokens, lengths or starts, and for predictions that are not finite.
@@ -100,16 +95,14 @@ def effective_remembrance(
         raise ValueError(f"training_length must be at least 1, got {training_length}.")
     length = LENGTHS_OF_TRAINING * training_length if length is None else length
     starts = start_points(length, training_length) if starts is None else tuple(sorted(starts))
-    values = remembrance_values(
-        model, tokens, length, starts, batch_size=batch_size, chunk_length=chunk_length, progress=progress
-    )
-    mean, low, high = t_interval(values, confidence)
+    values = remembrance_values(model, tokens, length, starts, **settings.reading)
+    mean, low, high = t_interval(values, settings.confidence)
 
     def estimates(distance: int) -> tuple[Estimate, ...]:
         bounds = ([None] * len(starts) if bound is None else bound[distance].tolist() for bound in (low, high))
         return tuple(Estimate(*parts) for parts in zip(mean[distance].tolist(), *bounds, strict=True))
 
-    return Remembrance(training_length, length, len(values), confidence, starts, *map(estimates, range(3)))
+    return Remembrance(training_length, length, len(values), settings.confidence, starts, *map(estimates, range(3)))
 
 
 @torch.inference_mode()

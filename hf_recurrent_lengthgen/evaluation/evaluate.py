@@ -81,6 +81,11 @@ class EvaluationSettings:
     command: str | None = None
     progress: bool = True
 
+    @property
+    def reading(self) -> dict[str, Any]:
+        """Batch size, chunk length and progress, as most metrics take them."""
+        return {name: getattr(self, name) for name in ("batch_size", "chunk_length", "progress")}
+
 
 DEFAULTS, NOT_SAID = EvaluationSettings(), DataRecord()
 
@@ -101,7 +106,6 @@ class Measurement:
         length: L.
         data: Their record, with their digest.
         key: What every result depends on.
-        reading: Batch size, chunk length and progress, as most metrics take them.
     """
 
     def __init__(
@@ -127,9 +131,6 @@ class Measurement:
             "training_length": training_length,
             "confidence": settings.confidence,
             "pieces": [settings.batch_size, settings.chunk_length],
-        }
-        self.reading: dict[str, Any] = {
-            name: getattr(settings, name) for name in ("batch_size", "chunk_length", "progress")
         }
         self._evaluation: EvaluationResult | None = None
 
@@ -201,7 +202,7 @@ def _evaluate(task: Measurement, observer: Observer | None) -> EvaluationResult:
         # what an observer records while it is entered belongs to the stream, not to the windows
         with observer if isinstance(observer, AbstractContextManager) else nullcontext():
             return stream_nll(
-                task.model, task.tokens, observer=observer, partial=partials["stream"], **task.reading
+                task.model, task.tokens, observer=observer, partial=partials["stream"], **settings.reading
             ).nll
 
     seen = None if observer is None else read_stream()
@@ -209,7 +210,7 @@ def _evaluate(task: Measurement, observer: Observer | None) -> EvaluationResult:
     def compute() -> EvaluationResult:
         stream = read_stream() if seen is None else seen
         windows = window_nll(
-            task.model, task.tokens, task.training_length, partial=partials["windows"], **task.reading
+            task.model, task.tokens, task.training_length, partial=partials["windows"], **settings.reading
         )
         return EvaluationResult(
             model=task.label,

@@ -144,7 +144,9 @@ class ContextPair(NamedTuple):
 def context_pairs(available: int, training_length: int, samples: int, seed: int, sequence: int) -> list[ContextPair]:
     """The random draws of `long_short_misalignment` for one sequence of `available` tokens.
 
-    They are keyed by seed and number of the sequence: other sequences do not change them.
+    The end of x is uniform among the positions with at least T = training_length tokens before them, and l1, l2 among
+    the pairs of different integers in [T/2, T]: different, because section 5.3 takes their distance from 1 on. Draws
+    are keyed by seed and number of the sequence: other sequences do not change them.
     """
     generator = np.random.default_rng((seed, sequence))
     lengths = np.arange((training_length + 1) // 2, training_length + 1)
@@ -170,10 +172,8 @@ def long_short_misalignment(
 ) -> Misalignment:
     """E over x, l1, l2 of the symmetric cross-entropy of the predictions after x[-l1:] and after x[-l2:] (Eq. 2).
 
-    The paper leaves open how x is cut from a text. Here each sample draws the end of x uniformly among the
-    positions with at least T = training_length tokens before them, and l1, l2 uniformly among the pairs of
-    different integers in [T/2, T]: different, because section 5.3 takes their distance from 1 on. Both contexts
-    end at the same token, and only the prediction of the next token is compared.
+    The paper leaves open how x is cut from a text: `context_pairs` says how it is here. Both contexts end at the same
+    token, and only the prediction of the next token is compared.
 
     Each context is a forward pass of its own, without padding and from the zero state: so it is exact for any
     causal model, also where position encodings depend on the length. The model is put into evaluation mode.
@@ -183,14 +183,12 @@ def long_short_misalignment(
         tokens: Token ids (S, L) with L >= training_length.
         training_length: T, the longest context of training, in tokens.
         samples: Pairs of contexts for each sequence; their mean is the sequence's value.
-        seed: Of the draws.
-        confidence: Of the interval over sequences.
+        seed, confidence: Of the draws, and of the interval over sequences.
         progress: Show a progress bar.
 
     Raises:
         ValueError: for T < 2, samples < 1, a negative seed, tokens too short, outside the vocabulary or of a wrong
-            type, and for predictions of which the misalignment is not finite. Tokens that both contexts rule out
-            (logits of -inf) count 0; one that only one of them rules out is refused.
+            type, and where it is not finite. Tokens that both contexts rule out (logits of -inf) count 0.
     """
     for name, value, least in (("training_length", training_length, 2), ("samples", samples, 1), ("seed", seed, 0)):
         if value < least:

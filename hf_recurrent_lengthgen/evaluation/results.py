@@ -5,7 +5,6 @@ with t + 1 tokens of context. Every interval is the two-sided t-interval over se
 result, paired where it belongs to a difference; bounds are None with fewer than two sequences.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -41,11 +40,6 @@ class Curve:
                 raise ValueError(f"A curve with {bins} bins has {len(values)} values in '{name}'.")
         if (self.low is None) != (self.high is None):
             raise ValueError("A curve has either both bounds, low and high, or none.")
-
-    @property
-    def perplexity(self) -> tuple[float, ...]:
-        """exp of the mean NLL of each bin, for a curve of NLL."""
-        return tuple(math.exp(mean) if mean < 700 else math.inf for mean in self.mean)
 
 
 @dataclass(frozen=True)

@@ -82,11 +82,10 @@ def diagnose_states(
         raise ValueError(f"patched_heads must be at least 0, got {patched_heads}.")
     chosen = tuple(positions or sample_positions(int(tokens.shape[1]) - 1, training_length))
     observer = StateObserver(model, len(tokens), chosen)
-    reading: Any = {"batch_size": settings.batch_size, "progress": settings.progress}
     with observer:
-        stream_nll(model, tokens, observer=observer, chunk_length=settings.chunk_length, **reading)
+        stream_nll(model, tokens, observer=observer, **settings.reading)
     described = describe_states(model, observer.trajectory(), training_length, smallest_drift, settings.confidence)
-    return with_patching(model, tokens, described, patched_heads, **reading)
+    return with_patching(model, tokens, described, patched_heads, settings)
 
 
 def describe_states(
@@ -129,9 +128,7 @@ def with_patching(
     tokens: Tokens,
     states: StateDiagnosis,
     patched_heads: int = PATCHED_HEADS,
-    *,
-    batch_size: int | None = None,
-    progress: bool = True,
+    settings: EvaluationSettings = DEFAULTS,
 ) -> StateDiagnosis:
     """The diagnosis with the exchange of its heads, or with the reason why that could not be measured.
 
@@ -139,7 +136,7 @@ def with_patching(
         model: The model that was described.
         tokens: The texts it was described on.
         states: What `describe_states` found.
-        patched_heads, batch_size, progress: As for `diagnose_states`.
+        patched_heads, settings: As for `diagnose_states`.
     """
     if not patched_heads:
         return states
@@ -148,9 +145,8 @@ def with_patching(
     try:
         if getattr(model, "attends", False):
             raise ValueError("what the attention layers keep of the text cannot be exchanged.")
-        found = patch_heads(
-            model, tokens, states.training_length, list(groups.values()), batch_size=batch_size, progress=progress
-        )
+        reading: Any = {"batch_size": settings.batch_size, "progress": settings.progress}
+        found = patch_heads(model, tokens, states.training_length, list(groups.values()), **reading)
     except ValueError as error:
         return dataclasses.replace(states, left_out=(*states.left_out, f"Heads were not patched: {error}"))
     return dataclasses.replace(states, patching=_patching(found, groups, states.confidence))

@@ -249,12 +249,10 @@ def stream_nll(
 ) -> StreamNll:
     """Position-wise NLL of whole streams ("Unexplored states", Definition 3.1), of any length.
 
-    With a recurrent model memory grows only by the 4 bytes per token of the result; models with attention keep its
-    keys and values, too. The pieces do not change the values beyond rounding.
+    With a recurrent model memory grows by 4 bytes per token; models with attention keep keys and values, too.
 
     Args:
-        model: A causal language model (`reader_of` says which); run in evaluation mode on the device of its
-            parameters, and left in the mode it had.
+        model: A causal language model (`reader_of` says which); left in the mode it had.
         tokens: Token ids (S, L + 1).
         initial_state: State before the first token, with S rows on the model's device; zero when None.
         batch_size: Sequences per forward pass; by default as many as memory limits allow.

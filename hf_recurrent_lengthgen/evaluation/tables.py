@@ -2,28 +2,22 @@
 
 import csv
 import io
-import json
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
-from hf_recurrent_lengthgen.evaluation.json_schema import from_json
+from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import Comparison, Curve, Estimate, EvaluationResult, ForgettingSearch
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalComparison, RetrievalResult, Share
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 
 Row = dict[str, Any]
 
-KINDS: dict[str, type] = {
-    "comparison": Comparison,
-    "diagnosis": Diagnosis,
-    "evaluation": EvaluationResult,
-    "forgetting_search": ForgettingSearch,
-    "retrieval": RetrievalResult,
-    "retrieval_comparison": RetrievalComparison,
-}
+WITH_ROWS: Any = (
+    *(Comparison, Diagnosis, EvaluationResult, ForgettingSearch),
+    *(RetrievalComparison, RetrievalResult),
+)
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[Row]:
@@ -33,13 +27,8 @@ def read_rows(path: str | os.PathLike[str]) -> list[Row]:
         ValueError: naming the file, for one that is damaged or has no table.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        plain = json.loads(text)
-        kind = plain.get("kind") if isinstance(plain, dict) else None
-        if kind not in KINDS:
-            raise ValueError(f"a result of one of the kinds {', '.join(KINDS)} is needed, got {kind!r}")
-        return rows_of(from_json(text, KINDS[kind]))
-    except (ValueError, RecursionError) as error:
+        return rows_of(read_result(path, WITH_ROWS))
+    except RecursionError as error:
         raise ValueError(f"{os.fspath(path)}: {error}") from error
 
 
@@ -78,7 +67,8 @@ def rows_of(result: Any) -> list[Row]:
             }
             for trial in result.trials
         ]
-    raise ValueError(f"A {type(result).__name__} has no table: give a result of {', '.join(KINDS)}.")
+    names = ", ".join(kind.__name__ for kind in WITH_ROWS)
+    raise ValueError(f"A {type(result).__name__} has no table: give one of {names}.")
 
 
 def write_csv(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:

@@ -23,6 +23,7 @@ from hf_recurrent_lengthgen.plotting.style import (
     ROLE_COLORS,
     label_ends,
     mark_training_lengths,
+    plain_axes,
     position_axis,
 )
 
@@ -242,14 +243,8 @@ def _panels(
     panels, top = [], total - TITLE
     for name, height in zip(diagnoses, heights, strict=True):
         box = (left / WIDTH, (top - height) / total, (WIDTH - left - RIGHT) / WIDTH, height / total)
-        axes = figure.add_axes(box)
+        axes = plain_axes(figure, box)
         top -= height + GAP
-        axes.set_facecolor("none")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(MUTED)
-        axes.tick_params(colors=MUTED, labelcolor=INK, labelsize=FONT_SIZE - 1)
-        axes.grid(axis="y", color=GRID, linewidth=0.7)
-        axes.set_axisbelow(True)
         axes.set_title(name, loc="left", fontsize=FONT_SIZE, fontweight="bold", color=INK, pad=3, parse_math=False)
         panels.append(axes)
     return figure, panels

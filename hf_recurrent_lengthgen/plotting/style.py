@@ -52,15 +52,21 @@ def new_axes(y_label: str) -> tuple[Figure, Axes]:
     """A figure of the shape all figures share: readable at phone width, room for labels at the right."""
     figure = Figure(figsize=(4.8, 3.2))
     FigureCanvasAgg(figure)
-    axes = figure.add_axes((0.125, 0.165, 0.615, 0.735))
+    axes = plain_axes(figure, (0.125, 0.165, 0.615, 0.735))
+    axes.set_title(y_label, loc="left", fontsize=FONT_SIZE, color=INK, parse_math=False)
+    return figure, axes
+
+
+def plain_axes(figure: Figure, box: tuple[float, float, float, float]) -> Axes:
+    """Axes in a box (left, bottom, width, height, as shares of the figure) with two spines and a light grid."""
+    axes = figure.add_axes(box)
     axes.set_facecolor("none")
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(MUTED)
     axes.tick_params(colors=MUTED, labelcolor=INK, labelsize=FONT_SIZE - 1)
     axes.grid(axis="y", color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
-    axes.set_title(y_label, loc="left", fontsize=FONT_SIZE, color=INK, parse_math=False)
-    return figure, axes
+    return axes
 
 
 def short_number(tokens: float) -> str:

@@ -56,7 +56,7 @@ def test_each_part_is_that_of_its_own_function(model: Any, tokens: np.ndarray) -
     assert list(found.parts) == list(PARTS)
     alone = evaluate_model(model, tokens, T, settings=QUIET_EVALUATION)
     assert found.evaluation.harm.last.mean == pytest.approx(alone.harm.last.mean, abs=1e-5)
-    assert found.found(Remembrance) == effective_remembrance(model, tokens, T, progress=False)
+    assert found.found(Remembrance) == effective_remembrance(model, tokens, T, QUIET_EVALUATION)
     assert found.found(ConstantPrompt) == constant_prompt(model, 3, T, 100, progress=False)
     assert found.found(Misalignment) == long_short_misalignment(model, tokens, T, progress=False)
     states, seen = diagnose_states(model, tokens, T, QUIET_EVALUATION), found.found(StateDiagnosis)
@@ -86,7 +86,7 @@ def test_what_cannot_be_measured_is_said(tokens: np.ndarray) -> None:
     found = diagnosed(model, tokens)
     assert "LlamaForCausalLM carries no state that is a value" in found.refused["states"]
     assert "no single token for a line break" in found.refused["constant prompt"]
-    assert found.found(Remembrance) == effective_remembrance(model, tokens, T, progress=False)
+    assert found.found(Remembrance) == effective_remembrance(model, tokens, T, QUIET_EVALUATION)
     alone = diagnosed(build(MAMBA2).eval(), tokens[:1], repeated_token=3)
     assert list(alone.refused) == ["states"]
     assert "needs at least two texts" in alone.refused["states"]

@@ -28,6 +28,7 @@ from hf_recurrent_lengthgen.evaluation.effective_remembrance import (
     remembrance_values,
     start_points,
 )
+from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.hybrids import stateful
@@ -39,6 +40,8 @@ from tests.versions import needs_hybrids
 VOCABULARY = 11
 SPECIAL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "initializer_range": 0.5, **SPECIAL}
+
+QUIET = EvaluationSettings(progress=False)
 
 
 def mamba2() -> nn.Module:
@@ -169,7 +172,7 @@ class Shouter(nn.Module):
 def test_a_model_that_shouts_its_first_token_remembers_all() -> None:
     tokens = token_ids(50)
     tokens[:, 0] = 0  # the others are from 3 on
-    result = effective_remembrance(Shouter(), tokens, 12, length=50, progress=False)
+    result = effective_remembrance(Shouter(), tokens, 12, QUIET, length=50)
     for values in (result.total_variation, result.jensen_shannon, result.cosine):
         assert [value.mean for value in values] == pytest.approx([0.0] + [1.0] * (len(values) - 1), abs=1e-12)
     assert result.beyond_training == Estimate(1.0, 1.0, 1.0)
@@ -196,8 +199,8 @@ def test_default_start_points() -> None:
 
 def test_the_result_has_intervals_over_sequences_and_a_file_form(tmp_path: Any) -> None:
     model, tokens = small_model("mamba2"), token_ids(16, 3)
-    result = effective_remembrance(model, tokens, 4, starts=[12, 3, 0], progress=False)
-    assert result == effective_remembrance(model, tokens, 4, starts=[0, 3, 12], progress=False)
+    result = effective_remembrance(model, tokens, 4, QUIET, starts=[12, 3, 0])
+    assert result == effective_remembrance(model, tokens, 4, QUIET, starts=[0, 3, 12])
     assert (result.length, result.starts, result.sequences) == (16, (0, 3, 12), 3)
     by_sequence = by_definition(model, tokens, 16, [12])[:, 0, 0]
     half = 4.302653 * by_sequence.std(ddof=1) / math.sqrt(3)  # t table, 2 degrees of freedom
@@ -207,7 +210,7 @@ def test_the_result_has_intervals_over_sequences_and_a_file_form(tmp_path: Any) 
     assert result.beyond_training == found
     write_result(tmp_path / "remembrance.json", result)
     assert read_result(tmp_path / "remembrance.json", Remembrance) == result
-    alone = effective_remembrance(model, tokens[:1], 4, starts=[3], progress=False)
+    alone = effective_remembrance(model, tokens[:1], 4, QUIET, starts=[3])
     assert alone.at(3).low is None
     assert alone.beyond_training is None
     with pytest.raises(ValueError, match="no start at 5"):
@@ -245,8 +248,8 @@ def test_broken_predictions_are_named(counter_model: type, random_tokens: np.nda
         ({"length": 0}, "length must be at least 1|length and count must be at least 1"),
         ({"length": 132}, r"\(3, 131\) are too few"),
         ({"training_length": 0}, "training_length must be at least 1, got 0"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"chunk_length": 0}, "chunk_length must be at least 1"),
+        ({"settings": EvaluationSettings(batch_size=0)}, "batch_size must be at least 1"),
+        ({"settings": EvaluationSettings(chunk_length=0)}, "chunk_length must be at least 1"),
     ],
     ids=str,
 )
@@ -255,7 +258,7 @@ def test_unusable_arguments_are_refused(
 ) -> None:
     model = counter_model(lambda count: 0.1 * count)
     with pytest.raises(ValueError, match=message):
-        effective_remembrance(model, random_tokens, **{"training_length": 25, **arguments}, progress=False)
+        effective_remembrance(model, random_tokens, **{"training_length": 25, "settings": QUIET, **arguments})
 
 
 def test_a_damaged_result_is_refused() -> None:

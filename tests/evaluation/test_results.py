@@ -198,11 +198,6 @@ def test_a_comparison_needs_different_labels_and_the_same_data(comparison: Compa
         Comparison("", (base, ComparedModel("cured", elsewhere, None)))
 
 
-def test_perplexity_is_the_exponential_of_the_mean() -> None:
-    curve = Curve((0, 1, 2), (0.0, 800.0), None, None)
-    assert curve.perplexity == (1.0, math.inf)
-
-
 def test_files_are_replaced_whole_and_errors_name_them(tmp_path: Path, result: EvaluationResult) -> None:
     path = tmp_path / "result.json"
     write_result(path, result)

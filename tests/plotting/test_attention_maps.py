@@ -14,7 +14,8 @@ def maps_of(layers: int, tokens: list[str], model: str = "m") -> AttentionMaps:
     for layer in range(layers):
         average = np.tril(rng.normal(size=(T, T)) * 10.0 ** (layer - 2)).astype(np.float32)
         mask = np.tril(rng.uniform(size=(T, T))).astype(np.float32)
-        made.append(LayerMaps(layer, "Mamba-2", average, mask, 0.5, None if layer == 1 else 0.71, None))
+        numbers: Any = {"linear_distance": 0.5, "cosine": None if layer == 1 else 0.71, "identity": None}
+        made.append(LayerMaps(layer=layer, kind="Mamba-2", average=average, mask=mask, **numbers))
     return AttentionMaps(model, tuple(tokens), tuple(made))
 
 
@@ -75,5 +76,6 @@ def test_pictures_can_be_written(layers: int, tmp_path: Any) -> None:
 
 def test_a_map_of_zeros_is_drawn() -> None:
     zeros = np.zeros((2, 2), dtype=np.float32)
-    layer = LayerMaps(0, "Mamba-1", zeros, zeros, None, None, None)
+    numbers: Any = dict.fromkeys(("linear_distance", "cosine", "identity"))
+    layer = LayerMaps(layer=0, kind="Mamba-1", average=zeros, mask=zeros, **numbers)
     attention_maps_figure(AttentionMaps("m", ("a", "b"), (layer,))).draw_without_rendering()

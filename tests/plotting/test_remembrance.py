@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -41,30 +40,26 @@ def prompt(factor: float = 2.0) -> ConstantPrompt:
 MODELS = {"base": remembrance([0, 0.3, 0.4, 0.5, 0.6, 0.7]), "cured": remembrance([0, 0, 0, 0.1, 0.2, 0.8])}
 FIGURES: list[Callable[[], Figure]] = [
     lambda: remembrance_figure(MODELS, ["base", "cured"]),
-    lambda: remembrance_figure(MODELS, against="start"),
     lambda: constant_prompt_figure({"base": prompt()}, ["base"]),
 ]
 
 
-@pytest.mark.parametrize("against", ["kept", "start"])
-def test_lines_show_the_means_and_bands_the_intervals(against: Any) -> None:
-    axes = remembrance_figure(MODELS, ["base", "cured"], "jensen_shannon", against).axes[0]
-    expected_x = STARTS if against == "start" else [64 - start for start in STARTS]
+def test_lines_show_the_means_and_bands_the_intervals() -> None:
+    axes = remembrance_figure(MODELS, ["base", "cured"]).axes[0]
     for line, band, result, role in zip(
         axes.lines, axes.collections, MODELS.values(), ("base", "cured"), strict=False
     ):
-        assert list(line.get_xdata()) == list(expected_x)
-        assert list(line.get_ydata()) == [value.mean for value in result.jensen_shannon]
+        assert list(line.get_xdata()) == [64 - start for start in STARTS]
+        assert list(line.get_ydata()) == [value.mean for value in result.total_variation]
         assert line.get_color() == ROLE_COLORS[role]
         heights = band.get_paths()[0].vertices[:, 1]
-        bounds = [bound for value in result.jensen_shannon for bound in (value.low, value.high)]
+        bounds = [bound for value in result.total_variation for bound in (value.low, value.high)]
         assert (heights.min(), heights.max()) == pytest.approx((min(bounds), max(bounds)))
-    assert "Jensen-Shannon" in axes.get_title(loc="left")
     assert axes.get_ylim() == (0, 1)
-    assert any(list(line.get_xdata()) == [16 if against == "kept" else 48] * 2 for line in axes.lines)
+    assert any(list(line.get_xdata()) == [16] * 2 for line in axes.lines)
     bold = [text for text in axes.texts if text.get_fontweight() == "bold"]
     order = [text.get_text() for text in sorted(bold, key=lambda text: text.get_position()[1])]
-    assert order == (["cured", "base"] if against == "kept" else ["base", "cured"])
+    assert order == ["cured", "base"]
 
 
 def test_one_sequence_has_no_band() -> None:
@@ -90,7 +85,7 @@ def test_figures_become_files_and_parts_of_pages(figure_of: Callable[[], Figure]
         save_svg(figure_of(), tmp_path / "a.svg")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     page = inline_svg(figure_of(), "f", "what it shows", DARK)
-    assert "trained on 16" in page or "length is kept" in page
+    assert "trained on 16" in page
 
 
 @pytest.mark.parametrize(
@@ -99,8 +94,6 @@ def test_figures_become_files_and_parts_of_pages(figure_of: Callable[[], Figure]
         (lambda: remembrance_figure({}), "at least one model"),
         (lambda: constant_prompt_figure({}), "at least one model"),
         (lambda: remembrance_figure(MODELS, ["base"]), "2 models need as many roles, got 1"),
-        (lambda: remembrance_figure(MODELS, distance="l2"), "total_variation, jensen_shannon, cosine, got 'l2'"),  # type: ignore[arg-type]
-        (lambda: remembrance_figure(MODELS, against="t"), "'kept' or 'start', got 't'"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_drawn_is_refused(draw: Callable[[], Figure], message: str) -> None:

@@ -136,7 +136,7 @@ def test_ready_made_metrics_are_those_of_evaluation(toys: ModuleType, tmp_path: 
     args = TrainingArguments(str(tmp_path), max_steps=1, save_strategy="no", **toys.QUIET)
     trainer = Trainer(model, args, train_dataset=toys.sequences(8))
     whole = evaluate_model(model, TOKENS, T, settings=EvaluationSettings(progress=False))
-    remembrance = effective_remembrance(model, TOKENS, T, progress=False).beyond_training
+    remembrance = effective_remembrance(model, TOKENS, T, EvaluationSettings(progress=False)).beyond_training
     moved = long_short_misalignment(model, TOKENS, T, progress=False)
     metrics = [f(TOKENS, T) for f in (context_harm, nll_by_length, effective_remembrance_at, misalignment)]
     MetricCallback(metrics, every_steps=5, at_end=False, prefix="m/").attach(trainer)
