@@ -5,7 +5,7 @@ one, and those of MiniMax and Bailing keep theirs inside a function that cannot 
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,6 +76,14 @@ def forgetting_scans(model: HybridModel, rule: Forgetting, state_cache: StateCac
     mixers = _mixers(model)
     files = {sys.modules[type(mixer).__module__] for mixer in mixers.values()}
     files = {file for file in files if hasattr(file, CHUNKS)}
+    scan = _scan_of(rule, state_cache)
+    step = _step_of(scan, mixers)
+    with exchanged(files, CHUNKS, lambda _: scan), exchanged(files, STEP, lambda _: step):
+        yield
+
+
+def _scan_of(rule: Forgetting, state_cache: StateCache | None) -> Callable[..., Any]:
+    """`mamba2_chunk_scan` of Transformers that forgets."""
 
     def scan(
         x: Tensor,
@@ -110,6 +118,15 @@ def forgetting_scans(model: HybridModel, rule: Forgetting, state_cache: StateCac
             state_cache.keep_window(state)
         return (y, state.recurrent) if return_final_states else y
 
+    return scan
+
+
+def _step_of(scan: Callable[..., Any], mixers: dict[int, Any]) -> Callable[..., Tensor]:
+    """`mamba2_selective_state_update` of Transformers by a scan of one token.
+
+    Of its arguments, dt, dt_bias and D have a head dimension of copies, A one of states, too.
+    """
+
     def step(
         state: Tensor,
         x: Tensor,
@@ -123,7 +140,6 @@ def forgetting_scans(model: HybridModel, rule: Forgetting, state_cache: StateCac
         dt_softplus: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """One token; dt, dt_bias and D have a head dimension of copies, A one of states, too."""
         limit = (0.0, float("inf"))
         if isinstance(state, Overwritten):
             limit = getattr(mixers[state.layer_idx], "time_step_limit", limit)
@@ -143,5 +159,4 @@ def forgetting_scans(model: HybridModel, rule: Forgetting, state_cache: StateCac
         state.copy_(final.to(state.dtype))
         return (y[:, 0] if z is None else y[:, 0] * F.silu(z)).to(x.dtype)
 
-    with exchanged(files, CHUNKS, lambda _: scan), exchanged(files, STEP, lambda _: step):
-        yield
+    return step

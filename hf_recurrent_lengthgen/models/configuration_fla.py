@@ -50,7 +50,6 @@ class FlaConfigMixin(StatefulConfigMixin):
     attnres_block_size: int | None = None
 
     def check(self) -> None:
-        """See `StatefulConfigMixin.check`."""
         super().check()
         for name, neutral in (("attn", None), ("attnres_block_size", None), ("use_l2warp", False)):
             if getattr(self, name) != neutral:

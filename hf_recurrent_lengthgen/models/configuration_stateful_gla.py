@@ -44,7 +44,6 @@ class StatefulGLAConfig(GatedLinearAttentionConfig):
     gate_low_rank_dim: int = 16
 
     def check(self) -> None:
-        """See `GatedLinearAttentionConfig.check`."""
         super().check()
         if self.feature_map is not None and self.feature_map not in FEATURE_MAPS:
             raise ValueError(f"feature_map must be None or one of {FEATURE_MAPS}, got {self.feature_map!r}.")

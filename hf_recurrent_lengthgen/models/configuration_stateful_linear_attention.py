@@ -31,7 +31,6 @@ class StatefulLinearAttentionConfig(GatedLinearAttentionConfig):
     norm_feature_map: bool = False
 
     def check(self) -> None:
-        """See `GatedLinearAttentionConfig.check`."""
         super().check()
         if self.feature_map not in FEATURE_MAPS:
             raise ValueError(f"feature_map must be one of {FEATURE_MAPS}, got {self.feature_map!r}.")

@@ -78,7 +78,6 @@ class _SteppedRecurrence:
         self._scan, self.A, self.D, self.retention = scan, A, D, retention
 
     def with_shared_decay(self, g: Tensor, log_decay_BT1: Tensor) -> Tensor:
-        """See `GatedRecurrence`."""
         return torch.cat([g[..., :-1], g[..., -1:] - log_decay_BT1], dim=-1)
 
 
@@ -107,7 +106,6 @@ class SSDRecurrence(_SteppedRecurrence):
         return v.unflatten(2, (groups, -1)).flatten(3).transpose(1, 2)
 
     def collect(self, old: Sequence[Tensor], after: Tensor) -> Tensor:
-        """See `GatedRecurrence`."""
         k, v, g = old
         state = torch.zeros(())
         for rest, k_chunk, v_chunk, g_chunk in _reversed_chunks(_CHUNK, g, after, k, v, g):
@@ -115,7 +113,6 @@ class SSDRecurrence(_SteppedRecurrence):
         return state.reshape(len(k), *v.shape[2:], k.shape[3])  # from (B, G, R*P, N)
 
     def with_leaving(self, y: Tensor, q: Tensor, g: Tensor, old: Sequence[Tensor], after: Tensor) -> Tensor:
-        """See `GatedRecurrence`."""
         outputs, later, groups = [], None, q.shape[2]
         old_chunks = _reversed_chunks(_CHUNK, old[2], after, *old)
         new_chunks = _chunks(_CHUNK, g, False, y, q)[::-1]
@@ -170,7 +167,6 @@ class SelectiveRecurrence(_SteppedRecurrence):
         return _times(_times(decays, k.transpose(0, 1)[..., None]), steps.transpose(0, 1)[:, :, None])
 
     def collect(self, old: Sequence[Tensor], after: Tensor) -> Tensor:
-        """See `GatedRecurrence`."""
         parts = []
         for channels in self._slabs(len(after)):
             state = torch.zeros(())
@@ -180,7 +176,6 @@ class SelectiveRecurrence(_SteppedRecurrence):
         return torch.cat(parts, dim=1)
 
     def with_leaving(self, y: Tensor, q: Tensor, g: Tensor, old: Sequence[Tensor], after: Tensor) -> Tensor:
-        """See `GatedRecurrence`."""
         parts = []
         old_chunks = list(_reversed_chunks(_SLAB_TOKENS, old[2], after, *old))
         new_chunks = _chunks(_SLAB_TOKENS, g, False, q)[::-1]

@@ -36,7 +36,6 @@ class StatefulRWKV5Model(StatefulBackbone):
 
     @property
     def layers(self) -> nn.ModuleList:  # type: ignore[override]
-        """The blocks."""
         return self.blocks
 
 
