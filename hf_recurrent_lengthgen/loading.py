@@ -214,7 +214,6 @@ def _load(
     loader: Any = AutoModelForCausalLM
     if model_type in STATEFUL_CLASSES:
         loader = STATEFUL_CLASSES[model_type]
-        settings = {key: v for key, v in settings.items() if key not in ("architectures", "auto_map")}
         with reading_config(name):
             loading["config"] = loader.config_class.from_dict(settings)
     elif str(model_type).startswith("stateful_"):

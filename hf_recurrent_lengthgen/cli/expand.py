@@ -147,7 +147,6 @@ def _config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
     try:
         values, _ = PreTrainedConfig.get_config_dict(name)
         if values.get("model_type") in STATEFUL_CLASSES:
-            values = {key: value for key, value in values.items() if key not in ("architectures", "auto_map")}
             config: PreTrainedConfig = STATEFUL_CLASSES[values["model_type"]].config_class.from_dict(values)
             return config
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)

@@ -223,7 +223,6 @@ def _new_model(file: str, trust_remote_code: bool) -> Any:
         values, _ = PreTrainedConfig.get_config_dict(file)
     model_type = values.get("model_type")
     if model_type in STATEFUL_CLASSES:
-        values = {key: value for key, value in values.items() if key not in ("architectures", "auto_map")}
         config = STATEFUL_CLASSES[model_type].config_class.from_dict(values)
     elif str(model_type).startswith("stateful_"):
         config = AutoConfig.from_pretrained(file, trust_remote_code=trust_remote_code)

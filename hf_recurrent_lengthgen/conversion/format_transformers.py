@@ -23,9 +23,7 @@ def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
 
 def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:
     assert settings is not None
-    config_class = STATEFUL_CLASSES[settings["model_type"]].config_class
-    kept = {name: value for name, value in settings.items() if name not in ("architectures", "auto_map")}
-    config: PreTrainedConfig = config_class.from_dict(kept)
+    config: PreTrainedConfig = STATEFUL_CLASSES[settings["model_type"]].config_class.from_dict(settings)
     return config
 
 

@@ -119,9 +119,10 @@ class StatefulConfigMixin:
     @classmethod
     def from_upstream(cls, config_dict: dict[str, Any]) -> dict[str, Any]:
         """The settings of a file of an upstream model type as those of this one; others as they are."""
-        if config_dict.get("model_type") in cls.upstream_types:
-            return config_dict | {"model_type": cls.model_type}  # type: ignore[attr-defined]
-        return config_dict
+        if config_dict.get("model_type") not in cls.upstream_types:
+            return config_dict
+        kept = {name: value for name, value in config_dict.items() if name not in ("architectures", "auto_map")}
+        return kept | {"model_type": cls.model_type}  # type: ignore[attr-defined]
 
     @classmethod
     def name_of(cls, values: Mapping[str, Any]) -> str:

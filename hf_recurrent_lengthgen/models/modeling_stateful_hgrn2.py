@@ -8,16 +8,12 @@ from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_hgrn2 import StatefulHGRN2Config
 from .layers_fla import MixerMLPBackbone
 from .layers_hgrn2 import StatefulHGRN2Mixer
-from .recurrent_state import load_state, save_state, state_dtype
-from .sequence_classification import StatefulForSequenceClassification
 
-__all__ = [
-    "StatefulHGRN2ForCausalLM",
-    "StatefulHGRN2ForSequenceClassification",
-    "StatefulHGRN2Model",
-    "load_state",
-    "save_state",
-]
+# for people who have a checkpoint and not the package
+from .recurrent_state import load_state as load_state
+from .recurrent_state import save_state as save_state
+from .recurrent_state import state_dtype
+from .sequence_classification import StatefulForSequenceClassification
 
 
 class StatefulHGRN2Model(MixerMLPBackbone):

@@ -4,16 +4,11 @@ from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_linear_attention import StatefulLinearAttentionConfig
 from .layers_fla import MixerMLPBackbone
 from .layers_linear_attention import StatefulLinearAttentionMixer
-from .recurrent_state import load_state, save_state
-from .sequence_classification import StatefulForSequenceClassification
 
-__all__ = [
-    "StatefulLinearAttentionForCausalLM",
-    "StatefulLinearAttentionForSequenceClassification",
-    "StatefulLinearAttentionModel",
-    "load_state",
-    "save_state",
-]
+# for people who have a checkpoint and not the package
+from .recurrent_state import load_state as load_state
+from .recurrent_state import save_state as save_state
+from .sequence_classification import StatefulForSequenceClassification
 
 
 class StatefulLinearAttentionModel(MixerMLPBackbone):

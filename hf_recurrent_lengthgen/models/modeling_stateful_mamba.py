@@ -7,16 +7,11 @@ from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_mamba import StatefulMambaConfig
 from .layers_mamba import StatefulMambaMixer
 from .layers_reference import MixerBackbone
-from .recurrent_state import load_state, save_state
-from .sequence_classification import StatefulForSequenceClassification
 
-__all__ = [
-    "StatefulMambaForCausalLM",
-    "StatefulMambaForSequenceClassification",
-    "StatefulMambaModel",
-    "load_state",
-    "save_state",
-]
+# for people who have a checkpoint and not the package
+from .recurrent_state import load_state as load_state
+from .recurrent_state import save_state as save_state
+from .sequence_classification import StatefulForSequenceClassification
 
 
 class StatefulMambaModel(MixerBackbone):

@@ -4,16 +4,11 @@ from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_mamba2 import StatefulMamba2Config
 from .layers_mamba2 import StatefulMamba2Mixer
 from .layers_reference import MixerBackbone
-from .recurrent_state import load_state, save_state
-from .sequence_classification import StatefulForSequenceClassification
 
-__all__ = [
-    "StatefulMamba2ForCausalLM",
-    "StatefulMamba2ForSequenceClassification",
-    "StatefulMamba2Model",
-    "load_state",
-    "save_state",
-]
+# for people who have a checkpoint and not the package
+from .recurrent_state import load_state as load_state
+from .recurrent_state import save_state as save_state
+from .sequence_classification import StatefulForSequenceClassification
 
 
 class StatefulMamba2Model(MixerBackbone):

@@ -6,16 +6,11 @@ from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_rwkv5 import StatefulRWKV5Config
 from .layers_rwkv5 import StatefulRWKV5Block
 from .modeling_stateful import StatefulBackbone
-from .recurrent_state import load_state, save_state
-from .sequence_classification import StatefulForSequenceClassification
 
-__all__ = [
-    "StatefulRWKV5ForCausalLM",
-    "StatefulRWKV5ForSequenceClassification",
-    "StatefulRWKV5Model",
-    "load_state",
-    "save_state",
-]
+# for people who have a checkpoint and not the package
+from .recurrent_state import load_state as load_state
+from .recurrent_state import save_state as save_state
+from .sequence_classification import StatefulForSequenceClassification
 
 
 class StatefulRWKV5Model(StatefulBackbone):

@@ -6,16 +6,11 @@ from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_rwkv6 import StatefulRWKV6Config
 from .layers_rwkv6 import StatefulRWKV6Block
 from .modeling_stateful import StatefulBackbone
-from .recurrent_state import load_state, save_state
-from .sequence_classification import StatefulForSequenceClassification
 
-__all__ = [
-    "StatefulRWKV6ForCausalLM",
-    "StatefulRWKV6ForSequenceClassification",
-    "StatefulRWKV6Model",
-    "load_state",
-    "save_state",
-]
+# for people who have a checkpoint and not the package
+from .recurrent_state import load_state as load_state
+from .recurrent_state import save_state as save_state
+from .sequence_classification import StatefulForSequenceClassification
 
 
 class StatefulRWKV6Model(StatefulBackbone):
