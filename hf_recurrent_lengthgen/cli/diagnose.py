@@ -58,13 +58,9 @@ def run(arguments: Sequence[str]) -> int:
     with resumable(inputs.cache):
         for subject in inputs.subjects:
             announce(subject, inputs, "Diagnosing")
-            model = on_device(subject.model, options.device)
-            about: Any = {"role": subject.role, "cache": inputs.cache}
-            diagnosed.append(
-                diagnose_model(
-                    model, inputs.tokens, inputs.training_length, subject.label, inputs.data, settings, **about
-                )
-            )
+            model, given = on_device(subject.model, options.device), (inputs.tokens, inputs.training_length)
+            about: Any = {"label": subject.label, "role": subject.role, "data": inputs.data}
+            diagnosed.append(diagnose_model(model, *given, settings=settings, cache=inputs.cache, **about))
     diagnosis = compared("Length generalization, and why", diagnosed)
     folder = Path(options.output)
     write_result(folder / "result.json", diagnosis)

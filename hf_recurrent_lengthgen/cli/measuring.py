@@ -79,31 +79,24 @@ def add_options(
     )
     add_csv_option(parser)
     add_model_options(parser)
-    kinds: dict[Any, tuple[Any, str]] = {int: (int, "N"), int | None: (positive, "N")}
-    for name, field in _options_of(settings).items():
-        kind, metavar = kinds.get(field.type, (None, "NAME,..."))
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=kind,
-            default=field.default,
-            metavar=metavar,
-            help=field.metadata["help"],
-        )
+    for field in _options_of(settings):
+        kinds: dict[Any, Any] = {int: int, int | None: positive}
+        kind: Any = kinds.get(field.type)
+        name, metavar = f"--{field.name.replace('_', '-')}", "N" if kind else "NAME,..."
+        parser.add_argument(name, type=kind, default=field.default, metavar=metavar, **field.metadata)
 
 
-def _options_of(settings: type[EvaluationSettings]) -> dict[str, Field[Any]]:
+def _options_of(settings: type[EvaluationSettings]) -> list[Field[Any]]:
     """The fields of settings that a command has as options."""
-    return {field.name: field for field in fields(settings) if "help" in field.metadata}
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, (name.strip() for name in text.split(","))))
+    return [field for field in fields(settings) if "help" in field.metadata]
 
 
 def settings_of(settings: type[Settings], options: argparse.Namespace, command: Sequence[str]) -> Settings:
-    """The settings that the options of a command give."""
-    given = {name: getattr(options, name) for name in _options_of(settings)}
-    given = {name: _names(value) if isinstance(value, str) else value for name, value in given.items()}
+    """The settings that the options of a command give; texts are names with commas between."""
+    given = {field.name: getattr(options, field.name) for field in _options_of(settings)}
+    for name, value in given.items():
+        if isinstance(value, str):
+            given[name] = tuple(filter(None, (one.strip() for one in value.split(","))))
     return settings(**given, command=shlex.join(command), progress=sys.stderr.isatty())
 
 

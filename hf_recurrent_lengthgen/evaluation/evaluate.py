@@ -46,6 +46,9 @@ VERDICT_PER_OCTAVE = 2
 """Few, wide bins: the noise of each of them enters the verdict."""
 
 
+BY_MEMORY = "(default: 4,096 tokens in all, fewer with many logits)"
+
+
 def option(default: Any, help: str) -> Any:
     """A field of settings that is an option of the command line, too."""
     return dataclasses.field(default=default, metadata={"help": help})
@@ -56,8 +59,7 @@ class EvaluationSettings:
     """How a model is measured; fields with a help are options of `lengthgen evaluate`.
 
     Attributes:
-        batch_size: Rows per forward pass; None for as many as memory limits allow.
-        chunk_length: Tokens per row and forward pass; None likewise.
+        batch_size, chunk_length: Rows, and tokens of each, per forward pass; None for what memory limits allow.
         harm_range: Positions [start, stop) of the harm summary; None for the last octave [L/2, L).
         harm_threshold: Nats per token; context is called harmful in a bin whose lower bound lies above.
         tolerance: Of the verdict, as a fraction of perplexity.
@@ -67,12 +69,8 @@ class EvaluationSettings:
         progress: Show progress bars.
     """
 
-    batch_size: int | None = option(
-        None, "texts or windows in a forward pass (default: 4,096 tokens in all, fewer with many logits)"
-    )
-    chunk_length: int | None = option(
-        None, "tokens of each in a forward pass (default: 4,096 tokens in all, fewer with many logits)"
-    )
+    batch_size: int | None = option(None, f"texts or windows in a forward pass {BY_MEMORY}")
+    chunk_length: int | None = option(None, f"tokens of each in a forward pass {BY_MEMORY}")
     harm_range: tuple[int, int] | None = None
     harm_threshold: float = HARM_THRESHOLD
     tolerance: float = TOLERANCE
