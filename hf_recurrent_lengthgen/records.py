@@ -3,13 +3,12 @@
 import hashlib
 import json
 import os
-import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
-from hf_recurrent_lengthgen.evaluation.json_schema import Scalar, Value, document
+from hf_recurrent_lengthgen.evaluation.json_schema import Scalar, Value, document, from_json, to_json
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.methods import Method
 
@@ -295,41 +294,43 @@ def unverified(folder: str | os.PathLike[str], now: dict[str, str] | None = None
     return f"it has changed since it was verified ({', '.join(sorted(differing))})" if differing else None
 
 
-_CARD_RECORD = re.compile(r"^<!-- lengthgen card of (\{.*\}) -->$", flags=re.MULTILINE)
-
-
-def card_record(files: dict[str, str], wrote: dict[str, str], said: dict[str, Any] | None = None) -> str:
-    """The comment in which a card keeps what it is made of.
+@document("card")
+@dataclass(frozen=True)
+class CardMark:
+    """What a card keeps in a comment, by which it is known as one of `lengthgen card`.
 
     Args:
-        files: SHA-256 by name of the files it tells of.
-        wrote: Likewise of those written with it.
+        made_of: `cards_digest` of the files that it tells of.
+        wrote: Names of the figures and results that belong to it.
         said: What a person said for it, by option.
     """
-    text = json.dumps({"files": files, "wrote": wrote, **({"said": said} if said else {})}, sort_keys=True)
-    for sign in "<>":  # none of them ends the comment
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return f"<!-- lengthgen card of {text} -->"
+
+    made_of: str
+    wrote: tuple[str, ...] = ()
+    said: dict[str, Value] = field(default_factory=dict)
+
+    def comment(self) -> str:
+        """One line, in which nothing ends the comment."""
+        text = json.dumps(json.loads(to_json(self)), sort_keys=True)
+        return f"{_BEGIN}{text.replace('<', _LESS).replace('>', _MORE)}{_END}"
 
 
-def read_card_record(text: str) -> dict[str, Any] | None:
-    """What `card_record` kept, by its arguments; None for a card without it, or with a damaged one."""
-    found = _CARD_RECORD.findall(text)
+_BEGIN, _END = "<!-- made by lengthgen card: ", " -->"
+_LESS, _MORE = (f"\\u{ord(sign):04x}" for sign in "<>")
+
+
+def read_card_mark(text: str) -> CardMark | None:
+    """The last mark in a card; None without one, or if it is damaged."""
+    found = text.rpartition(_BEGIN)[2].partition(_END)[0]
     try:
-        record = json.loads(found[-1]) if found else None
+        return from_json(found, CardMark)
     except ValueError:
         return None
-    if not isinstance(record, dict) or not isinstance(record.get("said", {}), dict):
-        return None
-    parts = [record.get(key) for key in ("files", "wrote")]
-    sound = all(isinstance(part, dict) and all(isinstance(value, str) for value in part.values()) for part in parts)
-    return record if sound else None
 
 
-def card_files(text: str) -> dict[str, str] | None:
-    """SHA-256 by name of the weight and config files that a card was written for, as in `carded`; None if unknown."""
-    record = read_card_record(text)
-    return None if record is None else record["files"]
+def cards_digest(files: dict[str, str]) -> str:
+    """SHA-256 of the weights and config among `verified_files`, as a card keeps it."""
+    return hashlib.sha256(json.dumps(carded(files), sort_keys=True).encode()).hexdigest()
 
 
 def carded(files: dict[str, str]) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """Model cards: built of what a folder and result files say, checked, and written beside the weights."""
 
-import hashlib
 import itertools
 import math
 import os
@@ -41,12 +40,12 @@ from hf_recurrent_lengthgen.cards.sections import (
     use_section,
 )
 from hf_recurrent_lengthgen.evaluation.files import write_result
+from hf_recurrent_lengthgen.evaluation.json_schema import from_plain
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 from hf_recurrent_lengthgen.plotting.images import save_png
-from hf_recurrent_lengthgen.records import card_record, file_digest, read_card_record
+from hf_recurrent_lengthgen.records import CardMark, cards_digest, file_digest, read_card_mark
 
 README = "README.md"
-_MARK = re.compile(r"\n<!-- lengthgen card, SHA-256 of the text above: ([0-9a-f]{64}) -->\n*\Z")
 _OURS = re.compile(r"(position_wise|context_harm|retrieval)(-\d+)?\.png|(comparison|diagnosis|retrieval)(-\d+)?\.json")
 OWN_WORDS = ("<!-- own words: lengthgen card keeps what stands here -->", "<!-- end of own words -->")
 """Between them, a person writes."""
@@ -83,11 +82,7 @@ class CardSettings:
 
     def completed(self, said: dict[str, Any]) -> "CardSettings":
         """With what was said before, as far as it is not said now."""
-        given: dict[str, Any] = {
-            name: tuple(_listed(said[name])) for name in ("language", "datasets", "authors") if said.get(name)
-        }
-        given |= {name: str(said[name]) for name in ("repo_id", "license") if said.get(name)}
-        return replace(self, **(given | self.said()))
+        return replace(from_plain(said, CardSettings), own_words=self.own_words, **self.said())
 
 
 class WrittenCard(NamedTuple):
@@ -133,39 +128,38 @@ def write_card(
     datasets: Sequence[str] = (),
     authors: Sequence[str] = (),
     overwrite: bool = False,
-    merge: bool = False,
 ) -> WrittenCard:
     """Write README.md, figures/ and results/ into a checkpoint folder.
 
     All is made beside, and moved when it is complete, the README.md last. What stands between `OWN_WORDS` in the
-    README.md that is there stays.
+    README.md that is there stays; what was changed elsewhere in it is written over.
 
     Args:
         folder: The checkpoint.
         results: As in `build_card`; None for those of the card that is there.
         repo_id, license, language, datasets, authors: See `CardSettings`; by default those of the card that is there.
-        overwrite: Whether to replace a README.md, figures and results that this function did not write, or that were
-            changed since; such a README.md is kept beside, and nothing but own words is taken from it.
-        merge: Whether to take such a README.md of another tool into the card: its text as own words, and its licence,
-            language and data where they are not given.
+        overwrite: Whether to replace a README.md, figures and results that this function did not write; such a
+            README.md is kept beside, and nothing but own words is taken from it.
 
     Raises:
         ValueError: as `build_card`, for such files, and for marks of own words that are damaged.
     """
     path = Path(folder)
     there = _read_text(path / README)
-    old = _written_with(there)
+    mark = read_card_mark(there)
+    foreign = bool(there) and mark is None
+    if foreign and not overwrite:
+        raise ValueError(
+            f"{path / README} was not written by lengthgen card: give --overwrite to replace it, which keeps it as "
+            "README.old.md."
+        )
+    old = _written_with(mark)
     if results is None:
         results = [path / name for name in old if name.parts[0] == RESULTS]
-    settings = CardSettings(repo_id, license, tuple(language), tuple(datasets), tuple(authors))
+    settings = CardSettings(repo_id, license, tuple(language), tuple(datasets), tuple(authors), own_words(there))
+    if mark is not None and not overwrite:
+        settings = settings.completed(mark.said)
     checkpoint = read_checkpoint(path)
-    if merge and not _is_ours(there):
-        settings = _merged(path / README, there, settings)
-    else:
-        if not overwrite:
-            _check_replaceable(path / README, there)
-            settings = settings.completed((read_card_record(there) or {}).get("said", {}))
-        settings = replace(settings, own_words=own_words(there))
     evidence = read_evidence(checkpoint, results)
     card = render(checkpoint, evidence, settings)
     new = Path(tempfile.mkdtemp(prefix=".card.", suffix=".tmp", dir=path))
@@ -173,7 +167,7 @@ def write_card(
         write_files(new, card, evidence, checkpoint.files, settings.said())
         if not overwrite:
             _check_free(path, new, old)
-        kept = None if _is_ours(there) else _set_aside(path / README)
+        kept = _set_aside(path / README) if foreign else None
         _replace(path, new, old)
     finally:
         shutil.rmtree(new, ignore_errors=True)
@@ -242,7 +236,7 @@ def write_files(
         save_png(make(), folder / FIGURES / name)
     for name, item in zip(result_files(evidence), evidence, strict=True):
         write_result(folder / RESULTS / name, item.original)
-    wrote = {name.as_posix(): file_digest(folder / name) for name in _files_in(folder)}
+    wrote = tuple(name.as_posix() for name in _files_in(folder))
     (folder / README).write_text(marked(str(card), files, wrote, said), encoding="utf-8")
 
 
@@ -250,17 +244,16 @@ def _files_in(folder: Path) -> list[Path]:
     return sorted(file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
 
 
-def marked(text: str, files: dict[str, str], wrote: dict[str, str], said: dict[str, Any] | None = None) -> str:
-    """A card with the comments by which it is known what it tells of, and that nobody changed it.
+def marked(text: str, files: dict[str, str], wrote: Sequence[str], said: dict[str, Any] | None = None) -> str:
+    """A card with the comment by which it is known.
 
     Args:
         text: The card.
         files: SHA-256 by name of the weights and config that it tells of.
-        wrote: SHA-256 by name of the figures and results that belong to it.
+        wrote: Names of the figures and results that belong to it.
         said: `CardSettings.said`.
     """
-    text = f"{text.rstrip(chr(10))}\n\n{card_record(files, wrote, said)}\n"
-    return f"{text}\n<!-- lengthgen card, SHA-256 of the text above: {_sha256(text)} -->\n"
+    return f"{text.rstrip(chr(10))}\n\n{CardMark(cards_digest(files), tuple(wrote), said or {}).comment()}\n"
 
 
 def own_words(text: str) -> str:
@@ -277,46 +270,8 @@ def own_words(text: str) -> str:
     return text.partition(OWN_WORDS[0])[2].partition(OWN_WORDS[1])[0].strip()
 
 
-def _sha256(text: str) -> str:
-    """The digest of a card without its own words."""
-    if own_words(text):
-        before, begin, rest = text.partition(OWN_WORDS[0])
-        text = f"{before}{begin}\n\n{''.join(rest.partition(OWN_WORDS[1])[1:])}"
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _read_text(readme: Path) -> str:
     return readme.read_text(encoding="utf-8", errors="replace") if readme.exists() else ""
-
-
-def _is_ours(text: str) -> bool:
-    """Whether a README.md is none, or one of `write_card` with nothing but its own words changed."""
-    mark = _MARK.search(text)
-    return not text or (mark is not None and _sha256(text[: mark.start()]) == mark[1])
-
-
-def _check_replaceable(readme: Path, text: str) -> None:
-    if not _is_ours(text):
-        raise ValueError(
-            f"{readme} was not written by lengthgen card, or was changed since, elsewhere than between "
-            f"{' and '.join(OWN_WORDS)}: give --merge to take a text that is none of its cards in as own words, or "
-            "--overwrite to replace it."
-        )
-
-
-def _merged(readme: Path, text: str, settings: CardSettings) -> CardSettings:
-    """Settings with the words and metadata of a README.md from elsewhere."""
-    if read_card_record(text) is not None:
-        raise ValueError(
-            f"{readme} is a card of lengthgen card that was changed: move your words between "
-            f"{' and '.join(OWN_WORDS)}, and give --overwrite, which keeps them."
-        )
-    try:
-        card = ModelCard(text)
-        data = card.data.to_dict()
-    except Exception as error:  # of the YAML parser and of the checks of each field
-        raise ValueError(f"The metadata of {readme} cannot be read ({' '.join(str(error).split())}).") from error
-    return replace(settings.completed(data), own_words=own_words(text) or card.text.strip())
 
 
 def _set_aside(readme: Path) -> Path:
@@ -327,40 +282,38 @@ def _set_aside(readme: Path) -> Path:
     return free
 
 
-def _written_with(text: str) -> dict[Path, str]:
-    """SHA-256 of the figures and results that were written with a card, by name in the folder."""
-    record = read_card_record(text)
-    names = {} if record is None else {Path(name): digest for name, digest in record["wrote"].items()}
-    ours = (FIGURES, RESULTS)
-    return {name: digest for name, digest in names.items() if _OURS.fullmatch(name.name) and str(name.parent) in ours}
+def _written_with(mark: CardMark | None) -> list[Path]:
+    """The figures and results that were written with a card, by name in the folder."""
+    names = [] if mark is None else [Path(name) for name in mark.wrote]
+    return [name for name in names if _OURS.fullmatch(name.name) and str(name.parent) in (FIGURES, RESULTS)]
 
 
-def _check_free(folder: Path, new: Path, old: dict[Path, str]) -> None:
-    """Refuse to write over a file that belongs to no card, or was changed since."""
+def _check_free(folder: Path, new: Path, old: Sequence[Path]) -> None:
+    """Refuse to write over a file that belongs to no card."""
     taken = [
         str(folder / name)
         for name in _files_in(new)
-        if name != Path(README)
+        if name not in (Path(README), *old)
         and (folder / name).exists()
-        and file_digest(folder / name) not in (old.get(name), file_digest(new / name))
+        and file_digest(folder / name) != file_digest(new / name)
     ]
     if taken:
         raise ValueError(
-            f"Not written by lengthgen card, or changed since: {', '.join(taken)}. Move what you need of it out of "
-            f"{FIGURES}/ and {RESULTS}/, and give --overwrite."
+            f"Not written by lengthgen card: {', '.join(taken)}. Move what you need of it out of {FIGURES}/ and "
+            f"{RESULTS}/, and give --overwrite."
         )
 
 
-def _replace(folder: Path, new: Path, old: dict[Path, str]) -> None:
-    """Move a finished card over the old one, and remove what was written with that and nobody changed."""
+def _replace(folder: Path, new: Path, old: Sequence[Path]) -> None:
+    """Move a finished card over the old one, and remove what was written with that."""
     written = _files_in(new)
     for kind in (FIGURES, RESULTS):
         (folder / kind).mkdir(exist_ok=True)
     for file in sorted(written, key=lambda file: file == Path(README)):
         os.replace(new / file, folder / file)
-    for file, digest in old.items():
-        if file not in written and (folder / file).is_file() and file_digest(folder / file) == digest:
-            (folder / file).unlink()
+    for file in old:
+        if file not in written:
+            (folder / file).unlink(missing_ok=True)
     for kind in (FIGURES, RESULTS):
         if not any((folder / kind).iterdir()):
             (folder / kind).rmdir()

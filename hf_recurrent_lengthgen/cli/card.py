@@ -17,8 +17,8 @@ files only, which must be of these weights.
 
 The licence is that of the source, if it is known. The last lines say what the card lacks. The card is written again
 with the options of the last time, if they are not given, and with your own words: what stands in it between the
-comments "own words" and "end of own words". A README.md that this command did not write (but TRL or Trainer), is taken
-in by --merge, or replaced by --overwrite, as is a card that was changed elsewhere; both keep it as README.old.md.
+comments "own words" and "end of own words"; what is changed elsewhere in it is lost. A README.md that this command did
+not write (but TRL, Trainer or you) is replaced by --overwrite only, and kept as README.old.md.
 """
 
 
@@ -43,13 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         "--datasets", nargs="+", default=[], metavar="NAME", help="training data, by their names on the Hub"
     )
     parser.add_argument("--authors", nargs="+", default=[], metavar="NAME", help="who made it")
-    replacing = parser.add_mutually_exclusive_group()
-    replacing.add_argument("--overwrite", action="store_true", help="replace any README.md, figure and result file")
-    replacing.add_argument(
-        "--merge",
-        action="store_true",
-        help="take the text of a README.md from elsewhere as own words, and its licence, language and data",
-    )
+    parser.add_argument("--overwrite", action="store_true", help="replace any README.md, figure and result file")
     return parser
 
 
@@ -64,7 +58,6 @@ def run(arguments: Sequence[str]) -> int:
         datasets=options.datasets,
         authors=options.authors,
         overwrite=options.overwrite,
-        merge=options.merge,
     )
     print(f"Written: {card.path}")
     if card.kept is not None:

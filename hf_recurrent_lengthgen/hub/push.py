@@ -13,7 +13,7 @@ from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundErro
 from hf_recurrent_lengthgen.hub.contents import LOADED, PUSHED, choose_files, matches, refusals_of_files
 from hf_recurrent_lengthgen.hub.names import check_repository
 from hf_recurrent_lengthgen.hub.remote import HubError, hub_api, telling
-from hf_recurrent_lengthgen.records import card_files, carded, unverified, verified_files
+from hf_recurrent_lengthgen.records import cards_digest, read_card_mark, unverified, verified_files
 
 _BRANCH = re.compile(r"(?!refs/|.*(?:\.\.|\.lock$))\w[\w.-]*(?:/\w[\w.-]*)*(?<!\.)")
 
@@ -142,11 +142,9 @@ def _card_refusals(folder: Path, now: dict[str, str]) -> list[str]:
         return [f"the metadata of README.md cannot be read ({' '.join(str(error).split())})"]
     if not data:
         return [f"README.md has no metadata: lengthgen card {folder} writes a card with them"]
-    written_for = card_files(text)
-    differing = {} if written_for is None else written_for.items() ^ carded(now).items()
-    if differing:
-        names = ", ".join(sorted({name for name, _ in differing}))
-        return [f"its card was written before {names} changed: measure it and run lengthgen card {folder} again"]
+    mark = read_card_mark(text)
+    if mark is not None and mark.made_of != cards_digest(now):
+        return [f"its card is of other weights or another config: measure it and run lengthgen card {folder} again"]
     return []
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from hf_recurrent_lengthgen.hub.pull import pull_checkpoint
 from hf_recurrent_lengthgen.hub.push import plan_push
-from hf_recurrent_lengthgen.records import card_record, carded, verified_files
+from hf_recurrent_lengthgen.records import CardMark, cards_digest, verified_files
 
 from .checkpoints import CARD, push, pushed_files, verify
 from .endpoint import Endpoint
@@ -65,10 +65,10 @@ def test_what_is_no_checkpoint_is_not_pulled(
 
 
 def test_a_card_of_other_weights_is_refused(hub: Endpoint, folder: Path) -> None:
-    (folder / "README.md").write_text(CARD + card_record(carded(verified_files(folder)), {}) + "\n")
+    (folder / "README.md").write_text(CARD + CardMark(cards_digest(verified_files(folder))).comment() + "\n")
     assert plan_push(folder, "user/name").refusals == ()
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
     verify(folder)
     (refusal,) = plan_push(folder, "user/name").refusals
-    assert "card was written before model.safetensors changed" in refusal
+    assert "card is of other weights or another config" in refusal
