@@ -1,0 +1,106 @@
+"""What a program reads again is a field: words are made where a person reads them, and are never read back."""
+
+import ast
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_recurrent_lengthgen.cards.card import CardSettings, render
+from hf_recurrent_lengthgen.cards.facts import Checkpoint, read_evidence
+from hf_recurrent_lengthgen.records import Lineage
+from tests.cards.test_model_cards import MODEL_CARDS, recorded
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "hf_recurrent_lengthgen"
+RECORDS = ("records", "lineage", "trainers.training_runs", "evaluation.results", "evaluation.diagnosis_results")
+NAME = "demo-state-passing"
+
+OTHER_PATTERNS = {
+    "adapters.py": "names of layers",
+    "cli/convert.py": "names of weights",
+    "hub/push.py": "names of branches",
+    "trainers/base.py": "names of parameters",
+    "trainers/metric_callbacks.py": "names of metrics",
+}
+"""Modules beside cards/ and plotting/ that import both records and `re`, and what they match with it."""
+
+
+def imported(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(f"{node.module}")
+    return found
+
+
+def test_nobody_takes_records_apart_with_patterns() -> None:
+    files = [path for path in (ROOT / PACKAGE).rglob("*.py") if "trainers" not in path.parts]
+    files += (ROOT / "trainers").rglob("*.py")
+    found = set()
+    for path in files:
+        modules = imported(path)
+        if "re" in modules and any(f"{PACKAGE}.{record}" in modules for record in RECORDS):
+            found.add(path.relative_to(ROOT).as_posix().removeprefix(f"{PACKAGE}/"))
+    assert {name for name in found if not name.startswith(("cards/", "plotting/"))} == OTHER_PATTERNS.keys()
+
+
+def in_other_words(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with other words wherever its lineage has some for people."""
+    assert checkpoint.lineage is not None
+    steps = []
+    for step in checkpoint.lineage.steps:
+        assert step.training is not None
+        data = dataclasses.replace(step.training.data, sizes="9 files", selection="with mimetic output alignment 0.1")
+        run = dataclasses.replace(step.training, data=data)
+        steps.append(dataclasses.replace(step, description="forgetting (window 4), split test", training=run))
+    return dataclasses.replace(checkpoint, lineage=Lineage(None, tuple(steps)))
+
+
+def relabelled(file: Path, to: Path) -> Path:
+    plain = json.loads(file.read_text())
+    for number, model in enumerate(plain["models"]):
+        evaluation = model.get("evaluation", model)
+        evaluation["model"] = f"model {number} (window 4)"
+        evaluation["data"]["source"] |= {"sizes": "2 files, split train", "selection": "test files"}
+    to.write_text(json.dumps(plain))
+    return to
+
+
+def facts(checkpoint: Checkpoint, files: list[Path]) -> dict[str, Any]:
+    """The metadata of a card but for the words in it, and its sections that judge."""
+    card = render(checkpoint, read_evidence(checkpoint, files), CardSettings())
+    data = card.data.to_dict()
+    for result in data["model-index"][0]["results"]:
+        result["dataset"].pop("args", None)
+    sections = {part.partition("\n")[0]: part for part in card.text.split("\n## ")}
+    return {"data": data} | {name: sections[name] for name in ("Use", "Limits", "Citation")} | {"top": sections[""]}
+
+
+def test_other_words_give_the_same_facts(tmp_path: Path) -> None:
+    checkpoint, folder = recorded(NAME), MODEL_CARDS / NAME / "results"
+    files = sorted(folder.iterdir())
+    others = [relabelled(file, tmp_path / file.name) for file in files]
+    assert facts(in_other_words(checkpoint), others) == facts(checkpoint, files)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_what_a_model_forgot_is_told_by_its_field(window: int | None, tmp_path: Path) -> None:
+    checkpoint = recorded(NAME)
+    if window is not None:
+        config = checkpoint.config | {"forgetting": {"window": window}}
+        checkpoint = dataclasses.replace(checkpoint, config=config)
+    plain = json.loads((MODEL_CARDS / NAME / "results" / "comparison.json").read_text())
+    for model in plain["models"]:
+        model["evaluation"]["model"] += " (window 9)"
+        model["evaluation"]["forgetting"]["window"] = window
+    (tmp_path / "result.json").write_text(json.dumps(plain))
+    assert read_evidence(checkpoint, [tmp_path / "result.json"])
+    plain["models"][1]["evaluation"]["forgetting"]["window"] = 5
+    (tmp_path / "result.json").write_text(json.dumps(plain))
+    with pytest.raises(ValueError, match="is to be evaluated with"):
+        read_evidence(checkpoint, [tmp_path / "result.json"])
