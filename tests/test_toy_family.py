@@ -12,6 +12,8 @@ from transformers import PreTrainedConfig
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.conversion.format_fla import KINDS
+from hf_recurrent_lengthgen.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.models import FAMILIES, register_family
 from hf_recurrent_lengthgen.models.causal_lm import StatefulForCausalLM
@@ -162,16 +164,17 @@ def test_a_recurrence_that_is_known_forgets_and_another_is_refused(monkeypatch: 
 
 
 def test_every_family_of_the_package_says_what_it_is() -> None:
-    for model_type, model in FAMILIES.items():
-        config_class = model.config_class
+    sizes = {"vocab_size": 9, "hidden_size": 64, "num_hidden_layers": 1}
+    for model_type in FAMILIES.keys() - {StatefulToyConfig.model_type}:
+        config_class = FAMILIES[model_type].config_class
         assert config_class.display_name, model_type
         assert config_class.hub_tags, model_type
-        if model is not StatefulToyForCausalLM:
-            assert config_class.upstream_types, model_type
-            assert config_class.layouts, model_type
-            assert all(
-                layer.scan_mixer.grows
-                for layer in model(
-                    config_class(**config_class.tiny, vocab_size=9, hidden_size=64, num_hidden_layers=1)
-                ).base_model.layers
-            )
+        assert config_class.upstream_types, model_type
+        assert config_class.layouts, model_type
+        assert set(config_class.layouts) <= FORMATS.keys()
+        # what is special about a type of fla stands in its format, by the type
+        assert "fla" not in config_class.layouts or KINDS.keys() & set(config_class.upstream_types)
+        model = FAMILIES[model_type](config_class(**sizes | config_class.tiny))
+        assert all(layer.scan_mixer.grows for layer in model.base_model.layers)
+        for shape, layer in zip(model.state_shapes(), model.base_model.layers, strict=True):
+            assert sum(layer.scan_mixer.conv_parts.values()) == shape.conv[0]
