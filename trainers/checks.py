@@ -29,7 +29,7 @@ def base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def takes_states(model: Any) -> bool:
+def takes_states(model: nn.Module) -> bool:
     """Whether a model takes `initial_state` and returns a `final_state` that holds all of its state."""
     base = base_of(model)
     return set(inspect.signature(base.forward).parameters) >= STATE_ARGUMENTS and not _stateless_layers(base)
@@ -39,7 +39,7 @@ def _stateless_layers(base: Any) -> list[int]:
     return getattr(base, "stateless_layers", [])
 
 
-def check_model(model: Any) -> None:
+def check_model(model: nn.Module) -> None:
     """Raise a `ValueError` for a model that cannot be given states."""
     base = base_of(model)
     missing = STATE_ARGUMENTS - set(inspect.signature(base.forward).parameters)
@@ -52,7 +52,7 @@ def check_model(model: Any) -> None:
         base.check_has_states()
 
 
-def check_state_limits(model: Any, args: Any) -> None:
+def check_state_limits(model: nn.Module, args: Any) -> None:
     """Raise a `ValueError` for settings of broken states that a model has no states for."""
     given = (args.nonfinite_states, args.max_state_rms) != ("stop", None)
     if given and not takes_states(model):
@@ -160,7 +160,7 @@ def check_not_empty(name: str, dataset: Any) -> None:
             raise ValueError(f"{name} holds no row: give data, or shorter rows if they were cut from a text.")
 
 
-def check_batch(model: Any, inputs: Mapping[str, Any]) -> None:
+def check_batch(model: nn.Module | None, inputs: Mapping[str, Any]) -> None:
     """Raise a `ValueError` that names row and position for ids and labels of tokens that are not in the vocabulary."""
     vocabulary = getattr(getattr(base_of(model), "config", None), "vocab_size", None)
     if vocabulary is None:
@@ -185,7 +185,7 @@ def check_trainable(model: nn.Module, learns_state: bool) -> None:
         )
 
 
-def check_no_forgetting(model: Any) -> None:
+def check_no_forgetting(model: nn.Module | None) -> None:
     """Raise a `ValueError` for a model that is made to forget, in its config or by `forgetting`."""
     config: Any = getattr(base_of(model), "config", None)
     if Forgetting.of(config) != Forgetting():

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Trainer, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_recurrent_lengthgen.adapters import add_adapter, holds_adapter, to_merge
@@ -148,7 +148,7 @@ def train(
     return trainer
 
 
-def _with_adapter(model: Any, settings: RunArguments) -> Any:
+def _with_adapter(model: PreTrainedModel, settings: RunArguments) -> Any:
     """The model with a new adapter, whose config names the model so that it is found from any folder."""
     name = settings.model
     if holds_adapter(name):

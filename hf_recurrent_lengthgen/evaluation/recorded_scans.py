@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 
-def layers_of(model: Any) -> nn.ModuleList:
+def layers_of(model: nn.Module) -> nn.ModuleList:
     """The layers of a model of this package, also with the code of its checkpoint.
 
     Raises:

@@ -198,7 +198,7 @@ def _patching(found: Patching, groups: dict[str, Heads], confidence: float) -> H
     )
 
 
-def _left_out(model: Any, layers: Sequence[LayerTrajectory], sequences: int) -> list[str]:
+def _left_out(model: nn.Module, layers: Sequence[LayerTrajectory], sequences: int) -> list[str]:
     told = []
     if sequences < FEWEST_SEQUENCES:
         told.append(

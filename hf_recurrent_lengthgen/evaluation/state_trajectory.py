@@ -135,7 +135,7 @@ def as_units(recurrent: Tensor) -> Tensor:
     return recurrent.reshape(len(recurrent), groups, -1)
 
 
-def conv_parts(model: Any) -> dict[int, dict[str, int]]:
+def conv_parts(model: nn.Module) -> dict[int, dict[str, int]]:
     """Names and channels of the parts of the convolution states, by layer, where they are known.
 
     Our mixers tell them; in models of Transformers they follow from the parameters of Mamba-2 mixers.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
@@ -114,7 +114,7 @@ def check_type(config: Any) -> None:
     raise ValueError(f"The states of {model_type!r} cannot be expanded: {reason}.")
 
 
-def growth_of(model: Any) -> Growth:
+def growth_of(model: PreTrainedModel) -> Growth:
     """How the states of a model grow; raises a `ValueError` for mixers that do not say it."""
     config = model.config
     if config.model_type in SUPPORTED:
@@ -157,7 +157,7 @@ def _chosen(
     return tuple(wanted)
 
 
-def size_of(model: Any, growth: Growth, layer: int) -> int:
+def size_of(model: PreTrainedModel, growth: Growth, layer: int) -> int:
     if not growth.per_layer:
         return int(getattr(model.config, growth.field))
     recurrent = expandable_mixers(model)[layer][1].state_shape.recurrent

@@ -101,7 +101,7 @@ def expand_state(
     return stateful(new) if wrapped else new
 
 
-def _expanded_weights(model: Any, new: Any, layers: Iterable[int], inherit: bool) -> Weights:
+def _expanded_weights(model: PreTrainedModel, new: Any, layers: Iterable[int], inherit: bool) -> Weights:
     """The weights of the new model from those of the given one.
 
     Raises:
@@ -170,7 +170,7 @@ def recorded_expansions(config: Any) -> dict[int, str]:
     return {int(layer): done for layer, done in (getattr(config, "expanded_layers", None) or {}).items()}
 
 
-def expanded_parameters(model: Any) -> dict[str, nn.Parameter]:
+def expanded_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """The parameters that hold new values in an expanded model: whole tensors, so also the old rows beside new ones.
 
     Where heads are merged, these are all of the recurrent block. Adapters on them count, too.
@@ -188,7 +188,7 @@ def expanded_parameters(model: Any) -> dict[str, nn.Parameter]:
     return found
 
 
-def _state_elements(model: Any, layer: int) -> int:
+def _state_elements(model: PreTrainedModel, layer: int) -> int:
     """Elements of a layer's recurrent state."""
     mixer: Any = expandable_mixers(model)[layer][1]
     if hasattr(mixer, "state_shape"):
@@ -196,7 +196,7 @@ def _state_elements(model: Any, layer: int) -> int:
     return int(mixer.out_proj.weight.shape[1]) * size_of(model, growth_of(model), layer)
 
 
-def _check_plain(model: Any) -> None:
+def _check_plain(model: PreTrainedModel) -> None:
     """Raise a `ValueError` for a model whose weights are not its own plain ones."""
     if hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
