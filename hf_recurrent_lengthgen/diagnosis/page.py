@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from html import escape
-from itertools import chain
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
@@ -156,17 +155,17 @@ def _results(diagnosis: Diagnosis, part: Part[Any]) -> list[Any]:
 def _sections(diagnosis: Diagnosis) -> list[str]:
     """The sections of the evaluation and of the parts; those inside the training length at the end."""
     bands, summary = bands_text(diagnosis.models[0].evaluation), diagnosis_summary(diagnosis)
-    pictures = dict(chain.from_iterable(part.pictures.items() for part in PARTS.values()))
-    homes = SECTIONS | {name: part.section for part in PARTS.values() for name in part.pictures}
+    pictures: dict[str, tuple[str, str, bool, bool]] = {
+        name: (section, PICTURES[name].caption, True, False) for name, section in SECTIONS.items()
+    }
+    for part in PARTS.values():
+        pictures |= {name: (part.section, p.caption, p.bands, p.further) for name, p in part.pictures.items()}
     shown: dict[str, list[str]] = {}
     further: dict[str, list[str]] = {}
     for name, figure in diagnosis_figures(diagnosis).items():
-        own = pictures.get(name)
-        caption = (own or PICTURES[name]).caption
-        place = further if own is not None and own.further else shown
-        place.setdefault(homes[name], []).append(
-            picture(figure, name, caption + (bands if own is None or own.bands else ""), f"{caption} {summary}")
-        )
+        section, caption, banded, on_demand = pictures[name]
+        drawn = picture(figure, name, caption + (bands if banded else ""), f"{caption} {summary}")
+        (further if on_demand else shown).setdefault(section, []).append(drawn)
     titles = [HOLDS, *(title for part in PARTS.values() if (title := part.section) not in (HOLDS, INSIDE)), INSIDE]
     return [
         _section(title, shown.get(title, []), _said(diagnosis, title), further.get(title, []))

@@ -64,7 +64,7 @@ def test_no_text_is_empty(command: str) -> None:
         ("evaluate m --length 0", "argument --length: must be at least 1, got 0"),
         ("evaluate m --length 9999999999999999999999", "argument --length: must be below 2**63, got 9999"),
         ("diagnose m --seed -1", "argument --seed: must be at least 0, got -1"),
-        ("verify m --rows many", "argument --rows: must be a whole number, got 'many'"),
+        ("verify m --length many", "argument --length: must be a whole number, got 'many'"),
     ],
 )
 def test_a_value_that_is_refused_is_named_with_its_option(
