@@ -73,8 +73,7 @@ def convert_checkpoint(
         ValueError: for a source that is not there, damaged, of an unknown layout or of an architecture that is not
             ours, weights that do not fit their config (all of them are listed), and a tokenizer of another model.
     """
-    output = Path(output)
-    check_new(output)
+    check_new(output := Path(output))
     wanted = named_dtype(dtype)
     parse_size(max_shard_size)
     if training_length is not None and training_length < 1:
@@ -91,15 +90,9 @@ def convert_checkpoint(
     known_length = TRAINING_LENGTHS.get(found.name if found.on_hub else "")
     config.training_length = training_length or known_length or config.training_length
     entries = _in_dtype(our_entries(layout, config, files, source), config, wanted)
-    lineage = Lineage(_origin(found, layout, files)).then(
-        Step(
-            "convert",
-            f"convert from {layout.title}",
-            command,
-            installed_versions(),
-            tokenizer=None if tokenizer is None else _tokenizer_name(tokenizer),
-        )
-    )
+    named = None if tokenizer is None else _tokenizer_name(tokenizer)
+    step = Step("convert", f"convert from {layout.title}", command, installed_versions(), tokenizer=named)
+    lineage = Lineage(_origin(found, layout, files)).then(step)
     with new_folder(output) as folder:
         write_safetensors(folder, entries, max_shard_size)
         files.close()
