@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
-from detect_secrets.filters.heuristic import is_indirect_reference, is_prefixed_with_dollar_sign, is_templated_secret
+from detect_secrets.filters.heuristic import is_indirect_reference, is_templated_secret
 from detect_secrets.plugins.base import RegexBasedDetector
 from detect_secrets.plugins.keyword import (
     CONFIG_DENYLIST_REGEX_TO_GROUP,
@@ -115,19 +115,24 @@ def _secrets(
                 yield what, found.start(), found[0]
     for window in _NAMED.finditer(text) if forms else ():
         for form, group in forms.items():
-            value = named[group] if (named := form.search(window[0])) else ""
-            harmless = is_templated_secret(value) or is_prefixed_with_dollar_sign(value) or _PLACEHOLDER.match(value)
-            if len(value) >= 8 and not harmless and not is_indirect_reference(window[0]):
-                yield "a password or key", window.start(), value
+            for named in form.finditer(window[0]):
+                value = named[group]
+                harmless = is_templated_secret(value) or _PLACEHOLDER.match(value) or is_indirect_reference(named[0])
+                if len(value) >= 8 and not harmless:
+                    yield "a password or key", window.start() + named.start(), value
 
 
 def _lines(text: str, found: Iterable[tuple[str, int, str]]) -> list[str]:
     """ "line 3, 7: KIND" of each kind."""
-    lines: dict[str, list[int]] = {}
+    places: dict[str, list[int]] = {}
     for what, start, _ in found:
-        lines.setdefault(what, []).append(text.count("\n", 0, start) + 1)
-    more = {what: f" and {len(all_) - _SHOWN} more" if len(all_) > _SHOWN else "" for what, all_ in lines.items()}
-    return [f"line {', '.join(map(str, all_[:_SHOWN]))}{more[what]}: {what}" for what, all_ in lines.items()]
+        places.setdefault(what, []).append(start)
+    told = []
+    for what, starts in places.items():
+        lines = ", ".join(str(text.count("\n", 0, start) + 1) for start in starts[:_SHOWN])
+        more = f" and {len(starts) - _SHOWN} more" if len(starts) > _SHOWN else ""
+        told.append(f"line {lines}{more}: {what}")
+    return told
 
 
 def paths_in(text: str, here: Iterable[Path] = ()) -> list[str]:

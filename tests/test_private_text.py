@@ -42,6 +42,7 @@ def found_in(folder: Path, name: str, content: str | bytes) -> list[str]:
 
 SECRETS = [
     ("recipe.yaml", "wandb_key: " + "0a" * 20, "a password or key"),
+    ("code.py", 'f(api_key="your-key-here", password="hunter22hunter", size = g(1))', "a password or key"),
     (".npmrc", f"//registry.npmjs.org/:_authToken=npm_{RUN[:36]}", "NPM tokens"),
     ("code.py", f"pypi-AgENdGVzdC5weXBpLm9yZw{RUN}", "PyPI Token"),
     ("code.py", f"rk_live_{RUN[:24]}", "Stripe Access Key"),
