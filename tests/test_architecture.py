@@ -66,7 +66,7 @@ MAY_IMPORT = {
         "plotting",
     ),
     "hub": ("models", "loading", "adapters", "records", "private_text", "conversion", "evaluation.provenance"),
-    "recipes": ("data", "trainers"),
+    "recipes": ("data", "papers", "trainers"),
     "trainers": (
         "models",
         "hybrids",

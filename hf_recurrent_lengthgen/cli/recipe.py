@@ -1,14 +1,16 @@
 """`lengthgen recipe`: post-trained checkpoints of the papers, from the official checkpoint to a pushed one."""
 
 import argparse
+import json
 import shlex
-import textwrap
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+import yaml
 
 from hf_recurrent_lengthgen.cli import recipe_smoke
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
@@ -33,9 +35,9 @@ writes the card, and pushes where --push says so; each stage is a command of its
 None of the recipes has been run by us at full size.
 """
 RUN = """\
-Run the stages of a recipe. The same command goes on where a run was stopped: what is done is not done again, a
-training resumes exactly, measurements keep what they have. What was done with other settings is not mixed up or
-overwritten: such a run is refused, and --redo keeps the old results in earlier/.
+Run the stages of a recipe. The same command goes on where a run was stopped: stages that are marked done are skipped,
+a training resumes exactly, measurements keep what they have. What was done with other options is refused: delete the
+folder of that stage, or give another one.
 
   lengthgen recipe run NAME --data pile --until check                             convert, and check the conversion
   lengthgen recipe run NAME --data pile --set train.max_steps=200 --set evaluate.length=65536
@@ -44,7 +46,6 @@ overwritten: such a run is refused, and --redo keeps the old results in earlier/
 Batches are written for one GPU, the first that is visible (CUDA_VISIBLE_DEVICES); --processes divides the accumulation
 steps, so that the rows of a step stay the same.
 """
-EXIT_INTERRUPTED = 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,9 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     smoke.add_argument("--push", metavar="OWNER/NAME", help="push as well (default: only list the files)")
     for action in (show, run):
         _add_run_options(action)
-    run.add_argument("--stages", metavar="STAGE,...", help="only these (default: all)")
+    run.add_argument("--from", dest="first", metavar="STAGE", help="the first stage to do; earlier ones you have done")
     run.add_argument("--until", metavar="STAGE", help="the last stage to do")
-    run.add_argument("--redo", metavar="STAGE", help="do it again, with all that builds on it; old results are kept")
     run.add_argument(
         "--launch",
         metavar="COMMAND",
@@ -138,28 +138,18 @@ def _run(options: argparse.Namespace, recipe: Recipe, folder: Path, choices: Cho
     planned = stages(recipe, folder, choices)
     check_commands(planned)
     check_text(recipe, choices)
-    only = None if options.stages is None else [name.strip() for name in options.stages.split(",")]
+    again = shlex.join(["lengthgen", "recipe", *arguments])
     begin = time.monotonic()
     try:
-        settings = {"until": options.until, "only": only, "redo": options.redo, "launch": options.launch}
-        run_stages(recipe.name, planned, folder, **settings, say=_say)
+        run_stages(planned, folder, first=options.first, until=options.until, launch=options.launch, say=_say)
     except KeyboardInterrupt:
-        print(f"\nContinue with: {_again(arguments)}", flush=True)
+        print(f"\nContinue with: {again}", flush=True)
         raise
     except (ValueError, OSError):
-        print(f"\nWhat is done is kept. When the cause is gone, continue with: {_again(arguments)}", flush=True)
+        print(f"\nWhat is done is kept. When the cause is gone, continue with: {again}", flush=True)
         raise
     print(f"\nDone in {time.monotonic() - begin:.0f} s. The checkpoint: {folder / RESULT}")
     return 0
-
-
-def _again(arguments: Sequence[str]) -> str:
-    """The command that goes on; what is done again once is not to be done again twice."""
-    left = list(arguments)
-    while "--redo" in left:
-        place = left.index("--redo")
-        del left[place : place + 2]
-    return shlex.join(["lengthgen", "recipe", *[part for part in left if not part.startswith("--redo=")]])
 
 
 def _smoke(options: argparse.Namespace) -> int:
@@ -185,7 +175,7 @@ def smoke(recipe: Recipe, folder: Path, push: str | None = None) -> None:
     small, choices = recipe_smoke.prepare(recipe, folder / "stand-in", push)
     planned = stages(small, folder / "run", choices)
     check_commands(planned)
-    run_stages(small.name, planned, folder / "run", say=_say)
+    run_stages(planned, folder / "run", say=_say)
     if push is None:
         print(f"\nA push would send {', '.join(recipe_smoke.files_to_push(folder / 'run' / RESULT))}", flush=True)
 
@@ -212,95 +202,50 @@ def _choices(options: argparse.Namespace) -> Choices:
         raise ValueError("--dry_run does nothing without --push OWNER/NAME.")
     device = options.device or ("cuda" if options.action == "show" or torch.cuda.is_available() else "cpu")
     return Choices(
-        options.source,
-        options.tokenizer,
-        options.data,
-        device,
-        options.processes,
-        options.push,
-        options.dry_run,
-        options.trust_remote_code,
-        None,
-        given,
+        source=options.source,
+        tokenizer=options.tokenizer,
+        data=options.data,
+        device=device,
+        processes=options.processes,
+        push=options.push,
+        dry_run=options.dry_run,
+        trust_remote_code=options.trust_remote_code,
+        options=given,
     )
 
 
 def list_table(recipes: Sequence[Recipe]) -> str:
     """One line for each."""
     rows = [("recipe", "base", "method", "paper", "steps", "tokens")]
-    rows += [(r.name, r.source.model, r.method, r.paper.name, f"{r.steps:,}", in_words(r.tokens)) for r in recipes]
+    rows += [
+        (r.name, r.source.model, r.method, r.paper.published.name, f"{r.steps:,}", in_words(r.tokens)) for r in recipes
+    ]
     return in_columns(rows)
 
 
 def describe(recipe: Recipe, folder: Path, choices: Choices) -> str:
-    """All that is known of a recipe, and the command of every stage."""
-    source, data, (weights, logits) = recipe.source, recipe.data, recipe.training_memory
-    rows = recipe.training["per_device_train_batch_size"]
-    tokenizer = (
-        source.tokenizer or f"its own{', Python code: needs --trust_remote_code' if source.remote_code else ''}"
+    """All that is known of a recipe, what follows from it, and the command of every stage."""
+    (weights, logits), paper = recipe.training_memory, recipe.paper.published
+    rows, length = recipe.training["per_device_train_batch_size"], int(recipe.training["block_length"])
+    entries = {name: value for name, value in asdict(recipe).items() if value and name not in ("folder", "title")}
+    entries["paper"] |= {"name": paper.name, "title": paper.title.replace("{", "").replace("}", "")}
+    entries["train"]["settings"] = recipe.training  # those of the file and what differs
+    entries["budget"] = (
+        f"{recipe.method}: {recipe.steps:,} steps of {recipe.tokens_per_step:,} tokens ({recipe.rows} rows of "
+        f"{length:,}), {in_words(recipe.tokens)} tokens in all"
     )
-    parts = {
-        "Paper": [f"{recipe.paper.title} ({recipe.paper.name}): {recipe.paper.places}"],
-        "Starts from": [
-            f"https://huggingface.co/{source.model}, revision {source.revision} (the run records the commit), layout "
-            f"{source.format}, {in_words(source.parameters)} parameters, trained on {source.training_length:,} tokens",
-            f"Tokenizer: {tokenizer}",
-            *filter(None, [source.note]),
-        ],
-        "Data": ["none: the prompts are made"]
-        if data is None
-        else [f"{data.name}: {data.where}", *filter(None, [data.note])],
-        "Training": [
-            f"{recipe.method}: {recipe.steps:,} steps of {recipe.tokens_per_step:,} tokens ({recipe.rows} rows of "
-            f"{int(recipe.training['block_length']):,}), {in_words(recipe.tokens)} tokens in all",
-            ", ".join(f"{name} {value}" for name, value in _shown_settings(recipe)),
-            *(f"To be given: --set train.{name}=VALUE ({why})" for name, why in recipe.train.missing.items()),
-        ],
-        "Hardware": [
-            f"One GPU, of which the training takes at least {weights / 1e9:.1f} GB for weights, gradients and AdamW "
-            f"in float32 and {logits / 1e9:.1f} GB for logits of {rows} rows; activations come on top. Estimated, not "
-            "measured: this recipe has not been run by us.",
-            *filter(None, [recipe.hardware]),
-        ],
-        "The paper says": [f"{item.what} [{item.source}]" for item in recipe.expected],
-        "Ours, where the paper is silent or other": list(recipe.ours),
-        "Measures more, from the folder of the run": list(recipe.further),
-        "Stages": _stage_lines(recipe, folder, choices),
-    }
-    text = [recipe.title]
-    for title, lines in parts.items():
-        if lines:
-            text += ["", f"{title}:", *(line if title in _AS_IT_IS else _wrapped(line) for line in lines)]
-    return "\n".join(text)
-
-
-_AS_IT_IS = ("Stages", "Measures more, from the folder of the run")
-
-
-def _stage_lines(recipe: Recipe, folder: Path, choices: Choices) -> list[str]:
-    missing = {name: "VALUE" for name in recipe.train.missing}
-    options = dict(choices.options)
-    options["train"] = {**missing, **options.get("train", {})}
-    shown = Choices(
-        choices.source,
-        choices.tokenizer,
-        choices.data,
-        choices.device,
-        choices.processes,
-        choices.push or "OWNER/NAME",
-        choices.dry_run,
-        choices.trust_remote_code or recipe.source.remote_code,
-        choices.cache,
-        {name: value for name, value in options.items() if value},
+    entries["memory"] = (
+        f"on one GPU, the training takes at least {weights / 1e9:.1f} GB for weights, gradients and AdamW in float32 "
+        f"and {logits / 1e9:.1f} GB for logits of {rows} rows, activations come on top; estimated, not been run by us"
     )
-    return [f"  {stage.name}\n    {stage.line}" for stage in stages(recipe, folder, shown)]
-
-
-def _shown_settings(recipe: Recipe) -> list[tuple[str, str]]:
-    left_out = {"model", "output_dir", "data", "max_steps", "block_length", "intervention", "task", "tokenizer"}
-    left_out |= {"per_device_train_batch_size", "gradient_accumulation_steps", "save_steps", "save_total_limit"}
-    return [(name, str(value)) for name, value in recipe.training.items() if name not in {*left_out, "logging_steps"}]
-
-
-def _wrapped(line: str) -> str:
-    return textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    # what a person has to give, or to allow, is shown in the commands
+    given = {**dict.fromkeys(recipe.train.missing, "VALUE"), **choices.options.get("train", {})}
+    shown = replace(
+        choices,
+        push=choices.push or "OWNER/NAME",
+        trust_remote_code=choices.trust_remote_code or recipe.source.remote_code,
+        options={**choices.options, **({"train": given} if given else {})},
+    )
+    commands = "\n".join(f"  {stage.name}\n    {stage.line}" for stage in stages(recipe, folder, shown))
+    plain = json.loads(json.dumps(entries))  # without tuples
+    return f"{recipe.title}\n\n{yaml.safe_dump(plain, sort_keys=False, width=110)}\nStages:\n{commands}"

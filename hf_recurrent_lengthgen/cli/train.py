@@ -230,7 +230,7 @@ def _new_model(file: str, trust_remote_code: bool) -> Any:
         possible = sorted(STATEFUL_CLASSES) + sorted(FAMILIES)
         raise ValueError(
             f"{file} is of the model_type {model_type!r}; to train from scratch, give one of {', '.join(possible)}. "
-            "Examples are in models/ of the recipes, which python -m hf_recurrent_lengthgen.recipes FOLDER copies."
+            "Examples are in models/ of the recipes, which lengthgen recipe copy FOLDER copies."
         )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
 

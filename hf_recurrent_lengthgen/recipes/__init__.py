@@ -1,7 +1,4 @@
-"""The papers' training runs as settings of `lengthgen train`; README.md lists them.
-
-`python -m hf_recurrent_lengthgen.recipes FOLDER` copies them to a folder, to be changed and run there.
-"""
+"""The papers' training runs as settings of `lengthgen train`; README.md lists them."""
 
 import shutil
 from pathlib import Path

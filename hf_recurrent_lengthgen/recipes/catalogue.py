@@ -7,14 +7,16 @@ begin with "like: NAME": it then holds what differs from that recipe, entry by e
 
 import difflib
 import math
-import types
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from hf_recurrent_lengthgen.papers import PAPERS, Paper
 
 RECIPES = Path(__file__).parent
 CHECKPOINTS = RECIPES / "checkpoints"
@@ -22,27 +24,22 @@ CHECKPOINTS = RECIPES / "checkpoints"
 Options = dict[str, str]
 """Options of a command by name, as they are written; "true" for those without a value."""
 
-_NOTHING = ("", "null", "~")
-
 
 @dataclass(frozen=True)
-class Paper:
+class Citation:
     """Where the checkpoint is described.
 
     Args:
-        arxiv: Number on arXiv; None for a paper that is not there.
-        title: Of the paper.
+        arxiv: Number on arXiv of one of `papers.PAPERS`.
         places: "4.4, B.2, Figure 5".
     """
 
-    title: str
+    arxiv: str
     places: str
-    arxiv: str | None = None
 
     @property
-    def name(self) -> str:
-        """As in tables: the number, else the title without what follows a colon."""
-        return f'"{self.title.partition(":")[0]}"' if self.arxiv is None else f"arXiv:{self.arxiv}"
+    def published(self) -> Paper:
+        return PAPERS[self.arxiv]
 
 
 @dataclass(frozen=True)
@@ -129,11 +126,12 @@ class Recipe:
         expand: Options of `lengthgen expand`; None for no expansion.
         ours: Choices that are not the paper's.
         further: Commands that measure more, but are no part of a run.
+        folder: Of the recipes, which `train.file` is relative to.
     """
 
     name: str
     title: str
-    paper: Paper
+    paper: Citation
     source: Start
     train: Train
     measure: dict[Literal["evaluate", "diagnose", "retrieve"], Options]
@@ -221,16 +219,32 @@ def load_recipe(name: str) -> Recipe:
         if not parent.is_file() or "like" in (inherited := _mapping(parent)):
             raise ValueError(f"{path}: like names {base!r}, but must name a recipe beside it that has no like itself.")
         values = _merged(inherited, values)
-    recipe: Recipe = _read({"name": path.stem} | values, Recipe, str(path), "")
-    recipe = replace(recipe, folder=path.resolve().parent.parent)
+    if given := values.keys() & {"name", "folder"}:
+        raise ValueError(f"{path}: {', '.join(sorted(given))} is that of the file; leave it out.")
+    values |= {"name": path.stem, "folder": path.resolve().parent.parent}
+    try:
+        (recipe,) = _ENTRIES.validate_python((_without_nothing(values),))
+    except ValidationError as error:
+        raise ValueError(f"{path}: {'; '.join(map(_problem, error.errors()))}") from error
     _check(recipe, path)
     return recipe
 
 
+# A tuple hands its config down to the dataclass in it.
+_ENTRIES = TypeAdapter(tuple[Recipe], config=ConfigDict(extra="forbid"))
+
+
+def _problem(error: Any) -> str:
+    """What is wrong in a recipe, with its place: "source.parameters: Input should be ..., got 'many'"."""
+    place = ".".join(str(part) for part in error["loc"][1:] if part != "[key]")
+    told = {"unexpected_keyword_argument": "there is no such entry", "missing": "is missing"}.get(error["type"])
+    return f"{place}: " + (told or f"{error['msg']}, got {error['input']!r:.80}")
+
+
 def _check(recipe: Recipe, path: Path) -> None:
     """Refuse what the types allow, but makes no sense."""
-    if recipe.name != path.stem:
-        raise ValueError(f"{path}: name is {recipe.name!r}, but must be that of the file; leave it out.")
+    if recipe.paper.arxiv not in PAPERS:
+        raise ValueError(f"{path}: paper.arxiv is {recipe.paper.arxiv!r}, but must be one of {', '.join(PAPERS)}.")
     if not recipe.training_file.is_file():
         raise ValueError(f"{path}: train.file is {recipe.train.file!r}, but {recipe.training_file} is not there.")
     if not recipe.measure:
@@ -268,56 +282,11 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     return {**base, **both}
 
 
-def _read(value: Any, kind: Any, file: str, place: str) -> Any:
-    """`value`, as YAML gives it, as an instance of `kind`."""
-    where = f"{file}: {place or 'the file'}"
-    origin, arguments = get_origin(kind), get_args(kind)
-    if is_dataclass(kind) and isinstance(value, dict):
-        allowed = {item.name: item for item in fields(kind) if item.name != "folder"}
-        for name in value:
-            if name not in allowed:
-                raise ValueError(f"{where} has the unknown entry {name!r}; {_nearest(name, allowed)}")
-        required = [name for name, item in allowed.items() if item.default is item.default_factory]  # both MISSING
-        if missing := [name for name in required if name not in value]:
-            raise ValueError(f"{where} lacks {', '.join(missing)}.")
-        hints = get_type_hints(kind)
-        entries = {name: _read(item, hints[name], file, _at(place, name)) for name, item in value.items()}
-        return kind(**entries)  # type: ignore[operator]
-    if origin in (Union, types.UnionType):
-        (kind,) = (argument for argument in arguments if argument is not type(None))
-        return None if value in _NOTHING else _read(value, kind, file, place)
-    if origin is tuple and isinstance(value, list):
-        return tuple(_read(item, arguments[0], file, f"{place}[{number}]") for number, item in enumerate(value))
-    if origin is dict and (isinstance(value, dict) or value in _NOTHING):
-        value = {} if value in _NOTHING else value
-        names = get_args(arguments[0])  # of a Literal
-        for name in value:
-            if names and name not in names:
-                raise ValueError(f"{where} has the unknown entry {name!r}; {_nearest(name, names)}")
-        given = {name: item for name, item in value.items() if item not in _NOTHING}
-        return {name: _read(item, arguments[1], file, _at(place, name)) for name, item in given.items()}
-    if kind is bool and value in ("true", "false"):
-        return value == "true"
-    if kind is int and isinstance(value, str) and value.replace("_", "").isdecimal():
-        return int(value)
-    if kind is str and isinstance(value, str):
+def _without_nothing(value: Any) -> Any:
+    """Without entries that are null, such as those that a recipe takes from the one that it is like."""
+    if not isinstance(value, dict):
         return value
-    raise ValueError(f"{where} is {value!r}, but must be {_in_words(kind)}.")
-
-
-def _at(place: str, name: str) -> str:
-    return f"{place}.{name}".lstrip(".")
-
-
-def _nearest(name: str, allowed: Any) -> str:
-    near = difflib.get_close_matches(name, list(allowed), n=2)
-    return f"did you mean {' or '.join(near)}?" if near else f"allowed are {', '.join(allowed)}."
-
-
-def _in_words(kind: Any) -> str:
-    if is_dataclass(kind) or get_origin(kind) is dict:
-        return "a mapping"
-    return {int: "a whole number", str: "text", bool: "true or false"}.get(kind, "a list")
+    return {name: _without_nothing(item) for name, item in value.items() if item not in ("", "null", "~")}
 
 
 def in_words(number: float) -> str:
@@ -328,13 +297,3 @@ def in_words(number: float) -> str:
             text = f"{number / size:.{digits}f}"
             return (text.rstrip("0").rstrip(".") if "." in text else text) + unit
     return f"{number:g}"
-
-
-def markdown_table() -> str:
-    """The table of README.md."""
-    rows = ["| Recipe | Starts from | Method | Paper | Steps | Tokens |", "|---|---|---|---|---|---|"]
-    for recipe in map(load_recipe, recipe_names()):
-        paper = f"{recipe.paper.name}, {recipe.paper.places}"
-        cells = (f"`{recipe.name}`", recipe.source.model, recipe.method, paper, f"{recipe.steps:,}")
-        rows.append(f"| {' | '.join(cells)} | {in_words(recipe.tokens)} |")
-    return "\n".join(rows)

@@ -19,7 +19,7 @@ from ..hub.conftest import hub  # noqa: F401, TID252
 from ..hub.endpoint import Endpoint  # noqa: TID252
 
 NAME = "mamba2-130m-state-passing-500"
-BEFORE_PUSH = ["convert", "check", "train", "verify", "evaluate", "diagnose", "card"]
+MARKED = ["convert", "check", "train", "verify", "evaluate", "diagnose"]
 STRANGERS_LOGITS = f"""{STRANGER}
 import sys
 import torch
@@ -64,13 +64,13 @@ def on_the_hub(hub: Endpoint) -> dict[str, bytes]:  # noqa: F811
 
 
 def in_the_folder(folder: Path) -> dict[str, bytes]:
-    """What a push takes: all files but those that Trainer keeps for itself."""
+    """What a push takes: all files but those that Trainer and the run keep for themselves."""
     paths = [path for path in folder.rglob("*") if path.is_file() and "checkpoint-" not in str(path)]
     files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-    return {name: content for name, content in files.items() if name not in TRAINERS}
+    return {name: content for name, content in files.items() if name not in TRAINERS and not name.startswith(".")}
 
 
-TRAINERS = {"training_args.bin", "trainer_state.json", "train_results.json", "all_results.json", ".gitignore"}
+TRAINERS = {"training_args.bin", "trainer_state.json", "train_results.json", "all_results.json"}
 
 
 def test_from_convert_to_a_stranger_that_loads_it(
@@ -81,7 +81,7 @@ def test_from_convert_to_a_stranger_that_loads_it(
 ) -> None:
     assert main(command) == 0
     told = capsys.readouterr().out
-    assert told.count("done before") == len(BEFORE_PUSH)
+    assert told.count("done before") == len(MARKED)
     pushed, trained = on_the_hub(hub), tmp_path / "run/train"
     assert hub.repositories["user/cured"].private
     assert {name: pushed[name] for name in pushed if name != ".gitattributes"} == in_the_folder(trained)
@@ -101,7 +101,7 @@ def test_from_convert_to_a_stranger_that_loads_it(
             torch.testing.assert_close(found["logits"], expected, rtol=0, atol=1e-6)
     assert main(command) == 0  # nothing is left to do
     assert hub.repositories["user/cured"].at("main").id == commit
-    assert "push: done before" in capsys.readouterr().out
+    assert "Nothing to push, all of it is there" in capsys.readouterr().out
 
 
 def expire(hub: Endpoint) -> None:  # noqa: F811
@@ -146,7 +146,7 @@ def test_a_push_that_fails_leaves_the_hub_as_it_was_and_goes_on(
     hub.faults.clear()
     hub.accounts["hf_test"] = account
     assert main(command) == 0
-    assert capsys.readouterr().out.count("done before") == len(BEFORE_PUSH)
+    assert capsys.readouterr().out.count("done before") == len(MARKED)
     assert {name: content for name, content in on_the_hub(hub).items() if name != ".gitattributes"} == before
 
 
@@ -156,6 +156,7 @@ def test_a_commit_whose_answer_is_lost_is_found(
     tmp_path: Path,
 ) -> None:
     hub.fail("POST", "/commit/", cut="answer")
+    assert main(command) == 1
     assert main(command) == 0
     files = in_the_folder(tmp_path / "run/train")
     assert on_the_hub(hub).keys() - {".gitattributes"} == files.keys()

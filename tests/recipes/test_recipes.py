@@ -4,9 +4,7 @@ import ast
 import inspect
 import json
 import re
-import runpy
 import shlex
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -296,16 +294,3 @@ def test_a_copy_holds_the_recipes_alone(tmp_path: Path) -> None:
     assert names == {"README.md"} | {path.relative_to(RECIPES).as_posix() for path in [*FILES, *MODELS, *CHECKPOINTS]}
     with pytest.raises(ValueError, match="mine exists: give a new folder"):
         copy_recipes(tmp_path / "mine")
-
-
-def test_the_command_that_copies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["recipes", "mine"])
-    runpy.run_module("hf_recurrent_lengthgen.recipes", run_name="__main__")
-    assert capsys.readouterr().out == "Copied to mine. Next: its README.md\n"
-    assert (tmp_path / "mine" / "pretraining" / "mamba2.yaml").is_file()
-    with pytest.raises(SystemExit):
-        runpy.run_module("hf_recurrent_lengthgen.recipes", run_name="__main__")
-    assert "mine exists" in capsys.readouterr().err
