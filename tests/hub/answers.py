@@ -8,11 +8,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs, quote
+from urllib.parse import quote
 
 import yaml
 
-from .store import Blob, Collection, Commit, Refused, Repository, is_large
+from .store import Blob, Collection, Commit, Refused, is_large
 
 if TYPE_CHECKING:
     from .endpoint import Endpoint
@@ -118,14 +118,11 @@ def paged(hub: "Endpoint", request: Request, entries: list[Any]) -> Answer:
     return answer
 
 
-def entry_of(repository: Repository, commit: Commit, path: str, expand: bool) -> dict[str, Any]:
+def entry_of(commit: Commit, path: str) -> dict[str, Any]:
     blob = commit.files[path]
     entry: dict[str, Any] = {"type": "file", "path": path, "oid": blob.oid, "size": len(blob.content)}
     if blob.sha256 is not None:
         entry["lfs"] = {"oid": blob.sha256, "size": len(blob.content), "pointerSize": 130}
-    if expand:
-        last = repository.last_change(commit.id, path)
-        entry["lastCommit"] = {"id": last.id, "title": last.title, "date": DATE}
     return entry
 
 
@@ -135,39 +132,13 @@ def tree(hub: "Endpoint", request: Request, name: str, revision: str, folder: st
     inside = [path for path in sorted(commit.files) if path.startswith(f"{folder}/" if folder else "")]
     if folder and not inside:
         raise Refused(404, f"{folder} does not exist on {revision}", "EntryNotFound")
-    expand = request.query.get("expand", ["false"])[0].lower() == "true"
     if request.query.get("recursive", ["false"])[0].lower() == "true":
-        return paged(hub, request, [entry_of(repository, commit, path, expand) for path in inside])
+        return paged(hub, request, [entry_of(commit, path) for path in inside])
     depth = folder.count("/") + 1 if folder else 0
     folders = sorted({"/".join(path.split("/")[: depth + 1]) for path in inside if path.count("/") > depth})
     entries = [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in folders]
-    files = [entry_of(repository, commit, path, expand) for path in inside if path.count("/") == depth]
+    files = [entry_of(commit, path) for path in inside if path.count("/") == depth]
     return paged(hub, request, entries + files)
-
-
-def paths_info(hub: "Endpoint", request: Request, name: str, revision: str) -> Answer:
-    repository = hub.repository(request, name)
-    commit = repository.at(revision)
-    asked = parse_qs(request.body.decode())
-    expand = asked.get("expand", ["false"])[0].lower() == "true"
-    return as_json([entry_of(repository, commit, path, expand) for path in asked["paths"] if path in commit.files])
-
-
-def commits(hub: "Endpoint", request: Request, name: str, revision: str) -> Answer:
-    return paged(
-        hub,
-        request,
-        [
-            {
-                "id": commit.id,
-                "title": commit.title,
-                "message": commit.description,
-                "authors": [{"user": commit.author}],
-                "date": DATE,
-            }
-            for commit in hub.repository(request, name).history(revision)
-        ],
-    )
 
 
 def preupload(hub: "Endpoint", request: Request, name: str, revision: str) -> Answer:
@@ -327,20 +298,6 @@ def owned_collection(hub: "Endpoint", request: Request, slug: str, write: bool) 
     return found
 
 
-def list_collections(hub: "Endpoint", request: Request) -> Answer:
-    account, owners = hub.account(request), request.query.get("owner", [])
-    seen = [
-        collection_data(hub, found)
-        for found in hub.collections.values()
-        if found.slug.partition("/")[0] in owners
-        and (not found.private or (account is not None and account.owns(found.slug)))
-    ]
-    for data in seen:  # the Hub lists four items of each; the client numbers the collections itself
-        data["items"] = data["items"][:4]
-        del data["position"]
-    return paged(hub, request, seen)
-
-
 def create_collection(hub: "Endpoint", request: Request) -> Answer:
     account, asked = hub.account(request), json.loads(request.body)
     slug = f"{asked['namespace']}/{re.sub(r'[^a-z0-9]+', '-', asked['title'].lower())}-{len(hub.collections):024x}"
@@ -355,12 +312,6 @@ def create_collection(hub: "Endpoint", request: Request) -> Answer:
 
 def get_collection(hub: "Endpoint", request: Request, slug: str) -> Answer:
     return as_json(collection_data(hub, owned_collection(hub, request, slug, write=False)))
-
-
-def update_collection(hub: "Endpoint", request: Request, slug: str) -> Answer:
-    found, asked = owned_collection(hub, request, slug, write=True), json.loads(request.body)
-    found.title, found.private = asked.get("title", found.title), asked.get("private", found.private)
-    return as_json({"data": collection_data(hub, found)})
 
 
 def add_collection_item(hub: "Endpoint", request: Request, slug: str) -> Answer:
@@ -387,8 +338,6 @@ ROUTES: list[tuple[str, str, Callable[..., Answer]]] = [
     ("POST", REPOSITORY + r"/branch/(?P<branch>[^/]+)", create_branch),
     ("GET", REPOSITORY + r"/tree/(?P<revision>[^/]+)", tree),
     ("GET", REPOSITORY + r"/tree/(?P<revision>[^/]+)/(?P<folder>.+)", tree),
-    ("POST", REPOSITORY + r"/paths-info/(?P<revision>[^/]+)", paths_info),
-    ("GET", REPOSITORY + r"/commits/(?P<revision>[^/]+)", commits),
     ("POST", REPOSITORY + r"/preupload/(?P<revision>[^/]+)", preupload),
     ("POST", REPOSITORY + r"/commit/(?P<revision>[^/]+)", commit),
     ("POST", LARGE_FILES + r"/batch", large_file_batch),
@@ -398,9 +347,7 @@ ROUTES: list[tuple[str, str, Callable[..., Answer]]] = [
     ("POST", UPLOAD + r"/complete", upload_complete),
     ("GET HEAD", r"/(?P<name>[\w.-]+/[\w.-]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)", resolve),
     ("GET HEAD", r"/large/(?P<sha256>[0-9a-f]{64})", large_file),
-    ("GET", r"/api/collections", list_collections),
     ("POST", r"/api/collections", create_collection),
     ("GET", COLLECTION, get_collection),
-    ("PATCH", COLLECTION, update_collection),
     ("POST", COLLECTION + r"/items", add_collection_item),
 ]

@@ -1,7 +1,6 @@
 """What a hub for tests keeps in memory: repositories with a history of commits, large files, collections."""
 
 import hashlib
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -86,14 +85,6 @@ class Repository:
         while (parent := commits[-1].parent) is not None:
             commits.append(self.commits[parent])
         return commits
-
-    def last_change(self, revision: str, path: str) -> Commit:
-        """The latest commit that changed a file."""
-        history = self.history(revision)
-        for commit, before in itertools.zip_longest(history, history[1:]):
-            if before is None or before.files.get(path) != commit.files[path]:
-                return commit
-        raise AssertionError(path)
 
 
 @dataclass
