@@ -19,12 +19,14 @@ from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2Model
 from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
-from hf_recurrent_lengthgen.data.tasks import BitStrings, StringCollator, errors_by_length
+from hf_recurrent_lengthgen.data.tasks import StringCollator
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, MUTED, mark_training_lengths
-from hf_recurrent_lengthgen.references import DecoderTransformer, ScalarRegression
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from baselines import DecoderTransformer, ScalarRegression
+from bit_strings import BitStrings, errors_by_length
 from small_setting import markdown, panels
 
 TRAINED = (1, 10)

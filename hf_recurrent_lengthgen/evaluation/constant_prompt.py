@@ -12,8 +12,8 @@ import numpy as np
 from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import ConstantPrompt
-from hf_recurrent_lengthgen.evaluation.laws import FAILURE_FACTOR
 from hf_recurrent_lengthgen.evaluation.length_generalization import make_curve
+from hf_recurrent_lengthgen.evaluation.scaling_laws import FAILURE_FACTOR
 from hf_recurrent_lengthgen.evaluation.statistics import bin_means, position_edges
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 

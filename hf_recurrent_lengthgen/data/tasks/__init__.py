@@ -5,7 +5,6 @@ from .babilong import BabilongPrompts, BabiQuestion, babi_files, read_babi
 from .grids import BabilongGrid, NeedleGrid, PasskeyGrid, RetrievalGrid
 from .keyed_rows import KeyedRows, StringCollator
 from .passkey import PASSKEY_STYLES, PasskeyPrompts, passkey_accuracy, passkey_prompt
-from .regression import REPRESENTATIONS, BitStrings, errors_by_length
 from .string_accuracy import (
     EVALUATION_SEED,
     StringAccuracy,
@@ -18,13 +17,11 @@ from .strings import STRING_TASKS, AssociativeRecall, CopyingStrings, SortingStr
 __all__ = [
     "EVALUATION_SEED",
     "PASSKEY_STYLES",
-    "REPRESENTATIONS",
     "STRING_TASKS",
     "AssociativeRecall",
     "BabiQuestion",
     "BabilongGrid",
     "BabilongPrompts",
-    "BitStrings",
     "CopyingStrings",
     "KeyedRows",
     "NeedleGrid",
@@ -39,7 +36,6 @@ __all__ = [
     "accuracy_by_length",
     "area_under_curve",
     "babi_files",
-    "errors_by_length",
     "passkey_accuracy",
     "passkey_prompt",
     "read_babi",

@@ -1,5 +1,6 @@
-"""The figure of a law shows its points, bounds, line and formula."""
+"""Laws keep their bounds and say why they have no fit; their figure shows points, bounds, line and formula."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +9,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
-from hf_recurrent_lengthgen.evaluation.law_results import Law, LawFit, LawLine, Relation, Threshold
+from hf_recurrent_lengthgen.evaluation.json_schema import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.results import Estimate
+from hf_recurrent_lengthgen.evaluation.scaling_laws import LawFit, LawLine, Relation, Threshold
 from hf_recurrent_lengthgen.plotting.images import inline_svg, save_png, save_svg
-from hf_recurrent_lengthgen.plotting.laws import law_figure
 from hf_recurrent_lengthgen.plotting.style import DARK
+
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "scaling_laws"))
+from law import Law, fit_law
+from law_figure import law_figure
 
 
 def fit(band: bool = True, r_squared: float = 0.99961) -> LawFit:
@@ -120,3 +125,49 @@ def test_saves_and_follows_dark_pages(tmp_path: Path) -> None:
     svg = inline_svg(figure, "law", "a law", DARK)
     assert "#0072b2" not in svg
     assert DARK["#0072b2"] in svg
+
+
+def forgotten(relations: str) -> list[Threshold]:
+    return [
+        Threshold(size, relation, round(1000 * (5.172 * size / 1e6 - 4.469)), (64,))  # type: ignore[arg-type]
+        for size, relation in zip((10**6, 2 * 10**6, 3 * 10**6, 5 * 10**6), relations, strict=True)
+    ]
+
+
+def test_bounds_are_kept_but_not_fitted() -> None:
+    law = fit_law("forget", [*forgotten("===="), Threshold(9 * 10**6, ">", 512, (256, 512))], "twice the loss")
+    assert law.fit is not None
+    assert law.fit.points == 4
+    assert law.fit.form == "linear"
+    assert [estimate.mean for estimate in law.fit.coefficients.values()] == pytest.approx([5.172, -4.469], rel=1e-3)
+    assert law.fit.line.sizes[0] == 10**6
+    assert law.fit.line.sizes[-1] == 5 * 10**6
+    assert len(law.thresholds) == 5
+    assert from_json(to_json(law), Law) == law
+
+
+def test_says_why_there_is_no_fit() -> None:
+    law = fit_law("forget", forgotten("<<=>"), "twice the loss")
+    assert law.fit is None
+    assert law.why_no_fit is not None
+    assert "at least 2 state sizes with exact thresholds, got 1" in law.why_no_fit
+    assert from_json(to_json(law), Law) == law
+
+
+def test_recall_is_exponential() -> None:
+    sizes = [800_000, 1_600_000, 2_400_000, 4_800_000, 12_900_000, 19_300_000]
+    lengths = [round(1000 * (4.756 * (1.365 ** (size / 1e6) - 1) - 0.742)) for size in sizes]
+    points = [Threshold(size, "=", length, (64,)) for size, length in zip(sizes, lengths, strict=True)]
+    fit = fit_law("recall", points, "accuracy").fit
+    assert fit is not None
+    assert fit.form == "exponential"
+    assert [estimate.mean for estimate in fit.coefficients.values()] == pytest.approx([4.756, 1.365, -0.742], rel=2e-3)
+
+
+def test_unusable_input_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one threshold"):
+        fit_law("forget", [], "twice the loss")
+    with pytest.raises(ValueError, match="between 0 and 1, got 95"):
+        fit_law("forget", forgotten("===="), "twice the loss", 95)
+    with pytest.raises(ValueError, match="ascending order"):
+        Threshold(1, "=", 5, (8, 4))

@@ -1,4 +1,4 @@
-"""The study of laws runs in miniature and continues, and its README holds its results."""
+"""The study of scaling laws runs in miniature and continues, and its README holds its results."""
 
 import json
 import runpy
@@ -17,12 +17,14 @@ from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausal
 from hf_recurrent_lengthgen.cli import inputs
 from hf_recurrent_lengthgen.data import standard_library_corpus
 from hf_recurrent_lengthgen.evaluation.files import read_result
-from hf_recurrent_lengthgen.evaluation.law_results import Law
 from hf_recurrent_lengthgen.evaluation.results import Curve, DataRecord, DataSource, TwoResolutions
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalResult
 from hf_recurrent_lengthgen.evaluation.statistics import position_edges
 
-FOLDER = Path(__file__).parents[1] / "examples" / "laws"
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "scaling_laws"))
+from law import Law
+
+FOLDER = Path(__file__).parents[1] / "examples" / "scaling_laws"
 
 
 @pytest.fixture

@@ -11,20 +11,20 @@ from scipy.stats import linregress
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.evaluation.json_schema import from_json, to_json
-from hf_recurrent_lengthgen.evaluation.law_results import Law, LawFit, Relation, Threshold
-from hf_recurrent_lengthgen.evaluation.laws import (
+from hf_recurrent_lengthgen.evaluation.results import Curve
+from hf_recurrent_lengthgen.evaluation.scaling_laws import (
+    LawFit,
     NoFitError,
+    Relation,
+    Threshold,
     fails,
     fit_exponential_law,
-    fit_law,
     fit_linear_law,
     forget_threshold,
     loss_ratio,
     recall_threshold,
     state_elements,
 )
-from hf_recurrent_lengthgen.evaluation.results import Curve
 from hf_recurrent_lengthgen.models.forgetting import forgetting
 
 TABLE_2 = ((48, 1536, 19.3), (48, 1024, 12.9), (24, 768, 4.8), (12, 768, 2.4), (12, 512, 1.6), (6, 512, 0.8))
@@ -327,46 +327,3 @@ class TestFits:
         for fit in (fit_linear_law, fit_exponential_law):
             with pytest.raises(ValueError, match="one finite size and length for each point"):
                 fit(sizes, lengths)
-
-
-class TestFitLaw:
-    def thresholds(self, relations: str) -> list[Threshold]:
-        return [
-            Threshold(size, relation, round(paper_forget(size)), (64,))  # type: ignore[arg-type]
-            for size, relation in zip((10**6, 2 * 10**6, 3 * 10**6, 5 * 10**6), relations, strict=True)
-        ]
-
-    def test_bounds_are_kept_but_not_fitted(self) -> None:
-        law = fit_law(
-            "forget", [*self.thresholds("===="), Threshold(9 * 10**6, ">", 512, (256, 512))], "twice the loss"
-        )
-        assert law.fit is not None
-        assert law.fit.points == 4
-        assert law.fit.form == "linear"
-        assert values(law.fit) == pytest.approx([5.172, -4.469], rel=1e-3)
-        assert law.fit.line.sizes[0] == 10**6
-        assert law.fit.line.sizes[-1] == 5 * 10**6
-        assert len(law.thresholds) == 5
-        assert from_json(to_json(law), Law) == law
-
-    def test_says_why_there_is_no_fit(self) -> None:
-        law = fit_law("forget", self.thresholds("<<=>"), "twice the loss")
-        assert law.fit is None
-        assert law.why_no_fit is not None
-        assert "at least 2 state sizes with exact thresholds, got 1" in law.why_no_fit
-        assert from_json(to_json(law), Law) == law
-
-    def test_recall_is_exponential(self) -> None:
-        points = [Threshold(size, "=", round(paper_recall(size)), (64,)) for size in PAPER_SIZES]
-        fit = fit_law("recall", points, "accuracy").fit
-        assert fit is not None
-        assert fit.form == "exponential"
-        assert values(fit) == pytest.approx([4.756, 1.365, -0.742], rel=2e-3)
-
-    def test_unusable_input_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="at least one threshold"):
-            fit_law("forget", [], "twice the loss")
-        with pytest.raises(ValueError, match="between 0 and 1, got 95"):
-            fit_law("forget", self.thresholds("===="), "twice the loss", 95)
-        with pytest.raises(ValueError, match="ascending order"):
-            Threshold(1, "=", 5, (8, 4))

@@ -3,7 +3,7 @@
 text    bytes of text: from which training length on do models of a state size not fail on 8,192 bytes (T_forget)?
 needle  a symbol after a mark, among other symbols: up to which length do they recall it (T_recall)?
 
-Writes into the output folder: runs.json, forget.json and recall.json (`evaluation.law_results.Law`), forget.png,
+Writes into the output folder: runs.json, forget.json and recall.json (`law.Law`), forget.png,
 recall.png, tables.md, and each run into a folder below it. An interrupted study continues.
 """
 
@@ -19,20 +19,15 @@ from typing import Any
 import torch
 
 from hf_recurrent_lengthgen.evaluation.files import write_result
-from hf_recurrent_lengthgen.evaluation.law_results import Law, Threshold
-from hf_recurrent_lengthgen.evaluation.laws import (
-    fit_law,
-    forget_threshold,
-    loss_ratio,
-    recall_threshold,
-)
 from hf_recurrent_lengthgen.evaluation.results import Curve
+from hf_recurrent_lengthgen.evaluation.scaling_laws import Threshold, forget_threshold, loss_ratio, recall_threshold
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.plotting.images import save_png
-from hf_recurrent_lengthgen.plotting.laws import law_figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from law import Law, fit_law
+from law_figure import law_figure
 from small_setting import markdown
 from training import Result, Run, found_or_trained
 
@@ -168,7 +163,7 @@ def report(results: Sequence[Result], output: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", default="demo-output/laws", help="folder for everything (%(default)s)")
+    parser.add_argument("--output", default="demo-output/scaling_laws", help="folder for everything (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="seeds in this order (0 1)")
     parser.add_argument("--task", choices=LENGTHS, help="train only this task (both)")
     parser.add_argument("--report", action="store_true", help="train nothing, report on what is there")

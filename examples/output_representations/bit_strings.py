@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED
 from hf_recurrent_lengthgen.data.tasks.keyed_random import Array, random_bits, random_integers
 from hf_recurrent_lengthgen.data.tasks.keyed_rows import PADDING_ID, KeyedRows, Lengths, Rows
-from hf_recurrent_lengthgen.data.tasks.string_accuracy import EVALUATION_SEED
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 
 Quantity = Literal["mean", "sum", "length"]

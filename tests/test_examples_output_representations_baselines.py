@@ -1,6 +1,7 @@
-"""The reference Transformer against loops from the equations, and numbers as outputs of any backbone."""
+"""The baseline Transformer against loops from the equations, and numbers as outputs of any backbone."""
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2Model
-from hf_recurrent_lengthgen.data.tasks import BitStrings, StringCollator, errors_by_length
-from hf_recurrent_lengthgen.references import POSITIONS, DecoderTransformer, Positions, ScalarRegression
-from hf_recurrent_lengthgen.references.transformer import alibi_bias, rotate
+from hf_recurrent_lengthgen.data.tasks import StringCollator
+
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "output_representations"))
+from baselines import POSITIONS, DecoderTransformer, Positions, ScalarRegression, alibi_bias, rotate
+from bit_strings import BitStrings, errors_by_length
 
 SIZES = {"hidden_size": 16, "num_layers": 2, "num_heads": 2}
 

@@ -2,7 +2,9 @@
 
 import json
 import math
+import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,10 @@ from scipy.stats import chisquare
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hf_recurrent_lengthgen.data.tasks import REPRESENTATIONS, BitStrings, StringCollator, errors_by_length
+from hf_recurrent_lengthgen.data.tasks import StringCollator
+
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "output_representations"))
+from bit_strings import REPRESENTATIONS, BitStrings, errors_by_length
 
 
 def bits_of(item: dict[str, Tensor]) -> list[int]:

@@ -9,14 +9,14 @@ elements, T in thousands of tokens).
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise, takewhile
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from scipy.optimize import least_squares
 from scipy.stats import t as student
 
-from hf_recurrent_lengthgen.evaluation.law_results import Law, LawFit, LawLine, Quantity, Threshold
 from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RECALL_ACCURACY
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
@@ -27,10 +27,69 @@ STEEPEST = 30.0
 """The exponential is searched up to c^(range of sizes) = e^30 and e^-30."""
 LARGEST_EXPONENT = 300.0
 """Of c and c^N, so that squares of them are numbers."""
-LINE_POINTS = 101
 MILLION, THOUSAND = 1_000_000, 1_000
 """The paper's units of state sizes and lengths."""
 Form = Literal["linear", "exponential"]
+Relation = Literal["=", "<=", "<", ">=", ">"]
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """T_forget or T_recall of one state size, or what is known of it.
+
+    Attributes:
+        size: N_S, state elements.
+        relation: What stands between the threshold and `length`; all but "=" are bounds, where the lengths tried did
+            not reach far enough.
+        length: Tokens.
+        tried: The training lengths of the models behind it, in tokens, ascending.
+    """
+
+    size: int
+    relation: Relation
+    length: int
+    tried: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.length < 1:
+            raise ValueError(f"A threshold needs a state and a length from 1 on, got {self.size} and {self.length}.")
+        if not self.tried or list(self.tried) != sorted(set(self.tried)):
+            raise ValueError(f"A threshold needs different training lengths in ascending order, got {self.tried}.")
+
+
+@dataclass(frozen=True)
+class LawLine:
+    """The law at some state sizes, in tokens; pointwise bounds, None without any degree of freedom."""
+
+    sizes: tuple[float, ...]
+    mean: tuple[float, ...]
+    low: tuple[float, ...] | None
+    high: tuple[float, ...] | None
+
+
+@dataclass(frozen=True)
+class LawFit:
+    """A law fitted by least squares.
+
+    Attributes:
+        form: "linear": T = a N + b; "exponential": T = a (c^N - 1) + b.
+        size_unit: Elements in the unit of N.
+        length_unit: Tokens in the unit of T.
+        coefficients: a, b or a, c, b with intervals, whose bounds are None without any degree of freedom.
+        r_squared: 1 - (sum of squared residuals) / (sum of squared deviations from the mean).
+        points: How many were fitted.
+        confidence: Two-sided, of all intervals.
+        line: The law from the smallest to the largest size.
+    """
+
+    form: Form
+    size_unit: int
+    length_unit: int
+    coefficients: dict[str, Estimate]
+    r_squared: float
+    points: int
+    confidence: float
+    line: LawLine
 
 
 def state_elements(model: Any) -> int:
@@ -56,14 +115,7 @@ def state_elements(model: Any) -> int:
 def fails(curve: Curve, training_length: int, factor: float = FAILURE_FACTOR, skip: float | None = None) -> bool:
     """Whether the loss beyond the training length is ever above `factor` times the greatest one inside it (4.2).
 
-    Args:
-        curve: As for `loss_ratio`; the paper averages 128 texts of 1M tokens.
-        training_length: As for `loss_ratio`.
-        factor: Above 1.
-        skip: As for `loss_ratio`.
-
-    Raises:
-        ValueError: as `loss_ratio`, and for other factors.
+    Arguments and errors are those of `loss_ratio`; `factor` is above 1. The paper averages 128 texts of 1M tokens.
     """
     if not factor > 1:
         raise ValueError(f"factor must be above 1, got {factor}.")
@@ -119,9 +171,7 @@ def forget_threshold(
 
     Args:
         size: N_S, `state_elements(model)`.
-        curves: Training length -> loss by position of the model trained with it.
-        factor: As for `fails`.
-        skip: As for `loss_ratio`.
+        curves: Training length -> loss by position of the model trained with it; the others as for `fails`.
 
     Raises:
         ValueError: for no curves, and as `fails`.
@@ -173,41 +223,6 @@ def _recalled(accuracy: Mapping[int, float], least: float) -> int:
     return max(takewhile(lambda length: accuracy[length] >= least, sorted(accuracy)), default=0)
 
 
-def fit_law(
-    quantity: Quantity,
-    thresholds: Sequence[Threshold],
-    rule: str,
-    confidence: float = CONFIDENCE,
-    size_unit: int = MILLION,
-    length_unit: int = THOUSAND,
-) -> Law:
-    """The paper's law for the thresholds: linear for T_forget (5.2), exponential for T_recall (5.3).
-
-    Only thresholds that are known exactly enter. Bounds are kept in the result; leaving them out bends a law toward
-    the lengths that were tried, so try longer and shorter ones rather than trust a fit with many of them. If there is
-    no fit, the result says why.
-
-    Args:
-        quantity: "forget" or "recall".
-        thresholds: Of one family, of different sizes; several of one size, say of seeds, are a point each.
-        rule: How they were found, in words, for readers of the result.
-        confidence: Two-sided, of all intervals.
-        size_unit: Elements in the unit of N in the law's formula.
-        length_unit: Tokens in the unit of T.
-
-    Raises:
-        ValueError: for no thresholds, and a confidence or units that are not possible.
-    """
-    known = [threshold for threshold in thresholds if threshold.relation == "="]
-    fit = fit_linear_law if quantity == "forget" else fit_exponential_law
-    points = [threshold.size for threshold in known], [threshold.length for threshold in known]
-    try:
-        found = fit(*points, confidence, size_unit, length_unit)
-    except NoFitError as error:
-        return Law(quantity, rule, tuple(thresholds), None, str(error))
-    return Law(quantity, rule, tuple(thresholds), found, None)
-
-
 class NoFitError(ValueError):
     """The points do not determine the law."""
 
@@ -232,9 +247,9 @@ def fit_linear_law(
         NoFitError: a `ValueError`, for fewer than two different sizes, or lengths that are all equal.
         ValueError: for points that are not finite, and a confidence or units that are not possible.
     """
-    n, t = _points(sizes, lengths, 2, confidence, size_unit, length_unit)
-    (a, b), *_ = np.linalg.lstsq(np.stack([n, np.ones_like(n)], 1), t, rcond=None)
-    return _law_fit("linear", {"a": a, "b": b}, n, t, confidence, size_unit, length_unit)
+    points = _points(sizes, lengths, 2, confidence, size_unit, length_unit)
+    (a, b), *_ = np.linalg.lstsq(np.stack([points.n, np.ones_like(points.n)], 1), points.t, rcond=None)
+    return _law_fit("linear", {"a": a, "b": b}, points)
 
 
 def fit_exponential_law(
@@ -252,11 +267,7 @@ def fit_exponential_law(
     uncertain at all sizes, and are far too narrow if that grows with the length. Below c = 1 the law saturates.
 
     Args:
-        sizes: State elements.
-        lengths: Tokens.
-        confidence: Two-sided.
-        size_unit: Elements in the unit of N. It should be about the range of sizes: c is per unit.
-        length_unit: Tokens in the unit of T.
+        size_unit: It should be about the range of sizes, for c is per unit; the others as for `fit_linear_law`.
 
     Raises:
         NoFitError: a `ValueError`, for fewer than three different sizes, lengths that are all equal, and points that
@@ -264,7 +275,8 @@ def fit_exponential_law(
         ValueError: for points that are not finite, a confidence or units that are not possible, and a unit of sizes
             in which c is too large for a number.
     """
-    n, t = _points(sizes, lengths, 3, confidence, size_unit, length_unit)
+    points = _points(sizes, lengths, 3, confidence, size_unit, length_unit)
+    n, t = points.n, points.t
     span = np.ptp(n)
     share = (n - n.min()) / span  # (n,), from 0 to 1
 
@@ -292,7 +304,7 @@ def fit_exponential_law(
         )
     a = slope / growth * math.exp(-growth / span * n.min())
     coefficients = {"a": a, "c": math.exp(growth / span), "b": start - slope / growth + a}
-    return _law_fit("exponential", coefficients, n, t, confidence, size_unit, length_unit)
+    return _law_fit("exponential", coefficients, points)
 
 
 def _grown(growth: np.ndarray, share: np.ndarray) -> np.ndarray:
@@ -302,15 +314,20 @@ def _grown(growth: np.ndarray, share: np.ndarray) -> np.ndarray:
     return grown
 
 
+class _Points(NamedTuple):
+    """Sizes N and lengths T in their units, (n,) float64 each, and how they are fitted."""
+
+    n: np.ndarray
+    t: np.ndarray
+    confidence: float
+    size_unit: int
+    length_unit: int
+
+
 def _points(
-    sizes: Sequence[float],
-    lengths: Sequence[float],
-    coefficients: int,
-    confidence: float,
-    size_unit: int,
-    length_unit: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Sizes and lengths in their units, (n,) float64 each, checked."""
+    sizes: Sequence[float], lengths: Sequence[float], least: int, confidence: float, size_unit: int, length_unit: int
+) -> _Points:
+    """The points of a law with `least` coefficients, checked."""
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence}.")
     if size_unit < 1 or length_unit < 1:
@@ -319,51 +336,41 @@ def _points(
     if n.ndim != 1 or n.shape != t.shape or not (np.isfinite(n).all() and np.isfinite(t).all()):
         raise ValueError(f"A law needs one finite size and length for each point, got {list(sizes)}, {list(lengths)}.")
     different = len(np.unique(n))
-    if different < coefficients:
+    if different < least:
         raise NoFitError(
-            f"A law of {coefficients} coefficients needs points of at least {coefficients} state sizes with exact "
-            f"thresholds, got {different}."
+            f"A law of {least} coefficients needs points of at least {least} state sizes with exact thresholds, got "
+            f"{different}."
         )
     if np.ptp(t) == 0:
         raise NoFitError(f"All thresholds are {lengths[0]:g} tokens: there is nothing that a law could explain.")
-    return n, t
+    return _Points(n, t, confidence, size_unit, length_unit)
 
 
-def _law_fit(
-    form: Form,
-    coefficients: dict[str, float],
-    n: np.ndarray,
-    t: np.ndarray,
-    confidence: float,
-    size_unit: int,
-    length_unit: int,
-) -> LawFit:
+def _law_fit(form: Form, coefficients: dict[str, float], points: _Points) -> LawFit:
     """The fit with R^2, intervals from the covariance s^2 (J'J)^-1, and the line with its band."""
+    n, t, confidence, size_unit, length_unit = points
     values = [float(value) for value in coefficients.values()]
-    grid = np.linspace(n.min(), n.max(), LINE_POINTS)
+    grid = np.linspace(n.min(), n.max(), 101)
     residuals, mean = law_value(form, values, n) - t, law_value(form, values, grid)
-    half, low, high = None, None, None
+    low, high = None, None
+    intervals: list[Any] = [(None, None)] * len(values)
     freedom = len(n) - len(values)
     if freedom > 0:
         scale = student.ppf((1 + confidence) / 2, freedom) * math.sqrt(residuals @ residuals / freedom)
         jacobian = _jacobian(form, values, n)
         norms = np.linalg.norm(jacobian, axis=0)
         inverse = np.linalg.pinv(jacobian / norms, rcond=1e-14) / norms[:, None]  # (k, n); (J'J)^-1 = inverse inverse'
-        half = scale * np.linalg.norm(inverse, axis=1)
+        half = (scale * np.linalg.norm(inverse, axis=1)).tolist()
+        intervals = [(value - apart, value + apart) for value, apart in zip(values, half, strict=True)]
         band = scale * np.linalg.norm(_jacobian(form, values, grid) @ inverse, axis=1)
         low, high = (tuple((length_unit * bound).tolist()) for bound in (mean - band, mean + band))
-    estimates = {
-        name: Estimate(value, None, None)
-        if half is None
-        else Estimate(value, value - float(half[index]), value + float(half[index]))
-        for index, (name, value) in enumerate(zip(coefficients, values, strict=True))
-    }
+    estimates = [Estimate(value, *interval) for value, interval in zip(values, intervals, strict=True)]
     deviations = t - t.mean()
     return LawFit(
         form=form,
         size_unit=size_unit,
         length_unit=length_unit,
-        coefficients=estimates,
+        coefficients=dict(zip(coefficients, estimates, strict=True)),
         r_squared=1 - float(residuals @ residuals) / float(deviations @ deviations),
         points=len(n),
         confidence=confidence,
@@ -375,11 +382,9 @@ def law_value(form: Form, coefficients: Sequence[float], sizes: np.ndarray) -> n
     """T of a law (a, b) or (a, c, b) at sizes N of any shape, both in its units."""
     if form == "linear":
         a, b = coefficients
-        value: np.ndarray = a * sizes + b
-    else:
-        a, c, b = coefficients
-        value = a * np.expm1(math.log(c) * sizes) + b
-    return value
+        return np.asarray(a * sizes + b)
+    a, c, b = coefficients
+    return np.asarray(a * np.expm1(math.log(c) * sizes) + b)
 
 
 def _jacobian(form: Form, coefficients: Sequence[float], sizes: np.ndarray) -> np.ndarray:
