@@ -110,7 +110,7 @@ def test_an_interrupt_says_that_nothing_was_written(
         raise KeyboardInterrupt
 
     assert main(["convert", source, "--output_dir", "ours"]) == 0
-    monkeypatch.setattr(tensor_writing, "_bytes_of", interrupt)
+    monkeypatch.setattr(tensor_writing, "_tensor", interrupt)
     for arguments in (["convert", source], ["export", "ours", "--format", "transformers"]):
         assert main([*arguments, "--output_dir", "new"]) == 130
         assert "Nothing was written to new. The same command starts again" in capsys.readouterr().out

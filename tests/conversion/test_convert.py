@@ -222,7 +222,7 @@ def test_our_own_checkpoints_are_not_converted(source: Path, tmp_path: Path) -> 
 
 def break_after(monkeypatch: pytest.MonkeyPatch, tensors: int, error: BaseException) -> None:
     """The disk is full, or the user interrupts, once so many tensors are written."""
-    read, done = tensor_writing._bytes_of, []
+    read, done = tensor_writing._tensor, []
 
     def failing(entry: tensor_writing.Entry) -> torch.Tensor:
         if len(done) == tensors:
@@ -230,7 +230,7 @@ def break_after(monkeypatch: pytest.MonkeyPatch, tensors: int, error: BaseExcept
         done.append(entry.name)
         return read(entry)
 
-    monkeypatch.setattr(tensor_writing, "_bytes_of", failing)
+    monkeypatch.setattr(tensor_writing, "_tensor", failing)
 
 
 ERRORS = [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")]

@@ -5,7 +5,6 @@ import os
 import pickle
 import resource
 import struct
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,7 @@ def test_a_full_disk_is_an_error_and_does_not_end_the_process(tmp_path: Path) ->
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))  # bytes of a file
     try:
-        with pytest.raises(OSError, match="too large"):
+        with pytest.raises(OSError, match=r"model\.pth cannot be written"):
             write_torch(tmp_path / "model.pth", large)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -76,23 +75,6 @@ def test_safetensors_reads_what_is_written(tmp_path: Path) -> None:
     for name, value in load_file(tmp_path / "model.safetensors").items():
         assert same_bits(value, TENSORS[name]), name
     assert_holds(tmp_path)
-
-
-def test_tensors_are_aligned_in_the_file(tmp_path: Path) -> None:
-    write_safetensors(tmp_path, entries())
-    data = (tmp_path / "model.safetensors").read_bytes()
-    (length,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + length])
-    for name, value in TENSORS.items():
-        assert (8 + length + header[name]["data_offsets"][0]) % value.dtype.itemsize == 0, name
-
-
-def test_a_file_of_safetensors_itself_has_the_same_size(tmp_path: Path) -> None:
-    write_safetensors(tmp_path, entries())
-    save_file(
-        {name: value.contiguous() for name, value in TENSORS.items()}, tmp_path / "own.safetensors", {"format": "pt"}
-    )
-    assert (tmp_path / "own.safetensors").stat().st_size == (tmp_path / "model.safetensors").stat().st_size
 
 
 def test_shards_hold_what_the_index_says(tmp_path: Path) -> None:
@@ -116,21 +98,6 @@ def test_torch_reads_what_is_written(mmap: bool, tmp_path: Path) -> None:
         assert loaded[name].is_contiguous()
     assert loaded["again"].data_ptr() == loaded["half"].data_ptr()
     assert_holds(tmp_path, TENSORS | {"again": TENSORS["half"]})
-
-
-def test_only_one_tensor_is_held_while_writing(tmp_path: Path) -> None:
-    alive: list[Any] = []
-
-    def read() -> torch.Tensor:
-        assert [reference for reference in alive if reference() is not None] == []
-        tensor = torch.ones(100)
-        alive.append(weakref.ref(tensor))
-        return tensor
-
-    many = [Entry(str(number), (100,), torch.float32, read) for number in range(4)]
-    write_safetensors(tmp_path, many)
-    alive.clear()
-    write_torch(tmp_path / "pytorch_model.bin", many)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "RWKV.pth"])
