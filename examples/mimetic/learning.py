@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ from hf_recurrent_lengthgen import (
     StatefulMambaConfig,
     StatefulMambaForCausalLM,
 )
-from hf_recurrent_lengthgen.data.tasks import TaskStrings, accuracy_by_length, string_task
+from hf_recurrent_lengthgen.data.tasks import TaskStrings, string_task
+from hf_recurrent_lengthgen.evaluation.string_accuracy import accuracy_by_length
 from hf_recurrent_lengthgen.models.atomic_files import replacing
-from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES, mimetic_initialization
+from hf_recurrent_lengthgen.surgery import initialize_from_teacher_layer, mimetic_initialization
+from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES
 
 Result = dict[str, Any]
 
@@ -37,8 +39,9 @@ class Run:
         task: A name of `string_task`.
         family: "mamba" or "mamba2".
         start: "default"; "mimetic" for the paper's switches of the family; "hybrid" for softmax attention in place of
-            the last mixer, all others as by default; or switches of mimetic initialization joined by "+", the others
-            being off.
+            the last mixer, all others as by default; switches of mimetic initialization joined by "+", the others
+            being off; or "teacher 0", "teacher 1", ... for that layer of a model trained from the mimetic start
+            in all layers.
         states: "plain" for the loop below, in which each step draws one length; "zero" and "passed" for the trainers
             of `passing.py`, in which each row does.
         shortest: Symbols (pairs for recall) of the shortest training strings.
@@ -124,7 +127,11 @@ def new_model(run: Run) -> nn.Module:
         heads = 2 * run.hidden_size // run.head_dim
         config = StatefulMamba2Config(num_heads=heads, head_dim=run.head_dim, n_groups=1, **common)
         model = StatefulMamba2ForCausalLM(config)
-    if run.start == "mimetic":
+    if run.start.startswith("teacher "):
+        teacher = new_model(replace(run, start="mimetic"))
+        fit(teacher, replace(run, evaluations=0))
+        initialize_from_teacher_layer(model, teacher, int(run.start.removeprefix("teacher ")))
+    elif run.start == "mimetic":
         mimetic_initialization(model)
     elif run.start not in ("default", "hybrid"):
         on = run.start.split("+")
@@ -133,12 +140,18 @@ def new_model(run: Run) -> nn.Module:
 
 
 def train(run: Run) -> Result:
-    """Train and measure.
+    """Train and measure."""
+    model = new_model(run)
+    return {"parameters": sum(parameter.numel() for parameter in model.parameters()), "curve": fit(model, run)}
+
+
+def fit(model: nn.Module, run: Run) -> list[list[float]]:
+    """Train, and measure on the way.
 
     The loss is the cross-entropy of the answer. AdamW(0.9, 0.95), no weight decay, gradients clipped at norm 1, linear
     warm-up over 5 % of the steps, then cosine to a tenth.
     """
-    model, task = new_model(run), run.data()
+    task = run.data()
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, run.steps))
     lengths = torch.Generator().manual_seed(run.seed)
@@ -155,7 +168,7 @@ def train(run: Run) -> Result:
         schedule.step()
         if step * run.evaluations // run.steps > (step - 1) * run.evaluations // run.steps:
             curve.append(measure(model, run, step))
-    return {"parameters": sum(parameter.numel() for parameter in model.parameters()), "curve": curve}
+    return curve
 
 
 def _rate(step: int, steps: int) -> float:

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from small_setting import markdown, panels
 
-from hf_recurrent_lengthgen.data.tasks import area_under_curve
+from hf_recurrent_lengthgen.evaluation.string_accuracy import area_under_curve
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, MUTED
 from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES
 
@@ -161,9 +161,9 @@ def state_passing(results: Sequence[Result]) -> Report:
 
 
 def patience(results: Sequence[Result]) -> Report:
-    """Accuracy after the steps of the other studies, and after four times as many."""
+    """Accuracy by start and step."""
     rows = [
-        [LABELS[start], seeds(found), str(point[0])]
+        [LABELS.get(start, start), seeds(found), str(point[0])]
         + [mean_and_range([result["curve"][index][place] for result in found]) for place in (1, 2, 3)]
         for (start,), found in grouped(results, "start")
         for index, point in enumerate(found[0]["curve"])

@@ -9,15 +9,9 @@ from typing import Any
 from hf_recurrent_lengthgen.cli.inputs import make_output_folder
 from hf_recurrent_lengthgen.cli.measuring import add_csv_option, on_device
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
-from hf_recurrent_lengthgen.data.tasks import (
-    EVALUATION_SEED,
-    STRING_TASKS,
-    StringAccuracy,
-    TaskStrings,
-    accuracy_by_length,
-    string_task,
-)
+from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, STRING_TASKS, TaskStrings, string_task
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
+from hf_recurrent_lengthgen.evaluation.string_accuracy import StringAccuracy, accuracy_by_length
 from hf_recurrent_lengthgen.evaluation.tables import write_csv
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models.atomic_files import replacing

@@ -316,14 +316,10 @@ def _next_step(
     saved = f"Saved to {output}. Next: {shlex.join(['lengthgen', *then])}, then {shlex.join(command)}"
     if settings.task != "passkey":
         return saved
-    length, style = settings.block_length, "" if settings.task_style is None else f", style={settings.task_style!r}"
-    return f"""\
-{saved} for losses on text; for passkeys, in Python:
-  from transformers import AutoTokenizer
-  from hf_recurrent_lengthgen import load_model
-  from hf_recurrent_lengthgen.data.tasks import passkey_accuracy
-  model, tokenizer = load_model({output!r}), AutoTokenizer.from_pretrained({output!r})
-  passkey_accuracy(model, tokenizer, {2 * length}, [0.1, 0.5, 0.9], samples=20, chunk_length={length}{style})"""
+    retrieve = ["lengthgen", "retrieve", output, "--lengths", str(2 * settings.block_length)]
+    if settings.task_style is not None:
+        retrieve += ["--style", settings.task_style]
+    return f"{saved} for losses on text, and for passkeys {shlex.join(retrieve)}"
 
 
 def _use_of_state(file: str, model: str) -> str:

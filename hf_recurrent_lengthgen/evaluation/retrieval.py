@@ -2,8 +2,9 @@
 
 Accuracy by depth and length as in "Stuffed Mamba" (arXiv:2410.07145), B.1 and Figure 2, "Unexplored states"
 (arXiv:2507.02782), B.3 and B.4, and StateX (arXiv:2509.22630), C.4. Decoding is greedy: the model reads the right
-answer along with the prompt, which counts if each of its tokens is the most likely one (see
-`data.tasks.right_answers`). Prompts of any length are read in pieces; what several of them begin with is read once.
+answer along with the prompt, which counts if each of its tokens is the most likely one: greedy decoding gives it if
+and only if no token on the way differs. Prompts of any length are read in pieces; what several of them begin with is
+read once.
 """
 
 import hashlib
@@ -21,9 +22,8 @@ from hf_recurrent_lengthgen.evaluation.readers import evaluation_mode, reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource, ForgettingRule
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalResult
-from hf_recurrent_lengthgen.evaluation.shared_prefixes import read_ends
+from hf_recurrent_lengthgen.evaluation.shared_prefixes import greedy_hits
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
-from hf_recurrent_lengthgen.evaluation.streaming import progress_bar
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 
 TOKENS_AT_ONCE = 2**25
@@ -73,7 +73,7 @@ def retrieval_accuracy(
         progress: Show a progress bar.
 
     Raises:
-        ValueError: as the grid for lengths without a prompt, and as `read_ends`; in both cases before any reading.
+        ValueError: as the grid for lengths without a prompt, and as `greedy_hits`; in both cases before any reading.
     """
     if not lengths or len(set(lengths)) < len(lengths) or min(lengths) < 1:
         raise ValueError(f"lengths must be at least one, each once and at least 1, got {list(lengths)}.")
@@ -175,34 +175,21 @@ def _measure(
     owners = [number for number, cell in enumerate(cells) for _ in cell.tasks]
     tasks = [task for cell in cells for task in cell.tasks]
     texts = [text for cell in cells for text in cell.texts]
+    starts = [len(text) - task.scored for text, task in zip(texts, tasks, strict=True)]
     right: list[list[bool]] = [[] for _ in cells]
-
-    def done(text: int, predicted: np.ndarray) -> None:
-        owner, task = owners[text], tasks[text]
-        right[owner].append(bool((predicted == task.answer[: task.scored].numpy()).all()))
+    for text, hits in greedy_hits(
+        reader,
+        texts,
+        starts,
+        batch_size=batch_size,
+        chunk_length=chunk_length,
+        names=[names[owner] for owner in owners],
+        title=title if progress else "",
+    ):
+        owner = owners[text]
+        right[owner].append(bool(hits.all()))
         if len(right[owner]) == len(cells[owner].tasks):
             keep(cells[owner], _found(cells[owner].tasks, right[owner]))
-
-    bars: list[Any] = []
-
-    def begin_bar(total: int) -> Any:
-        bars.append(progress_bar(total, title, progress))
-        return bars[0]
-
-    try:
-        read_ends(
-            reader,
-            [text[:-1] for text in texts],
-            [task.scored for task in tasks],
-            done,
-            batch_size,
-            chunk_length,
-            [names[owner] for owner in owners],
-            begin_bar,
-        )
-    finally:
-        for bar in bars:
-            bar.close()
 
 
 def _found(tasks: Sequence[Task], right: Sequence[bool]) -> RetrievalCell:

@@ -1,122 +1,225 @@
-"""What a model predicts at the end of many texts that begin alike: what they share is read once.
+"""What a model predicts in many texts that begin alike: what they share is read once.
 
-The state of a recurrent model is a value, so the texts are read along the tree of their beginnings: where texts part,
-each goes on from the state there. Rows of different texts and positions are read together, in pieces that end where
-the first of them ends. This changes nothing beyond rounding.
+The texts go into a tree of token prefixes, which is walked from the root: the state at a branching point is a value,
+so that every branch continues from it. Nodes are read in batches of rows, without padding where their state is needed
+and with padding after the end where it is not. A model whose state is no value reads each text from its beginning,
+together with others that are as long. The pieces change nothing beyond rounding.
 
-`harness.shared_prefixes` reads trees, too, in batches of siblings, with scores and states for many short ends; for the
-few long ends here, that takes more processor time than rows of different depths together.
+A batch waits as a reference to the states of its parents. So there are never more states than the depth of the tree
+plus one, times the rows of a batch.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.evaluation.readers import Reader
+from hf_recurrent_lengthgen.evaluation.readers import Reader, evaluation_mode
 from hf_recurrent_lengthgen.evaluation.streaming import (
+    LOGITS_PER_FORWARD,
     STATES_PER_FORWARD,
     TOKENS_PER_FORWARD,
     check_tokens,
+    progress_bar,
     reading_plan,
     window_elements,
 )
 
-LEAST_SHARED = 64
-"""Fewer tokens than this are read again rather than shared: a part of the tree costs a forward pass of its own."""
+WORTH_A_CALL = 64
+"""A shared prefix is read apart if this saves at least so many tokens; otherwise the call costs more than it saves."""
 ROWS = 16
 """Texts read together unless the caller chooses."""
+NOWHERE = 2**62
+"""Beyond the end of all texts."""
 
-Done = Callable[[int, np.ndarray], None]
+Ids = Sequence[int] | np.ndarray
 
 
-class Part(NamedTuple):
-    """The tokens [start, end) that some texts share, after those of the part before.
+@dataclass(eq=False)
+class Node:
+    """The tokens [start, stop) of the texts that share them, the nodes that continue them, the texts that end here."""
 
-    Attributes:
-        text: One of the texts.
-        start, end: Place in it.
-        before: Number of the part before in the list; None at the beginning of a text.
-        texts: How many texts share it. The last part of a text is its own.
-        last: Whether a text ends here.
-    """
-
-    text: int
     start: int
-    end: int
-    before: int | None
-    texts: int
-    last: bool
+    tokens: np.ndarray
+    children: list["Node"] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
 
 
-def shared_parts(texts: Sequence[np.ndarray], tails: Sequence[int], least: int) -> list[Part]:
-    """The tree of the beginnings of texts; each part stands after the one before it.
+def prefix_tree(texts: Sequence[Ids], worth: int = WORTH_A_CALL) -> Node:
+    """The texts as a tree whose root has no tokens; `ends` are indices into `texts`.
 
     Args:
-        texts: Token ids (n,) each, below 2^31.
-        tails: Tokens at the end of each text that it shares with no other.
-        least: Parts of fewer tokens are not shared.
+        texts: Token ids of each text, below 2^31; may be empty and may be equal.
+        worth: A shared prefix is a node of its own if reading it once saves at least so many tokens.
     """
-    order = sorted(range(len(texts)), key=lambda text: texts[text].astype(">i4").tobytes())
-    parts: list[Part] = []
-    open_groups: list[tuple[list[int], int, int | None]] = [(order, 0, None)]  # texts, start, part before
-    while open_groups:
-        group, start, before = open_groups.pop()
-        if len(group) == 1:
-            text = group[0]
-            parts.append(Part(text, start, len(texts[text]), before, 1, True))
-            continue
-        # in alphabetical order, what the first and the last share is shared by all
-        end = _common(texts[group[0]], texts[group[-1]], min(len(texts[text]) - tails[text] for text in group))
-        if end - start >= least:
-            parts.append(Part(group[0], start, end, before, len(group), False))
-            start, before = end, len(parts) - 1
-        alone = [text for text in group if len(texts[text]) - tails[text] == end]
-        others = [text for text in group if len(texts[text]) - tails[text] > end]
-        open_groups += [([text], start, before) for text in alone]
-        open_groups += [(same, start, before) for same in _parted(others, texts, end)]
-    return parts
+    arrays = [np.asarray(text, np.int32) for text in texts]
+    root = Node(0, np.empty(0, np.int32))
+    path, previous = [root], root.tokens  # the nodes of the text before, from the root to its end
+    for index in sorted(range(len(texts)), key=lambda index: arrays[index].astype(">i4").tobytes()):
+        text = arrays[index]
+        shared = _shared(previous, text)
+        while path[-1].stop > shared:
+            node = path.pop()
+            if path[-1].stop < shared:
+                path.append(_split(path[-1], node, shared))
+        if len(text) > shared:
+            path[-1].children.append(Node(shared, text[shared:]))
+            path.append(path[-1].children[-1])
+        path[-1].ends.append(index)
+        previous = text
+    _dissolve_small(root, worth)
+    return root
 
 
-def _parted(group: Sequence[int], texts: Sequence[np.ndarray], place: int) -> list[list[int]]:
-    """A group in alphabetical order, by the token at a place."""
-    return [list(same) for _, same in groupby(group, lambda text: int(texts[text][place]))]
+def _shared(one: np.ndarray, other: np.ndarray) -> int:
+    """Length of the common prefix."""
+    length = min(len(one), len(other))
+    different = one[:length] != other[:length]
+    return int(different.argmax()) if different.any() else length
 
 
-def _common(one: np.ndarray, other: np.ndarray, most: int) -> int:
-    """How many tokens two texts begin with alike, up to `most`."""
-    different = one[:most] != other[:most]
-    return int(different.argmax()) if different.any() else most
+def _split(parent: Node, node: Node, position: int) -> Node:
+    """Put a node with the tokens before `position` between `parent` and its last child `node`."""
+    middle = Node(node.start, node.tokens[: position - node.start], [node])
+    node.start, node.tokens = position, node.tokens[position - node.start :]
+    parent.children[-1] = middle
+    return middle
 
 
-def read_ends(
+def _dissolve_small(root: Node, worth: int) -> None:
+    """Give the tokens of nodes that save less than `worth` to each of their children."""
+    nodes = list(walk(root))
+    for node in reversed(nodes):  # children before parents
+        kept: list[Node] = []
+        for child in node.children:
+            copies = len(child.children) + bool(child.ends)
+            if not child.children or (copies - 1) * len(child.tokens) >= worth:
+                kept.append(child)
+                continue
+            for other in child.children:
+                tokens = np.concatenate([child.tokens, other.tokens])
+                kept.append(Node(child.start, tokens, other.children, other.ends))
+            if child.ends:
+                kept.append(Node(child.start, child.tokens, [], child.ends))
+        node.children = kept
+
+
+def walk(root: Node) -> Iterator[Node]:
+    """All nodes, parents before children."""
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += node.children
+
+
+def tokens_to_read(root: Node, states: bool) -> int:
+    """Tokens that are read of a tree: without `states`, the last one of a leaf is not."""
+    return sum(len(node.tokens) - (not states and not node.children) for node in walk(root) if len(node.tokens))
+
+
+class Branch:
+    """A node that is read, after its parent.
+
+    Attributes:
+        node: Its tokens.
+        parent: What was read before; None at the root.
+        carry: What is carried after it, as one row; None at the root and at leaves whose state nobody wants.
+        last: The logits after its last token, (V,); None where they are not wanted.
+        first: The position of its first token that is scored; its end if none is.
+        log_probability: Of each token from there on given all before, (n,) float64.
+        likeliest: Whether each of them is the most likely one, (n,).
+    """
+
+    def __init__(self, node: Node, parent: "Branch | None" = None, first: int = NOWHERE) -> None:
+        self.node, self.parent = node, parent
+        self.carry: Any = None
+        self.last: Tensor | None = None
+        self.first = min(max(first, node.start), node.stop)
+        self.log_probability = np.full(node.stop - self.first, np.nan)
+        self.likeliest = np.zeros(node.stop - self.first, bool)
+
+    def scores(self, start: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of each token of the text from position `start` on, the log-probability in nats and whether it is greedy."""
+        parts: list[tuple[np.ndarray, np.ndarray]] = []
+        branch: Branch | None = self
+        while branch is not None and branch.node.stop > start:
+            scored = slice(max(0, start - branch.first), None)
+            parts.insert(0, (branch.log_probability[scored], branch.likeliest[scored]))
+            branch = branch.parent
+        return np.concatenate([part for part, _ in parts]), np.concatenate([part for _, part in parts])
+
+    def observe(self, place: int, log_probability: np.ndarray, likeliest: np.ndarray) -> None:
+        """Take up the log-probabilities of the node's tokens from a place on, and which tokens are likeliest there."""
+        unscored, tokens = self.first - self.node.start, self.node.tokens
+        begin, stop = max(place, unscored), min(place + len(likeliest), len(tokens))
+        if begin < stop:
+            own, given = slice(begin - unscored, stop - unscored), slice(begin - place, stop - place)
+            self.log_probability[own] = log_probability[given]
+            self.likeliest[own] = likeliest[given] == tokens[begin:stop]
+
+
+@torch.inference_mode()
+def read_tree(
+    reader: Reader,
+    root: Node,
+    *,
+    batch_size: int | None = None,
+    chunk_length: int | None = None,
+    scored_from: Sequence[int] | None = None,
+    title: str = "",
+) -> Iterator[tuple[int, Branch]]:
+    """Read a tree of texts, each node once, depth first.
+
+    Args:
+        reader: Its carries must be values (`carried_by_row`) unless all nodes are leaves.
+        root: Of `prefix_tree`.
+        batch_size: Most rows of one forward pass; None chooses by memory, at most 16.
+        chunk_length: Most tokens of a row in one forward pass; None chooses by memory.
+        scored_from: For each text, from which of its tokens on they are scored, at least 1; the last token of a text
+            is then not read. None to score nothing, and to have what is carried after each text.
+        title: Of the progress bar; empty for none.
+
+    Yields:
+        The index of each text and the branch that it ends with.
+    """
+    total = tokens_to_read(root, scored_from is None)
+    with evaluation_mode(reader.model), progress_bar(total, title, bool(title)) as bar:
+        yield from _Walk(reader, root, batch_size, chunk_length, scored_from, bar).branches()
+
+
+def greedy_hits(
     reader: Reader,
     texts: Sequence[np.ndarray],
-    tails: Sequence[int],
-    done: Done,
+    starts: Sequence[int],
+    *,
     batch_size: int | None = None,
     chunk_length: int | None = None,
     names: Sequence[str] = (),
-    begin_bar: Callable[[int], Any] | None = None,
-) -> None:
-    """The most likely token after each of the last tokens of texts, by the logits of `reader`.
+    title: str = "",
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Whether each token at the end of texts is the most likely one, given all before it.
 
-    Texts share what they begin with if what the reader carries is a value; else each is read from its beginning,
-    together with others that are as long.
+    That is whether greedy decoding gives them: it gives an answer if and only if no token on the way differs.
 
     Args:
-        reader: Of a model in evaluation mode.
+        reader: Of any causal language model.
         texts: Token ids (n,) each.
-        tails: How many of its last tokens are asked about, at least 1, for each text.
-        done: Called with the number of each text and the predictions (tail,) when it is read.
-        batch_size: Texts read together; by default as many as memory limits allow, at most 16.
-        chunk_length: Tokens of each in a forward pass; by default as many as memory limits allow.
+        starts: The first token of each text that is asked about, at least 1.
+        batch_size: Texts read together; None chooses by memory, at most 16.
+        chunk_length: Tokens of each in a forward pass; None chooses by memory.
         names: What each text is called in errors.
-        begin_bar: Called with the number of tokens to read; returns a progress bar.
+        title: Of the progress bar; empty for none.
+
+    Yields:
+        The index of each text and (n - start,) truth values, in no particular order.
 
     Raises:
         ValueError: for token ids that the model does not know, a batch size or chunk length below 1, a chunk length
@@ -124,145 +227,148 @@ def read_ends(
             not finite.
     """
     for text in texts:
-        check_tokens(text[None], reader.vocabulary, 0)
-    for name, value in (("batch_size", batch_size), ("chunk_length", chunk_length)):
+        check_tokens(text[None], reader.vocabulary)
+    for option, value in (("batch_size", batch_size), ("chunk_length", chunk_length)):
         if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, or None to choose by memory; got {value}.")
+            raise ValueError(f"{option} must be at least 1, or None to choose by memory; got {value}.")
     if chunk_length is not None and not reader.carries:
         raise ValueError(f"{reader.refusal(f'reading {chunk_length} tokens at a time')} Else give no chunk length.")
-    run = _Run(reader, texts, tails, done, names or [f"text {number}" for number in range(len(texts))])
-    with torch.inference_mode():
-        if reader.carried_by_row:
-            run.along_the_tree(batch_size, chunk_length, begin_bar)
-        else:
-            run.one_by_one(batch_size, chunk_length, begin_bar)
-
-
-class _Row:
-    """A text, or the part of several, that is being read."""
-
-    def __init__(self, part: Part, number: int, carry: Any) -> None:
-        self.part, self.number, self.carry = part, number, carry
-        self.position = part.start
-        self.predicted: list[np.ndarray] = []
-
-
-class _Run:
-    def __init__(
-        self, reader: Reader, texts: Sequence[np.ndarray], tails: Sequence[int], done: Done, names: Sequence[str]
-    ) -> None:
-        self.reader, self.texts, self.tails, self.done, self.names = reader, texts, tails, done, names
-
-    def along_the_tree(
-        self, batch_size: int | None, chunk_length: int | None, begin_bar: Callable[[int], Any] | None
-    ) -> None:
-        """Read parts depth first, so that few states wait."""
-        parts = shared_parts(self.texts, self.tails, LEAST_SHARED)
-        self.after = defaultdict(list)
-        for number, part in enumerate(parts):
-            self.after[part.before].append(number)
-        self.parts = parts
-        self.bar = begin_bar(sum(part.end - part.start for part in parts)) if begin_bar else None
-        batch = batch_size or max(1, min(ROWS, STATES_PER_FORWARD // max(1, window_elements(self.reader.model))))
-        self.waiting: list[_Row] = []
-        self._wait_for(None, None)
-        live: list[_Row] = []
-        carry: Any = None
-        while self.waiting or live:
-            joining = [self.waiting.pop() for _ in range(min(batch - len(live), len(self.waiting)))]
-            begun = [row for row in joining if row.carry is not None]
-            fresh = [row for row in joining if row.carry is None]
-            # a text's first piece is read apart: there is no state yet that could stand beside others
-            fresh, fresh_carry = self._read_piece(fresh, None, chunk_length)
-            carries = [carry] if live else []
-            carries += [row.carry for row in begun] + ([fresh_carry] if fresh else [])
-            live = [*live, *begun, *fresh]
-            if live:
-                carry = carries[0] if len(carries) == 1 else self.reader.join_rows(carries)
-            for row in begun:
-                row.carry = None
-            live, carry = self._read_piece(live, carry, chunk_length)
-
-    def _wait_for(self, before: int | None, carry: Any) -> None:
-        """Let the parts after one wait, those that the fewest texts share on top."""
-        for number in sorted(self.after[before], key=lambda number: -self.parts[number].texts):
-            self.waiting.append(_Row(self.parts[number], number, carry))
-
-    def _read_piece(self, rows: list[_Row], carry: Any, chunk_length: int | None) -> tuple[list[_Row], Any]:
-        """Read on with some rows, to where the first ends; the others and their carry."""
-        if not rows:
-            return [], None
-        count = min(row.part.end - row.position for row in rows)
-        count = min(count, chunk_length or max(1, TOKENS_PER_FORWARD // len(rows)))
-        pieces = [self.texts[row.part.text][row.position : row.position + count] for row in rows]
-        asked = [self._asked(row, count) for row in rows]
-        best, carry = self._read([row.part.text for row in rows], pieces, asked, carry)
-        over: list[int] = []
-        still: list[int] = []
-        for place, (row, predicted) in enumerate(zip(rows, best, strict=True)):
-            row.predicted.append(predicted)
-            row.position += count
-            (still if row.position < row.part.end else over).append(place)
-        for place in over:
-            row = rows[place]
-            if row.part.last:
-                self.done(row.part.text, np.concatenate(row.predicted))
-            else:
-                self._wait_for(row.number, self.reader.take_rows(carry, torch.tensor([place])))
-        if over and still:
-            carry = self.reader.take_rows(carry, torch.tensor(still))
-        return [rows[place] for place in still], carry
-
-    def _asked(self, row: _Row, count: int) -> int:
-        """Of the next `count` tokens, how many at their end are asked about."""
-        if not row.part.last:
-            return 0
-        first = len(self.texts[row.part.text]) - self.tails[row.part.text]
-        return max(0, row.position + count - max(first, row.position))
-
-    def _read(
-        self, numbers: Sequence[int], pieces: Sequence[np.ndarray], asked: Sequence[int], carry: Any
-    ) -> tuple[list[np.ndarray], Any]:
-        """Read pieces of one length; the predictions after the last `asked` tokens of each."""
-        ids = torch.from_numpy(np.stack(pieces).astype(np.int64)).to(self.reader.device)
-        keep = max(asked)
-        logits, carry = self.reader.read(ids, carry, max(1, keep))
-        best = []
-        for number, row, wanted in zip(numbers, logits, asked, strict=True):
-            best.append(self._best(row[len(row) - wanted :], self.names[number]))
-        if self.bar is not None:
-            self.bar.update(ids.numel())
-        return best, carry
-
-    def _best(self, logits: Tensor, name: str) -> np.ndarray:
-        if not bool(logits.isfinite().all()):
+    root = prefix_tree(texts, WORTH_A_CALL if reader.carried_by_row else NOWHERE)
+    options: dict[str, Any] = {"batch_size": batch_size, "chunk_length": chunk_length, "title": title}
+    for index, branch in read_tree(reader, root, scored_from=starts, **options):
+        log_probability, likeliest = branch.scores(starts[index])
+        if not np.isfinite(log_probability).all():
             raise ValueError(
-                f"The predictions for {name} are NaN or infinite: the model overflows there or has broken weights. "
-                "Evaluate in float32, or shorter lengths."
+                f"The predictions for {names[index] if names else f'text {index}'} are NaN or infinite: the model "
+                "overflows there or has broken weights. Evaluate in float32, or shorter lengths."
             )
-        return logits.argmax(-1).cpu().numpy()
+        yield index, likeliest
 
-    def one_by_one(
-        self, batch_size: int | None, chunk_length: int | None, begin_bar: Callable[[int], Any] | None
+
+class _Walk:
+    """See `read_tree`."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        root: Node,
+        batch_size: int | None,
+        chunk_length: int | None,
+        scored_from: Sequence[int] | None,
+        bar: Any,
     ) -> None:
-        """Read every text from its beginning."""
-        self.bar = begin_bar(sum(map(len, self.texts))) if begin_bar else None
-        by_length = sorted(range(len(self.texts)), key=lambda text: len(self.texts[text]))
-        for length, same in groupby(by_length, lambda text: len(self.texts[text])):
-            group = list(same)
-            batch, chunk = reading_plan(self.reader, len(group), length, batch_size, chunk_length)
-            for start in range(0, len(group), batch):
-                self._read_whole(group[start : start + batch], length, chunk)
+        self.reader, self.root, self.chunk_length, self.bar = reader, root, chunk_length, bar
+        self.asked = batch_size
+        self.rows = batch_size or max(1, min(ROWS, STATES_PER_FORWARD // max(1, window_elements(reader.model))))
+        self.all_states = scored_from is None
+        self.first: dict[Node, int] = {}  # the first scored position of the texts below each node
+        for node in reversed(list(walk(root))):
+            own = [] if scored_from is None else [scored_from[index] for index in node.ends]
+            self.first[node] = min([*own, *(self.first[child] for child in node.children)], default=NOWHERE)
 
-    def _read_whole(self, group: Sequence[int], length: int, chunk: int) -> None:
-        tail = max(self.tails[text] for text in group)
-        borders = [*range(0, length - tail, chunk), length - tail, length] if self.reader.carries else [0, length]
+    def branches(self) -> Iterator[tuple[int, Branch]]:
+        """Read all nodes; leaves of several parents together, so that few of them make a batch, too."""
+        top = Branch(self.root)
+        yield from ((index, top) for index in self.root.ends)
+        inner: list[list[Branch]] = []
+        leaves: dict[tuple[bool, int], list[Branch]] = {}  # by what may stand in one batch
+        self._wait([top], inner, leaves)
+        while inner or leaves:
+            key = next((key for key, group in leaves.items() if len(group) >= self.rows), None)
+            if key is None and inner:
+                batch, states = inner.pop(), True
+            else:
+                key = min(leaves) if key is None else key
+                rows, states = self._most(leaves[key]), False
+                batch, leaves[key] = leaves[key][:rows], leaves[key][rows:]
+                if not leaves[key]:
+                    del leaves[key]
+            self._read(batch, states)
+            for branch in batch:
+                yield from ((index, branch) for index in branch.node.ends)
+            self._wait(batch, inner, leaves)
+
+    def _wait(
+        self, parents: Sequence[Branch], inner: list[list[Branch]], leaves: dict[tuple[bool, int], list[Branch]]
+    ) -> None:
+        """Let the children of nodes wait, the longest first; those whose state is wanted in batches of their own."""
+        children = [Branch(node, parent, self.first[node]) for parent in parents for node in parent.node.children]
+        children.sort(key=lambda branch: -len(branch.node.tokens))
+        kept = [branch for branch in children if branch.node.children or self.all_states]
+        inner += [kept[first : first + self.rows] for first in range(0, len(kept), self.rows)]
+        for branch in children:
+            if not (branch.node.children or self.all_states):
+                length = 0 if self.reader.carried_by_row else len(branch.node.tokens)
+                leaves.setdefault((branch.node.start > 0, length), []).append(branch)
+        for group in leaves.values():
+            group.sort(key=lambda branch: -len(branch.node.tokens))
+
+    def _most(self, group: Sequence[Branch]) -> int:
+        """How many leaves are read together."""
+        if self.reader.carried_by_row:
+            return self.rows
+        return reading_plan(self.reader, len(group), len(group[0].node.tokens), self.asked, self.chunk_length)[0]
+
+    def _read(self, batch: Sequence[Branch], states: bool) -> None:
+        """Read nodes after their parents, the longest first, and take up their scores and states."""
+        parents = [branch.parent for branch in batch if branch.parent is not None]
+        for branch, parent in zip(batch, parents, strict=True):
+            if branch.first == branch.node.start and parent.last is not None:
+                self._observe([branch], -1, parent.last[None, None])
         carry: Any = None
-        for start, end in pairwise(borders):
-            if start == end:
-                continue
-            pieces = [self.texts[text][start:end] for text in group]
-            asked = [self.tails[text] if end == length else 0 for text in group]
-            best, carry = self._read(group, pieces, asked, carry)
-        for text, predicted in zip(group, best, strict=True):
-            self.done(text, predicted)
+        if batch[0].node.start:
+            carry = self.reader.join_rows([parent.carry for parent in parents])
+        rows = [branch.node.tokens if states else branch.node.tokens[:-1] for branch in batch]
+        lengths = [len(row) for row in rows]
+        wanted = [max(0, self.first[branch.node] - branch.node.start - 1) for branch in batch]  # first logits of each
+        place, left = 0, sum(length > 0 for length in lengths)
+        carry = self._first_rows(carry, left, len(rows))
+        while left:
+            keep_from = max(place, min(wanted[:left]))
+            stop = self._stop(place, lengths[:left], keep_from, 0 if states else WORTH_A_CALL)
+            ids = np.zeros((left, stop - place), np.int64)
+            for number, row in enumerate(rows[:left]):
+                ids[number, : max(0, len(row) - place)] = row[place:stop]
+            kept = max(0, stop - keep_from)
+            # 0 would ask for all logits
+            logits, carry = self.reader.read(torch.from_numpy(ids).to(self.reader.device), carry, max(kept, 1))
+            if kept:
+                self._observe(batch[:left], stop - kept, logits)
+            place, before = stop, left
+            left = sum(length > place for length in lengths)
+            for number in range(left, before if states else left):
+                batch[number].carry = self.reader.take_rows(carry, slice(number, number + 1))
+            carry = self._first_rows(carry, left, before)
+        self.bar.update(sum(lengths))
+
+    def _stop(self, place: int, lengths: Sequence[int], keep_from: int, padding: int) -> int:
+        """Where a forward pass ends: as far as memory or the caller allows, and rows need little padding."""
+        limit = lengths[0]
+        if self.chunk_length is not None:
+            limit = min(limit, place + self.chunk_length)
+        elif self.reader.carries:
+            logits = max(1, LOGITS_PER_FORWARD // (len(lengths) * self.reader.vocabulary))
+            limit = min(limit, place + max(1, TOKENS_PER_FORWARD // len(lengths)))
+            limit = min(limit, (keep_from if self.reader.keeps else place) + logits)
+        ends = [min(limit, length) for length in lengths]
+        return next(end for end in ends if sum(max(0, end - other) for other in ends) <= padding)
+
+    def _first_rows(self, carry: Any, wanted: int, there: int) -> Any:
+        return carry if carry is None or wanted in (0, there) else self.reader.take_rows(carry, slice(wanted))
+
+    def _observe(self, branches: Sequence[Branch], place: int, logits: Tensor) -> None:
+        """Take up logits (rows, n, V) at the places [place, place + n) of nodes."""
+        count = logits.shape[1]
+        targets = np.zeros((len(branches), count), np.int64)
+        for row, branch in zip(targets, branches, strict=True):
+            following = branch.node.tokens[place + 1 : place + 1 + count]
+            row[: len(following)] = following
+        precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        chosen = precise.gather(-1, torch.from_numpy(targets).to(logits.device)[..., None])[..., 0]
+        log_probability = (chosen - precise.logsumexp(-1)).double().cpu().numpy()
+        likeliest = precise.argmax(-1).cpu().numpy()
+        for number, branch in enumerate(branches):
+            branch.observe(place + 1, log_probability[number], likeliest[number])
+            last = len(branch.node.tokens) - 1 - place
+            if branch.node.children and 0 <= last < count:
+                branch.last = logits[number, last].clone()

@@ -24,9 +24,9 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
-from hf_recurrent_lengthgen.evaluation.streaming import evaluation_mode, forward_plan, progress_bar
+from hf_recurrent_lengthgen.evaluation.shared_prefixes import Branch, prefix_tree, read_tree, tokens_to_read
+from hf_recurrent_lengthgen.evaluation.streaming import evaluation_mode, forward_plan
 from hf_recurrent_lengthgen.harness.endings import BrokenLogits, Ending
-from hf_recurrent_lengthgen.harness.shared_prefixes import Branch, Ids, prefix_tree, read_tree, walk
 from hf_recurrent_lengthgen.harness.tokenizers import find_tokenizer, starts_with_bos
 from hf_recurrent_lengthgen.loading import load_model
 
@@ -37,6 +37,7 @@ MAX_GENERATED = 256
 """Tokens to generate for a task that does not say, as in lm_eval."""
 
 logger = logging.getLogger(__name__)
+Ids = list[int]
 Request = tuple[tuple[str, str], Ids, Ids]
 
 
@@ -222,7 +223,8 @@ class StateLM(TemplateLM):
         texts = self._cut([context + scored for context, scored in pairs], self.max_length and self.max_length + 1)
         starts = [len(text) - len(scored) for text, (_, scored) in zip(texts, pairs, strict=True)]
         for index, branch in self._read(texts, starts, disable_tqdm):
-            answer = branch.score(starts[index])
+            log_probability, likeliest = branch.scores(starts[index])
+            answer = float(log_probability.sum()), bool(likeliest.all())
             if math.isnan(answer[0]):
                 text = self.tokenizer.decode(texts[index])
                 raise ValueError(
@@ -312,21 +314,15 @@ class StateLM(TemplateLM):
     def _read(self, texts: list[Ids], starts: list[int] | None, disable_tqdm: bool) -> Iterator[tuple[int, Branch]]:
         """Read texts, what they share once; see `read_tree`."""
         root = prefix_tree(texts)
-        total = sum(len(node.tokens) - (starts is not None and not node.children) for node in walk(root))
-        with progress_bar(total, "reading", not disable_tqdm) as bar, evaluation_mode(self._reader.model):
-
-            def progress(tokens: int) -> None:
-                self.tokens_read += tokens
-                bar.update(tokens)
-
-            yield from read_tree(
-                self._reader,
-                root,
-                batch_size=self.batch_size,
-                chunk_length=self._chunk_length,
-                scored_from=starts,
-                progress=progress,
-            )
+        yield from read_tree(
+            self._reader,
+            root,
+            batch_size=self.batch_size,
+            chunk_length=self._chunk_length,
+            scored_from=starts,
+            title="" if disable_tqdm else "reading",
+        )
+        self.tokens_read += tokens_to_read(root, starts is None)
 
     def _cut(self, texts: list[Ids], longest: int | None) -> list[Ids]:
         """The texts without what is too long on the left, which is told."""

@@ -19,9 +19,9 @@ from hf_recurrent_lengthgen.data.tasks import (
     CopyingStrings,
     KeyedRows,
     TaskStrings,
-    accuracy_by_length,
     string_task,
 )
+from hf_recurrent_lengthgen.evaluation.string_accuracy import accuracy_by_length
 from hf_recurrent_lengthgen.trainers import base, checkpoints
 
 SIZES = {"hidden_size": 8, "num_heads": 2, "head_dim": 8, "state_size": 4, "n_groups": 1, "num_hidden_layers": 1}

@@ -64,10 +64,10 @@ def test_models_are_compared_and_finished_cells_kept(
         *(f"{name}.{kind}" for name in pictures for kind in ("png", "svg")),
     }
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **options: Any) -> None:
         raise AssertionError("read again")
 
-    monkeypatch.setattr(retrieval, "read_ends", refuse)
+    monkeypatch.setattr(retrieval, "greedy_hits", refuse)
     monkeypatch.setattr(retrieve, "_write", lambda *_: tmp_path)
     assert main([*arguments, "--output", str(output)]) == 0
     with pytest.raises(AssertionError, match="read again"):

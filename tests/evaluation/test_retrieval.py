@@ -13,14 +13,7 @@ from scipy.stats import binomtest
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.data.tasks import (
-    BabilongGrid,
-    BabiQuestion,
-    NeedleGrid,
-    PasskeyGrid,
-    RetrievalGrid,
-    right_answers,
-)
+from hf_recurrent_lengthgen.data.tasks import BabilongGrid, BabiQuestion, NeedleGrid, PasskeyGrid, RetrievalGrid, Task
 from hf_recurrent_lengthgen.evaluation import retrieval, shared_prefixes
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
@@ -68,7 +61,7 @@ class Recaller(nn.Module):
             recent = bytes(state[row, :RECENT].byte().tolist()).lstrip(b"\0")
             key = bytes(state[row, RECENT:-1].byte().tolist()).lstrip(b"\0")
             since = int(state[row, -1])
-            for place, byte in enumerate((input_ids[row] - 3).tolist()):
+            for place, byte in enumerate((input_ids[row] - 3).clamp(min=0).tolist()):  # padding counts as 0
                 recent, since = (recent + bytes([byte]))[-RECENT:], since + 1
                 if byte == ord(".") and (found := NEEDLE.search(recent)):
                     key, since = found[1], 0
@@ -130,19 +123,27 @@ def test_a_model_that_recalls_the_last_bytes_is_right_where_the_needle_is_near(n
     assert measured(Recaller(10), grid, [777]).by_length[0].right == 0
 
 
-@pytest.mark.parametrize(("least", "batch_size", "chunk_length"), [(1, 3, 17), (64, None, None), (10**6, 2, 1000)])
+def decoded(task: Task) -> bool:
+    """Whether greedy decoding of a Recaller(300) gives the answer, one token after the other."""
+    model, ids = Recaller(300), task.prompt[None]
+    for _ in range(task.scored):
+        ids = torch.cat([ids, model(ids, logits_to_keep=1).logits[:, -1:].argmax(-1)], 1)
+    return torch.equal(ids[0, -task.scored :], task.answer[: task.scored])
+
+
+@pytest.mark.parametrize(("worth", "batch_size", "chunk_length"), [(1, 3, 17), (64, None, None), (10**6, 2, 1000)])
 def test_sharing_what_prompts_begin_with_changes_nothing(
-    least: int, batch_size: int | None, chunk_length: int | None, monkeypatch: pytest.MonkeyPatch
+    worth: int, batch_size: int | None, chunk_length: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_prefixes, "LEAST_SHARED", least)
+    monkeypatch.setattr(shared_prefixes, "WORTH_A_CALL", worth)
     grid, lengths = PasskeyGrid(byte_tokenizer(), [0, 0.4, 0.9], 3), [431, 600, 843]
     model = Recaller(300)
     result = measured(model, grid, lengths, batch_size=batch_size, chunk_length=chunk_length)
-    expected = [[sum(right_answers(Recaller(300), grid.tasks(row, n))) for n in lengths] for row in range(3)]
+    expected = [[sum(map(decoded, grid.tasks(row, n))) for n in lengths] for row in range(3)]
     assert [[cell.right for cell in row] for row in result.cells] == expected
     assert 0 < sum(map(sum, expected)) < 27
     plain = sum(9 * (length - 2) for length in lengths)  # all but the last digit and the period
-    assert model.read == plain if least == 10**6 else model.read < 0.8 * plain
+    assert plain <= model.read < 1.1 * plain if worth == 10**6 else model.read < 0.8 * plain
 
 
 def test_how_much_is_read_at_a_thousand_tokens() -> None:

@@ -1,20 +1,59 @@
-"""What is shared is read once, and predictions are those of whole texts."""
+"""Texts as a tree of prefixes, and reading it: what is shared is read once, and nothing else changes."""
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.evaluation import shared_prefixes
-from hf_recurrent_lengthgen.evaluation.readers import reader_of
-from hf_recurrent_lengthgen.evaluation.shared_prefixes import Part, read_ends, shared_parts
+from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
+from hf_recurrent_lengthgen.evaluation.shared_prefixes import (
+    Branch,
+    Node,
+    greedy_hits,
+    prefix_tree,
+    read_tree,
+    tokens_to_read,
+    walk,
+)
 
 VOCABULARY = 40
+TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=8)
+
+
+def texts_of(node: Node, before: tuple[int, ...] = ()) -> dict[int, tuple[int, ...]]:
+    assert node.start == len(before)
+    here = (*before, *node.tokens)
+    found = dict.fromkeys(node.ends, here)
+    for child in node.children:
+        assert len(child.tokens)
+        found |= texts_of(child, here)
+    return found
+
+
+@given(TEXTS, st.sampled_from([1, 3, 10**9]))
+def test_the_tree_holds_every_text_once(texts: list[list[int]], worth: int) -> None:
+    assert texts_of(prefix_tree(texts, worth)) == dict(enumerate(map(tuple, texts)))
+
+
+@given(TEXTS)
+def test_a_tree_that_splits_wherever_it_saves_has_each_prefix_once(texts: list[list[int]]) -> None:
+    prefixes = {tuple(text[:length]) for text in texts for length in range(1, len(text) + 1)}
+    assert sum(len(node.tokens) for node in walk(prefix_tree(texts, worth=1))) == len(prefixes)
+
+
+def test_a_prefix_is_read_apart_only_if_that_saves_enough() -> None:
+    texts = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3]]  # read apart, [1, 2, 3] saves two times three tokens
+    assert sum(len(node.tokens) for node in walk(prefix_tree(texts, worth=6))) == 5
+    assert sum(len(node.tokens) for node in walk(prefix_tree(texts, worth=7))) == 11
 
 
 def stateful_model() -> nn.Module:
@@ -54,6 +93,113 @@ class Whole(nn.Module):
         return SimpleNamespace(logits=self.weight[input_ids].cumsum(1))
 
 
+@pytest.fixture(scope="module")
+def reader() -> Reader:
+    return reader_of(stateful_model())
+
+
+SHARED = [7, 8, 9] * 20
+CASES = [
+    [*SHARED, 1],
+    [*SHARED, 1, 2, 3],
+    [*SHARED, 1, 2, 3, *SHARED, 4],
+    [*SHARED, 1, 2, 3, *SHARED, 5, 6],
+    [*SHARED, 1, 2, 3, *SHARED],
+    [3, 4],
+    [3, 4],
+    [5] * 70,
+    SHARED,
+    *([*SHARED, *[question] * 40, choice, 9, 8] for question in (11, 12) for choice in (3, 4, 5)),
+]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 16])
+@pytest.mark.parametrize("chunk_length", [None, 1, 7])
+def test_scores_are_those_of_each_text_alone(
+    reader: Reader, batch_size: int, chunk_length: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = [60, 1, 64, 120, 64, 1, 1, 69, 30, *[100] * 6]
+    tree = prefix_tree(CASES)
+    read = fed(reader, monkeypatch) if chunk_length == 1 else []
+    branches = read_tree(reader, tree, batch_size=batch_size, chunk_length=chunk_length, scored_from=starts)
+    found = {index: branch.scores(starts[index]) for index, branch in branches}
+    assert found.keys() == set(range(len(CASES)))
+    for index, (text, start) in enumerate(zip(CASES, starts, strict=True)):
+        with torch.no_grad():
+            logits = reader.model(input_ids=torch.tensor([text])).logits[0].double()
+        places = range(start, len(text))
+        expected = [logits[place - 1].log_softmax(-1)[text[place]].item() for place in places]
+        assert found[index][0] == pytest.approx(expected, abs=1e-9)
+        assert found[index][1].tolist() == [int(logits[place - 1].argmax()) == text[place] for place in places]
+    # the last token of a text is not read, but where others continue it
+    total = 60 + 0 + 2 + 63 + 0 + 1 + 1 + 69 + 2 * (40 + 3 * 2)
+    assert tokens_to_read(tree, states=False) == total < sum(map(len, CASES)) / 2
+    assert sum(read) == (total if chunk_length == 1 else 0)
+
+
+def fed(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each call reads from now on; one token at a time, none is padding."""
+    counts, read = [], reader.read
+
+    def counting(ids: Tensor, *arguments: Any) -> Any:
+        counts.append(ids.numel())
+        return read(ids, *arguments)
+
+    monkeypatch.setattr(reader, "read", counting)
+    return counts
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 16])
+@pytest.mark.parametrize("chunk_length", [None, 7])
+def test_states_are_those_after_each_text_alone(reader: Reader, batch_size: int, chunk_length: int | None) -> None:
+    branches = read_tree(reader, prefix_tree(CASES), batch_size=batch_size, chunk_length=chunk_length)
+    found = {index: reader.state(branch.carry) for index, branch in branches}
+    assert found.keys() == set(range(len(CASES)))
+    for index, text in enumerate(CASES):
+        with torch.no_grad():
+            expected = reader.model(input_ids=torch.tensor([text])).final_state
+        for layer, expected_layer in zip(found[index], expected, strict=True):
+            for part, expected_part in zip(layer, expected_layer, strict=True):
+                torch.testing.assert_close(part, expected_part, rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    texts=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=12), min_size=1, max_size=10),
+    worth=st.integers(1, 9),
+)
+def test_any_texts_are_scored_right(reader: Reader, texts: list[list[int]], worth: int) -> None:
+    starts = [1 + index % (len(text) - 1) for index, text in enumerate(texts)]
+    branches = read_tree(reader, prefix_tree(texts, worth), batch_size=3, chunk_length=5, scored_from=starts)
+    for index, branch in branches:
+        text, start = texts[index], starts[index]
+        with torch.no_grad():
+            logits = reader.model(input_ids=torch.tensor([text])).logits[0].log_softmax(-1)
+        expected = sum(float(logits[place - 1, text[place]]) for place in range(start, len(text)))
+        assert branch.scores(start)[0].sum() == pytest.approx(expected, abs=1e-9)
+
+
+def test_states_are_kept_for_one_way_down_the_tree_only(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [[*SHARED, question, *[30] * 40, choice] for question in range(20) for choice in (1, 2, 3, 4)]
+    alive: weakref.WeakSet[Branch] = weakref.WeakSet()
+    begin, held, read = Branch.__init__, [], reader.read
+
+    def noted(branch: Branch, *arguments: Any) -> None:
+        begin(branch, *arguments)
+        alive.add(branch)
+
+    def count(*arguments: Any) -> Any:
+        held.append(sum(branch.carry is not None for branch in alive))
+        return read(*arguments)
+
+    monkeypatch.setattr(Branch, "__init__", noted)
+    monkeypatch.setattr(reader, "read", count)
+    for _ in read_tree(reader, prefix_tree(texts), batch_size=2, scored_from=[100] * 80):
+        pass
+    assert len(held) == 1 + 10  # the last tokens of the texts are not read
+    assert max(held) <= 1 + 2 + 2  # the header, two questions, and two that are about to be given up
+
+
 @pytest.fixture
 def family() -> tuple[list[np.ndarray], list[int]]:
     """Texts that part at many places, two of them alike, one a beginning of another, and their tails."""
@@ -66,90 +212,47 @@ def family() -> tuple[list[np.ndarray], list[int]]:
     return [text.astype(np.int32) for text in texts], [1 + number % 3 for number in range(len(texts))]
 
 
-def test_parts_of_texts_that_part_at_one_place() -> None:
-    texts = [np.array(text) for text in ([5, 6, 7, 1, 1], [5, 6, 7, 2, 2, 2], [5, 6, 7, 2, 3])]
-    # the second and third share one token more, which is too few for a part
-    assert sorted(shared_parts(texts, [1, 1, 1], least=3)) == [
-        Part(0, 0, 3, None, 3, False),
-        Part(0, 3, 5, 0, 1, True),
-        Part(1, 3, 6, 0, 1, True),
-        Part(2, 3, 5, 0, 1, True),
-    ]
-    assert sorted(part.end - part.start for part in shared_parts(texts, [1, 1, 1], least=1)) == [1, 1, 2, 2, 3]
-    assert sorted(part.start for part in shared_parts(texts, [1, 1, 1], least=4)) == [0, 0, 4, 4]
-    assert [part.start for part in shared_parts(texts, [1, 1, 1], least=5)] == [0, 0, 0]
-    # what is asked about is not shared
-    assert next(part.end for part in shared_parts(texts, [4, 1, 1], least=1)) == 1
-
-
-@pytest.mark.parametrize("least", [1, 4, 1000])
-def test_parts_put_together_are_the_texts(family: tuple[list[np.ndarray], list[int]], least: int) -> None:
-    texts, tails = family
-    parts = shared_parts(texts, tails, least)
-    ends = [part for part in parts if part.last]
-    assert sorted(part.text for part in ends) == list(range(len(texts)))
-    for end in ends:
-        pieces, part = [], end
-        assert end.start <= len(texts[end.text]) - tails[end.text]
-        while True:
-            pieces.append(texts[part.text][part.start : part.end])
-            if part.before is None:
-                break
-            assert parts[part.before].end == part.start
-            part = parts[part.before]
-        assert np.array_equal(np.concatenate(pieces[::-1]), texts[end.text])
-    inner = [part for part in parts if not part.last]
-    assert all(part.end - part.start >= least for part in inner)
-    assert bool(inner) == (least < 1000)
-
-
 @pytest.mark.parametrize(
-    ("make", "least", "batch_size", "chunk_length"),
+    ("make", "worth", "batch_size", "chunk_length"),
     [
         (stateful_model, 1, None, None),
         (stateful_model, 1, 1, 7),
         (stateful_model, 1, 3, 1),
         (stateful_model, 5, 4, 13),
-        (stateful_model, 1000, 5, 64),
+        (stateful_model, 10**6, 5, 64),
         (llama, 1, 2, 7),
         (Whole, 1, None, None),
         (Whole, 1, 2, None),
     ],
 )
-def test_predictions_are_those_of_whole_texts(
+def test_hits_are_those_of_whole_texts(
     family: tuple[list[np.ndarray], list[int]],
     make: Any,
-    least: int,
+    worth: int,
     batch_size: int | None,
     chunk_length: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     texts, tails = family
-    monkeypatch.setattr(shared_prefixes, "LEAST_SHARED", least)
+    monkeypatch.setattr(shared_prefixes, "WORTH_A_CALL", worth)
     model = make()
-    found: dict[int, list[int]] = {}
-    totals: list[int] = []
-    read: list[int] = []
-
-    def begin_bar(total: int) -> Any:
-        totals.append(total)
-        return SimpleNamespace(update=read.append)
-
-    def done(text: int, predicted: np.ndarray) -> None:
-        assert text not in found
-        found[text] = predicted.tolist()
-
-    read_ends(reader_of(model), texts, tails, done, batch_size, chunk_length, begin_bar=begin_bar)
-    expected = {}
-    with torch.no_grad():
-        for number, (text, tail) in enumerate(zip(texts, tails, strict=True)):
-            logits = model(input_ids=torch.tensor(text[None], dtype=torch.int64)).logits
-            expected[number] = logits[0, -tail:].argmax(-1).tolist()
-    assert found == expected
-    assert len(set(map(tuple, expected.values()))) > 10  # the model does not say the same everywhere
-    assert sum(read) == totals[0]
-    everything = sum(map(len, texts))
-    assert totals[0] == everything if make is not stateful_model or least == 1000 else totals[0] < 0.7 * everything
+    starts = [len(text) - tail for text, tail in zip(texts, tails, strict=True)]
+    for text in texts:
+        with torch.no_grad():
+            best = model(input_ids=torch.tensor(text[None], dtype=torch.int64)).logits[0].argmax(-1)
+        if len(text) % 2:  # what is asked is what the model says, in some texts
+            text[-1] = best[-2]
+    reader = reader_of(model)
+    read = fed(reader, monkeypatch)
+    options: dict[str, Any] = {"batch_size": batch_size, "chunk_length": chunk_length}
+    found = {index: hits.tolist() for index, hits in greedy_hits(reader, texts, starts, **options)}
+    for index, (text, start) in enumerate(zip(texts, starts, strict=True)):
+        with torch.no_grad():
+            best = model(input_ids=torch.tensor(text[None], dtype=torch.int64)).logits[0].argmax(-1)
+        assert found[index] == [int(best[place - 1]) == text[place] for place in range(start, len(text))]
+    assert {hit for hits in found.values() for hit in hits} == {True, False}
+    everything = sum(map(len, texts)) - len(texts)
+    assert sum(read) < 0.75 * everything if make is stateful_model and worth < 10**6 else sum(read) > 0.9 * everything
 
 
 def test_wrong_use_is_refused(family: tuple[list[np.ndarray], list[int]]) -> None:
@@ -157,12 +260,13 @@ def test_wrong_use_is_refused(family: tuple[list[np.ndarray], list[int]]) -> Non
     model = stateful_model()
 
     def refused(complaint: str, model: Any = model, texts: Any = texts, **options: Any) -> None:
+        starts = [len(text) - tail for text, tail in zip(texts, tails, strict=True)]
         with pytest.raises(ValueError, match=complaint):
-            read_ends(reader_of(model), texts, tails, lambda *_: None, **options)
+            list(greedy_hits(reader_of(model), texts, starts, **options))
 
     refused("batch_size must be at least 1", batch_size=0)
     refused("chunk_length must be at least 1", chunk_length=0)
     refused("vocabulary from 0 to 39", texts=[text + 9 for text in texts])
     refused("give no chunk length", model=Whole(), chunk_length=8)
-    torch.nn.init.constant_(next(model.parameters()), float("nan"))
+    torch.nn.init.constant_(model.backbone.norm_f.weight, float("nan"))  # type: ignore[union-attr, arg-type]
     refused("The predictions for text [0-9]+ are NaN or infinite")

@@ -17,7 +17,7 @@ from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.harness import StateLM
 
 HEADER = "Q: is a shared header of demonstrations long enough to pay?\nA: yes\n\n"
-QUESTIONS = ["what else is there?", "why is it so?", "how many, and which of them?"]
+QUESTIONS = ["what else is there to see?", "why is all of it as it is?", "how many, and which of them?"]
 CONTEXTS = [f"{HEADER}Q: {question}\nA:" for question in QUESTIONS]
 CHOICES = [" yes", " no", " nobody", " n"]
 QUIET = {"disable_tqdm": True}

@@ -1,17 +1,10 @@
 """Tasks that need a long context, as training samples with the loss on the answer and as prompts for evaluation."""
 
-from .answers import Task, right_answers
+from .answers import Task
 from .babilong import BabilongPrompts, BabiQuestion, babi_files, read_babi
 from .grids import BabilongGrid, NeedleGrid, PasskeyGrid, RetrievalGrid
-from .keyed_rows import KeyedRows, StringCollator
-from .passkey import PASSKEY_STYLES, PasskeyPrompts, passkey_accuracy, passkey_prompt
-from .string_accuracy import (
-    EVALUATION_SEED,
-    StringAccuracy,
-    accuracy_by_length,
-    area_under_curve,
-    string_accuracy,
-)
+from .keyed_rows import EVALUATION_SEED, KeyedRows, StringCollator
+from .passkey import PASSKEY_STYLES, PasskeyPrompts, passkey_prompt
 from .strings import STRING_TASKS, AssociativeRecall, CopyingStrings, SortingStrings, TaskStrings, string_task
 
 __all__ = [
@@ -29,17 +22,11 @@ __all__ = [
     "PasskeyPrompts",
     "RetrievalGrid",
     "SortingStrings",
-    "StringAccuracy",
     "StringCollator",
     "Task",
     "TaskStrings",
-    "accuracy_by_length",
-    "area_under_curve",
     "babi_files",
-    "passkey_accuracy",
     "passkey_prompt",
     "read_babi",
-    "right_answers",
-    "string_accuracy",
     "string_task",
 ]

@@ -15,6 +15,8 @@ from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.tasks.keyed_random import LENGTH_STREAM, Array, random_integers
 
 PADDING_ID = 0
+EVALUATION_SEED = 2**40
+"""Seed of rows for evaluation; training takes small ones."""
 Lengths = int | tuple[int, int] | list[int]
 
 

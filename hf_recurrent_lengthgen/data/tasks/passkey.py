@@ -11,18 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from hf_recurrent_lengthgen.data.tasks.answers import (
-    Task,
-    encode,
-    encode_answer,
-    encode_next,
-    right_answers,
-    training_item,
-)
+from hf_recurrent_lengthgen.data.tasks.answers import Task, encode, encode_answer, encode_next, training_item
 
 _FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
@@ -179,39 +172,3 @@ class PasskeyPrompts(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return training_item(self.task(index))
-
-
-def passkey_accuracy(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    depths: Sequence[float],
-    samples: int,
-    seed: int = 0,
-    style: str = "pass key",
-    batch_size: int = 1,
-    chunk_length: int | None = None,
-) -> dict[float, float]:
-    """Share of keys that greedy decoding gives, for each depth; see `right_answers` for how this is found.
-
-    Args:
-        length: Tokens of prompt, key and period.
-        depths: Shares of the filler before the key.
-        samples: Random keys for each depth.
-        seed: Their seed, at least 0.
-        style: See `passkey_prompt`.
-        batch_size: Rows of a forward pass.
-        chunk_length: Tokens of a forward pass; see `right_answers`.
-
-    Raises:
-        ValueError: as `passkey_prompt` and `right_answers` raise, and for no depths, no samples or a negative seed.
-    """
-    if not depths or samples < 1 or seed < 0:
-        raise ValueError(f"give depths, at least 1 sample and a seed from 0, got {depths}, {samples} and {seed}")
-    template = PasskeyTemplate(tokenizer, length, style)
-    accuracy = {}
-    for place, depth in enumerate(depths):
-        keys = [random_key(np.random.default_rng([seed, place, number])) for number in range(samples)]
-        right = right_answers(model, [template.fill(depth, key) for key in keys], batch_size, chunk_length)
-        accuracy[depth] = sum(right) / samples
-    return accuracy

@@ -1,13 +1,7 @@
-"""Tokenizers of several kinds, and a model that knows the answer where it stands near enough."""
-
-import re
-from collections.abc import Callable
-from types import SimpleNamespace
+"""Tokenizers of several kinds."""
 
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
@@ -55,41 +49,3 @@ def merging_tokenizer() -> PreTrainedTokenizerBase:
     for left, right in merges:
         vocabulary[left + right] = len(vocabulary)
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocabulary, merges)))
-
-
-class Reader(nn.Module):
-    """Reads bytes; after "...: " or "pass key is" it goes on with the first number read, if that is within reach.
-
-    Its state is all that it has read.
-    """
-
-    def __init__(self, reach: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-        self.reach = reach
-        self.lengths: list[int] = []
-
-    def next_byte(self, read: bytes) -> int:
-        found = re.search(rb"\d+", read)
-        asked = re.search(rb"\? The pass ?key is( ?\d*)$", read)
-        if found is None or asked is None or len(read) - found.start() > self.reach:
-            return ord("x")
-        return (b" " + found[0] + b".")[len(asked[1])]
-
-    def forward(
-        self, input_ids: Tensor, logits_to_keep: int = 0, initial_state: list[bytes] | None = None
-    ) -> SimpleNamespace:
-        self.lengths.append(input_ids.shape[1])
-        before = initial_state or [b""] * len(input_ids)
-        new = [bytes((row - 3).tolist()) for row in input_ids]
-        logits = torch.zeros(*input_ids.shape, 384)
-        for row, (old, added) in enumerate(zip(before, new, strict=True)):
-            for place in range(len(added))[-logits_to_keep:]:
-                logits[row, place, self.next_byte(old + added[: place + 1]) + 3] = 1
-        state = [old + added for old, added in zip(before, new, strict=True)]
-        return SimpleNamespace(logits=logits[:, -logits_to_keep:] * self.scale, final_state=state)
-
-
-@pytest.fixture
-def reader() -> Callable[[int], Reader]:
-    return Reader

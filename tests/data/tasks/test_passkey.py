@@ -1,19 +1,17 @@
-"""Passkey prompts: their words, lengths, labels and randomness, and which answers count."""
+"""Passkey prompts: their words, lengths, labels and randomness."""
 
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.data.tasks import PasskeyPrompts, passkey_accuracy, passkey_prompt, right_answers
-from hf_recurrent_lengthgen.data.tasks.answers import _last_logits
+from hf_recurrent_lengthgen.data.tasks import PasskeyPrompts, passkey_prompt
 
 HEAD = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -102,53 +100,7 @@ def test_worker_processes_read_the_same_samples() -> None:
     assert torch.equal(read, torch.stack([samples[index]["input_ids"] for index in range(6)]))
 
 
-def greedy(model: Any, prompt: Tensor, count: int) -> Tensor:
-    ids = prompt[None]
-    for _ in range(count):
-        ids = torch.cat([ids, model(input_ids=ids, logits_to_keep=1).logits[:, -1:].argmax(-1)], dim=1)
-    return ids[0, -count:]
-
-
-@pytest.mark.parametrize("chunk_length", [None, 1, 50, 1000])
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_accuracy_by_depth_is_that_of_greedy_decoding(
-    chunk_length: int | None, batch_size: int, reader: Callable[[int], nn.Module]
-) -> None:
-    model, depths = reader(200).train(), [0.0, 0.4, 0.8, 1.0]
-    found = passkey_accuracy(model, byte_tokenizer(), 500, depths, 3, batch_size=batch_size, chunk_length=chunk_length)
-    expected = {}
-    for depth in depths:
-        task = passkey_prompt(byte_tokenizer(), 500, depth, "54321")
-        expected[depth] = float(torch.equal(greedy(model, task.prompt, 6), task.answer[:6]))
-    assert found == expected == {0.0: 0.0, 0.4: 0.0, 0.8: 1.0, 1.0: 1.0}
-    assert model.training
-    assert chunk_length is None or max(model.lengths[:3]) <= max(chunk_length, 7)
-
-
-class OneDigitWrong(nn.Module):
-    """Is right but for one token of the answer."""
-
-    def __init__(self, right: Tensor, place: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-        self.targets = right.roll(-1)
-        self.targets[place - 1] += 1
-
-    def forward(self, input_ids: Tensor, logits_to_keep: int) -> Any:
-        class Output:
-            logits = nn.functional.one_hot(self.targets[: input_ids.shape[1]], 384)[None, -logits_to_keep:]
-
-        return Output
-
-
-@pytest.mark.parametrize(("place", "right"), [(-7, False), (-6, False), (-2, False), (-1, True), (-8, True)])
-def test_each_token_of_the_key_counts_and_nothing_else(place: int, right: bool) -> None:
-    task = passkey_prompt(byte_tokenizer(), 400, 0.5, "54321")
-    model = OneDigitWrong(torch.cat([task.prompt, task.answer]), place)
-    assert right_answers(model, [task]) == [right]
-
-
-def test_wrong_use_is_refused(reader: Callable[[int], nn.Module], merging_tokenizer: Any) -> None:
+def test_wrong_use_is_refused(merging_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer()
     needle, question = "The pass key is 12345. Remember it. 12345 is the pass key.", "What is the pass key?"
     shortest = len(f"{HEAD}\n{needle}\n{question} The pass key is 12345.")
@@ -165,17 +117,8 @@ def test_wrong_use_is_refused(reader: Callable[[int], nn.Module], merging_tokeni
         PasskeyPrompts(tokenizer, 400, 0)
     with pytest.raises(ValueError, match="seed at least 0"):
         PasskeyPrompts(tokenizer, 400, 1, seed=-1)
-    with pytest.raises(ValueError, match="give depths"):
-        passkey_accuracy(reader(1), tokenizer, 400, [], 1)
     with pytest.raises(ValueError, match="merges"):
         passkey_prompt(merging_tokenizer, 400, 0, "12345")
-    tasks = [passkey_prompt(tokenizer, length, 0, "12345") for length in (400, 401)]
-    with pytest.raises(ValueError, match="one length"):
-        right_answers(reader(1), tasks)
-    with pytest.raises(ValueError, match="takes no initial_state, so chunk_length must be None"):
-        right_answers(OneDigitWrong(torch.zeros(400), -1), tasks[:1], chunk_length=8)
-    with pytest.raises(ValueError, match="must be at least 1, got 0"):
-        right_answers(reader(1), tasks[:1], batch_size=0)
 
 
 @pytest.fixture(scope="module")
@@ -192,13 +135,3 @@ def test_the_loss_of_a_model_is_that_of_key_and_period(tiny_model: StatefulMamba
     logs = outputs.logits[0].log_softmax(-1)
     expected = -sum(logs[place - 1, item["input_ids"][place]] for place in range(293, 300)) / 7
     torch.testing.assert_close(outputs.loss, expected)
-
-
-@pytest.mark.parametrize("chunk_length", [1, 64, 293, 500])
-def test_chunks_of_a_model_with_a_state_give_the_same_logits(
-    chunk_length: int, tiny_model: StatefulMamba2ForCausalLM
-) -> None:
-    ids = torch.stack([PasskeyPrompts(byte_tokenizer(), 300, 2)[index]["input_ids"] for index in range(2)])
-    whole = _last_logits(tiny_model, ids, 7, None)
-    assert whole.shape == (2, 7, 384)
-    torch.testing.assert_close(_last_logits(tiny_model, ids, 7, chunk_length), whole, rtol=0, atol=1e-5)

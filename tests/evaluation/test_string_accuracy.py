@@ -7,37 +7,45 @@ import torch
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.data.tasks import (
-    AssociativeRecall,
-    CopyingStrings,
-    TaskStrings,
-    accuracy_by_length,
-    area_under_curve,
-    string_accuracy,
-)
+from hf_recurrent_lengthgen.data.tasks import AssociativeRecall, CopyingStrings, TaskStrings
+from hf_recurrent_lengthgen.evaluation.string_accuracy import accuracy_by_length, area_under_curve, string_accuracy
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
 
 
 class Oracle(nn.Module):
-    """Knows the rows of a task, and says 0 where `wrong` (row, place of the label) says so; everywhere else 0, too."""
+    """Knows the rows of a task, and says 0 where `wrong` (row, place of the label) says so; everywhere else 0, too.
+
+    Its state is what it has read, each id plus one.
+    """
 
     def __init__(self, task: TaskStrings, wrong: list[tuple[int, int]]) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
+        self.config = SimpleNamespace(vocab_size=task.vocab_size)
         batch = task.batch(range(len(task)))
-        said = batch["labels"].clamp(min=0)
+        self.rows, self.said = batch["input_ids"].tolist(), batch["labels"].clamp(min=0)
         for row, place in wrong:
-            said[row, place] = 0
-        self.said = {tuple(ids[:-1].tolist()): row for ids, row in zip(batch["input_ids"], said, strict=True)}
-        self.vocab_size = task.vocab_size
+            self.said[row, place] = 0
         self.batches: list[int] = []
 
-    def forward(self, input_ids: Tensor) -> SimpleNamespace:
+    def forward(
+        self, input_ids: Tensor, initial_state: RecurrentState | None = None, output_final_state: bool = True
+    ) -> SimpleNamespace:
         assert not self.training
         self.batches.append(len(input_ids))
-        longest = len(next(iter(self.said)))
-        keys = [tuple(row.tolist()) + (0,) * (longest - len(row)) for row in input_ids]
-        targets = torch.stack([self.said[key][1 : input_ids.shape[1] + 1] for key in keys])
-        return SimpleNamespace(logits=nn.functional.one_hot(targets, self.vocab_size) * self.scale)
+        width = len(self.rows[0])
+        before = torch.zeros(len(input_ids), width) if initial_state is None else initial_state[0].recurrent
+        said = torch.zeros_like(input_ids)
+        state = before.clone()
+        for number, row in enumerate(input_ids):
+            count = int((before[number] > 0).sum())
+            state[number, count : count + len(row)] = row + 1
+            for place in range(len(row)):
+                read = (state[number, : count + place + 1] - 1).tolist()
+                known = [self.said[n, len(read)] for n, ids in enumerate(self.rows) if ids[: len(read)] == read]
+                said[number, place] = known[0] if known and len(read) < width else 0
+        logits = nn.functional.one_hot(said, self.config.vocab_size) * self.scale
+        return SimpleNamespace(logits=logits, final_state=(LayerState(state, torch.zeros(len(state), 0)),))
 
 
 # copying 4 symbols: the answer's labels stand at 5 to 8, the end's at 9
@@ -61,7 +69,6 @@ def test_characters_and_sequences_are_counted(
     found = string_accuracy(model, task, batch_size)
     assert found == (pytest.approx(character), pytest.approx(sequence))
     assert model.training
-    assert sum(model.batches) == 3
     assert max(model.batches) == min(batch_size, 3)
 
 
@@ -94,7 +101,7 @@ def test_lengths_are_1_2_and_4_times_that_of_training() -> None:
     assert list(accuracy_by_length(model, task, [5], samples=2)) == [5]
     with pytest.raises(ValueError, match="vocab_size is 7, but copying with vocabulary 5 has 8 tokens"):
         string_accuracy(model, CopyingStrings(3, 5))
-    with pytest.raises(ValueError, match="batch_size and chunk_length must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="batch_size must be at least 1"):
         string_accuracy(model, task, 0)
     with pytest.raises(ValueError, match="needs at least 12"):
         accuracy_by_length(model, AssociativeRecall(3, 6, 5))
@@ -116,18 +123,20 @@ def test_rows_read_in_pieces_count_the_same(chunk_length: int) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(()))
+            self.config = SimpleNamespace(vocab_size=8)
             self.longest = 0
 
-        def forward(self, input_ids: Tensor, initial_state: Tensor | None = None) -> SimpleNamespace:
+        def forward(
+            self, input_ids: Tensor, initial_state: RecurrentState | None = None, output_final_state: bool = True
+        ) -> SimpleNamespace:
             self.longest = max(self.longest, input_ids.shape[1])
-            total = input_ids.cumsum(1) + (0 if initial_state is None else initial_state)
+            total = input_ids.cumsum(1) + (0 if initial_state is None else initial_state[0].recurrent.long())
             logits = nn.functional.one_hot(total % 8, 8) * self.scale
-            return SimpleNamespace(logits=logits, final_state=total[:, -1:])
+            state = LayerState(total[:, -1:].float(), torch.zeros(len(total), 0))
+            return SimpleNamespace(logits=logits, final_state=(state,))
 
     task, model = CopyingStrings((10, 30), 5, 200), Nearly()
     found = accuracy_by_length(model, task, [12, 30], 100, chunk_length=chunk_length)
     assert model.longest <= chunk_length
     assert found == accuracy_by_length(Nearly(), task, [12, 30], 100)
     assert 0.05 < found[30].character < 0.3
-    with pytest.raises(ValueError, match="takes no initial_state, so chunk_length must be None, got 5"):
-        string_accuracy(Oracle(task, []), task, chunk_length=5)

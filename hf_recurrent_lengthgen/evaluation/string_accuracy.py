@@ -1,19 +1,16 @@
-"""Accuracy on the tasks of `strings.py`, at the training length and beyond."""
+"""Accuracy on the tasks of `data/tasks/strings.py`, at the training length and beyond."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
-from hf_recurrent_lengthgen.data.tasks.answers import check_pieces
-from hf_recurrent_lengthgen.data.tasks.strings import END_ID, TaskStrings
-from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
-
-EVALUATION_SEED = 2**40
-"""Seed of rows for evaluation; training takes small ones."""
+from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, TaskStrings
+from hf_recurrent_lengthgen.data.tasks.strings import END_ID
+from hf_recurrent_lengthgen.evaluation.readers import reader_of
+from hf_recurrent_lengthgen.evaluation.shared_prefixes import greedy_hits
 
 
 class StringAccuracy(NamedTuple):
@@ -28,59 +25,41 @@ class StringAccuracy(NamedTuple):
     sequence: float
 
 
-@torch.inference_mode()
 def string_accuracy(
     model: nn.Module, dataset: TaskStrings, batch_size: int = 64, chunk_length: int | None = None
 ) -> StringAccuracy:
-    """How many symbols, and how many whole answers, a causal language model gets right, from the zero state.
+    """How many symbols, and how many whole answers, a causal language model gets right.
 
     The model reads the right answer along with the prompt; the end token is not scored, as in the code of Jelassi et
-    al. (arXiv:2402.01032). The model is given no mask, since padding stands on the right.
+    al. (arXiv:2402.01032).
 
     Args:
-        model: takes `input_ids` (B, T) and returns `logits` (B, T, V); it is in evaluation mode meanwhile.
+        model: Any causal language model of Transformers or of this package.
         dataset: All its rows are read.
         batch_size: Rows of a forward pass.
-        chunk_length: Tokens of a forward pass, with the state carried on; None for all at once. It bounds the memory
-            of long rows.
+        chunk_length: Tokens of a row in one forward pass; None chooses by memory.
 
     Raises:
-        ValueError: for a batch size or chunk length below 1, a chunk length with a model that takes no initial state,
-            and a model that knows fewer tokens than the task has.
+        ValueError: for a model that knows fewer tokens than the task has, and as `greedy_hits`.
     """
-    check_pieces(model, batch_size, chunk_length)
-    known = getattr(getattr(model, "config", None), "vocab_size", dataset.vocab_size)
-    if known < dataset.vocab_size:
+    reader = reader_of(model)
+    if reader.vocabulary < dataset.vocab_size:
         raise ValueError(
-            f"The model's vocab_size is {known}, but {dataset.name} with vocabulary {dataset.vocabulary} has "
-            f"{dataset.vocab_size} tokens."
+            f"The model's vocab_size is {reader.vocabulary}, but {dataset.name} with vocabulary {dataset.vocabulary} "
+            f"has {dataset.vocab_size} tokens."
         )
-    device = next(model.parameters()).device
+    rows = dataset.__getitems__(range(len(dataset)))
+    labels = [row["labels"].numpy() for row in rows]
+    starts = [int((label != IGNORED_LABEL).argmax()) for label in labels]
+    texts = [row["input_ids"].numpy() for row in rows]
     characters = right_characters = right_rows = 0
-    with evaluation_mode(model):
-        for start in range(0, len(dataset), batch_size):
-            batch = dataset.batch(range(start, min(start + batch_size, len(dataset))))
-            best = _best(model, batch["input_ids"][:, :-1].to(device), chunk_length)
-            labels = batch["labels"][:, 1:]
-            scored = (labels != IGNORED_LABEL) & (labels != END_ID)
-            right = best.cpu() == labels
-            characters += int(scored.sum())
-            right_characters += int((right & scored).sum())
-            right_rows += int((right | ~scored).all(1).sum())
+    for index, hits in greedy_hits(reader, texts, starts, batch_size=batch_size, chunk_length=chunk_length):
+        asked = labels[index][starts[index] :]
+        right = hits[(asked != IGNORED_LABEL) & (asked != END_ID)]
+        characters += len(right)
+        right_characters += int(right.sum())
+        right_rows += bool(right.all())
     return StringAccuracy(right_characters / characters, right_rows / len(dataset))
-
-
-def _best(model: nn.Module, ids: Tensor, chunk_length: int | None) -> Tensor:
-    """The most likely token after each of `ids` (B, T)."""
-    if chunk_length is None:
-        logits: Tensor = model(input_ids=ids).logits
-        return logits.argmax(-1)
-    state, best = None, []
-    for chunk in ids.split(chunk_length, dim=1):
-        output = model(input_ids=chunk, initial_state=state)
-        state = output.final_state
-        best.append(output.logits.argmax(-1))
-    return torch.cat(best, dim=1)
 
 
 def accuracy_by_length(
