@@ -11,7 +11,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[1] / "examples" / "mimetic"
-RUNS = {"curves": 24, "switches": 16, "state_size": 10, "state_passing": 4, "patience": 2}
+RUNS = {"curves": 24, "switches": 16, "state_size": 10, "state_passing": 4, "patience": 2, "teacher": 3}
 FIGURES = ("curves", "switches", "state_size")
 
 
@@ -64,7 +64,7 @@ def test_an_interrupted_study_continues_and_reports_without_training(
 
 def test_starts_differ_as_they_say(modules: dict[str, Any]) -> None:
     def model(start: str) -> Any:
-        run = modules["replace"](modules["COPYING"], start=start)
+        run = modules["replace"](modules["COPYING"], start=start, steps=1)
         return sys.modules["learning"].new_model(run)
 
     default, some, hybrid = model("default"), model("a+conv"), model("hybrid")
@@ -76,6 +76,8 @@ def test_starts_differ_as_they_say(modules: dict[str, Any]) -> None:
         assert torch.equal(new.mixer.dt_bias, old.mixer.dt_bias)
         assert torch.equal(new.mixer.in_proj.weight, old.mixer.in_proj.weight)
     assert [hasattr(layer.mixer, "q_proj") for layer in hybrid.backbone.layers] == [False, True]
+    one, other = model("teacher 1").backbone.layers
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
 
 
 @pytest.mark.parametrize("study", ["curves", "switches", "state_size", "state_passing"])

@@ -5,6 +5,7 @@ switches       all 16 combinations of the four switches, copying
 state_size     area under the generalization curve against the state size N, copying
 state_passing  copying with and without state passing, on strings 6 times the shortest of training
 patience       default and mimetic with four times as many steps, copying
+teacher        all layers from one layer of a trained model (section 6), copying
 
 Writes <study>.json, <study>.md and, for the first three, <study>.png into the output folder, and each run into a
 folder below it. An interrupted study continues. Several processes may share the work: give them seeds in different
@@ -83,12 +84,19 @@ def patience(seed: int) -> Iterator[Run]:
         yield replace(COPYING, start=start, seed=seed, steps=4 * COPYING.steps, evaluations=4)
 
 
+def teacher(seed: int) -> Iterator[Run]:
+    """Each layer of a model trained from the mimetic start, and the default; every run trains its teacher."""
+    for start in ("default", *(f"teacher {layer}" for layer in range(COPYING.layers))):
+        yield replace(COPYING, start=start, seed=seed, evaluations=1)
+
+
 STUDIES: dict[str, tuple[Callable[[int], Iterator[Run]], Callable[[Sequence[Result]], reports.Report]]] = {
     "curves": (curves, reports.curves),
     "switches": (switches, reports.switches),
     "state_size": (state_size, reports.state_size),
     "state_passing": (state_passing, reports.state_passing),
     "patience": (patience, reports.patience),
+    "teacher": (teacher, reports.patience),
 }
 
 
