@@ -11,7 +11,7 @@ from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausal
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.data.tasks import PasskeyGrid
 from hf_recurrent_lengthgen.evaluation import shared_prefixes
-from hf_recurrent_lengthgen.evaluation.retrieval import retrieval_accuracy
+from hf_recurrent_lengthgen.evaluation.retrieval import RetrievalSettings, retrieval_accuracy
 
 DEPTHS = [place / 9 for place in range(10)]
 
@@ -23,22 +23,22 @@ def demo_model() -> StatefulMamba2ForCausalLM:
 
 
 def reading(model: StatefulMamba2ForCausalLM, lengths: Sequence[int], samples: int, least: int) -> Callable[[], None]:
-    """One grid of 10 depths; parts of prompts that have fewer than `least` tokens are not shared."""
+    """One grid of 10 depths; what would save fewer than `least` tokens is not shared."""
     grid = PasskeyGrid(byte_tokenizer(), DEPTHS, samples)
 
     def read() -> None:
-        before, shared_prefixes.LEAST_SHARED = shared_prefixes.LEAST_SHARED, least
+        before, shared_prefixes.WORTH_A_CALL = shared_prefixes.WORTH_A_CALL, least
         try:
-            retrieval_accuracy(model, grid, lengths, label="", data_description="", progress=False)
+            retrieval_accuracy(model, grid, lengths, settings=RetrievalSettings(progress=False))
         finally:
-            shared_prefixes.LEAST_SHARED = before
+            shared_prefixes.WORTH_A_CALL = before
 
     return read
 
 
 def bench_retrieval(rounds: int) -> dict[str, float]:
     """Passkeys at 10 depths: 1k to 128k with 1 sample, once; 1k to 4k with 2, shared against each prompt anew."""
-    model, usual = demo_model(), shared_prefixes.LEAST_SHARED
+    model, usual = demo_model(), shared_prefixes.WORTH_A_CALL
     lengths = [2**power for power in range(10, 18)]
     began = time.perf_counter()
     reading(model, lengths, 1, usual)()

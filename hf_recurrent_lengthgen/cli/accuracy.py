@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         "--chunk-length",
         type=positive,
         metavar="N",
-        help="tokens of a forward pass, with the state carried on, for long strings (default: all)",
+        help="tokens of a string in one forward pass (default: by memory)",
     )
     parser.add_argument(
         "--seed", type=int, default=EVALUATION_SEED, metavar="N", help="seed of the strings (default: %(default)s)"

@@ -44,8 +44,8 @@ from hf_recurrent_lengthgen.data.tasks import (
     read_babi,
 )
 from hf_recurrent_lengthgen.evaluation.files import write_result
-from hf_recurrent_lengthgen.evaluation.results import DataSource
-from hf_recurrent_lengthgen.evaluation.retrieval import retrieval_accuracy
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
+from hf_recurrent_lengthgen.evaluation.retrieval import RetrievalSettings, retrieval_accuracy
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalComparison, RetrievalResult, Share
 from hf_recurrent_lengthgen.evaluation.tables import rows_of, write_csv
 from hf_recurrent_lengthgen.loading import load_language_model
@@ -149,28 +149,19 @@ def run(arguments: Sequence[str]) -> int:
         raise ValueError(f"--within names {within[-1]}, but must be at most the longest of --lengths, {lengths[-1]}.")
     output = make_output_folder(options.output)
     tokenizer, cache = shared_tokenizer(options), open_cache(options)
-    grid, description = _grid(options, tokenizer)
+    grid, source = _grid(options, tokenizer)
+    data = DataRecord(source, token_unit=token_unit(tokenizer))
+    command = shlex.join(["lengthgen", "retrieve", *arguments])
+    settings = RetrievalSettings(options.batch_size, options.chunk_length, command, sys.stderr.isatty())
     names = dict(zip(options.models, short_names(options.models), strict=True))
     models = [load_language_model(name, options.trust_remote_code, DTYPES[options.dtype]) for name in options.models]
     found = []
     with resumable(cache):
         for name, model in zip(options.models, models, strict=True):
             print(f"{grid.task}, {len(grid.rows)} rows of {len(lengths)} lengths, {grid.samples} samples: {name}")
-            result = retrieval_accuracy(
-                on_device(model, options.device),
-                grid,
-                lengths,
-                label=model_label(names[name], model.config),
-                data_description=description,
-                token_unit=token_unit(tokenizer),
-                training_length=options.training_length or getattr(model.config, "training_length", None),
-                batch_size=options.batch_size,
-                chunk_length=options.chunk_length,
-                cache=cache,
-                command=shlex.join(["lengthgen", "retrieve", *arguments]),
-                progress=sys.stderr.isatty(),
-            )
-            found.append(result)
+            placed, label = on_device(model, options.device), model_label(names[name], model.config)
+            trained = options.training_length or getattr(model.config, "training_length", None)
+            found.append(retrieval_accuracy(placed, grid, lengths, label, data, trained, settings, cache=cache))
     print(f"\n{_table(found)}")
     picture = _write(output, found, within)
     if options.csv:

@@ -9,8 +9,8 @@ read once.
 
 import hashlib
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +18,9 @@ from torch import nn
 
 from hf_recurrent_lengthgen.data.tasks import RetrievalGrid, Task
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions, model_record
-from hf_recurrent_lengthgen.evaluation.readers import evaluation_mode, reader_of
+from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
-from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource, ForgettingRule
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, ForgettingRule
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalResult
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import greedy_hits
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
@@ -29,13 +29,31 @@ from hf_recurrent_lengthgen.models.forgetting import Forgetting
 TOKENS_AT_ONCE = 2**25
 """Most tokens of prompts in memory at a time, 4 bytes each, unless one cell has more."""
 
-_Place = tuple[int, int]  # row, number of the length
+
+@dataclass(frozen=True)
+class RetrievalSettings:
+    """How prompts are read.
+
+    Attributes:
+        batch_size: Prompts read together; None for as many as memory limits allow, at most 16.
+        chunk_length: Tokens of a forward pass for each; None for as many as memory limits allow.
+        command: How this was run.
+        progress: Show a progress bar.
+    """
+
+    batch_size: int | None = None
+    chunk_length: int | None = None
+    command: str = ""
+    progress: bool = True
+
+
+DEFAULTS, NOT_SAID = RetrievalSettings(), DataRecord()
 
 
 class _Cell(NamedTuple):
-    """A cell to be measured: where it stands, its digest, the prompts with their answers as (n,) int32."""
+    """A row and a number of the length, digest, and the prompts with their answers as (n,) int32."""
 
-    place: _Place
+    place: tuple[int, int]
     digest: str
     texts: list[np.ndarray]
     tasks: list[Task]
@@ -45,16 +63,12 @@ def retrieval_accuracy(
     model: nn.Module,
     grid: RetrievalGrid,
     lengths: Sequence[int],
-    *,
-    label: str,
-    data_description: DataSource | str,
-    token_unit: str = "token",
+    label: str = "model",
+    data: DataRecord = NOT_SAID,
     training_length: int | None = None,
-    batch_size: int | None = None,
-    chunk_length: int | None = None,
+    settings: RetrievalSettings = DEFAULTS,
+    *,
     cache: ResultCache | None = None,
-    command: str = "",
-    progress: bool = True,
 ) -> RetrievalResult:
     """Accuracy of greedy answers for each row of a grid of prompts and each length.
 
@@ -63,57 +77,25 @@ def retrieval_accuracy(
         grid: `PasskeyGrid`, `NeedleGrid` or `BabilongGrid`.
         lengths: Tokens of prompt and answer, each once.
         label: Name of the model for people.
-        data_description: What the prompts are made of.
-        token_unit: What one token is, in the singular.
+        data: What the prompts are made of, for people; the digest is that of all prompts, whatever is given.
         training_length: Tokens that the model was trained on, if known.
-        batch_size: Prompts read together; by default as many as memory limits allow, at most 16.
-        chunk_length: Tokens of a forward pass for each; by default as many as memory limits allow.
+        settings: How prompts are read.
         cache: Where cells are kept when they are complete; those that are there are not computed again.
-        command: How this was run.
-        progress: Show a progress bar.
 
     Raises:
         ValueError: as the grid for lengths without a prompt, and as `greedy_hits`; in both cases before any reading.
     """
     if not lengths or len(set(lengths)) < len(lengths) or min(lengths) < 1:
         raise ValueError(f"lengths must be at least one, each once and at least 1, got {list(lengths)}.")
-    lengths, began = sorted(lengths), time.perf_counter()
-    reader, record = reader_of(model), model_record(model)
-    places = [(row, place) for place in range(len(lengths)) for row in range(len(grid.rows))]
-    every = hashlib.sha256()
-    cells: dict[_Place, RetrievalCell] = {}
-    for place in places:  # all prompts are made before the first is read, which may take long
-        cell = _cell(grid, lengths, place)
-        every.update(cell.digest.encode())
-        kept = cache.get(_key(record, cell.digest)) if cache else None
-        if not cell.tasks:
-            cells[place] = RetrievalCell(0, 0, None)
-        elif kept is not None:
-            cells[place] = RetrievalCell(**kept)
-    if not any(cell.samples for cell in cells.values()) and len(cells) == len(places):
-        raise ValueError(f"No question fits into {lengths[-1]} {token_unit}s with its facts: give larger lengths.")
-
-    def run(group: Sequence[_Cell]) -> None:
-        names = [_in_words(grid, lengths, cell.place) for cell in group]
-        title = f"{grid.task} up to {lengths[group[-1].place[1]]:,}"
-        _measure(reader, group, names, batch_size, chunk_length, title, progress, keep)
-
-    def keep(cell: _Cell, found: RetrievalCell) -> None:
-        cells[cell.place] = found
-        if cache:
-            cache.put(_key(record, cell.digest), asdict(found))
-
-    with evaluation_mode(model):
-        group: list[_Cell] = []
-        for place in places:
-            if place not in cells:
-                cell = _cell(grid, lengths, place)
-                if group and _size(group) + _size([cell]) > TOKENS_AT_ONCE:
-                    run(group)
-                    group = []
-                group.append(cell)
-        if group:
-            run(group)
+    began, record = time.perf_counter(), model_record(model)
+    run = _Run(model, grid, sorted(lengths), settings, cache)
+    digest = run.look_up(record)
+    if not any(cell.samples for cell in run.cells.values()) and not run.missing:
+        raise ValueError(
+            f"No question fits into {max(lengths)} {data.token_unit}s with its facts: give larger lengths."
+        )
+    run.measure()
+    rows, columns = range(len(grid.rows)), range(len(lengths))
     return RetrievalResult(
         model=label,
         weights=record["weights"],
@@ -123,75 +105,111 @@ def retrieval_accuracy(
         shots=grid.shots,
         rows=grid.rows,
         depths=grid.depths,
-        lengths=tuple(lengths),
-        cells=tuple(tuple(cells[row, place] for place in range(len(lengths))) for row in range(len(grid.rows))),
+        lengths=tuple(run.lengths),
+        cells=tuple(tuple(run.cells[row, column] for column in columns) for row in rows),
         confidence=CONFIDENCE,
-        data=DataRecord(DataSource.of(data_description), every.hexdigest(), token_unit),
+        data=replace(data, digest=digest),
         device=record["device"],
         versions=installed_versions(),
-        command=command,
+        command=settings.command,
         seed=grid.seed,
         wall_seconds=time.perf_counter() - began,
         forgetting=ForgettingRule(**Forgetting.of(getattr(model, "config", None))._asdict()),
     )
 
 
-def _cell(grid: RetrievalGrid, lengths: Sequence[int], place: _Place) -> _Cell:
-    row, number = place
-    tasks = grid.tasks(row, lengths[number])
-    # the period after an answer is not asked for, and of the rest the last token is not read
-    texts = [np.concatenate([task.prompt.numpy(), task.answer[: task.scored].numpy()]).astype("<i4") for task in tasks]
-    digest = hashlib.sha256()
-    for task, text in zip(tasks, texts, strict=True):
-        digest.update(f"{len(text)} {task.scored} {task.distance};".encode() + text.tobytes())
-    return _Cell(place, digest.hexdigest(), texts, tasks)
+class _Run:
+    """The cells of a grid that are found, by their places, and the keys of those that are missing."""
 
+    def __init__(
+        self,
+        model: nn.Module,
+        grid: RetrievalGrid,
+        lengths: list[int],
+        settings: RetrievalSettings,
+        cache: ResultCache | None,
+    ) -> None:
+        self.reader, self.grid, self.lengths, self.settings, self.cache = (
+            reader_of(model),
+            grid,
+            lengths,
+            settings,
+            cache,
+        )
+        self.cells: dict[tuple[int, int], RetrievalCell] = {}
+        self.missing: dict[tuple[int, int], Any] = {}
 
-def _key(record: dict[str, str], digest: str) -> dict[str, Any]:
-    return {"what": "retrieval cell", "model": record, "prompts": digest}
+    def look_up(self, record: dict[str, str]) -> str:
+        """Make all prompts, before the first is read, which may take long; their digest."""
+        every = hashlib.sha256()
+        for column in range(len(self.lengths)):
+            for row in range(len(self.grid.rows)):
+                cell = self._cell((row, column))
+                every.update(cell.digest.encode())
+                key = {"what": "retrieval cell", "model": record, "prompts": cell.digest}
+                kept = self.cache.get(key) if self.cache else None
+                if not cell.tasks:
+                    self.cells[cell.place] = RetrievalCell(0, 0, None)
+                elif kept is not None:
+                    self.cells[cell.place] = RetrievalCell(**kept)
+                else:
+                    self.missing[cell.place] = key
+        return every.hexdigest()
 
+    def _cell(self, place: tuple[int, int]) -> _Cell:
+        row, column = place
+        tasks = self.grid.tasks(row, self.lengths[column])
+        # the period after an answer is not asked for
+        texts = [np.concatenate([task.prompt, task.answer[: task.scored]]).astype("<i4") for task in tasks]
+        digest = hashlib.sha256()
+        for task, text in zip(tasks, texts, strict=True):
+            digest.update(f"{len(text)} {task.scored} {task.distance};".encode() + text.tobytes())
+        return _Cell(place, digest.hexdigest(), texts, tasks)
 
-def _size(cells: Sequence[_Cell]) -> int:
-    return sum(len(text) for cell in cells for text in cell.texts)
+    def measure(self) -> None:
+        """Find the missing cells, many prompts at a time."""
+        for group in self._groups():
+            owners = [cell for cell in group for _ in cell.tasks]
+            tasks = [task for cell in group for task in cell.tasks]
+            texts = [text for cell in group for text in cell.texts]
+            right: dict[tuple[int, int], list[bool]] = {cell.place: [] for cell in group}
+            for number, hits in greedy_hits(
+                self.reader,
+                texts,
+                [len(text) - task.scored for text, task in zip(texts, tasks, strict=True)],
+                batch_size=self.settings.batch_size,
+                chunk_length=self.settings.chunk_length,
+                names=[self._name(cell.place) for cell in owners],
+                title=f"{self.grid.task} up to {self.lengths[group[-1].place[1]]:,}" if self.settings.progress else "",
+            ):
+                cell = owners[number]
+                right[cell.place].append(bool(hits.all()))
+                if len(right[cell.place]) == len(cell.tasks):
+                    self._keep(cell, sum(right[cell.place]))
 
+    def _groups(self) -> Iterator[list[_Cell]]:
+        """The missing cells, as many as may be in memory at a time."""
+        group: list[_Cell] = []
+        size = 0
+        for place in self.missing:
+            cell = self._cell(place)
+            tokens = sum(map(len, cell.texts))
+            if group and size + tokens > TOKENS_AT_ONCE:
+                yield group
+                group, size = [], 0
+            group.append(cell)
+            size += tokens
+        if group:
+            yield group
 
-def _in_words(grid: RetrievalGrid, lengths: Sequence[int], place: _Place) -> str:
-    row, number = place
-    where = "depth " if grid.depths is not None else ""
-    return f"{grid.task}, {where}{grid.rows[row]}, {lengths[number]:,} tokens"
+    def _name(self, place: tuple[int, int]) -> str:
+        where = "depth " if self.grid.depths is not None else ""
+        return f"{self.grid.task}, {where}{self.grid.rows[place[0]]}, {self.lengths[place[1]]:,} tokens"
 
-
-def _measure(
-    reader: Any,
-    cells: Sequence[_Cell],
-    names: Sequence[str],
-    batch_size: int | None,
-    chunk_length: int | None,
-    title: str,
-    progress: bool,
-    keep: Any,
-) -> None:
-    """Read the prompts of some cells; `keep(cell, found)` is called when a cell is complete."""
-    owners = [number for number, cell in enumerate(cells) for _ in cell.tasks]
-    tasks = [task for cell in cells for task in cell.tasks]
-    texts = [text for cell in cells for text in cell.texts]
-    starts = [len(text) - task.scored for text, task in zip(texts, tasks, strict=True)]
-    right: list[list[bool]] = [[] for _ in cells]
-    for text, hits in greedy_hits(
-        reader,
-        texts,
-        starts,
-        batch_size=batch_size,
-        chunk_length=chunk_length,
-        names=[names[owner] for owner in owners],
-        title=title if progress else "",
-    ):
-        owner = owners[text]
-        right[owner].append(bool(hits.all()))
-        if len(right[owner]) == len(cells[owner].tasks):
-            keep(cells[owner], _found(cells[owner].tasks, right[owner]))
-
-
-def _found(tasks: Sequence[Task], right: Sequence[bool]) -> RetrievalCell:
-    distances = [task.distance for task in tasks if task.distance is not None]
-    return RetrievalCell(sum(right), len(right), max(distances) if len(distances) == len(tasks) else None)
+    def _keep(self, cell: _Cell, right: int) -> None:
+        distances = [task.distance for task in cell.tasks]
+        known = [distance for distance in distances if distance is not None]
+        found = RetrievalCell(right, len(distances), max(known) if len(known) == len(distances) else None)
+        self.cells[cell.place] = found
+        if self.cache:
+            self.cache.put(self.missing[cell.place], asdict(found))

@@ -18,7 +18,7 @@ from hf_recurrent_lengthgen.evaluation import retrieval, shared_prefixes
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
-from hf_recurrent_lengthgen.evaluation.retrieval import retrieval_accuracy
+from hf_recurrent_lengthgen.evaluation.retrieval import RetrievalSettings, retrieval_accuracy
 from hf_recurrent_lengthgen.evaluation.retrieval_results import (
     RetrievalCell,
     RetrievalComparison,
@@ -74,9 +74,10 @@ class Recaller(nn.Module):
         return SimpleNamespace(logits=kept_logits, final_state=(LayerState(state, torch.zeros(rows, 0)),))
 
 
-def measured(model: Any, grid: RetrievalGrid, lengths: list[int], **options: Any) -> RetrievalResult:
-    settings = {"label": "toy", "data_description": "text", "progress": False, **options}
-    return retrieval_accuracy(model, grid, lengths, **settings)
+def measured(
+    model: Any, grid: RetrievalGrid, lengths: list[int], cache: ResultCache | None = None, **options: Any
+) -> RetrievalResult:
+    return retrieval_accuracy(model, grid, lengths, settings=RetrievalSettings(progress=False, **options), cache=cache)
 
 
 def grids() -> list[RetrievalGrid]:
