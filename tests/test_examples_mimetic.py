@@ -89,3 +89,13 @@ def test_the_readme_holds_the_results(study: str, modules: dict[str, Any]) -> No
     run = results[0]["run"]
     same = [r["curve"][-1][1] for r in results if {**r["run"], "seed": 0} == {**run, "seed": 0, "start": "mimetic"}]
     assert f" {statistics.fmean(same):.2f}" in "".join(lines)
+
+
+@pytest.mark.usefixtures("modules")
+def test_the_area_under_a_curve() -> None:
+    area_under_curve = sys.modules["reports"].area_under_curve
+    assert area_under_curve({1: 1.0, 2: 1.0, 4: 1.0}) == 1.0
+    # between 50 and 100 the mean is 0.75, between 100 and 200 it is 0.25
+    assert area_under_curve({200: 0.0, 50: 1.0, 100: 0.5}) == pytest.approx((50 * 0.75 + 100 * 0.25) / 150)
+    with pytest.raises(ValueError, match="at least two lengths, got 1"):
+        area_under_curve({50: 1.0})

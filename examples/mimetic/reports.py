@@ -1,7 +1,8 @@
 """Tables and figures of the studies."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from learning import Result
@@ -9,7 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from small_setting import markdown, panels
 
-from hf_recurrent_lengthgen.evaluation.string_accuracy import area_under_curve
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, MUTED
 from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES
 
@@ -39,6 +39,22 @@ def area(result: Result) -> float:
     run = result["run"]
     lengths = [round(multiple * run["length"]) for multiple in run["multiples"]]
     return area_under_curve(dict(zip(lengths, result["curve"][-1][1:], strict=True)))
+
+
+def area_under_curve(accuracy: Mapping[int, float]) -> float:
+    """Area under the generalization curve, accuracy against length, over its width: the mean accuracy, 0 to 1.
+
+    The measure of arXiv:2410.11135, Figure 7; lengths need not be evenly spaced (trapezoidal rule). The paper does not
+    say how it is scaled.
+
+    Raises:
+        ValueError: for fewer than two lengths.
+    """
+    points = sorted(accuracy.items())
+    if len(points) < 2:
+        raise ValueError(f"A curve needs at least two lengths, got {len(points)}.")
+    area = sum((right - left) * (low + high) / 2 for (left, low), (right, high) in pairwise(points))
+    return area / (points[-1][0] - points[0][0])
 
 
 def mean_and_range(values: Sequence[float]) -> str:

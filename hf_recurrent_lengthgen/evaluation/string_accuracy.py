@@ -1,7 +1,6 @@
 """Accuracy on the tasks of `data/tasks/strings.py`, at the training length and beyond."""
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -87,19 +86,3 @@ def accuracy_by_length(
         lengths = [multiple * task.longest for multiple in (1, 2, 4)]
     data = {length: task.resized(length, samples, seed) for length in lengths}  # all checked before the first is run
     return {length: string_accuracy(model, rows, batch_size, chunk_length) for length, rows in data.items()}
-
-
-def area_under_curve(accuracy: Mapping[int, float]) -> float:
-    """Area under the generalization curve, accuracy against length, over its width: the mean accuracy, 0 to 1.
-
-    The measure of arXiv:2410.11135, Figure 7; lengths need not be evenly spaced (trapezoidal rule). The paper does not
-    say how it is scaled.
-
-    Raises:
-        ValueError: for fewer than two lengths.
-    """
-    points = sorted(accuracy.items())
-    if len(points) < 2:
-        raise ValueError(f"A curve needs at least two lengths, got {len(points)}.")
-    area = sum((right - left) * (low + high) / 2 for (left, low), (right, high) in pairwise(points))
-    return area / (points[-1][0] - points[0][0])

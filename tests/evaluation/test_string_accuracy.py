@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.data.tasks import AssociativeRecall, CopyingStrings, TaskStrings
-from hf_recurrent_lengthgen.evaluation.string_accuracy import accuracy_by_length, area_under_curve, string_accuracy
+from hf_recurrent_lengthgen.evaluation.string_accuracy import accuracy_by_length, string_accuracy
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
 
 
@@ -105,14 +105,6 @@ def test_lengths_are_1_2_and_4_times_that_of_training() -> None:
         string_accuracy(model, task, 0)
     with pytest.raises(ValueError, match="needs at least 12"):
         accuracy_by_length(model, AssociativeRecall(3, 6, 5))
-
-
-def test_the_area_under_a_curve() -> None:
-    assert area_under_curve({1: 1.0, 2: 1.0, 4: 1.0}) == 1.0
-    # between 50 and 100 the mean is 0.75, between 100 and 200 it is 0.25
-    assert area_under_curve({200: 0.0, 50: 1.0, 100: 0.5}) == pytest.approx((50 * 0.75 + 100 * 0.25) / 150)
-    with pytest.raises(ValueError, match="at least two lengths, got 1"):
-        area_under_curve({50: 1.0})
 
 
 @pytest.mark.parametrize("chunk_length", [1, 7, 1000])
