@@ -145,7 +145,7 @@ def write_card(
         ValueError: as `build_card`, for such files, and for marks of own words that are damaged.
     """
     path = Path(folder)
-    there = _read_text(path / README)
+    checkpoint, there = read_checkpoint(path), _read_text(path / README)
     mark = read_card_mark(there)
     foreign = bool(there) and mark is None
     if foreign and not overwrite:
@@ -159,7 +159,6 @@ def write_card(
     settings = CardSettings(repo_id, license, tuple(language), tuple(datasets), tuple(authors), own_words(there))
     if mark is not None and not overwrite:
         settings = settings.completed(mark.said)
-    checkpoint = read_checkpoint(path)
     evidence = read_evidence(checkpoint, results)
     card = render(checkpoint, evidence, settings)
     new = Path(tempfile.mkdtemp(prefix=".card.", suffix=".tmp", dir=path))
