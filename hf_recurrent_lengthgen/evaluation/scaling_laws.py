@@ -27,8 +27,7 @@ STEEPEST = 30.0
 """The exponential is searched up to c^(range of sizes) = e^30 and e^-30."""
 LARGEST_EXPONENT = 300.0
 """Of c and c^N, so that squares of them are numbers."""
-MILLION, THOUSAND = 1_000_000, 1_000
-"""The paper's units of state sizes and lengths."""
+MILLION, THOUSAND = 1_000_000, 1_000  # the paper's units of state sizes and lengths
 Form = Literal["linear", "exponential"]
 Relation = Literal["=", "<=", "<", ">=", ">"]
 
