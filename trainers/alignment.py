@@ -7,7 +7,7 @@ and their outputs are aligned where both have read at least T/2 tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from transformers.utils import logging
@@ -26,13 +26,43 @@ from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace
 logger = logging.get_logger(__name__)
 
 
-class AlignedBatch(NamedTuple):
-    """The crops of a micro-batch: `inputs`, with shifted targets as labels, `extra` tokens apart, and the number of
-    pairs of outputs that are aligned."""
+@dataclass
+class CropLoss:
+    """The part of a micro-batch in L* (Eq. 4) of its step, as Trainer calls a `compute_loss_func`.
 
-    inputs: dict[str, Any]
+    Attributes:
+        alpha: Weight of the misalignment.
+        extra: l_extra, tokens between the two crops.
+        overlap: Pairs of outputs of the micro-batch that are aligned.
+        step_overlap: Those of the whole step, of all micro-batches and processes.
+        misalignment: Mean of the micro-batch, once the loss is computed.
+    """
+
+    alpha: float
     extra: int
     overlap: int
+    step_overlap: int
+    misalignment: Tensor | None = None
+
+    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """The loss of outputs with logits (2B, T, V) on shifted targets (2B, T).
+
+        Args:
+            outputs: Of the model.
+            labels: Shifted targets.
+            num_items_in_batch: Targets of the whole step, or None where Trainer averages over micro-batches.
+        """
+        divisor = None if num_items_in_batch is None else self.step_overlap
+        result = aligned_cross_entropy(
+            outputs["logits"],
+            labels,
+            self.extra,
+            alpha=self.alpha,
+            num_items=num_items_in_batch,
+            overlap_items=divisor,
+        )
+        self.misalignment = result.misalignment * ((divisor or self.overlap) / self.overlap)
+        return result.loss
 
 
 @dataclass(frozen=True)
@@ -86,8 +116,12 @@ class AlignmentSettings:
                 f"crops share tokens with at least T/2 of context; got {low} to {high}."
             )
 
-    def crop(self, inputs: dict[str, Any], place: BatchPlace) -> AlignedBatch:
-        """The 2B rows of a micro-batch: first crops, then second crops.
+    def __call__(self, *_: Any, **__: Any) -> Tensor:
+        """Trainer only needs to know that there is a loss function: each micro-batch has its own, a `CropLoss`."""
+        raise ValueError("The alignment loss is of InitialStateTrainer.compute_loss: call super().compute_loss(...).")
+
+    def crop(self, inputs: dict[str, Any], place: BatchPlace) -> tuple[dict[str, Any], CropLoss]:
+        """The 2B rows of a micro-batch, first crops, then second crops, with shifted targets; and their loss.
 
         Raises:
             ValueError: for rows that are too short, have padding, or no labels.
@@ -116,29 +150,5 @@ class AlignmentSettings:
         crops = two_crops(inputs, length, extra)
         targets = shifted_targets(crops)
         # Trainer counts targets in `shift_labels`, and hands `labels` to the loss.
-        return AlignedBatch(
-            crops | {"labels": targets, "shift_labels": targets}, extra, overlap_positions(place.rows, length, extra)
-        )
-
-    def loss(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        num_items: Tensor | int | None,
-        batch: AlignedBatch,
-        overlap_items: int,
-    ) -> tuple[Tensor, Tensor]:
-        """The part of a micro-batch in L* (Eq. 4) of its step, and its own mean misalignment.
-
-        Args:
-            logits: (2B, T, V).
-            targets: Shifted targets (2B, T).
-            num_items: Targets of the whole step, or None where Trainer averages over micro-batches.
-            batch: The micro-batch.
-            overlap_items: Pairs of outputs of the whole step.
-        """
-        divisor = None if num_items is None else overlap_items
-        result = aligned_cross_entropy(
-            logits, targets, batch.extra, alpha=self.alpha, num_items=num_items, overlap_items=divisor
-        )
-        return result.loss, result.misalignment * ((divisor or batch.overlap) / batch.overlap)
+        overlap = overlap_positions(place.rows, length, extra)
+        return crops | {"labels": targets, "shift_labels": targets}, CropLoss(self.alpha, extra, overlap, overlap)

@@ -18,6 +18,7 @@ from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
 from hf_recurrent_lengthgen.models.token_inputs import check_token_ids
 from hf_recurrent_lengthgen.trainers.alignment import AlignmentSettings
+from hf_recurrent_lengthgen.trainers.chunked_backprop import check_chunkable, innermost_model
 from hf_recurrent_lengthgen.trainers.nonfinite_states import recurrent_layers
 from hf_recurrent_lengthgen.trainers.scored_targets import token_labels
 
@@ -50,6 +51,34 @@ def check_model(model: nn.Module) -> None:
         )
     if _stateless_layers(base):
         base.check_has_states()
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raise a `ValueError` for a model, settings or data under which a method would do something else than it says."""
+    model, args = trainer.model, trainer.args
+    if trainer.needs_states:
+        check_model(model)
+    check_trainable(model, trainer.learns_state)
+    check_no_forgetting(model)
+    check_arguments(args)
+    check_state_limits(model, args)
+    keep_states_in_full_precision(trainer.accelerator.state)
+    if args.bptt_chunk_length is not None:
+        check_chunkable(innermost_model(model))
+    for name in ("train_dataset", "eval_dataset"):
+        check_not_empty(name, getattr(trainer, name))
+    check_evaluation_data(trainer.eval_dataset)
+
+
+def check_train_data(trainer: Any, alignment: AlignmentSettings | None) -> None:
+    """Raise a `ValueError` for training data whose rows do not suit the method."""
+    dataset = trainer.train_dataset
+    continued = isinstance(dataset, ContinuedChunks | ContinuedStream)
+    if trainer.needs_continued_data or continued:
+        check_continued_data(trainer, dataset, alignment)
+    if trainer.needs_shuffled_data:
+        sampler = None if continued else trainer._get_train_sampler
+        check_shuffled(type(trainer).__name__, dataset, trainer.args, sampler)
 
 
 def check_state_limits(model: nn.Module, args: Any) -> None:
@@ -297,11 +326,6 @@ def zero_state_of(trainer: Any) -> Callable[[int], RecurrentState]:
     if reason is not None:
         raise ValueError(f"{type(base).__name__} cannot start from noise: {reason}. Take passed or learned states.")
     return lambda rows: base_of(trainer.model).zero_state(rows)
-
-
-def count_parameters(model: nn.Module) -> int:
-    """Number of parameters, with those that are not trained."""
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def keep_states_in_full_precision(accelerator_state: Any) -> None:

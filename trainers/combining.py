@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from hf_recurrent_lengthgen.data.segments import split_at_resets
-from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
+from hf_recurrent_lengthgen.trainers.base import MICRO_BATCH, InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.initial_states import ZeroStates
 
 
@@ -126,12 +126,13 @@ class _OnTexts(InitialStateTrainer):
         read: int = self._total_train_tokens
         return read
 
-    def _lay_out(self, batch: dict[str, Any], micro_batch: int) -> Any:
+    def _lay_out(self, batch: dict[str, Any], micro_batch: int) -> dict[str, Any]:
         texts = self._with_states(batch)
-        inputs, facts = super()._lay_out(texts, micro_batch)
+        inputs = super()._lay_out(texts, micro_batch)
         if texts is not batch:  # as many rows as texts: the number of rows before those of this process is unknown
-            facts = replace(facts, place=replace(facts.place, first_row=self.args.process_index << 20))
-        return inputs, facts
+            facts = inputs[MICRO_BATCH]
+            facts.place = replace(facts.place, first_row=self.args.process_index << 20)
+        return inputs
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items: Any) -> Any:
         if self._align is None:

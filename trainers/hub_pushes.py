@@ -8,8 +8,10 @@ checkpoint, but not the code that loads them; and it writes its arguments there 
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import ModelCard
+from transformers import Trainer
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.models.atomic_files import replacing
@@ -20,6 +22,44 @@ logger = logging.get_logger(__name__)
 
 NOT_PUSHED = "training_args.bin"
 TRAINERS_TAG = "generated_from_trainer"
+
+
+class PushingTrainer(Trainer):
+    """`Trainer` whose pushes hold code and card of the model, and no secrets."""
+
+    @property
+    def output_dir(self) -> str:
+        """Folder of the run."""
+        return str(self.args.output_dir)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self.is_world_process_zero():
+            copy_code(checkpoint_folder, self.output_dir)
+            leave_out_pickles(self.output_dir)
+            for folder in (self.output_dir, checkpoint_folder):
+                check_texts(folder, self.args.hub_token)
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, without the pickle of its arguments, in which a token may be."""
+        if self.is_world_process_zero():
+            leave_out_pickles(self.output_dir)
+        return super().push_to_hub(*args, **kwargs)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """The card of `lengthgen card` where a lineage tells of the run and nothing is asked for; else Trainer's.
+
+        A card from elsewhere stays.
+        """
+        if not self.is_world_process_zero():
+            return
+        repository: str | None = self.hub_model_id
+        asked = args or any(value for name, value in kwargs.items() if name != "model_name")
+        kept = has_card_of_another(self.output_dir) if asked else write_own_card(self.output_dir, repository)
+        if not kept:
+            super().create_model_card(*args, **kwargs)
+        if repository is not None:  # it is uploaded next
+            check_texts(self.output_dir, self.args.hub_token)
 
 
 def copy_code(checkpoint: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:

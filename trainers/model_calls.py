@@ -5,7 +5,7 @@ the model, or return outputs of its own. Only the model's own calls tell whether
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -54,3 +54,26 @@ class ModelCalls:
         state = output.get("final_state") if isinstance(output, Mapping) else getattr(output, "final_state", None)
         if state is not None:
             self.final_state = detach_state(state)
+
+
+def say_lost(trainer: Any, what: str, needed: str) -> NoReturn:
+    """Raise a `ValueError`: a loss below the method's lost what it puts into the inputs."""
+    raise ValueError(
+        f"{trainer.describe_method()} took no part in step {trainer.state.global_step}: {what}. "
+        f"{_first_with(type(trainer), 'compute_loss')}, or another one that it calls, must use {needed}."
+    )
+
+
+def say_passed_by(trainer: Any, error: Exception | None = None) -> NoReturn:
+    """Raise a `ValueError`: a loss was computed without the method."""
+    raise ValueError(
+        f"{trainer.describe_method()} took no part in step {trainer.state.global_step}: the training loss came from "
+        f"{_first_with(type(trainer), 'compute_loss')}, which does not call the compute_loss of InitialStateTrainer. "
+        "Call super().compute_loss(...) in it; where it is of another trainer, let "
+        "hf_recurrent_lengthgen.trainers.combine(method, trainer) join the two."
+    ) from error
+
+
+def _first_with(cls: type[Any], name: str) -> str:
+    """The method that an object of a class has by a name, as "Class.name"."""
+    return next(f"{base.__name__}.{name}" for base in cls.__mro__ if name in vars(base))

@@ -1,9 +1,59 @@
 """States that hold NaN, are infinite, or exploded."""
 
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, keep_rows
+
+logger = logging.get_logger(__name__)
+
+
+class CheckedStates(NamedTuple):
+    """Final states whose broken rows are zero, which rows these are, (B,) bool or None for none, and what to log."""
+
+    state: RecurrentState
+    broken: Tensor | None
+    logs: dict[str, Tensor]
+
+
+def checked_states(
+    state: RecurrentState,
+    max_rms: float | None,
+    otherwise: Literal["stop", "reset"],
+    told: str,
+    hint: Callable[[], str],
+) -> CheckedStates:
+    """Replace broken rows of final states by zero, or end the run.
+
+    Args:
+        state: Final states of a micro-batch.
+        max_rms: Root mean square of a layer's recurrent state above which it counts as exploded; None for no limit.
+        otherwise: What to do with broken rows.
+        told: What the states are, for the message.
+        hint: Says how a run that ends here goes on.
+
+    Raises:
+        ValueError: for broken rows with "stop".
+    """
+    norms = part_norms(state)
+    broken = nonfinite_rows(state, norms, max_rms)
+    logs, found = {"reset_states": broken.double().mean()}, bool(broken.any())
+    if found:
+        told += describe_nonfinite(state, norms, max_rms)
+        if otherwise == "stop":
+            raise ValueError(f"{told}. {hint()} nonfinite_states='reset' would go on from zero.")
+        logger.warning(f"{told}. The states of these rows are replaced by zero.")
+        state = keep_rows(state, ~broken)
+    rms = recurrent_rms(state, norms)
+    if found:
+        rms = rms[:, ~broken]
+    if rms.numel():
+        logs |= {"state_rms": rms.mean(), "state_rms_max": rms.max()}
+    return CheckedStates(state, broken if found else None, logs)
 
 
 def part_norms(state: RecurrentState) -> Tensor:

@@ -1,0 +1,298 @@
+"""A run that survives its end: one at a time in a folder, interrupted with a checkpoint, resumed bit for bit.
+
+Checkpoints also hold the state of the source of initial states, a description of what a resumed run must share, and
+the record of what was trained so far.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, has_length
+from transformers.utils import logging
+
+from hf_recurrent_lengthgen.adapters import holds_adapter, write_adapter_base
+from hf_recurrent_lengthgen.data.continued import ContinuedChunks
+from hf_recurrent_lengthgen.evaluation.results import DataSource
+from hf_recurrent_lengthgen.trainers.checkpoints import (
+    TRAINER_STATE_FILE,
+    begin_save,
+    checkpoint_to_resume,
+    initial_states_file,
+    load_converted_weights,
+    load_initial_states,
+    newest_complete_checkpoint,
+    save_digests,
+    save_initial_states,
+    saved_run,
+)
+from hf_recurrent_lengthgen.trainers.checks import layout_of
+from hf_recurrent_lengthgen.trainers.folder_lock import locked
+from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
+from hf_recurrent_lengthgen.trainers.initial_states import InitialStateSource
+from hf_recurrent_lengthgen.trainers.interrupts import InterruptCallback
+from hf_recurrent_lengthgen.trainers.resumed_optimizers import (
+    apply_changes,
+    check_same_kind,
+    made_before,
+    remember_settings,
+)
+from hf_recurrent_lengthgen.trainers.same_rows import SameRowsTrainer
+from hf_recurrent_lengthgen.trainers.training_runs import RATES, RunFacts, RunRecord, record_lineage
+
+logger = logging.get_logger(__name__)
+
+
+class ResumableTrainer(SameRowsTrainer):
+    """`Trainer` whose runs can be interrupted and resumed, and that records what was trained.
+
+    Attributes:
+        initial_states: Where initial states come from.
+        run_record: What the run was trained with.
+        given_scheduler: Class of the schedule that was given, or None.
+        facts: What `save_model` writes into the lineage, where a command knows more than the trainer.
+        data_description: What it is trained on, in the lineage.
+    """
+
+    initial_states: InitialStateSource
+    facts: RunFacts | None = None
+    data_description: DataSource | str | None = None
+    args: InitialStateConfig
+
+    def __init__(self, model: Any, args: InitialStateConfig, *positional: Any, **keyword: Any) -> None:
+        self._made_output_dir = not os.path.isdir(str(args.output_dir))
+        super().__init__(model, args, *positional, **keyword)
+        self.given_scheduler = None if self.lr_scheduler is None else type(self.lr_scheduler).__name__
+        self.run_record = RunRecord()
+        self._trained: TrainOutput | None = None
+        self._interrupts = InterruptCallback(self.any_process)
+        made: Any = self.model
+        parameters = sum(parameter.numel() for parameter in made.parameters())
+        self._model_description = f"{type(made).__name__} with {parameters:,} parameters"
+
+    # --- running ---
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Train; `resume_from_checkpoint=True` takes the newest checkpoint that is complete and unchanged.
+
+        A run that has all its steps is not trained further: its weights are loaded, and that is all.
+
+        Raises:
+            ValueError: if there is none, or the given folder is not complete and unchanged; while another run trains
+                in the output folder; and for data that make no step.
+            KeyboardInterrupt: after SIGINT, when the current step is done and a checkpoint is written.
+            SystemExit: likewise after SIGTERM.
+        """
+        # trials may run at the same time, in folders of their own
+        is_trial = (args[0] if args else kwargs.get("trial")) is not None
+        with nullcontext() if is_trial else self._only_run_here():
+            try:
+                return self._train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
+            except BaseException:
+                if self._made_output_dir:
+                    with suppress(OSError):  # it holds something
+                        os.rmdir(self.output_dir)
+                raise
+
+    @contextmanager
+    def _only_run_here(self) -> Iterator[None]:
+        """Hold the output folder; the main process does so for all of the run."""
+        with locked(self.output_dir) if self.is_world_process_zero() else nullcontext(True) as free:
+            if self.any_process(not free):
+                raise ValueError(
+                    f"Another run trains in {self.output_dir}: give this one another output_dir, or wait for its end."
+                )
+            yield
+
+    def _train(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> TrainOutput:
+        if checkpoint is None:
+            self.run_record.begin(self)
+        else:
+            step = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_FILE)).global_step
+            path = initial_states_file(checkpoint, self.args.process_index)
+            self.run_record.begin(self, saved_run(path).get("record"), step)
+        self.initial_states.reset()
+        try:
+            with self._interrupts.listening():
+                output: TrainOutput = super().train(checkpoint, *args, **kwargs)
+        except KeyboardInterrupt:
+            self._say_interrupted()
+            raise
+        if self.any_process(self._interrupts.received is not None):
+            self._say_interrupted()
+            if self._interrupts.received == signal.SIGTERM:
+                raise SystemExit(128 + signal.SIGTERM)
+            raise KeyboardInterrupt
+        self._trained = output
+        return output
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
+        """Trainer's; none for a finished run that is resumed."""
+        return (
+            ([], None) if is_finished(self.state) else super().get_batch_samples(epoch_iterator, num_batches, device)
+        )
+
+    def any_process(self, condition: bool) -> bool:
+        """Whether a condition holds in any process."""
+        if self.args.world_size == 1:
+            return condition
+        flag = torch.tensor(float(condition), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(flag, "sum") > 0)
+
+    def _say_interrupted(self) -> None:
+        if self.is_world_process_zero():
+            print(f"\nInterrupted after step {self.state.global_step}. {self.resume_hint()}", flush=True)
+
+    def resume_hint(self) -> str:
+        """From where a run that ends now can be continued."""
+        newest = newest_complete_checkpoint(self.output_dir)
+        if newest is None:
+            return f"There is no complete checkpoint in {self.output_dir} yet."
+        return f"The newest complete checkpoint is {newest}: train(resume_from_checkpoint=True) continues from it."
+
+    # --- saving ---
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Trainer's; after `train`, lineage.json also tells of which checkpoint the model was made, and how.
+
+        Beside an adapter, adapter_base.json says to which weights it belongs.
+        """
+        super().save_model(output_dir, _internal_call)
+        if _internal_call or not self.is_world_process_zero():
+            return
+        folder = output_dir or self.output_dir
+        if hasattr(self.model, "peft_config") and holds_adapter(folder):
+            write_adapter_base(folder, self.model)
+        if self._trained is not None:
+            record_lineage(self, self._trained, folder)  # type: ignore[arg-type]
+
+    def _run_description(self) -> dict[str, Any]:
+        """What a resumed run must share."""
+        return {
+            "model": self._model_description,
+            "source": type(self.initial_states).__name__,
+            **self.args.method_settings(),
+            **self.initial_states.settings(),
+            **layout_of(self.train_dataset),
+            **self._rows_left_out(),
+            "seed": self.args.seed,
+            "data_seed": self.args.data_seed,
+            "num_processes": self.args.world_size,
+            "per_device_train_batch_size": self.args.per_device_train_batch_size,
+            "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
+        }
+
+    def _rows_left_out(self) -> dict[str, int]:
+        """How many, where there are any: checkpoints of before such rows were left out say nothing of them."""
+        data: Any = self.train_dataset
+        if isinstance(data, ContinuedChunks) or not has_length(data):
+            return {}
+        rows = len(data) % (self.args.per_device_train_batch_size * self.args.world_size)
+        return {"rows_left_out": rows} if rows else {}
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if self.args.should_save:
+            begin_save(folder)
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save and not self.args.save_only_model:
+            save_digests(folder)
+
+    # Trainer writes the random state of a process last of its own files; the initial states follow it. Nothing marks
+    # the folder complete, and no older one is deleted, before every process has written its files.
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        path = initial_states_file(output_dir, self.args.process_index)
+        run = self._run_description() | {"record": self.run_record.saved(self)}
+        save_initial_states(path, self.initial_states.state_dict(), run)
+        self.accelerator.wait_for_everyone()
+
+    # --- resuming ---
+
+    def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
+        """The folder to resume from, looked for by the main process for all of the run; None for a new run."""
+        if not asked:
+            return None
+        found: list[str | None] = [None, None]
+        if self.is_world_process_zero():
+            try:
+                found[0] = checkpoint_to_resume(asked, self.output_dir)
+            except ValueError as error:
+                found[1] = str(error)
+        checkpoint, refused = broadcast_object_list(found)
+        if refused is not None:
+            raise ValueError(refused)
+        # Before Trainer, so that what changed is named and no weights are loaded into another model.
+        load_initial_states(initial_states_file(checkpoint, self.args.process_index), self._run_description())
+        return str(checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not self._load_converted(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if not self._load_converted(str(self.state.best_model_checkpoint)):
+            super()._load_best_model()
+
+    def _load_converted(self, checkpoint: str) -> bool:
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        return not sharded and load_converted_weights(self.model, checkpoint)  # type: ignore[arg-type]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        remember_settings(self.optimizer, new_run=False)
+        check_same_kind(checkpoint, self.optimizer, self.lr_scheduler, self.args)
+        super()._load_optimizer_and_scheduler(checkpoint)
+        before = made_before(self.optimizer, self.lr_scheduler, self.run_record.groups)
+        self.run_record.found_unrecorded(self, before)
+        changed = self.run_record.changes(self).keys()
+        apply_changes(self.optimizer, self.lr_scheduler, before, not changed.isdisjoint(RATES))
+        path = initial_states_file(checkpoint, self.args.process_index)
+        self.initial_states.load_state_dict(load_initial_states(path, self._run_description()), self.args.device)
+
+
+def is_finished(state: TrainerState) -> bool:
+    """Whether a run has all its steps."""
+    return 0 < state.max_steps <= state.global_step
+
+
+class RunCallback(TrainerCallback):
+    """Tells a trainer when epochs begin and steps end, and ends a finished run that is resumed."""
+
+    def __init__(self, trainer: ResumableTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        remember_settings(self._trainer.optimizer, new_run=not state.global_step)
+        changes = self._trainer.run_record.changes(self._trainer)
+        if not state.is_world_process_zero:
+            return
+        if is_finished(state):
+            logger.warning(f"Nothing is left to train: the run has all its {state.max_steps} steps.")
+        elif changes:
+            told = "; ".join(f"{name} {before} -> {now}" for name, (before, now) in changes.items())
+            logger.warning(f"From step {state.global_step} on, other settings apply than before: {told}.")
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._trainer.begin_epoch(int(state.epoch or 0))
+        self._had_steps_left = not is_finished(state)
+        if is_finished(state):  # Trainer itself would take one more step
+            control.should_training_stop = True
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if not self._had_steps_left:
+            control.should_log = control.should_evaluate = control.should_save = False
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._trainer.initial_states.end_step()

@@ -1,0 +1,237 @@
+"""The rows of training and evaluation, the same on any number of processes.
+
+Training leaves out rows that fill no batch of all processes: accelerate would fill it up with rows of the first one.
+An evaluation counts each row once, though accelerate repeats rows in its last batch, to give every process as many.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from accelerate.data_loader import prepare_data_loader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers.trainer_utils import has_length
+from transformers.utils import logging
+
+from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream, StreamRowSampler
+from hf_recurrent_lengthgen.trainers.checks import base_of, takes_states
+from hf_recurrent_lengthgen.trainers.chunked_backprop import IGNORED
+from hf_recurrent_lengthgen.trainers.hub_pushes import PushingTrainer
+from hf_recurrent_lengthgen.trainers.scored_targets import token_labels, token_shape_of, with_scored_labels
+
+logger = logging.get_logger(__name__)
+
+EXTRA_COLUMNS = ("shift_labels", "state_resets")
+
+_SETTINGS = {
+    name: f"dataloader_{name}"
+    for name in (
+        *("num_workers", "pin_memory", "persistent_workers", "prefetch_factor"),
+        *("multiprocessing_context", "in_order"),  # not in every version of Trainer
+    )
+}
+
+
+class SameRowsTrainer(PushingTrainer):
+    """`Trainer` that trains and evaluates the same rows on any number of processes, and rows that continue."""
+
+    _stream_rows: StreamRowSampler | None = None
+
+    @cached_property
+    def _takes_states(self) -> bool:
+        return takes_states(self.model)
+
+    def _check_train_data(self) -> None:
+        """Raise a `ValueError` for data whose rows do not suit the method."""
+
+    def _scored(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A batch whose labels are those that the model scores; one without states is left to Trainer."""
+        return with_scored_labels(base_of(self.model), batch) if self._takes_states else batch
+
+    # --- training ---
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Trainer's, without the rows at the end of an epoch that fill no batch of all processes.
+
+        Raises:
+            ValueError: for data that make no batch.
+        """
+        if self.train_dataset is not None:  # it may have been replaced
+            self._check_train_data()
+        if isinstance(self.train_dataset, IterableDataset):
+            return stream_loader(self, self.train_dataset)
+        asked, self.args.dataloader_drop_last = self.args.dataloader_drop_last, True
+        try:
+            loader: DataLoader = super().get_train_dataloader()
+        finally:
+            self.args.dataloader_drop_last = asked
+        check_batches(self, len(loader))
+        return loader
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if not isinstance(dataset, ContinuedChunks):
+            return super()._get_train_sampler(train_dataset)
+        stream_rows = self.args.world_size * self._train_batch_size * self.args.gradient_accumulation_steps
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self._stream_rows = StreamRowSampler(dataset, stream_rows, seed)
+        return self._stream_rows
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Tell the sampler of continued rows, which Trainer forgets when it resumes on several processes."""
+        if self._stream_rows is not None:
+            self._stream_rows.set_epoch(epoch)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
+        """Trainer's micro-batches of a step; those at the end of a stream that would never become one are left out.
+
+        Raises:
+            ValueError: for a stream that makes no step.
+        """
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if len(batches) == num_batches or has_length(self.train_dataset):
+            return batches, num_items
+        if self.state.global_step == 0:
+            rows = self._train_batch_size * self.args.world_size
+            raise ValueError(
+                f"The training data ended after {len(batches)} batches of {rows} rows, before the first step of "
+                f"{num_batches} of them: give more data, or a smaller per_device_train_batch_size or "
+                "gradient_accumulation_steps."
+            )
+        return [], None
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | int | None:
+        """Trainer's, counting `shift_labels` where they are; before 5.23 it would count the `labels` beside them."""
+        counted = [{**b, "labels": b["shift_labels"]} if "shift_labels" in b else b for b in batch_samples]
+        num_items: Tensor | int | None = super()._get_num_items_in_batch(counted, device)
+        return num_items
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        known: list[str] = self._signature_columns or []
+        self._signature_columns = list(dict.fromkeys([*known, *EXTRA_COLUMNS]))  # type: ignore[assignment]
+
+    # --- evaluation ---
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Trainer's; on several processes with the mean loss over the targets of all of them."""
+        inputs = self._scored(dict(inputs))
+        if self.args.world_size == 1:
+            return super().prediction_step(model, inputs, *args, **kwargs)
+        base, present = base_of(self.model), present_rows(self.accelerator, token_shape_of(inputs)[0])
+        inputs, scored = without_repeated_rows(base, inputs, present, self.accelerator.device)
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        if loss is not None and scored is not None:
+            if is_filled_up(self.accelerator) and not token_labels(base, inputs):
+                # every process runs the model, which may be sharded
+                loss = super().prediction_step(model, first_rows(inputs, max(present, 1)), True)[0]
+                assert loss is not None
+            loss = mean_over_processes(self.accelerator, loss, scored)
+        return loss, logits, labels
+
+
+def check_batches(trainer: Any, batches: int) -> None:
+    """Raise a `ValueError` if an epoch has no batch, and tell of the rows that it leaves out."""
+    dataset: Any = trainer.train_dataset
+    rows = trainer._train_batch_size * trainer.args.world_size
+    if not batches:
+        raise ValueError(
+            f"The training data have {len(dataset)} rows, which make no batch of {rows} "
+            f"({trainer._train_batch_size} on each of {trainer.args.world_size} processes): nothing would be trained. "
+            "Give a smaller per_device_train_batch_size or more data."
+        )
+    dropped = len(dataset) - batches * rows
+    ends = not 0 < trainer.args.max_steps * trainer.args.gradient_accumulation_steps <= batches
+    if dropped and ends and trainer.is_world_process_zero():
+        logger.warning(f"Each epoch leaves out {dropped} of {len(dataset)} rows, which fill no batch of {rows}.")
+
+
+def stream_loader(trainer: Any, stream: IterableDataset[Any]) -> DataLoader:
+    """Batches of a stream, read by one process as the batch of all and dealt out; a `ContinuedStream`
+    already gives the rows of this process only."""
+    processes = trainer.args.world_size
+    if isinstance(stream, ContinuedStream):
+        stream, processes = stream.in_micro_batches(trainer.args.gradient_accumulation_steps), 1
+    loader = DataLoader(
+        stream,
+        batch_size=trainer._train_batch_size * processes,
+        collate_fn=trainer._get_collator_with_removed_columns(trainer.data_collator, description="Training"),
+        drop_last=True,
+        **{name: vars(trainer.args)[key] for name, key in _SETTINGS.items() if key in vars(trainer.args)},
+    )
+    if has_length(stream):
+        check_batches(trainer, len(loader))
+    return prepare_data_loader(
+        loader,
+        trainer.accelerator.device,
+        num_processes=processes,
+        process_index=trainer.args.process_index if processes > 1 else 0,
+        split_batches=processes > 1,
+        put_on_device=True,
+        dispatch_batches=processes > 1,
+        non_blocking=trainer.accelerator.non_blocking,
+        use_stateful_dataloader=trainer.accelerator.use_stateful_dataloader,
+    )
+
+
+def is_filled_up(accelerator: Any) -> bool:
+    """Whether the batch at hand has repeated rows on some process."""
+    state = accelerator.gradient_state
+    return bool(state.end_of_dataloader and state.remainder > 0)
+
+
+def present_rows(accelerator: Any, rows: int) -> int:
+    """How many of the `rows` of this process are not repeated ones; they come first."""
+    if not is_filled_up(accelerator):
+        return rows
+    left = accelerator.gradient_state.remainder - accelerator.process_index * rows  # counted over all processes
+    return min(max(left, 0), rows)
+
+
+def without_repeated_rows(
+    model: nn.Module, inputs: dict[str, Any], present: int, device: torch.device
+) -> tuple[dict[str, Any], Tensor | None]:
+    """A batch without targets in repeated rows, and how many are left: tokens, or rows for other labels, which stay
+    as they are; None without labels.
+
+    Args:
+        model: Without wrappers.
+        inputs: The batch of this process.
+        present: See `present_rows`.
+        device: Of the count.
+    """
+    if all(inputs.get(name) is None for name in ("labels", "shift_labels")):
+        return inputs, None
+    given = token_labels(model, inputs)
+    if not given:
+        return inputs, torch.tensor(present, device=device)
+    kept = {
+        name: torch.cat([inputs[name][:present], torch.full_like(inputs[name][present:], IGNORED)]) for name in given
+    }
+    targets = kept["shift_labels"] if "shift_labels" in kept else kept["labels"][..., 1:]
+    return {**inputs, **kept}, targets.ne(IGNORED).sum().to(device)
+
+
+def first_rows(inputs: dict[str, Any], count: int) -> dict[str, Any]:
+    """The first rows of a batch, also of its `initial_state`."""
+    rows = token_shape_of(inputs)[0]
+    first = {
+        name: value[:count] if isinstance(value, Tensor) and value.ndim and len(value) == rows else value
+        for name, value in inputs.items()
+    }
+    if first.get("initial_state") is not None:
+        first["initial_state"] = tuple(tuple(part[:count] for part in layer) for layer in first["initial_state"])
+    return first
+
+
+def mean_over_processes(accelerator: Any, loss: Tensor, scored: Tensor) -> Tensor:
+    """The mean over the targets of all processes, from the mean over `scored` targets (or rows) of this one."""
+    total = torch.where(scored > 0, loss.double() * scored, 0.0)
+    summed, count = accelerator.reduce(torch.stack([total, scored.double()]), "sum")
+    return (summed / count).to(loss)
