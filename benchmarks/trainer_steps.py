@@ -11,8 +11,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.cli.demo import DEFAULTS
-from hf_recurrent_lengthgen.cli.options import INTERVENTIONS
 from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks
+from hf_recurrent_lengthgen.trainers import INTERVENTIONS
 
 LENGTH = 2048
 WIDE: dict[str, Any] = {  # the dimensions of Mamba-2 130m in two layers, with a vocabulary too small to matter
@@ -87,7 +87,8 @@ def _seconds_of_step(
 ) -> float:
     torch.manual_seed(0)
     model = StatefulMamba2ForCausalLM(StatefulMamba2Config(**sizes))
-    trainer_class, config_class = (Trainer, TrainingArguments) if method == "plain" else INTERVENTIONS[method]
+    trainer_class = Trainer if method == "plain" else INTERVENTIONS[method]
+    config_class = TrainingArguments if method == "plain" else INTERVENTIONS[method].config_class
     data: Dataset[Any] = PackedBlocks(stream, length)
     if method == "tbtt":  # as many tokens in a row
         data = ContinuedChunks(stream, length + 1, chunks_before_reset=2)

@@ -2,7 +2,7 @@
 
 from hf_recurrent_lengthgen.trainers.alignment_config import AlignmentConfig
 from hf_recurrent_lengthgen.trainers.alignment_trainer import AlignmentTrainer
-from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
+from hf_recurrent_lengthgen.trainers.base import INTERVENTIONS, InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.combining import combine
 from hf_recurrent_lengthgen.trainers.fitted_noise_config import FittedNoiseConfig
 from hf_recurrent_lengthgen.trainers.fitted_noise_trainer import FittedNoiseTrainer
@@ -23,7 +23,6 @@ from hf_recurrent_lengthgen.trainers.mixed_states import MixedStates
 from hf_recurrent_lengthgen.trainers.mixed_states_config import MixedStatesConfig
 from hf_recurrent_lengthgen.trainers.mixed_states_trainer import MixedStatesTrainer
 from hf_recurrent_lengthgen.trainers.noise_states import FittedNoise, RandomNoise
-from hf_recurrent_lengthgen.trainers.noise_sweep import sweep_sigma
 from hf_recurrent_lengthgen.trainers.random_noise_config import RandomNoiseConfig
 from hf_recurrent_lengthgen.trainers.random_noise_trainer import RandomNoiseTrainer
 from hf_recurrent_lengthgen.trainers.state_passing_config import StatePassingConfig
@@ -35,6 +34,7 @@ from hf_recurrent_lengthgen.trainers.tbtt_trainer import TbttTrainer
 from hf_recurrent_lengthgen.trainers.zero_state_trainer import ZeroStateTrainer
 
 __all__ = [
+    "INTERVENTIONS",
     "AlignmentConfig",
     "AlignmentTrainer",
     "BatchPlace",
@@ -70,5 +70,4 @@ __all__ = [
     "effective_remembrance_at",
     "misalignment",
     "nll_by_length",
-    "sweep_sigma",
 ]

@@ -1,5 +1,7 @@
 """Training with the output alignment loss, from the zero state."""
 
+from typing import Any
+
 from hf_recurrent_lengthgen.trainers.alignment_config import AlignmentConfig
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.initial_states import ZeroStates
@@ -18,6 +20,7 @@ class AlignmentTrainer(InitialStateTrainer):
     needs_states = False
     args: AlignmentConfig
 
-    def initial_state_source(self) -> ZeroStates:
+    @staticmethod
+    def initial_state_source(args: AlignmentConfig, trainer: Any) -> ZeroStates:
         """Always zero."""
         return ZeroStates()

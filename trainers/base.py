@@ -58,12 +58,17 @@ class MicroBatch:
     is_trained: bool = False
 
 
+INTERVENTIONS: dict[str, type["InitialStateTrainer"]] = {}
+"""The trainers by the names of their methods. A class that says what it is (`about`) is entered when it is defined."""
+
+
 class InitialStateTrainer(ResumableTrainer, ABC):
     """`Trainer` for models that take `initial_state` and return `final_state`. Takes Trainer's arguments.
 
     Subclasses say where initial states come from (`initial_state_source`) and which config they need
-    (`config_class`). Checkpoints also hold the source's state, so that a resumed run continues bit for bit. SIGINT
-    and SIGTERM end the run after the current step, with a checkpoint.
+    (`config_class`). One with an `about` of its own is a method: `lengthgen train --intervention` and mixtures take it
+    by its name, records and cards tell of it. Checkpoints also hold the source's state, so that a resumed run
+    continues bit for bit. SIGINT and SIGTERM end the run after the current step, with a checkpoint.
 
     Raises:
         ValueError: at construction, if the model cannot take states, if the arguments are of another class, or for
@@ -77,6 +82,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
     needs_continued_data = False
     learns_state = False
     gives_states = True  # whether initial states other than zero are all there is to the method
+    is_mixable = True  # whether mixtures may draw from its source
 
     def __init__(
         self, model: nn.Module | None = None, args: InitialStateConfig | None = None, *positional: Any, **keyword: Any
@@ -101,9 +107,21 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         self.add_callback(RunCallback(self))
         self.add_callback(self._interrupts)
 
+    def __init_subclass__(cls, **keyword: Any) -> None:
+        super().__init_subclass__(**keyword)
+        if "about" in vars(cls) and INTERVENTIONS.setdefault(cls.about.name, cls) is not cls:
+            other = INTERVENTIONS[cls.about.name].__name__
+            raise ValueError(f"{cls.__name__} calls its method {cls.about.name!r}, as {other} does: rename one.")
+
+    @staticmethod
     @abstractmethod
-    def initial_state_source(self) -> InitialStateSource:
-        """The source of initial states, made from `self.args`."""
+    def initial_state_source(args: Any, trainer: Any) -> InitialStateSource:
+        """The source of initial states.
+
+        Args:
+            args: Of `config_class`: those of the trainer, or those of the method's share in a mixture.
+            trainer: Whose model it is for.
+        """
 
     def _set_up_alignment(self) -> None:
         self._align: AlignmentSettings | None = None
@@ -112,7 +130,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         self.compute_loss_func = self._align or self._own_loss
 
     def _make_source(self) -> None:
-        self.initial_states = self.initial_state_source()
+        self.initial_states = self.initial_state_source(self.args, self)
         self.initial_states.sum_over_processes = partial(self.accelerator.reduce, reduction="sum")
 
     def _check_train_data(self) -> None:

@@ -1,5 +1,7 @@
 """Post-training from noise that resembles final states."""
 
+from typing import Any
+
 from hf_recurrent_lengthgen.methods import Method
 from hf_recurrent_lengthgen.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
@@ -26,9 +28,9 @@ class FittedNoiseTrainer(InitialStateTrainer):
     )
     args: FittedNoiseConfig
 
-    def initial_state_source(self) -> FittedNoise:
+    @staticmethod
+    def initial_state_source(args: FittedNoiseConfig, trainer: Any) -> FittedNoise:
         """Noise per layer and head."""
-        args = self.args
         return FittedNoise(
-            zero_state_of(self), args.fitted_noise_beta, args.fitted_noise_groups, args.noise_at_evaluation
+            zero_state_of(trainer), args.fitted_noise_beta, args.fitted_noise_groups, args.noise_at_evaluation
         )

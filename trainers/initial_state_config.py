@@ -1,8 +1,8 @@
 """Settings that every method shares."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from inspect import get_annotations
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from transformers import TrainingArguments
 
@@ -102,11 +102,31 @@ class InitialStateConfig(TrainingArguments):
         if self.bptt_chunk_length is not None and self.torch_compile:
             raise ValueError("bptt_chunk_length does not work with torch_compile: use one of them.")
 
-    def method_settings(self) -> dict[str, Any]:
+    @classmethod
+    def alone(cls, **settings: Any) -> Self:
+        """The settings of the method without those of a run, which `TrainingArguments` would set up anew.
+
+        Raises:
+            ValueError: as this class says.
+        """
+        made = object.__new__(cls)
+        defaults = {item.name: item.default for item in fields(cls) if item.default_factory is MISSING}
+        factories = {item.name: item.default_factory() for item in fields(cls) if item.default_factory is not MISSING}
+        vars(made).update(defaults | factories | settings)
+        check_settings(made)
+        made.check()
+        return made
+
+    @classmethod
+    def method_fields(cls) -> set[str]:
         """The settings that the method's config classes have and `TrainingArguments` does not."""
         stock = {item.name for item in fields(TrainingArguments)}
-        classes = [base for base in type(self).__mro__ if issubclass(base, InitialStateConfig)]
-        own = {name for base in classes for name in get_annotations(base)} - stock
+        classes = [base for base in cls.__mro__ if issubclass(base, InitialStateConfig)]
+        return {name for base in classes for name in get_annotations(base)} - stock
+
+    def method_settings(self) -> dict[str, Any]:
+        """The values of `method_fields`."""
+        own = self.method_fields()
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name in own}
 
 

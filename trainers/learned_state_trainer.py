@@ -41,6 +41,7 @@ class LearnedStateTrainer(InitialStateTrainer):
         "All texts start from one state that is trained, too",
     )
     learns_state = True
+    is_mixable = False
     gives_states = False  # beside them, it trains one, which is zero at first
     args: LearnedStateConfig
 
@@ -68,8 +69,10 @@ class LearnedStateTrainer(InitialStateTrainer):
         if self.is_fsdp_enabled:
             raise ValueError("A learned state is used outside of the layers that FSDP gathers: use DDP.")
 
-    def initial_state_source(self) -> LearnedStates:
-        return LearnedStates(self._learned)
+    @staticmethod
+    def initial_state_source(args: LearnedStateConfig, trainer: Any) -> LearnedStates:
+        """The learned state."""
+        return LearnedStates(trainer._learned)
 
     def learned_state(self) -> RecurrentState:
         """The state as it is now, one row without gradient history."""

@@ -1,13 +1,12 @@
 """Training from a mixture of initial states."""
 
+from typing import Any
+
 from hf_recurrent_lengthgen.methods import Method
 from hf_recurrent_lengthgen.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
-from hf_recurrent_lengthgen.trainers.checks import zero_state_of
-from hf_recurrent_lengthgen.trainers.initial_states import InitialStateSource, PassedStates, ZeroStates
 from hf_recurrent_lengthgen.trainers.mixed_states import MixedStates
-from hf_recurrent_lengthgen.trainers.mixed_states_config import MixedStatesConfig
-from hf_recurrent_lengthgen.trainers.noise_states import FittedNoise, RandomNoise
+from hf_recurrent_lengthgen.trainers.mixed_states_config import MixedStatesConfig, mixable
 
 
 class MixedStatesTrainer(InitialStateTrainer):
@@ -26,32 +25,21 @@ class MixedStatesTrainer(InitialStateTrainer):
     )
     args: MixedStatesConfig
 
+    is_mixable = False
+
     @property
     def needs_shuffled_data(self) -> bool:  # type: ignore[override]
-        """With passed states."""
-        return "state_passing" in self._mixture
+        """Whether one of the sources does."""
+        return any(mixable()[name].needs_shuffled_data for name in self.args.shares())
 
     @property
     def needs_continued_data(self) -> bool:  # type: ignore[override]
-        """With TBTT."""
-        return "tbtt" in self._mixture
+        """Whether one of the sources does."""
+        return any(mixable()[name].needs_continued_data for name in self.args.shares())
 
-    @property
-    def _mixture(self) -> dict[str, float]:
-        assert isinstance(self.args.mixture, dict)
-        return self.args.mixture
-
-    def initial_state_source(self) -> MixedStates:
-        args = self.args
-        sources: dict[str, InitialStateSource] = {}
-        for name in self._mixture:
-            if name == "zero":
-                sources[name] = ZeroStates()
-            elif name == "random_noise":
-                assert args.noise_sigma is not None
-                sources[name] = RandomNoise(args.noise_sigma, zero_state_of(self))
-            elif name == "fitted_noise":
-                sources[name] = FittedNoise(zero_state_of(self), args.fitted_noise_beta, args.fitted_noise_groups)
-            else:
-                sources[name] = PassedStates(0.0, args.carry_conv_state)
-        return MixedStates(sources, self._mixture)
+    @staticmethod
+    def initial_state_source(args: MixedStatesConfig, trainer: Any) -> MixedStates:
+        """The mixture."""
+        made = args.source_configs().items()
+        sources = {name: mixable()[name].initial_state_source(config, trainer) for name, config in made}
+        return MixedStates(sources, args.shares())

@@ -13,6 +13,6 @@ class RandomNoiseConfig(NoiseConfig):
         default=None,
         metadata={
             "help": "Standard deviation of every element of the initial recurrent state. Required: it depends on the "
-            "model (the paper sweeps it; hf_recurrent_lengthgen.trainers.sweep_sigma)."
+            "model (the paper sweeps it: compare some values around the state_rms that any training logs)."
         },
     )

@@ -1,5 +1,7 @@
 """Post-training from noise of one given size."""
 
+from typing import Any
+
 from hf_recurrent_lengthgen.methods import Method
 from hf_recurrent_lengthgen.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
@@ -27,10 +29,12 @@ class RandomNoiseTrainer(InitialStateTrainer):
     )
     args: RandomNoiseConfig
 
-    def initial_state_source(self) -> RandomNoise:
-        if self.args.noise_sigma is None:
+    @staticmethod
+    def initial_state_source(args: RandomNoiseConfig, trainer: Any) -> RandomNoise:
+        """Independent noise."""
+        if args.noise_sigma is None:
             raise ValueError(
                 "noise_sigma is missing: give the standard deviation of the initial states. The size that a model's "
-                "states have in use is logged as state_rms; sweep_sigma compares several values."
+                "states have in use is logged as state_rms: compare some values around it."
             )
-        return RandomNoise(self.args.noise_sigma, zero_state_of(self), self.args.noise_at_evaluation)
+        return RandomNoise(args.noise_sigma, zero_state_of(trainer), args.noise_at_evaluation)

@@ -1,5 +1,7 @@
 """Post-training with state passing."""
 
+from typing import Any
+
 from hf_recurrent_lengthgen.methods import Method
 from hf_recurrent_lengthgen.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
@@ -27,6 +29,7 @@ class StatePassingTrainer(InitialStateTrainer):
     needs_shuffled_data = True
     args: StatePassingConfig
 
-    def initial_state_source(self) -> PassedStates:
+    @staticmethod
+    def initial_state_source(args: StatePassingConfig, trainer: Any) -> PassedStates:
         """The final states of the previous step."""
-        return PassedStates(self.args.state_drop_probability, self.args.carry_conv_state)
+        return PassedStates(args.state_drop_probability, args.carry_conv_state)

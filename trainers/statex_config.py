@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hf_recurrent_lengthgen.trainers.mixed_states_config import SOURCES, MixedStatesConfig
+from hf_recurrent_lengthgen.trainers.mixed_states_config import MixedStatesConfig
 
 
 @dataclass
@@ -14,14 +14,6 @@ class StateXConfig(MixedStatesConfig):
     Raises:
         ValueError: for values out of range, and as `MixedStatesConfig`.
     """
-
-    mixture: dict[str, float] | str | None = field(
-        default=None,
-        metadata={
-            "help": f"Probability of each source of initial states, drawn for every sequence: {', '.join(SOURCES)}; "
-            'for instance {"state_passing": 1.0}. Required with mixed. Default in statex: zero states.'
-        },
-    )
 
     # Parameters that control the expansion
     expand_layers: list[str] | None = field(
@@ -61,6 +53,7 @@ class StateXConfig(MixedStatesConfig):
     )
 
     def check(self) -> None:
+        """See `MixedStatesConfig.check`; without a mixture, initial states are zero."""
         if self.mixture is None:
             self.mixture = {"zero": 1.0}
         self.expand_layers = _layers(self.expand_layers)  # type: ignore[assignment]

@@ -1,5 +1,7 @@
 """Training on texts cut into chunks, with the state carried from chunk to chunk."""
 
+from typing import Any
+
 from hf_recurrent_lengthgen.methods import Method
 from hf_recurrent_lengthgen.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
@@ -27,6 +29,7 @@ class TbttTrainer(InitialStateTrainer):
     needs_continued_data = True
     args: TbttConfig
 
-    def initial_state_source(self) -> PassedStates:
+    @staticmethod
+    def initial_state_source(args: TbttConfig, trainer: Any) -> PassedStates:
         """The final states of the previous step."""
-        return PassedStates(self.args.state_drop_probability, self.args.carry_conv_state)
+        return PassedStates(args.state_drop_probability, args.carry_conv_state)

@@ -1,5 +1,8 @@
 """Plain training with this package's checkpoints and checks."""
 
+from typing import Any
+
+from hf_recurrent_lengthgen.methods import PLAIN
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.initial_states import ZeroStates
 
@@ -7,8 +10,10 @@ from hf_recurrent_lengthgen.trainers.initial_states import ZeroStates
 class ZeroStateTrainer(InitialStateTrainer):
     """`Trainer` from the zero state, with the resume, the checks and the options of `InitialStateTrainer`."""
 
+    about = PLAIN
     needs_states = False
 
-    def initial_state_source(self) -> ZeroStates:
+    @staticmethod
+    def initial_state_source(args: Any, trainer: Any) -> ZeroStates:
         """Always zero."""
         return ZeroStates()

@@ -17,37 +17,15 @@ from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, STANDARD_LIBRARY, USUAL
 from hf_recurrent_lengthgen.data.tasks import STRING_TASKS
 from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES
 from hf_recurrent_lengthgen.trainers import (
-    FittedNoiseConfig,
-    FittedNoiseTrainer,
+    INTERVENTIONS,
     InitialStateConfig,
     InitialStateTrainer,
     LearnedStateConfig,
-    LearnedStateTrainer,
     MixedStatesConfig,
-    MixedStatesTrainer,
-    RandomNoiseConfig,
-    RandomNoiseTrainer,
-    StatePassingConfig,
-    StatePassingTrainer,
     StateXConfig,
-    StateXTrainer,
     TbttConfig,
-    TbttTrainer,
-    ZeroStateTrainer,
 )
 from hf_recurrent_lengthgen.trainers.settings import check_settings
-
-Intervention = Literal["none", "random_noise", "fitted_noise", "state_passing", "tbtt", "mixed", "learned", "statex"]
-INTERVENTIONS: dict[str, tuple[type[InitialStateTrainer], type[InitialStateConfig]]] = {
-    "none": (ZeroStateTrainer, InitialStateConfig),
-    "random_noise": (RandomNoiseTrainer, RandomNoiseConfig),
-    "fitted_noise": (FittedNoiseTrainer, FittedNoiseConfig),
-    "state_passing": (StatePassingTrainer, StatePassingConfig),
-    "tbtt": (TbttTrainer, TbttConfig),
-    "mixed": (MixedStatesTrainer, MixedStatesConfig),
-    "learned": (LearnedStateTrainer, LearnedStateConfig),
-    "statex": (StateXTrainer, StateXConfig),
-}
 
 # "Unexplored states" (arXiv:2507.02782), B.2 and Figure 1: post-training of Mamba-2
 PAPER_STEPS = 500
@@ -100,14 +78,9 @@ class RunArguments:
     model: str = field(
         metadata={"help": "Checkpoint folder or Hub name; or a config.json, to train from scratch. Required."}
     )
-    intervention: Intervention = field(
+    intervention: str = field(
         default="state_passing",
-        metadata={
-            "help": "Where initial states come from: none is the zero state, so plain training; random_noise and "
-            "fitted_noise draw them; state_passing takes final states of other texts, tbtt (truncated backpropagation "
-            "through time) those of the same text; mixed draws one of these for each sequence; learned trains one. "
-            "statex expands the states of the model first, and then trains like mixed, by default from zero states."
-        },
+        metadata={"help": "What is done beside plain training: "},  # and the names, which the parser knows
     )
     data: str = field(default="stdlib", metadata={"help": f"Training text: {DATA_HELP}"})
     data_split: str | None = field(
@@ -217,6 +190,8 @@ class RunArguments:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.intervention not in INTERVENTIONS:
+            raise ValueError(f"intervention must be one of {', '.join(INTERVENTIONS)}, got {self.intervention!r}.")
         if empty := [item.name for item in fields(self) if getattr(self, item.name) == ""]:
             raise ValueError(f"{empty[0]} is empty: give a value, or leave it out.")
 
@@ -251,12 +226,12 @@ class RunArguments:
         return self.task in STRING_TASKS
 
 
-@dataclass
-class _EveryConfig(StatePassingConfig, StateXConfig, LearnedStateConfig):
-    """The options of all interventions, for the help and the parser; never made."""
-
-
-_METHOD_OPTIONS = {item.name for item in fields(_EveryConfig)} - {item.name for item in fields(TrainingArguments)}
+def _every_config() -> type[InitialStateConfig]:
+    """A class with the options of all interventions, for the help and the parser; never made."""
+    configs = {trainer.config_class for trainer in INTERVENTIONS.values()}
+    most_special = [one for one in configs if not any(issubclass(other, one) for other in configs - {one})]
+    bases = sorted(most_special, key=lambda one: one.__name__)
+    return dataclass(type("EveryConfig", tuple(bases), {}))
 
 
 def continues(training: InitialStateConfig) -> bool:
@@ -306,7 +281,7 @@ GOES_WITH: dict[str, tuple[str, _Fits]] = {
     **dict.fromkeys(("lora_alpha", "lora_target_modules"), ("lora_r", lambda run, _: run.lora_r is not None)),
 }
 # Defaults of these are in their dataclasses; in the parser, None is "not given".
-_NOT_GIVEN = _METHOD_OPTIONS | GOES_WITH.keys() | {"max_steps", "num_train_epochs"}
+_NOT_GIVEN = GOES_WITH.keys() | {"max_steps", "num_train_epochs"}
 
 
 class RunParser(HfArgumentParser):
@@ -319,15 +294,18 @@ class RunParser(HfArgumentParser):
     def __init__(self, everything: bool = False) -> None:
         self._everything = everything
         self._sections: dict[str, Any] = {}
+        every_config = _every_config()
+        self._method_options = every_config.method_fields()
+        self._not_given = _NOT_GIVEN | self._method_options
         self._titles = {
             **dict.fromkeys(_names(TrainingArguments), "other options of transformers.TrainingArguments"),
             **dict.fromkeys(MOST_USED, "training (most used options of transformers.TrainingArguments)"),
-            **dict.fromkeys(_METHOD_OPTIONS, "options of interventions"),
+            **dict.fromkeys(self._method_options, "options of interventions"),
             **dict.fromkeys(_names(InitialStateConfig) - _names(TrainingArguments), "options of all interventions"),
             **dict.fromkeys(_names(RunArguments), "what to train"),
         }
         super().__init__(
-            (RunArguments, _EveryConfig),  # type: ignore[arg-type]
+            (RunArguments, every_config),  # type: ignore[arg-type]
             prog="lengthgen train",
             usage="lengthgen train [CONFIG.yaml] [--model MODEL] [--output_dir FOLDER] [--OPTION VALUE ...]",
             description=DESCRIPTION,
@@ -337,7 +315,7 @@ class RunParser(HfArgumentParser):
             "--help-all", action="help", help="show the other options of transformers.TrainingArguments, too"
         )
         quiet = {"disable_tqdm": None if sys.stderr.isatty() else True}
-        self.set_defaults(**DEFAULTS, **quiet, **dict.fromkeys(_NOT_GIVEN))
+        self.set_defaults(**DEFAULTS, **quiet, **dict.fromkeys(self._not_given))
 
     def add_argument(self, *flags: str, **options: Any) -> argparse.Action:
         """As in argparse, in the section of the help that the option belongs to."""
@@ -345,9 +323,12 @@ class RunParser(HfArgumentParser):
         title = self._titles.get(name)
         if title is None:
             return super().add_argument(*flags, **options)
-        options["help"] = _help(name, flags[0], options)
+        if name == "intervention":
+            options["choices"] = sorted(INTERVENTIONS)
+            options["help"] += "; ".join(f"{name} ({INTERVENTIONS[name].about.title})" for name in options["choices"])
+        options["help"] = _help(name, flags[0], options, name in self._not_given)
         if title == "options of interventions":
-            owners = [key for key, (_, config) in INTERVENTIONS.items() if name in _names(config)]
+            owners = [key for key, trainer in INTERVENTIONS.items() if name in _names(trainer.config_class)]
             options["help"] = f"{options['help']} [{', '.join(owners)}]"
         if title.startswith("other") and not self._everything:
             options["help"] = argparse.SUPPRESS
@@ -376,14 +357,15 @@ class RunParser(HfArgumentParser):
                 the config raises.
         """
         values = self.parse(arguments, config_file)
-        trainer, config = INTERVENTIONS[values["intervention"]]
-        for name in sorted(_METHOD_OPTIONS - _names(config)):
+        trainer = INTERVENTIONS[values["intervention"]]
+        config = trainer.config_class
+        for name in sorted(self._method_options - _names(config)):
             if values[name] is not None:
-                owners = [key for key, (_, other) in INTERVENTIONS.items() if name in _names(other)]
+                owners = [key for key, one in INTERVENTIONS.items() if name in _names(one.config_class)]
                 *others, last = owners
                 which = f"interventions {', '.join(others)} and {last}" if others else f"intervention {last}"
                 raise ValueError(f"{name} is an option of the {which}, not of {values['intervention']}.")
-        given = {name: value for name, value in values.items() if not (name in _NOT_GIVEN and value is None)}
+        given = {name: value for name, value in values.items() if not (name in self._not_given and value is None)}
         run = RunArguments(**{name: given[name] for name in _names(RunArguments) & given.keys()})
         training = config(**{name: given[name] for name in _names(config) & given.keys()})
         _check(run, training, set(given))
@@ -437,13 +419,14 @@ class RunParser(HfArgumentParser):
         return f"did you mean {' or '.join(near)}?" if near else "lengthgen train --help-all lists all options"
 
 
-def _help(name: str, flag: str, options: dict[str, Any]) -> str:
+def _help(name: str, flag: str, options: dict[str, Any], may_lack: bool) -> str:
+    """The help of an option with its default."""
     if flag == f"--no_{name}":
         return f"The same as --{name} false."
     text, default = str(OUR_HELP.get(name, options.get("help"))), options.get("default")
-    if re.search("[Dd]efault|Required", text) or default is None or (default is False and name not in _NOT_GIVEN):
+    if re.search("[Dd]efault|Required", text) or default is None or (default is False and not may_lack):
         return text
-    return f"{text} (default: {default if name in _NOT_GIVEN else '%(default)s'})"
+    return f"{text} (default: {default if may_lack else '%(default)s'})"
 
 
 def _check(run: RunArguments, training: InitialStateConfig, given: set[str]) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from hf_recurrent_lengthgen import cli
 from hf_recurrent_lengthgen.cli.main import COMMANDS, main
-from hf_recurrent_lengthgen.cli.options import INTERVENTIONS, RunParser, _names
+from hf_recurrent_lengthgen.cli.options import RunParser, _names
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, not_negative, positive
+from hf_recurrent_lengthgen.trainers import INTERVENTIONS
 
 NO_COUNTS = ("-1", "1.5", "nan", "inf", "1e3", "x", "9" * 30, "9" * 6000)
 
@@ -111,7 +112,8 @@ def test_numbers_of_a_training_are_refused_by_the_name_of_the_option(
     for action in parser._actions:
         if action.type not in (int, float) or not action.option_strings or action.dest == "mimetic_layers":
             continue  # of the last, the model knows how many there are
-        owner = next((name for name, (_, config) in INTERVENTIONS.items() if action.dest in _names(config)), "none")
+        owners = [name for name, one in INTERVENTIONS.items() if action.dest in _names(one.config_class)]
+        owner = [*owners, "none"][0]
         for text in ("-2", "nan", "inf", "1e999", "x"):
             line = ["--model", "m", "--output_dir", "out", "--intervention", owner, "--mimetic=true"]
             with pytest.raises((ValueError, SystemExit)) as refused:

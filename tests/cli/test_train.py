@@ -20,10 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, Trai
 from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM, load_state
 from hf_recurrent_lengthgen.cli import train as command
 from hf_recurrent_lengthgen.cli.main import main
-from hf_recurrent_lengthgen.cli.options import INTERVENTIONS, RunParser
+from hf_recurrent_lengthgen.cli.options import RunParser
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import Comparison
-from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
+from hf_recurrent_lengthgen.trainers import INTERVENTIONS, StatePassingConfig, StatePassingTrainer, ZeroStateTrainer
 
 TINY = {
     "use_cpu": True,
@@ -340,7 +340,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
     options = {"model": checkpoint, "max_steps": 5, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.01}
     assert train(**options, output_dir=tmp_path / "whole") == 0
     with monkeypatch.context() as patch:
-        patch.setitem(INTERVENTIONS, "state_passing", (InterruptedTrainer, StatePassingConfig))
+        patch.setitem(INTERVENTIONS, "state_passing", InterruptedTrainer)
         assert train(**options, output_dir=tmp_path / "broken") == 130
     shown = capsys.readouterr()
     assert "checkpoint-2" in shown.out
@@ -587,10 +587,10 @@ def test_alignment_of_tbtt_reads_ahead(train: Train, checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"noise_sigma": 0.1}, "an option of the interventions random_noise, mixed and statex, not of state_passing."),
+        ({"noise_sigma": 0.1}, "noise_sigma is an option of the intervention random_noise, not of state_passing."),
         ({"mixture": "{}"}, "mixture is an option of the interventions mixed and statex, not of"),
         ({"intervention": "random_noise"}, "noise_sigma is missing"),
-        ({"intervention": "mixed"}, "mixture must give probabilities"),
+        ({"intervention": "mixed"}, "mixture must give shares"),
         ({"resume_from_checkpoint": "x"}, "--resume takes the newest complete checkpoint"),
         ({"task": "babilong"}, "task babilong needs task_files"),
         ({"task": "passkey", "data": None, "alignment_alpha": 0.1}, "goes with neither tbtt nor alignment_alpha"),
@@ -657,12 +657,13 @@ def rows_of(monkeypatch: pytest.MonkeyPatch, train: Train, **options: Any) -> di
     """Training and evaluation rows of `lengthgen train`, which trains nothing."""
     seen: dict[str, Any] = {}
 
-    def trainer(model: Any, training: Any, **given: Any) -> Any:
-        seen.update(given)
-        raise ValueError("enough seen")
+    class Seen(ZeroStateTrainer):
+        def __init__(self, model: Any, training: Any, **given: Any) -> None:
+            seen.update(given)
+            raise ValueError("enough seen")
 
     with monkeypatch.context() as patch:
-        patch.setitem(INTERVENTIONS, "none", (trainer, INTERVENTIONS["none"][1]))  # type: ignore[arg-type]
+        patch.setitem(INTERVENTIONS, "none", Seen)
         assert train(intervention="none", **options) == 1
     return seen
 

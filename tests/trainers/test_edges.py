@@ -52,7 +52,7 @@ def logged(trainer: Trainer, name: str) -> list[float]:
 def test_resets_end_carried_states_and_leave_noise_and_learned_ones(toys: ModuleType, settings: Settings) -> None:
     data = toys.chunks(24, chunks_before_reset=1)  # every row begins a text
     noise = settings(RandomNoiseConfig, noise_sigma=0.3)
-    mixture = settings(MixedStatesConfig, mixture={"tbtt": 0.0, "random_noise": 1.0}, noise_sigma=0.3)
+    mixture = settings(MixedStatesConfig, mixture={"tbtt": 0.0, "random_noise": {"share": 1.0, "noise_sigma": 0.3}})
     shares = {}
     for trainer in (
         RandomNoiseTrainer(toys.tiny_model(), noise, train_dataset=data),
@@ -182,19 +182,24 @@ def test_a_trial_of_a_search_changes_alpha(
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"mixture": {"zero": 1.0}, "fitted_noise_beta": 0.7}, "fitted_noise_beta goes with fitted_noise"),
-        ({"mixture": {"zero": 1.0}, "carry_conv_state": False}, "carry_conv_state goes with state_passing or tbtt"),
-        ({"mixture": "zero: 1"}, "mixture must be a mapping"),
-        ({"mixture": {"zero": "a"}}, "probabilities of a mixture"),
-    ],
+    ("mixture", "told"),
+    [("zero: 1", "mixture must be a mapping"), ({"zero": "a"}, "probabilities of a mixture")],
 )
-def test_options_without_a_share_in_the_mixture_are_refused(
-    settings: Settings, changes: dict[str, Any], told: str
-) -> None:
+def test_a_mixture_is_a_mapping_to_shares(settings: Settings, mixture: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        settings(MixedStatesConfig, **changes)
+        settings(MixedStatesConfig, mixture=mixture)
+
+
+def test_the_settings_of_a_source_stand_beside_its_share(toys: ModuleType, settings: Settings) -> None:
+    sources = {
+        "fitted_noise": {"share": 0.5, "fitted_noise_beta": 0.7},
+        "state_passing": {"share": 0.5, "carry_conv_state": False, "assume_shuffled": True},
+    }
+    config = settings(MixedStatesConfig, mixture=sources)
+    made = MixedStatesTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(8)).initial_states.sources
+    assert made["fitted_noise"].beta == 0.7
+    assert (made["state_passing"].drop_probability, made["state_passing"].carry_conv_state) == (0.0, False)
+    assert config.assume_shuffled
 
 
 def test_statistics_in_a_mixture_can_be_read(toys: ModuleType, settings: Settings) -> None:

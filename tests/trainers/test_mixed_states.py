@@ -106,8 +106,7 @@ def test_rows_of_a_training_run_start_where_the_mixture_says(toys: ModuleType, t
     config = MixedStatesConfig(
         str(tmp_path),
         **toys.QUIET,
-        mixture='{"zero": 0.2, "state_passing": 0.4, "random_noise": 0.4}',
-        noise_sigma=0.25,
+        mixture='{"zero": 0.2, "state_passing": 0.4, "random_noise": {"share": 0.4, "noise_sigma": 0.25}}',
         save_strategy="no",
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
@@ -141,15 +140,21 @@ def test_rows_of_a_training_run_start_where_the_mixture_says(toys: ModuleType, t
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({}, "mixture must give probabilities to some of"),
-        ({"mixture": {"zero": 0.5, "dreams": 0.5}}, "mixture must give probabilities to some of .*dreams"),
+        ({}, "mixture must give shares to some of"),
+        ({"mixture": {"zero": 0.5, "dreams": 0.5}}, "mixture must give shares to some of .*dreams"),
+        ({"mixture": {"zero": 0.5, "mixed": 0.5}}, r"unknown are \['mixed'\]"),
         ({"mixture": {"zero": 0.5, "state_passing": 0.4}}, "add up to 1"),
         ({"mixture": {"zero": 1.5, "state_passing": -0.5}}, "at least 0 and add up to 1"),
         ({"mixture": {"tbtt": 0.5, "state_passing": 0.5}}, "take one of them"),
-        ({"mixture": {"zero": 0.5, "random_noise": 0.5}}, "noise_sigma goes with random_noise"),
-        ({"mixture": {"zero": 1.0}, "noise_sigma": 0.1}, "noise_sigma goes with random_noise"),
-        ({"mixture": {"zero": 0.5, "state_passing": 0.5}, "state_drop_probability": 0.1}, "give 'zero' a probability"),
-        ({"mixture": {"zero": 0.5, "fitted_noise": 0.5}, "noise_at_evaluation": True}, "is an ablation"),
+        ({"mixture": {"zero": {"share": 1.0, "noise_sigma": 0.1}}}, "noise_sigma is no setting of zero.* It has none"),
+        (
+            {"mixture": {"random_noise": {"share": 1.0, "fitted_noise_beta": 0.1}}},
+            r"fitted_noise_beta is no setting of random_noise in a mixture. It has \['noise_sigma'\]",
+        ),
+        ({"mixture": {"random_noise": {"share": 1.0, "noise_sigma": -1.0}}}, "noise_sigma must be"),
+        ({"mixture": {"random_noise": {"noise_sigma": 1.0}}}, "add up to 1"),
+        ({"mixture": {"tbtt": {"share": 1.0, "state_drop_probability": 0.1}}}, "in a mixture: give zero a share"),
+        ({"mixture": {"fitted_noise": {"share": 1.0, "noise_at_evaluation": True}}}, "in a mixture: leave it out"),
     ],
 )
 def test_mixtures_that_make_no_sense_are_refused(tmp_path: Path, fields: dict[str, Any], told: str) -> None:

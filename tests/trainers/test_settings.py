@@ -11,11 +11,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import TrainingArguments
 
-from hf_recurrent_lengthgen.cli.options import INTERVENTIONS, RunArguments
-from hf_recurrent_lengthgen.trainers import InitialStateConfig, RandomNoiseConfig, StatePassingConfig, StateXConfig
+from hf_recurrent_lengthgen.cli.options import RunArguments
+from hf_recurrent_lengthgen.trainers import (
+    INTERVENTIONS,
+    InitialStateConfig,
+    RandomNoiseConfig,
+    StatePassingConfig,
+    StateXConfig,
+)
 from hf_recurrent_lengthgen.trainers.settings import check_settings
 
-CONFIGS = sorted({config for _, config in INTERVENTIONS.values()}, key=lambda config: config.__name__)
+CONFIGS = sorted({trainer.config_class for trainer in INTERVENTIONS.values()}, key=lambda config: config.__name__)
 every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
 REQUIRED: dict[str, dict[str, Any]] = {"MixedStatesConfig": {"mixture": {"zero": 1.0}}}
 WRONG: list[tuple[type, list[Any]]] = [

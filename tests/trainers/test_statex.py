@@ -46,16 +46,14 @@ def test_the_model_given_stays_and_the_expanded_one_is_trained(toys: ModuleType,
         ({"state_passing": 1.0}, False),
         ({"tbtt": 1.0}, True),
         ({"zero": 0.5, "fitted_noise": 0.5}, False),
-        ({"random_noise": 1.0}, False),
+        ({"random_noise": {"share": 1.0, "noise_sigma": 0.2}}, False),
     ],
     ids=str,
 )
 def test_every_source_of_initial_states_goes_with_it(
-    toys: ModuleType, tmp_path: Path, mixture: dict[str, float] | None, continued: bool
+    toys: ModuleType, tmp_path: Path, mixture: dict[str, Any] | None, continued: bool
 ) -> None:
-    fields: dict[str, Any] = {"noise_sigma": 0.2} if "random_noise" in (mixture or {}) else {}
-    if continued:
-        fields["rows"] = toys.chunks(16)
+    fields = {"rows": toys.chunks(16)} if continued else {}
     trainer = make(toys, tmp_path, mixture=mixture, logging_steps=1, **fields)
     trainer.train()
     zeros = [entry["zero_states"] for entry in trainer.state.log_history if "zero_states" in entry]

@@ -81,14 +81,6 @@ def test_a_model_of_nowhere_gets_no_lineage(tmp_path: Path) -> None:
     assert read_lineage(tmp_path) is None
 
 
-def test_each_method_has_a_name_of_its_own() -> None:
-    from hf_recurrent_lengthgen.cli.options import INTERVENTIONS
-
-    assert {name: trainer.about.name for name, (trainer, _) in INTERVENTIONS.items()} == {
-        name: name for name in INTERVENTIONS
-    }
-
-
 @pytest.mark.parametrize(
     ("steps", "rows", "accumulation", "batches", "dataset", "seen"),
     [
