@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM, trainers
+from hf_recurrent_lengthgen.cards import write_card
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.methods import Method
@@ -109,7 +110,13 @@ def test_the_command_line_trains_and_resumes_it_and_its_record_and_card_name_it(
 
     lineage = read_lineage(out)
     assert lineage is not None
-    assert "ones" in lineage.steps[-1].description
+    run = lineage.steps[-1].training
+    assert run is not None
+    assert run.methods == (ones.about,)
+    write_card(out, repo_id="me/ones")
+    card = (out / "README.md").read_text()
+    assert TITLE in card
+    assert MIMETIC.arxiv in card
     whole = weights(out)
     shutil.rmtree(out / "checkpoint-4")
     assert main([*toy, str(out), "--resume"]) == 0

@@ -22,5 +22,4 @@ class AlignmentTrainer(InitialStateTrainer):
 
     @staticmethod
     def initial_state_source(args: AlignmentConfig, trainer: Any) -> ZeroStates:
-        """Always zero."""
         return ZeroStates()

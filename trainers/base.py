@@ -90,7 +90,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         if args is None:
             args = self.config_class("tmp_trainer")
         check_config(type(self), args)
-        super().__init__(model, args, *positional, **keyword)
+        super().__init__(self.prepared(model, args), args, *positional, **keyword)
         self.data_collator = without_padding(self.data_collator)
         check_trainer(self)
         self._own_loss = self.compute_loss_func
@@ -112,6 +112,10 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         if "about" in vars(cls) and INTERVENTIONS.setdefault(cls.about.name, cls) is not cls:
             other = INTERVENTIONS[cls.about.name].__name__
             raise ValueError(f"{cls.__name__} calls its method {cls.about.name!r}, as {other} does: rename one.")
+
+    def prepared(self, model: Any, args: Any) -> Any:
+        """The model that is trained, made of the one that is given."""
+        return model
 
     @staticmethod
     @abstractmethod

@@ -30,7 +30,6 @@ class FittedNoiseTrainer(InitialStateTrainer):
 
     @staticmethod
     def initial_state_source(args: FittedNoiseConfig, trainer: Any) -> FittedNoise:
-        """Noise per layer and head."""
         return FittedNoise(
             zero_state_of(trainer), args.fitted_noise_beta, args.fitted_noise_groups, args.noise_at_evaluation
         )

@@ -9,6 +9,7 @@ processes with two rows each make the choices of one process with four.
 """
 
 import hashlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +27,6 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     keep_rows,
     map_state,
     state_batch_size,
-    state_to,
     take_rows,
     zero_conv,
 )
@@ -45,7 +45,7 @@ class BatchPlace:
     Attributes:
         seed: Seed of the run.
         step: Optimizer step, from 0.
-        micro-batch: Micro-batch within the step under gradient accumulation, from 0.
+        micro_batch: Micro-batch within the step under gradient accumulation, from 0.
         first_row: Global number of the first row: process index times rows per process.
         rows: Rows in this micro-batch.
         continues: Rows that go on with the text of the step before, (rows,) bool; None for all of them. The states of
@@ -102,16 +102,14 @@ class InitialStateSource(ABC):
     def end_step(self) -> None:  # noqa: B027
         """The optimizer step is over: what was observed in its micro-batches may be put together."""
 
-    @abstractmethod
-    def reset(self) -> None:
+    def reset(self) -> None:  # noqa: B027
         """Back to how it was before the first batch."""
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything that must survive a checkpoint, as named tensors."""
+        """Everything that must survive a checkpoint, as named tensors. By default nothing."""
+        return {}
 
-    @abstractmethod
-    def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+    def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:  # noqa: B027
         """Take back what `state_dict` gave."""
 
     def logs(self) -> dict[str, float]:
@@ -125,15 +123,6 @@ class ZeroStates(InitialStateSource):
     def initial_state(self, place: BatchPlace) -> None:
         """None, the zero state."""
 
-    def reset(self) -> None:
-        """There is nothing to forget."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
-        """There is nothing to take back."""
-
 
 class PassedStates(InitialStateSource):
     """The final state of the same row of the previous step.
@@ -141,7 +130,7 @@ class PassedStates(InitialStateSource):
     With shuffled rows that is state passing (section 4.4), the state of a different sequence; with rows that continue
     one another it is truncated backpropagation through time (section 4.5).
 
-    Each micro-batch micro-batch of gradient accumulation carries its own states, so that a step's states come from the
+    Each micro-batch of gradient accumulation carries its own states, so that a step's states come from the
     step before. A smaller batch uses and replaces the states of its first rows; the other rows keep theirs.
 
     Args:
@@ -195,32 +184,22 @@ class PassedStates(InitialStateSource):
         Raises:
             ValueError: if a part is missing or unknown.
         """
-        keys = [key.split(".") for key in tensors]
-        if any(len(key) != 5 or key[0] != "micro_batches" or key[2] != "layers" for key in keys):
-            raise ValueError(f"These are not carried states: {sorted(tensors)[:4]}.")
-        layers = {int(key[1]): 0 for key in keys}
-        for _, micro_batch, _, layer, _ in keys:
-            layers[int(micro_batch)] = max(layers[int(micro_batch)], int(layer) + 1)
-        expected = {
-            f"micro_batches.{s}.layers.{i}.{p}"
-            for s, n in layers.items()
-            for i in range(n)
-            for p in LayerState._fields
-        }
-        if expected != set(tensors):
-            raise ValueError(f"Carried states lack {sorted(expected - set(tensors))}.")
-        self._carried = {
-            micro_batch: state_to(
-                tuple(
-                    LayerState(
-                        *(tensors[f"micro_batches.{micro_batch}.layers.{index}.{part}"] for part in LayerState._fields)
-                    )
-                    for index in range(count)
-                ),
-                device,
-            )
-            for micro_batch, count in layers.items()
-        }
+        names = LayerState._fields
+        layers: dict[tuple[int, int], dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            found = re.fullmatch(rf"micro_batches\.(\d+)\.layers\.(\d+)\.({'|'.join(names)})", key)
+            if found is None:
+                raise ValueError(f"These are not carried states: {sorted(tensors)[:4]}.")
+            layers.setdefault((int(found[1]), int(found[2])), {})[found[3]] = value.to(device)
+        carried: dict[int, RecurrentState] = {}
+        for (micro_batch, index), parts in sorted(layers.items()):
+            before = carried.get(micro_batch, ())
+            place = f"micro_batches.{micro_batch}.layers.{len(before)}"
+            missing = names if index > len(before) else [name for name in names if name not in parts]
+            if missing:
+                raise ValueError(f"Carried states lack {[f'{place}.{name}' for name in missing]}.")
+            carried[micro_batch] = (*before, LayerState(**parts))
+        self._carried = carried
 
 
 def _resize_rows(state: RecurrentState, rows: int) -> RecurrentState:

@@ -15,7 +15,7 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     state_dtype,
 )
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
-from hf_recurrent_lengthgen.trainers.checks import base_of, check_config, check_model
+from hf_recurrent_lengthgen.trainers.checks import base_of, check_model
 from hf_recurrent_lengthgen.trainers.learned_state_config import LearnedStateConfig
 from hf_recurrent_lengthgen.trainers.learned_states import LearnedState, LearnedStates
 
@@ -45,33 +45,29 @@ class LearnedStateTrainer(InitialStateTrainer):
     gives_states = False  # beside them, it trains one, which is zero at first
     args: LearnedStateConfig
 
-    def __init__(self, model: nn.Module | None = None, *positional: Any, **keyword: Any) -> None:
+    def __init__(self, *positional: Any, **keyword: Any) -> None:
+        super().__init__(*positional, **keyword)
+        if self.is_fsdp_enabled:
+            raise ValueError("A learned state is used outside of the layers that FSDP gathers: use DDP.")
+
+    def prepared(self, model: Any, args: LearnedStateConfig) -> Any:
+        """The model with the state as a part, so that optimizer, DDP and clipping see it; its file is its own."""
         if model is None:
             raise ValueError(
                 "LearnedStateTrainer attaches the state to the model it is given: give model, not model_init."
             )
         check_model(model)
-        args = positional[0] if positional else keyword.get("args")
-        if args is None:
-            args = LearnedStateConfig("tmp_trainer")
-            keyword["args"] = args
-        check_config(type(self), args)  # before the model is touched
         if not args.train_model:
             model.requires_grad_(False)
         base = base_of(model)
-        learn_conv = args.learn_conv_state
-        self._learned = LearnedState(base.state_shapes(), state_dtype(base.dtype), learn_conv).to(base.device)
-        # A part of the model, so that optimizer, DDP and clipping see it; its file is its own.
-        model.learned_state = self._learned
-        names = {f"learned_state.{name}" for name in self._learned.state_dict()}
+        learned = LearnedState(base.state_shapes(), state_dtype(base.dtype), args.learn_conv_state).to(base.device)
+        self._learned = model.learned_state = learned
+        names = {f"learned_state.{name}" for name in learned.state_dict()}
         base._keys_to_ignore_on_save = set(getattr(base, "_keys_to_ignore_on_save", None) or ()) | names
-        super().__init__(model, *positional, **keyword)
-        if self.is_fsdp_enabled:
-            raise ValueError("A learned state is used outside of the layers that FSDP gathers: use DDP.")
+        return model
 
     @staticmethod
     def initial_state_source(args: LearnedStateConfig, trainer: Any) -> LearnedStates:
-        """The learned state."""
         return LearnedStates(trainer._learned)
 
     def learned_state(self) -> RecurrentState:

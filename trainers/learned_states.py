@@ -56,9 +56,6 @@ class LearnedStates(InitialStateSource):
         """The learned state for every row."""
         return self.initial_state(place)
 
-    def reset(self) -> None:
-        """What was learned stays, as weights do."""
-
     def state_dict(self) -> dict[str, Tensor]:
         return {name: value.cpu() for name, value in self._learned.state_dict().items()}
 

@@ -37,7 +37,6 @@ class MixedStatesConfig(InitialStateConfig):
     )
 
     def check(self) -> None:
-        """See `InitialStateConfig.check`."""
         known = list(mixable())
         if isinstance(self.mixture, str):
             try:

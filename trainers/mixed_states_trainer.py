@@ -29,17 +29,14 @@ class MixedStatesTrainer(InitialStateTrainer):
 
     @property
     def needs_shuffled_data(self) -> bool:  # type: ignore[override]
-        """Whether one of the sources does."""
         return any(mixable()[name].needs_shuffled_data for name in self.args.shares())
 
     @property
     def needs_continued_data(self) -> bool:  # type: ignore[override]
-        """Whether one of the sources does."""
         return any(mixable()[name].needs_continued_data for name in self.args.shares())
 
     @staticmethod
     def initial_state_source(args: MixedStatesConfig, trainer: Any) -> MixedStates:
-        """The mixture."""
         made = args.source_configs().items()
         sources = {name: mixable()[name].initial_state_source(config, trainer) for name, config in made}
         return MixedStates(sources, args.shares())

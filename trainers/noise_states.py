@@ -67,15 +67,6 @@ class RandomNoise(_Noise):
         noise = standard_normal(place, self._zero_state(place.rows))
         return tuple(LayerState(layer.recurrent.mul_(self.sigma), layer.conv) for layer in noise)
 
-    def reset(self) -> None:
-        """There is nothing to forget."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
-        """There is nothing to take back."""
-
 
 class FittedNoise(_Noise):
     """Noise with the moving mean and variance of final states, per layer and head (section 4.3, Eq. 5 and 6).

@@ -31,7 +31,6 @@ class RandomNoiseTrainer(InitialStateTrainer):
 
     @staticmethod
     def initial_state_source(args: RandomNoiseConfig, trainer: Any) -> RandomNoise:
-        """Independent noise."""
         if args.noise_sigma is None:
             raise ValueError(
                 "noise_sigma is missing: give the standard deviation of the initial states. The size that a model's "

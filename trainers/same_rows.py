@@ -41,6 +41,7 @@ class SameRowsTrainer(PushingTrainer):
 
     @cached_property
     def _takes_states(self) -> bool:
+        assert self.model is not None
         return takes_states(self.model)
 
     def _check_train_data(self) -> None:

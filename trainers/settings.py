@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 AT_LEAST_ONE = (
     *("alignment_length", "alignment_max_extra", "alignment_min_extra", "block_length", "bptt_chunk_length"),
     *("bptt_window", "eval_accumulation_steps", "expand_count", "expand_num_heads", "expand_state_size"),
-    *("fitted_noise_groups", "gradient_accumulation_steps", "per_device_eval_batch_size"),
+    *("fitted_noise_groups", "gradient_accumulation_steps", "lora_alpha", "lora_r", "per_device_eval_batch_size"),
     *("per_device_train_batch_size", "task_vocabulary"),
 )
 MAY_BE_NONE = ("max_grad_norm",)  # by Trainer, though not by its annotation

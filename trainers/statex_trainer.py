@@ -3,13 +3,12 @@
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_recurrent_lengthgen.methods import Method
 from hf_recurrent_lengthgen.papers import STATEX
 from hf_recurrent_lengthgen.surgery import expand_state
 from hf_recurrent_lengthgen.surgery.state_expansion import expanded_parameters, recorded_expansions
-from hf_recurrent_lengthgen.trainers.checks import base_of, check_config, check_model
+from hf_recurrent_lengthgen.trainers.checks import base_of, check_model
 from hf_recurrent_lengthgen.trainers.mixed_states_trainer import MixedStatesTrainer
 from hf_recurrent_lengthgen.trainers.statex_config import StateXConfig
 
@@ -40,21 +39,32 @@ class StateXTrainer(MixedStatesTrainer):
     gives_states = False
     args: StateXConfig
 
-    def __init__(self, model: nn.Module | None = None, *positional: Any, **keyword: Any) -> None:
-        if model is None:
-            raise ValueError("StateXTrainer expands the model it is given: give model, not model_init.")
-        check_model(model)
-        args = positional[0] if positional else keyword.get("args")
-        if args is None:
-            args = StateXConfig("tmp_trainer")
-            keyword["args"] = args
-        check_config(type(self), args)
-        super().__init__(_expanded(model, args), *positional, **keyword)
+    def __init__(self, *positional: Any, **keyword: Any) -> None:
+        super().__init__(*positional, **keyword)
         if self.optimizer is not None:
             raise ValueError(
                 "The optimizer given holds the weights of the model before its expansion: leave optimizers out, or "
                 "train a model of expand_state with another trainer."
             )
+
+    def prepared(self, model: Any, args: StateXConfig) -> Any:
+        """The model, expanded unless its config says that it was."""
+        if model is None:
+            raise ValueError("StateXTrainer expands the model it is given: give model, not model_init.")
+        check_model(model)
+        recorded, expansion = recorded_expansions(base_of(model).config), args.expansion()
+        if not recorded:
+            return expand_state(model, **expansion, seed=args.seed)
+        given = {name for name, value in expansion.items() if value is not None and name != "initialization"}
+        if args.expand_initialization is not None and {*recorded.values()} != {args.expand_initialization}:
+            given.add("initialization")
+        if given:
+            raise ValueError(
+                f"The model was expanded already ({'; '.join(base_of(model).config.interventions)}), so the settings "
+                f"{sorted(given)} of another expansion would do nothing: leave them out. To resume a run, give the "
+                "model that it began with, or to expand further, call expand_state."
+            )
+        return model
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Trainer's, with groups of their own for parameters that hold new values, at `new_weights_lr_multiplier`."""
@@ -69,20 +79,3 @@ class StateXTrainer(MixedStatesTrainer):
                     rate = group["lr"] * self.args.new_weights_lr_multiplier
                     optimizer.add_param_group({**group, "params": apart, "lr": rate})
         return optimizer
-
-
-def _expanded(model: Any, args: StateXConfig) -> Any:
-    """The model, expanded unless its config says that it was."""
-    recorded = recorded_expansions(base_of(model).config)
-    if not recorded:
-        return expand_state(model, **args.expansion(), seed=args.seed)
-    given = {name for name, value in args.expansion().items() if value is not None and name != "initialization"}
-    if args.expand_initialization is not None and {*recorded.values()} != {args.expand_initialization}:
-        given.add("initialization")
-    if given:
-        raise ValueError(
-            f"The model was expanded already ({'; '.join(base_of(model).config.interventions)}), so the settings "
-            f"{sorted(given)} of another expansion would do nothing: leave them out. To resume a run, give the model "
-            "that it began with, or to expand further, call expand_state."
-        )
-    return model

@@ -31,5 +31,4 @@ class TbttTrainer(InitialStateTrainer):
 
     @staticmethod
     def initial_state_source(args: TbttConfig, trainer: Any) -> PassedStates:
-        """The final states of the previous step."""
         return PassedStates(args.state_drop_probability, args.carry_conv_state)

@@ -15,5 +15,4 @@ class ZeroStateTrainer(InitialStateTrainer):
 
     @staticmethod
     def initial_state_source(args: Any, trainer: Any) -> ZeroStates:
-        """Always zero."""
         return ZeroStates()

@@ -1,21 +1,23 @@
-"""Options of `lengthgen train`: flags on top of a YAML file on top of the paper's defaults."""
+"""Options of `lengthgen train`: flags on top of a YAML file on top of the paper's defaults.
+
+Some options decide which others there are: those of other interventions and tasks are unknown.
+"""
 
 import argparse
 import difflib
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, STANDARD_LIBRARY, USUAL_SPLIT, chosen_split
-from hf_recurrent_lengthgen.data.tasks import STRING_TASKS
-from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES
+from hf_recurrent_lengthgen.cli.run_arguments import RunArguments, chosen, goes_with
 from hf_recurrent_lengthgen.trainers import (
     INTERVENTIONS,
     InitialStateConfig,
@@ -25,7 +27,7 @@ from hf_recurrent_lengthgen.trainers import (
     StateXConfig,
     TbttConfig,
 )
-from hf_recurrent_lengthgen.trainers.settings import check_settings
+from hf_recurrent_lengthgen.trainers.mixed_states_config import mixable
 
 # "Unexplored states" (arXiv:2507.02782), B.2 and Figure 1: post-training of Mamba-2
 PAPER_STEPS = 500
@@ -59,6 +61,10 @@ MOST_USED = {
     "seed": "Seed of initialization, data order and state passing.",
     "use_cpu": "Do not use an accelerator.",
 }
+CHOICES = {"intervention": "state_passing", "task": "text", "mimetic": None, "lora_r": None, "eval_strategy": "no"}
+"""The options that decide which others there are, and their defaults."""
+NOT_CHOSEN = (None, "no", "false", "f", "n", "0")
+
 OUR_HELP = MOST_USED | {
     "alignment_length": "Length T in tokens of the two crops that are aligned. Default: block_length; here no other.",
 }
@@ -71,174 +77,10 @@ AdamW(0.9, 0.95), cosine to 1e-5 after 10 % warm-up.
 """
 
 
-@dataclass
-class RunArguments:
-    """What to train, on what, with which intervention."""
-
-    model: str = field(
-        metadata={"help": "Checkpoint folder or Hub name; or a config.json, to train from scratch. Required."}
-    )
-    intervention: str = field(
-        default="state_passing",
-        metadata={"help": "What is done beside plain training: "},  # and the names, which the parser knows
-    )
-    data: str = field(default="stdlib", metadata={"help": f"Training text: {DATA_HELP}"})
-    data_split: str | None = field(
-        default=None,
-        metadata={"help": "Split of the data to train on. Default: train, or the only one that there is."},
-    )
-    eval_data: str | None = field(
-        default=None,
-        metadata={
-            "help": "Text for eval_loss, as for data; needs eval_strategy. Default: stdlib where that is the training "
-            "text. Passkeys and symbols need none, evaluation has others."
-        },
-    )
-    eval_data_split: str | None = field(
-        default=None, metadata={"help": f"Split of eval_data. Default: {USUAL_SPLIT}."}
-    )
-    text_column: str = field(default="text", metadata={"help": "Column that holds the text."})
-    tokenizer: str | None = field(
-        default=None,
-        metadata={"help": 'Tokenizer folder or name, or "bytes". Default: the model\'s own; bytes from scratch.'},
-    )
-    block_length: int = field(default=2048, metadata={"help": "Training length T in tokens."})
-    chunks_before_reset: int = field(
-        default=12,
-        metadata={"help": "With tbtt: chunks of block_length after which a state is reset to zero; 0 for never."},
-    )
-    reset_at_document: bool = field(
-        default=False, metadata={"help": "With tbtt: reset states where a document begins, wherever that is in a row."}
-    )
-    minimum_document_tokens: int = field(
-        default=0, metadata={"help": "Leave out documents with fewer tokens (arXiv:2410.07145 uses 4096)."}
-    )
-    task: Literal["text", "passkey", "babilong", "copying", "stack_copying", "recall", "sorting"] = field(
-        default="text",
-        metadata={
-            "help": "What a row is: text; passkey, a prompt; babilong, a question of bAbI hidden in the text of data; "
-            "or random symbols (arXiv:2410.11135): copying, stack_copying (from the last to the first), recall (of "
-            "values by their keys) or sorting. In all but the first only the answer is scored."
-        },
-    )
-    task_length: str = field(
-        default="50",
-        metadata={
-            "help": 'With tasks on symbols: how many there are (with recall, pairs), or a range such as "50-100".'
-        },
-    )
-    task_vocabulary: int | None = field(
-        default=None,
-        metadata={
-            "help": "With tasks on symbols: how many there are to choose from. The model's vocab_size must be 3 more. "
-            "Default: 26 for copying, 512 for recall (keys and values) and sorting."
-        },
-    )
-    task_files: str | None = field(
-        default=None,
-        metadata={
-            "help": "Required with babilong: the folder of bAbI's files qa1_..._train.txt to qa10, and ..._test.txt "
-            "for evaluation."
-        },
-    )
-    task_style: str | None = field(
-        default=None,
-        metadata={
-            "help": 'With passkey: "pass key" (prompt of arXiv:2507.02782, default), "passkey" (2410.07145) or '
-            '"infinity-bench" (2509.22630).'
-        },
-    )
-    mimetic: bool = field(
-        default=False,
-        metadata={"help": "Mimetic initialization (arXiv:2410.11135) before training Mamba or GLA from scratch."},
-    )
-    mimetic_switches: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Its parts: a (decays near 1), delta (steps near 1), bc (correlated B and C), conv (identity). "
-            "Default: the paper's, all but conv in Mamba-1 and all in Mamba-2; in GLA all, which has no delta."
-        },
-    )
-    mimetic_layers: list[int] | None = field(
-        default=None, metadata={"help": "Its layers, counted from 0 (default: all)."}
-    )
-    mimetic_c: float = field(default=8.0, metadata={"help": "Its c: A_n = -n^-c. The paper uses 2, 4 and 8."})
-    mimetic_offset: int = field(
-        default=0, metadata={"help": "Its n counts from 1 + offset; a head, state or key at n = 1 decays."}
-    )
-    lora_r: int | None = field(
-        default=None,
-        metadata={
-            "help": "Train an adapter (LoRA of PEFT) of this rank and leave the weights of the model alone; lengthgen "
-            "merge makes a checkpoint of both. Default: all weights are trained, or the adapter that the model is."
-        },
-    )
-    lora_alpha: int | None = field(
-        default=None, metadata={"help": "Its scale: the adapter counts alpha / rank. Default: twice the rank."}
-    )
-    lora_target_modules: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Names of the linear layers that it changes. Default: those of the family's mixers; in hybrids "
-            "those of all layers, where PEFT takes them."
-        },
-    )
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run the code that a checkpoint carries."})
-    resume: bool = field(
-        default=False, metadata={"help": "Continue from the newest complete checkpoint in output_dir."}
-    )
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-        if self.intervention not in INTERVENTIONS:
-            raise ValueError(f"intervention must be one of {', '.join(INTERVENTIONS)}, got {self.intervention!r}.")
-        if empty := [item.name for item in fields(self) if getattr(self, item.name) == ""]:
-            raise ValueError(f"{empty[0]} is empty: give a value, or leave it out.")
-
-    @property
-    def from_scratch(self) -> bool:
-        """Whether the model is made of a config.json, with random weights."""
-        return self.model.endswith(".json")
-
-    @property
-    def chosen_split(self) -> str:
-        return chosen_split(self.data, self.data_split, "train")
-
-    @property
-    def chosen_eval_split(self) -> str:
-        return chosen_split(self.eval_data or STANDARD_LIBRARY, self.eval_data_split, "validation")
-
-    @property
-    def mimetic_choice(self) -> dict[str, bool]:
-        """The switches of `mimetic_initialization` that are given; empty for its defaults.
-
-        Raises:
-            ValueError: for a switch that there is not.
-        """
-        given = self.mimetic_switches
-        if unknown := sorted(set(given or ()) - set(SWITCHES)):
-            raise ValueError(f"mimetic_switches must be some of {' '.join(SWITCHES)}, got {' '.join(unknown)}.")
-        return {} if given is None else {name: name in given for name in SWITCHES}
-
-    @property
-    def of_symbols(self) -> bool:
-        """Whether the task is one on random symbols, which needs neither text nor a tokenizer."""
-        return self.task in STRING_TASKS
-
-
-def _every_config() -> type[InitialStateConfig]:
-    """A class with the options of all interventions, for the help and the parser; never made."""
-    configs = {trainer.config_class for trainer in INTERVENTIONS.values()}
-    most_special = [one for one in configs if not any(issubclass(other, one) for other in configs - {one})]
-    bases = sorted(most_special, key=lambda one: one.__name__)
-    return dataclass(type("EveryConfig", tuple(bases), {}))
-
-
 def continues(training: InitialStateConfig) -> bool:
     """Whether a row of the training data goes on where that of the step before ended."""
-    return isinstance(training, TbttConfig) or (
-        isinstance(training, MixedStatesConfig) and "tbtt" in (training.mixture or {})
-    )
+    shares = training.shares() if isinstance(training, MixedStatesConfig) else ()
+    return isinstance(training, TbttConfig) or any(mixable()[name].needs_continued_data for name in shares)
 
 
 def evaluates(training: InitialStateConfig) -> bool:
@@ -246,90 +88,98 @@ def evaluates(training: InitialStateConfig) -> bool:
     return training.eval_strategy != "no"
 
 
-_WITH_DATA = ("text", "babilong")
-_Fits = Callable[[RunArguments, InitialStateConfig], bool]
-# What an option that is given goes with, in words and as a check; elsewhere it would do nothing.
-GOES_WITH: dict[str, tuple[str, _Fits]] = {
-    **dict.fromkeys(("data", "data_split"), ("task text or babilong", lambda run, _: run.task in _WITH_DATA)),
-    **dict.fromkeys(
-        ("eval_data", "eval_data_split"),
-        (
-            "eval_strategy steps or epoch, and task text or babilong",
-            lambda run, training: evaluates(training) and run.task in _WITH_DATA,
-        ),
-    ),
-    "text_column": (
-        f"data or eval_data other than {STANDARD_LIBRARY}",
-        lambda run, _: bool({run.data, run.eval_data} - {STANDARD_LIBRARY, None}),
-    ),
-    **dict.fromkeys(
-        ("chunks_before_reset", "reset_at_document"),
-        ("intervention tbtt, or mixed with tbtt in its mixture", lambda _, training: continues(training)),
-    ),
-    "minimum_document_tokens": ("task text", lambda run, _: run.task == "text"),
-    **dict.fromkeys(
-        ("block_length", "tokenizer"), ("task text, passkey or babilong", lambda run, _: not run.of_symbols)
-    ),
-    **dict.fromkeys(
-        ("task_length", "task_vocabulary"), (f"task {', '.join(STRING_TASKS)}", lambda run, _: run.of_symbols)
-    ),
-    "task_files": ("task babilong", lambda run, _: run.task == "babilong"),
-    "task_style": ("task passkey", lambda run, _: run.task == "passkey"),
-    **dict.fromkeys(
-        ("mimetic_switches", "mimetic_layers", "mimetic_c", "mimetic_offset"), ("mimetic", lambda run, _: run.mimetic)
-    ),
-    **dict.fromkeys(("lora_alpha", "lora_target_modules"), ("lora_r", lambda run, _: run.lora_r is not None)),
-}
-# Defaults of these are in their dataclasses; in the parser, None is "not given".
-_NOT_GIVEN = GOES_WITH.keys() | {"max_steps", "num_train_epochs"}
+def read_options(
+    arguments: Sequence[str], config_file: str | None = None
+) -> tuple[RunArguments, InitialStateConfig, type[InitialStateTrainer]]:
+    """What to train, the arguments of the trainer, and its class; flags win over the file.
+
+    Raises:
+        SystemExit: for options that there are not, after a message.
+        ValueError: for a file that cannot be used, options that would do nothing or contradict each other, and as the
+            config raises.
+    """
+    given = [*([] if config_file is None else _flags_of(config_file)), *arguments]
+    values = parse(given)
+    trainer = INTERVENTIONS[values["intervention"]]
+    config = trainer.config_class
+    run = RunArguments(**{name: values[name] for name in _names(RunArguments) & values.keys()})
+    training = config(**{name: values[name] for name in _names(config) & values.keys()})
+    named = {argument.partition("=")[0].lstrip("-").replace("-", "_") for argument in given}
+    _check(run, training, named)
+    return run, training, trainer
+
+
+def parse(arguments: Sequence[str]) -> dict[str, Any]:
+    """All options that there are, by name.
+
+    Raises:
+        SystemExit: for others, after a message.
+        ValueError: unless one of max_steps and num_train_epochs counts.
+    """
+    choices = _choices(arguments)
+    trainer = INTERVENTIONS.get(choices["intervention"], InitialStateTrainer)  # the parser refuses what is none
+    values = vars(RunParser([trainer.config_class], choices).parse_args(arguments))
+    steps, epochs = values["max_steps"], values["num_train_epochs"]
+    if steps is None:
+        values["max_steps"] = PAPER_STEPS if epochs is None else -1
+    elif not (steps >= 1 if epochs is None else steps == -1):
+        raise ValueError(
+            f"max_steps is {steps}, num_train_epochs {'not given' if epochs is None else epochs}: give either "
+            "max_steps of at least 1 or num_train_epochs (max_steps -1 takes back that of a file)."
+        )
+    if epochs is None:
+        del values["num_train_epochs"]
+    if values["lr_scheduler_kwargs"] is None and values["lr_scheduler_type"] == PAPER_SCHEDULE:
+        values["lr_scheduler_kwargs"] = dict(PAPER_SCHEDULE_SETTINGS)
+    return values
+
+
+def _choices(arguments: Sequence[str]) -> dict[str, str]:
+    """The options that decide which others there are."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name, default in CHOICES.items():
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true", default=default)
+    return vars(parser.parse_known_args(arguments)[0])
 
 
 class RunParser(HfArgumentParser):
-    """Parser of `RunArguments` and the arguments of the trainers.
+    """Parser of `RunArguments` and the arguments of trainers.
 
     Args:
+        configs: Their classes; of an option that several have, the first counts.
+        choices: What was chosen, or None for all options that there may be, as the help lists them.
         everything: Whether the help lists all of TrainingArguments, over a hundred, or those in `MOST_USED`.
     """
 
-    def __init__(self, everything: bool = False) -> None:
-        self._everything = everything
+    def __init__(
+        self, configs: Iterable[type[Any]], choices: dict[str, str] | None = None, everything: bool = False
+    ) -> None:
+        self._choices, self._everything = choices, everything
         self._sections: dict[str, Any] = {}
-        every_config = _every_config()
-        self._method_options = every_config.method_fields()
-        self._not_given = _NOT_GIVEN | self._method_options
-        self._titles = {
-            **dict.fromkeys(_names(TrainingArguments), "other options of transformers.TrainingArguments"),
-            **dict.fromkeys(MOST_USED, "training (most used options of transformers.TrainingArguments)"),
-            **dict.fromkeys(self._method_options, "options of interventions"),
-            **dict.fromkeys(_names(InitialStateConfig) - _names(TrainingArguments), "options of all interventions"),
-            **dict.fromkeys(_names(RunArguments), "what to train"),
-        }
         super().__init__(
-            (RunArguments, every_config),  # type: ignore[arg-type]
+            (RunArguments, *configs),  # type: ignore[arg-type]
             prog="lengthgen train",
             usage="lengthgen train [CONFIG.yaml] [--model MODEL] [--output_dir FOLDER] [--OPTION VALUE ...]",
             description=DESCRIPTION,
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
-        self.add_argument(
-            "--help-all", action="help", help="show the other options of transformers.TrainingArguments, too"
-        )
+        # torch warns of pinned memory there, the default of Transformers
+        pinned = {} if torch.accelerator.is_available() else {"dataloader_pin_memory": False}
         quiet = {"disable_tqdm": None if sys.stderr.isatty() else True}
-        self.set_defaults(**DEFAULTS, **quiet, **dict.fromkeys(self._not_given))
+        self.set_defaults(**DEFAULTS, **quiet, **pinned, max_steps=None, num_train_epochs=None)
 
-    def add_argument(self, *flags: str, **options: Any) -> argparse.Action:
-        """As in argparse, in the section of the help that the option belongs to."""
-        name = options.get("dest", flags[0].lstrip("-"))
-        title = self._titles.get(name)
+    def add_argument(self, *flags: str, **options: Any) -> Any:
+        """As in argparse, in the section of the help that the option belongs to, and if there is such an option."""
+        name, conditions = options.get("dest", flags[0].lstrip("-")), options.pop("goes_with", {})
+        title = _title(name)
         if title is None:
             return super().add_argument(*flags, **options)
+        if flags[0] in self._option_string_actions or not self._is_there(conditions):
+            return None
         if name == "intervention":
             options["choices"] = sorted(INTERVENTIONS)
-            options["help"] += "; ".join(f"{name} ({INTERVENTIONS[name].about.title})" for name in options["choices"])
-        options["help"] = _help(name, flags[0], options, name in self._not_given)
-        if title == "options of interventions":
-            owners = [key for key, trainer in INTERVENTIONS.items() if name in _names(trainer.config_class)]
-            options["help"] = f"{options['help']} [{', '.join(owners)}]"
+        options["help"] = _help(name, flags[0], options)
         if title.startswith("other") and not self._everything:
             options["help"] = argparse.SUPPRESS
         if "type" in options and len(options.get("choices", ())) not in range(1, 5):
@@ -341,101 +191,99 @@ class RunParser(HfArgumentParser):
         action.option_strings = list(flags[:1])  # spellings with "-" are understood, too, but not listed
         return action
 
+    def _is_there(self, conditions: dict[str, Any]) -> bool:
+        if self._choices is None:
+            return True
+        given = {name: self._choices[name] for name in conditions}
+        known = {name: chosen(values) for name, values in conditions.items()}
+        return all(given[name] in known[name] if known[name] else given[name] not in NOT_CHOSEN for name in conditions)
+
     def error(self, message: str) -> Any:
-        """As in argparse, with the option that was probably meant."""
-        wrong = message.removeprefix("unrecognized arguments: ")
-        hint = f"; {self._nearest(wrong.split()[0])}" if wrong != message and wrong.startswith("--") else ""
+        """As in argparse, with what an option goes with, or the option that was probably meant."""
+        unknown = message.removeprefix("unrecognized arguments: ")
+        hint = f"; {_hint(unknown.split()[0])}" if unknown != message and unknown.startswith("--") else ""
         super().error(message + hint)
 
-    def read(
-        self, arguments: Sequence[str], config_file: str | None = None
-    ) -> tuple[RunArguments, InitialStateConfig, type[InitialStateTrainer]]:
-        """What to train, the arguments of the trainer, and its class; flags win over the file.
 
-        Raises:
-            ValueError: for a file that cannot be used, options that would do nothing or contradict each other, and as
-                the config raises.
-        """
-        values = self.parse(arguments, config_file)
-        trainer = INTERVENTIONS[values["intervention"]]
-        config = trainer.config_class
-        for name in sorted(self._method_options - _names(config)):
-            if values[name] is not None:
-                owners = [key for key, one in INTERVENTIONS.items() if name in _names(one.config_class)]
-                *others, last = owners
-                which = f"interventions {', '.join(others)} and {last}" if others else f"intervention {last}"
-                raise ValueError(f"{name} is an option of the {which}, not of {values['intervention']}.")
-        given = {name: value for name, value in values.items() if not (name in self._not_given and value is None)}
-        run = RunArguments(**{name: given[name] for name in _names(RunArguments) & given.keys()})
-        training = config(**{name: given[name] for name in _names(config) & given.keys()})
-        _check(run, training, set(given))
-        return run, training, trainer
-
-    def parse(self, arguments: Sequence[str], config_file: str | None = None) -> dict[str, Any]:
-        """All options as a dictionary, None for those of `_NOT_GIVEN`; flags win over the file.
-
-        Raises:
-            ValueError: for a file that cannot be used, and unless one of max_steps and num_train_epochs counts.
-        """
-        from_file = [] if config_file is None else self._arguments_of(config_file)
-        values = vars(self.parse_args([*from_file, *arguments]))
-        steps, epochs = values["max_steps"], values["num_train_epochs"]
-        if steps is None:
-            values["max_steps"] = PAPER_STEPS if epochs is None else -1
-        elif not (steps >= 1 if epochs is None else steps == -1):
-            raise ValueError(
-                f"max_steps is {steps}, num_train_epochs {'not given' if epochs is None else epochs}: give either "
-                "max_steps of at least 1 or num_train_epochs (max_steps -1 takes back that of a file)."
-            )
-        if epochs is None:
-            del values["num_train_epochs"]
-        if values["lr_scheduler_kwargs"] is None and values["lr_scheduler_type"] == PAPER_SCHEDULE:
-            values["lr_scheduler_kwargs"] = dict(PAPER_SCHEDULE_SETTINGS)
-        return values
-
-    def _arguments_of(self, path: str) -> list[str]:
-        """A YAML file as flags, so that both are checked alike; scalars stay as they are written ("no", "1e-3")."""
-        try:
-            values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
-        except FileNotFoundError as error:
-            raise ValueError(f"There is no config file {path}.") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not valid YAML: {error}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"{path} must hold options as 'option: value' lines, got {type(values).__name__}.")
-        flags = []
-        for key, value in values.items():
-            if key not in self._titles:
-                raise ValueError(f"{path}: unknown option {key!r}; {self._nearest(key)}.")
-            if isinstance(value, list):
-                flags += [f"--{key}", *map(str, value)]
-            elif value not in ("", "~", "null"):
-                flags.append(f"--{key}={value if isinstance(value, str) else json.dumps(_typed(value))}")
-        return flags
-
-    def _nearest(self, name: str) -> str:
-        wanted = name.partition("=")[0].lstrip("-").replace("-", "_")
-        near = difflib.get_close_matches(wanted, self._titles, n=3)
-        return f"did you mean {' or '.join(near)}?" if near else "lengthgen train --help-all lists all options"
+def help_parser(everything: bool = False) -> RunParser:
+    """The parser of all options that there may be, for the help."""
+    configs = [trainer.config_class for _, trainer in sorted(INTERVENTIONS.items())]
+    parser = RunParser(configs, None, everything)
+    parser.add_argument(
+        "--help-all", action="help", help="show the other options of transformers.TrainingArguments, too"
+    )
+    return parser
 
 
-def _help(name: str, flag: str, options: dict[str, Any], may_lack: bool) -> str:
-    """The help of an option with its default."""
+def _title(name: str) -> str | None:
+    """The section of the help that an option belongs to."""
+    if name in _names(RunArguments):
+        return "what to train"
+    if name in InitialStateConfig.method_fields():
+        return "options of all interventions"
+    if goes_with(name):
+        return "options of interventions"
+    if name in MOST_USED:
+        return "training (most used options of transformers.TrainingArguments)"
+    return "other options of transformers.TrainingArguments" if name in _names(TrainingArguments) else None
+
+
+def _help(name: str, flag: str, options: dict[str, Any]) -> str:
+    """The help of an option, with its default and what it goes with."""
     if flag == f"--no_{name}":
         return f"The same as --{name} false."
-    text, default = str(OUR_HELP.get(name, options.get("help"))), options.get("default")
-    if re.search("[Dd]efault|Required", text) or default is None or (default is False and not may_lack):
-        return text
-    return f"{text} (default: {default if may_lack else '%(default)s'})"
+    text, default = str(OUR_HELP.get(name, options.get("help"))), DEFAULTS.get(name, options.get("default"))
+    if name == "intervention":
+        text += "; ".join(f"{key} ({INTERVENTIONS[key].about.title})" for key in options["choices"])
+    if not (re.search("[Dd]efault|Required", text) or default is None or default is False):
+        text = f"{text} (default: {default})"
+    return f"{text} [{goes_with(name)}]" if goes_with(name) else text
 
 
-def _check(run: RunArguments, training: InitialStateConfig, given: set[str]) -> None:
-    """Refuse what would do nothing, and what does not go together."""
-    for name, (what, fits) in GOES_WITH.items():
-        if name in given and not fits(run, training):
-            raise ValueError(f"{name} does nothing here: it goes with {what}. Leave it out, or give that.")
-    if run.task == "babilong" and run.task_files is None:
-        raise ValueError("task babilong needs task_files, the folder of bAbI's files.")
+def _hint(option: str) -> str:
+    """What an option goes with, or the option that was probably meant."""
+    name = option.partition("=")[0].lstrip("-").replace("-", "_")
+    if conditions := goes_with(name):
+        return f"{name} goes with {conditions}"
+    near = difflib.get_close_matches(name, _known(), n=3)
+    return f"did you mean {' or '.join(near)}?" if near else "lengthgen train --help-all lists all options"
+
+
+def _known() -> set[str]:
+    """The names of all options that there may be."""
+    return _names(RunArguments).union(*(_names(trainer.config_class) for trainer in INTERVENTIONS.values()))
+
+
+def _flags_of(path: str) -> list[str]:
+    """A YAML file as flags, so that both are checked alike; scalars stay as they are written ("no", "1e-3").
+
+    Raises:
+        ValueError: for a file that cannot be used, and unknown options.
+    """
+    try:
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    except FileNotFoundError as error:
+        raise ValueError(f"There is no config file {path}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold options as 'option: value' lines, got {type(values).__name__}.")
+    flags, known = [], _known()
+    for key, value in values.items():
+        if key not in known:
+            raise ValueError(f"{path}: unknown option {key!r}; {_hint(key)}.")
+        if isinstance(value, list):
+            flags += [f"--{key}", *map(str, value)]
+        elif value not in ("", "~", "null"):
+            flags.append(f"--{key}={value if isinstance(value, str) else json.dumps(_typed(value))}")
+    return flags
+
+
+def _check(run: RunArguments, training: InitialStateConfig, named: set[str]) -> None:
+    """Refuse what does not go together; `named` are the options that are given."""
+    resets = sorted(named & {"chunks_before_reset", "reset_at_document"})
+    if resets and not continues(training):
+        raise ValueError(f"{resets[0]} does nothing here: it goes with tbtt, which has no share in the mixture.")
     if run.task != "text" and (continues(training) or training.alignment_alpha):
         raise ValueError(f"task {run.task} has rows of its own: it goes with neither tbtt nor alignment_alpha.")
     if training.alignment_length not in (None, run.block_length):
@@ -443,11 +291,6 @@ def _check(run: RunArguments, training: InitialStateConfig, given: set[str]) -> 
             f"alignment_length is {training.alignment_length}, block_length {run.block_length}: both are the training "
             "length T. Give block_length alone; rows are lengthened for the shift."
         )
-    for name in ("lora_r", "lora_alpha"):
-        if (value := getattr(run, name)) is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}.")
-    if run.lora_r is not None and run.from_scratch:
-        raise ValueError("lora_r trains an adapter beside weights that are kept: give a checkpoint as model.")
     if run.lora_r is not None and isinstance(training, StateXConfig):
         raise ValueError("statex changes the weights that an adapter belongs to: lengthgen expand first, then lora_r.")
     if isinstance(training, LearnedStateConfig) and not training.train_model and run.lora_r is not None:

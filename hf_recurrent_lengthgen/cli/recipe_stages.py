@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hf_recurrent_lengthgen.cli.options import RunParser
+from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.recipes.catalogue import Options, Recipe, rows_per_process
 
 COMMANDS = {
@@ -200,7 +200,7 @@ def check_commands(planned: Sequence[Stage]) -> None:
         try:
             with contextlib.redirect_stderr(said):
                 if stage.name == "train":
-                    RunParser().read(arguments[1:], arguments[0])
+                    read_options(arguments[1:], arguments[0])
                 else:
                     command_of(stage.name)._parser().parse_args(arguments)
         except SystemExit as error:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -16,22 +15,16 @@ from hf_recurrent_lengthgen.adapters import add_adapter, holds_adapter, to_merge
 from hf_recurrent_lengthgen.cli.inputs import (
     STANDARD_LIBRARY,
     data_source,
-    load_documents,
-    load_stream,
     load_tokenizer,
 )
-from hf_recurrent_lengthgen.cli.options import RunArguments, RunParser, continues, evaluates
-from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks, keep_long_documents, split_names
+from hf_recurrent_lengthgen.cli.options import evaluates, help_parser, read_options
+from hf_recurrent_lengthgen.cli.run_arguments import RunArguments
+from hf_recurrent_lengthgen.cli.train_rows import evaluation_rows, stream_of, training_rows
+from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks, split_names
 from hf_recurrent_lengthgen.data.tasks import (
-    EVALUATION_SEED,
     PASSKEY_STYLES,
-    BabilongPrompts,
-    PasskeyPrompts,
     StringCollator,
     TaskStrings,
-    babi_files,
-    read_babi,
-    string_task,
 )
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.lineage import lineage_of
@@ -40,25 +33,20 @@ from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
 from hf_recurrent_lengthgen.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, LearnedStateConfig
-from hf_recurrent_lengthgen.trainers.alignment_loss import largest_extra
 from hf_recurrent_lengthgen.trainers.checkpoints import newest_complete_checkpoint
 from hf_recurrent_lengthgen.trainers.learned_state_trainer import LEARNED_STATE_FILE
 from hf_recurrent_lengthgen.trainers.training_runs import RunFacts
 
-TASK_SAMPLES, TASK_EVALUATION_SAMPLES = 100_000, 256
-"""Samples that are made for an epoch where max_steps does not say how many there are, and for an evaluation."""
 SEQUENCES = 32  # of lengthgen evaluate
 
 
 def run(arguments: Sequence[str]) -> int:
     arguments = list(arguments)
     command = ["lengthgen", "train", *arguments]
+    if {"-h", "--help", "--help-all"} & set(arguments):
+        help_parser("--help-all" in arguments).parse_args(["--help"])
     config_file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
-    parser = RunParser(everything="--help-all" in arguments)
-    # torch warns of pinned memory there, the default of Transformers; before 2.6 it cannot be asked.
-    if hasattr(torch, "accelerator") and not torch.accelerator.is_available():
-        parser.set_defaults(dataloader_pin_memory=False)
-    settings, training, trainer_class = parser.read(arguments, config_file)
+    settings, training, trainer_class = read_options(arguments, config_file)
     try:
         train(settings, training, trainer_class, command)
     except KeyboardInterrupt:
@@ -96,27 +84,12 @@ def train(
             "one: continue it with --resume, give another output_dir, or remove them."
         )
     set_seed(training.seed)
-    if settings.from_scratch:
-        model = _new_model(settings.model, settings.trust_remote_code)
-        if settings.mimetic:
-            mimetic_initialization(
-                model,
-                **settings.mimetic_choice,
-                c=settings.mimetic_c,
-                offset=settings.mimetic_offset,
-                layers=settings.mimetic_layers,
-            )
-    elif settings.mimetic:
-        raise ValueError("mimetic overwrites trained weights: it goes with a config.json as model, not a checkpoint.")
-    else:
-        model = load_model(settings.model, settings.trust_remote_code)
-        if settings.lora_r is not None:
-            model = _with_adapter(model, settings)
+    model = _model(settings)
     tokenizer = None if settings.of_symbols else _tokenizer(settings, model.config.vocab_size)
     if training.alignment_alpha and training.alignment_length is None:
         training.alignment_length = settings.block_length
-    rows = _rows(settings, training, tokenizer)
-    eval_rows = _evaluation_rows(settings, training, tokenizer) if evaluates(training) else None
+    rows = training_rows(settings, training, tokenizer)
+    eval_rows = evaluation_rows(settings, training, tokenizer) if evaluates(training) else None
     length_before = getattr(model.config, "training_length", None)
     model.config.training_length = settings.block_length
     if isinstance(rows, TaskStrings):
@@ -146,6 +119,18 @@ def train(
         text = [] if settings.of_symbols else _text_to_evaluate(settings, rows, eval_rows, tokenizer)
         print(_next_step(settings, training, length_before, text))
     return trainer
+
+
+def _model(settings: RunArguments) -> Any:
+    """A new model, or the given one, with an adapter if that is asked for."""
+    if not settings.from_scratch:
+        model = load_model(settings.model, settings.trust_remote_code)
+        return model if settings.lora_r is None else _with_adapter(model, settings)
+    model = _new_model(settings.model, settings.trust_remote_code)
+    if settings.mimetic:
+        c, offset, layers = settings.mimetic_c, settings.mimetic_offset, settings.mimetic_layers
+        mimetic_initialization(model, **settings.mimetic_choice, c=c, offset=offset, layers=layers)
+    return model
 
 
 def _with_adapter(model: PreTrainedModel, settings: RunArguments) -> Any:
@@ -271,7 +256,7 @@ def _text_to_evaluate(settings: RunArguments, rows: Any, eval_rows: Any, tokeniz
     elif isinstance(known, ContinuedChunks):
         tokens = len(known.stream)
     else:
-        tokens = len(_stream(settings, data, split, tokenizer))
+        tokens = len(stream_of(settings, data, split, tokenizer))
     told = [] if data == STANDARD_LIBRARY else ["--data", data, "--split", split]
     if told and settings.text_column != "text":
         told += ["--text-column", settings.text_column]
@@ -328,90 +313,3 @@ Saved {file}. Next, in Python:
   from hf_recurrent_lengthgen import load_model, load_state
   state, _ = load_state({file!r})
   load_model({model!r}).generate(**prompt, initial_state=state)"""
-
-
-def _lookahead(training: InitialStateConfig) -> int:
-    """Tokens that the alignment loss reads beyond the training length."""
-    if not training.alignment_alpha:
-        return 0
-    assert training.alignment_length is not None
-    return training.alignment_max_extra or largest_extra(training.alignment_length)
-
-
-def _rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
-    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
-    samples = rows * training.max_steps if training.max_steps > 0 else TASK_SAMPLES
-    if settings.of_symbols:
-        return _symbols(settings, samples, training.seed)
-    if settings.task == "passkey":
-        return _passkeys(settings, samples, training.seed, tokenizer)
-    if settings.task == "babilong":
-        return _questions(settings, "train", settings.data, settings.chosen_split, training.seed, tokenizer)
-    stream = _stream(settings, settings.data, settings.chosen_split, tokenizer)
-    lookahead = _lookahead(training)
-    if continues(training):
-        return ContinuedChunks(
-            stream,
-            settings.block_length,
-            settings.chunks_before_reset or None,
-            settings.reset_at_document,
-            tokenizer.eos_token_id if settings.reset_at_document else None,
-            lookahead,
-        )
-    # A block of n predictions has n + 1 tokens.
-    return PackedBlocks(stream, settings.block_length + max(lookahead - 1, 0))
-
-
-def _evaluation_rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
-    """Other text, keys or questions than those of the training data."""
-    seed = training.seed + 1
-    if settings.of_symbols:
-        return _symbols(settings, TASK_EVALUATION_SAMPLES, EVALUATION_SEED + training.seed)
-    if settings.task == "passkey":
-        return _passkeys(settings, TASK_EVALUATION_SAMPLES, seed, tokenizer)
-    data = settings.eval_data or (STANDARD_LIBRARY if settings.data == STANDARD_LIBRARY else None)
-    if data is None:
-        raise ValueError("eval_strategy needs eval_data, the text for eval_loss.")
-    if settings.task == "babilong":
-        return _questions(settings, "test", data, settings.chosen_eval_split, seed, tokenizer)
-    return PackedBlocks(_stream(settings, data, settings.chosen_eval_split, tokenizer), settings.block_length)
-
-
-def _stream(settings: RunArguments, data: str, split: str, tokenizer: Any) -> Tensor:
-    stream = load_stream(data, split, tokenizer, _text_column(settings, data)).tokens
-    least = settings.minimum_document_tokens
-    return keep_long_documents(stream, tokenizer.eos_token_id, least) if least else stream
-
-
-def _text_column(settings: RunArguments, data: str) -> str:
-    """The column of training or evaluation data; the standard library has none, and the other may need one."""
-    return "text" if data == STANDARD_LIBRARY else settings.text_column
-
-
-def _passkeys(settings: RunArguments, samples: int, seed: int, tokenizer: Any) -> PasskeyPrompts:
-    style = {} if settings.task_style is None else {"style": settings.task_style}
-    return PasskeyPrompts(tokenizer, settings.block_length, samples, seed, **style)
-
-
-def _symbols(settings: RunArguments, samples: int, seed: int) -> TaskStrings:
-    """Strings of the length "50", or of the lengths "50-100"."""
-    bounds = settings.task_length.split("-")
-    if len(bounds) > 2 or not all(bound.strip().isdecimal() for bound in bounds):
-        raise ValueError(f'task_length is {settings.task_length!r}, but must be a number or a range such as "50-100".')
-    length = [int(bound) for bound in bounds]
-    return string_task(
-        settings.task, length[0] if len(length) == 1 else length, settings.task_vocabulary, samples, seed
-    )
-
-
-def _questions(
-    settings: RunArguments, files: str, data: str, split: str, seed: int, tokenizer: Any
-) -> BabilongPrompts:
-    """Questions of bAbI's `files` ("train" or "test") in a split of the text of `data`."""
-    assert settings.task_files is not None
-    questions = [question for file in babi_files(settings.task_files, files) for question in read_babi(file)]
-    background = load_documents(data, split, _text_column(settings, data))
-    prompts = BabilongPrompts(tokenizer, questions, background, settings.block_length, seed)
-    if prompts.left_out:
-        print(f"Left out {prompts.left_out} of {len(questions)} questions, whose facts do not fit into a row.")
-    return prompts

@@ -22,7 +22,7 @@ from hf_recurrent_lengthgen.cards import build_card, card, check_card, write_car
 from hf_recurrent_lengthgen.cards.licenses import LICENSES
 from hf_recurrent_lengthgen.cards.markdown import escape
 from hf_recurrent_lengthgen.cli.main import main
-from hf_recurrent_lengthgen.cli.options import RunParser
+from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis, Misalignment, Remembrance
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.results import Comparison, DataRecord, DataSource, Estimate
@@ -190,7 +190,7 @@ def test_its_commands_are_understood(cured: Path) -> None:
     further, measured, made = (shlex.split(command) for command in commands)
     for command in (further, made):
         assert command[:2] == ["lengthgen", "train"]
-        run, _, _ = RunParser().read(command[2:])
+        run, _, _ = read_options(command[2:])
         assert run.block_length == 8
     assert measured[:2] == ["lengthgen", "evaluate"]
     assert measured[2:6] == ["base", "cured", "--roles", "base,cured"]

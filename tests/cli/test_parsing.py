@@ -3,6 +3,7 @@
 import argparse
 import shlex
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 
 from hf_recurrent_lengthgen import cli
 from hf_recurrent_lengthgen.cli.main import COMMANDS, main
-from hf_recurrent_lengthgen.cli.options import RunParser, _names
+from hf_recurrent_lengthgen.cli.options import help_parser, read_options
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, not_negative, positive
+from hf_recurrent_lengthgen.cli.run_arguments import RunArguments, chosen
 from hf_recurrent_lengthgen.trainers import INTERVENTIONS
 
 NO_COUNTS = ("-1", "1.5", "nan", "inf", "1e3", "x", "9" * 30, "9" * 6000)
@@ -108,16 +110,18 @@ def test_lists_of_numbers_are_checked_before_models_are_read(
 def test_numbers_of_a_training_are_refused_by_the_name_of_the_option(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    parser, checked = RunParser(), 0
-    for action in parser._actions:
+    conditions = {item.name: item.metadata.get("goes_with", {}) for item in fields(RunArguments)}
+    checked = 0
+    for action in help_parser()._actions:
         if action.type not in (int, float) or not action.option_strings or action.dest == "mimetic_layers":
             continue  # of the last, the model knows how many there are
-        owners = [name for name, one in INTERVENTIONS.items() if action.dest in _names(one.config_class)]
-        owner = [*owners, "none"][0]
+        owners = [name for name, one in INTERVENTIONS.items() if action.dest in one.config_class.method_fields()]
+        given = {"intervention": [*owners, "none"][0]}
+        given |= {name: [*chosen(values), "1"][0] for name, values in conditions.get(action.dest, {}).items()}
+        line = ["--model", "m.json", "--output_dir", "out", *(f"--{name}={value}" for name, value in given.items())]
         for text in ("-2", "nan", "inf", "1e999", "x"):
-            line = ["--model", "m", "--output_dir", "out", "--intervention", owner, "--mimetic=true"]
             with pytest.raises((ValueError, SystemExit)) as refused:
-                parser.read([*line, f"{action.option_strings[0]}={text}"])
+                read_options([*line, f"{action.option_strings[0]}={text}"])
             assert action.dest in f"{refused.value}{capsys.readouterr().err}", (action.dest, text)
             checked += 1
     assert checked > 200

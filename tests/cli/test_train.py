@@ -19,8 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, Trai
 
 from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM, load_state
 from hf_recurrent_lengthgen.cli import train as command
+from hf_recurrent_lengthgen.cli import train_rows
 from hf_recurrent_lengthgen.cli.main import main
-from hf_recurrent_lengthgen.cli.options import RunParser
+from hf_recurrent_lengthgen.cli.options import _flags_of, help_parser, parse, read_options
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import Comparison
 from hf_recurrent_lengthgen.trainers import INTERVENTIONS, StatePassingConfig, StatePassingTrainer, ZeroStateTrainer
@@ -52,7 +53,7 @@ def train(tmp_path: Path, text_file: Path) -> Train:
 
 
 def parsed(*arguments: str, file: Path | None = None) -> dict[str, Any]:
-    return RunParser().parse(["--model", "m", *arguments], None if file is None else str(file))
+    return parse([*([] if file is None else _flags_of(str(file))), "--model", "m", *arguments])
 
 
 def trained_config(folder: Path) -> dict[str, Any]:
@@ -191,7 +192,7 @@ def test_a_file_gives_options_and_flags_win(tmp_path: Path) -> None:
         "label_names": ["labels", "others"],
     }
     assert {name: values[name] for name in expected} == expected
-    settings, training, trainer = RunParser().read(["--model", "m", "--use_cpu"], str(tmp_path / "c.yaml"))
+    settings, training, trainer = read_options(["--model", "m.json", "--use_cpu"], str(tmp_path / "c.yaml"))
     assert (settings.block_length, training.lr_scheduler_kwargs) == (16, {"min_lr": 2e-5})
     assert trainer is StatePassingTrainer
     assert not training.carry_conv_state
@@ -257,7 +258,7 @@ def test_defaults_are_the_papers() -> None:
     assert (values["adam_beta2"], values["warmup_steps"], values["max_grad_norm"]) == (0.95, 0.1, 1.0)
     assert values["lr_scheduler_type"] == "cosine_with_min_lr"
     assert values["lr_scheduler_kwargs"] == {"min_lr": 1e-5}
-    run, training, _ = RunParser().read(["--model", "m", "--output_dir", "o", "--use_cpu"])
+    run, training, _ = read_options(["--model", "m", "--output_dir", "o", "--use_cpu"])
     assert run.block_length == 2048
     assert isinstance(training, StatePassingConfig)
     assert training.state_drop_probability == 0.1
@@ -306,11 +307,13 @@ def test_the_help_shows_what_most_people_need_and_all_if_asked(capsys: pytest.Ca
 
 
 def test_the_help_of_every_option_shown_says_what_holds_without_it() -> None:
-    shown = [action for action in RunParser()._actions if action.default is None and action.help != argparse.SUPPRESS]
-    assert len(shown) > 30
+    shown = [
+        action for action in help_parser()._actions if action.default is None and action.help != argparse.SUPPRESS
+    ]
+    assert len(shown) > 20
     silent = [action.dest for action in shown if not re.search("[Dd]efault|Required|The same as", action.help or "")]
     assert silent == []
-    helps = {action.dest: action.help or "" for action in shown}
+    helps = {action.dest: action.help or "" for action in help_parser()._actions}
     assert "(default: 12)" in helps["chunks_before_reset"]
     assert "(default: 8.0)" in helps["mimetic_c"]
 
@@ -542,7 +545,7 @@ def test_a_model_trained_with_its_learned_state_is_evaluated_next(
     ],
 )
 def test_what_to_measure_next(arguments: str, length_before: int | None, following: str) -> None:
-    settings, training, _ = RunParser().read([*arguments.split(), "--output_dir", "out"])
+    settings, training, _ = read_options([*arguments.split(), "--output_dir", "out"])
     told = command._next_step(settings, training, length_before)
     assert told == f"Saved to out. Next: lengthgen verify out, then lengthgen {following}"
 
@@ -587,8 +590,6 @@ def test_alignment_of_tbtt_reads_ahead(train: Train, checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"noise_sigma": 0.1}, "noise_sigma is an option of the intervention random_noise, not of state_passing."),
-        ({"mixture": "{}"}, "mixture is an option of the interventions mixed and statex, not of"),
         ({"intervention": "random_noise"}, "noise_sigma is missing"),
         ({"intervention": "mixed"}, "mixture must give shares"),
         ({"resume_from_checkpoint": "x"}, "--resume takes the newest complete checkpoint"),
@@ -608,42 +609,60 @@ def test_options_that_contradict_each_other_are_refused(
 
 PASSKEY = "--task passkey"
 BABILONG = "--task babilong --task_files f"
+SCRATCH = "--mimetic --model m.json"
 
 
 @pytest.mark.parametrize(
     ("option", "elsewhere", "fitting", "what"),
     [
+        ("noise_sigma 0.1", "", "--intervention random_noise", "intervention random_noise"),
+        ("mixture {}", "", """--intervention mixed --mixture {"zero":1.0}""", "intervention mixed or statex"),
         ("data x.txt", PASSKEY, BABILONG, "task text or babilong"),
         ("data_split train", PASSKEY, BABILONG, "task text or babilong"),
-        ("text_column text", "--data stdlib", "--eval_strategy steps --eval_data x.jsonl", "other than stdlib"),
-        ("text_column text", PASSKEY, "--data x.jsonl", "other than stdlib"),
-        ("eval_data stdlib", "", "--eval_strategy epoch", "eval_strategy steps or epoch, and task text"),
-        ("eval_data stdlib", f"{PASSKEY} --eval_strategy steps", f"{BABILONG} --eval_strategy steps", "task text"),
-        ("eval_data_split validation", "", "--eval_strategy steps", "eval_strategy steps or epoch, and task text"),
-        ("chunks_before_reset 12", "", "--intervention tbtt", "intervention tbtt"),
-        ("reset_at_document", "--intervention none", "--intervention tbtt", "intervention tbtt"),
-        (
-            "chunks_before_reset 12",
-            """--intervention mixed --mixture {"zero":1.0}""",
-            """--intervention mixed --mixture {"tbtt":1.0}""",
-            "tbtt in its mixture",
-        ),
+        ("eval_data stdlib", "", "--eval_strategy epoch", "eval_strategy steps or epoch and task text or babilong"),
+        ("eval_data stdlib", f"{PASSKEY} --eval_strategy steps", f"{BABILONG} --eval_strategy steps", "eval_strategy"),
+        ("eval_data_split validation", "", "--eval_strategy steps", "eval_strategy steps or epoch"),
+        ("chunks_before_reset 12", "", "--intervention tbtt", "intervention mixed or statex or tbtt"),
+        ("reset_at_document", "--intervention none", "--intervention tbtt", "intervention mixed or statex or tbtt"),
         ("minimum_document_tokens 0", BABILONG, "", "task text"),
         ("task_files f", PASSKEY, "--task babilong", "task babilong"),
         ("task_style passkey", "", PASSKEY, "task passkey"),
-        ("mimetic_c 8", "", "--mimetic", "mimetic"),
-        ("mimetic_offset 0", "--mimetic false", "--mimetic", "mimetic"),
-        ("mimetic_layers 0", "", "--mimetic", "mimetic"),
-        ("mimetic_switches a", "", "--mimetic", "mimetic"),
+        ("task_length 5", "", "--task recall", "task copying or"),
+        ("block_length 5", "--task recall", PASSKEY, "task text or passkey or babilong"),
+        ("mimetic_c 8", "", SCRATCH, "mimetic"),
+        ("mimetic_offset 0", "--mimetic false", SCRATCH, "mimetic"),
+        ("mimetic_layers 0", "", SCRATCH, "mimetic"),
+        ("mimetic_switches a", "", SCRATCH, "mimetic"),
+        ("lora_alpha 4", "", "--lora_r 2", "lora_r"),
     ],
 )
-def test_options_that_would_do_nothing_are_refused(option: str, elsewhere: str, fitting: str, what: str) -> None:
-    def read(others: str) -> Any:
-        return RunParser().read(f"--model m --output_dir o --use_cpu --{option} {others}".split())
+def test_an_option_that_would_do_nothing_is_unknown(
+    option: str, elsewhere: str, fitting: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, _, value = option.partition(" ")
+    common = "--model m --output_dir o --use_cpu"
+    file = write(tmp_path / "c.yaml", f"{name}: {value or 'true'}\n")
+    for first in ([*f"{common} --{option} {elsewhere}".split()], [*f"{common} {elsewhere}".split(), str(file)]):
+        given = first if first[-1] != str(file) else first[:-1]
+        with pytest.raises(SystemExit):
+            read_options(given, None if given is first else str(file))
+        assert f"; {name} goes with {what}" in capsys.readouterr().err
+    read_options(f"{common} --{option} {fitting}".split())
 
-    with pytest.raises(ValueError, match=f"^{option.split()[0]} does nothing here: it goes with .*{what}"):
-        read(elsewhere)
-    read(fitting)
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("--text_column x --data stdlib", "text_column does nothing here: it goes with data other than stdlib"),
+        (
+            """--chunks_before_reset 12 --intervention mixed --mixture {"zero":1.0}""",
+            "chunks_before_reset does nothing here: it goes with tbtt, which has no share",
+        ),
+    ],
+)
+def test_options_that_do_nothing_here_are_refused(given: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        read_options(f"--model m --output_dir o --use_cpu {given}".split())
 
 
 def test_the_length_of_the_aligned_crops_is_the_training_length(
@@ -747,4 +766,4 @@ def test_short_documents_are_left_out_of_the_evaluation_too(
 @pytest.mark.parametrize(("data", "column"), [("stdlib", "text"), ("pages.jsonl", "body")])
 def test_the_standard_library_beside_other_data_needs_no_column(data: str, column: str) -> None:
     settings: Any = SimpleNamespace(text_column="body")
-    assert command._text_column(settings, data) == column
+    assert train_rows._text_column(settings, data) == column

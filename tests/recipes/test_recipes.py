@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 
 import hf_recurrent_lengthgen  # noqa: F401  (registers the model types)
 from hf_recurrent_lengthgen.cli import retrieve
-from hf_recurrent_lengthgen.cli.options import RunParser
+from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.recipes import RECIPES, align_llama, copy_recipes
 from hf_recurrent_lengthgen.trainers import MixedStatesTrainer
 
@@ -135,7 +135,7 @@ def test_the_snippets_of_the_readme(tmp_path: Path) -> None:
     text = (RECIPES / "README.md").read_text()
     [mixture] = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
     (tmp_path / "mixed.yaml").write_text(textwrap.dedent(mixture))
-    _, training, trainer = RunParser().read(["--model", "m", "--use_cpu"], str(tmp_path / "mixed.yaml"))
+    _, training, trainer = read_options(["--model", "m", "--use_cpu"], str(tmp_path / "mixed.yaml"))
     assert trainer is MixedStatesTrainer
     assert training.mixture == {"zero": 0.1, "state_passing": 0.45, "fitted_noise": 0.45}  # type: ignore[attr-defined]
     [arguments] = re.findall(r"torchrun --nproc-per-node 2 -m hf_recurrent_lengthgen.cli.main train (.*)\n", text)
@@ -178,7 +178,7 @@ def test_every_run_is_accepted_as_it_is_written(arguments: str, monkeypatch: pyt
     if "/llama" in file:
         settings, training = align_llama.read([file, *flags])
     else:
-        settings, training, _ = RunParser().read(flags, file)
+        settings, training, _ = read_options(flags, file)
     for name, value in values_of(arguments).items():
         read = getattr(settings if hasattr(settings, name) else training, name)
         read = getattr(read, "value", read)  # of an enumeration

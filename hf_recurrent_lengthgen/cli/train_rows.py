@@ -1,0 +1,112 @@
+"""The rows of `lengthgen train`: text, passkeys, questions or symbols."""
+
+from typing import Any
+
+from torch import Tensor
+
+from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, load_documents, load_stream
+from hf_recurrent_lengthgen.cli.options import continues
+from hf_recurrent_lengthgen.cli.run_arguments import RunArguments
+from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks, keep_long_documents
+from hf_recurrent_lengthgen.data.tasks import (
+    EVALUATION_SEED,
+    BabilongPrompts,
+    PasskeyPrompts,
+    TaskStrings,
+    babi_files,
+    read_babi,
+    string_task,
+)
+from hf_recurrent_lengthgen.trainers import InitialStateConfig
+from hf_recurrent_lengthgen.trainers.alignment_loss import largest_extra
+
+TASK_SAMPLES, TASK_EVALUATION_SAMPLES = 100_000, 256
+"""Samples that are made for an epoch where max_steps does not say how many there are, and for an evaluation."""
+
+
+def _lookahead(training: InitialStateConfig) -> int:
+    """Tokens that the alignment loss reads beyond the training length."""
+    if not training.alignment_alpha:
+        return 0
+    assert training.alignment_length is not None
+    return training.alignment_max_extra or largest_extra(training.alignment_length)
+
+
+def training_rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
+    """Training data."""
+    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
+    samples = rows * training.max_steps if training.max_steps > 0 else TASK_SAMPLES
+    if settings.of_symbols:
+        return _symbols(settings, samples, training.seed)
+    if settings.task == "passkey":
+        return _passkeys(settings, samples, training.seed, tokenizer)
+    if settings.task == "babilong":
+        return _questions(settings, "train", settings.data, settings.chosen_split, training.seed, tokenizer)
+    stream = stream_of(settings, settings.data, settings.chosen_split, tokenizer)
+    lookahead = _lookahead(training)
+    if continues(training):
+        return ContinuedChunks(
+            stream,
+            settings.block_length,
+            settings.chunks_before_reset or None,
+            settings.reset_at_document,
+            tokenizer.eos_token_id if settings.reset_at_document else None,
+            lookahead,
+        )
+    # A block of n predictions has n + 1 tokens.
+    return PackedBlocks(stream, settings.block_length + max(lookahead - 1, 0))
+
+
+def evaluation_rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
+    """Other text, keys or questions than those of the training data."""
+    seed = training.seed + 1
+    if settings.of_symbols:
+        return _symbols(settings, TASK_EVALUATION_SAMPLES, EVALUATION_SEED + training.seed)
+    if settings.task == "passkey":
+        return _passkeys(settings, TASK_EVALUATION_SAMPLES, seed, tokenizer)
+    data = settings.eval_data or (STANDARD_LIBRARY if settings.data == STANDARD_LIBRARY else None)
+    if data is None:
+        raise ValueError("eval_strategy needs eval_data, the text for eval_loss.")
+    if settings.task == "babilong":
+        return _questions(settings, "test", data, settings.chosen_eval_split, seed, tokenizer)
+    return PackedBlocks(stream_of(settings, data, settings.chosen_eval_split, tokenizer), settings.block_length)
+
+
+def stream_of(settings: RunArguments, data: str, split: str, tokenizer: Any) -> Tensor:
+    stream = load_stream(data, split, tokenizer, _text_column(settings, data)).tokens
+    least = settings.minimum_document_tokens
+    return keep_long_documents(stream, tokenizer.eos_token_id, least) if least else stream
+
+
+def _text_column(settings: RunArguments, data: str) -> str:
+    """The column of training or evaluation data; the standard library has none, and the other may need one."""
+    return "text" if data == STANDARD_LIBRARY else settings.text_column
+
+
+def _passkeys(settings: RunArguments, samples: int, seed: int, tokenizer: Any) -> PasskeyPrompts:
+    style = {} if settings.task_style is None else {"style": settings.task_style}
+    return PasskeyPrompts(tokenizer, settings.block_length, samples, seed, **style)
+
+
+def _symbols(settings: RunArguments, samples: int, seed: int) -> TaskStrings:
+    """Strings of the length "50", or of the lengths "50-100"."""
+    bounds = settings.task_length.split("-")
+    if len(bounds) > 2 or not all(bound.strip().isdecimal() for bound in bounds):
+        raise ValueError(f'task_length is {settings.task_length!r}, but must be a number or a range such as "50-100".')
+    length = [int(bound) for bound in bounds]
+    return string_task(
+        settings.task, length[0] if len(length) == 1 else length, settings.task_vocabulary, samples, seed
+    )
+
+
+def _questions(
+    settings: RunArguments, files: str, data: str, split: str, seed: int, tokenizer: Any
+) -> BabilongPrompts:
+    """Questions of bAbI's `files` ("train" or "test") in a split of the text of `data`."""
+    assert settings.task_files is not None
+    questions = [question for file in babi_files(settings.task_files, files) for question in read_babi(file)]
+    background = load_documents(data, split, _text_column(settings, data))
+    prompts = BabilongPrompts(tokenizer, questions, background, settings.block_length, seed)
+    if prompts.left_out:
+        print(f"Left out {prompts.left_out} of {len(questions)} questions, whose facts do not fit into a row.")
+    return prompts
