@@ -64,12 +64,9 @@ def chunked_forward(
     check_chunks(chunk_length, window)
     _check_inputs(inputs)
     input_ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-    targets = _targets(inputs)
-    if mask is not None:
-        targets = _scored(targets, mask, chunk_length)
-    num_items = inputs.get("num_items_in_batch")
-    if num_items is None:
-        num_items = (targets != IGNORED).sum()
+    targets = _targets(inputs) if mask is None else _scored(_targets(inputs), mask, chunk_length)
+    counted = inputs.get("num_items_in_batch")
+    num_items = (targets != IGNORED).sum() if counted is None else counted
 
     def run(start: int, state: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
         chunk = slice(start, start + chunk_length)
@@ -99,8 +96,8 @@ def chunked_forward(
         is_last = start == starts[-1]
         loss, state = run(start, state) if is_last else checkpoint(run, start, state, use_reentrant=False)
         losses.append(loss)
-    wants_state = inputs.get("output_final_state") is not False
-    return StatefulCausalLMOutput(loss=torch.stack(losses).sum(), final_state=state if wants_state else None)
+    final_state = None if inputs.get("output_final_state") is False else state
+    return StatefulCausalLMOutput(loss=torch.stack(losses).sum(), final_state=final_state)
 
 
 @contextmanager

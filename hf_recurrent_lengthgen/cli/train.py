@@ -73,16 +73,7 @@ def train(
     Raises:
         ValueError: for settings that contradict each other, and as the data, model and trainer raise.
     """
-    if training.resume_from_checkpoint:
-        raise ValueError("resume_from_checkpoint does nothing here: --resume takes the newest complete checkpoint.")
-    output = str(training.output_dir)
-    if Path(settings.model).resolve() == Path(output).resolve():
-        raise ValueError(f"The trained model would overwrite {settings.model}: give another output_dir.")
-    if any(Path(output).glob(f"{PREFIX_CHECKPOINT_DIR}-*")) and not settings.resume:
-        raise ValueError(
-            f"{output} holds checkpoints of an earlier run, which a later --resume would mix up with those of this "
-            "one: continue it with --resume, give another output_dir, or remove them."
-        )
+    _check_folders(settings, training)
     set_seed(training.seed)
     model = _model(settings)
     tokenizer = None if settings.of_symbols else _tokenizer(settings, model.config.vocab_size)
@@ -119,6 +110,20 @@ def train(
         text = [] if settings.of_symbols else _text_to_evaluate(settings, rows, eval_rows, tokenizer)
         print(_next_step(settings, training, length_before, text))
     return trainer
+
+
+def _check_folders(settings: RunArguments, training: InitialStateConfig) -> None:
+    """Raise a `ValueError` for an output folder in which something would be lost."""
+    if training.resume_from_checkpoint:
+        raise ValueError("resume_from_checkpoint does nothing here: --resume takes the newest complete checkpoint.")
+    output = str(training.output_dir)
+    if Path(settings.model).resolve() == Path(output).resolve():
+        raise ValueError(f"The trained model would overwrite {settings.model}: give another output_dir.")
+    if any(Path(output).glob(f"{PREFIX_CHECKPOINT_DIR}-*")) and not settings.resume:
+        raise ValueError(
+            f"{output} holds checkpoints of an earlier run, which a later --resume would mix up with those of this "
+            "one: continue it with --resume, give another output_dir, or remove them."
+        )
 
 
 def _model(settings: RunArguments) -> Any:
