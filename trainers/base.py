@@ -190,11 +190,9 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         inputs = dict(self._scored(batch))
         rows = token_shape_of(inputs)[0]
         first_row = self.args.process_index * self._train_batch_size
-        place, layout = (
-            BatchPlace(self.args.seed, self.state.global_step, micro_batch, first_row, rows),
-            RowLayout(rows),
-        )
-        resets, loss = inputs.pop("state_resets", None), None
+        place = BatchPlace(self.args.seed, self.state.global_step, micro_batch, first_row, rows)
+        layout, loss = RowLayout(rows), None
+        resets = inputs.pop("state_resets", None)
         if resets is not None or self._align is not None:
             if bool((inputs.get("attention_mask", torch.ones(1)) == 1).all()):
                 inputs.pop("attention_mask", None)
