@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM, load_model
-from hf_recurrent_lengthgen.cli import train as train_command
+from hf_recurrent_lengthgen.cli import train_rows
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data.tasks import (
     EVALUATION_SEED,
@@ -22,7 +22,7 @@ from hf_recurrent_lengthgen.data.tasks import (
     string_task,
 )
 from hf_recurrent_lengthgen.evaluation.string_accuracy import accuracy_by_length
-from hf_recurrent_lengthgen.trainers import base, checkpoints
+from hf_recurrent_lengthgen.trainers import checkpoints, resumable_runs
 
 SIZES = {"hidden_size": 8, "num_heads": 2, "head_dim": 8, "state_size": 4, "n_groups": 1, "num_hidden_layers": 1}
 Run = Callable[..., int]
@@ -100,18 +100,18 @@ def test_training_reads_the_strings_of_its_seed_and_evaluates_on_others(
     train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[Any] = []
-    original = train_command.string_task
+    original = train_rows.string_task
 
     def spy(*arguments: Any) -> Any:
         used.append(original(*arguments))
         return used[-1]
 
-    monkeypatch.setattr(train_command, "string_task", spy)
+    monkeypatch.setattr(train_rows, "string_task", spy)
     assert train(seed=7, eval_strategy="steps", gradient_accumulation_steps=2) == 0
     training, evaluation = used
     assert (len(training), training.seed) == (12, 7)  # 2 steps of 2 x 3
     assert (len(evaluation), evaluation.seed) == (256, EVALUATION_SEED + 7)
-    monkeypatch.setattr(train_command, "TASK_SAMPLES", 9)
+    monkeypatch.setattr(train_rows, "TASK_SAMPLES", 9)
     assert train(num_train_epochs=1, max_steps=None, save_strategy="no", output_dir=tmp_path / "epoch") == 0
     assert len(used[2]) == 9
 
@@ -129,7 +129,7 @@ def test_a_run_is_not_resumed_on_another_task(
         patch.delattr(KeyedRows, "resume_record")  # a checkpoint of a version that did not write it
         patch.delattr(TaskStrings, "resume_record")
         patch.setattr(checkpoints, "save_initial_states", without_record(checkpoints.save_initial_states))
-        patch.setattr(base, "save_initial_states", checkpoints.save_initial_states)
+        patch.setattr(resumable_runs, "save_initial_states", checkpoints.save_initial_states)
         assert train(save_steps=1, max_steps=2) == 0
     shutil.rmtree(output / "checkpoint-2")
     assert train("--resume", save_steps=1, max_steps=2) == 0  # from checkpoint-1, and writes the record
@@ -161,22 +161,32 @@ def without_record(save: Any) -> Any:
         ({"task_vocabulary": None}, "copying with 26 symbols has 29 tokens"),
         ({"task": "sorting", "task_length": 9}, "sorting 9 symbols that occur once needs at least 9"),
         ({"task": "recall", "task_length": 5}, "recalling 5 pairs needs at least 10"),
-        ({"block_length": 64}, "block_length does nothing here: it goes with task text, passkey or babilong"),
-        ({"tokenizer": "bytes"}, "tokenizer does nothing here"),
-        ({"data": "stdlib"}, "data does nothing here: it goes with task text or babilong"),
-        ({"eval_data": "stdlib", "eval_strategy": "steps"}, "eval_data does nothing here"),
-        ({"task_style": "passkey"}, "task_style does nothing here"),
-        ({"minimum_document_tokens": 3}, "minimum_document_tokens does nothing here"),
         ({"intervention": "tbtt"}, "task copying has rows of its own"),
         ({"alignment_alpha": 0.1}, "task copying has rows of its own"),
-        ({"task": "text"}, "task_length does nothing here: it goes with task copying, stack_copying, recall, sorting"),
-        ({"task": "text", "task_length": None}, "task_vocabulary does nothing here"),
     ],
 )
 def test_what_would_not_work_is_refused(
     options: dict[str, Any], complaint: str, train: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(**options) == 1
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"block_length": 64}, "block_length goes with task text or passkey or babilong"),
+        ({"tokenizer": "bytes"}, "tokenizer goes with task text"),
+        ({"data": "stdlib"}, "data goes with task text or babilong"),
+        ({"eval_data": "stdlib", "eval_strategy": "steps"}, "eval_data goes with"),
+        ({"task": "text", "task_length": None}, "task_vocabulary goes with task copying"),
+    ],
+)
+def test_options_of_other_tasks_are_unknown(
+    options: dict[str, Any], complaint: str, train: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        train(**options)
     assert complaint in capsys.readouterr().err
 
 

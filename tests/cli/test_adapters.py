@@ -297,7 +297,6 @@ REFUSED = {
     "targets": (("--lora_r", 2, "--lora-target-modules", "nothing"), r"\['nothing'\] are no linear layers.*in_proj"),
     "some targets": (("--lora_r", 2, "--lora_target_modules", "in_proj", "conv1d"), r"\['conv1d'\] are no linear"),
     "rank": (("--lora_r", 0), "lora_r must be at least 1, got 0"),
-    "alpha alone": (("--lora_alpha", 2), "lora_alpha does nothing here: it goes with lora_r"),
     "statex": (("--lora_r", 2, "--intervention", "statex"), "expand first, then lora_r"),
     "learned": (("--lora_r", 2, "--intervention", "learned"), "trains the state alone"),
 }
