@@ -140,7 +140,7 @@ def conv_parts(model: nn.Module) -> dict[int, dict[str, int]]:
 
     Our mixers tell them; in models of Transformers they follow from the parameters of Mamba-2 mixers.
     """
-    blocks = getattr(model.base_model, "layers", ())
+    blocks = getattr(getattr(model, "base_model", model), "layers", ())
     mixers = {layer: getattr(block, "scan_mixer", None) for layer, block in enumerate(blocks)}
     if ours := {layer: mixer.conv_parts for layer, mixer in mixers.items() if mixer is not None}:
         return ours
