@@ -20,7 +20,8 @@ PLACE = {position: place for place, position in enumerate(POSITIONS)}
 def trajectory_of(states: np.ndarray, positions: tuple[int, ...] = POSITIONS) -> StateTrajectory:
     """Of a made-up model with one layer; states (n, S, H, P, N)."""
     layer = LayerState(torch.zeros(1, *states.shape[2:]), torch.zeros(1, 0))
-    model: Any = SimpleNamespace(zero_state=lambda rows: (layer,), config=SimpleNamespace(model_type="made up"))
+    model: Any = torch.nn.Module()
+    model.zero_state, model.config = lambda rows: (layer,), SimpleNamespace(model_type="made up")
     observer = StateObserver(model, states.shape[1], positions)
     start = 0
     for position, state in zip(positions, states, strict=True):
