@@ -67,7 +67,8 @@ def initialize_from_teacher_layer(
     targets = [_weights(students[index]) for index in chosen]
     for index, target in zip(chosen, targets, strict=True):
         _check_same_weights(index, target, layer, source)
-        shapes = [getattr(block, "state_shape", None) for block in (students[index], teachers[layer])]
+        mixers = [getattr(block, "scan_mixer", None) for block in (students[index], teachers[layer])]
+        shapes = [getattr(mixer, "state_shape", None) for mixer in mixers]
         if None not in shapes and shapes[0] != shapes[1]:
             raise ValueError(
                 f"Layer {index} of the student has a state of {shapes[0]}, layer {layer} of the teacher one of "
