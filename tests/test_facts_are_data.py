@@ -22,7 +22,6 @@ OTHER_PATTERNS = {
     "adapters.py": "names of layers",
     "cli/convert.py": "names of weights",
     "hub/push.py": "names of branches",
-    "trainers/base.py": "names of parameters",
     "trainers/metric_callbacks.py": "names of metrics",
 }
 """Modules beside cards/ and plotting/ that import both records and `re`, and what they match with it."""
