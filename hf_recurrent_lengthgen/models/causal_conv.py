@@ -43,20 +43,6 @@ class CausalConv1d(nn.Conv1d):
         return causal_conv(x, self.weight.squeeze(1), self.bias, initial_state, lengths, backend, self.activation)
 
 
-def refuse_adapters(**convolutions: nn.Module) -> None:
-    """An adapter around a convolution would know nothing of its state.
-
-    Raises:
-        ValueError: naming the convolution that has one.
-    """
-    for name, module in convolutions.items():
-        if hasattr(module, "base_layer"):
-            raise ValueError(
-                f"An adapter on {name} has no effect, since it knows nothing of the state: take {name} out of "
-                "the adapter's targets, or train it whole (modules_to_save)."
-            )
-
-
 def causal_conv(
     x: Tensor,
     weight: Tensor,

@@ -15,27 +15,10 @@ CODE_FORMAT_VERSION = 1
 SCAN_BACKEND_SETTINGS = ("auto", "torch", "kernel")
 # Numbers of all families by their range; what a family lacks, or has as None, is passed over.
 COUNT_FIELDS = (
-    "attention_hidden_size",
-    "chunk_size",
-    "conv_kernel",
-    "conv_size",
-    "expand",
-    "expand_ratio",
-    "gate_low_rank_dim",
-    "head_dim",
-    "head_size",
-    "head_size_divisor",
-    "hidden_size",
-    "intermediate_size",
-    "n_groups",
-    "num_heads",
-    "num_hidden_layers",
-    "num_kv_heads",
-    "proj_low_rank_dim",
-    "state_size",
-    "time_step_rank",
-    "training_length",
-    "vocab_size",
+    *("attention_hidden_size", "chunk_size", "conv_kernel", "conv_size", "expand", "expand_ratio"),
+    *("gate_low_rank_dim", "head_dim", "head_size", "head_size_divisor", "hidden_size", "intermediate_size"),
+    *("n_groups", "num_heads", "num_hidden_layers", "num_kv_heads", "proj_low_rank_dim", "state_size"),
+    *("time_step_rank", "training_length", "vocab_size"),
 )
 POSITIVE_FIELDS = (
     *("expand_k", "expand_v", "gate_logit_normalizer", "hidden_ratio"),

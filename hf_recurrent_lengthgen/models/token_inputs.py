@@ -3,24 +3,54 @@
 Shapes: B batch, T tokens, D hidden size.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .packed_rows import IMPLIED_KEYS, PACKING_KEYS, sequence_starts
+from .packed_rows import sequence_starts
 from .recurrent_cache import RecurrentCache
 
 
-def refuse_unsupported(others: dict[str, Any]) -> None:
-    """Raise a `ValueError` for arguments that no recurrent model has, unless they are None or False."""
-    known = (*PACKING_KEYS, *IMPLIED_KEYS)
-    given = sorted(name for name, x in others.items() if x is not None and x is not False and name not in known)
+class TokenInputs(NamedTuple):
+    """What a call of a model says of its tokens.
+
+    Attributes:
+        shape: (B, T).
+        real: (B, T) bool, true at real tokens; None if all are.
+        starts: (B, T) bool, where sequences begin inside rows; None if none does.
+    """
+
+    shape: tuple[int, int]
+    real: Tensor | None
+    starts: Tensor | None
+
+
+def read_inputs(
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    attention_mask: Tensor | None,
+    cache: RecurrentCache | None,
+    position_ids: Tensor | None,
+    others: dict[str, Any],
+) -> TokenInputs:
+    """Check what a model is given; arguments as in `StatefulBackbone.forward`.
+
+    Raises:
+        ValueError: for arguments that contradict each other, do not fit, or that no recurrent model has.
+    """
+    given = sorted(name for name, x in others.items() if x is not None and x is not False and name != "seq_idx")
     if given:
         raise ValueError(
             f"A recurrent model has no use for the arguments {given}: remove them. There are no attentions to return."
         )
+    check_cache(cache)
+    shape = token_shape(input_ids, inputs_embeds)
+    real = real_tokens(mask_of_new_tokens(attention_mask, cache, shape))
+    packing = {"position_ids": position_ids, "seq_idx": others.get("seq_idx")}
+    return TokenInputs(shape, real, starts_inside_rows(packing, shape, real))
 
 
 def check_cache(cache: Any) -> None:
@@ -109,19 +139,17 @@ def real_tokens(attention_mask: Tensor | None) -> Tensor | None:
         return None
     real = attention_mask.bool()
     if not torch.compiler.is_compiling():
-        if not bool((attention_mask == real).all()):
+        if attention_mask.dtype != torch.bool and not bool((attention_mask == real).all()):
             raise ValueError("attention_mask must hold 1 at real tokens and 0 at padding only.")
         if bool(real.all()):
             return None
     return real
 
 
-def starts_inside_rows(
-    position_ids: Tensor | None, others: dict[str, Any], shape: tuple[int, int], attention_mask: Tensor | None
-) -> Tensor | None:
+def starts_inside_rows(packing: Mapping[str, Any], shape: tuple[int, int], real: Tensor | None) -> Tensor | None:
     """See `sequence_starts`; without any of what it reads, nothing is done, so that compilation goes on."""
-    given = {name: x for name, x in ({"position_ids": position_ids} | others).items() if x is not None}
-    return sequence_starts(given, shape, real_tokens(attention_mask)) if given else None
+    given = {name: x for name, x in packing.items() if x is not None}
+    return sequence_starts(given, shape, real) if given else None
 
 
 def scored_labels(
