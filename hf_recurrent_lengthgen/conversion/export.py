@@ -57,7 +57,7 @@ def export_checkpoint(
     files = TensorFiles(found.path)
     renames = expand(layout.renames(config), config.num_hidden_layers)
     entries = to_theirs(renames, files, expected_shapes(config), checkpoint)
-    shared = _shared_head(layout, config, {str(rename.ours): str(rename.theirs) for rename in renames})
+    shared = _shared_head(layout, config, {rename.our_names[0]: rename.their_names[0] for rename in renames})
     metas = {entry.name: Meta(entry.shape, entry.dtype) for entry in entries}
     settings = exported_config(layout, config, metas | {name: metas[other] for name, other in shared.items()})
     if settings is not None and "auto_map" in settings:

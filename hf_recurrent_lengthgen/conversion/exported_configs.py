@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, Format, Settings
+from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, Format, Settings, plain
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
@@ -117,14 +117,10 @@ def _check_same(format: Format, config: Any, again: Any) -> None:
     different = [
         f"{name} {getattr(config, name, None)!r} (there {getattr(again, name, None)!r})"
         for name in names
-        if _plain(getattr(config, name, None)) != _plain(getattr(again, name, None))
+        if plain(getattr(config, name, None)) != plain(getattr(again, name, None))
     ]
     if different:
         raise ValueError(
             f"{format.title} cannot hold this model, which differs in {', '.join(different)}: it can be published "
             "as a checkpoint of this package."
         )
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple | list) else value

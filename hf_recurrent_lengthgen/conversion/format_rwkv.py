@@ -31,7 +31,6 @@ from hf_recurrent_lengthgen.conversion.rwkv_maps import (
     repository_renames,
     rwkv5_map,
     rwkv6_map,
-    their_names,
 )
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
 from hf_recurrent_lengthgen.models import StatefulRWKV5Config, StatefulRWKV6Config
@@ -145,7 +144,7 @@ def _pth_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrai
     vectors = [
         name
         for rename in (rwkv5_map() if kind == RWKV5 else rwkv6_map())
-        for name in their_names(rename)
+        for name in rename.their_names
         if name.startswith(LAYER) and ".time_" in name and not name.endswith(MATRICES)
     ]
     flat = [n.removeprefix(LAYER) for n in vectors if len(metas.get(n.replace("{layer}", "0"), NOTHING).shape) == 1]

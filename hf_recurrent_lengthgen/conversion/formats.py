@@ -135,6 +135,11 @@ def blank_model(config: PreTrainedConfig) -> Any:
         return FAMILIES[config.model_type](config)
 
 
+def plain(value: Any) -> Any:
+    """A tuple as the list that JSON makes of it; others as they are."""
+    return list(value) if isinstance(value, tuple) else value
+
+
 def is_tied(config: Any) -> bool:
     """Whether the head is the embeddings."""
     return bool(config.tie_word_embeddings)

@@ -14,7 +14,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hf_recurrent_lengthgen.conversion.dtypes import DTYPES
 from hf_recurrent_lengthgen.conversion.json_files import AGAIN, read_json_object
 
 WEIGHT_FILES = (
@@ -24,6 +23,25 @@ WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 """Names in a folder, in the order in which Transformers looks for them; a single .pth file comes last."""
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""By the name in a safetensors file."""
+
+FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+"""What weights can be converted to."""
 
 
 class Meta(NamedTuple):
@@ -95,12 +113,6 @@ class TensorFiles:
     def metas(self) -> Mapping[str, Meta]:
         """Shape and dtype of each tensor."""
         return self._metas
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._metas[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._metas[name].dtype
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, on the CPU: a view of the mapped file where that can be mapped, so do not write into it."""

@@ -14,8 +14,8 @@ from hf_recurrent_lengthgen.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
 from hf_recurrent_lengthgen.models import FAMILIES
 
-TRANSPOSED = Transform("transposed", lambda tensor: tensor.T, lambda tensor: tensor.T)
-STACKED = Transform("stacked", lambda *parts: torch.stack(parts), lambda whole: whole.unbind())
+TRANSPOSED = Transform(lambda tensor: tensor.T, lambda tensor: tensor.T)
+STACKED = Transform(lambda *parts: torch.stack(parts), lambda whole: whole.unbind())
 MAP = [
     Rename("emb.weight", "embeddings.weight"),
     Rename("blocks.{layer}.w", "layers.{layer}.weight", TRANSPOSED),
@@ -51,7 +51,7 @@ class InMemory:
 
 
 def test_layers_are_numbered_in_order() -> None:
-    assert [rename.ours for rename in expand(MAP, 2)] == list(SHAPES)
+    assert [name for rename in expand(MAP, 2) for name in rename.our_names] == list(SHAPES)
 
 
 def test_values_go_there_and_back() -> None:
