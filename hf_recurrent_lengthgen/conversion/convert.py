@@ -107,8 +107,7 @@ def convert_checkpoint(
 def read_settings(source: Source) -> Settings | None:
     """config.json of a checkpoint; None if it has none.
 
-    Raises:
-        ValueError: for a damaged one, adapters and quantized weights.
+    Raises a `ValueError` for a damaged one, adapters and quantized weights.
     """
     refuse_adapter(source.folder)
     path = source.folder / "config.json"

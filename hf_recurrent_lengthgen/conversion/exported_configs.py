@@ -31,8 +31,7 @@ UNIFORM_FIELDS = {"layer_state_sizes": "state_size", "layer_num_heads": "num_hea
 def uniform(config: Any) -> Any:
     """The config with sizes for all layers where those of each layer are equal.
 
-    Raises:
-        ValueError: if they differ.
+    Raises a `ValueError` if they differ.
     """
     config = deepcopy(config)
     for each, common in UNIFORM_FIELDS.items():
@@ -85,11 +84,7 @@ def _set_dtype(settings: Settings, config: Any, named: bool) -> None:
 
 
 def check_exportable(format: Format, config: Any) -> None:
-    """Refuse what no other layout has.
-
-    Raises:
-        ValueError: naming the setting and what to do.
-    """
+    """Refuse what no other layout has. Raises a `ValueError` naming the setting and what to do."""
     if config.model_type not in format.families:
         possible = [other.name for other in FORMATS.values() if config.model_type in other.families]
         raise ValueError(

@@ -144,11 +144,7 @@ def _field_names(kind: str) -> set[str]:
 
 
 def _renamed(given: Settings, kind: str) -> Settings:
-    """Under the names of fla 0.6.
-
-    Raises:
-        ValueError: for one setting under two names with two values.
-    """
+    """Under the names of fla 0.6. Raises a `ValueError` for one setting under two names with two values."""
     aliases = {"rms_norm_eps": "norm_eps", **KINDS[kind].aliases}
     renamed: Settings = {}
     for name, value in given.items():

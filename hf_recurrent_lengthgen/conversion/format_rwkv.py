@@ -69,8 +69,7 @@ def _recognizes_pth(settings: Settings | None, metas: Mapping[str, Meta]) -> boo
 def _generation(metas: Mapping[str, Meta], where: str) -> str:
     """The model type of ours for a .pth file.
 
-    Raises:
-        ValueError: for another generation, naming it and what shows it.
+    Raises a `ValueError` for another generation, naming it and what shows it.
     """
     names = {name.removeprefix("blocks.0.") for name in metas if name.startswith("blocks.0.")}
     if "att.time_state" in names:
@@ -97,11 +96,7 @@ def _generation(metas: Mapping[str, Meta], where: str) -> str:
 
 
 def _layers(metas: Mapping[str, Meta], pattern: str) -> int:
-    """The number of layers.
-
-    Raises:
-        ValueError: if some are missing.
-    """
+    """The number of layers. Raises a `ValueError` if some are missing."""
     numbers = {int(match[1]) for name in metas if (match := re.match(pattern, name))}
     if missing := [str(n) for n in range(len(numbers)) if n not in numbers]:
         raise ValueError(

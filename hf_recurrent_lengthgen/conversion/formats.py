@@ -128,8 +128,7 @@ class Format:
 def blank_model(config: PreTrainedConfig) -> Any:
     """Our model of a config on the meta device, without values.
 
-    Raises:
-        ValueError: for a config that no model can have.
+    Raises a `ValueError` for a config that no model can have.
     """
     with config_errors(), torch.device("meta"), no_init_weights():
         return FAMILIES[config.model_type](config)
@@ -164,11 +163,7 @@ def same_names(config: PreTrainedConfig, others: Mapping[str, str] | None = None
 
 
 def check_settings(settings: Settings | None, known: Iterable[str], where: str) -> Settings:
-    """The settings, all of them known.
-
-    Raises:
-        ValueError: naming those that are not.
-    """
+    """The settings, all of them known. Raises a `ValueError` naming those that are not."""
     if settings is None:
         raise ValueError(f"{where} needs a config.json beside the weights.")
     if unknown := sorted(settings.keys() - set(known)):

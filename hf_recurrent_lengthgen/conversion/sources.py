@@ -44,8 +44,7 @@ class Source:
 def license_of(folder: Path) -> str | None:
     """The licence that the card of a checkpoint folder names; None if there is no card, or one that names none.
 
-    Raises:
-        ValueError: for a card whose metadata cannot be read.
+    Raises a `ValueError` for a card whose metadata cannot be read.
     """
     card = folder / "README.md"
     try:

@@ -34,8 +34,7 @@ class Entry(NamedTuple):
 def parse_size(size: str | int) -> int:
     """Bytes of "5GB", "200MB" or a number, as in Transformers (powers of 1000).
 
-    Raises:
-        ValueError: for anything else.
+    Raises a `ValueError` for anything else.
     """
     match = re.fullmatch(r"(\d+) *([KMGT]B|)", str(size).strip().upper())
     if match is None or int(match[1]) < 1:

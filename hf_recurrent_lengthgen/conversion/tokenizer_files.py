@@ -31,8 +31,7 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
 def tokenizer_files(folder: Path) -> list[str]:
     """Names of the files in a folder that belong to a tokenizer, its code included; empty if it holds none.
 
-    Raises:
-        ValueError: for code that its config names and that is missing.
+    Raises a `ValueError` for code that its config names and that is missing.
     """
     found = [path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()]
     names = sorted({path.relative_to(folder).as_posix() for path in found})
@@ -57,8 +56,7 @@ def _code(source: Path) -> list[str]:
 def checked_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase | None:
     """The tokenizer in a folder; None for one of remote code, which does not run here.
 
-    Raises:
-        ValueError: if it cannot be loaded, or has ids beyond the vocabulary of the model.
+    Raises a `ValueError` if it cannot be loaded, or has ids beyond the vocabulary of the model.
     """
     config = folder / "tokenizer_config.json"
     if config.is_file() and read_json_object(config).get("auto_map"):

@@ -60,8 +60,7 @@ class FlaConfigMixin(StatefulConfigMixin):
     def parts(self, name: str, total: float, heads: int) -> int:
         """The size of one of `heads` equal heads of `total` channels in all.
 
-        Raises:
-            ValueError: naming the field if `total` is not a multiple.
+        Raises a `ValueError` naming the field if `total` is not a multiple.
         """
         if heads < 1 or total < heads or total % heads:
             raise ValueError(f"{name} gives {total:g} channels, which {heads} heads cannot share evenly.")

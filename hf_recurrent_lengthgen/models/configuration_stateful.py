@@ -116,8 +116,7 @@ class StatefulConfigMixin:
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in Transformers; a file of an upstream model type makes a configuration of this one.
 
-        Raises:
-            ValueError: for a file of another model type, whose weights would be left out.
+        Raises a `ValueError` for a file of another model type, whose weights would be left out.
         """
         own = cls.model_type  # type: ignore[attr-defined]
         config_dict = cls.from_upstream(config_dict)
@@ -131,8 +130,7 @@ class StatefulConfigMixin:
     def check(self) -> None:
         """Refuse what the stateful classes cannot honor; models call it too, since fields may be set after.
 
-        Raises:
-            ValueError: naming the field, its value and what is allowed.
+        Raises a `ValueError` naming the field, its value and what is allowed.
         """
         vars(self).pop("model_type", None)  # of the upstream config whose to_dict() was given: PEFT goes by it
         for names, *_ in _RANGES:
@@ -162,8 +160,7 @@ class StatefulConfigMixin:
     def check_forgetting(self) -> None:
         """Refuse a `forgetting` that is out of range, or that this family cannot honor.
 
-        Raises:
-            ValueError: naming the setting, its value and what is allowed.
+        Raises a `ValueError` naming the setting, its value and what is allowed.
         """
         if Forgetting.of(self).delta_scale != 1 and not self.has_step_size:
             raise ValueError(

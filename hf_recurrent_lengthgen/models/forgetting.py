@@ -32,8 +32,7 @@ class Forgetting(NamedTuple):
     def of(cls, config: Any) -> "Forgetting":
         """What the `forgetting` of a configuration says; nothing if it has none.
 
-        Raises:
-            ValueError: naming the setting, its value and what is allowed.
+        Raises a `ValueError` naming the setting, its value and what is allowed.
         """
         given = getattr(config, "forgetting", None)
         if given is None:

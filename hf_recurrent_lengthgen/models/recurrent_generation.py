@@ -44,9 +44,8 @@ class RecurrentGenerationMixin(GenerationMixin):
     ) -> Any:
         """Transformers'; with `prefill_chunk_size`, the cache first reads all chunks but the last.
 
-        Raises:
-            ValueError: for a size below 1, padding at the end, where the last chunk may lack the last real token of a
-                row, and positions that begin sequences inside the prompt.
+        Raises a `ValueError` for a size below 1, padding at the end, where the last chunk may lack the last
+        real token of a row, and positions that begin sequences inside the prompt.
         """
         model: Any = self
         prefill: Any = super()._prefill  # type: ignore[misc]
@@ -84,8 +83,7 @@ class RecurrentGenerationMixin(GenerationMixin):
     ) -> dict[str, Any]:
         """Feed what the state has not read: the rest of the prompt first, then one token at a time.
 
-        Raises:
-            ValueError: if there is nothing to feed.
+        Raises a `ValueError` if there is nothing to feed.
         """
         inputs: dict[str, Any] = {name: value for name, value in kwargs.items() if name not in _BOOKKEEPING}
         inputs |= {

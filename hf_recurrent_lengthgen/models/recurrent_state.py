@@ -193,9 +193,8 @@ def check_state(
 ) -> RecurrentState:
     """Check that a state fits a model and a batch, and return it as a tuple of `LayerState`.
 
-    Raises:
-        ValueError: naming the layer, what was found and what is expected, for a wrong type, number of
-            layers, shape, dtype or device. Values are checked by `check_finite_state`.
+    Raises a `ValueError` naming the layer, what was found and what is expected, for a wrong type, number of
+    layers, shape, dtype or device. Values are checked by `check_finite_state`.
     """
     if not isinstance(state, (tuple, list)) or not all(
         isinstance(layer, (tuple, list)) and 2 <= len(layer) <= 3 for layer in state
@@ -265,8 +264,7 @@ def read_state_file(
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Header and tensors of a safetensors file of one kind, of a format version up to `newest`.
 
-    Raises:
-        ValueError: for a folder, a damaged file, one of another kind, or of a newer version.
+    Raises a `ValueError` for a folder, a damaged file, one of another kind, or of a newer version.
     """
     name = kind.replace("_", " ")
     if os.path.isdir(path):

@@ -29,8 +29,7 @@ INSTALL_HINT = 'pip install "hf_recurrent_lengthgen[kernels]"'
 def check_backend_setting(setting: str, kernel_available: bool) -> None:
     """Refuse an unknown `scan_backend`, and "kernel" where its packages are missing.
 
-    Raises:
-        ValueError: naming the setting, what is allowed and the packages to install.
+    Raises a `ValueError` naming the setting, what is allowed and the packages to install.
     """
     if setting not in SCAN_BACKEND_SETTINGS:
         raise ValueError(f"scan_backend must be one of {SCAN_BACKEND_SETTINGS}, got {setting!r}.")

@@ -69,8 +69,7 @@ class ScanMixer(nn.Module):
     def backend_for(self, x: Tensor) -> ScanBackend:
         """The backend for inputs like x.
 
-        Raises:
-            ValueError: for a backend that cannot run, and an adapter (PEFT) on a convolution.
+        Raises a `ValueError` for a backend that cannot run, and an adapter (PEFT) on a convolution.
         """
         for name, module in self.named_children():
             if name.endswith("conv1d") and hasattr(module, "base_layer"):

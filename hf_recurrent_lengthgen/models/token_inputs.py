@@ -38,8 +38,7 @@ def read_inputs(
 ) -> TokenInputs:
     """Check what a model is given; arguments as in `StatefulBackbone.forward`.
 
-    Raises:
-        ValueError: for arguments that contradict each other, do not fit, or that no recurrent model has.
+    Raises a `ValueError` for arguments that contradict each other, do not fit, or that no recurrent model has.
     """
     given = sorted(name for name, x in others.items() if x is not None and x is not False and name != "seq_idx")
     if given:
@@ -72,9 +71,8 @@ def check_token_types(token_type_ids: Tensor | None, real: Tensor | None) -> Non
 def check_token_ids(ids: Tensor, vocabulary: int, name: str = "input_ids", ignored: int | None = None) -> None:
     """Check ids (B, T) that an embedding or a loss would index with, which fails without a place, or not at all.
 
-    Raises:
-        ValueError: for ids that are not integers, and naming the first that is neither `ignored` nor in
-            [0, vocabulary), with its row and position.
+    Raises a `ValueError` for ids that are not integers, and naming the first that is neither `ignored` nor in [0,
+    vocabulary), with its row and position.
     """
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"{name} must be integers, got {ids.dtype} of shape {tuple(ids.shape)}.")
@@ -97,11 +95,7 @@ def check_token_ids(ids: Tensor, vocabulary: int, name: str = "input_ids", ignor
 
 
 def token_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
-    """(B, T).
-
-    Raises:
-        ValueError: if not exactly one of both is given, or it has no tokens.
-    """
+    """(B, T). Raises a `ValueError` if not exactly one of both is given, or it has no tokens."""
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("Give exactly one of input_ids and inputs_embeds.")
     batch_size, length = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]  # type: ignore[union-attr]
@@ -115,8 +109,7 @@ def mask_of_new_tokens(
 ) -> Tensor | None:
     """The last T columns of a mask (B, T), or (B, tokens_seen + T) with those of what the cache has read.
 
-    Raises:
-        ValueError: for another shape.
+    Raises a `ValueError` for another shape.
     """
     if attention_mask is None or attention_mask.shape == shape:
         return attention_mask
@@ -130,11 +123,7 @@ def mask_of_new_tokens(
 
 
 def real_tokens(attention_mask: Tensor | None) -> Tensor | None:
-    """(B, T), true at real tokens; None if all are.
-
-    Raises:
-        ValueError: for a mask of other values than 0 and 1.
-    """
+    """(B, T), true at real tokens; None if all are. Raises a `ValueError` for a mask of other values than 0 and 1."""
     if attention_mask is None:
         return None
     real = attention_mask.bool()

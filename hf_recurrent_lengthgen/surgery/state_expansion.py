@@ -104,8 +104,7 @@ def expand_state(
 def _expanded_weights(model: PreTrainedModel, new: Any, layers: Iterable[int], inherit: bool) -> Weights:
     """The weights of the new model from those of the given one.
 
-    Raises:
-        ValueError: for a model with more or fewer tensors than its class has.
+    Raises a `ValueError` for a model with more or fewer tensors than its class has.
     """
     old_weights, expected = model.state_dict(), new.state_dict()
     if set(old_weights) != set(expected):
