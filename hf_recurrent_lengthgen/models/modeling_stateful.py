@@ -3,14 +3,11 @@
 A family supplies its blocks (each takes and returns a `LayerState`), its initialization and its names;
 this file supplies the contract:
 
-- `initial_state` in, `final_state` out; no state given is the zero state, exactly.
-- Gradients flow into the first and out of the second; who wants truncation detaches.
-- Padding anywhere in a row: real tokens are moved to the front, padding never touches the state, and
-  the output at a padding position is that of the last real token before it.
+- `initial_state` in, `final_state` out, gradients through both; no state given is the zero state, exactly.
+- Padding never touches the state; the output at a padding position is that of the last real token before it.
 - Several sequences in a row, as positions tell them: each from a state of its own.
-- `generate(initial_state=...)` continues from a state, with sampling, beams and several sequences.
 
-Shape legend: B batch, T tokens, D hidden size, V vocabulary.
+Shapes: B batch, T tokens, D hidden size, V vocabulary.
 """
 
 import sys

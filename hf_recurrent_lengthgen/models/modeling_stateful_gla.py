@@ -3,8 +3,8 @@
 Glossary (Yang et al. 2023, arXiv:2312.06635, section 4.4 -> here): alpha_t -> exp(g_t), tau -> gate_logit_normalizer,
 S -> state.recurrent (transposed), heads H of N = d_k keys and P = d_v values.
 
-Different from fla's layer: the mixer takes and returns a `LayerState`, takes right-padded rows by their lengths, has
-a head count of its own in each layer, and computes gates and recurrence in full precision.
+Different from fla's layer, beside the state and right-padded rows: a head count of its own in each layer, and gates
+and recurrence in full precision.
 """
 
 from collections.abc import Callable
@@ -111,19 +111,13 @@ class StatefulGLAMixer(ScanMixer):
 
 
 class StatefulGLAModel(MixerMLPBackbone):
-    """GLA without a head, on the parameter names of fla's `GLAModel`."""
-
     config_class = StatefulGLAConfig
     mixer_class = StatefulGLAMixer
 
 
 class StatefulGLAForCausalLM(StatefulForCausalLM):
-    """GLA language model, on the parameter names of fla's `GLAForCausalLM`."""
-
     backbone_class = StatefulGLAModel
 
 
 class StatefulGLAForSequenceClassification(StatefulForSequenceClassification):
-    """GLA with a classification head on the last token."""
-
     backbone_class = StatefulGLAModel

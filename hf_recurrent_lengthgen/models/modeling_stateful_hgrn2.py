@@ -3,9 +3,8 @@
 Glossary (Qin et al. 2024, arXiv:2404.07904, Eq. 6 -> here): forget gate f_t -> exp(g_t), input gate 1 - f_t -> k,
 i_t -> i_proj, o_t -> q. It is the recurrence of GLA with keys that are one minus the decay.
 
-Different from fla's layer: the mixer takes and returns a `LayerState`, takes right-padded rows by their lengths, and
-computes gates and recurrence in full precision. As in fla, the norm of the outputs spans all heads, and its epsilon is
-1e-5 whatever `norm_eps` says.
+Different from fla's layer, beside the state and right-padded rows: gates and recurrence in full precision. As in fla,
+the norm of the outputs spans all heads, and its epsilon is 1e-5 whatever `norm_eps` says.
 
 Shapes: B batch, T tokens, D hidden size.
 """
@@ -86,8 +85,6 @@ class StatefulHGRN2Mixer(ScanMixer):
 
 
 class StatefulHGRN2Model(MixerMLPBackbone):
-    """HGRN-2 without a head, on the parameter names of fla's `HGRN2Model`."""
-
     config_class = StatefulHGRN2Config
     mixer_class = StatefulHGRN2Mixer
 
@@ -113,12 +110,8 @@ class StatefulHGRN2Model(MixerMLPBackbone):
 
 
 class StatefulHGRN2ForCausalLM(StatefulForCausalLM):
-    """HGRN-2 language model, on the parameter names of fla's `HGRN2ForCausalLM`."""
-
     backbone_class = StatefulHGRN2Model
 
 
 class StatefulHGRN2ForSequenceClassification(StatefulForSequenceClassification):
-    """HGRN-2 with a classification head on the last token."""
-
     backbone_class = StatefulHGRN2Model

@@ -3,8 +3,7 @@
 Katharopoulos et al. 2020 (arXiv:2006.16236, Eq. 18 to 20): S_t = S_{t-1} + v_t phi(k_t)^T, y_t = S_t phi(q_t), that
 is GLA without decay. The normalizer, where there is one, is a further row of the state: the sum of the keys.
 
-Different from fla's layer: the mixer takes and returns a `LayerState`, takes right-padded rows by their lengths, and
-computes the recurrence in full precision.
+Different from fla's layer, beside the state and right-padded rows: the recurrence is in full precision.
 
 Shapes: B batch, T tokens, H heads, N mapped key dim, P value dim.
 """
@@ -132,19 +131,13 @@ class StatefulLinearAttentionMixer(ScanMixer):
 
 
 class StatefulLinearAttentionModel(MixerMLPBackbone):
-    """Linear attention without a head, on the parameter names of fla's `LinearAttentionModel`."""
-
     config_class = StatefulLinearAttentionConfig
     mixer_class = StatefulLinearAttentionMixer
 
 
 class StatefulLinearAttentionForCausalLM(StatefulForCausalLM):
-    """Linear attention language model, on the parameter names of fla's `LinearAttentionForCausalLM`."""
-
     backbone_class = StatefulLinearAttentionModel
 
 
 class StatefulLinearAttentionForSequenceClassification(StatefulForSequenceClassification):
-    """Linear attention with a classification head on the last token."""
-
     backbone_class = StatefulLinearAttentionModel

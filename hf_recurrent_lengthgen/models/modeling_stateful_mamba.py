@@ -109,19 +109,13 @@ class StatefulMambaMixer(ScanMixer):
 
 
 class StatefulMambaModel(MixerBackbone):
-    """Mamba-1 or FalconMamba without a head, on the parameter names of `transformers.MambaModel`."""
-
     config_class = StatefulMambaConfig
     mixer_class = StatefulMambaMixer
 
 
 class StatefulMambaForCausalLM(StatefulForCausalLM):
-    """Mamba-1 or FalconMamba language model, on the parameter names of `transformers.MambaForCausalLM`."""
-
     backbone_class = StatefulMambaModel
 
 
 class StatefulMambaForSequenceClassification(StatefulForSequenceClassification):
-    """Mamba-1 or FalconMamba with a classification head on the last token."""
-
     backbone_class = StatefulMambaModel

@@ -100,19 +100,13 @@ class StatefulMamba2Mixer(ScanMixer):
 
 
 class StatefulMamba2Model(MixerBackbone):
-    """Mamba-2 without a head, on the parameter names of `transformers.Mamba2Model`."""
-
     config_class = StatefulMamba2Config
     mixer_class = StatefulMamba2Mixer
 
 
 class StatefulMamba2ForCausalLM(StatefulForCausalLM):
-    """Mamba-2 language model, on the parameter names of `transformers.Mamba2ForCausalLM`."""
-
     backbone_class = StatefulMamba2Model
 
 
 class StatefulMamba2ForSequenceClassification(StatefulForSequenceClassification):
-    """Mamba-2 with a classification head on the last token."""
-
     backbone_class = StatefulMamba2Model

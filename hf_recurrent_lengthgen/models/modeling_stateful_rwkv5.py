@@ -169,8 +169,6 @@ class StatefulRWKV5Block(MixerLayer):
 
 
 class StatefulRWKV5Model(StatefulBackbone):
-    """RWKV-5 without a head, on the parameter names of the official checkpoints."""
-
     config_class = StatefulRWKV5Config
     base_model_prefix = "rwkv"
     _no_split_modules = ["StatefulRWKV5Block"]  # noqa: RUF012
@@ -190,13 +188,9 @@ class StatefulRWKV5Model(StatefulBackbone):
 
 
 class StatefulRWKV5ForCausalLM(StatefulForCausalLM):
-    """RWKV-5 language model, on the parameter names of the official checkpoints."""
-
     backbone_class = StatefulRWKV5Model
     head_name = "head"
 
 
 class StatefulRWKV5ForSequenceClassification(StatefulForSequenceClassification):
-    """RWKV-5 with a classification head on the last token."""
-
     backbone_class = StatefulRWKV5Model

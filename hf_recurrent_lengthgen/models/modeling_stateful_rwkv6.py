@@ -191,8 +191,6 @@ class StatefulRWKV6Block(MixerLayer):
 
 
 class StatefulRWKV6Model(StatefulBackbone):
-    """RWKV-6 without a head, on the parameter names of fla's `RWKV6Model`."""
-
     config_class = StatefulRWKV6Config
     base_model_prefix = "model"
     _no_split_modules = ["StatefulRWKV6Block"]  # noqa: RUF012
@@ -205,12 +203,8 @@ class StatefulRWKV6Model(StatefulBackbone):
 
 
 class StatefulRWKV6ForCausalLM(StatefulForCausalLM):
-    """RWKV-6 language model, on the parameter names of fla's `RWKV6ForCausalLM`."""
-
     backbone_class = StatefulRWKV6Model
 
 
 class StatefulRWKV6ForSequenceClassification(StatefulForSequenceClassification):
-    """RWKV-6 with a classification head on the last token."""
-
     backbone_class = StatefulRWKV6Model
