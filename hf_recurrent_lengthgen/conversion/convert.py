@@ -134,14 +134,7 @@ def write_config(folder: Path, config: Any) -> None:
 def our_entries(layout: Format, config: Any, files: TensorFiles, where: str) -> list[Entry]:
     """Our tensors, in the order of the source's files, so that each is opened about once.
 
-    Args:
-        layout: Of the source.
-        config: Ours, from its `to_config`.
-        files: The weights of the source.
-        where: What it is, for errors.
-
-    Raises:
-        ValueError: for weights that do not fit the config, listing all of them, and a tied head that is another.
+    Raises a `ValueError` for weights that do not fit our config, listing all of them, and a tied head that is another.
     """
     renames = expand(layout.renames_of(config, files.metas), config.num_hidden_layers)
     tied = tied_names(config)

@@ -54,33 +54,23 @@ def uniform(config: Any) -> Any:
 def exported_config(format: Format, config: Any, metas: Mapping[str, Meta]) -> Settings | None:
     """Their config of ours: that which the checkpoint was converted from, with what was changed since.
 
-    Args:
-        format: To export to.
-        config: Ours.
-        metas: What will be written, by their names.
-
-    Raises:
-        ValueError: for another architecture than theirs, naming each difference.
+    `metas` are what will be written, by their names. Raises a `ValueError` for another architecture than theirs,
+    naming each difference.
     """
-    check_exportable(format, config)
-    plain = format.from_config(uniform(config))
+    settings = format.from_config(uniform(config))
     kept = getattr(config, SOURCE_CONFIG, None) or {}
     same = kept.get("format") == format.name
-    if plain is not None and same:
+    if settings is not None and same:
         before = format.from_config(format.config_of(kept["config"], metas)) or {}
-        changed = {name: value for name, value in plain.items() if name not in before or before[name] != value}
-        plain = {**kept["config"], **changed}
-    if plain is not None and "model_type" in plain:
-        _set_dtype(plain, config, named=bool(plain.get("dtype") or plain.get("torch_dtype")) or not same)
-    _check_same(format, uniform(config), format.config_of(plain, metas))
-    return plain
-
-
-def _set_dtype(settings: Settings, config: Any, named: bool) -> None:
-    """Name the dtype of the weights, under the name that the source had; a config that named none stays as it is."""
-    name = "torch_dtype" if "torch_dtype" in settings else "dtype"
-    if named and config.dtype is not None:
-        settings[name] = str(config.dtype).removeprefix("torch.")
+        changed = {name: value for name, value in settings.items() if name not in before or before[name] != value}
+        settings = {**kept["config"], **changed}
+    if settings is not None and "model_type" in settings:
+        named = settings.get("dtype") or settings.get("torch_dtype") or not same  # one that named none stays as it is
+        if named and config.dtype is not None:
+            name = "torch_dtype" if "torch_dtype" in settings else "dtype"
+            settings[name] = str(config.dtype).removeprefix("torch.")
+    _check_same(format, uniform(config), format.config_of(settings, metas))
+    return settings
 
 
 def check_exportable(format: Format, config: Any) -> None:

@@ -51,10 +51,6 @@ def config_errors(where: str = "config.json") -> Iterator[None]:
         raise ValueError(f"{where} holds a value that no model can have ({told[-1].strip()}): correct it.") from error
 
 
-def _none(config: Any, metas: Mapping[str, Meta]) -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class Format:
     """One layout.
@@ -93,7 +89,7 @@ class Format:
     keeps_config: bool = True
     weights_file: str = "pytorch_model.bin"
     tokenizer: str = ""
-    older: Callable[[Any, Mapping[str, Meta]], Sequence[Rename] | None] = _none
+    older: Callable[[Any, Mapping[str, Meta]], Sequence[Rename] | None] = lambda config, metas: None
     code: str = ""
     from_shapes: tuple[str, ...] = ()
     fixed: tuple[tuple[str, Any], ...] = ()

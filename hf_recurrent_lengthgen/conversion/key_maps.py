@@ -19,8 +19,7 @@ from hf_recurrent_lengthgen.conversion.tensor_writing import Entry
 class Tensors(Protocol):
     """Named tensors that are read one by one, as `TensorFiles`."""
 
-    @property
-    def metas(self) -> Mapping[str, Meta]: ...
+    metas: dict[str, Meta]
 
     def tensor(self, name: str) -> Tensor: ...
 
@@ -93,15 +92,8 @@ def to_ours(
 ) -> list[Entry]:
     """What of their tensors makes ours, to be written.
 
-    Args:
-        renames: The map, expanded.
-        theirs: The foreign weights.
-        expected: Shapes of all tensors of our model, by our names.
-        where: What the weights are, for errors.
-        ignored: Name of a tensor of theirs that may be there and is not taken.
-
-    Raises:
-        ValueError: listing all tensors that are missing, unexpected, or of another shape or mixed dtypes.
+    `expected` has the shapes of all tensors of our model; a tensor of the name `ignored` may be there and is not taken.
+    Raises a `ValueError` that lists all tensors that are missing, unexpected, or of another shape or mixed dtypes.
     """
     return _mapped(renames, theirs, expected, where, ignored=ignored)
 

@@ -115,9 +115,8 @@ def over_groups(forward: Callable[..., tuple[Tensor, LayerState]]) -> Callable[.
 def sequence_starts(given: dict[str, Any], shape: tuple[int, int], real: Tensor | None) -> Tensor | None:
     """Where new sequences begin inside rows, from what collators for packed rows give.
 
-    A recurrent model has no positions: those that count up say nothing, wherever they start, and those that start
-    anew mark a new sequence. Padding is passed over. The first real token of a row begins nothing: it goes on from
-    the row's initial state.
+    Positions that count up say nothing, wherever they start; those that start anew mark a new sequence. Padding is
+    passed over. The first real token of a row begins nothing: it goes on from the row's initial state.
 
     Args:
         given: Some of `PACKING_KEYS`, (B, T) or (1, T).
@@ -128,7 +127,7 @@ def sequence_starts(given: dict[str, Any], shape: tuple[int, int], real: Tensor 
         (B, T) bool; None where no sequence begins inside a row.
 
     Raises:
-        ValueError: for other shapes and kinds of positions, and arguments that contradict each other.
+        ValueError: for positions of another shape or kind, or that contradict each other.
     """
     found: list[Tensor] = []
     for name, find in zip(PACKING_KEYS, (_restarts, _changes), strict=True):

@@ -46,8 +46,7 @@ class LayerState(NamedTuple):
 class WindowedLayerState(NamedTuple):
     """What a layer carries whose state is made to hold the last r tokens only (`Forgetting.window`).
 
-    Beside the parts of `LayerState`, `window` (B, 1 + r, F) has what those tokens wrote; see forgetting_scans.py. It
-    belongs to `recurrent`: neither can be exchanged alone.
+    `window` (B, 1 + r, F) has what those tokens wrote (forgetting_scans.py); it and `recurrent` belong together.
     """
 
     recurrent: Tensor
@@ -320,10 +319,4 @@ def load_state(
     if len(rows := {tensor.shape[:1] for tensor in tensors.values()}) > 1:
         raise ValueError(f"{path} has parts with different numbers of rows: {sorted(rows)}.")
     check_finite_state(state, os.fspath(path))
-    try:
-        metadata = json.loads(header.get("metadata", "{}"))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} has metadata that is not JSON: {header['metadata']!r:.80}.") from error
-    if not isinstance(metadata, dict):
-        raise ValueError(f"{path} must have a mapping as metadata, got {metadata!r:.80}.")
-    return state, metadata
+    return state, json.loads(header.get("metadata", "{}"))

@@ -167,8 +167,6 @@ def size_of(model: PreTrainedModel, growth: Growth, layer: int) -> int:
 def _new_size(size: str, layer: int, old: int, factor: float | None, given: int | None) -> int:
     if factor is not None and not 0 < factor < math.inf:
         raise ValueError(f"factor must be a finite number above 1, got {factor:g}.")
-    if given is not None and not math.isfinite(given):
-        raise ValueError(f"{size} must be an integer, got {given:g}.")
     if size == "state_size":
         new = old * (DEFAULT_FACTOR if factor is None else factor) if given is None else given
         if new <= old or new != int(new):

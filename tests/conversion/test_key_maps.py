@@ -41,10 +41,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 class InMemory:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
-
-    @property
-    def metas(self) -> dict[str, Meta]:
-        return {name: Meta(tuple(value.shape), value.dtype) for name, value in self.tensors.items()}
+        self.metas = {name: Meta(tuple(value.shape), value.dtype) for name, value in tensors.items()}
 
     def tensor(self, name: str) -> Tensor:
         return self.tensors[name]
