@@ -105,10 +105,7 @@ def convert_checkpoint(
 
 
 def read_settings(source: Source) -> Settings | None:
-    """config.json of a checkpoint; None if it has none.
-
-    Raises a `ValueError` for a damaged one, adapters and quantized weights.
-    """
+    """config.json of a checkpoint; None if it has none."""
     refuse_adapter(source.folder)
     path = source.folder / "config.json"
     settings = read_settings_file(path) if path.is_file() else None
@@ -132,10 +129,7 @@ def write_config(folder: Path, config: Any) -> None:
 
 
 def our_entries(layout: Format, config: Any, files: TensorFiles, where: str) -> list[Entry]:
-    """Our tensors, in the order of the source's files, so that each is opened about once.
-
-    Raises a `ValueError` for weights that do not fit our config, listing all of them, and a tied head that is another.
-    """
+    """Our tensors, in the order of the source's files, so that each is opened about once."""
     renames = expand(layout.renames_of(config, files.metas), config.num_hidden_layers)
     tied = tied_names(config)
     if tied is not None and layout.tied_head in files:

@@ -111,10 +111,7 @@ def code_note(layout: Format, folder: Path) -> str:
 
 
 def our_config(settings: Settings | None, where: str) -> Any:
-    """The config of a checkpoint of ours, without its code.
-
-    Raises a `ValueError` for another one, and values of a wrong type.
-    """
+    """The config of a checkpoint of ours, without its code."""
     model_type = (settings or {}).get("model_type")
     if settings is None or model_type not in FAMILIES:
         has = "no config.json" if settings is None else f"the model type {model_type!r}"

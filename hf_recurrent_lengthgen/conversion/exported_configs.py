@@ -29,10 +29,7 @@ UNIFORM_FIELDS = {"layer_state_sizes": "state_size", "layer_num_heads": "num_hea
 
 
 def uniform(config: Any) -> Any:
-    """The config with sizes for all layers where those of each layer are equal.
-
-    Raises a `ValueError` if they differ.
-    """
+    """The config with sizes for all layers where those of each layer are equal."""
     config = deepcopy(config)
     for each, common in UNIFORM_FIELDS.items():
         sizes = getattr(config, each, None)

@@ -100,11 +100,7 @@ class Format:
         return tuple(name for name, model in FAMILIES.items() if self.name in model.config_class.layouts)
 
     def config_of(self, settings: Settings | None, metas: Mapping[str, Meta]) -> Any:
-        """Our config of theirs.
-
-        Raises:
-            ValueError: for what we cannot represent, values of a wrong type, and more layers than there are tensors.
-        """
+        """Our config of theirs; a `ValueError` for what we cannot represent."""
         with config_errors():
             config = self.to_config(settings, metas)
             layers: Any = getattr(config, "num_hidden_layers", None)
@@ -122,10 +118,7 @@ class Format:
 
 
 def blank_model(config: PreTrainedConfig) -> Any:
-    """Our model of a config on the meta device, without values.
-
-    Raises a `ValueError` for a config that no model can have.
-    """
+    """Our model of a config on the meta device, without values."""
     with config_errors(), torch.device("meta"), no_init_weights():
         return FAMILIES[config.model_type](config)
 

@@ -90,10 +90,10 @@ def to_ours(
     where: str,
     ignored: str | None = None,
 ) -> list[Entry]:
-    """What of their tensors makes ours, to be written.
+    """What of their tensors makes ours, to be written; one of the name `ignored` may be there, and is not taken.
 
-    `expected` has the shapes of all tensors of our model; a tensor of the name `ignored` may be there and is not taken.
-    Raises a `ValueError` that lists all tensors that are missing, unexpected, or of another shape or mixed dtypes.
+    `expected` has the shapes of all our tensors. Raises a `ValueError` that lists all tensors that are missing,
+    unexpected, or of another shape or mixed dtypes.
     """
     return _mapped(renames, theirs, expected, where, ignored=ignored)
 

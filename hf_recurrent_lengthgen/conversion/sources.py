@@ -42,10 +42,7 @@ class Source:
 
 
 def license_of(folder: Path) -> str | None:
-    """The licence that the card of a checkpoint folder names; None if there is no card, or one that names none.
-
-    Raises a `ValueError` for a card whose metadata cannot be read.
-    """
+    """The licence that the card of a checkpoint folder names; None if there is no card, or one that names none."""
     card = folder / "README.md"
     try:
         told = (metadata_load(card) or {}) if card.is_file() else {}

@@ -58,10 +58,7 @@ class FlaConfigMixin(StatefulConfigMixin):
             raise ValueError(f"hidden_act must be one of {self.activations}, got {self.hidden_act!r}.")
 
     def parts(self, name: str, total: float, heads: int) -> int:
-        """The size of one of `heads` equal heads of `total` channels in all.
-
-        Raises a `ValueError` naming the field if `total` is not a multiple.
-        """
+        """The size of one of `heads` equal heads of `total` channels in all."""
         if heads < 1 or total < heads or total % heads:
             raise ValueError(f"{name} gives {total:g} channels, which {heads} heads cannot share evenly.")
         return int(total) // heads

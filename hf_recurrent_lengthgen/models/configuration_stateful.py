@@ -68,11 +68,7 @@ class StatefulConfigMixin:
     code_format_version: int = CODE_FORMAT_VERSION
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As in Transformers, which checks some types only, and raises what is no `ValueError`.
-
-        Raises:
-            ValueError: for a value of another type than the field's annotation says, and numbers that are not finite.
-        """
+        """As in Transformers, which checks some types only, and raises what is no `ValueError`."""
         kind = _annotations(type(self)).get(name, object)  # type: ignore[arg-type]
         if not isinstance(value, bool | int) and isinstance(value, Integral):
             value = int(value)  # of NumPy's
@@ -114,10 +110,7 @@ class StatefulConfigMixin:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in Transformers; a file of an upstream model type makes a configuration of this one.
-
-        Raises a `ValueError` for a file of another model type, whose weights would be left out.
-        """
+        """As in Transformers; a file of an upstream model type makes a configuration of this one."""
         own = cls.model_type  # type: ignore[attr-defined]
         config_dict = cls.from_upstream(config_dict)
         if (given := config_dict.get("model_type", own)) != own:
@@ -128,10 +121,7 @@ class StatefulConfigMixin:
         return super().from_dict(config_dict | {"model_type": own}, **kwargs)  # type: ignore[misc]
 
     def check(self) -> None:
-        """Refuse what the stateful classes cannot honor; models call it too, since fields may be set after.
-
-        Raises a `ValueError` naming the field, its value and what is allowed.
-        """
+        """Refuse what the stateful classes cannot honor; models call it too, since fields may be set after."""
         vars(self).pop("model_type", None)  # of the upstream config whose to_dict() was given: PEFT goes by it
         if self.code_format_version > CODE_FORMAT_VERSION:
             raise ValueError(
@@ -155,10 +145,7 @@ class StatefulConfigMixin:
                 )
 
     def check_forgetting(self) -> None:
-        """Refuse a `forgetting` that is out of range, or that this family cannot honor.
-
-        Raises a `ValueError` naming the setting, its value and what is allowed.
-        """
+        """Refuse a `forgetting` that is out of range, or that this family cannot honor."""
         if Forgetting.of(self).delta_scale != 1 and not self.has_step_size:
             raise ValueError(
                 f"forgetting: delta_scale scales the step sizes of Mamba, and {type(self).__name__} has none; set "

@@ -190,11 +190,7 @@ def check_state(
     dtype: torch.dtype,
     name: str = "initial_state",
 ) -> RecurrentState:
-    """Check that a state fits a model and a batch, and return it as a tuple of `LayerState`.
-
-    Raises a `ValueError` naming the layer, what was found and what is expected, for a wrong type, number of
-    layers, shape, dtype or device. Values are checked by `check_finite_state`.
-    """
+    """Check that a state fits a model and a batch, and return it as a tuple of `LayerState`."""
     if not isinstance(state, (tuple, list)) or not all(
         isinstance(layer, (tuple, list)) and 2 <= len(layer) <= 3 for layer in state
     ):
@@ -261,10 +257,7 @@ def save_state(path: str | os.PathLike[str], state: RecurrentState, metadata: Ma
 def read_state_file(
     path: str | os.PathLike[str], device: torch.device | str, kind: str, newest: int
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Header and tensors of a safetensors file of one kind, of a format version up to `newest`.
-
-    Raises a `ValueError` for a folder, a damaged file, one of another kind, or of a newer version.
-    """
+    """Header and tensors of a safetensors file of one kind, of a format version up to `newest`."""
     name = kind.replace("_", " ")
     if os.path.isdir(path):
         raise ValueError(f"{path} is a folder: give a file that holds a {name}.")

@@ -67,10 +67,7 @@ class ScanMixer(nn.Module):
         return ""
 
     def backend_for(self, x: Tensor) -> ScanBackend:
-        """The backend for inputs like x.
-
-        Raises a `ValueError` for a backend that cannot run, and an adapter (PEFT) on a convolution.
-        """
+        """The backend for inputs like x."""
         for name, module in self.named_children():
             if name.endswith("conv1d") and hasattr(module, "base_layer"):
                 raise ValueError(
@@ -85,11 +82,8 @@ class ScanMixer(nn.Module):
     ) -> tuple[Tensor, LayerState]:
         """Outputs, and the state with the recurrent part after T tokens.
 
-        Args:
-            inputs: Of `scan`, before the state; nothing is written past the end of a row.
-            state: Before the first token.
-            lengths: Number of real tokens of each row, (B,), None for all.
-            options: Keywords of `scan`.
+        `inputs` are those of `scan` before the state, `options` its keywords. They write nothing past the `lengths`
+        (B,) of the rows, if these are given.
         """
         rule = Forgetting.of(self.config)
         if rule != Forgetting():

@@ -36,10 +36,7 @@ def read_inputs(
     position_ids: Tensor | None,
     others: dict[str, Any],
 ) -> TokenInputs:
-    """Check what a model is given; arguments as in `StatefulBackbone.forward`.
-
-    Raises a `ValueError` for arguments that contradict each other, do not fit, or that no recurrent model has.
-    """
+    """Check what a model is given; arguments as in `StatefulBackbone.forward`."""
     given = sorted(name for name, x in others.items() if x is not None and x is not False and name != "seq_idx")
     if given:
         raise ValueError(
@@ -69,11 +66,7 @@ def check_token_types(token_type_ids: Tensor | None, real: Tensor | None) -> Non
 
 
 def check_token_ids(ids: Tensor, vocabulary: int, name: str = "input_ids", ignored: int | None = None) -> None:
-    """Check ids (B, T) that an embedding or a loss would index with, which fails without a place, or not at all.
-
-    Raises a `ValueError` for ids that are not integers, and naming the first that is neither `ignored` nor in [0,
-    vocabulary), with its row and position.
-    """
+    """Check ids (B, T) that an embedding or a loss would index with, which fails without a place, or not at all."""
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"{name} must be integers, got {ids.dtype} of shape {tuple(ids.shape)}.")
     if not ids.numel():
@@ -107,10 +100,7 @@ def token_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple
 def mask_of_new_tokens(
     attention_mask: Tensor | None, cache: RecurrentCache | None, shape: tuple[int, int]
 ) -> Tensor | None:
-    """The last T columns of a mask (B, T), or (B, tokens_seen + T) with those of what the cache has read.
-
-    Raises a `ValueError` for another shape.
-    """
+    """The last T columns of a mask (B, T), or (B, tokens_seen + T) with those of what the cache has read."""
     if attention_mask is None or attention_mask.shape == shape:
         return attention_mask
     seen = 0 if cache is None else cache.tokens_seen
@@ -144,17 +134,11 @@ def starts_inside_rows(packing: Mapping[str, Any], shape: tuple[int, int], real:
 def scored_labels(
     labels: Tensor, attention_mask: Tensor | None, starts: Tensor | None, shifted: bool = False
 ) -> Tensor:
-    """Labels with -100 where a language model has nothing to predict them from.
+    """Labels (B, T) with -100 where a language model has nothing to predict them from.
 
-    That is the first real token of a row behind padding, and the first token of a sequence inside a packed row.
-    The label of the first column, which a shift leaves out, stays as it is.
-
-    Args:
-        labels: (B, T).
-        attention_mask: (B, T), 1 or true at real tokens.
-        starts: (B, T) bool, see `starts_inside_rows`.
-        shifted: Whether the target of output t stands at t, as in `shift_labels`, whose borders are the caller's: only
-            outputs before the first real token are not scored.
+    That is the first real token of a row behind padding, and the first token of a sequence inside a packed row. The
+    label of the first column, which a shift leaves out, stays as it is. If `shifted`, the target of output t stands at
+    t, as in `shift_labels`, whose borders are the caller's: only outputs before the first real token are not scored.
     """
     if attention_mask is not None:
         unread = attention_mask.long().cumsum(1) == 0

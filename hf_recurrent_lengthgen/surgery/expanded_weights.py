@@ -140,10 +140,7 @@ EXPANSIONS = {
 
 
 def expansion_of(mixer: Any) -> Expansion:
-    """How a mixer is expanded.
-
-    Raises a `ValueError` for one whose N grows and whose parameters are of no kind known here.
-    """
+    """How a mixer is expanded."""
     kind = "heads" if getattr(mixer, "grows", None) == "num_heads" else str(kind_of(mixer))
     if kind not in EXPANSIONS:
         raise ValueError(

@@ -23,13 +23,7 @@ PER_LAYER = {"state_size": "layer_state_sizes", "num_heads": "layer_num_heads"}
 
 
 class Growth(NamedTuple):
-    """How the states of a model grow.
-
-    Attributes:
-        size: "state_size" if N grows, "num_heads" if heads are merged.
-        field: Field of the config.
-        per_layer: Whether that has a size for each layer; else it holds for all.
-    """
+    """How the states of a model grow: by "state_size" or merged "num_heads", of all layers or each, in a field."""
 
     size: str
     field: str
