@@ -88,7 +88,9 @@ def convert_checkpoint(
     known_length = TRAINING_LENGTHS.get(found.name if found.on_hub else "")
     config.training_length = training_length or known_length or config.training_length
     entries = _in_dtype(our_entries(layout, config, files, source), config, FLOATS.get(str(dtype)))
-    named = portable(tokenizer) if isinstance(tokenizer, str) else tokenizer and type(tokenizer).__name__
+    named = None if tokenizer is None else type(tokenizer).__name__
+    if isinstance(tokenizer, str):
+        named = portable(tokenizer)
     step = Step("convert", f"convert from {layout.title}", command, installed_versions(), tokenizer=named)
     lineage = Lineage(_origin(found, layout, files)).then(step)
     with new_folder(output) as folder:

@@ -168,7 +168,7 @@ def _repository_config(settings: Settings | None, metas: Mapping[str, Meta]) -> 
     fields["training_length"] = given.get("context_length")
     five: Any = StatefulRWKV5Config.from_dict(fields | {"model_type": "rwkv5"})  # which checks what both have
     if given["model_type"] == "rwkv5":
-        return five  # type: ignore[no-any-return]
+        return five
     if five.layer_norm_epsilon != NORM_EPSILON:
         raise ValueError(
             f"{where} has layer_norm_epsilon {five.layer_norm_epsilon}, which its code gives to some norms only, "

@@ -184,14 +184,8 @@ def _in_words(kind: Any) -> str:
         return " or ".join(dict.fromkeys(_in_words(part) for part in get_args(kind)))
     if get_origin(kind) in (list, tuple):
         return f"a list ({_in_words(get_args(kind)[0])} each)"
-    names = {
-        int: "an integer",
-        float: "a finite number",
-        bool: "true or false",
-        str: "text",
-        dict: "a mapping",
-        type(None): "None",
-    }
+    names: dict[Any, str] = {int: "an integer", float: "a finite number", bool: "true or false"}
+    names |= {str: "text", dict: "a mapping", type(None): "None"}
     return names.get(get_origin(kind) or kind, str(kind))
 
 
@@ -202,11 +196,8 @@ def _check_range(name: str, value: Any) -> None:
 
 
 _RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
-    (
-        COUNT_FIELDS,
-        "an integer above 0",
-        lambda value: type(value) is int and 0 < value < 2**63,
-    ),  # as a tensor's sizes
+    # as a tensor's sizes
+    (COUNT_FIELDS, "an integer above 0", lambda value: type(value) is int and 0 < value < 2**63),
     (("num_hidden_layers",), "at most 65536", lambda value: value <= 2**16),  # upstream lists them all
     (POSITIVE_FIELDS, "a finite number above 0", lambda value: _fits(value, float) and value > 0),
     (NOT_NEGATIVE_FIELDS, "a finite number of at least 0", lambda value: _fits(value, float) and value >= 0),

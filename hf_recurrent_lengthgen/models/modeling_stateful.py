@@ -62,6 +62,7 @@ class StatefulPreTrainedModel(PreTrainedModel):
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
     _is_stateful = True
+    _input_embed_layer = "embeddings"
 
     def __init__(self, config: Any) -> None:
         if not hasattr(config, "check"):
@@ -211,12 +212,6 @@ class StatefulBackbone(StatefulPreTrainedModel):
         """What a layer takes beside hidden states, state and lengths; nothing for most families."""
         return [()] * len(self.layers)
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embeddings
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embeddings = value
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -330,9 +325,3 @@ class StatefulModelWithHead(StatefulPreTrainedModel):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         setattr(self, self.base_model_prefix, self.backbone_class(config))
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self._backbone.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self._backbone.set_input_embeddings(value)
