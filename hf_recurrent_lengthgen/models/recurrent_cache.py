@@ -76,3 +76,6 @@ class RecurrentCache(Cache):
 
     def __len__(self) -> int:
         return 0 if self.state is None else len(self.state)
+
+    def __repr__(self) -> str:
+        return f"RecurrentCache(layers={len(self)}, tokens_seen={self.tokens_seen})"

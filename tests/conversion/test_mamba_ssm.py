@@ -153,7 +153,10 @@ def test_a_vocabulary_that_grew_is_exported_with_its_padding(tmp_path: Path) -> 
         ({"ssm_cfg": "x"}, "config.json holds a value that no model can have .*not a mapping"),
         ({"ssm_cfg": {"dt_rank": 1.5}}, "time_step_rank must be .*, got 1.5"),
         ({"ssm_cfg": {"layer": "Mamba2", "headdim": 0}}, "config.json holds a value that no model can have .*zero"),
-        ({"ssm_cfg": {"layer": "Mamba2", "dt_limit": [0]}}, "time_step_limit must be two ascending numbers"),
+        (
+            {"ssm_cfg": {"layer": "Mamba2", "headdim": 8, "dt_limit": [0]}},
+            "time_step_limit must be two ascending numbers",
+        ),
         ({"vocab_size": 50}, r"backbone.embedding.weight as backbone.embeddings.weight has the shape \[32, 16\]"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
