@@ -11,7 +11,7 @@ from transformers import MambaConfig
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from hf_recurrent_lengthgen import LayerState, StatefulMambaConfig
-from hf_recurrent_lengthgen.models.layers_mamba import StatefulMambaMixer
+from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StatefulMambaMixer
 from hf_recurrent_lengthgen.models.scan_gla import scan_gla, scan_gla_reference
 from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6, scan_rwkv6_reference
 

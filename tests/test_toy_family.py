@@ -40,8 +40,7 @@ class StatefulToyMixer(ScanMixer):
     scan = staticmethod(scan_gla)
 
     def __init__(self, config: StatefulToyConfig, layer: int) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.decay = nn.Parameter(torch.full((config.hidden_size,), 2.0))
 

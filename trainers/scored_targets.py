@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.models.packed_rows import PACKING_KEYS
-from hf_recurrent_lengthgen.models.token_inputs import scored_labels, starts_inside_rows
+from hf_recurrent_lengthgen.models.token_inputs import real_tokens, scored_labels, starts_inside_rows
 
 
 def token_labels(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
@@ -37,7 +37,7 @@ def with_scored_labels(model: nn.Module, inputs: dict[str, Any]) -> dict[str, An
     if mask is not None and mask.shape != shape:
         return inputs  # the model says which masks it takes
     packing = {name: inputs[name] for name in PACKING_KEYS if name in inputs}
-    starts = starts_inside_rows(None, packing, shape, mask)
+    starts = starts_inside_rows(packing, shape, real_tokens(mask))
     scored = {name: scored_labels(inputs[name], mask, starts, shifted=name == "shift_labels") for name in names}
     return {**inputs, **scored}
 

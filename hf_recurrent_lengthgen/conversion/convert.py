@@ -1,17 +1,15 @@
 """A checkpoint of another layout becomes one of ours, tensor by tensor."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 
 from hf_recurrent_lengthgen.adapters import refuse_adapter
-from hf_recurrent_lengthgen.conversion.dtypes import named_dtype
 from hf_recurrent_lengthgen.conversion.formats import (
     SOURCE_CONFIG,
     Format,
@@ -21,11 +19,11 @@ from hf_recurrent_lengthgen.conversion.formats import (
     tied_names,
 )
 from hf_recurrent_lengthgen.conversion.json_files import read_json_object, read_settings_file
-from hf_recurrent_lengthgen.conversion.key_maps import Rename, Tensors, expand, to_ours
+from hf_recurrent_lengthgen.conversion.key_maps import Rename, expand, to_ours
 from hf_recurrent_lengthgen.conversion.new_folders import check_new, new_folder
 from hf_recurrent_lengthgen.conversion.registry import detect, named_format
 from hf_recurrent_lengthgen.conversion.sources import Source, license_of, locate
-from hf_recurrent_lengthgen.conversion.tensor_files import Meta, TensorFiles, same_bits
+from hf_recurrent_lengthgen.conversion.tensor_files import FLOATS, TensorFiles, same_bits
 from hf_recurrent_lengthgen.conversion.tensor_writing import Entry, parse_size, write_safetensors
 from hf_recurrent_lengthgen.conversion.tokenizer_files import checked_tokenizer, copy_tokenizer
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
@@ -41,7 +39,6 @@ TRAINING_LENGTHS = {
     **{f"AntonV/mamba2-{size}-hf": 2048 for size in ("130m", "370m", "780m", "1.3b", "2.7b")},
 }
 """Tokens per training sequence of official checkpoints, where a paper says so."""
-"""In the lineage before the name of a tokenizer that is not the source's."""
 
 
 def convert_checkpoint(
@@ -50,7 +47,7 @@ def convert_checkpoint(
     *,
     revision: str | None = None,
     format: str | None = None,
-    dtype: str | torch.dtype | None = None,
+    dtype: str | None = None,
     tokenizer: str | PreTrainedTokenizerBase | None = None,
     training_length: int | None = None,
     max_shard_size: str | int = "5GB",
@@ -74,7 +71,8 @@ def convert_checkpoint(
             ours, weights that do not fit their config (all of them are listed), and a tokenizer of another model.
     """
     check_new(output := Path(output))
-    wanted = named_dtype(dtype)
+    if dtype not in (None, *FLOATS):
+        raise ValueError(f"dtype must be one of {', '.join(FLOATS)}, got {dtype}.")
     parse_size(max_shard_size)
     if training_length is not None and training_length < 1:
         raise ValueError(f"training_length must be at least 1, got {training_length}.")
@@ -89,8 +87,10 @@ def convert_checkpoint(
         setattr(config, SOURCE_CONFIG, {"format": layout.name, "config": settings})
     known_length = TRAINING_LENGTHS.get(found.name if found.on_hub else "")
     config.training_length = training_length or known_length or config.training_length
-    entries = _in_dtype(our_entries(layout, config, files, source), config, wanted)
-    named = None if tokenizer is None else _tokenizer_name(tokenizer)
+    entries = _in_dtype(our_entries(layout, config, files, source), config, FLOATS.get(str(dtype)))
+    named = None if tokenizer is None else type(tokenizer).__name__
+    if isinstance(tokenizer, str):
+        named = portable(tokenizer)
     step = Step("convert", f"convert from {layout.title}", command, installed_versions(), tokenizer=named)
     lineage = Lineage(_origin(found, layout, files)).then(step)
     with new_folder(output) as folder:
@@ -107,11 +107,7 @@ def convert_checkpoint(
 
 
 def read_settings(source: Source) -> Settings | None:
-    """config.json of a checkpoint; None if it has none.
-
-    Raises:
-        ValueError: for a damaged one, adapters and quantized weights.
-    """
+    """config.json of a checkpoint; None if it has none."""
     refuse_adapter(source.folder)
     path = source.folder / "config.json"
     settings = read_settings_file(path) if path.is_file() else None
@@ -134,47 +130,22 @@ def write_config(folder: Path, config: Any) -> None:
     model.generation_config.save_pretrained(folder)
 
 
-class _WithoutHead:
-    """Weights without the output head, which is tied to the embeddings."""
-
-    def __init__(self, files: TensorFiles, head: str) -> None:
-        self._files, self._head = files, head
-
-    @property
-    def metas(self) -> Mapping[str, Meta]:
-        return {name: meta for name, meta in self._files.metas.items() if name != self._head}
-
-    def tensor(self, name: str) -> Tensor:
-        return self._files.tensor(name)
-
-
 def our_entries(layout: Format, config: Any, files: TensorFiles, where: str) -> list[Entry]:
-    """Our tensors, in the order of the source's files, so that each is opened about once.
-
-    Args:
-        layout: Of the source.
-        config: Ours, from its `to_config`.
-        files: The weights of the source.
-        where: What it is, for errors.
-
-    Raises:
-        ValueError: for weights that do not fit the config, listing all of them, and a tied head that is another.
-    """
+    """Our tensors, in the order of the source's files, so that each is opened about once."""
     renames = expand(layout.renames_of(config, files.metas), config.num_hidden_layers)
-    source: Tensors = files
     tied = tied_names(config)
     if tied is not None and layout.tied_head in files:
         _check_tied(files, layout.tied_head, renames, tied[1], where)
-        source = _WithoutHead(files, layout.tied_head)
     order = {name: number for number, name in enumerate(files.keys())}
-    entries = to_ours(renames, source, expected_shapes(config), where)
+    ignored = None if tied is None else layout.tied_head
+    entries = to_ours(renames, files, expected_shapes(config), where, ignored)
     first = {name: order[rename.their_names[0]] for rename in renames for name in rename.our_names}
     return sorted(entries, key=lambda entry: first[entry.name])
 
 
 def _check_tied(files: TensorFiles, head: str, renames: Sequence[Rename], embeddings: str, where: str) -> None:
     """Raise a `ValueError` if the head is not the embeddings."""
-    theirs = next(str(rename.theirs) for rename in renames if rename.ours == embeddings)
+    (theirs,) = next(rename.their_names for rename in renames if rename.our_names == (embeddings,))
     if theirs not in files:
         return  # reported as missing
     if files.metas[head] != files.metas[theirs] or not same_bits(files.tensor(head), files.tensor(theirs)):
@@ -187,24 +158,17 @@ def _check_tied(files: TensorFiles, head: str, renames: Sequence[Rename], embedd
 def _in_dtype(entries: list[Entry], config: Any, wanted: torch.dtype | None) -> list[Entry]:
     """The tensors in a dtype, if one is wanted; the config gets it, or that of most bytes where it has none."""
     if wanted is not None:
-        entries = [_cast(entry, wanted) for entry in entries]
+        entries = [_cast(entry, wanted) if entry.dtype.is_floating_point else entry for entry in entries]
     if wanted is not None or getattr(config, "dtype", None) is None:
-        config.dtype = _common_dtype(entries)
+        sizes: Counter[torch.dtype] = Counter()
+        for entry in entries:
+            sizes[entry.dtype] += entry.bytes
+        config.dtype = sizes.most_common(1)[0][0]
     return entries
 
 
 def _cast(entry: Entry, dtype: torch.dtype) -> Entry:
-    if not entry.dtype.is_floating_point:
-        return entry
     return entry._replace(dtype=dtype, read=lambda: entry.read().to(dtype))
-
-
-def _common_dtype(entries: Sequence[Entry]) -> torch.dtype:
-    """The dtype of most bytes."""
-    sizes: Counter[torch.dtype] = Counter()
-    for entry in entries:
-        sizes[entry.dtype] += entry.bytes
-    return sizes.most_common(1)[0][0]
 
 
 def _origin(source: Source, layout: Format, files: TensorFiles) -> Origin:
@@ -216,10 +180,6 @@ def _origin(source: Source, layout: Format, files: TensorFiles) -> Origin:
         license=license_of(source.folder),
         files={path.name: file_digest(path) for path in files.paths},
     )
-
-
-def _tokenizer_name(given: str | PreTrainedTokenizerBase) -> str:
-    return portable(given) if isinstance(given, str) else type(given).__name__
 
 
 def has_own_tokenizer(lineage: Lineage | None) -> bool:

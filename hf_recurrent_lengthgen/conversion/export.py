@@ -1,7 +1,6 @@
 """A checkpoint of ours becomes one of another layout, tensor by tensor, where that has the same architecture."""
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,9 @@ def export_checkpoint(
     files = TensorFiles(found.path)
     renames = expand(layout.renames(config), config.num_hidden_layers)
     entries = to_theirs(renames, files, expected_shapes(config), checkpoint)
-    shared = _shared_head(layout, config, {str(rename.ours): str(rename.theirs) for rename in renames})
+    shared = {}
+    if layout.writes_tied_head and (tied := tied_names(config)) is not None:
+        shared[layout.tied_head] = next(x.their_names[0] for x in renames if x.our_names == (tied[1],))
     metas = {entry.name: Meta(entry.shape, entry.dtype) for entry in entries}
     settings = exported_config(layout, config, metas | {name: metas[other] for name, other in shared.items()})
     if settings is not None and "auto_map" in settings:
@@ -110,11 +111,7 @@ def code_note(layout: Format, folder: Path) -> str:
 
 
 def our_config(settings: Settings | None, where: str) -> Any:
-    """The config of a checkpoint of ours, without its code.
-
-    Raises:
-        ValueError: for another one, and values of a wrong type.
-    """
+    """The config of a checkpoint of ours, without its code."""
     model_type = (settings or {}).get("model_type")
     if settings is None or model_type not in FAMILIES:
         has = "no config.json" if settings is None else f"the model type {model_type!r}"
@@ -124,9 +121,3 @@ def our_config(settings: Settings | None, where: str) -> Any:
     kept = {name: value for name, value in settings.items() if name not in ("architectures", "auto_map")}
     with config_errors(f"The config.json of {where}"):
         return FAMILIES[model_type].config_class.from_dict(kept)
-
-
-def _shared_head(layout: Format, config: Any, names: Mapping[str, str]) -> dict[str, str]:
-    """The name of their tied head and of what it is tied to, where their files hold both."""
-    tied = tied_names(config)
-    return {layout.tied_head: names[tied[1]]} if tied is not None and layout.writes_tied_head else {}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, Format, Settings
+from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, Format, Settings, plain
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
@@ -29,11 +29,7 @@ UNIFORM_FIELDS = {"layer_state_sizes": "state_size", "layer_num_heads": "num_hea
 
 
 def uniform(config: Any) -> Any:
-    """The config with sizes for all layers where those of each layer are equal.
-
-    Raises:
-        ValueError: if they differ.
-    """
+    """The config with sizes for all layers where those of each layer are equal."""
     config = deepcopy(config)
     for each, common in UNIFORM_FIELDS.items():
         sizes = getattr(config, each, None)
@@ -55,41 +51,27 @@ def uniform(config: Any) -> Any:
 def exported_config(format: Format, config: Any, metas: Mapping[str, Meta]) -> Settings | None:
     """Their config of ours: that which the checkpoint was converted from, with what was changed since.
 
-    Args:
-        format: To export to.
-        config: Ours.
-        metas: What will be written, by their names.
-
-    Raises:
-        ValueError: for another architecture than theirs, naming each difference.
+    `metas` are what will be written, by their names. Raises a `ValueError` for another architecture than theirs,
+    naming each difference.
     """
-    check_exportable(format, config)
-    plain = format.from_config(uniform(config))
+    settings = format.from_config(uniform(config))
     kept = getattr(config, SOURCE_CONFIG, None) or {}
     same = kept.get("format") == format.name
-    if plain is not None and same:
+    if settings is not None and same:
         before = format.from_config(format.config_of(kept["config"], metas)) or {}
-        changed = {name: value for name, value in plain.items() if name not in before or before[name] != value}
-        plain = {**kept["config"], **changed}
-    if plain is not None and "model_type" in plain:
-        _set_dtype(plain, config, named=bool(plain.get("dtype") or plain.get("torch_dtype")) or not same)
-    _check_same(format, uniform(config), format.config_of(plain, metas))
-    return plain
-
-
-def _set_dtype(settings: Settings, config: Any, named: bool) -> None:
-    """Name the dtype of the weights, under the name that the source had; a config that named none stays as it is."""
-    name = "torch_dtype" if "torch_dtype" in settings else "dtype"
-    if named and config.dtype is not None:
-        settings[name] = str(config.dtype).removeprefix("torch.")
+        changed = {name: value for name, value in settings.items() if name not in before or before[name] != value}
+        settings = {**kept["config"], **changed}
+    if settings is not None and "model_type" in settings:
+        named = settings.get("dtype") or settings.get("torch_dtype") or not same  # one that named none stays as it is
+        if named and config.dtype is not None:
+            name = "torch_dtype" if "torch_dtype" in settings else "dtype"
+            settings[name] = str(config.dtype).removeprefix("torch.")
+    _check_same(format, uniform(config), format.config_of(settings, metas))
+    return settings
 
 
 def check_exportable(format: Format, config: Any) -> None:
-    """Refuse what no other layout has.
-
-    Raises:
-        ValueError: naming the setting and what to do.
-    """
+    """Refuse what no other layout has. Raises a `ValueError` naming the setting and what to do."""
     if config.model_type not in format.families:
         possible = [other.name for other in FORMATS.values() if config.model_type in other.families]
         raise ValueError(
@@ -117,14 +99,10 @@ def _check_same(format: Format, config: Any, again: Any) -> None:
     different = [
         f"{name} {getattr(config, name, None)!r} (there {getattr(again, name, None)!r})"
         for name in names
-        if _plain(getattr(config, name, None)) != _plain(getattr(again, name, None))
+        if plain(getattr(config, name, None)) != plain(getattr(again, name, None))
     ]
     if different:
         raise ValueError(
             f"{format.title} cannot hold this model, which differs in {', '.join(different)}: it can be published "
             "as a checkpoint of this package."
         )
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple | list) else value

@@ -20,6 +20,7 @@ from hf_recurrent_lengthgen.conversion.formats import (
     Settings,
     check_settings,
     is_tied,
+    plain,
     same_names,
 )
 from hf_recurrent_lengthgen.conversion.key_maps import Rename, Transform
@@ -92,7 +93,7 @@ def _join(gate: Tensor, up: Tensor) -> Tensor:
     return torch.cat([gate, up])
 
 
-GATE_AND_UP = Transform("gate above up", _split, _join)
+GATE_AND_UP = Transform(_split, _join)
 
 
 def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
@@ -143,11 +144,7 @@ def _field_names(kind: str) -> set[str]:
 
 
 def _renamed(given: Settings, kind: str) -> Settings:
-    """Under the names of fla 0.6.
-
-    Raises:
-        ValueError: for one setting under two names with two values.
-    """
+    """Under the names of fla 0.6. Raises a `ValueError` for one setting under two names with two values."""
     aliases = {"rms_norm_eps": "norm_eps", **KINDS[kind].aliases}
     renamed: Settings = {}
     for name, value in given.items():
@@ -191,8 +188,9 @@ def _from_config(config: Any) -> Settings:
     settings |= special.neutral
     settings |= {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     settings |= {"tie_word_embeddings": is_tied(config), "model_type": kind}
-    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
-    return settings | {"architectures": [STATEFUL_CLASSES[kind].__name__.removeprefix("Stateful")]}
+    return {name: plain(value) for name, value in settings.items()} | {
+        "architectures": [STATEFUL_CLASSES[kind].__name__.removeprefix("Stateful")]
+    }
 
 
 def _older(config: Any, metas: Mapping[str, Meta]) -> list[Rename] | None:
@@ -202,7 +200,7 @@ def _older(config: Any, metas: Mapping[str, Meta]) -> list[Rename] | None:
     if first + parts[0] not in metas or first + parts[1] in metas:
         return None
     gate, up = (f"model.layers.{{layer}}.{part}" for part in parts)
-    others = [rename for rename in same_names(config) if not str(rename.ours).endswith(parts)]
+    others = [rename for rename in same_names(config) if not rename.our_names[0].endswith(parts)]
     return [*others, Rename(gate, (gate, up), GATE_AND_UP)]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_recurrent_lengthgen.conversion.formats import Format, Settings, check_settings, is_tied, same_names
+from hf_recurrent_lengthgen.conversion.formats import Format, Settings, check_settings, is_tied, plain, same_names
 from hf_recurrent_lengthgen.conversion.key_maps import Rename
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMambaConfig
@@ -92,7 +92,6 @@ def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
 
 def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:
     given = DEFAULTS | check_settings(settings, DEFAULTS, WHERE)
-    _check_kinds(given, DEFAULTS, WHERE)
     if given["attn_layer_idx"]:
         raise ValueError(
             f"{WHERE} has softmax attention in the layers {given['attn_layer_idx']} (attn_layer_idx), which has no "
@@ -104,14 +103,11 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
                 f"{WHERE} has {name} {given[name]!r}; layers with an MLP and norms other than RMSNorm cannot be "
                 f"converted, so {name} must be {needed}."
             )
-    layer_settings = dict(given["ssm_cfg"] or {})
+    layer_settings = {**(given["ssm_cfg"] or {})}
     layer = layer_settings.pop("layer", "Mamba1")
     if layer not in LAYERS:
         raise ValueError(f"{WHERE} has layers of the kind {layer!r}, possible are {', '.join(LAYERS)} (ssm_cfg).")
     mixer = LAYERS[layer] | check_settings(layer_settings, LAYERS[layer], f"ssm_cfg of {WHERE.lower()}")
-    _check_kinds(mixer, LAYERS[layer], f"{WHERE} in ssm_cfg")
-    if (rank := mixer.get("dt_rank", "auto")) != "auto" and type(rank) is not int:
-        raise ValueError(f'{WHERE} in ssm_cfg has dt_rank {rank!r}, which must be a whole number or "auto".')
     inner = mixer["expand"] * given["d_model"]
     needs: Settings = {
         "d_ssm": (None, inner),
@@ -128,7 +124,7 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
     fields |= {
         "hidden_size": given["d_model"],
         "num_hidden_layers": given["n_layer"],
-        "vocab_size": _padded(given["vocab_size"], given["pad_vocab_size_multiple"]),
+        "vocab_size": given["vocab_size"] + -given["vocab_size"] % given["pad_vocab_size_multiple"],
         "layer_norm_epsilon": NORM_EPSILON,
         "residual_in_fp32": given["residual_in_fp32"],
         "tie_word_embeddings": given["tie_embeddings"],
@@ -142,35 +138,10 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
     return StatefulMamba2Config(**fields, num_heads=inner // mixer["headdim"])
 
 
-def _check_kinds(given: Settings, defaults: Settings, where: str) -> None:
-    """Raise a `ValueError` for a value of another kind than the default; null stands for an empty object or list."""
-    for name, default in defaults.items():
-        value, kind = given[name], type(default)
-        fits, needed = {
-            bool: (type(value) is bool, "true or false"),
-            int: (type(value) is int and value >= bool(default), f"a whole number, {int(bool(default))} or more"),
-            float: (type(value) in (int, float), "a number"),
-            dict: (isinstance(value, dict | None), "an object"),
-            list: (isinstance(value, list | None), "a list"),
-            tuple: (_is_pair(value), "a list of two numbers"),
-        }.get(kind, (True, ""))
-        if not fits:
-            raise ValueError(f"{where} has {name} {value!r}, which must be {needed}.")
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2 and all(type(part) in (int, float) for part in value)
-
-
-def _padded(size: int, multiple: int) -> int:
-    return size + -size % multiple
-
-
 def _from_config(config: Any) -> Settings:
     layer = "Mamba1" if config.model_type == "stateful_mamba" else "Mamba2"
     mixer = {theirs: getattr(config, ours) for theirs, ours in FIELDS[layer].items()}
-    mixer = {name: list(value) if isinstance(value, tuple) else value for name, value in mixer.items()}
-    changed = {name: value for name, value in mixer.items() if value != _plain(LAYERS[layer][name])}
+    changed = {name: plain(value) for name, value in mixer.items() if plain(value) != plain(LAYERS[layer][name])}
     return DEFAULTS | {
         "d_model": config.hidden_size,
         "n_layer": config.num_hidden_layers,
@@ -181,10 +152,6 @@ def _from_config(config: Any) -> Settings:
         "pad_vocab_size_multiple": config.vocab_size & -config.vocab_size,
         "tie_embeddings": is_tied(config),
     }
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _renames(config: Any) -> list[Rename]:

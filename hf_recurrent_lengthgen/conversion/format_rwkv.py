@@ -31,7 +31,6 @@ from hf_recurrent_lengthgen.conversion.rwkv_maps import (
     repository_renames,
     rwkv5_map,
     rwkv6_map,
-    their_names,
 )
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
 from hf_recurrent_lengthgen.models import StatefulRWKV5Config, StatefulRWKV6Config
@@ -61,6 +60,11 @@ REPOSITORY_DEFAULTS: Settings = {
 }
 """Of their configuration classes, with all fields that any version had."""
 IGNORED = {"context_length", "model_version"}
+ONLY_RWKV5 = {
+    *("attention_hidden_size", "head_size", "head_size_divisor", "layer_norm_epsilon", "num_attention_heads"),
+    "rescale_every",
+}
+"""Of these fields, those that our RWKV-6 has under other names."""
 
 
 def _recognizes_pth(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
@@ -68,11 +72,7 @@ def _recognizes_pth(settings: Settings | None, metas: Mapping[str, Meta]) -> boo
 
 
 def _generation(metas: Mapping[str, Meta], where: str) -> str:
-    """The model type of ours for a .pth file.
-
-    Raises:
-        ValueError: for another generation, naming it and what shows it.
-    """
+    """The model type of ours for a .pth file."""
     names = {name.removeprefix("blocks.0.") for name in metas if name.startswith("blocks.0.")}
     if "att.time_state" in names:
         raise ValueError(
@@ -97,21 +97,6 @@ def _generation(metas: Mapping[str, Meta], where: str) -> str:
     raise ValueError(f"{where} is {found}{told}; RWKV-6 (x060) and RWKV-5.2 (x052) can be converted.")
 
 
-def _layers(metas: Mapping[str, Meta], pattern: str) -> int:
-    """The number of layers.
-
-    Raises:
-        ValueError: if some are missing.
-    """
-    numbers = {int(match[1]) for name in metas if (match := re.match(pattern, name))}
-    if missing := [str(n) for n in range(len(numbers)) if n not in numbers]:
-        raise ValueError(
-            f"The weights lack the layers {', '.join(missing[:99])}, but have layer {max(numbers)}: copy or download "
-            "them again."
-        )
-    return len(numbers)
-
-
 def _shape(metas: Mapping[str, Meta], name: str, ndim: int) -> tuple[int, ...]:
     """Raise a `ValueError` for what tells a size and is missing or of another rank."""
     if name not in metas:
@@ -127,7 +112,7 @@ def _pth_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrai
     fields: Settings = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
-        "num_hidden_layers": _layers(metas, r"blocks\.(\d{1,6})\."),
+        "num_hidden_layers": 1 + max(int(m[1]) for name in metas if (m := re.match(r"blocks\.(\d{1,6})\.", name))),
         "intermediate_size": _shape(metas, "blocks.0.ffn.key.weight", 2)[0],
         "tie_word_embeddings": False,
         # 0 is <|endoftext|> of the World vocabulary
@@ -145,7 +130,7 @@ def _pth_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrai
     vectors = [
         name
         for rename in (rwkv5_map() if kind == RWKV5 else rwkv6_map())
-        for name in their_names(rename)
+        for name in rename.their_names
         if name.startswith(LAYER) and ".time_" in name and not name.endswith(MATRICES)
     ]
     flat = [n.removeprefix(LAYER) for n in vectors if len(metas.get(n.replace("{layer}", "0"), NOTHING).shape) == 1]
@@ -181,27 +166,19 @@ def _repository_config(settings: Settings | None, metas: Mapping[str, Meta]) -> 
     if fields["intermediate_size"] is None and ffn in metas:
         fields["intermediate_size"] = _shape(metas, ffn, 2)[0]
     fields["training_length"] = given.get("context_length")
+    five: Any = StatefulRWKV5Config.from_dict(fields | {"model_type": "rwkv5"})  # which checks what both have
     if given["model_type"] == "rwkv5":
-        config: PreTrainedConfig = StatefulRWKV5Config.from_dict(fields)
-        return config
-    if fields.pop("layer_norm_epsilon") != NORM_EPSILON:
+        return five
+    if five.layer_norm_epsilon != NORM_EPSILON:
         raise ValueError(
-            f"{where} has layer_norm_epsilon {given['layer_norm_epsilon']}, which its code gives to some norms only, "
+            f"{where} has layer_norm_epsilon {five.layer_norm_epsilon}, which its code gives to some norms only, "
             f"the last one has {NORM_EPSILON}: it must be that to be converted."
         )
-    hidden_size, divisor = fields["hidden_size"], fields.pop("head_size_divisor")
-    inner = fields.pop("attention_hidden_size") or hidden_size
-    head_size, named_heads = fields.pop("head_size"), fields.pop("num_attention_heads")
-    if head_size < 1 or inner % head_size:
-        raise ValueError(f"{where} has attention_hidden_size {inner}, no multiple of head_size {head_size}.")
-    if named_heads not in (None, inner // head_size, head_size):
-        raise ValueError(
-            f"{where} has num_attention_heads {named_heads}, but {inner} channels in heads of {head_size}."
-        )
-    del fields["rescale_every"]
-    fields |= _rwkv6_sizes(metas, "rwkv.blocks.0.attention.", inner / hidden_size, inner // head_size)
-    fields |= {"group_norm_eps": 1e-5 * divisor**2, "model_type": RWKV6}
-    config = StatefulRWKV6Config.from_dict(fields)
+    fields = {name: value for name, value in fields.items() if name not in ONLY_RWKV5}
+    expand, heads = five.inner_size / five.hidden_size, five.inner_size // five.head_size
+    fields |= _rwkv6_sizes(metas, "rwkv.blocks.0.attention.", expand, heads)
+    fields |= {"group_norm_eps": 1e-5 * five.head_size_divisor**2, "model_type": RWKV6}
+    config: PreTrainedConfig = StatefulRWKV6Config.from_dict(fields)
     return config
 
 

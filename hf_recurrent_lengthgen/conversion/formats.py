@@ -51,10 +51,6 @@ def config_errors(where: str = "config.json") -> Iterator[None]:
         raise ValueError(f"{where} holds a value that no model can have ({told[-1].strip()}): correct it.") from error
 
 
-def _none(config: Any, metas: Mapping[str, Meta]) -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class Format:
     """One layout.
@@ -93,7 +89,7 @@ class Format:
     keeps_config: bool = True
     weights_file: str = "pytorch_model.bin"
     tokenizer: str = ""
-    older: Callable[[Any, Mapping[str, Meta]], Sequence[Rename] | None] = _none
+    older: Callable[[Any, Mapping[str, Meta]], Sequence[Rename] | None] = lambda config, metas: None
     code: str = ""
     from_shapes: tuple[str, ...] = ()
     fixed: tuple[tuple[str, Any], ...] = ()
@@ -104,11 +100,7 @@ class Format:
         return tuple(name for name, model in FAMILIES.items() if self.name in model.config_class.layouts)
 
     def config_of(self, settings: Settings | None, metas: Mapping[str, Meta]) -> Any:
-        """Our config of theirs.
-
-        Raises:
-            ValueError: for what we cannot represent, values of a wrong type, and more layers than there are tensors.
-        """
+        """Our config of theirs; a `ValueError` for what we cannot represent."""
         with config_errors():
             config = self.to_config(settings, metas)
             layers: Any = getattr(config, "num_hidden_layers", None)
@@ -126,13 +118,14 @@ class Format:
 
 
 def blank_model(config: PreTrainedConfig) -> Any:
-    """Our model of a config on the meta device, without values.
-
-    Raises:
-        ValueError: for a config that no model can have.
-    """
+    """Our model of a config on the meta device, without values."""
     with config_errors(), torch.device("meta"), no_init_weights():
         return FAMILIES[config.model_type](config)
+
+
+def plain(value: Any) -> Any:
+    """A tuple as the list that JSON makes of it; others as they are."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def is_tied(config: Any) -> bool:
@@ -159,11 +152,7 @@ def same_names(config: PreTrainedConfig, others: Mapping[str, str] | None = None
 
 
 def check_settings(settings: Settings | None, known: Iterable[str], where: str) -> Settings:
-    """The settings, all of them known.
-
-    Raises:
-        ValueError: naming those that are not.
-    """
+    """The settings, all of them known. Raises a `ValueError` naming those that are not."""
     if settings is None:
         raise ValueError(f"{where} needs a config.json beside the weights.")
     if unknown := sorted(settings.keys() - set(known)):

@@ -17,11 +17,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object without repeated keys.
-
-    Raises:
-        ValueError: naming the file and what is wrong in it.
-    """
+    """A JSON file that holds an object without repeated keys."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError) as error:

@@ -19,22 +19,17 @@ from hf_recurrent_lengthgen.conversion.tensor_writing import Entry
 class Tensors(Protocol):
     """Named tensors that are read one by one, as `TensorFiles`."""
 
-    @property
-    def metas(self) -> Mapping[str, Meta]: ...
+    metas: dict[str, Meta]
 
     def tensor(self, name: str) -> Tensor: ...
 
 
 class Transform(NamedTuple):
-    """What happens to the values, exactly invertible.
+    """What happens to the values, and its exact inverse, also on the meta device.
 
-    Args:
-        name: In words.
-        to_ours: From the tensors of their names, in that order, to those of our names; also on the meta device.
-        to_theirs: Its inverse.
+    `to_ours` takes the tensors of their names, in that order, and makes those of our names.
     """
 
-    name: str
     to_ours: Callable[..., Tensor | Sequence[Tensor]]
     to_theirs: Callable[..., Tensor | Sequence[Tensor]]
 
@@ -43,7 +38,7 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-SAME = Transform("same", _same, _same)
+SAME = Transform(_same, _same)
 
 
 @dataclass(frozen=True)
@@ -68,48 +63,39 @@ class Rename:
     @property
     def inverse(self) -> "Rename":
         """The way back."""
-        name, to_ours, to_theirs = self.transform
-        return Rename(self.ours, self.theirs, Transform(name, to_theirs, to_ours))
+        return Rename(self.ours, self.theirs, Transform(*reversed(self.transform)))
 
     def of_layer(self, layer: int) -> "Rename":
         """With a number for "{layer}"."""
-
-        def numbered(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
-            if isinstance(names, str):
-                return names.replace("{layer}", str(layer))
-            return tuple(name.replace("{layer}", str(layer)) for name in names)
-
-        return Rename(numbered(self.theirs), numbered(self.ours), self.transform)
+        theirs, ours = (
+            tuple(name.replace("{layer}", str(layer)) for name in names)
+            for names in (self.their_names, self.our_names)
+        )
+        return Rename(theirs, ours, self.transform)
 
 
 def expand(renames: Iterable[Rename], layers: int) -> list[Rename]:
     """All entries of a map with numbers for "{layer}", in the order of the layers."""
-    before: list[Rename] = []
-    repeated: list[Rename] = []
-    after: list[Rename] = []
+    parts: tuple[list[Rename], ...] = [], [], []  # before, in and after the layers
     for rename in renames:
-        if "{layer}" in "".join(rename.their_names + rename.our_names):
-            repeated.append(rename)
-        else:
-            (after if repeated else before).append(rename)
-    return before + [rename.of_layer(layer) for layer in range(layers) for rename in repeated] + after
+        in_layers = "{layer}" in "".join(rename.their_names + rename.our_names)
+        parts[1 if in_layers else 2 if parts[1] else 0].append(rename)
+    return parts[0] + [rename.of_layer(layer) for layer in range(layers) for rename in parts[1]] + parts[2]
 
 
 def to_ours(
-    renames: Sequence[Rename], theirs: Tensors, expected: Mapping[str, tuple[int, ...]], where: str
+    renames: Sequence[Rename],
+    theirs: Tensors,
+    expected: Mapping[str, tuple[int, ...]],
+    where: str,
+    ignored: str | None = None,
 ) -> list[Entry]:
-    """What of their tensors makes ours, to be written.
+    """What of their tensors makes ours, to be written; one of the name `ignored` may be there, and is not taken.
 
-    Args:
-        renames: The map, expanded.
-        theirs: The foreign weights.
-        expected: Shapes of all tensors of our model, by our names.
-        where: What the weights are, for errors.
-
-    Raises:
-        ValueError: listing all tensors that are missing, unexpected, or of another shape or mixed dtypes.
+    `expected` has the shapes of all our tensors. Raises a `ValueError` that lists all tensors that are missing,
+    unexpected, or of another shape or mixed dtypes.
     """
-    return _mapped(renames, theirs, expected, where)
+    return _mapped(renames, theirs, expected, where, ignored=ignored)
 
 
 def to_theirs(
@@ -139,10 +125,11 @@ def _mapped(
     expected: Mapping[str, tuple[int, ...]] | None,
     where: str,
     wrong: Sequence[str] = (),
+    ignored: str | None = None,
 ) -> list[Entry]:
     needed = [name for rename in renames for name in rename.their_names]
     missing = [name for name in needed if name not in source.metas]
-    unexpected = sorted(source.metas.keys() - set(needed))
+    unexpected = sorted(source.metas.keys() - {*needed, ignored})
     entries: list[Entry] = []
     misshapen = list(wrong)
     for rename in renames:

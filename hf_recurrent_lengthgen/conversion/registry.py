@@ -15,11 +15,7 @@ FORMATS: dict[str, Format] = {format.name: format for format in (MAMBA_SSM, RWKV
 
 
 def detect(settings: Settings | None, metas: Mapping[str, Meta], where: str) -> Format:
-    """The format of a checkpoint.
-
-    Raises:
-        ValueError: for ours, and where none is recognized.
-    """
+    """The format of a checkpoint. Raises a `ValueError` for ours, and where none is recognized."""
     model_type = (settings or {}).get("model_type")
     if model_type in FAMILIES:
         raise ValueError(
@@ -38,11 +34,7 @@ def detect(settings: Settings | None, metas: Mapping[str, Meta], where: str) -> 
 
 
 def named_format(name: str) -> Format:
-    """The format of that name.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The format of that name. Raises a `ValueError` if there is none."""
     if name not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {name!r}.")
     return FORMATS[name]

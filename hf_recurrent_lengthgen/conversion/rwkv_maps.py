@@ -40,7 +40,7 @@ def _five(flat: Sequence[bool]) -> Transform:
     def to_theirs(rows: Tensor) -> list[Tensor]:
         return [row if as_is else _wide(row) for row, as_is in zip(rows, flat, strict=True)]
 
-    return Transform("five vectors to (5, D)", to_ours, to_theirs)
+    return Transform(to_ours, to_theirs)
 
 
 def _transposed(matrix: Tensor) -> Tensor:
@@ -64,12 +64,12 @@ def _shift_up_to_theirs(matrix: Tensor) -> Tensor:
     return matrix.t().unflatten(0, (5, -1))[TO_THEIRS]
 
 
-VECTOR = Transform("(1, 1, n) to (n,)", _flat, _wide)
-WIDENED = Transform("(n,) to (1, 1, n)", _wide, _flat)
+VECTOR = Transform(_flat, _wide)
+WIDENED = Transform(_wide, _flat)
 FIVE_VECTORS = _five([False] * 5)
-TRANSPOSED = Transform("transposed", _transposed, _transposed)
-SHIFT_DOWN = Transform("(D, 5R) to (5R, D), five reordered", _shift_down_to_ours, _shift_down_to_theirs)
-SHIFT_UP = Transform("(5, R, D) to (D, 5R), five reordered", _shift_up_to_ours, _shift_up_to_theirs)
+TRANSPOSED = Transform(_transposed, _transposed)
+SHIFT_DOWN = Transform(_shift_down_to_ours, _shift_down_to_theirs)
+SHIFT_UP = Transform(_shift_up_to_ours, _shift_up_to_theirs)
 
 RWKV6_LAYER: tuple[tuple[str | tuple[str, ...], str, Transform], ...] = (
     ("ln1.weight", "attn_norm.weight", SAME),
@@ -149,17 +149,13 @@ def rwkv5_map() -> list[Rename]:
     return [Rename(name, in_repository(name)) for name in names]
 
 
-def their_names(rename: Rename) -> tuple[str, ...]:
-    return (rename.theirs,) if isinstance(rename.theirs, str) else rename.theirs
-
-
 def pth_renames(config: Any) -> list[Rename]:
     """The map of .pth files; vectors are (n,) where they were in the file that the checkpoint was converted from."""
     kept = getattr(config, SOURCE_CONFIG, None) or {}
     flat = set(kept.get("flat", ())) if kept.get("format") == "rwkv" else set()
 
     def shaped(rename: Rename) -> Rename:
-        as_is = [name.removeprefix(LAYER) in flat for name in their_names(rename)]
+        as_is = [name.removeprefix(LAYER) in flat for name in rename.their_names]
         if not any(as_is):
             return rename
         if len(as_is) > 1:
@@ -172,9 +168,4 @@ def pth_renames(config: Any) -> list[Rename]:
 def repository_renames(config: Any) -> list[Rename]:
     if config.model_type == RWKV5:
         return same_names(config)
-    return [
-        replace(rename, theirs=in_repository(rename.theirs))
-        if isinstance(rename.theirs, str)
-        else replace(rename, theirs=tuple(in_repository(name) for name in rename.theirs))
-        for rename in rwkv6_map()
-    ]
+    return [replace(rename, theirs=tuple(map(in_repository, rename.their_names))) for rename in rwkv6_map()]

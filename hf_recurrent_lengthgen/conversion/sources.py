@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 from huggingface_hub import metadata_load, snapshot_download
-from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
 
 from hf_recurrent_lengthgen.conversion.tensor_files import WEIGHT_FILES
 from hf_recurrent_lengthgen.loading import check_name
@@ -43,11 +42,7 @@ class Source:
 
 
 def license_of(folder: Path) -> str | None:
-    """The licence that the card of a checkpoint folder names; None if there is no card, or one that names none.
-
-    Raises:
-        ValueError: for a card whose metadata cannot be read.
-    """
+    """The licence that the card of a checkpoint folder names; None if there is no card, or one that names none."""
     card = folder / "README.md"
     try:
         told = (metadata_load(card) or {}) if card.is_file() else {}
@@ -138,16 +133,7 @@ def _downloaded(repo_id: str, revision: str | None, file: str | None, weights: b
 
 
 def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Files of a model; without a network those in the cache, which some versions look up for branches only."""
-    files: dict[str, Any] = {"revision": revision, "allow_patterns": list(patterns)}
-    try:
-        return Path(snapshot_download(repo_id, **files))
-    except LocalEntryNotFoundError:
-        raise
-    except Exception as error:
-        if not isinstance(error, OfflineModeIsEnabled) and not _is_broken_connection(error):
-            raise
-        return Path(snapshot_download(repo_id, **files, local_files_only=True))
+    return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
 
 
 def _is_broken_connection(error: Exception) -> bool:

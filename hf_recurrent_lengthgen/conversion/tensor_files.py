@@ -8,13 +8,12 @@ import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hf_recurrent_lengthgen.conversion.dtypes import DTYPES
 from hf_recurrent_lengthgen.conversion.json_files import AGAIN, read_json_object
 
 WEIGHT_FILES = (
@@ -24,6 +23,25 @@ WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 """Names in a folder, in the order in which Transformers looks for them; a single .pth file comes last."""
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""By the name in a safetensors file."""
+
+FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+"""What weights can be converted to."""
 
 
 class Meta(NamedTuple):
@@ -40,12 +58,6 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
-class _Open(Protocol):
-    metas: dict[str, Meta]
-
-    def tensor(self, name: str) -> Tensor: ...
-
-
 class TensorFiles:
     """Weights of a checkpoint: one or several .safetensors, .bin or .pth files.
 
@@ -56,6 +68,7 @@ class TensorFiles:
         container: "safetensors", or "torch" for pickles of `torch.save`, which are read with `weights_only=True`.
         paths: The weight files.
         index: The index that lists them; None for a single file.
+        metas: Shape and dtype of each tensor, in the order of the files.
 
     Raises:
         ValueError: if there are no weights, and for files that are damaged, contradict their index, lie outside the
@@ -72,35 +85,23 @@ class TensorFiles:
         if missing := [file.name for file in self.paths if not file.is_file()]:
             raise ValueError(f"{path} names files that are not there: {', '.join(missing)}. {AGAIN.capitalize()}.")
         self._files: dict[str, Path] = {}
-        self._metas: dict[str, Meta] = {}
-        self._opened: tuple[Path, _Open] | None = None
+        self.metas: dict[str, Meta] = {}
+        self._opened: tuple[Path, _Safetensors | _Pickled] | None = None
         for file in self.paths:
             metas = self._open(file).metas
-            if twice := sorted(self._metas.keys() & metas.keys()):
+            if twice := sorted(self.metas.keys() & metas.keys()):
                 raise ValueError(f"{file} and files before it both hold {', '.join(twice)}: {AGAIN}.")
-            self._metas |= metas
+            self.metas |= metas
             self._files |= dict.fromkeys(metas, file)
         if self.index is not None:
             _check_index(self.index, named, {name: file.name for name, file in self._files.items()})
         self.close()
 
     def keys(self) -> list[str]:
-        """Names of all tensors, in the order of the files."""
-        return list(self._metas)
+        return list(self.metas)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._metas
-
-    @property
-    def metas(self) -> Mapping[str, Meta]:
-        """Shape and dtype of each tensor."""
-        return self._metas
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._metas[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._metas[name].dtype
+        return name in self.metas
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, on the CPU: a view of the mapped file where that can be mapped, so do not write into it."""
@@ -110,7 +111,7 @@ class TensorFiles:
         """Unmap what is open; reading opens it again."""
         self._opened = None
 
-    def _open(self, path: Path) -> _Open:
+    def _open(self, path: Path) -> "_Safetensors | _Pickled":
         if self._opened is None or self._opened[0] != path:
             self._opened = None  # unmapped before the next file is mapped
             self._opened = (path, (_Safetensors if self.container == "safetensors" else _Pickled)(path))

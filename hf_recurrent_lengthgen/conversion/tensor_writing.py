@@ -34,8 +34,7 @@ class Entry(NamedTuple):
 def parse_size(size: str | int) -> int:
     """Bytes of "5GB", "200MB" or a number, as in Transformers (powers of 1000).
 
-    Raises:
-        ValueError: for anything else.
+    Raises a `ValueError` for anything else.
     """
     match = re.fullmatch(r"(\d+) *([KMGT]B|)", str(size).strip().upper())
     if match is None or int(match[1]) < 1:
@@ -44,15 +43,9 @@ def parse_size(size: str | int) -> int:
 
 
 def write_safetensors(folder: Path, entries: Sequence[Entry], max_shard_size: str | int = "5GB") -> list[Path]:
-    """Write model.safetensors, or several files and their index, as `save_pretrained` names them.
+    """Write model.safetensors, or several files in the order of entries and their index; the files of weights.
 
-    Args:
-        folder: Where there is no such file yet.
-        entries: In the order of shards.
-        max_shard_size: Bytes of tensors in a file; a larger tensor gets a file of its own.
-
-    Returns:
-        The files of weights.
+    A tensor of more than `max_shard_size` gets a file of its own.
     """
     by_name = {entry.name: entry for entry in entries}
     split = split_state_dict_into_shards_factory(
@@ -72,14 +65,7 @@ def write_safetensors(folder: Path, entries: Sequence[Entry], max_shard_size: st
 def write_torch(path: Path, entries: Sequence[Entry], shared: Mapping[str, str] | None = None) -> None:
     """Write a file that `torch.load` reads as a dictionary of tensors, also with `mmap=True`.
 
-    Args:
-        path: The file.
-        entries: In their order in the dictionary.
-        shared: Further names at the end of the dictionary, for tensors that are there: they share their bytes, as
-            tied weights do.
-
-    Raises:
-        OSError: if it cannot be written.
+    `shared` are further names for tensors that are there, whose bytes they share as tied weights do.
     """
     tensors = {entry.name: _tensor(entry) for entry in entries}
     tensors |= {name: tensors[other] for name, other in (shared or {}).items()}

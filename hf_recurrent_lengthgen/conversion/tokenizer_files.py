@@ -11,14 +11,7 @@ from hf_recurrent_lengthgen.records import TOKENIZER_FILES
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copy what a folder holds of a tokenizer, with the code that its config names.
-
-    Returns:
-        Names of the files; empty if it holds none.
-
-    Raises:
-        ValueError: for code that is missing, or has the name of a file that is in the target.
-    """
+    """Copy what a folder holds of a tokenizer, with the code that its config names; the names of the files."""
     names = tokenizer_files(source)
     if there := [name for name in names if (target / name).exists()]:
         raise ValueError(f"The tokenizer in {source} has files of the names {', '.join(there)}, which the model has.")
@@ -29,11 +22,7 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
 
 
 def tokenizer_files(folder: Path) -> list[str]:
-    """Names of the files in a folder that belong to a tokenizer, its code included; empty if it holds none.
-
-    Raises:
-        ValueError: for code that its config names and that is missing.
-    """
+    """Names of the files in a folder that belong to a tokenizer, its code included; empty if it holds none."""
     found = [path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()]
     names = sorted({path.relative_to(folder).as_posix() for path in found})
     if all("chat_template" in name for name in names):  # of processors and servers too
@@ -55,11 +44,7 @@ def _code(source: Path) -> list[str]:
 
 
 def checked_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a folder; None for one of remote code, which does not run here.
-
-    Raises:
-        ValueError: if it cannot be loaded, or has ids beyond the vocabulary of the model.
-    """
+    """The tokenizer in a folder; None for one of remote code, which does not run here."""
     config = folder / "tokenizer_config.json"
     if config.is_file() and read_json_object(config).get("auto_map"):
         return None

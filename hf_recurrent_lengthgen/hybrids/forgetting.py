@@ -15,9 +15,10 @@ from torch import Tensor
 from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, SCAN, STEP, exchanged
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
-from hf_recurrent_lengthgen.models.forgetting_scans import scan_with_forgetting
-from hf_recurrent_lengthgen.models.recurrent_state import layer_state
+from hf_recurrent_lengthgen.models.forgetting_scans import scan_with_forgetting, window_shape
+from hf_recurrent_lengthgen.models.recurrent_state import LayerShape, WindowedLayerShape, layer_state
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
+from hf_recurrent_lengthgen.models.scan_selective import scan_selective
 from hf_recurrent_lengthgen.models.scan_ssd import mamba_chunk_scan_combined, scan_ssd
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
@@ -28,16 +29,14 @@ def _mixers(model: HybridModel) -> dict[int, Any]:
     return {module.layer_idx: module for module in modules if hasattr(module, "ssm_state_size")}
 
 
-def window_features(model: HybridModel) -> dict[int, int]:
-    """What a window keeps of one token, for each layer with a Mamba mixer."""
-    features = {}
-    for layer, mixer in _mixers(model).items():
-        inner, states = mixer.intermediate_size, mixer.ssm_state_size
-        selective = mixer.A_log.ndim > 1
-        features[layer] = (
-            states + 2 * inner + 1 if selective else mixer.n_groups * states + inner + mixer.num_heads + 1
-        )
-    return features
+def window_shapes(model: HybridModel, window: int) -> tuple[LayerShape, ...]:
+    """Shapes of the state of every layer; a window keeps tokens in layers with a Mamba mixer only."""
+    scans = {layer: scan_selective if mixer.A_log.ndim > 1 else scan_ssd for layer, mixer in _mixers(model).items()}
+    empty: Any = WindowedLayerShape
+    return tuple(
+        window_shape(window, scans[layer], shape) if layer in scans else empty(*shape, (0,))
+        for layer, shape in enumerate(model._layout.shapes)
+    )
 
 
 def check_forgetting(model: HybridModel) -> None:

@@ -39,7 +39,7 @@ from hf_recurrent_lengthgen.hybrids.calls import (
     checkpointing,
     refuse_padding,
 )
-from hf_recurrent_lengthgen.hybrids.forgetting import check_forgetting, forgetting_scans, window_features
+from hf_recurrent_lengthgen.hybrids.forgetting import check_forgetting, forgetting_scans, window_shapes
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_adapter_of, stock_type_of
 from hf_recurrent_lengthgen.hybrids.state_cache import StateCache
 from hf_recurrent_lengthgen.hybrids.verify import close, verify_stateful
@@ -48,7 +48,6 @@ from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import (
     LayerShape,
     RecurrentState,
-    WindowedLayerShape,
     check_finite_state,
     check_state,
     map_state,
@@ -99,12 +98,7 @@ class StatefulMixin:
     def state_shapes(self: Any) -> tuple[LayerShape, ...]:
         """Shapes of the state of every layer, without the batch dimension."""
         window = Forgetting.of(self.config).window
-        if window is None:
-            return self._layout.shapes
-        features = window_features(self)
-        shape: Any = WindowedLayerShape
-        windows = [(1 + window, features[i]) if i in features else (0,) for i in range(len(self._layout.shapes))]
-        return tuple(shape(*parts, size) for parts, size in zip(self._layout.shapes, windows, strict=True))
+        return self._layout.shapes if window is None else window_shapes(self, window)
 
     def check_forgetting(self: Any) -> None:
         """Refuse a `forgetting` of the configuration that the mixers cannot honor."""

@@ -43,20 +43,6 @@ class CausalConv1d(nn.Conv1d):
         return causal_conv(x, self.weight.squeeze(1), self.bias, initial_state, lengths, backend, self.activation)
 
 
-def refuse_adapters(**convolutions: nn.Module) -> None:
-    """An adapter around a convolution would know nothing of its state.
-
-    Raises:
-        ValueError: naming the convolution that has one.
-    """
-    for name, module in convolutions.items():
-        if hasattr(module, "base_layer"):
-            raise ValueError(
-                f"An adapter on {name} has no effect, since it knows nothing of the state: take {name} out of "
-                "the adapter's targets, or train it whole (modules_to_save)."
-            )
-
-
 def causal_conv(
     x: Tensor,
     weight: Tensor,
@@ -107,15 +93,9 @@ def last_inputs(x: Tensor, initial_state: Tensor, lengths: Tensor | None = None)
 
 
 def token_shift(x: Tensor, initial_state: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The input before each token, x_{t-1}, of RWKV (Peng et al. 2024, arXiv:2404.05892, section 3.1).
+    """The input before each token, x_{t-1}, of RWKV (arXiv:2404.05892, section 3.1), and the state after the last.
 
-    Args:
-        x: Inputs, (B, T, C).
-        initial_state: The input before the first token, (B, C, 1): a convolution state of two taps.
-        lengths: Number of real tokens in each row, (B,); None if all T are real.
-
-    Returns:
-        (B, T, C) in the dtype of `x`, and the state after the last real token, (B, C, 1).
+    Arguments as in `causal_conv`; the state is (B, C, 1), as with two taps.
     """
     return torch.cat([initial_state.mT.to(x.dtype), x[:, :-1]], dim=1), last_inputs(x, initial_state, lengths)
 

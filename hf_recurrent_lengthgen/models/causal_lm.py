@@ -13,14 +13,7 @@ from .modeling_stateful import StatefulModelWithHead
 from .recurrent_cache import RecurrentCache
 from .recurrent_generation import RecurrentGenerationMixin
 from .recurrent_state import RecurrentState, state_dtype
-from .token_inputs import (
-    check_cache,
-    mask_of_new_tokens,
-    refuse_unsupported,
-    scored_labels,
-    starts_inside_rows,
-    token_shape,
-)
+from .token_inputs import TokenInputs, read_inputs, scored_labels
 
 
 @dataclass
@@ -103,17 +96,13 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
             ValueError: for labels of either kind together with `logits_to_keep`, and as in `StatefulBackbone.forward`.
         """
         shift_labels: Tensor | None = others.pop("shift_labels", None)
-        refuse_unsupported(others)
+        inputs = read_inputs(input_ids, inputs_embeds, attention_mask, past_key_values, position_ids, others)
         keep_all = _keeps_all(logits_to_keep)
         if not (labels is None and shift_labels is None) and not keep_all:
             raise ValueError("labels need all logits: drop logits_to_keep.")
-        check_cache(past_key_values)
-        shape = token_shape(input_ids, inputs_embeds)
-        attention_mask = mask_of_new_tokens(attention_mask, past_key_values, shape)
-        starts = starts_inside_rows(position_ids, others, shape, attention_mask)
         output = self._backbone(
             input_ids,
-            attention_mask=attention_mask,
+            attention_mask=inputs.real,
             initial_state=initial_state,
             output_final_state=output_final_state,
             inputs_embeds=inputs_embeds,
@@ -122,7 +111,7 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
             output_hidden_states=output_hidden_states,
             return_dict=True,
             token_type_ids=token_type_ids,
-            seq_idx=None if starts is None else starts.cumsum(1),
+            seq_idx=None if inputs.starts is None else inputs.starts.cumsum(1),
         )
         hidden_states = output.last_hidden_state
         if not keep_all:
@@ -132,7 +121,7 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
         logits = head(hidden_states.to(head.weight.dtype))
         logits = logits.to(state_dtype(logits.dtype))
         result = StatefulCausalLMOutput(
-            loss=self._loss_of(logits, labels, shift_labels, attention_mask, starts, num_items_in_batch),
+            loss=self._loss_of(logits, labels, shift_labels, inputs, num_items_in_batch),
             logits=logits,
             final_state=output.final_state,
             past_key_values=output.past_key_values,
@@ -145,23 +134,25 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
         logits: Tensor,
         labels: Tensor | None,
         shift_labels: Tensor | None,
-        attention_mask: Tensor | None,
-        starts: Tensor | None,
+        inputs: TokenInputs,
         num_items_in_batch: Tensor | int | None,
     ) -> Tensor | None:
         """The loss of labels, or of shifted ones; None without any."""
         for name, given in (("labels", labels), ("shift_labels", shift_labels)):
             if given is not None and given.shape != logits.shape[:2]:
                 raise ValueError(f"{name} must have shape {tuple(logits.shape[:2])}, got {tuple(given.shape)}.")
-        further: dict[str, Tensor] = {}
+        mask, starts, further = inputs.real, inputs.starts, {}
         if shift_labels is not None:
-            further = {"shift_labels": scored_labels(shift_labels, attention_mask, starts, shifted=True).contiguous()}
+            further["shift_labels"] = scored_labels(shift_labels, mask, starts, shifted=True).contiguous()
         elif labels is None:
             return None
         else:
-            labels = scored_labels(labels, attention_mask, starts)
-        vocab_size = logits.shape[-1]
+            labels = scored_labels(labels, mask, starts)
         loss: Tensor = self.loss_function(
-            logits=logits, labels=labels, vocab_size=vocab_size, num_items_in_batch=num_items_in_batch, **further
+            logits=logits,
+            labels=labels,
+            vocab_size=logits.shape[-1],
+            num_items_in_batch=num_items_in_batch,
+            **further,
         )
         return loss

@@ -58,33 +58,47 @@ class FlaConfigMixin(StatefulConfigMixin):
             raise ValueError(f"hidden_act must be one of {self.activations}, got {self.hidden_act!r}.")
 
     def parts(self, name: str, total: float, heads: int) -> int:
-        """The size of one of `heads` equal heads of `total` channels in all.
-
-        Raises:
-            ValueError: naming the field if `total` is not a multiple.
-        """
+        """The size of one of `heads` equal heads of `total` channels in all."""
         if heads < 1 or total < heads or total % heads:
             raise ValueError(f"{name} gives {total:g} channels, which {heads} heads cannot share evenly.")
         return int(total) // heads
 
 
-class GatedLinearAttentionConfig(FlaConfigMixin, PreTrainedConfig):
-    """What GLA and linear attention share: sizes of keys and values, and several heads per key.
+class ExpandedHeadsConfig(FlaConfigMixin, PreTrainedConfig):
+    """What GLA, linear attention and RWKV-6 share: sizes of keys and values.
 
     Args:
         expand_k: Width of all keys over D.
         expand_v: Width of all values over D.
-        num_kv_heads: Heads of keys and values; None for as many as queries.
-        elementwise_affine: Whether the norm of the outputs has a weight.
     """
 
     expand_k: int | float = 1.0
     expand_v: int | float = 1.0
+
+    def check(self) -> None:
+        super().check()
+        for count in {*(self.layer_num_heads or ()), self.num_heads}:
+            self.parts("expand_k * hidden_size", self.expand_k * self.hidden_size, count)
+            self.parts("expand_v * hidden_size", self.expand_v * self.hidden_size, count)
+
+    def heads_of(self, layer: int) -> tuple[int, int, int]:
+        """Of one layer: heads H, key dim N, value dim P."""
+        heads = self.layer_num_heads[layer] if self.layer_num_heads is not None else self.num_heads
+        return heads, int(self.expand_k * self.hidden_size) // heads, int(self.expand_v * self.hidden_size) // heads
+
+
+class GatedLinearAttentionConfig(ExpandedHeadsConfig):
+    """What GLA and linear attention share: several heads per key.
+
+    Args:
+        num_kv_heads: Heads of keys and values; None for as many as queries.
+        elementwise_affine: Whether the norm of the outputs has a weight.
+    """
+
     num_kv_heads: int | None = None
     elementwise_affine: bool = True
 
     def check(self) -> None:
-        """See `FlaConfigMixin.check`; also sizes that do not go together."""
         super().check()
         heads = self.layer_num_heads
         if heads is not None and self.num_kv_heads is not None:
@@ -92,14 +106,5 @@ class GatedLinearAttentionConfig(FlaConfigMixin, PreTrainedConfig):
                 f"layer_num_heads excludes num_kv_heads, got {heads} and num_kv_heads={self.num_kv_heads}: leave one "
                 "of them None."
             )
-        for count in {*(heads or ()), self.num_heads}:
-            self.parts("expand_k * hidden_size", self.expand_k * self.hidden_size, count)
-            self.parts("expand_v * hidden_size", self.expand_v * self.hidden_size, count)
         if self.num_kv_heads is not None:
             self.parts("num_heads", self.num_heads, self.num_kv_heads)
-
-    def heads_of(self, layer: int) -> tuple[int, int, int, int]:
-        """Of one layer: heads H, heads of keys and values, key dim N, value dim P."""
-        heads = self.layer_num_heads[layer] if self.layer_num_heads is not None else self.num_heads
-        keys, values = int(self.expand_k * self.hidden_size), int(self.expand_v * self.hidden_size)
-        return heads, self.num_kv_heads or heads, keys // heads, values // heads

@@ -11,11 +11,8 @@ from .forgetting import Forgetting
 class ReferenceLayersConfigMixin(StatefulConfigMixin):
     """Fields beside those of Transformers: attention in the place of some mixers, and sizes of each layer.
 
-    Attention is for comparisons as in Figures 2, 4 and 5 of arXiv:2410.11135.
-
-    There, layer 4 of 8 (that is number 3) is replaced by one head of softmax attention or of linear attention with a
-    head dim of 8, 32 or 1024: `attention_layers=[3]`, and for the latter
-    `attention_kind="linear", attention_head_dim=32`.
+    In Figures 2, 4 and 5 of arXiv:2410.11135, layer 4 of 8 is one head of softmax attention (`attention_layers=[3]`),
+    or of linear attention with a head dim of 8, 32 or 1024 (`attention_kind="linear", attention_head_dim=32`).
 
     Args:
         attention_layers: Layers, counted from 0, with one head of causal attention in place of the mixer; None for

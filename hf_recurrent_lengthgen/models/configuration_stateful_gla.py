@@ -6,7 +6,7 @@ FEATURE_MAPS = ("relu", "sigmoid", "logsigmoid", "silu", "swish", "sqrelu", "gel
 
 
 class StatefulGLAConfig(GatedLinearAttentionConfig):
-    """Fields of fla's `GLAConfig`, of `FlaConfigMixin`, and:
+    """Fields of fla's `GLAConfig`, of `GatedLinearAttentionConfig`, and:
 
     Args:
         feature_map: Applied to queries and keys: one of `FEATURE_MAPS` or None.
@@ -24,15 +24,7 @@ class StatefulGLAConfig(GatedLinearAttentionConfig):
     upstream_types = ("gla",)
     layouts = ("fla",)
     tiny = {"num_heads": 4}  # noqa: RUF012
-    lora_target_modules = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "g_proj",
-        "gk_proj.0",
-        "gk_proj.1",
-        "o_proj",
-    )
+    lora_target_modules = ("q_proj", "k_proj", "v_proj", "g_proj", "gk_proj.0", "gk_proj.1", "o_proj")
 
     expand_k: int | float = 0.5
     feature_map: str | None = None

@@ -6,7 +6,7 @@ FEATURE_MAPS = ("hedgehog", "t2r", "elementwise_product", "dpfp", "elu", "relu",
 
 
 class StatefulLinearAttentionConfig(GatedLinearAttentionConfig):
-    """Fields of fla's `LinearAttentionConfig`, of `FlaConfigMixin`, and:
+    """Fields of fla's `LinearAttentionConfig`, of `GatedLinearAttentionConfig`, and:
 
     Args:
         feature_map: Applied to queries and keys: one of `FEATURE_MAPS`.

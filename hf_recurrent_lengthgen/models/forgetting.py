@@ -30,11 +30,7 @@ class Forgetting(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> "Forgetting":
-        """What the `forgetting` of a configuration says; nothing if it has none.
-
-        Raises:
-            ValueError: naming the setting, its value and what is allowed.
-        """
+        """What the `forgetting` of a configuration says; nothing if it has none."""
         given = getattr(config, "forgetting", None)
         if given is None:
             return cls()

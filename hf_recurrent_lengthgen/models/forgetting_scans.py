@@ -50,20 +50,10 @@ def forgetful_scan(
     state: LayerState,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, LayerState]:
-    """Run a recurrence that forgets as `rule` says over T tokens.
+    """Run a recurrence that forgets as `rule` says over T tokens: outputs, and the state after the last.
 
-    Args:
-        rule: Retention, insertion and window; not the scale of the steps.
-        recurrence: Which recurrence; its class says the shapes of q, k, v, g and the recurrent part.
-        q: What reads the state.
-        k: Keys.
-        v: Values.
-        g: Log decays, in Mamba step sizes and a zero; zero past the end of a row, as are k or the step sizes.
-        state: State before the first token, with a `window` part if the rule has one.
-        lengths: Number of real tokens of each row, (B,), None for all.
-
-    Returns:
-        Outputs and the state after the last token.
+    The class of `recurrence` says the shapes of q, k, v, g and the recurrent part. Past the end of a row, g is zero,
+    and k or the step sizes are. The state has a `window` part if the rule has one.
     """
     with torch.autocast(q.device.type, enabled=False):
         if rule.insertion != 1:
@@ -97,21 +87,15 @@ def scan_with_forgetting(
     lengths: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, LayerState]:
-    """Run a scan of a mixer with forgetting around it.
+    """Run a scan of `SCANS` with forgetting around it: outputs, and the state after the last token.
 
     Args:
         rule: What to forget.
-        scan: `scan_gla`, `scan_rwkv6`, `scan_selective` or `scan_ssd`.
+        scan: The scan; raises a `ValueError` for another one.
         inputs: Its inputs, before the state.
         state: Before the first token, with a `window` part if the rule has one.
         lengths: Number of real tokens of each row, (B,), None for all.
         options: Its keywords.
-
-    Returns:
-        Outputs and the state after the last token.
-
-    Raises:
-        ValueError: for another scan.
     """
     name, wide = _name(scan), state.recurrent.dtype
     if name in ("scan_gla", "scan_rwkv6"):

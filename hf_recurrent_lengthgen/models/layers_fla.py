@@ -3,20 +3,20 @@
 Shapes: B batch, T tokens, D hidden size, H heads, N key dim, P value dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from .causal_conv import CausalConv1d, causal_conv1d_fn, refuse_adapters
+from .causal_conv import CausalConv1d
 from .configuration_fla import FlaConfigMixin
 from .modeling_stateful import StatefulBackbone
-from .norms import RMSNorm, rms_normalize
+from .norms import RMSNorm
 from .packed_rows import over_groups
 from .recurrent_state import LayerState
-from .scan_backends import ScanBackend, resolve_backend
+from .scan_backends import ScanBackend
 from .scan_mixer import MixerLayer, ScanMixer
 
 
@@ -58,47 +58,20 @@ class MixerMLPBlock(MixerLayer):
         return hidden_states + self.mlp(self.mlp_norm(hidden_states)), state
 
 
-def choose_backend(setting: str, x: Tensor, kernel_available: bool, taps: int = 0, channels: int = 0) -> ScanBackend:
-    """`resolve_backend` for fla's kernels, and causal-conv1d with a short convolution of `taps` over `channels`."""
-    limit = ""
-    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        limit = f"float32, float16 or bfloat16, got {x.dtype}"
-    elif taps and not 2 <= taps <= 4:
-        limit = f"a conv_size of 2, 3 or 4, got {taps}"
-    elif channels % 8:
-        limit = f"convolved channels to be a multiple of 8, got {channels}"
-    return resolve_backend(
-        setting, x.device.type, kernel_available and (not taps or causal_conv1d_fn is not None), limit
-    )
-
-
 def short_convolutions(
-    convolutions: dict[str, CausalConv1d],
+    convolutions: Sequence[CausalConv1d],
     inputs: list[Tensor],
     state: Tensor,
     lengths: Tensor | None,
     backend: ScanBackend,
 ) -> tuple[list[Tensor], Tensor]:
     """Convolve q, k and v; their states stand one below the other in `state`, (B, C, K-1)."""
-    refuse_adapters(**convolutions)
     states = state.split([x.shape[2] for x in inputs], dim=1)
     results = [
         convolution(x, part, lengths, backend)
-        for convolution, x, part in zip(convolutions.values(), inputs, states, strict=True)
+        for convolution, x, part in zip(convolutions, inputs, states, strict=True)
     ]
     return [y for y, _ in results], torch.cat([part for _, part in results], dim=1)
-
-
-class OptionalRMSNorm(RMSNorm):
-    """`RMSNorm` that may lack its weight (`elementwise_affine=False`)."""
-
-    def __init__(self, size: int, eps: float, affine: bool) -> None:
-        super().__init__(size, eps)
-        if not affine:
-            self.register_parameter("weight", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if self.weight is not None else rms_normalize(x, self.eps)
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -28,9 +28,6 @@ def known_mixers(model: nn.Module) -> list[KnownMixer]:
 
     A layer's number is the first number in the name of its module ("backbone.layers.3.mixer": 3), so layers of
     another kind count as well; a mixer outside a list of layers is numbered by its place among the mixers.
-
-    Raises:
-        ValueError: if there is none.
     """
     found: list[KnownMixer] = []
     for name, module in model.named_modules():
@@ -52,9 +49,6 @@ def key_and_query_weights(mixer: KnownMixer) -> tuple[Tensor, Tensor]:
 
     W_C is a view that may be written to; so is W_B, but in GLA with fewer heads of keys than of queries, where each
     stands for several.
-
-    Raises:
-        ValueError: for weights of another layout.
     """
     module = mixer.module
     if mixer.kind == "GLA":

@@ -3,14 +3,11 @@
 A family supplies its blocks (each takes and returns a `LayerState`), its initialization and its names;
 this file supplies the contract:
 
-- `initial_state` in, `final_state` out; no state given is the zero state, exactly.
-- Gradients flow into the first and out of the second; who wants truncation detaches.
-- Padding anywhere in a row: real tokens are moved to the front, padding never touches the state, and
-  the output at a padding position is that of the last real token before it.
+- `initial_state` in, `final_state` out, gradients through both; no state given is the zero state, exactly.
+- Padding never touches the state; the output at a padding position is that of the last real token before it.
 - Several sequences in a row, as positions tell them: each from a state of its own.
-- `generate(initial_state=...)` continues from a state, with sampling, beams and several sequences.
 
-Shape legend: B batch, T tokens, D hidden size, V vocabulary.
+Shapes: B batch, T tokens, D hidden size, V vocabulary.
 """
 
 import sys
@@ -37,15 +34,7 @@ from .recurrent_state import (
     zero_state,
 )
 from .scan_mixer import MixerLayer
-from .token_inputs import (
-    check_cache,
-    check_token_types,
-    mask_of_new_tokens,
-    real_tokens,
-    refuse_unsupported,
-    starts_inside_rows,
-    token_shape,
-)
+from .token_inputs import check_token_types, read_inputs
 
 
 @dataclass
@@ -73,6 +62,7 @@ class StatefulPreTrainedModel(PreTrainedModel):
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
     _is_stateful = True
+    _input_embed_layer = "embeddings"
 
     def __init__(self, config: Any) -> None:
         if not hasattr(config, "check"):
@@ -188,10 +178,8 @@ class StatefulBackbone(StatefulPreTrainedModel):
             state, and `final_state` is that of the last one. Under torch.compile the graph breaks where positions
             are read.
         token_type_ids: (B, T), 0 at all tokens, as tokenizers give them.
-        others: Other forms of `position_ids`, from collators for packed rows: `seq_idx` (B, T), numbers of
-            sequences that go up, and for a single row `cu_seq_lens_q` or `cu_seq_lens_k` (N + 1,), the bounds of
-            sequences, beside which `max_length_q` and `max_length_k` are passed over; `cache_position` (T,),
-            which counts up. Nothing else is taken.
+        others: `seq_idx` (B, T), numbers of sequences that go up, another form of `position_ids` from collators for
+            packed rows. Nothing else is taken.
     """
 
     _auto_class = "AutoModel"  # type: ignore[assignment]
@@ -224,12 +212,6 @@ class StatefulBackbone(StatefulPreTrainedModel):
         """What a layer takes beside hidden states, state and lengths; nothing for most families."""
         return [()] * len(self.layers)
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embeddings
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embeddings = value
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -250,13 +232,12 @@ class StatefulBackbone(StatefulPreTrainedModel):
         Raises:
             ValueError: for arguments that contradict each other, do not fit, or that no recurrent model has.
         """
-        refuse_unsupported(others)
-        shape = batch_size, length = token_shape(input_ids, inputs_embeds)
+        inputs = read_inputs(input_ids, inputs_embeds, attention_mask, past_key_values, position_ids, others)
+        batch_size, length = inputs.shape
         if initial_state is not None and past_key_values is not None:
             raise ValueError(
                 "Give initial_state or past_key_values, not both: each of them is the state to start from."
             )
-        check_cache(past_key_values)
         if use_cache is None:
             use_cache = self.config.use_cache and output_final_state and not (self.training or self.stateless_layers)
         if initial_state is not None or past_key_values is not None or use_cache:
@@ -264,13 +245,10 @@ class StatefulBackbone(StatefulPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         hidden_states = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        attention_mask = mask_of_new_tokens(attention_mask, past_key_values, shape)
-        real = real_tokens(attention_mask)
-        check_token_types(token_type_ids, real)
-        starts = starts_inside_rows(position_ids, others, shape, attention_mask)
+        check_token_types(token_type_ids, inputs.real)
         state = self._starting_state(initial_state, past_key_values, batch_size, hidden_states.device)
         all_hidden_states, final_state = self._through_layers(
-            hidden_states, state, _layout(starts, real), bool(output_hidden_states)
+            hidden_states, state, _layout(inputs.starts, inputs.real), bool(output_hidden_states)
         )
         if use_cache or past_key_values is not None:
             past_key_values = RecurrentCache() if past_key_values is None else past_key_values
@@ -347,9 +325,3 @@ class StatefulModelWithHead(StatefulPreTrainedModel):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         setattr(self, self.base_model_prefix, self.backbone_class(config))
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self._backbone.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self._backbone.set_input_embeddings(value)

@@ -1,30 +1,123 @@
-"""GLA language models that take an initial state and return the final state."""
+"""GLA with a state as argument and result, on the parameter names of fla.
 
+Glossary (Yang et al. 2023, arXiv:2312.06635, section 4.4 -> here): alpha_t -> exp(g_t), tau -> gate_logit_normalizer,
+S -> state.recurrent (transposed), heads H of N = d_k keys and P = d_v values.
+
+Different from fla's layer, beside the state and right-padded rows: a head count of its own in each layer, and gates
+and recurrence in full precision.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, logsigmoid, relu, silu
+
+from .causal_conv import CausalConv1d, causal_conv1d_fn
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_gla import StatefulGLAConfig
-from .layers_fla import MixerMLPBackbone
-from .layers_gla import StatefulGLAMixer
+from .layers_fla import MixerMLPBackbone, RMSNorm, repeat_heads, short_convolutions
+from .padding import zero_past_end
+from .recurrent_state import LayerShape, LayerState
 
 # for people who have a checkpoint and not the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
+from .scan_gla import chunk_gla, scan_gla
+from .scan_mixer import ScanMixer
 from .sequence_classification import StatefulForSequenceClassification
+
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": relu,
+    "sigmoid": torch.sigmoid,
+    "logsigmoid": logsigmoid,
+    "silu": silu,
+    "swish": silu,
+    "sqrelu": lambda x: relu(x).square(),
+    "gelu": lambda x: gelu(x, approximate="tanh"),
+}
+
+
+class StatefulGLAMixer(ScanMixer):
+    """Projections, optional short convolutions, gated recurrence, norm per head, output gate."""
+
+    scan = staticmethod(scan_gla)
+    grows = "num_heads"
+
+    def __init__(self, config: StatefulGLAConfig, layer: int) -> None:
+        super().__init__(config, chunk_gla is not None and (causal_conv1d_fn is not None or not config.use_short_conv))
+        self.heads, self.key_dim, self.value_dim = config.heads_of(layer)
+        self.kv_heads = config.num_kv_heads or self.heads
+        D, keys, values = config.hidden_size, self.kv_heads * self.key_dim, self.kv_heads * self.value_dim
+        inner = self.heads * self.value_dim
+        self.q_proj = nn.Linear(D, self.heads * self.key_dim, bias=False)
+        self.k_proj = nn.Linear(D, keys, bias=False)
+        self.v_proj = nn.Linear(D, values, bias=False)
+        self.conv_channels = 0
+        if config.use_short_conv:
+            self.q_conv1d = CausalConv1d.depthwise(self.heads * self.key_dim, config.conv_size, bias=False)
+            self.k_conv1d = CausalConv1d.depthwise(keys, config.conv_size, bias=False)
+            self.v_conv1d = CausalConv1d.depthwise(values, config.conv_size, bias=False)
+            self.conv_channels = self.heads * self.key_dim + keys + values
+        self.gk_proj = nn.Sequential(
+            nn.Linear(D, config.gate_low_rank_dim, bias=False), nn.Linear(config.gate_low_rank_dim, keys)
+        )
+        if config.use_output_gate:
+            self.g_proj = nn.Linear(D, inner, bias=False)
+        # fla names the norm after the kernel that it uses
+        self.norm_name = "g_norm_swish_gate" if config.fuse_norm and config.use_output_gate else "g_norm"
+        self.add_module(self.norm_name, RMSNorm(self.value_dim, config.norm_eps, affine=config.elementwise_affine))
+        self.o_proj = nn.Linear(inner, D, bias=False)
+
+    @property
+    def state_shape(self) -> LayerShape:
+        """(H, P, N), and with short convolutions (channels of q, k and v, K-1)."""
+        conv = (self.conv_channels, self.config.conv_size - 1) if self.conv_channels else (0,)
+        return LayerShape((self.heads, self.value_dim, self.key_dim), conv)
+
+    @property
+    def conv_parts(self) -> dict[str, int]:
+        """q, k and v."""
+        if not self.conv_channels:
+            return {}
+        return {"q": self.heads * self.key_dim, "k": self.kv_heads * self.key_dim, "v": self.kv_heads * self.value_dim}
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """See `StatefulBackbone`."""
+        config = self.config
+        backend = self.backend_for(hidden_states)
+        q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        conv_state = state.conv
+        if config.use_short_conv:
+            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
+            (q, k, v), conv_state = short_convolutions(convolutions, [q, k, v], state.conv, lengths, backend)
+        if config.feature_map is not None:
+            q, k = FEATURE_MAPS[config.feature_map](q), FEATURE_MAPS[config.feature_map](k)
+        g = logsigmoid(self.gk_proj(hidden_states).to(state.recurrent.dtype)) / config.gate_logit_normalizer
+        if config.clamp_min is not None:
+            g = g.clamp(min=config.clamp_min)
+        k, v, g = (
+            repeat_heads(x.unflatten(-1, (self.kv_heads, -1)), self.heads)
+            for x in (zero_past_end(k, lengths), v, zero_past_end(g, lengths))
+        )
+        q = q.unflatten(-1, (self.heads, -1)) * self.key_dim**-0.5
+        y, state = self.advance(q, k, v, g, state=state, lengths=lengths, backend=backend)
+        y = self.get_submodule(self.norm_name)(y).flatten(2)
+        if config.use_output_gate:
+            y = y * silu(self.g_proj(hidden_states))
+        return self.o_proj(y), state._replace(conv=conv_state)
 
 
 class StatefulGLAModel(MixerMLPBackbone):
-    """GLA without a head, on the parameter names of fla's `GLAModel`."""
-
     config_class = StatefulGLAConfig
     mixer_class = StatefulGLAMixer
 
 
 class StatefulGLAForCausalLM(StatefulForCausalLM):
-    """GLA language model, on the parameter names of fla's `GLAForCausalLM`."""
-
     backbone_class = StatefulGLAModel
 
 
 class StatefulGLAForSequenceClassification(StatefulForSequenceClassification):
-    """GLA with a classification head on the last token."""
-
     backbone_class = StatefulGLAModel

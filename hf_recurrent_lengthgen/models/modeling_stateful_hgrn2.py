@@ -1,24 +1,90 @@
-"""HGRN-2 language models that take an initial state and return the final state."""
+"""HGRN-2 with a state as argument and result, on the parameter names of fla.
+
+Glossary (Qin et al. 2024, arXiv:2404.07904, Eq. 6 -> here): forget gate f_t -> exp(g_t), input gate 1 - f_t -> k,
+i_t -> i_proj, o_t -> q. It is the recurrence of GLA with keys that are one minus the decay.
+
+Different from fla's layer, beside the state and right-padded rows: gates and recurrence in full precision. As in fla,
+the norm of the outputs spans all heads, and its epsilon is 1e-5 whatever `norm_eps` says.
+
+Shapes: B batch, T tokens, D hidden size.
+"""
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import logsigmoid, silu
 from transformers import initialization as init
 
+from .causal_conv import CausalConv1d, causal_conv1d_fn
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_hgrn2 import StatefulHGRN2Config
-from .layers_fla import MixerMLPBackbone
-from .layers_hgrn2 import StatefulHGRN2Mixer
+from .layers_fla import MixerMLPBackbone, RMSNorm, short_convolutions
+from .padding import zero_past_end
+from .recurrent_state import LayerShape, LayerState, state_dtype
 
 # for people who have a checkpoint and not the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
-from .recurrent_state import state_dtype
+from .scan_gla import chunk_gla, scan_gla
+from .scan_mixer import ScanMixer
 from .sequence_classification import StatefulForSequenceClassification
 
 
-class StatefulHGRN2Model(MixerMLPBackbone):
-    """HGRN-2 without a head, on the parameter names of fla's `HGRN2Model`."""
+class StatefulHGRN2Mixer(ScanMixer):
+    """Projections, optional short convolutions, gated recurrence, norm."""
 
+    scan = staticmethod(scan_gla)
+    grows = "num_heads"
+
+    def __init__(self, config: StatefulHGRN2Config, layer: int) -> None:
+        super().__init__(config, chunk_gla is not None and (causal_conv1d_fn is not None or not config.use_short_conv))
+        self.heads, self.head_dim = config.heads_of(layer)
+        D = config.hidden_size
+        self.q_proj = nn.Linear(D, D, bias=False)
+        self.f_proj = nn.Linear(D, D, bias=False)
+        self.i_proj = nn.Linear(D, D, bias=False)
+        if config.use_short_conv:
+            self.q_conv1d = CausalConv1d.depthwise(D, config.conv_size, bias=False, activation=False)
+            self.f_conv1d = CausalConv1d.depthwise(D, config.conv_size, bias=False, activation=False)
+            self.i_conv1d = CausalConv1d.depthwise(D, config.conv_size, bias=False, activation=False)
+        self.g_norm = RMSNorm(D, 1e-5, affine=config.elementwise_affine)
+        self.o_proj = nn.Linear(D, D, bias=False)
+
+    @property
+    def state_shape(self) -> LayerShape:
+        """(H, P, N), and with short convolutions (3*D, K-1)."""
+        conv = (3 * self.config.hidden_size, self.config.conv_size - 1) if self.config.use_short_conv else (0,)
+        return LayerShape((self.heads, self.head_dim, self.head_dim), conv)
+
+    @property
+    def conv_parts(self) -> dict[str, int]:
+        """q, k (the forget gate) and v."""
+        return dict.fromkeys(("q", "k", "v"), self.config.hidden_size) if self.config.use_short_conv else {}
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None, *lower_bound: Tensor
+    ) -> tuple[Tensor, LayerState]:
+        """See `StatefulBackbone`; `lower_bound` (D,) of the forget gates, none for 0."""
+        config = self.config
+        backend = self.backend_for(hidden_states)
+        q, f, v = self.q_proj(hidden_states), self.f_proj(hidden_states), self.i_proj(hidden_states)
+        conv_state = state.conv
+        if config.use_short_conv:
+            convolutions = self.q_conv1d, self.f_conv1d, self.i_conv1d
+            (q, f, v), conv_state = short_convolutions(convolutions, [q, f, v], state.conv, lengths, backend)
+        f = f.to(state.recurrent.dtype)
+        g, k = logsigmoid(f), torch.sigmoid(-f)
+        for bound in lower_bound:
+            # f = bound + (1 - bound) sigmoid: its logarithm, and one minus it, without cancellation
+            g, k = torch.logaddexp(bound.log(), torch.log1p(-bound) + g), (1 - bound) * k
+        q, k, v, g = (
+            x.unflatten(-1, (self.heads, -1))
+            for x in (silu(q) * self.head_dim**-0.5, zero_past_end(k, lengths), v, zero_past_end(g, lengths))
+        )
+        y, state = self.advance(q, k, v, g, state=state, lengths=lengths, backend=backend)
+        return self.o_proj(self.g_norm(y.flatten(2))), state._replace(conv=conv_state)
+
+
+class StatefulHGRN2Model(MixerMLPBackbone):
     config_class = StatefulHGRN2Config
     mixer_class = StatefulHGRN2Mixer
 
@@ -44,12 +110,8 @@ class StatefulHGRN2Model(MixerMLPBackbone):
 
 
 class StatefulHGRN2ForCausalLM(StatefulForCausalLM):
-    """HGRN-2 language model, on the parameter names of fla's `HGRN2ForCausalLM`."""
-
     backbone_class = StatefulHGRN2Model
 
 
 class StatefulHGRN2ForSequenceClassification(StatefulForSequenceClassification):
-    """HGRN-2 with a classification head on the last token."""
-
     backbone_class = StatefulHGRN2Model

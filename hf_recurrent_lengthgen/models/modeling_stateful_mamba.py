@@ -1,33 +1,121 @@
-"""Mamba-1 and FalconMamba language models that take an initial state and return the final state.
+"""Mamba-1 and FalconMamba with a state as argument and result, on the parameter names of Transformers.
 
 One family: the configuration's `mixer_rms_eps` tells them apart, parameters have the same names and shapes in both.
+
+Glossary (Gu & Dao 2023, arXiv:2312.00752 -> here): Delta -> dt, A -> -exp(A_log), h -> state.recurrent, D channels ->
+intermediate_size, N -> state_size, R -> time_step_rank. FalconMamba (arXiv:2410.05355) norms dt, B and C first.
+
+Different from `transformers.models.mamba` and `falcon_mamba`: the mixer takes and returns a `LayerState`, also over
+several tokens (theirs drops the recurrent one then), takes right-padded rows by their lengths, calls `dt_proj` as a
+module, so that adapters on it train, and computes convolution, steps and recurrence in full precision (the
+convolution in that of its kernel with it).
 """
 
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu, softplus
+from transformers import initialization as init
+
+from .causal_conv import CausalConv1d, causal_conv1d_fn
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_mamba import StatefulMambaConfig
-from .layers_mamba import StatefulMambaMixer
-from .layers_reference import MixerBackbone
+from .layers_mamba_block import MixerBackbone, init_mamba_mixer
+from .norms import rms_normalize
+from .padding import zero_past_end
+from .recurrent_state import LayerShape, LayerState, state_dtype
 
 # for people who have a checkpoint and not the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
+from .scan_mixer import ScanMixer
+from .scan_selective import scan_selective, selective_scan_fn
 from .sequence_classification import StatefulForSequenceClassification
+
+KERNEL_AVAILABLE = selective_scan_fn is not None and causal_conv1d_fn is not None
+
+
+class StepProjection(nn.Linear):
+    """A linear layer that computes in float32 or better: rounding its -5 to bf16 would change exp(-5) by 2 %."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = state_dtype(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            return linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
+
+
+class StatefulMambaMixer(ScanMixer):
+    """Projections, short convolution, selective recurrence, gate.
+
+    Parameters are named and laid out as in `transformers` and mamba-ssm: `in_proj` rows are [x, z], those of `x_proj`
+    [dt, B, C].
+    """
+
+    scan = staticmethod(scan_selective)
+    grows = "state_size"
+
+    def __init__(self, config: StatefulMambaConfig, layer: int) -> None:
+        super().__init__(config, KERNEL_AVAILABLE)
+        inner, self.state_size = config.intermediate_size, config.state_size_of(layer)
+        self.time_step_rank = int(config.time_step_rank)
+        self.in_proj = nn.Linear(config.hidden_size, 2 * inner, bias=config.use_bias)
+        self.conv1d = CausalConv1d.depthwise(inner, config.conv_kernel, config.use_conv_bias)
+        self.x_proj = nn.Linear(inner, self.time_step_rank + 2 * self.state_size, bias=False)
+        self.dt_proj = StepProjection(self.time_step_rank, inner, bias=True)
+        self.A_log = nn.Parameter(torch.empty(inner, self.state_size))
+        self.D = nn.Parameter(torch.empty(inner))
+        self.out_proj = nn.Linear(inner, config.hidden_size, bias=config.use_bias)
+
+    @property
+    def state_shape(self) -> LayerShape:
+        """(D, N) and (D, K-1)."""
+        inner = self.config.intermediate_size
+        return LayerShape((inner, self.state_size), (inner, self.config.conv_kernel - 1))
+
+    def kernel_limit(self, dtype: torch.dtype) -> str:
+        """See `ScanMixer`."""
+        if self.state_size > 256:
+            return f"a state_size of at most 256, got {self.state_size}"
+        return super().kernel_limit(dtype)
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """See `StatefulBackbone`."""
+        backend = self.backend_for(hidden_states)
+        conv_input, gate = self.in_proj(hidden_states).chunk(2, -1)
+        x, conv_state = self.conv1d(conv_input, state.conv, lengths, backend)
+        wide = state.recurrent.dtype
+        dt, B, C = self.x_proj(x).split([self.time_step_rank, self.state_size, self.state_size], -1)
+        if self.config.mixer_rms_eps is not None:
+            dt, B, C = (rms_normalize(v.to(wide), self.config.mixer_rms_eps) for v in (dt, B, C))
+        dt = zero_past_end(softplus(self.dt_proj(dt).to(wide)), lengths)
+        A, D = -self.A_log.to(wide).exp(), self.D.to(wide)
+        y, state = self.advance(x, dt, A, B, C, D, state=state, lengths=lengths, backend=backend)
+        y = y * silu(gate)
+        return self.out_proj(y.to(hidden_states.dtype)), state._replace(conv=conv_state)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialize as Transformers does: A = -(1..N), and see `init_mamba_mixer`."""
+        config = self.config
+        rates = torch.arange(1, self.state_size + 1, device=self.A_log.device, dtype=torch.float32)
+        init.copy_(self.A_log, rates.log().expand_as(self.A_log))
+        spread = self.time_step_rank**-0.5 * config.time_step_scale
+        if config.time_step_init_scheme == "constant":
+            init.constant_(self.dt_proj.weight, spread)
+        else:
+            init.uniform_(self.dt_proj.weight, -spread, spread)
+        init_mamba_mixer(self, config, self.dt_proj.bias)
 
 
 class StatefulMambaModel(MixerBackbone):
-    """Mamba-1 or FalconMamba without a head, on the parameter names of `transformers.MambaModel`."""
-
     config_class = StatefulMambaConfig
     mixer_class = StatefulMambaMixer
 
 
 class StatefulMambaForCausalLM(StatefulForCausalLM):
-    """Mamba-1 or FalconMamba language model, on the parameter names of `transformers.MambaForCausalLM`."""
-
     backbone_class = StatefulMambaModel
 
 
 class StatefulMambaForSequenceClassification(StatefulForSequenceClassification):
-    """Mamba-1 or FalconMamba with a classification head on the last token."""
-
     backbone_class = StatefulMambaModel

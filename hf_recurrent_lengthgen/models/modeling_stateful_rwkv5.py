@@ -1,21 +1,174 @@
-"""RWKV-5 language models that take an initial state and return the final state."""
+"""RWKV-5 with a state as argument and result, on the parameter names of the official checkpoints.
 
-from torch import nn
+Glossary (Peng et al. 2024, "Eagle and Finch", arXiv:2404.05892, section 4 -> here): mu -> time_mix_*, omega ->
+time_decay, u -> time_faaaa, wkv -> state.recurrent (transposed), heads H of N = P keys and values. It is the
+recurrence of RWKV-6 with a decay exp(-exp(time_decay)) that no token changes.
 
+Different from the official layer: state as a value, right-padded rows by their lengths, decays and recurrence in full
+precision. The conv part of the state is as in RWKV-6.
+
+Shapes: B batch, T tokens, D hidden size, A inner size.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import relu, silu
+from transformers import initialization as init
+
+from .causal_conv import token_shift
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_rwkv5 import StatefulRWKV5Config
-from .layers_rwkv5 import StatefulRWKV5Block
 from .modeling_stateful import StatefulBackbone
+from .norms import HeadNorm
+from .packed_rows import over_groups
+from .padding import zero_past_end
+from .recurrent_state import LayerShape, LayerState
 
 # for people who have a checkpoint and not the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
+from .scan_mixer import MixerLayer, ScanMixer
+from .scan_rwkv6 import chunk_rwkv6, scan_rwkv6
 from .sequence_classification import StatefulForSequenceClassification
 
 
-class StatefulRWKV5Model(StatefulBackbone):
-    """RWKV-5 without a head, on the parameter names of the official checkpoints."""
+def _mix(x: Tensor, shifted: Tensor, time_mix: Tensor) -> Tensor:
+    """time_mix x_t + (1 - time_mix) x_{t-1}."""
+    return torch.addcmul(shifted, x - shifted, time_mix)
 
+
+class StatefulRWKV5TimeMixing(ScanMixer):
+    """Token shifts, projections, recurrence with decay and bonus, norm per head, gate."""
+
+    scan = staticmethod(scan_rwkv6)
+    grows = "num_heads"
+    convolves = False
+
+    def __init__(self, config: StatefulRWKV5Config, layer: int) -> None:
+        super().__init__(config, chunk_rwkv6 is not None)
+        self.depth = layer / max(1, config.num_hidden_layers - 1), 1 - layer / config.num_hidden_layers
+        D, A = config.hidden_size, config.inner_size
+        self.heads, self.head_size = head_shape = config.heads_of(layer)
+        self.time_decay = nn.Parameter(torch.empty(head_shape))
+        self.time_faaaa = nn.Parameter(torch.empty(head_shape))
+        self.time_mix_key = nn.Parameter(torch.empty(1, 1, D))
+        self.time_mix_value = nn.Parameter(torch.empty(1, 1, D))
+        self.time_mix_receptance = nn.Parameter(torch.empty(1, 1, D))
+        self.time_mix_gate = nn.Parameter(torch.empty(1, 1, D))
+        self.key = nn.Linear(D, A, bias=False)
+        self.value = nn.Linear(D, A, bias=False)
+        self.receptance = nn.Linear(D, A, bias=False)
+        self.gate = nn.Linear(D, A, bias=False)
+        self.output = nn.Linear(A, D, bias=False)
+        self.ln_x = HeadNorm(A, 1e-5 * config.head_size_divisor**2)  # official code: whatever layer_norm_epsilon
+
+    @property
+    def state_shape(self) -> LayerShape:
+        """(H, P, N) and (2*D, 1): `conv_parts`."""
+        return LayerShape((self.heads, self.head_size, self.head_size), (2 * self.config.hidden_size, 1))
+
+    @property
+    def conv_parts(self) -> dict[str, int]:
+        """The last inputs of this mixer and of the channel mixing after it."""
+        return dict.fromkeys(("time mixing", "channel mixing"), self.config.hidden_size)
+
+    def forward(self, x: Tensor, state: LayerState, lengths: Tensor | None = None) -> tuple[Tensor, LayerState]:
+        """Run T tokens; arguments as in `StatefulBackbone`, with the time mixing's part of the state."""
+        backend = self.backend_for(x)
+        shifted, shift_state = token_shift(x, state.conv, lengths)
+        wide = state.recurrent.dtype
+        log_decay = (-self.time_decay.to(wide).exp()).flatten().expand(*x.shape[:2], -1)
+        k = self.key(_mix(x, shifted, self.time_mix_key))
+        r, k, v, log_decay = (
+            part.unflatten(-1, (self.heads, -1))
+            for part in (
+                self.receptance(_mix(x, shifted, self.time_mix_receptance)),
+                zero_past_end(k, lengths),
+                self.value(_mix(x, shifted, self.time_mix_value)),
+                zero_past_end(log_decay, lengths),
+            )
+        )
+        y, state = self.advance(r, k, v, log_decay, self.time_faaaa, state=state, lengths=lengths, backend=backend)
+        y = self.ln_x(y) * silu(self.gate(_mix(x, shifted, self.time_mix_gate)))
+        return self.output(y), state._replace(conv=shift_state)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Shifts, decays and bonuses by depth and channel, as in the official training code."""
+        deep, shallow = self.depth
+        D, A = self.config.hidden_size, self.config.inner_size
+        channel = torch.arange(D, device=self.time_decay.device).view(1, 1, D) / D
+        init.copy_(self.time_mix_key, channel**shallow)
+        init.copy_(self.time_mix_value, channel**shallow + 0.3 * deep)
+        init.copy_(self.time_mix_receptance, channel ** (0.5 * shallow))
+        init.copy_(self.time_mix_gate, channel ** (0.5 * shallow))
+        inner = torch.arange(A, device=self.time_decay.device)
+        place = inner / max(1, A - 1)
+        init.copy_(self.time_decay, (-6 + 5 * place ** (0.7 + 1.3 * deep)).view_as(self.time_decay))
+        zigzag = 0.1 * ((inner + 1) % 3 - 1)
+        init.copy_(self.time_faaaa, (deep * (1 - place) + zigzag).view_as(self.time_faaaa))
+
+
+class StatefulRWKV5ChannelMixing(nn.Module):
+    """`sigmoid(receptance) * value(relu(key)^2)`."""
+
+    def __init__(self, config: StatefulRWKV5Config, layer: int) -> None:
+        super().__init__()
+        D = config.hidden_size
+        size = config.intermediate_size or int(D * 3.5) // 32 * 32
+        self.shallow = 1 - layer / config.num_hidden_layers
+        self.time_mix_key = nn.Parameter(torch.empty(1, 1, D))
+        self.time_mix_receptance = nn.Parameter(torch.empty(1, 1, D))
+        self.key = nn.Linear(D, size, bias=False)
+        self.receptance = nn.Linear(D, D, bias=False)
+        self.value = nn.Linear(size, D, bias=False)
+
+    def forward(self, x: Tensor, state: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Outputs (B, T, D) and the last real input, (B, D, 1), from the one before the first token."""
+        shifted, state = token_shift(x, state, lengths)
+        key = relu(self.key(_mix(x, shifted, self.time_mix_key))).square()
+        return self.receptance(_mix(x, shifted, self.time_mix_receptance)).sigmoid() * self.value(key), state
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Shifts by depth and channel, as in the official training code."""
+        for parameter in (self.time_mix_key, self.time_mix_receptance):
+            channel = torch.arange(parameter.numel(), device=parameter.device) / parameter.numel()
+            init.copy_(parameter, (channel**self.shallow).view_as(parameter))
+
+
+class StatefulRWKV5Block(MixerLayer):
+    """Pre-norm residual blocks of time mixing (`attention`) and channel mixing (`feed_forward`)."""
+
+    mixer_name = "attention"
+
+    def __init__(self, config: StatefulRWKV5Config, layer: int) -> None:
+        super().__init__()
+        D, eps = config.hidden_size, config.layer_norm_epsilon
+        if layer == 0:
+            self.pre_ln = nn.LayerNorm(D, eps)
+        self.first = layer == 0
+        self.ln1 = nn.LayerNorm(D, eps)
+        self.ln2 = nn.LayerNorm(D, eps)
+        self.attention = StatefulRWKV5TimeMixing(config, layer)
+        self.feed_forward = StatefulRWKV5ChannelMixing(config, layer)
+
+    @over_groups
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """See `StatefulBackbone`."""
+        attention_shift, feed_forward_shift = state.conv.chunk(2, dim=1)
+        if self.first:
+            hidden_states = self.pre_ln(hidden_states)
+        output, state = self.attention(self.ln1(hidden_states), state._replace(conv=attention_shift), lengths)
+        hidden_states = hidden_states + output
+        output, feed_forward_shift = self.feed_forward(self.ln2(hidden_states), feed_forward_shift, lengths)
+        conv = torch.cat([state.conv, feed_forward_shift], dim=1)
+        return hidden_states + output, state._replace(conv=conv)
+
+
+class StatefulRWKV5Model(StatefulBackbone):
     config_class = StatefulRWKV5Config
     base_model_prefix = "rwkv"
     _no_split_modules = ["StatefulRWKV5Block"]  # noqa: RUF012
@@ -35,13 +188,9 @@ class StatefulRWKV5Model(StatefulBackbone):
 
 
 class StatefulRWKV5ForCausalLM(StatefulForCausalLM):
-    """RWKV-5 language model, on the parameter names of the official checkpoints."""
-
     backbone_class = StatefulRWKV5Model
     head_name = "head"
 
 
 class StatefulRWKV5ForSequenceClassification(StatefulForSequenceClassification):
-    """RWKV-5 with a classification head on the last token."""
-
     backbone_class = StatefulRWKV5Model

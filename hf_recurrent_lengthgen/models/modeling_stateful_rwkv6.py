@@ -1,21 +1,196 @@
-"""RWKV-6 language models that take an initial state and return the final state."""
+"""RWKV-6 with a state as argument and result, on the parameter names of fla.
 
-from torch import nn
+Glossary (Peng et al. 2024, "Eagle and Finch", arXiv:2404.05892, section 4 -> here): lerp and ddlerp with mu, lambda,
+A, B -> x_proj and x_bias, w_t -> exp(log_decay), u -> bonus, wkv -> state.recurrent (transposed), heads H of N keys
+and P values.
 
+Different from fla's layer: the mixers take and return their part of a `LayerState`, take right-padded rows by their
+lengths, the norm of the heads has its own epsilon, and decays and recurrence are in full precision.
+
+The conv part of the state is (B, 2D, 1): the last normed input of time mixing, below it that of channel mixing.
+Shapes: B batch, T tokens, D hidden size, R rank of the token shifts.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import relu, silu
+from transformers import initialization as init
+
+from .causal_conv import token_shift
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_rwkv6 import StatefulRWKV6Config
-from .layers_rwkv6 import StatefulRWKV6Block
 from .modeling_stateful import StatefulBackbone
+from .norms import HeadNorm
+from .packed_rows import over_groups
+from .padding import zero_past_end
+from .recurrent_state import LayerShape, LayerState
 
 # for people who have a checkpoint and not the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
+from .scan_mixer import MixerLayer, ScanMixer
+from .scan_rwkv6 import chunk_rwkv6, scan_rwkv6
 from .sequence_classification import StatefulForSequenceClassification
 
 
-class StatefulRWKV6Model(StatefulBackbone):
-    """RWKV-6 without a head, on the parameter names of fla's `RWKV6Model`."""
+class ShiftedLinear(nn.Module):
+    """A linear map of x_t + mu * (x_{t-1} - x_t); with `mu` (D,) as a parameter, or given (B, T, D)."""
 
+    def __init__(self, linear: nn.Module, size: int | None = None) -> None:
+        super().__init__()
+        self.mu = nn.Parameter(torch.empty(size)) if size is not None else None
+        self.linear = linear
+
+    def forward(self, x: Tensor, delta: Tensor, mu: Tensor | None = None) -> Tensor:
+        mu = self.mu if mu is None else mu
+        assert mu is not None
+        return self.linear(torch.addcmul(x, delta, mu))
+
+    def init_weights(self) -> None:
+        """mu = 0: no shift."""
+        if self.mu is not None:
+            init.zeros_(self.mu)
+
+
+class LowRank(nn.Module):
+    """`bias + up(tanh(down(x)))`."""
+
+    def __init__(self, size: int, rank: int, output: int) -> None:
+        super().__init__()
+        self.lora = nn.Sequential(nn.Linear(size, rank, bias=False), nn.Tanh(), nn.Linear(rank, output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lora(x)
+
+
+class StatefulRWKV6TimeMixing(ScanMixer):
+    """Data-dependent token shifts, projections, recurrence with decay and bonus, norm per head, gate."""
+
+    scan = staticmethod(scan_rwkv6)
+    grows = "num_heads"
+    convolves = False
+
+    def __init__(self, config: StatefulRWKV6Config, layer: int) -> None:
+        super().__init__(config, chunk_rwkv6 is not None)
+        D, R = config.hidden_size, config.proj_low_rank_dim
+        self.heads, key_dim, value_dim = self.sizes = config.heads_of(layer)
+        keys, values = self.heads * key_dim, self.heads * value_dim
+        # the order of the five is r, w, k, v, g
+        self.x_proj = nn.Sequential(
+            ShiftedLinear(nn.Linear(D, 5 * R, bias=False), D), nn.Tanh(), nn.Linear(5 * R, D, bias=False)
+        )
+        self.x_bias = nn.Parameter(torch.empty(5, D))
+        self.r_proj = ShiftedLinear(nn.Linear(D, keys, bias=False))
+        self.w_proj = ShiftedLinear(LowRank(D, config.gate_low_rank_dim, keys))
+        self.k_proj = ShiftedLinear(nn.Linear(D, keys, bias=False))
+        self.v_proj = ShiftedLinear(nn.Linear(D, values, bias=False))
+        self.g_proj = ShiftedLinear(nn.Linear(D, values, bias=False))
+        self.bonus = nn.Parameter(torch.empty(self.heads, key_dim))
+        eps = config.norm_eps if config.group_norm_eps is None else config.group_norm_eps
+        self.g_norm = HeadNorm(values, eps)
+        self.o_proj = nn.Linear(values, D, bias=False)
+
+    @property
+    def state_shape(self) -> LayerShape:
+        """(H, P, N) and (2*D, 1): `conv_parts`."""
+        heads, keys, values = self.sizes
+        return LayerShape((heads, values, keys), (2 * self.config.hidden_size, 1))
+
+    @property
+    def conv_parts(self) -> dict[str, int]:
+        """The last inputs of this mixer and of the channel mixing after it."""
+        return dict.fromkeys(("time mixing", "channel mixing"), self.config.hidden_size)
+
+    def forward(self, x: Tensor, state: LayerState, lengths: Tensor | None = None) -> tuple[Tensor, LayerState]:
+        """Run T tokens; arguments as in `StatefulBackbone`, with the time mixing's part of the state."""
+        backend = self.backend_for(x)
+        shifted, shift_state = token_shift(x, state.conv, lengths)
+        delta = shifted - x
+        mu_r, mu_w, mu_k, mu_v, mu_g = self._shifts(x, delta)
+        wide = state.recurrent.dtype
+        k = zero_past_end(self.k_proj(x, delta, mu_k), lengths)
+        log_decay = zero_past_end(-self.w_proj(x, delta, mu_w).to(wide).exp(), lengths)
+        r, k, v, log_decay = (
+            part.unflatten(-1, (self.heads, -1))
+            for part in (self.r_proj(x, delta, mu_r), k, self.v_proj(x, delta, mu_v), log_decay)
+        )
+        y, state = self.advance(r, k, v, log_decay, self.bonus, state=state, lengths=lengths, backend=backend)
+        y = self.g_norm(y) * silu(self.g_proj(x, delta, mu_g))
+        return self.o_proj(y), state._replace(conv=shift_state)
+
+    def _shifts(self, x: Tensor, delta: Tensor) -> tuple[Tensor, ...]:
+        """mu of r, w, k, v and g, (B, T, D) each."""
+        hidden = self.x_proj[1](self.x_proj[0](x, delta)).unflatten(-1, (5, -1))
+        # zeros beside each fifth, so that the linear map is called as a module: adapters on it take part
+        apart = torch.diag_embed(hidden.mT, dim1=-2, dim2=-1).movedim(-3, -1).flatten(-2)
+        return (self.x_proj[2](apart) + self.x_bias).unbind(2)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialize as fla does: no shifts, decay exp(-1), small projections."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                init.xavier_uniform_(module.weight, gain=2**-2.5)
+        init.zeros_(self.get_parameter("w_proj.linear.lora.0.weight"))
+        up = self.get_parameter("w_proj.linear.lora.2.weight")
+        init.orthogonal_(up, gain=0.1 * max(1.0, math.sqrt(up.shape[1] / up.shape[0])))
+        init.zeros_(self.get_parameter("w_proj.linear.lora.2.bias"))
+        init.zeros_(self.x_bias)
+        init.zeros_(self.bonus)
+
+
+class StatefulRWKV6ChannelMixing(nn.Module):
+    """`sigmoid(receptance) * value(relu(key)^2)`; the width is a multiple of 32 where it is not given."""
+
+    def __init__(self, config: StatefulRWKV6Config) -> None:
+        super().__init__()
+        D, size = config.hidden_size, config.intermediate_size
+        if size is None:
+            size = -(-int(D * (config.hidden_ratio or 3.5)) // 32) * 32
+        self.key = ShiftedLinear(nn.Linear(D, size, bias=False), D)
+        self.value = nn.Linear(size, D, bias=False)
+        self.receptance = ShiftedLinear(nn.Linear(D, D, bias=False), D)
+
+    def forward(self, x: Tensor, state: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Outputs (B, T, D) and the last real input, (B, D, 1), from the one before the first token."""
+        shifted, state = token_shift(x, state, lengths)
+        delta = shifted - x
+        return self.receptance(x, delta).sigmoid() * self.value(relu(self.key(x, delta)).square()), state
+
+
+class StatefulRWKV6Block(MixerLayer):
+    """Pre-norm residual blocks of time mixing (`attn`) and channel mixing (`ffn`)."""
+
+    mixer_name = "attn"
+
+    def __init__(self, config: StatefulRWKV6Config, layer: int) -> None:
+        super().__init__()
+
+        def norm() -> nn.LayerNorm:
+            return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias)
+
+        self.pre_norm = norm() if config.norm_first and layer == 0 else nn.Identity()
+        self.attn_norm = norm()
+        self.attn = StatefulRWKV6TimeMixing(config, layer)
+        self.ffn_norm = norm()
+        self.ffn = StatefulRWKV6ChannelMixing(config)
+
+    @over_groups
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """See `StatefulBackbone`."""
+        attn_shift, ffn_shift = state.conv.chunk(2, dim=1)
+        hidden_states = self.pre_norm(hidden_states)
+        output, state = self.attn(self.attn_norm(hidden_states), state._replace(conv=attn_shift), lengths)
+        hidden_states = hidden_states + output
+        output, ffn_shift = self.ffn(self.ffn_norm(hidden_states), ffn_shift, lengths)
+        return hidden_states + output, state._replace(conv=torch.cat([state.conv, ffn_shift], dim=1))
+
+
+class StatefulRWKV6Model(StatefulBackbone):
     config_class = StatefulRWKV6Config
     base_model_prefix = "model"
     _no_split_modules = ["StatefulRWKV6Block"]  # noqa: RUF012
@@ -28,12 +203,8 @@ class StatefulRWKV6Model(StatefulBackbone):
 
 
 class StatefulRWKV6ForCausalLM(StatefulForCausalLM):
-    """RWKV-6 language model, on the parameter names of fla's `RWKV6ForCausalLM`."""
-
     backbone_class = StatefulRWKV6Model
 
 
 class StatefulRWKV6ForSequenceClassification(StatefulForSequenceClassification):
-    """RWKV-6 with a classification head on the last token."""
-
     backbone_class = StatefulRWKV6Model

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import layer_norm, silu
+from transformers import initialization as init
 
 from .causal_conv import token_blocks
 from .recurrent_state import state_dtype
@@ -20,15 +21,35 @@ def rms_normalize(x: Tensor, eps: float) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """`weight * x / rms(x)` over the last dimension."""
+    """`weight * x / rms(x)` over the last dimension; without a weight unless `affine`."""
+
+    weight: Any
+
+    def __init__(self, size: int, eps: float, affine: bool = True) -> None:
+        super().__init__()
+        self.register_parameter("weight", nn.Parameter(torch.ones(size)) if affine else None)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = rms_normalize(x, self.eps)
+        return normed if self.weight is None else self.weight * normed
+
+
+class HeadNorm(nn.Module):
+    """Layer norm of each head's outputs, (B, T, H, P) to (B, T, H*P); a group norm on names and sizes."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * rms_normalize(x, self.eps)
+    def forward(self, y: Tensor) -> Tensor:
+        return layer_norm(y, y.shape[-1:], eps=self.eps).flatten(2) * self.weight + self.bias
+
+    def init_weights(self) -> None:
+        init.ones_(self.weight)
+        init.zeros_(self.bias)
 
 
 class GatedRMSNorm(nn.Module):

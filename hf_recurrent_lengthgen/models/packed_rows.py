@@ -16,9 +16,7 @@ from torch import Tensor
 
 from .recurrent_state import LayerState, layer_state
 
-PACKING_KEYS = ("position_ids", "cache_position", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
-# what the others imply: the lengths of the longest sequence
-IMPLIED_KEYS = ("max_length_q", "max_length_k")
+PACKING_KEYS = ("position_ids", "seq_idx")
 
 
 class Packing(NamedTuple):
@@ -117,13 +115,11 @@ def over_groups(forward: Callable[..., tuple[Tensor, LayerState]]) -> Callable[.
 def sequence_starts(given: dict[str, Any], shape: tuple[int, int], real: Tensor | None) -> Tensor | None:
     """Where new sequences begin inside rows, from what collators for packed rows give.
 
-    A recurrent model has no positions: those that count up say nothing, wherever they start, and those that start
-    anew mark a new sequence. Padding is passed over. The first real token of a row begins nothing: it goes on from
-    the row's initial state.
+    Positions that count up say nothing, wherever they start; those that start anew mark a new sequence. Padding is
+    passed over. The first real token of a row begins nothing: it goes on from the row's initial state.
 
     Args:
-        given: Some of `PACKING_KEYS`: `position_ids` or `seq_idx`, (B, T) or (1, T), `cache_position` (T,),
-            `cu_seq_lens_q` and `cu_seq_lens_k` (N + 1,), the bounds of the sequences of a single row.
+        given: Some of `PACKING_KEYS`, (B, T) or (1, T).
         shape: (B, T).
         real: (B, T) bool, true at real tokens; None if all are.
 
@@ -131,47 +127,22 @@ def sequence_starts(given: dict[str, Any], shape: tuple[int, int], real: Tensor 
         (B, T) bool; None where no sequence begins inside a row.
 
     Raises:
-        ValueError: for other shapes and kinds of positions, and arguments that contradict each other.
+        ValueError: for positions of another shape or kind, or that contradict each other.
     """
-    starts: dict[str, Tensor] = {}
-    for name in PACKING_KEYS:
+    found: list[Tensor] = []
+    for name, find in zip(PACKING_KEYS, (_restarts, _changes), strict=True):
         values = given.get(name)
         if values is None:
             continue
         if not isinstance(values, Tensor) or values.is_floating_point() or values.dtype == torch.bool:
             raise ValueError(f"{name} must be a tensor of integers, got {getattr(values, 'dtype', type(values))}.")
-        if name.startswith("cu_seq_lens"):
-            values = _sequence_numbers(name, values, shape)
-        elif values.shape == shape[1:] and name == "cache_position":
-            values = values[None]
         if values.shape not in (shape, (1, shape[1])):
             raise ValueError(f"{name} must have the shape of the tokens, {shape}, got {tuple(values.shape)}.")
-        if shape[1] == 1:  # a step of generation: nothing begins inside a row
-            continue
-        find = _restarts if name in ("position_ids", "cache_position") else _changes
-        starts[name] = find(name, values.expand(shape), real)
-    names = list(starts)
-    for other in names[1:]:
-        if not torch.equal(starts[names[0]], starts[other]):
-            raise ValueError(f"{names[0]} and {other} begin sequences at different tokens: leave one of them out.")
-    if not starts or not bool(starts[names[0]].any()):
-        return None
-    if names[0] == "cache_position":
-        raise ValueError("cache_position must count up by one; packed rows are told by position_ids or seq_idx.")
-    return starts[names[0]]
-
-
-def _sequence_numbers(name: str, bounds: Tensor, shape: tuple[int, int]) -> Tensor:
-    """The number of the sequence of each token, (1, T), from bounds (N + 1,)."""
-    rows, length = shape
-    ends = bounds.tolist() if bounds.dim() == 1 else []
-    if rows != 1 or ends[:1] != [0] or ends[-1] != length or sorted(ends) != ends:
-        raise ValueError(
-            f"{name} must rise from 0 to the {length} tokens of a single row, got {ends or tuple(bounds.shape)} for "
-            f"{rows} rows."
-        )
-    places = torch.arange(length, device=bounds.device)
-    return torch.searchsorted(bounds[1:].contiguous(), places, right=True)[None]
+        if shape[1] > 1:  # else a step of generation: nothing begins inside a row
+            found.append(find(values.expand(shape), real))
+    if len(found) > 1 and not torch.equal(*found):
+        raise ValueError("position_ids and seq_idx begin sequences at different tokens: leave one of them out.")
+    return found[0] if found and bool(found[0].any()) else None
 
 
 def _previous(values: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,7 +154,7 @@ def _previous(values: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tens
     return values.gather(1, before.clamp(min=0)), places - before, real & (before >= 0)
 
 
-def _restarts(name: str, positions: Tensor, real: Tensor | None) -> Tensor:
+def _restarts(positions: Tensor, real: Tensor | None) -> Tensor:
     """Where positions start anew: at 0, or where the row started."""
     previous, distance, followed = _previous(positions, real)
     step = positions - previous
@@ -193,16 +164,16 @@ def _restarts(name: str, positions: Tensor, real: Tensor | None) -> Tensor:
     if len(wrong):
         row, place = wrong[0].tolist()
         raise ValueError(
-            f"{name} goes from {int(previous[row, place])} to {int(positions[row, place])} at token {place} of row "
-            f"{row}: a recurrent model reads tokens in order, so positions must count up by one, or start anew for a "
-            "new sequence, at 0 or at the first position of the row."
+            f"position_ids goes from {int(previous[row, place])} to {int(positions[row, place])} at token {place} of "
+            f"row {row}: a recurrent model reads tokens in order, so positions must count up by one, or start anew "
+            "for a new sequence, at 0 or at the first position of the row."
         )
     return starts
 
 
-def _changes(name: str, numbers: Tensor, real: Tensor | None) -> Tensor:
+def _changes(numbers: Tensor, real: Tensor | None) -> Tensor:
     """Where the numbers of sequences go up."""
     previous, _, followed = _previous(numbers, real)
     if bool((followed & (numbers < previous)).any()):
-        raise ValueError(f"{name} goes down: a recurrent model cannot come back to an earlier sequence of the row.")
+        raise ValueError("seq_idx goes down: a recurrent model cannot come back to an earlier sequence of the row.")
     return followed & (numbers > previous)

@@ -41,22 +41,18 @@ class RecurrentCache(Cache):
         self.tokens_seen += tokens
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep the states of the selected beams."""
         if self.state is not None:
             self.state = take_rows(self.state, beam_idx)
 
     def reset(self) -> None:
-        """Back to the zero state."""
         self.state = None
         self.tokens_seen = 0
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
         if self.state is not None:
             self.state = map_state(lambda part: part.repeat_interleave(repeats, dim=0), self.state)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows in `indices`."""
         self.reorder_cache(indices)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -76,7 +72,6 @@ class RecurrentCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether any token was read."""
         return self.state is not None
 
     def __len__(self) -> int:

@@ -42,12 +42,7 @@ class RecurrentGenerationMixin(GenerationMixin):
     def _prefill(
         self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Transformers'; with `prefill_chunk_size`, the cache first reads all chunks but the last.
-
-        Raises:
-            ValueError: for a size below 1, padding at the end, where the last chunk may lack the last real token of a
-                row, and positions that begin sequences inside the prompt.
-        """
+        """Transformers'; with `prefill_chunk_size`, the cache first reads all chunks but the last."""
         model: Any = self
         prefill: Any = super()._prefill  # type: ignore[misc]
         size, cache = generation_config.prefill_chunk_size, model_kwargs.get("past_key_values")
@@ -82,11 +77,7 @@ class RecurrentGenerationMixin(GenerationMixin):
         logits_to_keep: int | Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Feed what the state has not read: the rest of the prompt first, then one token at a time.
-
-        Raises:
-            ValueError: if there is nothing to feed.
-        """
+        """Feed what the state has not read: the rest of the prompt first, then one token at a time."""
         inputs: dict[str, Any] = {name: value for name, value in kwargs.items() if name not in _BOOKKEEPING}
         inputs |= {
             "past_key_values": past_key_values,

@@ -46,8 +46,7 @@ class LayerState(NamedTuple):
 class WindowedLayerState(NamedTuple):
     """What a layer carries whose state is made to hold the last r tokens only (`Forgetting.window`).
 
-    Beside the parts of `LayerState`, `window` (B, 1 + r, F) has what those tokens wrote; see forgetting_scans.py. It
-    belongs to `recurrent`: neither can be exchanged alone.
+    `window` (B, 1 + r, F) has what those tokens wrote (forgetting_scans.py); it and `recurrent` belong together.
     """
 
     recurrent: Tensor
@@ -191,12 +190,7 @@ def check_state(
     dtype: torch.dtype,
     name: str = "initial_state",
 ) -> RecurrentState:
-    """Check that a state fits a model and a batch, and return it as a tuple of `LayerState`.
-
-    Raises:
-        ValueError: naming the layer, what was found and what is expected, for a wrong type, number of
-            layers, shape, dtype or device. Values are checked by `check_finite_state`.
-    """
+    """Check that a state fits a model and a batch, and return it as a tuple of `LayerState`."""
     if not isinstance(state, (tuple, list)) or not all(
         isinstance(layer, (tuple, list)) and 2 <= len(layer) <= 3 for layer in state
     ):
@@ -263,11 +257,7 @@ def save_state(path: str | os.PathLike[str], state: RecurrentState, metadata: Ma
 def read_state_file(
     path: str | os.PathLike[str], device: torch.device | str, kind: str, newest: int
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Header and tensors of a safetensors file of one kind, of a format version up to `newest`.
-
-    Raises:
-        ValueError: for a folder, a damaged file, one of another kind, or of a newer version.
-    """
+    """Header and tensors of a safetensors file of one kind, of a format version up to `newest`."""
     name = kind.replace("_", " ")
     if os.path.isdir(path):
         raise ValueError(f"{path} is a folder: give a file that holds a {name}.")
@@ -322,10 +312,4 @@ def load_state(
     if len(rows := {tensor.shape[:1] for tensor in tensors.values()}) > 1:
         raise ValueError(f"{path} has parts with different numbers of rows: {sorted(rows)}.")
     check_finite_state(state, os.fspath(path))
-    try:
-        metadata = json.loads(header.get("metadata", "{}"))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} has metadata that is not JSON: {header['metadata']!r:.80}.") from error
-    if not isinstance(metadata, dict):
-        raise ValueError(f"{path} must have a mapping as metadata, got {metadata!r:.80}.")
-    return state, metadata
+    return state, json.loads(header.get("metadata", "{}"))

@@ -29,8 +29,7 @@ INSTALL_HINT = 'pip install "hf_recurrent_lengthgen[kernels]"'
 def check_backend_setting(setting: str, kernel_available: bool) -> None:
     """Refuse an unknown `scan_backend`, and "kernel" where its packages are missing.
 
-    Raises:
-        ValueError: naming the setting, what is allowed and the packages to install.
+    Raises a `ValueError` naming the setting, what is allowed and the packages to install.
     """
     if setting not in SCAN_BACKEND_SETTINGS:
         raise ValueError(f"scan_backend must be one of {SCAN_BACKEND_SETTINGS}, got {setting!r}.")
@@ -76,17 +75,9 @@ def _log_choice(setting: str, device_type: str, backend: ScanBackend, limit: str
 def resolve_backend(setting: str, device_type: str, kernel_available: bool, limit: str = "") -> ScanBackend:
     """Turn the setting "auto", "torch" or "kernel" into the backend for a device type.
 
-    "auto" takes the kernel if it is installed, the tensors are on a GPU and no `limit` of the kernels
-    speaks against it. The choice never depends on the sequence length.
-
-    Args:
-        setting: The configuration's `scan_backend`.
-        device_type: Where the inputs are.
-        kernel_available: Whether the kernels are installed.
-        limit: What the kernels need and the model does not have, in words; empty if nothing.
-
-    Raises:
-        ValueError: for "kernel" on a device without GPU or beyond a limit of the kernels.
+    "auto" takes the kernel if it is installed, the tensors are on a GPU and the model has what the kernels need:
+    `limit` is what it lacks, in words. The choice never depends on the sequence length. Raises a `ValueError` for
+    "kernel" where it cannot run.
     """
     check_backend_setting(setting, kernel_available)
     if setting == "kernel" and device_type != "cuda":
@@ -151,13 +142,7 @@ def scan_in_pieces(
     rows: int,
     tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    """Call `scan(*over_time, state)` for groups of at most `rows` rows and `tokens` tokens, the state carried along.
-
-    Args:
-        scan: Returns outputs (B, T, ...) and the final state (B, ...).
-        over_time: Inputs (B, T, ...).
-        initial_state: (B, ...).
-    """
+    """Call `scan(*over_time, state)` for at most `rows` rows and `tokens` tokens at once, the state carried along."""
     batch, length = over_time[0].shape[:2]
     outputs, finals = [], []
     for row in range(0, batch, rows):

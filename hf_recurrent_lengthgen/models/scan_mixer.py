@@ -6,31 +6,42 @@ Shapes: B batch, T tokens.
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .forgetting import Forgetting
 from .forgetting_scans import scan_with_forgetting
 from .recurrent_state import LayerShape, LayerState
+from .scan_backends import ScanBackend, check_backend_setting, resolve_backend
 
 
 class ScanMixer(nn.Module):
     """Base of mixers with one recurrence.
 
-    A subclass sets `config` and `scan`, gives `state_shape`, and runs its recurrence by `advance`. What depends on
-    the recurrence alone (how it forgets, what it retains, its attention map) goes by the scan's name.
+    A subclass sets `scan`, gives `state_shape`, and runs its recurrence by `advance`. What depends on the recurrence
+    alone (how it forgets, what it retains, its attention map) goes by the scan's name.
+
+    Args:
+        config: The configuration of the model.
+        kernel_available: Whether the kernels of scan and short convolution are installed.
 
     Attributes:
-        config: The configuration of the model.
         scan: The function of a file `scan_*.py`, as a static method: it takes the inputs of the recurrence and the
             recurrent part of a state, and gives outputs and the recurrent part after the last token.
         grows: What makes its state larger (StateX, arXiv:2509.22630): "state_size", N of each head or channel, or
             "num_heads", fewer and larger heads; None where no one has said.
+        convolves: Whether the convolution part of the state is that of short convolutions, which have kernels.
     """
 
-    config: Any
     scan: Callable[..., Any]
     grows: ClassVar[str | None] = None
+    convolves: ClassVar[bool] = True
+
+    def __init__(self, config: Any, kernel_available: bool = False) -> None:
+        super().__init__()
+        check_backend_setting(config.scan_backend, kernel_available)
+        self.config, self.kernel_available = config, kernel_available
 
     @property
     def state_shape(self) -> LayerShape:
@@ -43,16 +54,36 @@ class ScanMixer(nn.Module):
         channels = self.state_shape.conv[0]
         return {"x": channels} if channels else {}
 
+    def kernel_limit(self, dtype: torch.dtype) -> str:
+        """What the kernels need and this layer does not have, in words; empty if they can run it."""
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return f"float32, float16 or bfloat16, got {dtype}"
+        channels, *history = self.state_shape.conv
+        if channels and self.convolves:
+            if not 1 <= history[0] <= 3:
+                return f"a convolution of 2, 3 or 4 taps, got {history[0] + 1}"
+            if channels % 8:
+                return f"convolved channels to be a multiple of 8, got {channels}"
+        return ""
+
+    def backend_for(self, x: Tensor) -> ScanBackend:
+        """The backend for inputs like x."""
+        for name, module in self.named_children():
+            if name.endswith("conv1d") and hasattr(module, "base_layer"):
+                raise ValueError(
+                    f"An adapter on {name} has no effect, since it knows nothing of the state: take {name} out of "
+                    "the adapter's targets, or train it whole (modules_to_save)."
+                )
+        limit = self.kernel_limit(x.dtype)
+        return resolve_backend(self.config.scan_backend, x.device.type, self.kernel_available, limit)
+
     def advance(
         self, *inputs: Tensor, state: LayerState, lengths: Tensor | None, **options: Any
     ) -> tuple[Tensor, LayerState]:
         """Outputs, and the state with the recurrent part after T tokens.
 
-        Args:
-            inputs: Of `scan`, before the state; nothing is written past the end of a row.
-            state: Before the first token.
-            lengths: Number of real tokens of each row, (B,), None for all.
-            options: Keywords of `scan`.
+        `inputs` are those of `scan` before the state, `options` its keywords. They write nothing past the `lengths`
+        (B,) of the rows, if these are given.
         """
         rule = Forgetting.of(self.config)
         if rule != Forgetting():

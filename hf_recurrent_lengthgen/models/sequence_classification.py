@@ -12,7 +12,7 @@ from .causal_lm import StatefulCausalLMOutput
 from .modeling_stateful import StatefulModelWithHead
 from .recurrent_cache import RecurrentCache
 from .recurrent_state import RecurrentState, state_dtype
-from .token_inputs import mask_of_new_tokens, starts_inside_rows, token_shape
+from .token_inputs import read_inputs
 
 
 @dataclass
@@ -59,13 +59,12 @@ class StatefulForSequenceClassification(StatefulModelWithHead):
         Raises:
             ValueError: for packed rows, and as in `StatefulBackbone.forward`.
         """
-        shape = token_shape(input_ids, inputs_embeds)
-        attention_mask = mask_of_new_tokens(attention_mask, past_key_values, shape)
-        if starts_inside_rows(position_ids, others, shape, attention_mask) is not None:
+        inputs = read_inputs(input_ids, inputs_embeds, attention_mask, past_key_values, position_ids, others)
+        if inputs.starts is not None:
             raise ValueError("A row is one text with one label here, but its positions begin several: unpack rows.")
         output = self._backbone(
             input_ids,
-            attention_mask=attention_mask,
+            attention_mask=inputs.real,
             initial_state=initial_state,
             output_final_state=output_final_state,
             inputs_embeds=inputs_embeds,
@@ -74,7 +73,6 @@ class StatefulForSequenceClassification(StatefulModelWithHead):
             output_hidden_states=output_hidden_states,
             return_dict=True,
             token_type_ids=token_type_ids,
-            **others,
         )
         # what stands at padding after the last real token repeats it
         logits = self.score(output.last_hidden_state[:, -1].to(self.score.weight.dtype))

@@ -3,24 +3,50 @@
 Shapes: B batch, T tokens, D hidden size.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .packed_rows import IMPLIED_KEYS, PACKING_KEYS, sequence_starts
+from .packed_rows import sequence_starts
 from .recurrent_cache import RecurrentCache
 
 
-def refuse_unsupported(others: dict[str, Any]) -> None:
-    """Raise a `ValueError` for arguments that no recurrent model has, unless they are None or False."""
-    known = (*PACKING_KEYS, *IMPLIED_KEYS)
-    given = sorted(name for name, x in others.items() if x is not None and x is not False and name not in known)
+class TokenInputs(NamedTuple):
+    """What a call of a model says of its tokens.
+
+    Attributes:
+        shape: (B, T).
+        real: (B, T) bool, true at real tokens; None if all are.
+        starts: (B, T) bool, where sequences begin inside rows; None if none does.
+    """
+
+    shape: tuple[int, int]
+    real: Tensor | None
+    starts: Tensor | None
+
+
+def read_inputs(
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    attention_mask: Tensor | None,
+    cache: RecurrentCache | None,
+    position_ids: Tensor | None,
+    others: dict[str, Any],
+) -> TokenInputs:
+    """Check what a model is given; arguments as in `StatefulBackbone.forward`."""
+    given = sorted(name for name, x in others.items() if x is not None and x is not False and name != "seq_idx")
     if given:
         raise ValueError(
             f"A recurrent model has no use for the arguments {given}: remove them. There are no attentions to return."
         )
+    check_cache(cache)
+    shape = token_shape(input_ids, inputs_embeds)
+    real = real_tokens(mask_of_new_tokens(attention_mask, cache, shape))
+    packing = {"position_ids": position_ids, "seq_idx": others.get("seq_idx")}
+    return TokenInputs(shape, real, starts_inside_rows(packing, shape, real))
 
 
 def check_cache(cache: Any) -> None:
@@ -40,12 +66,7 @@ def check_token_types(token_type_ids: Tensor | None, real: Tensor | None) -> Non
 
 
 def check_token_ids(ids: Tensor, vocabulary: int, name: str = "input_ids", ignored: int | None = None) -> None:
-    """Check ids (B, T) that an embedding or a loss would index with, which fails without a place, or not at all.
-
-    Raises:
-        ValueError: for ids that are not integers, and naming the first that is neither `ignored` nor in
-            [0, vocabulary), with its row and position.
-    """
+    """Check ids (B, T) that an embedding or a loss would index with, which fails without a place, or not at all."""
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"{name} must be integers, got {ids.dtype} of shape {tuple(ids.shape)}.")
     if not ids.numel():
@@ -67,11 +88,7 @@ def check_token_ids(ids: Tensor, vocabulary: int, name: str = "input_ids", ignor
 
 
 def token_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
-    """(B, T).
-
-    Raises:
-        ValueError: if not exactly one of both is given, or it has no tokens.
-    """
+    """(B, T). Raises a `ValueError` if not exactly one of both is given, or it has no tokens."""
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("Give exactly one of input_ids and inputs_embeds.")
     batch_size, length = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]  # type: ignore[union-attr]
@@ -83,11 +100,7 @@ def token_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple
 def mask_of_new_tokens(
     attention_mask: Tensor | None, cache: RecurrentCache | None, shape: tuple[int, int]
 ) -> Tensor | None:
-    """The last T columns of a mask (B, T), or (B, tokens_seen + T) with those of what the cache has read.
-
-    Raises:
-        ValueError: for another shape.
-    """
+    """The last T columns of a mask (B, T), or (B, tokens_seen + T) with those of what the cache has read."""
     if attention_mask is None or attention_mask.shape == shape:
         return attention_mask
     seen = 0 if cache is None else cache.tokens_seen
@@ -100,44 +113,32 @@ def mask_of_new_tokens(
 
 
 def real_tokens(attention_mask: Tensor | None) -> Tensor | None:
-    """(B, T), true at real tokens; None if all are.
-
-    Raises:
-        ValueError: for a mask of other values than 0 and 1.
-    """
+    """(B, T), true at real tokens; None if all are. Raises a `ValueError` for a mask of other values than 0 and 1."""
     if attention_mask is None:
         return None
     real = attention_mask.bool()
     if not torch.compiler.is_compiling():
-        if not bool((attention_mask == real).all()):
+        if attention_mask.dtype != torch.bool and not bool((attention_mask == real).all()):
             raise ValueError("attention_mask must hold 1 at real tokens and 0 at padding only.")
         if bool(real.all()):
             return None
     return real
 
 
-def starts_inside_rows(
-    position_ids: Tensor | None, others: dict[str, Any], shape: tuple[int, int], attention_mask: Tensor | None
-) -> Tensor | None:
+def starts_inside_rows(packing: Mapping[str, Any], shape: tuple[int, int], real: Tensor | None) -> Tensor | None:
     """See `sequence_starts`; without any of what it reads, nothing is done, so that compilation goes on."""
-    given = {name: x for name, x in ({"position_ids": position_ids} | others).items() if x is not None}
-    return sequence_starts(given, shape, real_tokens(attention_mask)) if given else None
+    given = {name: x for name, x in packing.items() if x is not None}
+    return sequence_starts(given, shape, real) if given else None
 
 
 def scored_labels(
     labels: Tensor, attention_mask: Tensor | None, starts: Tensor | None, shifted: bool = False
 ) -> Tensor:
-    """Labels with -100 where a language model has nothing to predict them from.
+    """Labels (B, T) with -100 where a language model has nothing to predict them from.
 
-    That is the first real token of a row behind padding, and the first token of a sequence inside a packed row.
-    The label of the first column, which a shift leaves out, stays as it is.
-
-    Args:
-        labels: (B, T).
-        attention_mask: (B, T), 1 or true at real tokens.
-        starts: (B, T) bool, see `starts_inside_rows`.
-        shifted: Whether the target of output t stands at t, as in `shift_labels`, whose borders are the caller's: only
-            outputs before the first real token are not scored.
+    That is the first real token of a row behind padding, and the first token of a sequence inside a packed row. The
+    label of the first column, which a shift leaves out, stays as it is. If `shifted`, the target of output t stands at
+    t, as in `shift_labels`, whose borders are the caller's: only outputs before the first real token are not scored.
     """
     if attention_mask is not None:
         unread = attention_mask.long().cumsum(1) == 0

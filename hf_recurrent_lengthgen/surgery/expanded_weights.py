@@ -62,15 +62,9 @@ def widened_mamba(old: Weights, new: Weights, inherit: bool, normed: bool) -> We
     """Mamba-1 with more rows of B and C, which follow those of the steps in `x_proj`, and more decays in `A_log`.
 
     Without `inherit`, A_log, the bias of the steps and the rows of B and C are new. With it, the new decays go on with
-    the initialization log n, n > N, and the rows are as in `widened_mamba2`.
-
-    Args:
-        old: Weights of the mixer.
-        new: Weights of a new mixer.
-        inherit: Whether to keep what was trained.
-        normed: FalconMamba, which divides B and C by their root mean square over N. With N' - N values near zero in
-            them that grows by s = sqrt(N'/N), so their rows are multiplied by s and take part s times as much each;
-            D is multiplied and out_proj divided by s^2.
+    the initialization log n, n > N, and the rows are as in `widened_mamba2`. FalconMamba (`normed`) divides B and C by
+    their root mean square over N. With N' - N values near zero in them that grows by s = sqrt(N'/N), so their rows are
+    multiplied by s and take part s times as much each; D is multiplied and out_proj divided by s^2.
     """
     rank, size, new_size = old["dt_proj.weight"].shape[1], old["A_log"].shape[1], new["A_log"].shape[1]
     dt, b, c = old["x_proj.weight"].split([rank, size, size])
@@ -146,11 +140,7 @@ EXPANSIONS = {
 
 
 def expansion_of(mixer: Any) -> Expansion:
-    """How a mixer is expanded.
-
-    Raises:
-        ValueError: for one whose N grows and whose parameters are of no kind known here.
-    """
+    """How a mixer is expanded."""
     kind = "heads" if getattr(mixer, "grows", None) == "num_heads" else str(kind_of(mixer))
     if kind not in EXPANSIONS:
         raise ValueError(

@@ -23,13 +23,7 @@ PER_LAYER = {"state_size": "layer_state_sizes", "num_heads": "layer_num_heads"}
 
 
 class Growth(NamedTuple):
-    """How the states of a model grow.
-
-    Attributes:
-        size: "state_size" if N grows, "num_heads" if heads are merged.
-        field: Field of the config.
-        per_layer: Whether that has a size for each layer; else it holds for all.
-    """
+    """How the states of a model grow: by "state_size" or merged "num_heads", of all layers or each, in a field."""
 
     size: str
     field: str
@@ -167,8 +161,6 @@ def size_of(model: PreTrainedModel, growth: Growth, layer: int) -> int:
 def _new_size(size: str, layer: int, old: int, factor: float | None, given: int | None) -> int:
     if factor is not None and not 0 < factor < math.inf:
         raise ValueError(f"factor must be a finite number above 1, got {factor:g}.")
-    if given is not None and not math.isfinite(given):
-        raise ValueError(f"{size} must be an integer, got {given:g}.")
     if size == "state_size":
         new = old * (DEFAULT_FACTOR if factor is None else factor) if given is None else given
         if new <= old or new != int(new):

@@ -102,11 +102,7 @@ def expand_state(
 
 
 def _expanded_weights(model: PreTrainedModel, new: Any, layers: Iterable[int], inherit: bool) -> Weights:
-    """The weights of the new model from those of the given one.
-
-    Raises:
-        ValueError: for a model with more or fewer tensors than its class has.
-    """
+    """The weights of the new model from those of the given one."""
     old_weights, expected = model.state_dict(), new.state_dict()
     if set(old_weights) != set(expected):
         strange = sorted(set(old_weights) ^ set(expected))
@@ -174,9 +170,6 @@ def expanded_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """The parameters that hold new values in an expanded model: whole tensors, so also the old rows beside new ones.
 
     Where heads are merged, these are all of the recurrent block. Adapters on them count, too.
-
-    Args:
-        model: Made by `expand_state`, or loaded from its checkpoint.
     """
     mixers = expandable_mixers(model)
     found: dict[str, nn.Parameter] = {}

@@ -13,23 +13,9 @@ from torch import Tensor, nn
 
 # Fields that change what a layer computes but not the shapes of its parameters.
 SAME_FIELDS = (
-    "clamp_min",
-    "feature_map",
-    "gate_logit_normalizer",
-    "group_norm_eps",
-    "head_dim",
-    "head_size",
-    "head_size_divisor",
-    "hidden_act",
-    "layer_norm_epsilon",
-    "mixer_rms_eps",
-    "n_groups",
-    "norm_eps",
-    "norm_feature_map",
-    "norm_k",
-    "norm_q",
-    "num_heads",
-    "time_step_limit",
+    *("clamp_min", "feature_map", "gate_logit_normalizer", "group_norm_eps", "head_dim", "head_size"),
+    *("head_size_divisor", "hidden_act", "layer_norm_epsilon", "mixer_rms_eps", "n_groups", "norm_eps"),
+    *("norm_feature_map", "norm_k", "norm_q", "num_heads", "time_step_limit"),
 )
 # RWKV's norm of the embeddings, which is in the first block
 EMBEDDING_NORMS = ("pre_norm.", "pre_ln.")
@@ -56,12 +42,12 @@ def initialize_from_teacher_layer(
             which layers differ, by its name. The student is unchanged then.
     """
     students, teachers = _blocks(student), _blocks(teacher)
-    _check_layer(teacher, teachers, layer)
     chosen = list(range(len(students)) if layers is None else layers)
     if not chosen:
         raise ValueError(f"layers must be some of 0 to {len(students) - 1}, got none; None takes all.")
-    for index in chosen:
-        _check_layer(student, students, index)
+    for model, blocks, index in [(teacher, teachers, layer), *((student, students, index) for index in chosen)]:
+        if index not in range(len(blocks)):
+            raise ValueError(f"{type(model).__name__} has the layers 0 to {len(blocks) - 1}, got {index}.")
     _check_settings(student, teacher)
     source = _weights(teachers[layer])
     targets = [_weights(students[index]) for index in chosen]
@@ -84,11 +70,6 @@ def _blocks(model: nn.Module) -> Any:
     if not isinstance(blocks, nn.ModuleList) or not len(blocks):
         raise ValueError(f"{type(model).__name__} has no list of blocks named layers in its backbone.")
     return blocks
-
-
-def _check_layer(model: nn.Module, blocks: Any, layer: int) -> None:
-    if layer not in range(len(blocks)):
-        raise ValueError(f"{type(model).__name__} has the layers 0 to {len(blocks) - 1}, got {layer}.")
 
 
 def _check_settings(student: Any, teacher: Any) -> None:

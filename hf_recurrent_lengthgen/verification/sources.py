@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from hf_recurrent_lengthgen.conversion.convert import has_own_tokenizer, our_entries, read_settings
 from hf_recurrent_lengthgen.conversion.exported_configs import NOT_ARCHITECTURE
-from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, Format, Settings, config_errors
+from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, Format, Settings, config_errors, plain
 from hf_recurrent_lengthgen.conversion.registry import detect
 from hf_recurrent_lengthgen.conversion.sources import Source, locate
 from hf_recurrent_lengthgen.conversion.tensor_files import TensorFiles, same_bits
@@ -118,11 +118,6 @@ def different_fields(source: Any, checkpoint: Any) -> list[str]:
         ignored |= {"time_step_rank"}  # Mamba-2 has none
     one, other = ({name: plain(value) for name, value in config.to_dict().items()} for config in (source, checkpoint))
     return sorted(name for name in (one.keys() | other.keys()) - ignored if one.get(name) != other.get(name))
-
-
-def plain(value: Any) -> Any:
-    """Lists for tuples, as a file has them."""
-    return list(value) if isinstance(value, tuple) else value
 
 
 def locate_source(source: str, revision: str | None, folder: Path) -> Source:

@@ -287,8 +287,8 @@ def test_all_wrong_tensors_are_listed(tmp_path: Path) -> None:
     [
         (lambda w: w.pop("blocks.0.att.time_faaaa"), "lack blocks.0.att.time_faaaa"),
         (lambda w: w.update({"emb.weight": torch.zeros(3)}), r"emb.weight has the shape \[3\]"),
-        (lambda w: [w.pop(name) for name in list(w) if name.startswith("blocks.1.")], "lack the layers 1"),
-        (lambda w: w.update({"blocks.999999.att.time_maa_x": torch.zeros(1)}), "lack the layers 3"),
+        (lambda w: [w.pop(name) for name in list(w) if name.startswith("blocks.1.")], r"missing: blocks\.1\."),
+        (lambda w: w.update({"blocks.999999.att.time_maa_x": torch.zeros(1)}), "must be at most 65536"),
         (lambda w: w.update({"_version": "0.7"}), "'_version' is a str"),
     ],
     ids=["size", "rank", "layer", "number", "text"],
@@ -338,8 +338,8 @@ def test_files_with_another_ending_are_refused(tmp_path: Path) -> None:
     ("changes", "told"),
     [
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon 1e-06"),
-        ({"head_size": 24}, "no multiple of head_size 24"),
-        ({"num_attention_heads": 5}, "num_attention_heads 5"),
+        ({"head_size": 24}, r"must be a multiple of head_size \(24\)"),
+        ({"num_attention_heads": 5}, r"num_attention_heads \(5\)"),
         (
             {"hidden_size": 32, "attention_hidden_size": 32},
             r"rwkv.embeddings.weight.*\[40, 64\] instead of \[40, 32\]",

@@ -14,8 +14,8 @@ from hf_recurrent_lengthgen.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
 from hf_recurrent_lengthgen.models import FAMILIES
 
-TRANSPOSED = Transform("transposed", lambda tensor: tensor.T, lambda tensor: tensor.T)
-STACKED = Transform("stacked", lambda *parts: torch.stack(parts), lambda whole: whole.unbind())
+TRANSPOSED = Transform(lambda tensor: tensor.T, lambda tensor: tensor.T)
+STACKED = Transform(lambda *parts: torch.stack(parts), lambda whole: whole.unbind())
 MAP = [
     Rename("emb.weight", "embeddings.weight"),
     Rename("blocks.{layer}.w", "layers.{layer}.weight", TRANSPOSED),
@@ -41,17 +41,14 @@ SHAPES: dict[str, tuple[int, ...]] = {
 class InMemory:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
-
-    @property
-    def metas(self) -> dict[str, Meta]:
-        return {name: Meta(tuple(value.shape), value.dtype) for name, value in self.tensors.items()}
+        self.metas = {name: Meta(tuple(value.shape), value.dtype) for name, value in tensors.items()}
 
     def tensor(self, name: str) -> Tensor:
         return self.tensors[name]
 
 
 def test_layers_are_numbered_in_order() -> None:
-    assert [rename.ours for rename in expand(MAP, 2)] == list(SHAPES)
+    assert [name for rename in expand(MAP, 2) for name in rename.our_names] == list(SHAPES)
 
 
 def test_values_go_there_and_back() -> None:

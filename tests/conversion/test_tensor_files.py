@@ -37,7 +37,7 @@ def assert_holds(source: Path, tensors: dict[str, torch.Tensor] = TENSORS) -> No
     files = TensorFiles(source)
     assert set(files.keys()) == tensors.keys()
     for name, value in tensors.items():
-        assert (files.shape(name), files.dtype(name)) == (tuple(value.shape), value.dtype)
+        assert files.metas[name] == (tuple(value.shape), value.dtype)
         assert same_bits(files.tensor(name), value), name
 
 

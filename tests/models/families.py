@@ -78,7 +78,7 @@ MAMBA2 = Family(
     },
     loop=mamba2_loop,
     linear_modules={"in_proj", "out_proj"},
-    kernel=("layers_mamba2", "KERNEL_AVAILABLE"),
+    kernel=("modeling_stateful_mamba2", "KERNEL_AVAILABLE"),
     conv_module="conv1d",
 )
 

@@ -180,7 +180,7 @@ GLA = Family(
     },
     loop=gla_loop,
     linear_modules={"q_proj", "k_proj", "v_proj", "gk_proj.0", "gk_proj.1", "g_proj", "o_proj"} | MLP,
-    kernel=("layers_gla", "chunk_gla"),
+    kernel=("modeling_stateful_gla", "chunk_gla"),
     autocast_error=0.2,  # its gates and squared channels multiply bfloat16's errors
 )
 HGRN2 = Family(
@@ -196,7 +196,7 @@ HGRN2 = Family(
     },
     loop=hgrn2_loop,
     linear_modules={"q_proj", "f_proj", "i_proj", "o_proj"} | MLP,
-    kernel=("layers_hgrn2", "chunk_gla"),
+    kernel=("modeling_stateful_hgrn2", "chunk_gla"),
 )
 LINEAR_ATTENTION = Family(
     name="linear_attention",
@@ -215,6 +215,6 @@ LINEAR_ATTENTION = Family(
     linear_modules={"q_proj", "k_proj", "v_proj", "o_proj"}
     | {f"feature_map_{side}.layer{index}" for side in "qk" for index in (1, 2)}
     | MLP,
-    kernel=("layers_linear_attention", "chunk_gla"),
+    kernel=("modeling_stateful_linear_attention", "chunk_gla"),
     autocast_error=0.2,
 )

@@ -67,7 +67,7 @@ MAMBA = Family(
     },
     loop=mamba_loop,
     linear_modules={"in_proj", "x_proj", "dt_proj", "out_proj"},
-    kernel=("layers_mamba", "KERNEL_AVAILABLE"),
+    kernel=("modeling_stateful_mamba", "KERNEL_AVAILABLE"),
     conv_module="conv1d",
 )
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from hf_recurrent_lengthgen.models import causal_conv as conv_module
 from hf_recurrent_lengthgen.models import scan_ssd as scan_module
 from hf_recurrent_lengthgen.models.causal_conv import causal_conv
-from hf_recurrent_lengthgen.models.layers_mamba2 import mamba2_kernel_limit
+from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba2Mixer
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd, scan_ssd_reference
 
@@ -126,8 +126,8 @@ def test_the_scan_kernel_gets_chunks_of_a_power_of_two(
 @pytest.mark.parametrize(
     ("changes", "dtype", "message"),
     [
-        ({"conv_kernel": 5}, torch.float32, "a conv_kernel of 2, 3 or 4, got 5"),
-        ({"conv_kernel": 1}, torch.float32, "a conv_kernel of 2, 3 or 4, got 1"),
+        ({"conv_kernel": 5}, torch.float32, "a convolution of 2, 3 or 4 taps, got 5"),
+        ({"conv_kernel": 1}, torch.float32, "a convolution of 2, 3 or 4 taps, got 1"),
         ({"state_size": 5}, torch.float32, "to be a multiple of 8, got 52"),
         ({"layer_state_sizes": [8, 5]}, torch.float32, "to be a multiple of 8, got 52"),
         ({}, torch.float64, "float32, float16 or bfloat16, got torch.float64"),
@@ -136,7 +136,7 @@ def test_the_scan_kernel_gets_chunks_of_a_power_of_two(
 def test_auto_takes_torch_and_kernel_refuses_what_the_kernels_cannot_run(
     changes: dict[str, int], dtype: torch.dtype, message: str
 ) -> None:
-    limit = mamba2_kernel_limit(mamba2_config(**({"state_size": 8} | changes)), 1, dtype)
+    limit = StatefulMamba2Mixer(mamba2_config(**({"state_size": 8} | changes)), 1).kernel_limit(dtype)
     assert message in limit
     assert resolve_backend("auto", "cuda", True, limit) == "torch"
     assert resolve_backend("torch", "cuda", True, limit) == "torch"
@@ -146,7 +146,7 @@ def test_auto_takes_torch_and_kernel_refuses_what_the_kernels_cannot_run(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_configuration_within_the_limits_takes_the_kernels(dtype: torch.dtype) -> None:
-    limit = mamba2_kernel_limit(mamba2_config(state_size=8), 0, dtype)
+    limit = StatefulMamba2Mixer(mamba2_config(state_size=8), 0).kernel_limit(dtype)
     assert limit == ""
     assert resolve_backend("auto", "cuda", True, limit) == resolve_backend("kernel", "cuda", True, limit) == "kernel"
     assert resolve_backend("auto", "cpu", True, limit) == resolve_backend("auto", "cuda", False, limit) == "torch"

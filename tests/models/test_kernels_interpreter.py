@@ -7,7 +7,6 @@ The interpreter is chosen when triton is imported, and fla replaces classes that
 runs in a process of its own: this file as a script.
 """
 
-import importlib
 import importlib.util
 import os
 import subprocess
@@ -170,23 +169,21 @@ def compare_rwkv6() -> None:
     compare_gated(scan_gla, module.scan_rwkv6, module.scan_rwkv6_reference, "rkw", u=(FLA_H, FLA_N))
 
 
-def compare_model(family: str, choice: str, **fields: Any) -> None:
+def compare_model(family: str, **fields: Any) -> None:
     """The layer with the scan kernel: outputs, final states, gradients, and a split with the state carried.
 
     Args:
-        family: As in the names of the model's classes and, in lower case, of its layers.
-        choice: What chooses the backend in its layers.
+        family: As in the names of the model's classes.
         fields: Of the configuration.
     """
+    from hf_recurrent_lengthgen import models
     from hf_recurrent_lengthgen.models import causal_conv as convolution
+    from hf_recurrent_lengthgen.models import scan_mixer
 
     def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor, activation: str) -> Tensor:
         return convolution.causal_conv(x.mT, weight, bias, initial_states, activation=activation == "silu")[0].mT
 
-    models = "hf_recurrent_lengthgen.models"
-    layers: Any = importlib.import_module(f"{models}.layers_{family.lower()}")
-    modeling = importlib.import_module(f"{models}.modeling_stateful_{family.lower()}")
-    causal_lm = getattr(modeling, f"Stateful{family}ForCausalLM")
+    causal_lm = getattr(models, f"Stateful{family}ForCausalLM")
     torch.manual_seed(0)
     model = causal_lm(causal_lm.config_class(vocab_size=11, num_hidden_layers=2, **fields))
     with torch.no_grad():
@@ -206,7 +203,7 @@ def compare_model(family: str, choice: str, **fields: Any) -> None:
         return [first.logits, second.logits, *final, *torch.autograd.grad(loss, list(model.parameters()))]
 
     truth = run()
-    setattr(layers, choice, lambda *arguments: "kernel")
+    scan_mixer.resolve_backend = lambda *arguments: "kernel"
     convolution.causal_conv1d_fn = convolve
     kernel = run()
     errors = [float(((k - t).abs().max() / t.abs().max()).detach()) for k, t in zip(kernel, truth, strict=True)]
@@ -216,17 +213,17 @@ def compare_model(family: str, choice: str, **fields: Any) -> None:
 
 def compare_mamba2_model() -> None:
     fields = {"hidden_size": 16, "num_heads": H, "head_dim": P, "state_size": N, "n_groups": G, "chunk_size": 16}
-    compare_model("Mamba2", "resolve_backend", **fields, residual_in_fp32=False)
+    compare_model("Mamba2", **fields, residual_in_fp32=False)
 
 
 def compare_gla_model() -> None:
     fields = {"hidden_size": 24, "num_heads": 2, "expand_v": 2.0, "intermediate_size": 8, "use_short_conv": True}
-    compare_model("GLA", "choose_backend", **fields)
+    compare_model("GLA", **fields)
 
 
 def compare_rwkv6_model() -> None:
     fields = {"hidden_size": 24, "num_heads": 2, "proj_low_rank_dim": 4, "gate_low_rank_dim": 4}
-    compare_model("RWKV6", "choose_backend", **fields, intermediate_size=8)
+    compare_model("RWKV6", **fields, intermediate_size=8)
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def test_hidden_states_stand_at_their_tokens(family: Family) -> None:
 
 
 @every_family
-@pytest.mark.parametrize("keys", ["position_ids", "seq_idx", "cu_seq_lens", "all"])
+@pytest.mark.parametrize("keys", ["position_ids", "seq_idx", "all"])
 def test_the_flattening_collator_gives_the_loss_of_its_texts(family: Family, keys: str) -> None:
     """The mean over the targets inside the texts; none is across a border, whatever stands in the labels there."""
     model, lengths = build(family, torch.float64), [4, 1, 9, 2]
@@ -142,7 +142,6 @@ def test_the_flattening_collator_gives_the_loss_of_its_texts(family: Family, key
     collator = DataCollatorWithFlattening(
         return_position_ids=keys in ("position_ids", "all"),
         return_seq_idx=keys in ("seq_idx", "all"),
-        return_flash_attn_kwargs=keys in ("cu_seq_lens", "all"),
     )
     batch = collator([{"input_ids": text} for text in texts])
     scored = [cross_entropy(model(x[None]).logits[0, :-1], x[1:], reduction="sum") for x in texts if len(x) > 1]
@@ -180,7 +179,6 @@ def test_positions_that_say_nothing_change_nothing(family: Family) -> None:
     for given in (
         {"position_ids": counted},
         {"position_ids": counted.expand(2, 6) + 7},
-        {"cache_position": torch.arange(6)},
         {"token_type_ids": torch.zeros_like(tokens), "seq_idx": torch.ones_like(tokens), "position_ids": counted},
     ):
         assert torch.equal(model(tokens, **given).logits, plain)
@@ -204,7 +202,6 @@ def test_positions_go_on_from_a_cache(family: Family) -> None:
         tokens[:, 4:],
         past_key_values=first.past_key_values,
         position_ids=torch.tensor([[4, 5]]),
-        cache_position=torch.tensor([4, 5]),
     )
     torch.testing.assert_close(second.logits, expected)
 
@@ -220,13 +217,12 @@ def test_positions_go_on_from_a_cache(family: Family) -> None:
             {"position_ids": [[0.0, 1.0, 2.0, 3.0, 4.0]]},
             "position_ids must be a tensor of integers, got torch.float32",
         ),
-        ({"cache_position": [0, 1, 0, 1, 2]}, "cache_position must count up by one"),
         ({"seq_idx": [[0, 0, 1, 0, 0]]}, "seq_idx goes down"),
         (
             {"seq_idx": [[0, 0, 0, 1, 1]], "position_ids": [[0, 1, 0, 1, 2]]},
             "position_ids and seq_idx begin sequences",
         ),
-        ({"cu_seq_lens_q": [0, 2, 5]}, "of a single row, got [0, 2, 5] for 2 rows"),
+        ({"cu_seq_lens_q": [0, 2, 5]}, "no use for the arguments ['cu_seq_lens_q']"),
         ({"token_type_ids": [[0, 0, 1, 1, 1]] * 2}, "token_type_ids must be 0 at all tokens"),
         ({"sequence_ids": [[0, 0, 0, 1, 1]]}, "no use for the arguments ['sequence_ids']"),
     ],
@@ -237,12 +233,6 @@ def test_positions_that_no_recurrent_model_has_are_refused(given: dict[str, Any]
     for run in (model, model.base_model):
         with pytest.raises(ValueError, match=re.escape(message)):
             run(tokens, **given)
-
-
-@pytest.mark.parametrize("bounds", [[1, 5], [0, 2, 4], [0, 3, 2, 5], [], [[0, 5]]], ids=str)
-def test_bounds_that_do_not_cover_the_row_are_refused(bounds: list) -> None:
-    with pytest.raises(ValueError, match="cu_seq_lens_k must rise from 0 to the 5 tokens of a single row"):
-        build(FAMILIES[0])(random_tokens(1, 5), cu_seq_lens_k=torch.tensor(bounds, dtype=torch.int32))
 
 
 def test_sequences_by_hand() -> None:
@@ -268,7 +258,8 @@ def test_padding_stays_below_the_number_of_tokens() -> None:
     """However unequal sequences are: one of 1000 tokens and a thousand of one to three."""
     lengths = [1, 2, 3] * 333 + [1000]
     bounds = torch.tensor([0, *lengths]).cumsum(0)
-    starts = sequence_starts({"cu_seq_lens_q": bounds}, (1, int(bounds[-1])), None)
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+    starts = sequence_starts({"seq_idx": numbers}, (1, int(bounds[-1])), None)
     assert starts is not None
     packing = Packing.from_starts(starts, torch.ones_like(starts))
     assert sum(order.numel() for order in packing.orders) < 2 * bounds[-1]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from hf_recurrent_lengthgen.models import scan_selective as scan_module
-from hf_recurrent_lengthgen.models.layers_mamba import mamba_kernel_limit
+from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StatefulMambaMixer
 from hf_recurrent_lengthgen.models.scan_selective import scan_selective, scan_selective_reference
 
 from .family_mamba import mamba_config
@@ -252,8 +252,8 @@ def test_the_kernel_counts_as_installed_only_with_its_cuda_extension(
     [
         ({}, torch.float32, ""),
         ({}, torch.bfloat16, ""),
-        ({"conv_kernel": 5}, torch.float32, "a conv_kernel of 2, 3 or 4, got 5"),
-        ({"hidden_size": 10}, torch.float32, "intermediate_size to be a multiple of 8, got 20"),
+        ({"conv_kernel": 5}, torch.float32, "a convolution of 2, 3 or 4 taps, got 5"),
+        ({"hidden_size": 10}, torch.float32, "convolved channels to be a multiple of 8, got 20"),
         ({"state_size": 300}, torch.float32, "a state_size of at most 256, got 300"),
         ({"layer_state_sizes": [5, 300]}, torch.float32, "a state_size of at most 256, got 300"),
         ({"layer_state_sizes": [300, 5]}, torch.float32, ""),
@@ -261,7 +261,7 @@ def test_the_kernel_counts_as_installed_only_with_its_cuda_extension(
     ],
 )
 def test_what_the_kernels_cannot_run_is_named(changes: dict[str, int], dtype: torch.dtype, message: str) -> None:
-    assert mamba_kernel_limit(mamba_config(**changes), 1, dtype) == message
+    assert StatefulMambaMixer(mamba_config(**changes), 1).kernel_limit(dtype) == message
 
 
 @pytest.mark.gpu

@@ -1,9 +1,8 @@
-"""Attention in the place of a Mamba mixer: the reference models of arXiv:2410.11135 (Figures 2, 4 and 5).
+"""What the Mamba families share: their block, their initialization, and attention in the place of a mixer.
 
-One head, no positions. Linear attention is unkernelized, y_t = sum_{j <= t} (q_t . k_j) v_j / sqrt(N): what Eq. 12
-says of a Mamba layer that forgets nothing, with projections to values and outputs. It keeps the state contract.
-Softmax attention has no state of fixed size: its state parts are empty, and `StatefulBackbone` refuses to start from
-a state.
+The last is that of the reference models of arXiv:2410.11135 (Figures 2, 4 and 5): one head, no positions. Linear
+attention is unkernelized, y_t = sum_{j <= t} (q_t . k_j) v_j / sqrt(N): what Eq. 12 says of a Mamba layer that forgets
+nothing, with projections to values and outputs. Softmax attention has no state of fixed size: its parts are empty.
 
 Shapes: B batch, T tokens, D hidden size, N head dim.
 """
@@ -17,14 +16,55 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import initialization as init
 
-from .layers_block import MixerBlock
 from .modeling_stateful import StatefulBackbone
 from .norms import RMSNorm
+from .packed_rows import over_groups
 from .padding import zero_past_end
-from .recurrent_state import LayerShape, LayerState
-from .scan_backends import resolve_backend
+from .recurrent_state import LayerShape, LayerState, state_dtype
 from .scan_gla import chunk_gla, scan_gla
-from .scan_mixer import ScanMixer
+from .scan_mixer import MixerLayer, ScanMixer
+
+
+class MixerBlock(MixerLayer):
+    """`x + mixer(norm(x))` on the parameter names of Transformers."""
+
+    def __init__(self, config: Any, mixer: ScanMixer) -> None:
+        super().__init__()
+        self.residual_in_fp32 = config.residual_in_fp32
+        self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.mixer = mixer
+
+    @over_groups
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """See `StatefulBackbone`."""
+        normed = self.norm(hidden_states.to(self.norm.weight.dtype))
+        residual = hidden_states.to(state_dtype(hidden_states.dtype)) if self.residual_in_fp32 else hidden_states
+        output, state = self.mixer(normed, state, lengths)
+        return residual + output, state
+
+
+@torch.no_grad()
+def init_mamba_mixer(mixer: Any, config: Any, steps: nn.Parameter) -> None:
+    """What Transformers does alike in Mamba-1 and Mamba-2: D = 1, log-uniform steps, Kaiming weights.
+
+    Args:
+        mixer: With D, conv1d and out_proj.
+        config: Its configuration.
+        steps: The bias inside the softplus of the step sizes.
+    """
+    init.ones_(mixer.D)
+    low, high = math.log(config.time_step_min), math.log(config.time_step_max)
+    dt = torch.rand(len(steps), device=steps.device, dtype=torch.float32) * (high - low) + low
+    dt = dt.exp().clamp(min=config.time_step_floor)
+    init.copy_(steps, dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
+    init.kaiming_uniform_(mixer.conv1d.weight, a=math.sqrt(5))
+    if mixer.conv1d.bias is not None:
+        init.zeros_(mixer.conv1d.bias)
+    init.kaiming_uniform_(mixer.out_proj.weight, a=math.sqrt(5))
+    if config.rescale_prenorm_residual and not getattr(mixer.out_proj.weight, "_is_hf_initialized", False):
+        mixer.out_proj.weight /= math.sqrt(config.num_hidden_layers)
 
 
 class AttentionProjection(nn.Linear):
@@ -49,8 +89,7 @@ class _AttentionMixer(ScanMixer):
     """Projections q, k, v and o, named as in Transformers' attention layers."""
 
     def __init__(self, config: Any, head_dim: int, value_dim: int) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config, chunk_gla is not None)
         self.head_dim, self.value_dim = head_dim, value_dim
         D, scale = config.hidden_size, config.num_hidden_layers**-0.5 if config.rescale_prenorm_residual else 1.0
         self.q_proj = AttentionProjection(D, head_dim)
@@ -91,9 +130,7 @@ class LinearAttentionMixer(_AttentionMixer):
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
-        dtype = hidden_states.dtype
-        limit = "" if dtype in (torch.float32, torch.float16, torch.bfloat16) else f"at most 32 bits, got {dtype}"
-        backend = resolve_backend(self.config.scan_backend, hidden_states.device.type, chunk_gla is not None, limit)
+        backend = self.backend_for(hidden_states)
         q, k, v = (projection(hidden_states)[:, :, None] for projection in (self.q_proj, self.k_proj, self.v_proj))
         k = zero_past_end(k, lengths)
         no_decay = torch.zeros_like(k, dtype=state.recurrent.dtype)
