@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from hf_recurrent_lengthgen.cards import write_card
+from hf_recurrent_lengthgen.cards import CardSettings, write_card
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 
 DESCRIPTION = """\
@@ -52,12 +52,10 @@ def run(arguments: Sequence[str]) -> int:
     card = write_card(
         options.checkpoint,
         options.results,
-        options.repo,
-        license=options.license,
-        language=options.language,
-        datasets=options.datasets,
-        authors=options.authors,
-        overwrite=options.overwrite,
+        CardSettings(
+            options.repo, options.license, tuple(options.language), tuple(options.datasets), tuple(options.authors)
+        ),
+        options.overwrite,
     )
     print(f"Written: {card.path}")
     if card.kept is not None:
