@@ -21,7 +21,6 @@ NAME = "demo-state-passing"
 OTHER_PATTERNS = {
     "adapters.py": "names of layers",
     "cli/convert.py": "names of weights",
-    "hub/push.py": "names of branches",
     "trainers/base.py": "names of parameters",
     "trainers/metric_callbacks.py": "names of metrics",
 }

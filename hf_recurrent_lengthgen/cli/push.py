@@ -36,11 +36,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--revision", metavar="BRANCH", help="branch, made of main if it is not there (default: main)")
     parser.add_argument("--message", metavar="TEXT", help="title of the commit")
     parser.add_argument(
-        "--collection",
-        metavar="TITLE_OR_SLUG",
-        help="add the model to this collection; one of that title is made if there is none",
-    )
-    parser.add_argument(
         "--include", nargs="+", default=[], metavar="PATTERN", help="further files to push, such as 'notes/*.md'"
     )
     parser.add_argument(
@@ -84,21 +79,16 @@ def run(arguments: Sequence[str]) -> int:
         print("Nothing was pushed (--dry-run).")
         return 0
     try:
-        result = do_push(plan, message=options.message, collection=options.collection)
+        result = do_push(plan, message=options.message)
     except KeyboardInterrupt:
         print("\nWhat was uploaded is kept: the same command goes on with the rest.", file=sys.stderr)
         raise
     print(f"\nPushed: {result.url}" if result.created else f"\nNothing to push, all of it is there: {result.url}")
-    if result.collection is not None:
-        print(f"In the collection {result.collection}")
     code = ", trust_remote_code=True" if any(name.endswith(".py") for name in plan.files) else ""
     print(
         "\nfrom transformers import AutoModelForCausalLM\n\n"
         f'model = AutoModelForCausalLM.from_pretrained("{plan.repo_id}", revision="{result.commit}"{code})'
     )
-    if result.collection_problem is not None:
-        print(f"\nlengthgen push: pushed, but {result.collection_problem}", file=sys.stderr)
-        return 1
     return 0
 
 

@@ -56,15 +56,9 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def choose_files(folder: Path, include: Sequence[str] = ()) -> tuple[list[str], dict[str, str]]:
-    """Which files of a checkpoint folder are pushed, and why others are not.
+    """Names of the files of a folder to push, and why files and whole folders ("checkpoint-10/") are left out.
 
-    Args:
-        folder: The checkpoint.
-        include: Patterns of further files, relative to the folder.
-
-    Returns:
-        Names of files to push, sorted; and reasons by the names of files and whole folders ("checkpoint-10/") that
-        are left out.
+    `include` are patterns of further files, relative to the folder.
     """
     pushed, left_out = [], {}
     for name in sorted(_walk(folder, include)):

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, get_token, snapshot_download
+from huggingface_hub.utils import validate_repo_id
 
 from hf_recurrent_lengthgen.conversion.json_files import read_json_object
 from hf_recurrent_lengthgen.conversion.new_folders import check_new, new_folder
 from hf_recurrent_lengthgen.hub.contents import PICKLES, PUSHED, TRAINER_FILES, matches
-from hf_recurrent_lengthgen.hub.names import check_repository, unsafe_names
+from hf_recurrent_lengthgen.hub.names import unsafe_names
 from hf_recurrent_lengthgen.hub.remote import hub_api, telling
 
 
@@ -39,7 +40,7 @@ def pull_checkpoint(
     """
     output, revision, token = Path(output), revision or "main", token or get_token()
     check_new(output)
-    check_repository(repo_id)
+    validate_repo_id(repo_id)
     if constants.HF_HUB_OFFLINE:
         options: dict[str, Any] = {"revision": revision, "local_files_only": True}
         nested = [pattern for pattern in PUSHED if "/" in pattern]

@@ -1,7 +1,6 @@
 """Push a checkpoint folder to the Hub as one commit: all of it, or nothing."""
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,13 +8,11 @@ from typing import NamedTuple
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants, get_token
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import validate_repo_id
 
 from hf_recurrent_lengthgen.hub.contents import LOADED, PUSHED, choose_files, matches, refusals_of_files
-from hf_recurrent_lengthgen.hub.names import check_repository
 from hf_recurrent_lengthgen.hub.remote import HubError, hub_api, telling
 from hf_recurrent_lengthgen.records import cards_digest, read_card_mark, unverified, verified_files
-
-_BRANCH = re.compile(r"(?!refs/|.*(?:\.\.|\.lock$))\w[\w.-]*(?:/\w[\w.-]*)*(?<!\.)")
 
 
 @dataclass(frozen=True)
@@ -52,16 +49,11 @@ class PushPlan:
 
 
 class PushResult(NamedTuple):
-    """A finished push: where, at which commit, and whether the push made that commit or found all in place.
-
-    `collection` is the address of the collection, or None; `collection_problem` says what went wrong with it.
-    """
+    """A finished push: where, at which commit, and whether the push made that commit or found all in place."""
 
     url: str
     commit: str
     created: bool
-    collection: str | None = None
-    collection_problem: str | None = None
 
 
 def plan_push(
@@ -95,9 +87,7 @@ def plan_push(
     folder, token = Path(folder), token or get_token()
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give that of a checkpoint.")
-    check_repository(repo_id)
-    if revision is not None and not _BRANCH.fullmatch(revision):
-        raise ValueError(f"--revision is {revision!r}, but must be the name of a branch, such as main or v2.")
+    validate_repo_id(repo_id)
     names, left_out, refusals = look_through(folder, include, token)
     lacking = ["there is no token of the Hub: hf auth login sets one, or HF_TOKEN"] if token is None else []
     lacking += ["HF_HUB_OFFLINE is set: unset it"] if constants.HF_HUB_OFFLINE else []
@@ -117,10 +107,7 @@ def plan_push(
 def look_through(
     folder: Path, include: Sequence[str] = (), token: str | None = None
 ) -> tuple[list[str], dict[str, str], list[str]]:
-    """What of a folder would be pushed, why other files not, and what in it keeps it from being pushed.
-
-    Args: as of `plan_push`; the Hub is not asked.
-    """
+    """What of a folder would be pushed, why other files not, and what keeps it from that; the Hub is not asked."""
     names, left_out = choose_files(folder, include)
     refusals = refusals_of_files(folder, names, include, token)
     if "config.json" in names:
@@ -190,9 +177,7 @@ def _compare(plan: PushPlan, api: HfApi, overwrite: bool) -> PushPlan:
     )
 
 
-def do_push(
-    plan: PushPlan, *, token: str | None = None, message: str | None = None, collection: str | None = None
-) -> PushResult:
+def do_push(plan: PushPlan, *, token: str | None = None, message: str | None = None) -> PushResult:
     """Push what `plan_push` says, as one commit.
 
     Large files go up first, each once: a push that stopped goes on with what is missing. The commit is made on that
@@ -203,8 +188,6 @@ def do_push(
         plan: Without refusals.
         token: As of `plan_push`.
         message: Title of the commit.
-        collection: Title or slug of a collection that the model is added to; one of that title is made if there is
-            none. If that fails, the push stays done, and the result tells the problem.
 
     Raises:
         ValueError: for a plan with refusals, listing all of them; if the Hub or the connection fails.
@@ -236,15 +219,4 @@ def do_push(
             revision=plan.revision,
             parent_commit=parent,
         ).oid
-    result = PushResult(f"{api.endpoint}/{name}/commit/{commit}", commit, commit != parent)
-    if collection is None:
-        return result
-    try:
-        with telling(f"Adding {name} to the collection {collection}"):
-            slug = collection
-            if "/" not in slug:
-                owner = name.partition("/")[0]
-                slug = api.create_collection(slug, namespace=owner, private=plan.private, exists_ok=True).slug
-            return result._replace(collection=api.add_collection_item(slug, name, "model", exists_ok=True).url)
-    except HubError as error:
-        return result._replace(collection_problem=str(error))
+    return PushResult(f"{api.endpoint}/{name}/commit/{commit}", commit, commit != parent)

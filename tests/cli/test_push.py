@@ -68,13 +68,11 @@ def test_a_dry_run_needs_no_hub(
 def test_a_push_says_where_it_is_and_the_next_one_that_all_is_there(
     hub: Endpoint, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["push", str(folder), "user/name", "--collection", "Cured", "--message", "First"]) == 0
+    assert main(["push", str(folder), "user/name", "--message", "First"]) == 0
     lines = shown(capsys)
-    (slug,) = hub.collections
     head = hub.repositories["user/name"].at("main")
     assert head.title == "First"
     assert f"Pushed: {hub.url}/user/name/commit/{head.id}" in lines
-    assert f"In the collection {hub.url}/collections/{slug}" in lines
     load = f'from_pretrained("user/name", revision="{head.id}", trust_remote_code=True)'
     assert lines[-1] == f"model = AutoModelForCausalLM.{load}"
     assert main(["push", str(folder), "user/name"]) == 0
@@ -111,18 +109,6 @@ def test_refusals_are_listed_one_a_line_and_nothing_is_asked(
     ]
     assert f"lengthgen push: {folder} cannot be pushed:" in told
     assert hub.requests == []
-
-
-def test_a_collection_that_fails_is_told_after_the_push(
-    hub: Endpoint, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["push", str(folder), "user/name", "--collection", "other/list-0"]) == 1
-    told = capsys.readouterr()
-    assert "Pushed: " in told.out
-    assert told.err.splitlines()[-1].startswith(
-        "lengthgen push: pushed, but Adding user/name to the collection other/"
-    )
-    assert hub.files("user/name") == pushed_files(folder)
 
 
 def test_an_interrupted_push_says_how_to_go_on(
@@ -184,6 +170,6 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert main(["pull", "user/none", "--output_dir", str(tmp_path / "out")]) == 1
     first, second, third = capsys.readouterr().err.splitlines()
     assert first.endswith("none is no folder: give that of a checkpoint.")
-    assert "'a/b/c' cannot be a name on the Hub, give owner/name" in second
+    assert "Repo id must be in the form" in second
     assert "Looking for revision main of user/none failed: it is not there" in third
     assert not (tmp_path / "out").exists()

@@ -185,7 +185,7 @@ def test_a_full_disk_leaves_nothing(
 @pytest.mark.parametrize(
     ("name", "revision", "message"),
     [
-        ("a/b/c", None, "cannot be a name on the Hub"),
+        ("a/b/c", None, "Repo id must be in the form"),
         ("user/none", None, "Looking for revision main of user/none failed: it is not there"),
         ("user/name", "nowhere", "Looking for revision nowhere of user/name failed: it is not there"),
         ("user/name", "0" * 40, "Looking for revision 0{40} of user/name failed: it is not there"),

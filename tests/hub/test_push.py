@@ -199,7 +199,7 @@ def test_visibility_is_that_asked_for_or_refused(hub: Endpoint, folder: Path) ->
         ("hf_wrong", "user/name", "does not accept the token"),
         ("hf_reads", "user/name", "the token of user may only read"),
         ("hf_test", "other/name", "Creating other/name failed: the token may not do this"),
-        ("hf_test", "a/b/c", "'a/b/c' cannot be a name on the Hub, give owner/name"),
+        ("hf_test", "a/b/c", "Repo id must be in the form"),
     ],
 )
 def test_who_may_not_push_is_told(
