@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from hf_recurrent_lengthgen.cli.options import read_options
-from hf_recurrent_lengthgen.recipes.catalogue import Options, Recipe, rows_per_process
+from hf_recurrent_lengthgen.recipes.catalogue import Options, Recipe
 
 COMMANDS = {
     "convert": "convert",
@@ -49,10 +49,8 @@ class Choices:
         source: In place of the recipe's: folder, file or name on the Hub.
         tokenizer: Likewise.
         data: Text in place of the training file's.
-        device: "cpu", "cuda", ...
-        processes: Of the training.
+        device: "cpu" or "cuda".
         push: owner/name on the Hub; None to push nothing.
-        dry_run: Only say what would be pushed.
         trust_remote_code: Whether code of the source may run.
         cache: Folder for kept results; None for the usual one.
         options: Further options by stage, which win over the recipe's.
@@ -62,9 +60,7 @@ class Choices:
     tokenizer: str | None = None
     data: str | None = None
     device: str = "cpu"
-    processes: int = 1
     push: str | None = None
-    dry_run: bool = False
     trust_remote_code: bool = False
     cache: str | None = None
     options: Mapping[str, Options] = field(default_factory=dict)
@@ -78,15 +74,11 @@ class Stage:
         name: A key of `COMMANDS`.
         command: Arguments of `lengthgen` that its result depends on.
         hardware: Further ones, which say where it runs.
-        needs: Stages whose results it reads.
-        rows: Of an optimizer step, over all processes; 0 for other stages than the training.
     """
 
     name: str
     command: tuple[str, ...]
     hardware: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
-    rows: int = 0
 
     @property
     def line(self) -> str:
@@ -121,21 +113,19 @@ def stages(recipe: Recipe, folder: Path, choices: Choices) -> list[Stage]:
         "training_length": str(source.training_length),
     }
     planned = [Stage("convert", ("convert", model, "--output_dir", converted, *flags("convert", convert, "_")))]
-    planned.append(Stage("check", ("verify", model, converted, *flags("check", {})), remote, ("convert",)))
+    planned.append(Stage("check", ("verify", model, converted, *flags("check", {})), remote))
     if recipe.expand is not None:
         command = ("expand", converted, "--output_dir", str(folder / "expand"), *flags("expand", recipe.expand, "_"))
-        planned.append(Stage("expand", command, remote, ("convert",)))
+        planned.append(Stage("expand", command, remote))
     planned.append(_train(recipe, folder, choices, remote))
-    planned.append(Stage("verify", ("verify", trained, *flags("verify", {})), remote, (RESULT,)))
+    planned.append(Stage("verify", ("verify", trained, *flags("verify", {})), remote))
     measured = [name for name in MEASURES if name in recipe.measure]
     planned += [_measure(name, recipe, folder, choices, remote) for name in measured]
     results = [str(folder / name / MEASURES[name]) for name in measured]
     card = ("card", trained, "--results", *results, *flags("card", {"repo": choices.push or "false"}))
-    planned.append(Stage("card", card, (), (RESULT, "verify", *measured)))
+    planned.append(Stage("card", card))
     if choices.push is not None:
-        trial = ("--dry-run",) if choices.dry_run else ()
-        push = ("push", trained, choices.push, *flags("push", {}))
-        planned.append(Stage("push", push, trial, (RESULT, "verify", "card")))
+        planned.append(Stage("push", ("push", trained, choices.push, *flags("push", {}))))
     names = [stage.name for stage in planned]
     if unknown := sorted(set(choices.options) - set(names)):
         raise ValueError(f"{recipe.name} has no stage {', '.join(unknown)}: its stages are {', '.join(names)}.")
@@ -144,33 +134,16 @@ def stages(recipe: Recipe, folder: Path, choices: Choices) -> list[Stage]:
 
 def _train(recipe: Recipe, folder: Path, choices: Choices, remote: tuple[str, ...]) -> Stage:
     before = "convert" if recipe.expand is None else "expand"
-    given = choices.options.get("train", {})
     options = {
         "model": str(folder / before),
         "output_dir": str(folder / RESULT),
         **({"data": choices.data} if choices.data and recipe.data else {}),
         **recipe.train.options,
-        **_divided(recipe, choices.processes, given),
-        **given,
+        **choices.options.get("train", {}),
     }
     flags = [f"--{name}={value}" for name, value in options.items()]
     hardware = (*(["--use_cpu"] if choices.device == "cpu" else []), *remote)
-    rows = choices.processes * rows_per_process({**recipe.training, **options})
-    return Stage("train", ("train", str(recipe.training_file), *flags), hardware, (before,), rows)
-
-
-def _divided(recipe: Recipe, processes: int, given: Options) -> Options:
-    """The accumulation steps of each of several processes, unless a person gives them."""
-    steps = int(recipe.training["gradient_accumulation_steps"])
-    if processes == 1 or "gradient_accumulation_steps" in given:
-        return {}
-    if steps % processes:
-        raise ValueError(
-            f"The recipe accumulates {steps} times {recipe.training['per_device_train_batch_size']} rows, which "
-            f"{processes} processes cannot share: choose --set train.per_device_train_batch_size=ROWS and --set "
-            f"train.gradient_accumulation_steps=N, of which {processes} processes make {recipe.rows} rows."
-        )
-    return {"gradient_accumulation_steps": str(steps // processes)}
+    return Stage("train", ("train", str(recipe.training_file), *flags), hardware)
 
 
 def _measure(name: str, recipe: Recipe, folder: Path, choices: Choices, remote: tuple[str, ...]) -> Stage:
@@ -185,7 +158,7 @@ def _measure(name: str, recipe: Recipe, folder: Path, choices: Choices, remote: 
     command = (name, *models, "--output", str(folder / name), *_flags(options, "-"))
     cache = () if choices.cache is None else ("--cache", choices.cache)
     device = () if "device" in options else ("--device", choices.device)
-    return Stage(name, command, (*device, *cache, *remote), ("convert", RESULT))
+    return Stage(name, command, (*device, *cache, *remote))
 
 
 def check_commands(planned: Sequence[Stage]) -> None:
@@ -206,15 +179,6 @@ def check_commands(planned: Sequence[Stage]) -> None:
         except SystemExit as error:
             wrong = said.getvalue().strip().splitlines()[-1:] or [str(error)]
             raise ValueError(f"Stage {stage.name}: {wrong[0]}") from error
-
-
-def check_text(recipe: Recipe, choices: Choices) -> None:
-    """Raise a `ValueError` if the text of the recipe is neither given nor where its file says."""
-    if recipe.data is None or choices.data is not None or "data" in choices.options.get("train", {}):
-        return
-    usual = recipe.training["data"]
-    if not Path(usual).exists():
-        raise ValueError(f"{usual} is not here: give --data, with {recipe.data.name} ({recipe.data.where}).")
 
 
 def _flags(options: Mapping[str, Any], between: str) -> list[str]:

@@ -52,7 +52,6 @@ class Start:
         family: "mamba", "mamba2", "gla", "rwkv6".
         parameters: Number of them.
         training_length: Tokens of the texts it was trained on.
-        vocab_size: Rows of its embeddings, padding included.
         revision: Branch, tag or commit. A run records the commit.
         tokenizer: Name on the Hub; None for its own.
         remote_code: Whether its tokenizer is Python code in its repository.
@@ -64,7 +63,6 @@ class Start:
     family: str
     parameters: int
     training_length: int
-    vocab_size: int
     revision: str = "main"
     tokenizer: str | None = None
     remote_code: bool = False
@@ -121,7 +119,7 @@ class Recipe:
         train: How it is trained.
         measure: Options of the commands that measure it and its start: "evaluate", "diagnose", "retrieve".
         expected: What the paper says of it.
-        hardware: What a person should know beside the estimates, such as what the authors used.
+        hardware: What the authors used, and the like.
         data: Training and evaluation text; None for tasks that need none.
         expand: Options of `lengthgen expand`; None for no expansion.
         ours: Choices that are not the paper's.
@@ -155,7 +153,8 @@ class Recipe:
     @property
     def rows(self) -> int:
         """Rows of an optimizer step."""
-        return rows_per_process(self.training)
+        training = self.training
+        return int(training["per_device_train_batch_size"]) * int(training["gradient_accumulation_steps"])
 
     @property
     def tokens_per_step(self) -> int:
@@ -167,7 +166,6 @@ class Recipe:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole training."""
         return self.steps * self.tokens_per_step
 
     @property
@@ -179,18 +177,6 @@ class Recipe:
         parts += [f"output alignment {alpha}"] if float(alpha := self.training.get("alignment_alpha", "0")) else []
         task = self.training.get("task", "text")
         return " and ".join(parts or ["plain training"]) + ("" if task == "text" else f", {task}")
-
-    @property
-    def training_memory(self) -> tuple[int, int]:
-        """Least bytes of a training on one GPU: of the weights with gradients and AdamW in float32, and of logits."""
-        logits = int(self.training["per_device_train_batch_size"]) * int(self.training["block_length"])
-        # float32 logits, their gradients, and the bfloat16 ones that they are made of
-        return 16 * self.source.parameters, 10 * logits * self.source.vocab_size
-
-
-def rows_per_process(training: Mapping[str, Any]) -> int:
-    """Rows that one process reads for an optimizer step."""
-    return int(training["per_device_train_batch_size"]) * int(training["gradient_accumulation_steps"])
 
 
 def recipe_names() -> list[str]:
