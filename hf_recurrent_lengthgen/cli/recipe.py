@@ -49,12 +49,11 @@ divided by their number, and go on with --from verify.
 
 
 def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = CommandParser("lengthgen recipe", description=DESCRIPTION, formatter_class=raw)
+    parser = CommandParser("lengthgen recipe", description=DESCRIPTION)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list", help="all recipes")
     show = actions.add_parser("show", help="all that is known of one, with the command of every stage")
-    run = actions.add_parser("run", help="run one", description=RUN, formatter_class=raw)
+    run = actions.add_parser("run", help="run one", description=RUN)
     smoke = actions.add_parser("smoke", help="run one on a tiny random stand-in")
     copy = actions.add_parser("copy", help="copy the YAML files to a folder")
     copy.add_argument("folder", metavar="FOLDER", help="a folder that does not exist yet")

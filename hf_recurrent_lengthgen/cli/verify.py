@@ -1,10 +1,10 @@
 """`lengthgen verify`: whether a checkpoint gives what it should, here, elsewhere, and as its source does."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
+from hf_recurrent_lengthgen.cli.report import in_columns
 from hf_recurrent_lengthgen.records import VERIFICATION_FILE, Check, Verification
 from hf_recurrent_lengthgen.verification import verify_checkpoint
 from hf_recurrent_lengthgen.verification.comparing import TOLERANCE
@@ -69,14 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
-    settings = {name: getattr(options, name) for name in ("revision", "length", "dtype", "device")}
-    verification = verify_checkpoint(
-        options.checkpoint,
-        options.source,
-        **settings,
-        trust_remote_code=options.trust_remote_code,
-        progress=sys.stderr.isatty(),
-    )
+    verification = verify_checkpoint(**vars(options))
     print(table(verification.checks))
     print(f"\n{_verdict(options.checkpoint, verification)}")
     return 0 if verification.passed else 1
@@ -84,24 +77,11 @@ def run(arguments: Sequence[str]) -> int:
 
 def table(checks: Sequence[Check]) -> str:
     """The checks, one a line."""
-    head = ("what", "against", "tokens", "difference", "allowed", "")
-    rows = [
-        (
-            c.what,
-            c.against,
-            f"{c.tokens:,}",
-            f"{c.difference:.2g}",
-            f"{c.tolerance:.2g}",
-            "ok" if c.passed else "FAILED",
-        )
-        for c in checks
-    ]
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    align = (str.ljust, str.ljust, str.rjust, str.rjust, str.rjust, str.ljust)
-    return "\n".join(
-        "  ".join(place(cell, width) for place, cell, width in zip(align, row, widths, strict=True)).rstrip()
-        for row in (head, *rows)
-    )
+    rows = [("what", "against", "tokens", "difference", "allowed", "")]
+    for check in checks:
+        numbers = (f"{check.tokens:,}", f"{check.difference:.2g}", f"{check.tolerance:.2g}")
+        rows.append((check.what, check.against, *numbers, "ok" if check.passed else "FAILED"))
+    return in_columns(rows)
 
 
 def _verdict(checkpoint: str, verification: Verification) -> str:

@@ -11,8 +11,7 @@ Random tokens are read. Weights of any dtype are computed with in `dtype`, by th
   is not here, gives the same logits and final states.
 
 A checkpoint without code of ours (hybrids, exports to Transformers) is loaded by Transformers' class in the clean
-process, and read in pieces by `load_model`'s. A difference may be `comparing.TOLERANCE` (1e-5), relative to the
-largest value of a tensor if that is above 1.
+process, and read in pieces by `load_model`'s.
 """
 
 import json
@@ -20,9 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -48,7 +45,7 @@ from hf_recurrent_lengthgen.verification.comparing import (
     not_finite,
     states,
 )
-from hf_recurrent_lengthgen.verification.sources import OpenedSource, Sizes, locate_source, open_source
+from hf_recurrent_lengthgen.verification.sources import Sizes, locate_source, open_source
 
 PROBE = "The state of a recurrent model is a value.\n\tdef f(x): return x ** 2  # été, 状態, 🙂\n"
 """A text for tokenizers: words, code, white space, letters of several scripts."""
@@ -62,7 +59,7 @@ class CleanProcess(NamedTuple):
     """What a process without this package found: facts, and readings by name ("at once", "in pieces")."""
 
     facts: dict[str, Any]
-    readings: dict[str, Reading]
+    readings: dict[str, dict[str, Tensor]]
 
 
 def verify_checkpoint(
@@ -74,7 +71,6 @@ def verify_checkpoint(
     dtype: Literal["float32", "float64"] = "float32",
     device: str = "cpu",
     trust_remote_code: bool = False,
-    progress: bool = False,
 ) -> Verification:
     """Check that a checkpoint gives the same everywhere, and write verification.json into it if it does.
 
@@ -90,7 +86,6 @@ def verify_checkpoint(
         dtype: To compute in.
         device: To compute on: "cpu", "cuda", ...
         trust_remote_code: Whether code in the folder that is not the installed package's may run.
-        progress: Whether to say on stderr what is done.
 
     Returns:
         The verification, passed or not. Only one that passed is in the folder afterwards.
@@ -111,10 +106,14 @@ def verify_checkpoint(
     files = verified_files(folder)
     located = None if source is None else locate_source(source, revision, folder)
     tokens = torch.randint(_vocabulary(folder), (ROWS, length), generator=torch.Generator().manual_seed(0))
-    tell = partial(print, file=sys.stderr, flush=True) if progress else str
+    sizes = Sizes(tokens, getattr(torch, dtype), device)
     try:
         opened = None if located is None else open_source(located, folder)
-        checks = _checks(folder, Sizes(tokens, getattr(torch, dtype), device), opened, trust_remote_code, tell)
+        found = _ask_clean_process(folder, sizes)
+        ours, checks = _own_checks(folder, sizes, found, trust_remote_code)
+        checks += _tokenizer_checks(folder, found, _vocabulary(folder))
+        if opened is not None:
+            checks += opened.checks(sizes, ours)
         if verified_files(folder) != files:
             raise ValueError(f"The files in {folder} changed while they were verified: verify it again.")
     except ValueError:
@@ -126,24 +125,6 @@ def verify_checkpoint(
     else:
         (folder / VERIFICATION_FILE).unlink(missing_ok=True)
     return verification
-
-
-def _checks(
-    folder: Path,
-    sizes: Sizes,
-    source: OpenedSource | None,
-    trust_remote_code: bool,
-    tell: Callable[[str], object],
-) -> list[Check]:
-    tell("Loading and reading in a process without this package ...")
-    found = _ask_clean_process(folder, sizes)
-    tell("Reading with the installed classes ...")
-    ours, checks = _own_checks(folder, sizes, found, trust_remote_code)
-    checks += _tokenizer_checks(folder, found, _vocabulary(folder))
-    if source is not None:
-        tell(f"Comparing with {source.located.name} ...")
-        checks += source.checks(sizes, ours)
-    return checks
 
 
 def _checked_folder(checkpoint: str | os.PathLike[str], trust_remote_code: bool) -> Path:
@@ -186,11 +167,7 @@ def pieces_of(length: int) -> list[int]:
 
 
 def _ask_clean_process(folder: Path, sizes: Sizes) -> CleanProcess:
-    """Load and read the checkpoint in a new process that cannot import this package.
-
-    Raises:
-        ValueError: with the last line of what it says, if it cannot, or weights and config disagree.
-    """
+    """Load and read the checkpoint in a new process that cannot import this package, or say what that says."""
     with tempfile.TemporaryDirectory(prefix="lengthgen-verify-") as name:
         place = Path(name)
         request = {
@@ -224,12 +201,11 @@ def _ask_clean_process(folder: Path, sizes: Sizes) -> CleanProcess:
     problems = "; ".join(f"{key}: {', '.join(facts[key])}" for key in keys if facts[key])
     if problems:
         raise ValueError(f"The weights in {folder} do not fit its config.json, {problems}.")
-    names = dict.fromkeys(name.partition("/")[0] for name in tensors)
-    split: dict[str, Reading] = {
-        name: {key.partition("/")[2]: value for key, value in tensors.items() if key.startswith(f"{name}/")}
-        for name in names
-    }
-    return CleanProcess(facts, split)
+    readings: dict[str, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        name, _, part = key.partition("/")
+        readings.setdefault(name, {})[part] = value
+    return CleanProcess(facts, readings)
 
 
 def _own_checks(
