@@ -43,10 +43,8 @@ from hf_recurrent_lengthgen.records import (
 OWN_NAME = "this model"
 KINDS = {
     "comparison": Comparison,
-    "evaluation": EvaluationResult,
     "diagnosis": Diagnosis,
     "retrieval_comparison": RetrievalComparison,
-    "retrieval": RetrievalResult,
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Result = Comparison | Diagnosis | RetrievalComparison
@@ -255,7 +253,7 @@ def _evidence(checkpoint: Checkpoint, file: Path) -> Evidence:
 
 
 def _read(file: Path) -> tuple[str, Result]:
-    """A result file, without what it tells of the machine's folders; results of one model as a comparison of one."""
+    """A result file, without what it tells of the machine's folders."""
     try:
         text = file.read_text(encoding="utf-8")
         plain = json.loads(text)
@@ -271,10 +269,6 @@ def _read(file: Path) -> tuple[str, Result]:
         result: Any = from_json(json.dumps(_portable(plain)), KINDS[kind])
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    if isinstance(result, EvaluationResult):
-        return "comparison", Comparison("Beyond the training length", (ComparedModel("other", result, None),))
-    if isinstance(result, RetrievalResult):
-        return "retrieval_comparison", RetrievalComparison((result,))
     return kind, result
 
 

@@ -22,8 +22,7 @@ write, are refused.
   lengthgen pull owner/name --revision 1a2b3c4 --output_dir my-checkpoint
 
 The folder is there completely or not at all. If the command stops, run it again: files that were downloaded are kept
-in the cache of the Hub's client, from which it also works offline (HF_HUB_OFFLINE=1). Checkpoints of mamba-ssm, fla,
-RWKV and others: lengthgen convert.
+in the cache of the Hub's client. Checkpoints of mamba-ssm, fla, RWKV and others: lengthgen convert.
 """
 
 

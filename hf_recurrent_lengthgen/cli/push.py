@@ -16,15 +16,14 @@ lineage, verification, and states in the folder states/. A new repository is pri
   lengthgen push my-checkpoint owner/name --dry-run    what would happen
   lengthgen push my-checkpoint owner/name
 
-Large files go up first, each once; then all is committed at once, on the commit that was there at the beginning: what
-somebody else commits meanwhile is not overwritten. If the command stops, run it again: it sends what is missing. If
-all is in place, it commits nothing. Files that are there and not in the folder stay, and are an error where they would
-be loaded; --overwrite deletes those of a checkpoint in the same commit.
+Large files go up first, then all is committed at once, on the commit that was there at the beginning: what somebody
+else commits meanwhile is not overwritten. If the command stops, run it again: it sends what is missing. Files that
+are there and not in the folder stay, and are an error where they would be loaded; --overwrite deletes those of a
+checkpoint.
 
-Not pushed, and listed: what Trainer keeps for itself (optimizer, scheduler, checkpoint-* folders, ...), pickles,
-and whatever is no part of a checkpoint, unless --include names it. Refused: secrets, paths of your machine in texts,
-links that lead out of the folder, adapters that are not merged, and what lengthgen verify has not passed or what has
-changed since. The token is that of `hf auth login`, or HF_TOKEN.
+Not pushed, and listed: what Trainer keeps for itself, pickles, and whatever is no part of a checkpoint. Refused:
+secrets, paths of your machine in texts, links that lead out of the folder, adapters that are not merged, and what
+lengthgen verify has not passed or what has changed since. The token is that of `hf auth login`, or HF_TOKEN.
 """
 
 
@@ -33,11 +32,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", metavar="FOLDER", help="checkpoint folder")
     parser.add_argument("repo_id", metavar="OWNER/NAME", help="where to; a name alone is one of your account")
     parser.add_argument("--public", action="store_true", help="make a new repository public; push to a public one")
-    parser.add_argument("--revision", metavar="BRANCH", help="branch, made of main if it is not there (default: main)")
-    parser.add_argument("--message", metavar="TEXT", help="title of the commit")
-    parser.add_argument(
-        "--include", nargs="+", default=[], metavar="PATTERN", help="further files to push, such as 'notes/*.md'"
-    )
     parser.add_argument(
         "--overwrite",
         action="store_true",
@@ -58,8 +52,6 @@ def run(arguments: Sequence[str]) -> int:
         options.folder,
         options.repo_id,
         private=not options.public,
-        revision=options.revision,
-        include=options.include,
         overwrite=options.overwrite,
         trial=options.dry_run,
     )
@@ -79,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
         print("Nothing was pushed (--dry-run).")
         return 0
     try:
-        result = do_push(plan, message=options.message)
+        result = do_push(plan)
     except KeyboardInterrupt:
         print("\nWhat was uploaded is kept: the same command goes on with the rest.", file=sys.stderr)
         raise
@@ -102,7 +94,7 @@ def _table(plan: PushPlan) -> str:
     rows += [("stays", name, "not in the folder") for name in sorted(plan.there - {row[1] for row in rows})]
     rows += [("left out", name, reason) for name, reason in plan.left_out.items()]
     width = max((len(name) for _, name, _ in rows), default=0)
-    lines = [f"{plan.folder} to {plan.repo_id}{where}, branch {plan.revision}:"]
+    lines = [f"{plan.folder} to {plan.repo_id}{where}:"]
     lines += [f"  {change:8}  {name:{width}}  {note}" for change, name, note in rows]
     return "\n".join([*lines, f"{len(plan.files)} files, {_size(sum(plan.files.values()))}"])
 

@@ -55,27 +55,24 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted)) for wanted in split)
 
 
-def choose_files(folder: Path, include: Sequence[str] = ()) -> tuple[list[str], dict[str, str]]:
-    """Names of the files of a folder to push, and why files and whole folders ("checkpoint-10/") are left out.
-
-    `include` are patterns of further files, relative to the folder.
-    """
+def choose_files(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Names of the files of a folder to push, and why files and whole folders ("checkpoint-10/") are left out."""
     pushed, left_out = [], {}
-    for name in sorted(_walk(folder, include)):
+    for name in sorted(_walk(folder)):
         if name.endswith("/"):
             left_out[name] = "of the trainer" if matches(name[:-1], TRAINER_FOLDERS) else "no part of a checkpoint"
         elif reason := _unwanted(name):
             left_out[name] = reason
-        elif matches(name, (*PUSHED, *include)):
+        elif matches(name, PUSHED):
             pushed.append(name)
         else:
-            left_out[name] = "no part of a checkpoint; --include takes it along"
+            left_out[name] = "no part of a checkpoint"
     return pushed, left_out
 
 
-def _walk(folder: Path, include: Sequence[str]) -> Iterator[str]:
+def _walk(folder: Path) -> Iterator[str]:
     """Relative names of files; of a folder that nothing can be pushed of only its own name, with a slash."""
-    wanted = {pattern.split("/")[0] for pattern in (*PUSHED, *include) if "/" in pattern}
+    wanted = {pattern.split("/")[0] for pattern in PUSHED if "/" in pattern}
     for path in folder.iterdir():
         if path.is_symlink() or not path.is_dir():
             yield path.name
@@ -96,14 +93,9 @@ def _unwanted(name: str) -> str | None:
     return None
 
 
-def refusals_of_files(folder: Path, pushed: Sequence[str], include: Sequence[str], token: str | None) -> list[str]:
+def refusals_of_files(folder: Path, pushed: Sequence[str], token: str | None) -> list[str]:
     """What keeps the files of a folder from being pushed: unsafe names, secrets, links, paths, what is missing."""
     problems = [
-        f"--include {pattern} matches no file that may be pushed"
-        for pattern in include
-        if not any(matches(name, [pattern]) for name in pushed)
-    ]
-    problems += [
         f"{name} holds secrets, by its name: move it out of the folder"
         for name in sorted({*pushed, *(path.name for path in folder.iterdir())})
         if matches(name.rpartition("/")[2], SECRET_FILES)

@@ -1,13 +1,12 @@
 """Push a checkpoint folder to the Hub as one commit: all of it, or nothing."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants, get_token
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from hf_recurrent_lengthgen.hub.contents import LOADED, PUSHED, choose_files, matches, refusals_of_files
@@ -23,12 +22,11 @@ class PushPlan:
         folder: The checkpoint.
         repo_id: owner/name.
         private: Whether a repository that the push creates is private.
-        revision: The branch.
         files: Bytes by the names of the files that the commit will hold.
         left_out: Why other files of the folder are not pushed, by name; of whole folders with a slash.
         refusals: What keeps the push from being done.
         exists: Whether the repository is there; None if that is not known.
-        parent: The commit of the branch, or of main where the branch is to be made; None without one.
+        parent: The last commit; None without one.
         there: Names of the files of that commit.
         removed: Those that the push deletes.
         unknown: Why the Hub was not asked in a trial; "" if it was.
@@ -37,7 +35,6 @@ class PushPlan:
     folder: Path
     repo_id: str
     private: bool
-    revision: str
     files: dict[str, int]
     left_out: dict[str, str]
     refusals: tuple[str, ...]
@@ -61,9 +58,7 @@ def plan_push(
     repo_id: str,
     *,
     private: bool = True,
-    revision: str | None = None,
     token: str | None = None,
-    include: Sequence[str] = (),
     overwrite: bool = False,
     trial: bool = False,
 ) -> PushPlan:
@@ -73,9 +68,7 @@ def plan_push(
         folder: The checkpoint.
         repo_id: owner/name; a name alone is one of the account that the token belongs to.
         private: For a repository that is not there yet. An existing one must be as given.
-        revision: Branch (default: main).
         token: Of the Hub (default: HF_TOKEN, or that of `hf auth login`).
-        include: Patterns of files to push beside those of a checkpoint (`contents.PUSHED`).
         overwrite: Delete the files of a checkpoint there that are not in the folder. Without it, those that would be
             loaded (`contents.LOADED`) are refused, and others stay.
         trial: Only to be shown: without a token or a connection, what the Hub holds stays unknown.
@@ -88,12 +81,12 @@ def plan_push(
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give that of a checkpoint.")
     validate_repo_id(repo_id)
-    names, left_out, refusals = look_through(folder, include, token)
+    names, left_out, refusals = look_through(folder, token)
     lacking = ["there is no token of the Hub: hf auth login sets one, or HF_TOKEN"] if token is None else []
     lacking += ["HF_HUB_OFFLINE is set: unset it"] if constants.HF_HUB_OFFLINE else []
     refusals += [] if trial else lacking
     files = {name: (folder / name).stat().st_size for name in names if (folder / name).is_file()}
-    plan = PushPlan(folder, repo_id, private, revision or "main", files, left_out, tuple(refusals))
+    plan = PushPlan(folder, repo_id, private, files, left_out, tuple(refusals))
     if refusals or lacking:
         return replace(plan, unknown="; ".join(lacking))
     try:
@@ -104,12 +97,10 @@ def plan_push(
         return replace(plan, unknown=str(error))
 
 
-def look_through(
-    folder: Path, include: Sequence[str] = (), token: str | None = None
-) -> tuple[list[str], dict[str, str], list[str]]:
+def look_through(folder: Path, token: str | None = None) -> tuple[list[str], dict[str, str], list[str]]:
     """What of a folder would be pushed, why other files not, and what keeps it from that; the Hub is not asked."""
-    names, left_out = choose_files(folder, include)
-    refusals = refusals_of_files(folder, names, include, token)
+    names, left_out = choose_files(folder)
+    refusals = refusals_of_files(folder, names, token)
     if "config.json" in names:
         now = verified_files(folder)
         refusals += _card_refusals(folder, now)
@@ -148,10 +139,6 @@ def _compare(plan: PushPlan, api: HfApi, overwrite: bool) -> PushPlan:
             info = api.model_info(name)
         except RepositoryNotFoundError:
             return replace(plan, exists=False)
-        try:
-            latest = api.model_info(name, revision=plan.revision)
-        except RevisionNotFoundError:
-            latest = info
     if plan.private and not info.private:
         refusals.append(f"{name} is there and public: give --public to push to it")
     elif not plan.private and info.private:
@@ -159,7 +146,7 @@ def _compare(plan: PushPlan, api: HfApi, overwrite: bool) -> PushPlan:
             f"{name} is there and private, which a push does not change: leave out --public, or make it public in its "
             "settings"
         )
-    there = frozenset(file.rfilename for file in latest.siblings or ()) - {".gitattributes"}
+    there = frozenset(file.rfilename for file in info.siblings or ()) - {".gitattributes"}
     stale = [name for name in sorted(there - plan.files.keys()) if matches(name, (*LOADED, *PUSHED))]
     loaded = [name for name in stale if matches(name, LOADED)]
     if loaded and not overwrite:
@@ -171,13 +158,13 @@ def _compare(plan: PushPlan, api: HfApi, overwrite: bool) -> PushPlan:
         plan,
         refusals=tuple(refusals),
         exists=True,
-        parent=latest.sha,
+        parent=info.sha,
         there=there,
         removed=tuple(stale) if overwrite else (),
     )
 
 
-def do_push(plan: PushPlan, *, token: str | None = None, message: str | None = None) -> PushResult:
+def do_push(plan: PushPlan, token: str | None = None) -> PushResult:
     """Push what `plan_push` says, as one commit.
 
     Large files go up first, each once: a push that stopped goes on with what is missing. The commit is made on that
@@ -187,7 +174,6 @@ def do_push(plan: PushPlan, *, token: str | None = None, message: str | None = N
     Args:
         plan: Without refusals.
         token: As of `plan_push`.
-        message: Title of the commit.
 
     Raises:
         ValueError: for a plan with refusals, listing all of them; if the Hub or the connection fails.
@@ -199,13 +185,10 @@ def do_push(plan: PushPlan, *, token: str | None = None, message: str | None = N
         with telling(f"Creating {name}"):
             api.create_repo(name, private=plan.private)
             parent = api.model_info(name).sha
-    if plan.revision != "main":
-        with telling(f"Creating the branch {plan.revision} of {name}"):
-            api.create_branch(name, branch=plan.revision, revision=parent, exist_ok=True)
     additions = [CommitOperationAdd(file, plan.folder / file) for file in plan.files]
     with telling(f"Uploading to {name} (what was uploaded is kept, and is not sent again)"):
         # no .gitignore on the Hub may leave a file out
-        api.preupload_lfs_files(name, additions, revision=plan.revision, free_memory=False, gitignore_content="")
+        api.preupload_lfs_files(name, additions, free_memory=False, gitignore_content="")
     with telling(f"Pushing to {name}"):
         if api.model_info(name).private is not plan.private:  # an upload may take hours
             raise ValueError(
@@ -215,8 +198,7 @@ def do_push(plan: PushPlan, *, token: str | None = None, message: str | None = N
         commit = api.create_commit(
             name,
             [*additions, *(CommitOperationDelete(file) for file in plan.removed)],
-            commit_message=message or "Upload checkpoint",
-            revision=plan.revision,
+            commit_message="Upload checkpoint",
             parent_commit=parent,
         ).oid
     return PushResult(f"{api.endpoint}/{name}/commit/{commit}", commit, commit != parent)

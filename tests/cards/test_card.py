@@ -292,7 +292,8 @@ def test_results_against_another_training_length_are_refused(work: Work, tmp_pat
     (folder / "config.json").write_text(json.dumps(config | {"training_length": 4096}))
     with pytest.raises(ValueError, match=r"against a training length of 8, but its config\.json says 4096"):
         build_card(folder, [work.results])
-    write_result(tmp_path / "unknown.json", replace(retrieval(work), training_length=None))
+    unknown = replace(retrieval(work), training_length=None)
+    write_result(tmp_path / "unknown.json", RetrievalComparison((unknown,)))
     assert build_card(folder, [tmp_path / "unknown.json"])
 
 
@@ -761,7 +762,7 @@ def test_retrieval_is_shown_by_length(work: Work, tmp_path: Path) -> None:
     folder = work.copy("cured", tmp_path / "cured")
     both = RetrievalComparison((retrieval(work, "base", "0" * 64), retrieval(work)))
     write_result(tmp_path / "retrieval.json", both)
-    write_result(tmp_path / "one.json", retrieval(work))
+    write_result(tmp_path / "one.json", RetrievalComparison((retrieval(work),)))
     files = [work.results, tmp_path / "retrieval.json", tmp_path / "one.json"]
     text = write_card(folder, files).path.read_text()
     # Wilson's interval of 19 of 20 and 5 of 20, by hand

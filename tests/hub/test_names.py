@@ -43,7 +43,7 @@ def test_no_name_that_harms_is_pulled_or_pushed(name: str, hub: Endpoint, tmp_pa
     hub.put("user/name", {"config.json": b"{}", "model.safetensors": b"x", name: b"x"})
     assert len(unsafe_names(["config.json", name])) == 1
     if len(name.encode()) < 256:  # others cannot be in a folder
-        assert any("another name" in line for line in refusals_of_files(tmp_path, [name], (), None))
+        assert any("another name" in line for line in refusals_of_files(tmp_path, [name], None))
     if matches(name, PUSHED):
         with pytest.raises(ValueError, match="Nothing is pulled of user/name, for names of its files: ") as caught:
             pull_checkpoint("user/name", None, tmp_path / "out")

@@ -174,14 +174,6 @@ def test_a_commit_whose_answer_is_lost_is_found_by_the_next_push(hub: Endpoint, 
     assert commits(hub) == ["Upload checkpoint", "initial commit"]
 
 
-def test_a_branch_is_made_of_main_and_main_stays(hub: Endpoint, folder: Path) -> None:
-    main = hub.put("user/name", {"other.txt": b"x"})
-    result = push(folder, "user/name", revision="cured")
-    assert hub.repositories["user/name"].branches == {"main": main, "cured": result.commit}
-    push(folder, "user/name", revision="cured")
-    assert commits(hub, "cured") == ["Upload checkpoint", "by hand", "initial commit"]
-
-
 def test_visibility_is_that_asked_for_or_refused(hub: Endpoint, folder: Path) -> None:
     push(folder, "user/name", private=False)
     assert not hub.repositories["user/name"].private
@@ -253,10 +245,9 @@ def test_everything_that_is_wrong_with_a_folder_is_told_at_once(
     (folder / "README.md").unlink()
     (folder / "verification.json").unlink()
     with pytest.raises(ValueError, match="cannot be pushed") as caught:
-        push(folder, "user/name", include=["notes/*.md"])
+        push(folder, "user/name")
     told = str(caught.value)
     for part in (
-        "--include notes/*.md matches no file",
         ".env holds secrets, by its name",
         "results/linked.json is a link to a file outside of the folder",
         "results/nothing.json is a link to nothing",
@@ -314,12 +305,11 @@ def test_a_folder_with_this_is_refused_before_the_hub_is_asked(
     assert hub.requests == []
 
 
-def test_pickles_stay_also_where_they_are_included(hub: Endpoint, folder: Path) -> None:
+def test_pickles_are_not_pushed(hub: Endpoint, folder: Path) -> None:
     (folder / "weights.pt").write_bytes(b"x")
-    plan = plan_push(folder, "user/name", include=["notes.txt", "*.pt"])
+    plan = plan_push(folder, "user/name")
     assert plan.left_out["weights.pt"] == "may run code when it is loaded"
-    assert plan.refusals == ("--include *.pt matches no file that may be pushed",)
-    assert "notes.txt" in plan.files
+    assert "weights.pt" not in plan.files
 
 
 def test_vocabularies_may_look_like_paths(hub: Endpoint, folder: Path) -> None:
