@@ -27,12 +27,7 @@ Options = dict[str, str]
 
 @dataclass(frozen=True)
 class Citation:
-    """Where the checkpoint is described.
-
-    Args:
-        arxiv: Number on arXiv of one of `papers.PAPERS`.
-        places: "4.4, B.2, Figure 5".
-    """
+    """Where the checkpoint is described: number of one of `papers.PAPERS` on arXiv, and "4.4, B.2, Figure 5"."""
 
     arxiv: str
     places: str
@@ -71,13 +66,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Data:
-    """What a run is trained and measured on.
-
-    Args:
-        name: For people: "the Pile".
-        where: How to get it.
-        note: Licence or access, where known.
-    """
+    """What a run is trained and measured on: "the Pile", how to get it, and its licence or access, where known."""
 
     name: str
     where: str
@@ -114,11 +103,7 @@ class Recipe:
     Args:
         name: Name of the file, without ".yaml".
         title: For people.
-        paper: Where it is described.
-        source: What it starts from.
-        train: How it is trained.
-        measure: Options of the commands that measure it and its start: "evaluate", "diagnose", "retrieve".
-        expected: What the paper says of it.
+        measure: Options of the commands that measure it and its start.
         hardware: What the authors used, and the like.
         data: Training and evaluation text; None for tasks that need none.
         expand: Options of `lengthgen expand`; None for no expansion.
@@ -147,7 +132,7 @@ class Recipe:
 
     @cached_property
     def training(self) -> dict[str, Any]:
-        """All training settings as they are written; what differs wins over the file."""
+        """All training settings as they are written."""
         return {**_mapping(self.training_file), **self.train.options}
 
     @property
@@ -185,10 +170,7 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(name: str) -> Recipe:
-    """A recipe of this package by its name, or one in a file.
-
-    Args:
-        name: "mamba2-130m-state-passing", or the path of a .yaml file; its folder is in a copy of the recipes.
+    """A recipe of this package by its name, or one in a .yaml file, whose folder is in a copy of the recipes.
 
     Raises:
         ValueError: for what is not there, unknown, missing or wrongly typed entries, and a training file that is not
