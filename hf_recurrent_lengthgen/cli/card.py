@@ -15,10 +15,9 @@ files only, which must be of these weights.
   lengthgen retrieve demo-output/cured --output retrieval
   lengthgen card demo-output/cured --results evaluation/result.json retrieval/retrieval.json --language code
 
-The licence is that of the source, if it is known. The last lines say what the card lacks. The card is written again
-with the options of the last time, if they are not given, and with your own words: what stands in it between the
-comments "own words" and "end of own words"; what is changed elsewhere in it is lost. A README.md that this command did
-not write (but TRL, Trainer or you) is replaced by --overwrite only, and kept as README.old.md.
+The last lines say what the card lacks. It is written again with the options of the last time, if they are not given,
+and with your own words: what stands between the comments "own words" and "end of own words"; what is changed elsewhere
+is lost. A README.md that this command did not write is replaced by --overwrite only, and kept as README.old.md.
 """
 
 

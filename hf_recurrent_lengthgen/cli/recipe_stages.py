@@ -43,17 +43,14 @@ def command_of(stage: str) -> ModuleType:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a person chooses for a run.
+    """What a person chooses for a run, in place of what the recipe and its training file say.
 
     Args:
-        source: In place of the recipe's: folder, file or name on the Hub.
-        tokenizer: Likewise.
-        data: Text in place of the training file's.
+        source: Folder, file or name on the Hub.
         device: "cpu" or "cuda".
         push: owner/name on the Hub; None to push nothing.
-        trust_remote_code: Whether code of the source may run.
         cache: Folder for kept results; None for the usual one.
-        options: Further options by stage, which win over the recipe's.
+        options: Further options by stage.
     """
 
     source: str | None = None

@@ -19,16 +19,15 @@ Check a checkpoint folder, and write {VERIFICATION_FILE} into it if it passes, w
   lengthgen verify state-spaces/mamba2-130m mamba2-130m
 
 Random tokens are read, computed in float32 whatever the dtype of the weights. A new process in which this package
-cannot be imported loads the folder with the code in it, offline, and must give the logits and final states of the
-installed classes; so must reading in pieces with the state carried. Config, weights, shapes of states and tokenizer
-must fit, and nothing may be NaN. With a source, its weights must be those of the checkpoint, and its upstream
-implementation must give the same: mamba-ssm on a GPU (--device cuda), Transformers for Mamba and Mamba-2, fla on a
-GPU; where none of them is at hand, our own scan in float64 with the weights read from the source.
+cannot be imported loads the folder, offline, with the code in it (hybrids and exports: with Transformers' class), and
+must give the logits and final states of the installed classes; so must reading in pieces with the state carried.
+Config, weights, shapes of states and tokenizer must fit, and nothing may be NaN. With a source, its weights must be
+those of the checkpoint, and its upstream implementation must give the same: mamba-ssm or fla on a GPU (--device cuda),
+Transformers for Mamba and Mamba-2; where none of them is at hand, our own scan in float64.
 
 A difference of {TOLERANCE:g} is allowed, relative to the largest value where that is above 1; for the logits of
-mamba-ssm's and fla's kernels {KERNEL_TOLERANCE:g}. Needs memory for the weights, one model at a time, at 4 bytes per
-parameter (8 for our own scan), and for length x vocabulary x 24 bytes of logits. Hybrids of Transformers, and
-exports, are loaded by Transformers' own class in the new process. Adapters (PEFT) are to be merged first.
+mamba-ssm's and fla's kernels {KERNEL_TOLERANCE:g}. Memory: the weights, one model at a time, at 4 bytes per parameter
+(8 for our own scan), and length x vocabulary x 24 bytes of logits.
 """
 
 

@@ -94,7 +94,7 @@ def _unwanted(name: str) -> str | None:
 
 
 def refusals_of_files(folder: Path, pushed: Sequence[str], token: str | None) -> list[str]:
-    """What keeps the files of a folder from being pushed: unsafe names, secrets, links, paths, what is missing."""
+    """What keeps the files of a folder from being pushed: unsafe names, secrets, links, paths, an adapter."""
     problems = [
         f"{name} holds secrets, by its name: move it out of the folder"
         for name in sorted({*pushed, *(path.name for path in folder.iterdir())})
@@ -110,16 +110,4 @@ def refusals_of_files(folder: Path, pushed: Sequence[str], token: str | None) ->
         else:
             secrets, paths = private_in(path, token, (Path.home(), Path.cwd(), folder.resolve()))
             problems += [f"{name}, {found}" for found in secrets + paths]
-    return problems + _missing_parts(folder, pushed)
-
-
-def _missing_parts(folder: Path, pushed: Sequence[str]) -> list[str]:
-    """What a checkpoint cannot be loaded without."""
-    if holds_adapter(folder):
-        return [f"{to_merge(folder)}, verify FOLDER and push it"]
-    if "config.json" not in pushed:
-        return ["it holds no config.json, so it is no checkpoint"]
-    # whether code and tokenizer are there has been verified
-    if not any(name.endswith(".safetensors") and "/" not in name for name in pushed):
-        return ["it holds no weights as safetensors: lengthgen convert writes them"]
-    return []
+    return problems + ([f"{to_merge(folder)}, verify FOLDER and push it"] if holds_adapter(folder) else [])

@@ -19,8 +19,6 @@ class PushPlan:
     """What a push will do.
 
     Args:
-        folder: The checkpoint.
-        repo_id: owner/name.
         private: Whether a repository that the push creates is private.
         files: Bytes by the names of the files that the commit will hold.
         left_out: Why other files of the folder are not pushed, by name; of whole folders with a slash.
@@ -101,11 +99,10 @@ def look_through(folder: Path, token: str | None = None) -> tuple[list[str], dic
     """What of a folder would be pushed, why other files not, and what keeps it from that; the Hub is not asked."""
     names, left_out = choose_files(folder)
     refusals = refusals_of_files(folder, names, token)
-    if "config.json" in names:
-        now = verified_files(folder)
-        refusals += _card_refusals(folder, now)
-        if problem := unverified(folder, now):
-            refusals.append(f"{problem}: run lengthgen verify {folder}")
+    now = verified_files(folder)
+    refusals += _card_refusals(folder, now)
+    if problem := unverified(folder, now):  # and so has what a checkpoint is loaded of
+        refusals.append(f"{problem}: run lengthgen verify {folder}")
     return names, left_out, refusals
 
 

@@ -282,7 +282,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "card": (damage("README.md", "# No metadata"), "README.md has no metadata"),
     "bad card": (damage("README.md", "---\na: [\n---\n"), "the metadata of README.md cannot be read"),
     "adapter": (damage("adapter_config.json", "{}"), "holds an adapter.*lengthgen merge"),
-    "no config": (lambda folder: (folder / "config.json").unlink(), "it holds no config.json"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), r"changed since it was verified .config.json"),
     "config": (damage("config.json", "{"), r"changed since it was verified .config.json"),
     "less code": (
         lambda folder: (folder / "modeling_stateful_mamba2.py").unlink(),
@@ -290,7 +290,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "only pickles": (
         lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-        "it holds no weights as safetensors",
+        r"changed since it was verified .model.safetensors",
     ),
 }
 
