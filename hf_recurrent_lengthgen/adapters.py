@@ -70,12 +70,7 @@ def base_of_adapter(folder: str | os.PathLike[str]) -> str:
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise ValueError(f"{path} holds an adapter of the kind {kind!r}: only LORA is read, which can be merged.")
     if not (path / WEIGHTS_FILE).is_file():
-        if (path / "adapter_model.bin").is_file():
-            raise ValueError(
-                f"{path} holds its weights as a pickle, adapter_model.bin, which could run code when it is read: save "
-                f"them as {WEIGHTS_FILE} (save_pretrained of PEFT does), where you trust it."
-            )
-        raise ValueError(f"{path} holds no {WEIGHTS_FILE}: the weights of the adapter are missing.")
+        raise ValueError(f"{path} holds no {WEIGHTS_FILE}, as PEFT saves weights: a pickle is not read.")
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ValueError(f"{path / CONFIG_FILE} names no base: set base_model_name_or_path to its folder or name.")

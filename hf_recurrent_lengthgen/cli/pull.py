@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,11 +38,7 @@ def _parser() -> argparse.ArgumentParser:
 def run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     output = Path(options.output_dir)
-    try:
-        commit = pull_checkpoint(options.repo_id, options.revision, output)
-    except KeyboardInterrupt:
-        print("\nWhat was downloaded is kept: the same command goes on with the rest.", file=sys.stderr)
-        raise
+    commit = pull_checkpoint(options.repo_id, options.revision, output)
     files = [path for path in output.rglob("*") if path.is_file()]
     print(f"{options.repo_id} at commit {commit}: {len(files)} files in {output}")
     problem = unverified(output)
@@ -58,7 +53,4 @@ def run(arguments: Sequence[str]) -> int:
             f"installed {CODE_FORMAT_VERSION}). Where the package is imported, the installed code runs; elsewhere "
             "that of the checkpoint."
         )
-    code = ", trust_remote_code=True" if settings.get("auto_map") else ""
-    load = f'model = AutoModelForCausalLM.from_pretrained("{output}"{code})'
-    print(f"\nfrom transformers import AutoModelForCausalLM\n\n{load}")
     return 0

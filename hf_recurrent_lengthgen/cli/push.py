@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
+from hf_recurrent_lengthgen.cli.report import in_columns
 from hf_recurrent_lengthgen.hub.push import PushPlan, do_push, plan_push
 
 DESCRIPTION = """\
@@ -70,17 +71,8 @@ def run(arguments: Sequence[str]) -> int:
             )
         print("Nothing was pushed (--dry-run).")
         return 0
-    try:
-        result = do_push(plan)
-    except KeyboardInterrupt:
-        print("\nWhat was uploaded is kept: the same command goes on with the rest.", file=sys.stderr)
-        raise
+    result = do_push(plan)
     print(f"\nPushed: {result.url}" if result.created else f"\nNothing to push, all of it is there: {result.url}")
-    code = ", trust_remote_code=True" if any(name.endswith(".py") for name in plan.files) else ""
-    print(
-        "\nfrom transformers import AutoModelForCausalLM\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{plan.repo_id}", revision="{result.commit}"{code})'
-    )
     return 0
 
 
@@ -93,15 +85,9 @@ def _table(plan: PushPlan) -> str:
     rows += [("deleted", name, "not in the folder") for name in plan.removed]
     rows += [("stays", name, "not in the folder") for name in sorted(plan.there - {row[1] for row in rows})]
     rows += [("left out", name, reason) for name, reason in plan.left_out.items()]
-    width = max((len(name) for _, name, _ in rows), default=0)
-    lines = [f"{plan.folder} to {plan.repo_id}{where}:"]
-    lines += [f"  {change:8}  {name:{width}}  {note}" for change, name, note in rows]
-    return "\n".join([*lines, f"{len(plan.files)} files, {_size(sum(plan.files.values()))}"])
+    total = f"{len(plan.files)} files, {_size(sum(plan.files.values()))}"
+    return f"{plan.folder} to {plan.repo_id}{where}:\n{in_columns([('', 'file', ''), *rows])}\n{total}"
 
 
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
+def _size(count: int) -> str:
+    return f"{count / 1e6:,.3f} MB"

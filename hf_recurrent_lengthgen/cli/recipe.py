@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -117,22 +116,11 @@ def run(arguments: Sequence[str]) -> int:
         if options.action == "show":
             print(describe(recipe, folder, _choices(options)))
         else:
-            _run(options, recipe, folder, shlex.join(["lengthgen", "recipe", *arguments]))
+            planned = stages(recipe, folder, _choices(options))
+            check_commands(planned)
+            run_stages(planned, folder, options.first, options.until)
+            print(f"\nDone. The checkpoint: {folder / RESULT}")
     return 0
-
-
-def _run(options: argparse.Namespace, recipe: Recipe, folder: Path, again: str) -> None:
-    planned = stages(recipe, folder, _choices(options))
-    check_commands(planned)
-    try:
-        run_stages(planned, folder, options.first, options.until)
-    except KeyboardInterrupt:
-        print(f"\nContinue with: {again}", flush=True)
-        raise
-    except (ValueError, OSError):
-        print(f"\nWhat is done is kept. When the cause is gone, continue with: {again}", flush=True)
-        raise
-    print(f"\nDone. The checkpoint: {folder / RESULT}")
 
 
 def smoke(recipe: Recipe, folder: Path) -> None:

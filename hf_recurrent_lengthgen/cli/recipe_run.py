@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hf_recurrent_lengthgen.cli.recipe_stages import RESULT, Stage, command_of
+from hf_recurrent_lengthgen.cli.recipe_stages import RESULT, Stage
 from hf_recurrent_lengthgen.trainers.checkpoints import newest_complete_checkpoint
 
 PLACES = {"check": "convert", "verify": RESULT, "card": RESULT, "push": RESULT}
@@ -69,7 +69,7 @@ def _do(stage: Stage, place: Path) -> None:
     arguments = [*stage.command[1:], *stage.hardware]
     if stage.name == RESULT and newest_complete_checkpoint(str(place)) is not None:
         arguments.append("--resume")
-    status = command_of(stage.name).run(arguments)
+    status = stage.module.run(arguments)
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()

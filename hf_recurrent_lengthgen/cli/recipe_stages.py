@@ -13,32 +13,11 @@ from typing import Any
 from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.recipes.catalogue import Options, Recipe
 
-COMMANDS = {
-    "convert": "convert",
-    "check": "verify",
-    "expand": "expand",
-    "train": "train",
-    "verify": "verify",
-    "evaluate": "evaluate",
-    "diagnose": "diagnose",
-    "retrieve": "retrieve",
-    "card": "card",
-    "push": "push",
-}
-"""What each stage runs, in the order of the stages."""
-
 MEASURES = {"evaluate": "result.json", "diagnose": "result.json", "retrieve": "retrieval.json"}
 """The result file of each command that measures."""
 
 RESULT = "train"
 """The stage whose folder is the checkpoint that a recipe is for."""
-
-_WITHOUT_TEXT = ("passkey",)
-
-
-def command_of(stage: str) -> ModuleType:
-    """The module of a stage's command."""
-    return importlib.import_module(f"hf_recurrent_lengthgen.cli.{COMMANDS[stage]}")
 
 
 @dataclass(frozen=True)
@@ -68,8 +47,8 @@ class Stage:
     """One stage.
 
     Args:
-        name: A key of `COMMANDS`.
-        command: Arguments of `lengthgen` that its result depends on.
+        name: Of the stage, and of its folder where it has one.
+        command: Command of `lengthgen`, and arguments that its result depends on.
         hardware: Further ones, which say where it runs.
     """
 
@@ -81,6 +60,11 @@ class Stage:
     def line(self) -> str:
         """The shell command."""
         return shlex.join(["lengthgen", *self.command, *self.hardware])
+
+    @property
+    def module(self) -> ModuleType:
+        """Of the command."""
+        return importlib.import_module(f"hf_recurrent_lengthgen.cli.{self.command[0]}")
 
 
 def stages(recipe: Recipe, folder: Path, choices: Choices) -> list[Stage]:
@@ -147,7 +131,7 @@ def _measure(name: str, recipe: Recipe, folder: Path, choices: Choices, remote: 
     measure: Mapping[str, Options] = recipe.measure  # type: ignore[assignment]
     options = {**measure[name], **choices.options.get(name, {})}
     data = None if recipe.data is None else choices.data or str(recipe.training["data"])
-    if data is not None and not (name == "retrieve" and options.get("task", "passkey") in _WITHOUT_TEXT):
+    if data is not None and not (name == "retrieve" and options.get("task", "passkey") == "passkey"):
         options = {"data": data, **options}
     if name != "retrieve":
         options = {"roles": "base,cured", **options}
@@ -159,11 +143,7 @@ def _measure(name: str, recipe: Recipe, folder: Path, choices: Choices, remote: 
 
 
 def check_commands(planned: Sequence[Stage]) -> None:
-    """Parse all commands now, so that a typo does not end a run after hours.
-
-    Raises:
-        ValueError: with what is wrong.
-    """
+    """Parse all commands now, so that a typo does not end a run after hours but in a `ValueError`."""
     for stage in planned:
         said = io.StringIO()
         arguments = [*stage.command[1:], *stage.hardware]
@@ -172,7 +152,7 @@ def check_commands(planned: Sequence[Stage]) -> None:
                 if stage.name == "train":
                     read_options(arguments[1:], arguments[0])
                 else:
-                    command_of(stage.name)._parser().parse_args(arguments)
+                    stage.module._parser().parse_args(arguments)
         except SystemExit as error:
             wrong = said.getvalue().strip().splitlines()[-1:] or [str(error)]
             raise ValueError(f"Stage {stage.name}: {wrong[0]}") from error
