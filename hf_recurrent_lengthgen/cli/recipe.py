@@ -77,11 +77,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--source", metavar="MODEL", help="folder, file or Hub name in place of the recipe's source")
     parser.add_argument("--tokenizer", help="folder or Hub name in place of the recipe's tokenizer")
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="to train and measure on (default: cuda if there is one)",
-    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="to work on (default: cuda if there is one)")
     parser.add_argument("--push", metavar="OWNER/NAME", help="push the result to the Hub, privately")
     parser.add_argument(
         "--trust_remote_code",

@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -59,7 +60,7 @@ class CleanProcess(NamedTuple):
     """What a process without this package found: facts, and readings by name ("at once", "in pieces")."""
 
     facts: dict[str, Any]
-    readings: dict[str, dict[str, Tensor]]
+    readings: Mapping[str, Reading]
 
 
 def verify_checkpoint(
