@@ -8,7 +8,6 @@ from pathlib import Path
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.hub.pull import pull_checkpoint
 from hf_recurrent_lengthgen.loading import differing_code
-from hf_recurrent_lengthgen.models.configuration_stateful import CODE_FORMAT_VERSION
 from hf_recurrent_lengthgen.records import unverified
 
 DESCRIPTION = """\
@@ -47,10 +46,8 @@ def run(arguments: Sequence[str]) -> int:
     settings = json.loads((output / "config.json").read_text(encoding="utf-8"))
     ours = str(settings.get("model_type", "")).startswith("stateful_")
     if ours and (names := differing_code(output)):
-        version = settings.get("code_format_version", CODE_FORMAT_VERSION)
         print(
-            f"Code that differs from the installed package: {', '.join(names)} (code format version {version}, "
-            f"installed {CODE_FORMAT_VERSION}). Where the package is imported, the installed code runs; elsewhere "
-            "that of the checkpoint."
+            f"Code that differs from the installed package: {', '.join(names)}. Where the package is imported, the "
+            "installed code runs; elsewhere that of the checkpoint."
         )
     return 0

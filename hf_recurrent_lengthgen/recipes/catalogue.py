@@ -6,7 +6,6 @@ begin with "like: NAME": it then holds what differs from that recipe, entry by e
 """
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,7 +44,6 @@ class Start:
         model: Name on the Hub.
         format: Its layout: "mamba-ssm", "transformers", "fla", "rwkv", "rwkv-hf".
         family: "mamba", "mamba2", "gla", "rwkv6".
-        parameters: Number of them.
         training_length: Tokens of the texts it was trained on.
         revision: Branch, tag or commit. A run records the commit.
         tokenizer: Name on the Hub; None for its own.
@@ -261,7 +259,5 @@ def in_words(number: float) -> str:
     """ "52.4M", "10B" tokens or parameters, with three digits."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size * 0.9995:
-            digits = max(0, 2 - int(math.log10(number / size)))
-            text = f"{number / size:.{digits}f}"
-            return (text.rstrip("0").rstrip(".") if "." in text else text) + unit
+            return f"{number / size:.3g}{unit}"
     return f"{number:g}"

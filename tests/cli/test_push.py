@@ -121,7 +121,7 @@ def test_code_that_differs_and_what_is_not_verified_is_named(
     lines = shown(capsys)
     names = "extra.py, modeling_stateful_mamba2.py"
     assert lines[1] == f"Not verified: it has changed since it was verified ({names}). Next: lengthgen verify {output}"
-    assert lines[2].startswith(f"Code that differs from the installed package: {names} (code format version 1, ")
+    assert lines[2].startswith(f"Code that differs from the installed package: {names}. ")
 
 
 def test_what_cannot_be_is_refused_in_one_line(
