@@ -1,7 +1,7 @@
 """Adapters (PEFT): weights beside a base, in a folder that names it.
 
-An adapter belongs to the very weights that it was trained on, and its training sets fields of their config, which
-the folder of PEFT has no place for. `adapter_base.json` keeps both.
+An adapter belongs to the very weights that it was trained on, and its training sets fields of their config, for which
+PEFT has no place: `adapter_base.json` keeps both.
 """
 
 import json
@@ -58,8 +58,8 @@ def base_of_adapter(folder: str | os.PathLike[str]) -> str:
     """Folder or name on the Hub of the checkpoint that an adapter belongs to.
 
     Raises:
-        ValueError: for a damaged config, weights that are missing or a pickle, methods that change the inputs, and a
-            base that is not named or not there.
+        ValueError: for damaged, missing and pickled files, methods that change the inputs, and a base that is not
+            named or not there.
     """
     path = Path(folder)
     try:

@@ -216,23 +216,12 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def marked(text: str, files: dict[str, str], wrote: Sequence[str], said: dict[str, Any] | None = None) -> str:
-    """A card with the comment by which it is known.
-
-    Args:
-        text: The card.
-        files: SHA-256 by name of the weights and config that it tells of.
-        wrote: Names of the figures and results that belong to it.
-        said: `CardSettings.said`.
-    """
+    """A card with the comment by which it is known; the arguments are those of `CardMark`, of `verified_files`."""
     return f"{text.rstrip(chr(10))}\n\n{CardMark(cards_digest(files), tuple(wrote), said or {}).comment()}\n"
 
 
 def own_words(text: str) -> str:
-    """What a person wrote between the marks of a card; "" if nothing.
-
-    Raises:
-        ValueError: for a mark without the other, and if one is there twice.
-    """
+    """What a person wrote between the marks of a card; a `ValueError` if they do not stand there once each."""
     counts = [text.count(mark) for mark in OWN_WORDS]
     if counts == [0, 0]:
         return ""

@@ -2,9 +2,7 @@
 
     python -m hf_recurrent_lengthgen.recipes.align_llama alignment/llama_interpolation.yaml --data my-texts
 
-`lengthgen train` is for models with a state. This is its counterpart for Llama and others of Transformers with
-`rope_parameters`. The result is a checkpoint of Transformers with the adapters merged in and the scaling in its
-config.
+The result is a checkpoint of Transformers with the adapters merged in and the scaling in its config.
 """
 
 import json

@@ -1,8 +1,7 @@
 """Recipes of the papers' post-trained checkpoints: one YAML file each in checkpoints/, read strictly.
 
-A recipe says from which checkpoint a run starts, how it is trained (a file of settings of `lengthgen train`, and what
-differs from it), how the result is measured, and what the paper says of it. `lengthgen recipe` runs it. A file may
-begin with "like: NAME": it then holds what differs from that recipe, entry by entry.
+`lengthgen recipe` runs them. A file may begin with "like: NAME": it then holds what differs from that recipe, entry by
+entry.
 """
 
 import difflib

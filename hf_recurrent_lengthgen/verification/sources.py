@@ -1,8 +1,4 @@
-"""What a checkpoint was converted from: its config and weights must be those of the checkpoint, and so its outputs.
-
-The weights are read from the source again, and given to the upstream implementation, or where that is not here to a
-new model of ours.
-"""
+"""What a checkpoint was converted from: its config and weights must be those of the checkpoint, and so its outputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,18 +1,4 @@
-"""The checks of a checkpoint folder: it gives the same everywhere.
-
-Random tokens are read. Weights of any dtype are computed with in `dtype`, by the torch scans.
-
-- A clean process, in which this package cannot be imported, loads the checkpoint with its own code, offline, and
-  gives the logits and final states of the installed classes. Config, weights and shapes of states agree.
-- Reading in pieces (the first of one token) with the state carried gives what reading at once gives.
-- Nothing is NaN or infinite.
-- The tokenizer, if there is one, loads in that process, and all its tokens are in the model's vocabulary.
-- With a source: its weights are those of the checkpoint, and its upstream implementation, or our own scan where that
-  is not here, gives the same logits and final states.
-
-A checkpoint without code of ours (hybrids, exports to Transformers) is loaded by Transformers' class in the clean
-process, and read in pieces by `load_model`'s.
-"""
+"""The checks of a checkpoint folder, by random tokens and the torch scans; `lengthgen verify --help` says which."""
 
 import json
 import os
