@@ -107,8 +107,6 @@ def run(arguments: Sequence[str]) -> int:
     else:
         recipe = load_recipe(options.name)
         folder = Path(options.output_dir or f"output/{recipe.name}")
-        if folder == Path("."):
-            folder = folder.resolve()
         if options.action == "show":
             print(describe(recipe, folder, _choices(options)))
         else:

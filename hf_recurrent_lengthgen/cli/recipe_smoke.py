@@ -37,20 +37,25 @@ def prepare(recipe: Recipe, folder: Path) -> tuple[Recipe, Choices]:
         "logging_steps": 1,
         **{name: 0.1 for name in recipe.train.missing},
     }
+    fresh = {"no_cache": "true"}
     sizes: dict[str, Any] = {
         "train": train,
         "check": {"length": 32},
         "verify": {"length": 32},
-        "evaluate": {"length": 4 * length, "sequences": 4},
-        "diagnose": {"length": 4 * length, "sequences": 4, "patched_heads": 1},
-        "retrieve": {"lengths": f"{PASSKEY_LENGTH},{PASSKEY_LENGTH + 256}", "depths": 2, "samples": 1},
+        "evaluate": {"length": 4 * length, "sequences": 4, **fresh},
+        "diagnose": {"length": 4 * length, "sequences": 4, "patched_heads": 1, **fresh},
+        "retrieve": {
+            "lengths": f"{PASSKEY_LENGTH},{PASSKEY_LENGTH + 256}",
+            "depths": 2,
+            "samples": 1,
+            "no_cache": "true",
+        },
     }
     small = replace(recipe, source=replace(recipe.source, training_length=length, remote_code=False))
     return small, Choices(
         source=str(source),
         tokenizer=str(folder / "tokenizer"),
         data=str(folder / "text") if recipe.data else None,
-        cache=str(folder / "cache"),
         options={
             stage: {name: str(value) for name, value in options.items()}
             for stage, options in sizes.items()

@@ -28,7 +28,6 @@ class Choices:
         source: Folder, file or name on the Hub.
         device: "cpu" or "cuda".
         push: owner/name on the Hub; None to push nothing.
-        cache: Folder for kept results; None for the usual one.
         options: Further options by stage.
     """
 
@@ -38,7 +37,6 @@ class Choices:
     device: str = "cpu"
     push: str | None = None
     trust_remote_code: bool = False
-    cache: str | None = None
     options: Mapping[str, Options] = field(default_factory=dict)
 
 
@@ -137,9 +135,8 @@ def _measure(name: str, recipe: Recipe, folder: Path, choices: Choices, remote: 
         options = {"roles": "base,cured", **options}
     models = (str(folder / "convert"), str(folder / RESULT))
     command = (name, *models, "--output", str(folder / name), *_flags(options, "-"))
-    cache = () if choices.cache is None else ("--cache", choices.cache)
     device = () if "device" in options else ("--device", choices.device)
-    return Stage(name, command, (*device, *cache, *remote))
+    return Stage(name, command, (*device, *remote))
 
 
 def check_commands(planned: Sequence[Stage]) -> None:

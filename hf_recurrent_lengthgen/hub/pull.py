@@ -1,7 +1,7 @@
 """Pull a checkpoint from the Hub: one commit of it, into a new folder that is there as a whole or not."""
 
+import glob
 import os
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,9 +43,9 @@ def pull_checkpoint(
     with telling(f"Looking for revision {revision} of {repo_id}"):
         info = hub_api(token).model_info(repo_id, revision=revision)
     chosen = _checkpoint_files(repo_id, sorted(file.rfilename for file in info.siblings or ()))
-    escaped = [re.sub(r"([*?[])", r"[\1]", name) for name in chosen]
+    patterns = [glob.escape(name) for name in chosen]
     with telling(f"Downloading {repo_id} (files that are complete are kept)"):
-        cache = Path(snapshot_download(repo_id, revision=info.sha, allow_patterns=escaped, token=token or False))
+        cache = Path(snapshot_download(repo_id, revision=info.sha, allow_patterns=patterns, token=token or False))
     read_json_object(cache / "config.json")
     with new_folder(output) as folder:
         for name in chosen:
