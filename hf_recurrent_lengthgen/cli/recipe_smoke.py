@@ -13,7 +13,6 @@ from hf_recurrent_lengthgen.recipes.catalogue import Recipe
 
 LENGTH, PASSKEY_LENGTH = 32, 512
 """Tokens (bytes) of a row of text, and of a passkey prompt, which has to hold its words."""
-ROWS, ACCUMULATION, STEPS = 2, 2, 2
 TEXT_BYTES = 100_000
 
 
@@ -30,9 +29,9 @@ def prepare(recipe: Recipe, folder: Path) -> tuple[Recipe, Choices]:
     length = LENGTH if task == "text" else PASSKEY_LENGTH
     train = {
         "block_length": length,
-        "max_steps": STEPS,
-        "per_device_train_batch_size": ROWS,
-        "gradient_accumulation_steps": ACCUMULATION,
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
         "save_steps": 1,
         "logging_steps": 1,
         **{name: 0.1 for name in recipe.train.missing},
@@ -44,12 +43,7 @@ def prepare(recipe: Recipe, folder: Path) -> tuple[Recipe, Choices]:
         "verify": {"length": 32},
         "evaluate": {"length": 4 * length, "sequences": 4, **fresh},
         "diagnose": {"length": 4 * length, "sequences": 4, "patched_heads": 1, **fresh},
-        "retrieve": {
-            "lengths": f"{PASSKEY_LENGTH},{PASSKEY_LENGTH + 256}",
-            "depths": 2,
-            "samples": 1,
-            "no_cache": "true",
-        },
+        "retrieve": {"lengths": f"{PASSKEY_LENGTH},{PASSKEY_LENGTH + 256}", "depths": 2, "samples": 1, **fresh},
     }
     small = replace(recipe, source=replace(recipe.source, training_length=length, remote_code=False))
     return small, Choices(
