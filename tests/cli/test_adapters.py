@@ -243,7 +243,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "pickle": (make_pickle, r"holds no adapter_model\.safetensors, .* a pickle is not read"),
     "no weights": (
         lambda folder: (folder / "adapter_model.safetensors").unlink(),
-        "weights of the adapter are missing",
+        r"holds no adapter_model\.safetensors",
     ),
     "prompt tuning": (lambda folder: edit(folder, peft_type="PROMPT_TUNING"), "kind 'PROMPT_TUNING': only LORA"),
     "cut config": (lambda folder: (folder / "adapter_config.json").write_text("{"), "adapter_config.json is damaged"),
