@@ -64,14 +64,10 @@ def verify_checkpoint(
     Memory: the weights once in `dtype` (twice with a source), and three times the logits, ROWS x length x vocabulary.
 
     Args:
-        checkpoint: Folder.
-        source: What it was converted from: a folder, a .pth file, or a name on the Hub, in any format that is
-            converted.
+        source: What it was converted from: a folder, a .pth file, or a name on the Hub.
         revision: Branch, tag or commit of a source on the Hub; None for the commit that the lineage of the checkpoint
             names, if it names this source, else for the main branch.
         length: Tokens to read, 2 or more.
-        dtype: To compute in.
-        device: To compute on: "cpu", "cuda", ...
         trust_remote_code: Whether code in the folder that is not the installed package's may run.
 
     Returns:
