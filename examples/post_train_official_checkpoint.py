@@ -58,7 +58,7 @@ base, cured, evaluation = (options.output / name for name in ("base", "cured", "
 tokenizer = load_tokenizer(options.tokenizer)
 command = portable_command(sys.argv)  # for the lineage, without the folders of this machine
 convert_checkpoint(options.model, base, tokenizer=tokenizer, training_length=options.length, command=command)
-if not verify_checkpoint(base, options.model, progress=True).passed:
+if not verify_checkpoint(base, options.model).passed:
     sys.exit(f"The conversion is wrong: lengthgen verify {options.model} {base} says where.")
 
 # Each row of a step starts from the final state of a row of the step before.
@@ -93,7 +93,7 @@ trainer.train()
 trainer.save_model()
 
 # What strangers will load must give what it gave here; then far beyond the training length; then the card.
-if not verify_checkpoint(cured, progress=True).passed:
+if not verify_checkpoint(cured).passed:
     sys.exit(f"The result does not load elsewhere as it should: lengthgen verify {cured} says where.")
 measure = ["evaluate", str(base), str(cured), "--roles", "base,cured", "--data", options.data]
 measure += ["--tokenizer", options.tokenizer, "--length", str(options.beyond * options.length)]

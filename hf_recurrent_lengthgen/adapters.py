@@ -1,7 +1,7 @@
 """Adapters (PEFT): weights beside a base, in a folder that names it.
 
-An adapter belongs to the very weights that it was trained on, and its training sets fields of their config, which
-the folder of PEFT has no place for. `adapter_base.json` keeps both.
+An adapter belongs to the very weights that it was trained on, and its training sets fields of their config, for which
+PEFT has no place: `adapter_base.json` keeps both.
 """
 
 import json
@@ -31,12 +31,7 @@ TRAINED_FIELDS = ("training_length", "interventions", "task")
 @document("adapter_base")
 @dataclass(frozen=True)
 class AdapterBase:
-    """What an adapter belongs to.
-
-    Args:
-        files: SHA-256 by name of the weights and config of its base.
-        config: Fields that training set in the config of the base, each as JSON.
-    """
+    """SHA-256 by name of weights and config of a base, and fields that training set in its config, each as JSON."""
 
     files: dict[str, str]
     config: dict[str, str]
@@ -63,8 +58,8 @@ def base_of_adapter(folder: str | os.PathLike[str]) -> str:
     """Folder or name on the Hub of the checkpoint that an adapter belongs to.
 
     Raises:
-        ValueError: for a damaged config, weights that are missing or a pickle, methods that change the inputs, and a
-            base that is not named or not there.
+        ValueError: for damaged, missing and pickled files, methods that change the inputs, and a base that is not
+            named or not there.
     """
     path = Path(folder)
     try:
@@ -75,12 +70,7 @@ def base_of_adapter(folder: str | os.PathLike[str]) -> str:
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise ValueError(f"{path} holds an adapter of the kind {kind!r}: only LORA is read, which can be merged.")
     if not (path / WEIGHTS_FILE).is_file():
-        if (path / "adapter_model.bin").is_file():
-            raise ValueError(
-                f"{path} holds its weights as a pickle, adapter_model.bin, which could run code when it is read: save "
-                f"them as {WEIGHTS_FILE} (save_pretrained of PEFT does), where you trust it."
-            )
-        raise ValueError(f"{path} holds no {WEIGHTS_FILE}: the weights of the adapter are missing.")
+        raise ValueError(f"{path} holds no {WEIGHTS_FILE}, as PEFT saves weights: a pickle is not read.")
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ValueError(f"{path / CONFIG_FILE} names no base: set base_model_name_or_path to its folder or name.")
@@ -94,12 +84,7 @@ def base_of_adapter(folder: str | os.PathLike[str]) -> str:
 
 
 def write_adapter_base(folder: str | os.PathLike[str], model: Any) -> None:
-    """Write beside an adapter which files its base has, and what training set in the config.
-
-    Args:
-        folder: Folder that PEFT wrote.
-        model: The PEFT model.
-    """
+    """Write beside an adapter which files the base of a PEFT model has, and what training set in the config."""
     settings = model.get_base_model().config
     values = {name: getattr(settings, name, None) for name in TRAINED_FIELDS}
     config = {name: json.dumps(value) for name, value in values.items() if value}
@@ -122,9 +107,9 @@ def with_adapter(base: Any, folder: str | os.PathLike[str], name: str) -> Any:
     """The PEFT model of an adapter and its base, in evaluation mode, the adapter's weights to be trained.
 
     Args:
-        base: The model that `name` holds, changed in place.
+        base: The model that the folder or name `name` holds, changed in place.
         folder: The adapter.
-        name: Folder or name of the base.
+        name: Of the base.
 
     Raises:
         ValueError: if the adapter does not fit: to files that have changed since, or to another architecture.
@@ -160,12 +145,11 @@ def with_adapter(base: Any, folder: str | os.PathLike[str], name: str) -> Any:
 
 
 def add_adapter(model: Any, rank: int, alpha: int, targets: list[str] | None = None) -> Any:
-    """A PEFT model with a new LoRA adapter.
+    """A PEFT model with a new LoRA adapter, which counts alpha / rank.
 
     Args:
         model: Of `load_model`.
-        rank: Its rank.
-        alpha: Its scale: it counts alpha / rank.
+        rank, alpha: Of the adapter.
         targets: Names, or ends of names, of linear layers; None for those that the model or its config names as
             `lora_target_modules`.
 

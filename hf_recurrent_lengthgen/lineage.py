@@ -29,13 +29,10 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pth")
 
 
 def lineage_of(model: str) -> Lineage:
-    """The lineage of a checkpoint that a command starts from.
+    """The lineage of a checkpoint or adapter folder, a name on the Hub, or a config.json that a command starts from.
 
     Its own, if it has one; else it is the source of what comes. A config.json has random weights, so no source. An
     adapter without one has that of its base.
-
-    Args:
-        model: Checkpoint or adapter folder, name on the Hub, or a config.json.
 
     Raises:
         ValueError: for a damaged lineage, and names of nothing.
@@ -82,18 +79,11 @@ def record_step(
     command: Sequence[str],
     training: TrainingRun | None = None,
 ) -> Lineage:
-    """Write the lineage of a checkpoint that a command made, and return it.
+    """Write the lineage of a checkpoint that a command made, and return it; arguments as in `Step`.
 
-    Args:
-        folder: The new checkpoint.
-        start: Lineage of what it was made of.
-        kind: What was done.
-        description: The same in words; "" for trainings.
-        command: Program and arguments; absolute paths are shortened, so that they tell nothing of the machine.
-        training: The training, if it was one.
+    Absolute paths in the command are shortened, so that they tell nothing of the machine.
     """
-    step = Step(kind, description, portable_command(command), installed_versions(), training)
-    lineage = start.then(step)
+    lineage = start.then(Step(kind, description, portable_command(command), installed_versions(), training))
     write_lineage(folder, lineage)
     return lineage
 

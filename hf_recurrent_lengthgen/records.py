@@ -44,18 +44,10 @@ class Settings:
         from_step: The step; above 0 where a run was resumed with other settings.
         max_steps: Steps that the schedule was made for; None if that is not known.
         learning_rate: At its highest, of the first group of parameters.
-        lr_scheduler_type: Name in Transformers, or the class of a scheduler of one's own.
-        lr_scheduler_kwargs: Its options.
+        lr_scheduler_type, optim: Name in Transformers, or the class of one of one's own.
         warmup_steps: Steps if at least 1, else a share of all.
-        optim: Name in Transformers, or the class of an optimizer of one's own.
-        betas: Of Adam.
-        epsilon: Of Adam.
-        momentum: Of SGD.
         weight_decay: The largest of any group.
-        max_grad_norm: Norm at which gradients are clipped; None for never.
         precision: Of the matrix products.
-        seed: Of data order and noise.
-        neftune_noise_alpha: Noise on embeddings.
         method: Options of the method that are on, by name: state_drop_probability, alignment_alpha, ...
         others: Options of another trainer that the method was put on, those that are not its defaults.
     """
@@ -111,7 +103,6 @@ class TrainingRun:
 
     Args:
         methods: The main one first; `methods.PLAIN` alone for plain training.
-        data: What was trained on.
         training_length: Tokens of a row, T; the longest where rows differ.
         rows_per_step: Rows of an optimizer step, over accumulation and processes.
         steps: Optimizer steps.
@@ -120,9 +111,7 @@ class TrainingRun:
         row_tokens: Real tokens of a row in the mean, where the trainer counts them.
         seconds: Wall-clock time of training on the hardware at hand, over all resumes.
         loss: Mean of the training losses that Trainer logged, in nats per token.
-        hardware: What it ran on.
         settings: Of each part of the run: the first from step 0, others where it was resumed with other ones.
-        adapter: The adapter that was trained, if it was one.
         initial_weights: For a training from scratch.
         best_step: Step whose weights were kept, if not the last ones.
         best_metric: Why these.
@@ -150,11 +139,9 @@ class Step:
     """One thing done to a checkpoint.
 
     Args:
-        kind: What was done.
         description: In words, for people; "" for trainings.
         command: Shell command that did it; "" from Python.
         versions: Of Python and packages.
-        training: The run, for trainings.
         tokenizer: Of conversions, the tokenizer that was given in the place of the source's.
     """
 
@@ -217,32 +204,22 @@ class Verification:
 
 
 def read_lineage(folder: str | os.PathLike[str]) -> Lineage | None:
-    """The lineage of a checkpoint folder; None if it has none.
-
-    Raises:
-        ValueError: for a damaged file.
-    """
+    """The lineage of a checkpoint folder; None if it has none. A damaged file is a `ValueError`."""
     path = Path(folder) / LINEAGE_FILE
     return read_result(path, Lineage) if path.is_file() else None
 
 
 def write_lineage(folder: str | os.PathLike[str], lineage: Lineage) -> None:
-    """Write the lineage into a checkpoint folder."""
     write_result(Path(folder) / LINEAGE_FILE, lineage)
 
 
 def read_verification(folder: str | os.PathLike[str]) -> Verification | None:
-    """The verification of a checkpoint folder; None if it has none.
-
-    Raises:
-        ValueError: for a damaged file.
-    """
+    """The verification of a checkpoint folder; None if it has none. A damaged file is a `ValueError`."""
     path = Path(folder) / VERIFICATION_FILE
     return read_result(path, Verification) if path.is_file() else None
 
 
 def write_verification(folder: str | os.PathLike[str], verification: Verification) -> None:
-    """Write the verification into a checkpoint folder."""
     write_result(Path(folder) / VERIFICATION_FILE, verification)
 
 
@@ -274,12 +251,7 @@ def verified_files(folder: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def unverified(folder: str | os.PathLike[str], now: dict[str, str] | None = None) -> str | None:
-    """Why the verification in a folder does not speak for the files in it; None if it does.
-
-    Args:
-        folder: The checkpoint.
-        now: Its `verified_files`, where they are known already.
-    """
+    """Why the verification in a folder does not speak for its files (`now`, if known already); None if it does."""
     try:
         verification = read_verification(folder)
     except ValueError as error:

@@ -21,7 +21,6 @@ NAME = "demo-state-passing"
 OTHER_PATTERNS = {
     "adapters.py": "names of layers",
     "cli/convert.py": "names of weights",
-    "hub/push.py": "names of branches",
     "trainers/metric_callbacks.py": "names of metrics",
 }
 """Modules beside cards/ and plotting/ that import both records and `re`, and what they match with it."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM, trainers
-from hf_recurrent_lengthgen.cards import write_card
+from hf_recurrent_lengthgen.cards import CardSettings, write_card
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.methods import Method
@@ -113,7 +113,7 @@ def test_the_command_line_trains_and_resumes_it_and_its_record_and_card_name_it(
     run = lineage.steps[-1].training
     assert run is not None
     assert run.methods == (ones.about,)
-    write_card(out, repo_id="me/ones")
+    write_card(out, settings=CardSettings("me/ones"))
     card = (out / "README.md").read_text()
     assert TITLE in card
     assert MIMETIC.arxiv in card

@@ -122,10 +122,10 @@ def write_own_card(output: str | os.PathLike[str], repo_id: str | None) -> bool:
     elsewhere = has_card_of_another(output)
     if read_lineage(output) is None or not (Path(output) / "config.json").is_file():
         return elsewhere
-    from hf_recurrent_lengthgen.cards import write_card  # needs matplotlib, training does not
+    from hf_recurrent_lengthgen.cards import CardSettings, write_card  # needs matplotlib, training does not
 
     try:
-        kept = write_card(output, repo_id=repo_id, overwrite=not elsewhere).kept
+        kept = write_card(output, settings=CardSettings(repo_id), overwrite=not elsewhere).kept
     except ValueError as error:
         logger.warning(f"{output} gets no card of its lineage: {error}")
         return elsewhere

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -43,13 +43,12 @@ from hf_recurrent_lengthgen.records import (
 OWN_NAME = "this model"
 KINDS = {
     "comparison": Comparison,
-    "evaluation": EvaluationResult,
     "diagnosis": Diagnosis,
     "retrieval_comparison": RetrievalComparison,
-    "retrieval": RetrievalResult,
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Result = Comparison | Diagnosis | RetrievalComparison
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,7 @@ class Checkpoint:
         config: config.json.
         parameters: Numbers in the weight files; tied weights count once.
         tokenizer: Whether there is one.
-        lineage: None if the folder has none.
-        verification: None if the folder has none of these files.
+        verification: None if the folder has none, or one of other files.
         files: SHA-256 by name of its weights and config.
         find_weights: Of some digests of weights, the one that these weights have, or None.
     """
@@ -96,10 +94,14 @@ class Checkpoint:
         return size if isinstance(size, int) and size > 0 else None
 
     @property
+    def steps(self) -> tuple[Step, ...]:
+        """What its lineage tells."""
+        return () if self.lineage is None else self.lineage.steps
+
+    @property
     def methods(self) -> list[Method]:
         """All that was done to it, each once, in the order of its lineage."""
-        steps = () if self.lineage is None else self.lineage.steps
-        found = [method for step in steps for method in methods_of(step)]
+        found = [method for step in self.steps for method in methods_of(step)]
         return list(dict.fromkeys(found + [FORGETTING] * (self.forgets != Forgetting())))
 
     @property
@@ -116,13 +118,9 @@ def methods_of(step: Step) -> tuple[Method, ...]:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A result file.
+    """A result file: its content, and which of its models is this checkpoint.
 
-    Attributes:
-        kind: Of the file.
-        original: Its content.
-        own: Which of its models is this checkpoint.
-        repeated: Whether another file holds its evaluations, too.
+    `repeated` says whether another file holds its evaluations, too.
     """
 
     kind: str
@@ -135,7 +133,7 @@ class Evidence:
         """The content, with this checkpoint named `OWN_NAME`."""
         labels = [evaluated.model for evaluated in evaluations(self.original)]
         others = [f"other {label}" if label == OWN_NAME else label for label in labels]
-        return named(self.original, [*others[: self.own], OWN_NAME, *others[self.own + 1 :]])
+        return _named(self.original, [*others[: self.own], OWN_NAME, *others[self.own + 1 :]])
 
     @property
     def compared(self) -> list[ComparedModel]:
@@ -143,8 +141,7 @@ class Evidence:
         result = self.result
         if isinstance(result, RetrievalComparison) or self.repeated:
             return []
-        models = list(result.comparison.models if isinstance(result, Diagnosis) else result.models)
-        return [models[self.own], *models[: self.own], *models[self.own + 1 :]]
+        return self._own_first(result.comparison.models if isinstance(result, Diagnosis) else result.models)
 
     @property
     def diagnosed(self) -> DiagnosedModel | None:
@@ -154,18 +151,14 @@ class Evidence:
     @property
     def retrieved(self) -> list[RetrievalResult]:
         """The models of a retrieval, this checkpoint first."""
-        if not isinstance(self.result, RetrievalComparison):
-            return []
-        models = list(self.result.models)
+        return self._own_first(self.result.models) if isinstance(self.result, RetrievalComparison) else []
+
+    def _own_first(self, models: Sequence[Item]) -> list[Item]:
         return [models[self.own], *models[: self.own], *models[self.own + 1 :]]
 
 
 def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
-    """Read what a card says of a folder.
-
-    Raises:
-        ValueError: for what is no checkpoint with weights as safetensors, an adapter, and damaged files.
-    """
+    """Read what a card says of a folder, or raise a `ValueError`, as for an adapter and for damaged files."""
     path = Path(folder)
     refuse_adapter(path)
     if not (path / "config.json").is_file():
@@ -174,8 +167,6 @@ def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path / 'config.json'} is damaged ({error}): copy or save it again.") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path / 'config.json'} is no config: it holds {type(config).__name__}.")
     verification, files = read_verification(path), verified_files(path)
     return Checkpoint(
         name=path.resolve().name,
@@ -185,7 +176,7 @@ def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
         lineage=read_lineage(path),
         verification=verification if verification is None or verification.files == files else None,
         files=carded(files),
-        find_weights=_WeightsOf(path),
+        find_weights=_weights_of(path),
     )
 
 
@@ -206,22 +197,14 @@ def _parameters(folder: Path) -> int:
     return count
 
 
-class _WeightsOf:
+def _weights_of(folder: Path) -> Callable[[set[str]], str | None]:
     """Which of some digests the weights of a folder have, loaded as `lengthgen evaluate` does, in some dtype."""
-
-    def __init__(self, folder: Path) -> None:
-        self._digest = cache(lambda dtype: weights_digest(load_language_model(str(folder), dtype=dtype)))
-
-    def __call__(self, wanted: set[str]) -> str | None:
-        return next((digest for dtype in _DTYPES if (digest := self._digest(dtype)) in wanted), None)
+    digest = cache(lambda dtype: weights_digest(load_language_model(str(folder), dtype=dtype)))
+    return lambda wanted: next((found for dtype in _DTYPES if (found := digest(dtype)) in wanted), None)
 
 
 def read_evidence(checkpoint: Checkpoint, files: Sequence[str | os.PathLike[str]]) -> tuple[Evidence, ...]:
-    """Read result files and find the checkpoint in them.
-
-    Raises:
-        ValueError: for files of another kind, and results of other weights or of other forgetting.
-    """
+    """Read result files, or raise a `ValueError` for another kind, and results of other weights or forgetting."""
     found: list[Evidence] = []
     for item in sorted(
         (_evidence(checkpoint, Path(file)) for file in files), key=lambda item: item.kind == "diagnosis"
@@ -270,7 +253,7 @@ def _evidence(checkpoint: Checkpoint, file: Path) -> Evidence:
 
 
 def _read(file: Path) -> tuple[str, Result]:
-    """A result file, without what it tells of the machine's folders; results of one model as a comparison of one."""
+    """A result file, without what it tells of the machine's folders."""
     try:
         text = file.read_text(encoding="utf-8")
         plain = json.loads(text)
@@ -286,10 +269,6 @@ def _read(file: Path) -> tuple[str, Result]:
         result: Any = from_json(json.dumps(_portable(plain)), KINDS[kind])
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    if isinstance(result, EvaluationResult):
-        return "comparison", Comparison("Beyond the training length", (ComparedModel("other", result, None),))
-    if isinstance(result, RetrievalResult):
-        return "retrieval_comparison", RetrievalComparison((result,))
     return kind, result
 
 
@@ -317,7 +296,7 @@ def evaluations(result: Result) -> Sequence[EvaluationResult] | Sequence[Retriev
     return [model.evaluation for model in result.models]
 
 
-def named(result: Result, names: Sequence[str]) -> Result:
+def _named(result: Result, names: Sequence[str]) -> Result:
     """A result with other names of its models, in their order."""
     if isinstance(result, RetrievalComparison):
         pairs = zip(result.models, names, strict=True)

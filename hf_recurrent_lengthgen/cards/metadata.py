@@ -8,9 +8,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from hf_recurrent_lengthgen.cards.facts import Checkpoint, Evidence
-from hf_recurrent_lengthgen.cards.licenses import license_data
 from hf_recurrent_lengthgen.cards.results_section import generalizes, mean_over, own_evaluations, retrieval_results
-from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate, EvaluationResult
+from hf_recurrent_lengthgen.evaluation.results import Estimate, EvaluationResult
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalResult
 from hf_recurrent_lengthgen.models import family_config
 
@@ -27,29 +26,19 @@ def card_data(
     language: Sequence[str],
     datasets: Sequence[str],
 ) -> ModelCardData:
-    """The metadata.
-
-    Args:
-        checkpoint: What it is of.
-        evidence: What was measured.
-        model_name: Name of the model in `model-index`.
-        license: Identifier of the Hub, or name; None if it is not known.
-        language, datasets: Of the training text, as the Hub names them.
-    """
-    source = checkpoint.lineage.source if checkpoint.lineage is not None else None
+    """The metadata; `model_name` is that of `model-index`, the rest as in `CardSettings`."""
+    source = None if checkpoint.lineage is None else checkpoint.lineage.source
     base = source.name if source is not None and source.on_hub else None
-    changed = checkpoint.lineage is not None and any(
-        step.kind in ("train", "expand") for step in checkpoint.lineage.steps
-    )
+    changed = any(step.kind in ("train", "expand") for step in checkpoint.steps)
     results = [result for found in own_evaluations(evidence) for result in _of_evaluation(found)]
     results += [result for found in retrieval_results(evidence) for result in _of_retrieval(found)]
     further: dict[str, Any] = {"base_model_relation": "finetune"} if base and changed else {}
     return ModelCardData(
-        **license_data(license, base),
-        language=_one_or_more(language),
+        license=license,
+        language=(list(language) or None) if len(language) != 1 else language[0],
         library_name=LIBRARY,
         pipeline_tag=PIPELINE,
-        tags=tags(checkpoint, evidence),
+        tags=_tags(checkpoint, evidence),
         base_model=base,
         datasets=list(datasets) or None,
         metrics=list(dict.fromkeys(result.metric_type for result in results if result.metric_type in _ON_HUB)) or None,
@@ -62,7 +51,7 @@ def card_data(
 _ON_HUB = ("perplexity", "accuracy")
 
 
-def tags(checkpoint: Checkpoint, evidence: Sequence[Evidence] = ()) -> list[str]:
+def _tags(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[str]:
     """What people filter by; that it generalizes in length only if all that was measured of it shows that."""
     family = checkpoint.model_type.removeprefix("stateful_")
     config_class = family_config(checkpoint.model_type)
@@ -74,12 +63,8 @@ def tags(checkpoint: Checkpoint, evidence: Sequence[Evidence] = ()) -> list[str]
     return list(dict.fromkeys([*found, *(["custom_code"] if checkpoint.carries_code else []), PACKAGE]))
 
 
-def _one_or_more(values: Sequence[str]) -> str | list[str] | None:
-    return (list(values) or None) if len(values) != 1 else values[0]
-
-
 def _of_evaluation(found: EvaluationResult) -> list[EvalResult]:
-    unit, length = found.data.token_unit, found.training_length
+    unit, length, data = found.data.token_unit, found.training_length, found.data
     start, stop = found.harm.last_range
     inside, beyond = found.in_window.loss, mean_over(found, start, stop)
     common = {"token_unit": unit, "sequences": found.sequences, "confidence": found.confidence}
@@ -89,7 +74,10 @@ def _of_evaluation(found: EvaluationResult) -> list[EvalResult]:
         args = {"first_position": positions[0], "end_position": positions[1], **common, **interval}
         return EvalResult(
             task_type=PIPELINE,
-            **_dataset(found.data),
+            dataset_name=data.source.name,
+            dataset_type=re.sub(r"[^\w./-]+", "-", data.source.name).strip("-").lower() or "text",
+            dataset_split=data.source.split,
+            dataset_args={"description": data.description, "sha256_of_token_ids": data.digest},
             metric_type=kind,
             metric_name=name,
             metric_value=value,
@@ -140,16 +128,6 @@ def _of_retrieval(found: RetrievalResult) -> list[EvalResult]:
         for length, share in zip(found.lengths, found.by_length, strict=True)
         if share.accuracy is not None
     ]
-
-
-def _dataset(data: DataRecord) -> dict[str, Any]:
-    name = data.source.name
-    return {
-        "dataset_name": name,
-        "dataset_type": re.sub(r"[^\w./-]+", "-", name).strip("-").lower() or "text",
-        "dataset_split": data.source.split,
-        "dataset_args": {"description": data.description, "sha256_of_token_ids": data.digest},
-    }
 
 
 def _perplexity(nll: float) -> float:

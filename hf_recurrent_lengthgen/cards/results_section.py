@@ -56,8 +56,8 @@ def verdict(evidence: Sequence[Evidence], vocab_size: int | None) -> str:
     own = models[0].evaluation
     length, unit = own.training_length, own.data.token_unit
     start, stop = own.harm.last_range
-    told = f"**{_headline(models, vocab_size)}** At positions {start:,} to {stop:,}, its loss with the whole text is "
-    told += (
+    told = (
+        f"**{_headline(models, vocab_size)}** At positions {start:,} to {stop:,}, its loss with the whole text is "
         f"{_estimate(own.harm.last, sign=True)} nats per {unit} against that with the last {length:,} {unit}s alone"
     )
     for model in models[1:]:
@@ -137,8 +137,7 @@ def comparison_section(item: Evidence, name: str, images: Sequence[str]) -> str:
     ]
     if len(images) > 1:
         parts += [_image(images[1], "Harm of the extra context against position"), _HARM.format(own.training_length)]
-    parts += [escape(definitions(own)), f"All numbers: {link(code(f'{RESULTS}/{name}'), f'{RESULTS}/{name}')}."]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, escape(definitions(own)), _all_numbers(name)])
 
 
 _HARM = (
@@ -147,13 +146,16 @@ _HARM = (
 )
 
 
-def position_wise_image(name: str) -> str:
-    """The main figure."""
-    return _image(name, "Loss against position in the text, beyond the training length")
-
-
 def _image(name: str, description: str) -> str:
     return f"![{description}]({FIGURES}/{name})"
+
+
+POSITION_WISE = _image("position_wise.png", "Loss against position in the text, beyond the training length")
+"""The main figure."""
+
+
+def _all_numbers(name: str) -> str:
+    return f"All numbers: {link(code(f'{RESULTS}/{name}'), f'{RESULTS}/{name}')}."
 
 
 def _rows(models: Sequence[ComparedModel]) -> list[list[str]]:
@@ -176,7 +178,10 @@ def _rows(models: Sequence[ComparedModel]) -> list[list[str]]:
             f"Harm of the context {beyond}, at {start:,} to {stop:,}",
             lambda result: _cell(result.harm.last, sign=True),
         ),
-        row(f"Harm above {own.harm.threshold:g} from", lambda result: _tokens(result.harm.harmful_from, "nowhere")),
+        row(
+            f"Harm above {own.harm.threshold:g} from",
+            lambda result: "nowhere" if result.harm.harmful_from is None else f"{result.harm.harmful_from:,}",
+        ),
         row(
             f"Gain from context {inside}, position {early:,} to {late:,}",
             lambda result: _cell(result.in_window.context_use, sign=True),
@@ -208,9 +213,7 @@ def mean_over(result: EvaluationResult, start: int, stop: int) -> float | None:
 def diagnosis_section(item: Evidence, name: str, images: Sequence[str]) -> str:
     """What a diagnosis adds to an evaluation that stands in another section."""
     told = _extra(item) or ["It measured what the evaluation above did, and nothing else."]
-    return "\n\n".join(
-        ["### Diagnosis", *told, f"All numbers: {link(code(f'{RESULTS}/{name}'), f'{RESULTS}/{name}')}."]
-    )
+    return "\n\n".join(["### Diagnosis", *told, _all_numbers(name)])
 
 
 def _extra(item: Evidence) -> list[str]:
@@ -244,16 +247,14 @@ def retrieval_section(item: Evidence, name: str, images: Sequence[str]) -> str:
         f"(prompt: {escape(first.style)}{examples}). At least 95% are right {told}.",
         table(rows),
         *(_image(image, "Right answers against length") for image in images),
-        f"All numbers: {link(code(f'{RESULTS}/{name}'), f'{RESULTS}/{name}')}.",
+        _all_numbers(name),
     ]
     return "\n\n".join(parts)
 
 
 def commands_section(evidence: Sequence[Evidence]) -> str:
     """The commands that made the numbers, and with what."""
-    found: list[EvaluationResult | RetrievalResult] = []
-    for item in evidence:
-        found.append(evaluations(item.original)[item.own])
+    found = [evaluations(item.original)[item.own] for item in evidence]
     commands = list(dict.fromkeys(result.command for result in found if result.command))
     with_what = list(
         dict.fromkeys(
@@ -283,10 +284,6 @@ _NONE = "\N{EN DASH}"
 
 def _number(value: float | None) -> str:
     return _NONE if value is None else number_text(value, ".3f")
-
-
-def _tokens(value: int | None, absent: str) -> str:
-    return absent if value is None else f"{value:,}"
 
 
 def _share(share: Share, confidence: float) -> str:

@@ -1,6 +1,7 @@
 """The parts of a card that tell what a checkpoint is, how it is used, how it was made, and what is not known of it."""
 
 import json
+import shlex
 from collections.abc import Sequence
 
 from hf_recurrent_lengthgen.cards.facts import Checkpoint, Evidence
@@ -24,20 +25,13 @@ from hf_recurrent_lengthgen.plotting.findings import status
 from hf_recurrent_lengthgen.records import Source, Step
 
 
-def family(checkpoint: Checkpoint) -> str:
-    """What kind of model it is, for people."""
-    config_class = family_config(checkpoint.model_type)
-    if config_class is None:
-        return checkpoint.model_type.removeprefix("stateful_")
-    return str(config_class.name_of(checkpoint.config))
-
-
 def summary(checkpoint: Checkpoint) -> str:
     """What it is and what was done to it, in a paragraph."""
-    lineage = checkpoint.lineage
+    lineage, config_class = checkpoint.lineage, family_config(checkpoint.model_type)
+    family = checkpoint.model_type if config_class is None else str(config_class.name_of(checkpoint.config))
     dtype = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     stored = f" in {escape(dtype)}" if isinstance(dtype, str) else ""
-    what = f"A recurrent language model ({escape(family(checkpoint))}, {checkpoint.parameters:,} parameters{stored})"
+    what = f"A recurrent language model ({escape(family)}, {checkpoint.parameters:,} parameters{stored})"
     if lineage is None:
         return f"{what}. {_unrecorded(checkpoint)}"
     if lineage.source is None:
@@ -76,55 +70,38 @@ def _step_in_words(step: Step) -> str:
         return escape(step.description + given)
     titles = " with ".join(method.title for method in run.methods)
     of = "" if run.adapter is None else " of an adapter"
-    return f"{escape(titles)}{of} ({run.steps:,} steps, {count(run.tokens)} tokens)"
+    number = next(
+        (f"{run.tokens / size:.1f} {name}" for size, name in _LARGE if run.tokens >= size), f"{run.tokens:,}"
+    )
+    return f"{escape(titles)}{of} ({run.steps:,} steps, {number} tokens)"
 
 
-def count(number: int) -> str:
-    """ "2.0 million"."""
-    for size, name in ((10**9, "billion"), (10**6, "million")):
-        if number >= size:
-            return f"{number / size:.1f} {name}"
-    return f"{number:,}"
+_LARGE = ((10**9, "billion"), (10**6, "million"))
 
 
 def use_section(checkpoint: Checkpoint, place: str, on_hub: bool) -> str:
     """How to load it, generate, go on from a state, and train it further; the code runs where `place` is."""
-    where = json.dumps(place)
-    trusted = ", trust_remote_code=True" if checkpoint.carries_code else ""  # else AutoTokenizer asks, too
-    if checkpoint.carries_code:
+    where, ours = json.dumps(place), checkpoint.carries_code
+    trusted = ", trust_remote_code=True" if ours else ""  # else AutoTokenizer asks, too
+    names = ["AutoModelForCausalLM"] * ours + ["AutoTokenizer"] * checkpoint.tokenizer
+    load = ["import torch", *([f"from transformers import {', '.join(names)}"] if names else []), ""]
+    if ours:
         intro = (
-            f"With Transformers and torch; the checkpoint carries the code of its model class "
+            "With Transformers and torch; the checkpoint carries the code of its model class "
             f"({code('trust_remote_code=True')})."
-            + (
-                f" To run the same code each time, give both calls {code('revision=')} with a commit."
-                if on_hub
-                else ""
-            )
         )
-        load = [
-            "import torch",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            "",
-            f"model = AutoModelForCausalLM.from_pretrained({where}{trusted})",
-        ]
+        if on_hub:
+            intro += f" To run the same code each time, give both calls {code('revision=')} with a commit."
+        load += [f"model = AutoModelForCausalLM.from_pretrained({where}{trusted})"]
     else:
         intro = f"With {code(PACKAGE)}, which gives the model its states."
-        load = [
-            "import torch",
-            *(["from transformers import AutoTokenizer"] if checkpoint.tokenizer else []),
-            "",
-            f"from {PACKAGE} import load_model",
-            "",
-            f"model = load_model({where})",
-        ]
+        load += [f"from {PACKAGE} import load_model", "", f"model = load_model({where})"]
     if checkpoint.tokenizer:
-        load += [f"tokenizer = AutoTokenizer.from_pretrained({where}{trusted})", ""]
-    else:
-        load = [*(line.removesuffix(", AutoTokenizer") for line in load), ""]
+        load += [f"tokenizer = AutoTokenizer.from_pretrained({where}{trusted})"]
     generate = [_prompt("prompt", "Once upon a time", checkpoint), *_generate("prompt", "", checkpoint)]
     parts = [
         intro,
-        fence("\n".join([*load, *generate]), "python"),
+        fence("\n".join([*load, "", *generate]), "python"),
         "A text is read once, and its state continued as often as you like:",
         fence("\n".join(_continue(checkpoint)), "python"),
         _train_further(checkpoint, place),
@@ -144,35 +121,27 @@ def _generate(prompt: str, further: str, checkpoint: Checkpoint) -> list[str]:
 
 
 def _continue(checkpoint: Checkpoint) -> list[str]:
-    cache = ["cache = model.new_attention_cache()  # keys and values, if it has attention layers"]
-    wrapped = _wrapped(checkpoint)
-    read = ", attention_cache=cache, output_final_state=True" if wrapped else ""
-    go_on = f", initial_state=state{', attention_cache=cache' if wrapped else ''}"
+    # load_model wraps the stock class of other families
+    wrapped = not checkpoint.model_type.startswith("stateful_") and family_config(checkpoint.model_type) is None
+    cache = ["cache = model.new_attention_cache()  # keys and values, if it has attention layers"] * wrapped
+    keys = ", attention_cache=cache" * wrapped
+    read = f"{keys}, output_final_state=True" if wrapped else ""
     return [
         _prompt("text", "A text that may be long. ", checkpoint),
-        *(cache if wrapped else []),
+        *cache,
         "with torch.no_grad():",
         f"    state = model(**text{read}).final_state  # all that it knows of the text",
         _prompt("question", "It says", checkpoint),
-        *_generate("question", go_on, checkpoint),
+        *_generate("question", f", initial_state=state{keys}", checkpoint),
     ]
-
-
-def _wrapped(checkpoint: Checkpoint) -> bool:
-    """Whether `load_model` wraps the stock class."""
-    return not checkpoint.model_type.startswith("stateful_") and family_config(checkpoint.model_type) is None
 
 
 def _train_further(checkpoint: Checkpoint, place: str) -> str:
     if checkpoint.forgets != Forgetting():
         return "It cannot be trained as it is: train the checkpoint that it was made from, and let that forget again."
     length = f" --block_length {checkpoint.training_length}" if checkpoint.training_length else ""
-    command = f"lengthgen train --model {_shell(place)}{length} --data YOUR_TEXT.txt --output_dir further"
+    command = f"lengthgen train --model {shlex.quote(place)}{length} --data YOUR_TEXT.txt --output_dir further"
     return f"To train it further, with {code(PACKAGE)}:\n\n{fence(command, 'bash')}"
-
-
-def _shell(text: str) -> str:
-    return text if all(letter.isalnum() or letter in "-_./" for letter in text) else json.dumps(text)
 
 
 def making_section(checkpoint: Checkpoint, license: str | None) -> str:
@@ -236,8 +205,7 @@ def _failures(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[str]
         told += [f"Known failure: {sentence}." for sentence in not_found(found)[:1]]
     if (rule := checkpoint.forgets) != Forgetting():
         told.append(f"It is made to forget at inference ({escape(in_words(rule))}): what it forgets it cannot use.")
-    steps = () if checkpoint.lineage is None else checkpoint.lineage.steps
-    kinds = [step.kind for step in steps]
+    kinds = [step.kind for step in checkpoint.steps]
     if "expand" in kinds and "train" not in kinds[kinds.index("expand") :]:
         told.append("Its states were expanded, and it was not trained since.")
     if checkpoint.verification is not None and not checkpoint.verification.passed:

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from hf_recurrent_lengthgen.cards import write_card
+from hf_recurrent_lengthgen.cards import CardSettings, write_card
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 
 DESCRIPTION = """\
@@ -15,10 +15,9 @@ files only, which must be of these weights.
   lengthgen retrieve demo-output/cured --output retrieval
   lengthgen card demo-output/cured --results evaluation/result.json retrieval/retrieval.json --language code
 
-The licence is that of the source, if it is known. The last lines say what the card lacks. The card is written again
-with the options of the last time, if they are not given, and with your own words: what stands in it between the
-comments "own words" and "end of own words"; what is changed elsewhere in it is lost. A README.md that this command did
-not write (but TRL, Trainer or you) is replaced by --overwrite only, and kept as README.old.md.
+The last lines say what the card lacks. It is written again with the options of the last time, if they are not given,
+and with your own words: what stands between the comments "own words" and "end of own words"; what is changed elsewhere
+is lost. A README.md that this command did not write is replaced by --overwrite only, and kept as README.old.md.
 """
 
 
@@ -52,12 +51,10 @@ def run(arguments: Sequence[str]) -> int:
     card = write_card(
         options.checkpoint,
         options.results,
-        options.repo,
-        license=options.license,
-        language=options.language,
-        datasets=options.datasets,
-        authors=options.authors,
-        overwrite=options.overwrite,
+        CardSettings(
+            options.repo, options.license, tuple(options.language), tuple(options.datasets), tuple(options.authors)
+        ),
+        options.overwrite,
     )
     print(f"Written: {card.path}")
     if card.kept is not None:

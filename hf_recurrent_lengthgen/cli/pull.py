@@ -2,14 +2,12 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.hub.pull import pull_checkpoint
 from hf_recurrent_lengthgen.loading import differing_code
-from hf_recurrent_lengthgen.models.configuration_stateful import CODE_FORMAT_VERSION
 from hf_recurrent_lengthgen.records import unverified
 
 DESCRIPTION = """\
@@ -22,8 +20,7 @@ write, are refused.
   lengthgen pull owner/name --revision 1a2b3c4 --output_dir my-checkpoint
 
 The folder is there completely or not at all. If the command stops, run it again: files that were downloaded are kept
-in the cache of the Hub's client, from which it also works offline (HF_HUB_OFFLINE=1). Checkpoints of mamba-ssm, fla,
-RWKV and others: lengthgen convert.
+in the cache of the Hub's client. Checkpoints of mamba-ssm, fla, RWKV and others: lengthgen convert.
 """
 
 
@@ -40,11 +37,7 @@ def _parser() -> argparse.ArgumentParser:
 def run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     output = Path(options.output_dir)
-    try:
-        commit = pull_checkpoint(options.repo_id, options.revision, output)
-    except KeyboardInterrupt:
-        print("\nWhat was downloaded is kept: the same command goes on with the rest.", file=sys.stderr)
-        raise
+    commit = pull_checkpoint(options.repo_id, options.revision, output)
     files = [path for path in output.rglob("*") if path.is_file()]
     print(f"{options.repo_id} at commit {commit}: {len(files)} files in {output}")
     problem = unverified(output)
@@ -53,13 +46,8 @@ def run(arguments: Sequence[str]) -> int:
     settings = json.loads((output / "config.json").read_text(encoding="utf-8"))
     ours = str(settings.get("model_type", "")).startswith("stateful_")
     if ours and (names := differing_code(output)):
-        version = settings.get("code_format_version", CODE_FORMAT_VERSION)
         print(
-            f"Code that differs from the installed package: {', '.join(names)} (code format version {version}, "
-            f"installed {CODE_FORMAT_VERSION}). Where the package is imported, the installed code runs; elsewhere "
-            "that of the checkpoint."
+            f"Code that differs from the installed package: {', '.join(names)}. Where the package is imported, the "
+            "installed code runs; elsewhere that of the checkpoint."
         )
-    code = ", trust_remote_code=True" if settings.get("auto_map") else ""
-    load = f'model = AutoModelForCausalLM.from_pretrained("{output}"{code})'
-    print(f"\nfrom transformers import AutoModelForCausalLM\n\n{load}")
     return 0

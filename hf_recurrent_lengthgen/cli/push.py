@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
+from hf_recurrent_lengthgen.cli.report import in_columns
 from hf_recurrent_lengthgen.hub.push import PushPlan, do_push, plan_push
 
 DESCRIPTION = """\
@@ -16,15 +17,14 @@ lineage, verification, and states in the folder states/. A new repository is pri
   lengthgen push my-checkpoint owner/name --dry-run    what would happen
   lengthgen push my-checkpoint owner/name
 
-Large files go up first, each once; then all is committed at once, on the commit that was there at the beginning: what
-somebody else commits meanwhile is not overwritten. If the command stops, run it again: it sends what is missing. If
-all is in place, it commits nothing. Files that are there and not in the folder stay, and are an error where they would
-be loaded; --overwrite deletes those of a checkpoint in the same commit.
+Large files go up first, then all is committed at once, on the commit that was there at the beginning: what somebody
+else commits meanwhile is not overwritten. If the command stops, run it again: it sends what is missing. Files that
+are there and not in the folder stay, and are an error where they would be loaded; --overwrite deletes those of a
+checkpoint.
 
-Not pushed, and listed: what Trainer keeps for itself (optimizer, scheduler, checkpoint-* folders, ...), pickles,
-and whatever is no part of a checkpoint, unless --include names it. Refused: secrets, paths of your machine in texts,
-links that lead out of the folder, adapters that are not merged, and what lengthgen verify has not passed or what has
-changed since. The token is that of `hf auth login`, or HF_TOKEN.
+Not pushed, and listed: what Trainer keeps for itself, pickles, and whatever is no part of a checkpoint. Refused:
+secrets, paths of your machine in texts, links that lead out of the folder, adapters that are not merged, and what
+lengthgen verify has not passed or what has changed since. The token is that of `hf auth login`, or HF_TOKEN.
 """
 
 
@@ -33,16 +33,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", metavar="FOLDER", help="checkpoint folder")
     parser.add_argument("repo_id", metavar="OWNER/NAME", help="where to; a name alone is one of your account")
     parser.add_argument("--public", action="store_true", help="make a new repository public; push to a public one")
-    parser.add_argument("--revision", metavar="BRANCH", help="branch, made of main if it is not there (default: main)")
-    parser.add_argument("--message", metavar="TEXT", help="title of the commit")
-    parser.add_argument(
-        "--collection",
-        metavar="TITLE_OR_SLUG",
-        help="add the model to this collection; one of that title is made if there is none",
-    )
-    parser.add_argument(
-        "--include", nargs="+", default=[], metavar="PATTERN", help="further files to push, such as 'notes/*.md'"
-    )
     parser.add_argument(
         "--overwrite",
         action="store_true",
@@ -63,8 +53,6 @@ def run(arguments: Sequence[str]) -> int:
         options.folder,
         options.repo_id,
         private=not options.public,
-        revision=options.revision,
-        include=options.include,
         overwrite=options.overwrite,
         trial=options.dry_run,
     )
@@ -83,22 +71,8 @@ def run(arguments: Sequence[str]) -> int:
             )
         print("Nothing was pushed (--dry-run).")
         return 0
-    try:
-        result = do_push(plan, message=options.message, collection=options.collection)
-    except KeyboardInterrupt:
-        print("\nWhat was uploaded is kept: the same command goes on with the rest.", file=sys.stderr)
-        raise
+    result = do_push(plan)
     print(f"\nPushed: {result.url}" if result.created else f"\nNothing to push, all of it is there: {result.url}")
-    if result.collection is not None:
-        print(f"In the collection {result.collection}")
-    code = ", trust_remote_code=True" if any(name.endswith(".py") for name in plan.files) else ""
-    print(
-        "\nfrom transformers import AutoModelForCausalLM\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{plan.repo_id}", revision="{result.commit}"{code})'
-    )
-    if result.collection_problem is not None:
-        print(f"\nlengthgen push: pushed, but {result.collection_problem}", file=sys.stderr)
-        return 1
     return 0
 
 
@@ -111,15 +85,9 @@ def _table(plan: PushPlan) -> str:
     rows += [("deleted", name, "not in the folder") for name in plan.removed]
     rows += [("stays", name, "not in the folder") for name in sorted(plan.there - {row[1] for row in rows})]
     rows += [("left out", name, reason) for name, reason in plan.left_out.items()]
-    width = max((len(name) for _, name, _ in rows), default=0)
-    lines = [f"{plan.folder} to {plan.repo_id}{where}, branch {plan.revision}:"]
-    lines += [f"  {change:8}  {name:{width}}  {note}" for change, name, note in rows]
-    return "\n".join([*lines, f"{len(plan.files)} files, {_size(sum(plan.files.values()))}"])
+    total = f"{len(plan.files)} files, {_size(sum(plan.files.values()))}"
+    return f"{plan.folder} to {plan.repo_id}{where}:\n{in_columns([('', 'file', ''), *rows])}\n{total}"
 
 
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
+def _size(count: int) -> str:
+    return f"{count / 1e6:,.3f} MB"

@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import shlex
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,11 +10,12 @@ from tempfile import TemporaryDirectory
 import torch
 import yaml
 
-from hf_recurrent_lengthgen.cli import recipe_smoke
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
+from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.recipe_run import run_stages
-from hf_recurrent_lengthgen.cli.recipe_stages import RESULT, Choices, check_commands, check_text, stages
+from hf_recurrent_lengthgen.cli.recipe_smoke import prepare
+from hf_recurrent_lengthgen.cli.recipe_stages import RESULT, Choices, check_commands, stages
 from hf_recurrent_lengthgen.cli.report import in_columns
+from hf_recurrent_lengthgen.hub.push import look_through
 from hf_recurrent_lengthgen.recipes import copy_recipes
 from hf_recurrent_lengthgen.recipes.catalogue import Options, Recipe, in_words, load_recipe, recipe_names
 
@@ -41,39 +40,31 @@ folder of that stage, or give another one.
 
   lengthgen recipe run NAME --data pile --until check                             convert, and check the conversion
   lengthgen recipe run NAME --data pile --set train.max_steps=200 --set evaluate.length=65536
-  lengthgen recipe run NAME --data pile --launch "accelerate launch --num_processes 8" --processes 8
 
-Batches are written for one GPU, the first that is visible (CUDA_VISIBLE_DEVICES); --processes divides the accumulation
-steps, so that the rows of a step stay the same.
+Batches are written for one GPU, the first that is visible (CUDA_VISIBLE_DEVICES). On several, run --until the stage
+before the training, start the train command that "show" prints with accelerate or torchrun, its accumulation steps
+divided by their number, and go on with --from verify.
 """
 
 
 def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = CommandParser("lengthgen recipe", description=DESCRIPTION, formatter_class=raw)
+    parser = CommandParser("lengthgen recipe", description=DESCRIPTION)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list", help="all recipes")
     show = actions.add_parser("show", help="all that is known of one, with the command of every stage")
-    run = actions.add_parser("run", help="run one", description=RUN, formatter_class=raw)
-    smoke = actions.add_parser("smoke", help="run one, or all, on tiny random stand-ins")
+    run = actions.add_parser("run", help="run one", description=RUN)
+    smoke = actions.add_parser("smoke", help="run one on a tiny random stand-in")
     copy = actions.add_parser("copy", help="copy the YAML files to a folder")
     copy.add_argument("folder", metavar="FOLDER", help="a folder that does not exist yet")
-    for action in (show, run):
+    for action in (show, run, smoke):
         action.add_argument("name", metavar="NAME", help="name of a recipe, or a YAML file")
-    smoke.add_argument("name", metavar="NAME", help='name of a recipe, a YAML file, or "all"')
     smoke.add_argument(
         "--output_dir", "--output-dir", metavar="FOLDER", help="new folder to keep the results in (default: not kept)"
     )
-    smoke.add_argument("--push", metavar="OWNER/NAME", help="push as well (default: only list the files)")
     for action in (show, run):
         _add_run_options(action)
     run.add_argument("--from", dest="first", metavar="STAGE", help="the first stage to do; earlier ones you have done")
     run.add_argument("--until", metavar="STAGE", help="the last stage to do")
-    run.add_argument(
-        "--launch",
-        metavar="COMMAND",
-        help='start the training on several processes: "accelerate launch --num_processes 8", "torchrun ..."',
-    )
     return parser
 
 
@@ -86,18 +77,8 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--source", metavar="MODEL", help="folder, file or Hub name in place of the recipe's source")
     parser.add_argument("--tokenizer", help="folder or Hub name in place of the recipe's tokenizer")
-    parser.add_argument("--device", help="to train and measure on (default: cuda where there is one, else cpu)")
-    parser.add_argument(
-        "--processes",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="that --launch starts, one for each GPU (default: 1)",
-    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="to work on (default: cuda if there is one)")
     parser.add_argument("--push", metavar="OWNER/NAME", help="push the result to the Hub, privately")
-    parser.add_argument(
-        "--dry_run", "--dry-run", action="store_true", help="with --push: only say what would be pushed"
-    )
     parser.add_argument(
         "--trust_remote_code",
         "--trust-remote-code",
@@ -120,68 +101,36 @@ def run(arguments: Sequence[str]) -> int:
     elif options.action == "copy":
         print(f"Copied to {copy_recipes(options.folder)}. Next: its README.md")
     elif options.action == "smoke":
-        return _smoke(options)
+        with TemporaryDirectory(prefix="recipe-smoke-") as temporary:
+            recipe = load_recipe(options.name)
+            smoke(recipe, Path(options.output_dir or temporary) / recipe.name)
     else:
         recipe = load_recipe(options.name)
         folder = Path(options.output_dir or f"output/{recipe.name}")
-        if folder == Path("."):
-            folder = folder.resolve()
-        choices = _choices(options)
         if options.action == "show":
-            print(describe(recipe, folder, choices))
-            return 0
-        return _run(options, recipe, folder, choices, arguments)
+            print(describe(recipe, folder, _choices(options)))
+        else:
+            planned = stages(recipe, folder, _choices(options))
+            check_commands(planned)
+            run_stages(planned, folder, options.first, options.until)
+            print(f"\nDone. The checkpoint: {folder / RESULT}")
     return 0
 
 
-def _run(options: argparse.Namespace, recipe: Recipe, folder: Path, choices: Choices, arguments: Sequence[str]) -> int:
-    planned = stages(recipe, folder, choices)
-    check_commands(planned)
-    check_text(recipe, choices)
-    again = shlex.join(["lengthgen", "recipe", *arguments])
-    begin = time.monotonic()
-    try:
-        run_stages(planned, folder, first=options.first, until=options.until, launch=options.launch, say=_say)
-    except KeyboardInterrupt:
-        print(f"\nContinue with: {again}", flush=True)
-        raise
-    except (ValueError, OSError):
-        print(f"\nWhat is done is kept. When the cause is gone, continue with: {again}", flush=True)
-        raise
-    print(f"\nDone in {time.monotonic() - begin:.0f} s. The checkpoint: {folder / RESULT}")
-    return 0
+def smoke(recipe: Recipe, folder: Path) -> None:
+    """Run all stages of a recipe but the push on a stand-in, in a new folder.
 
-
-def _smoke(options: argparse.Namespace) -> int:
-    names = recipe_names() if options.name == "all" else [options.name]
-    if (
-        options.output_dir is not None
-        and Path(options.output_dir).exists()
-        and any(Path(options.output_dir).iterdir())
-    ):
-        raise ValueError(f"{options.output_dir} is there already and not an empty folder: give another --output_dir.")
-    times = []
-    with TemporaryDirectory(prefix="recipe-smoke-") as temporary:
-        for name in names:
-            begin = time.monotonic()
-            smoke(load_recipe(name), Path(options.output_dir or temporary) / Path(name).stem, options.push)
-            times.append((Path(name).stem, f"{time.monotonic() - begin:.0f} s"))
-    print(f"\nAll stages ended well, on random stand-ins:\n{in_columns([('recipe', 'time'), *times])}")
-    return 0
-
-
-def smoke(recipe: Recipe, folder: Path, push: str | None = None) -> None:
-    """Run all stages of a recipe on a stand-in, in a new folder."""
-    small, choices = recipe_smoke.prepare(recipe, folder / "stand-in", push)
+    Raises:
+        ValueError: as the commands raise, and for what a push would refuse in the result.
+    """
+    small, choices = prepare(recipe, folder / "stand-in")
     planned = stages(small, folder / "run", choices)
     check_commands(planned)
-    run_stages(planned, folder / "run", say=_say)
-    if push is None:
-        print(f"\nA push would send {', '.join(recipe_smoke.files_to_push(folder / 'run' / RESULT))}", flush=True)
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
+    run_stages(planned, folder / "run")
+    names, _, refusals = look_through(folder / "run" / RESULT)
+    if refusals:
+        raise ValueError(f"{folder / 'run' / RESULT} could not be pushed: {'; '.join(refusals)}.")
+    print(f"\nAll stages ended well, on a random stand-in. A push would send {', '.join(names)}")
 
 
 def _choices(options: argparse.Namespace) -> Choices:
@@ -194,21 +143,13 @@ def _choices(options: argparse.Namespace) -> Choices:
         given.setdefault(stage, {})[option] = value
     if reserved := given.get("train", {}).keys() & {"model", "output_dir", "resume"}:
         raise ValueError(f"--set train.{sorted(reserved)[0]} does nothing here: the run chooses it.")
-    if options.processes > 1 and options.action == "run" and options.launch is None:
-        raise ValueError("--processes does nothing without --launch, the command that starts them.")
-    if options.device is not None and options.device not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be cpu or cuda, got {options.device}: CUDA_VISIBLE_DEVICES=1 chooses a GPU.")
-    if options.dry_run and options.push is None:
-        raise ValueError("--dry_run does nothing without --push OWNER/NAME.")
     device = options.device or ("cuda" if options.action == "show" or torch.cuda.is_available() else "cpu")
     return Choices(
         source=options.source,
         tokenizer=options.tokenizer,
         data=options.data,
         device=device,
-        processes=options.processes,
         push=options.push,
-        dry_run=options.dry_run,
         trust_remote_code=options.trust_remote_code,
         options=given,
     )
@@ -225,18 +166,13 @@ def list_table(recipes: Sequence[Recipe]) -> str:
 
 def describe(recipe: Recipe, folder: Path, choices: Choices) -> str:
     """All that is known of a recipe, what follows from it, and the command of every stage."""
-    (weights, logits), paper = recipe.training_memory, recipe.paper.published
-    rows, length = recipe.training["per_device_train_batch_size"], int(recipe.training["block_length"])
+    paper, length = recipe.paper.published, int(recipe.training["block_length"])
     entries = {name: value for name, value in asdict(recipe).items() if value and name not in ("folder", "title")}
     entries["paper"] |= {"name": paper.name, "title": paper.title.replace("{", "").replace("}", "")}
     entries["train"]["settings"] = recipe.training  # those of the file and what differs
     entries["budget"] = (
         f"{recipe.method}: {recipe.steps:,} steps of {recipe.tokens_per_step:,} tokens ({recipe.rows} rows of "
         f"{length:,}), {in_words(recipe.tokens)} tokens in all"
-    )
-    entries["memory"] = (
-        f"on one GPU, the training takes at least {weights / 1e9:.1f} GB for weights, gradients and AdamW in float32 "
-        f"and {logits / 1e9:.1f} GB for logits of {rows} rows, activations come on top; estimated, not been run by us"
     )
     # what a person has to give, or to allow, is shown in the commands
     given = {**dict.fromkeys(recipe.train.missing, "VALUE"), **choices.options.get("train", {})}

@@ -1,10 +1,10 @@
 """`lengthgen verify`: whether a checkpoint gives what it should, here, elsewhere, and as its source does."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
+from hf_recurrent_lengthgen.cli.report import in_columns
 from hf_recurrent_lengthgen.records import VERIFICATION_FILE, Check, Verification
 from hf_recurrent_lengthgen.verification import verify_checkpoint
 from hf_recurrent_lengthgen.verification.comparing import TOLERANCE
@@ -19,16 +19,15 @@ Check a checkpoint folder, and write {VERIFICATION_FILE} into it if it passes, w
   lengthgen verify state-spaces/mamba2-130m mamba2-130m
 
 Random tokens are read, computed in float32 whatever the dtype of the weights. A new process in which this package
-cannot be imported loads the folder with the code in it, offline, and must give the logits and final states of the
-installed classes; so must reading in pieces with the state carried. Config, weights, shapes of states and tokenizer
-must fit, and nothing may be NaN. With a source, its weights must be those of the checkpoint, and its upstream
-implementation must give the same: mamba-ssm on a GPU (--device cuda), Transformers for Mamba and Mamba-2, fla on a
-GPU; where none of them is at hand, our own scan in float64 with the weights read from the source.
+cannot be imported loads the folder, offline, with the code in it (hybrids and exports: with Transformers' class), and
+must give the logits and final states of the installed classes; so must reading in pieces with the state carried.
+Config, weights, shapes of states and tokenizer must fit, and nothing may be NaN. With a source, its weights must be
+those of the checkpoint, and its upstream implementation must give the same: mamba-ssm or fla on a GPU (--device cuda),
+Transformers for Mamba and Mamba-2; where none of them is at hand, our own scan in float64.
 
 A difference of {TOLERANCE:g} is allowed, relative to the largest value where that is above 1; for the logits of
-mamba-ssm's and fla's kernels {KERNEL_TOLERANCE:g}. Needs memory for the weights, one model at a time, at 4 bytes per
-parameter (8 for our own scan), and for length x vocabulary x 24 bytes of logits. Hybrids of Transformers, and
-exports, are loaded by Transformers' own class in the new process. Adapters (PEFT) are to be merged first.
+mamba-ssm's and fla's kernels {KERNEL_TOLERANCE:g}. Memory: the weights, one model at a time, at 4 bytes per parameter
+(8 for our own scan), and length x vocabulary x 24 bytes of logits.
 """
 
 
@@ -69,14 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
-    settings = {name: getattr(options, name) for name in ("revision", "length", "dtype", "device")}
-    verification = verify_checkpoint(
-        options.checkpoint,
-        options.source,
-        **settings,
-        trust_remote_code=options.trust_remote_code,
-        progress=sys.stderr.isatty(),
-    )
+    verification = verify_checkpoint(**vars(options))
     print(table(verification.checks))
     print(f"\n{_verdict(options.checkpoint, verification)}")
     return 0 if verification.passed else 1
@@ -84,24 +76,11 @@ def run(arguments: Sequence[str]) -> int:
 
 def table(checks: Sequence[Check]) -> str:
     """The checks, one a line."""
-    head = ("what", "against", "tokens", "difference", "allowed", "")
-    rows = [
-        (
-            c.what,
-            c.against,
-            f"{c.tokens:,}",
-            f"{c.difference:.2g}",
-            f"{c.tolerance:.2g}",
-            "ok" if c.passed else "FAILED",
-        )
-        for c in checks
-    ]
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    align = (str.ljust, str.ljust, str.rjust, str.rjust, str.rjust, str.ljust)
-    return "\n".join(
-        "  ".join(place(cell, width) for place, cell, width in zip(align, row, widths, strict=True)).rstrip()
-        for row in (head, *rows)
-    )
+    rows = [("what", "against", "tokens", "difference", "allowed", "")]
+    for check in checks:
+        numbers = (f"{check.tokens:,}", f"{check.difference:.2g}", f"{check.tolerance:.2g}")
+        rows.append((check.what, check.against, *numbers, "ok" if check.passed else "FAILED"))
+    return in_columns(rows)
 
 
 def _verdict(checkpoint: str, verification: Verification) -> str:

@@ -37,12 +37,8 @@ class AnyDocument:
 def document(kind: str, version: int = 1) -> Callable[[type[Document]], type[Document]]:
     """Give a dataclass a file form.
 
-    A field that is added later has a default, so that older files, which lack it, are read; a field that is taken
-    away would make them unreadable.
-
-    Args:
-        kind: Its name in files, which no other document has.
-        version: Raised with every field that is added, here or in what it holds, so that older readers say so.
+    A field that is added later has a default, so that older files are read; one that is taken away would make them
+    unreadable. `version` is raised with every field that is added, here or in what it holds.
     """
 
     def register(cls: type[Document]) -> type[Document]:
@@ -68,16 +64,12 @@ def to_json(document: Any) -> str:
 def from_json(text: str, kind: type[Document]) -> Document:
     """Read what `to_json` wrote, in this version or an earlier one, whose missing fields take their defaults.
 
-    Args:
-        text: The JSON text.
-        kind: The class of the document.
-
     Raises:
-        ValueError: for text that is not JSON, another kind, a newer schema version, and for every missing, unknown,
-            doubled or wrongly typed entry or value that is not finite, by its path.
+        ValueError: for text that is not JSON, another kind, a newer schema version, and for every missing, unknown or
+            wrongly typed entry or value that is not finite, by its path.
     """
     try:
-        plain = json.loads(text, object_pairs_hook=_unique)
+        plain = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"This is not JSON ({error}); the file may be cut off.") from error
     found: Document = _untagged(plain, kind)
@@ -85,11 +77,7 @@ def from_json(text: str, kind: type[Document]) -> Document:
 
 
 def to_plain(value: Any) -> Any:
-    """A dataclass as what JSON knows.
-
-    Raises:
-        ValueError: for what `from_plain` would refuse.
-    """
+    """A dataclass as what JSON knows, or a `ValueError` for what `from_plain` would refuse."""
     adapter = _adapter(type(value))  # type: ignore[arg-type]  # a class can be hashed
     plain = json.loads(adapter.dump_json((value,), warnings=False))[0]
     from_plain(plain, type(value))
@@ -97,11 +85,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(plain: Any, kind: type[Document]) -> Document:
-    """A dataclass of what `to_plain` gave.
-
-    Raises:
-        ValueError: naming everything in it that is missing, unknown or of a wrong type, by its path.
-    """
+    """A dataclass of what `to_plain` gave, or a `ValueError` with all that is missing, unknown or of a wrong type."""
     try:
         (found,) = _adapter(kind).validate_json(json.dumps([plain]))  # type: ignore[arg-type]
     except ValidationError as error:
@@ -143,11 +127,3 @@ def _problem(place: tuple[int | str, ...], error: Any) -> str:
     told = error["msg"].removeprefix("Value error, ").replace("Unexpected keyword argument", "There is no such field")
     got = "" if error["type"] in ("missing", "value_error") else f", got {error['input']!r:.80}"
     return f"{path or 'the document'}: {told}{got}"
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"Doubled entries: {sorted({key for key in keys if keys.count(key) > 1})}.")
-    return entries

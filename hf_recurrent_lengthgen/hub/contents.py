@@ -55,33 +55,24 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted)) for wanted in split)
 
 
-def choose_files(folder: Path, include: Sequence[str] = ()) -> tuple[list[str], dict[str, str]]:
-    """Which files of a checkpoint folder are pushed, and why others are not.
-
-    Args:
-        folder: The checkpoint.
-        include: Patterns of further files, relative to the folder.
-
-    Returns:
-        Names of files to push, sorted; and reasons by the names of files and whole folders ("checkpoint-10/") that
-        are left out.
-    """
+def choose_files(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Names of the files of a folder to push, and why files and whole folders ("checkpoint-10/") are left out."""
     pushed, left_out = [], {}
-    for name in sorted(_walk(folder, include)):
+    for name in sorted(_walk(folder)):
         if name.endswith("/"):
             left_out[name] = "of the trainer" if matches(name[:-1], TRAINER_FOLDERS) else "no part of a checkpoint"
         elif reason := _unwanted(name):
             left_out[name] = reason
-        elif matches(name, (*PUSHED, *include)):
+        elif matches(name, PUSHED):
             pushed.append(name)
         else:
-            left_out[name] = "no part of a checkpoint; --include takes it along"
+            left_out[name] = "no part of a checkpoint"
     return pushed, left_out
 
 
-def _walk(folder: Path, include: Sequence[str]) -> Iterator[str]:
+def _walk(folder: Path) -> Iterator[str]:
     """Relative names of files; of a folder that nothing can be pushed of only its own name, with a slash."""
-    wanted = {pattern.split("/")[0] for pattern in (*PUSHED, *include) if "/" in pattern}
+    wanted = {pattern.split("/")[0] for pattern in PUSHED if "/" in pattern}
     for path in folder.iterdir():
         if path.is_symlink() or not path.is_dir():
             yield path.name
@@ -102,14 +93,9 @@ def _unwanted(name: str) -> str | None:
     return None
 
 
-def refusals_of_files(folder: Path, pushed: Sequence[str], include: Sequence[str], token: str | None) -> list[str]:
-    """What keeps the files of a folder from being pushed: unsafe names, secrets, links, paths, what is missing."""
+def refusals_of_files(folder: Path, pushed: Sequence[str], token: str | None) -> list[str]:
+    """What keeps the files of a folder from being pushed: unsafe names, secrets, links, paths, an adapter."""
     problems = [
-        f"--include {pattern} matches no file that may be pushed"
-        for pattern in include
-        if not any(matches(name, [pattern]) for name in pushed)
-    ]
-    problems += [
         f"{name} holds secrets, by its name: move it out of the folder"
         for name in sorted({*pushed, *(path.name for path in folder.iterdir())})
         if matches(name.rpartition("/")[2], SECRET_FILES)
@@ -124,16 +110,4 @@ def refusals_of_files(folder: Path, pushed: Sequence[str], include: Sequence[str
         else:
             secrets, paths = private_in(path, token, (Path.home(), Path.cwd(), folder.resolve()))
             problems += [f"{name}, {found}" for found in secrets + paths]
-    return problems + _missing_parts(folder, pushed)
-
-
-def _missing_parts(folder: Path, pushed: Sequence[str]) -> list[str]:
-    """What a checkpoint cannot be loaded without."""
-    if holds_adapter(folder):
-        return [f"{to_merge(folder)}, verify FOLDER and push it"]
-    if "config.json" not in pushed:
-        return ["it holds no config.json, so it is no checkpoint"]
-    # whether code and tokenizer are there has been verified
-    if not any(name.endswith(".safetensors") and "/" not in name for name in pushed):
-        return ["it holds no weights as safetensors: lengthgen convert writes them"]
-    return []
+    return problems + ([f"{to_merge(folder)}, verify FOLDER and push it"] if holds_adapter(folder) else [])

@@ -4,8 +4,6 @@ import sys
 import unicodedata
 from collections.abc import Iterable
 
-from huggingface_hub.utils import validate_repo_id
-
 _LONGEST = 255
 """Bytes of a name between slashes, as file systems have it."""
 _FORBIDDEN = set('\\:*?"<>|')
@@ -21,34 +19,9 @@ sentencepiece tiktoken torchvision torchaudio pandas pyarrow
 _TAKEN = sys.stdlib_module_names | set(_MODULES.split())
 
 
-def check_repository(repo_id: str) -> None:
-    """Raise a `ValueError` for what cannot be a name on the Hub."""
-    try:
-        validate_repo_id(repo_id)
-    except ValueError as error:
-        raise ValueError(f"{repo_id!r} cannot be a name on the Hub, give owner/name: {error}") from error
-
-
 def unsafe_names(names: Iterable[str]) -> list[str]:
     """Why files of these names, relative to a folder, must not be written; empty if all may be."""
-    names = sorted(names)
-    problems = [f"{_shown(name)} {reason}" for name in names if (reason := _unsafe(name))]
-    same: dict[str, set[str]] = {}
-    folders = set()
-    for name in names:
-        parts = name.split("/")
-        places = ["/".join(parts[: count + 1]) for count in range(len(parts))]
-        folders.update(places[:-1])
-        for place in places:
-            folded = unicodedata.normalize("NFC", unicodedata.normalize("NFC", place).casefold())
-            same.setdefault(folded, set()).add(place)
-    alike = [sorted(group) for group in same.values() if len(group) > 1]
-    problems += [f"{' and '.join(map(_shown, group))} are one name where case is not told" for group in alike]
-    return problems + [f"{_shown(name)} is a file and a folder" for name in names if name in folders]
-
-
-def _shown(name: str) -> str:
-    return repr(name if len(name) <= 80 else f"{name[:80]}...") if _unsafe(name) else name
+    return [f"{name[:80]!r} {reason}" for name in sorted(names) if (reason := _unsafe(name))]
 
 
 def _unsafe(name: str) -> str | None:

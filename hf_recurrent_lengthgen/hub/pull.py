@@ -1,18 +1,18 @@
 """Pull a checkpoint from the Hub: one commit of it, into a new folder that is there as a whole or not."""
 
+import glob
 import os
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub import constants, get_token, snapshot_download
+from huggingface_hub import get_token, snapshot_download
+from huggingface_hub.utils import validate_repo_id
 
 from hf_recurrent_lengthgen.conversion.json_files import read_json_object
 from hf_recurrent_lengthgen.conversion.new_folders import check_new, new_folder
 from hf_recurrent_lengthgen.hub.contents import PICKLES, PUSHED, TRAINER_FILES, matches
-from hf_recurrent_lengthgen.hub.names import check_repository, unsafe_names
+from hf_recurrent_lengthgen.hub.names import unsafe_names
 from hf_recurrent_lengthgen.hub.remote import hub_api, telling
 
 
@@ -22,7 +22,7 @@ def pull_checkpoint(
     """Download a checkpoint into a new folder.
 
     Only the files of a checkpoint are taken (`contents.PUSHED`): no pickles, nothing of a trainer. Files that were
-    downloaded before are taken from the client's cache; with HF_HUB_OFFLINE, all of them.
+    downloaded before are taken from the client's cache.
 
     Args:
         repo_id: owner/name.
@@ -39,25 +39,13 @@ def pull_checkpoint(
     """
     output, revision, token = Path(output), revision or "main", token or get_token()
     check_new(output)
-    check_repository(repo_id)
-    if constants.HF_HUB_OFFLINE:
-        options: dict[str, Any] = {"revision": revision, "local_files_only": True}
-        nested = [pattern for pattern in PUSHED if "/" in pattern]
-        with telling(f"Finding {repo_id} at {revision} in the cache"):
-            snapshot_download(repo_id, allow_patterns=nested, **options)
-            left_out = ["*/*", *TRAINER_FILES]
-            cache = Path(snapshot_download(repo_id, allow_patterns=list(PUSHED), ignore_patterns=left_out, **options))
-        names = sorted(path.relative_to(cache).as_posix() for path in cache.rglob("*") if path.is_file())
-        chosen = _checkpoint_files(repo_id, names)
-    else:
-        with telling(f"Looking for revision {revision} of {repo_id}"):
-            info = hub_api(token).model_info(repo_id, revision=revision)
-        chosen = _checkpoint_files(repo_id, sorted(file.rfilename for file in info.siblings or ()))
-        escaped = [re.sub(r"([*?[])", r"[\1]", name) for name in chosen]
-        with telling(f"Downloading {repo_id} (files that are complete are kept)"):
-            cache = Path(snapshot_download(repo_id, revision=revision, allow_patterns=escaped, token=token or False))
-        if cache.name != info.sha:
-            raise ValueError(f"{repo_id} has changed at {revision} during the download: run it again.")
+    validate_repo_id(repo_id)
+    with telling(f"Looking for revision {revision} of {repo_id}"):
+        info = hub_api(token).model_info(repo_id, revision=revision)
+    chosen = _checkpoint_files(repo_id, sorted(file.rfilename for file in info.siblings or ()))
+    patterns = [glob.escape(name) for name in chosen]
+    with telling(f"Downloading {repo_id} (files that are complete are kept)"):
+        cache = Path(snapshot_download(repo_id, revision=info.sha, allow_patterns=patterns, token=token or False))
     read_json_object(cache / "config.json")
     with new_folder(output) as folder:
         for name in chosen:

@@ -1,21 +1,17 @@
 """Push a checkpoint folder to the Hub as one commit: all of it, or nothing."""
 
 import os
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants, get_token
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.utils import validate_repo_id
 
 from hf_recurrent_lengthgen.hub.contents import LOADED, PUSHED, choose_files, matches, refusals_of_files
-from hf_recurrent_lengthgen.hub.names import check_repository
 from hf_recurrent_lengthgen.hub.remote import HubError, hub_api, telling
 from hf_recurrent_lengthgen.records import cards_digest, read_card_mark, unverified, verified_files
-
-_BRANCH = re.compile(r"(?!refs/|.*(?:\.\.|\.lock$))\w[\w.-]*(?:/\w[\w.-]*)*(?<!\.)")
 
 
 @dataclass(frozen=True)
@@ -23,15 +19,12 @@ class PushPlan:
     """What a push will do.
 
     Args:
-        folder: The checkpoint.
-        repo_id: owner/name.
         private: Whether a repository that the push creates is private.
-        revision: The branch.
         files: Bytes by the names of the files that the commit will hold.
         left_out: Why other files of the folder are not pushed, by name; of whole folders with a slash.
         refusals: What keeps the push from being done.
         exists: Whether the repository is there; None if that is not known.
-        parent: The commit of the branch, or of main where the branch is to be made; None without one.
+        parent: The last commit; None without one.
         there: Names of the files of that commit.
         removed: Those that the push deletes.
         unknown: Why the Hub was not asked in a trial; "" if it was.
@@ -40,7 +33,6 @@ class PushPlan:
     folder: Path
     repo_id: str
     private: bool
-    revision: str
     files: dict[str, int]
     left_out: dict[str, str]
     refusals: tuple[str, ...]
@@ -52,16 +44,11 @@ class PushPlan:
 
 
 class PushResult(NamedTuple):
-    """A finished push: where, at which commit, and whether the push made that commit or found all in place.
-
-    `collection` is the address of the collection, or None; `collection_problem` says what went wrong with it.
-    """
+    """A finished push: where, at which commit, and whether the push made that commit or found all in place."""
 
     url: str
     commit: str
     created: bool
-    collection: str | None = None
-    collection_problem: str | None = None
 
 
 def plan_push(
@@ -69,9 +56,7 @@ def plan_push(
     repo_id: str,
     *,
     private: bool = True,
-    revision: str | None = None,
     token: str | None = None,
-    include: Sequence[str] = (),
     overwrite: bool = False,
     trial: bool = False,
 ) -> PushPlan:
@@ -81,9 +66,7 @@ def plan_push(
         folder: The checkpoint.
         repo_id: owner/name; a name alone is one of the account that the token belongs to.
         private: For a repository that is not there yet. An existing one must be as given.
-        revision: Branch (default: main).
         token: Of the Hub (default: HF_TOKEN, or that of `hf auth login`).
-        include: Patterns of files to push beside those of a checkpoint (`contents.PUSHED`).
         overwrite: Delete the files of a checkpoint there that are not in the folder. Without it, those that would be
             loaded (`contents.LOADED`) are refused, and others stay.
         trial: Only to be shown: without a token or a connection, what the Hub holds stays unknown.
@@ -95,15 +78,13 @@ def plan_push(
     folder, token = Path(folder), token or get_token()
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give that of a checkpoint.")
-    check_repository(repo_id)
-    if revision is not None and not _BRANCH.fullmatch(revision):
-        raise ValueError(f"--revision is {revision!r}, but must be the name of a branch, such as main or v2.")
-    names, left_out, refusals = look_through(folder, include, token)
+    validate_repo_id(repo_id)
+    names, left_out, refusals = look_through(folder, token)
     lacking = ["there is no token of the Hub: hf auth login sets one, or HF_TOKEN"] if token is None else []
     lacking += ["HF_HUB_OFFLINE is set: unset it"] if constants.HF_HUB_OFFLINE else []
     refusals += [] if trial else lacking
     files = {name: (folder / name).stat().st_size for name in names if (folder / name).is_file()}
-    plan = PushPlan(folder, repo_id, private, revision or "main", files, left_out, tuple(refusals))
+    plan = PushPlan(folder, repo_id, private, files, left_out, tuple(refusals))
     if refusals or lacking:
         return replace(plan, unknown="; ".join(lacking))
     try:
@@ -114,20 +95,14 @@ def plan_push(
         return replace(plan, unknown=str(error))
 
 
-def look_through(
-    folder: Path, include: Sequence[str] = (), token: str | None = None
-) -> tuple[list[str], dict[str, str], list[str]]:
-    """What of a folder would be pushed, why other files not, and what in it keeps it from being pushed.
-
-    Args: as of `plan_push`; the Hub is not asked.
-    """
-    names, left_out = choose_files(folder, include)
-    refusals = refusals_of_files(folder, names, include, token)
-    if "config.json" in names:
-        now = verified_files(folder)
-        refusals += _card_refusals(folder, now)
-        if problem := unverified(folder, now):
-            refusals.append(f"{problem}: run lengthgen verify {folder}")
+def look_through(folder: Path, token: str | None = None) -> tuple[list[str], dict[str, str], list[str]]:
+    """What of a folder would be pushed, why other files not, and what keeps it from that; the Hub is not asked."""
+    names, left_out = choose_files(folder)
+    refusals = refusals_of_files(folder, names, token)
+    now = verified_files(folder)
+    refusals += _card_refusals(folder, now)
+    if problem := unverified(folder, now):  # and so has what a checkpoint is loaded of
+        refusals.append(f"{problem}: run lengthgen verify {folder}")
     return names, left_out, refusals
 
 
@@ -161,10 +136,6 @@ def _compare(plan: PushPlan, api: HfApi, overwrite: bool) -> PushPlan:
             info = api.model_info(name)
         except RepositoryNotFoundError:
             return replace(plan, exists=False)
-        try:
-            latest = api.model_info(name, revision=plan.revision)
-        except RevisionNotFoundError:
-            latest = info
     if plan.private and not info.private:
         refusals.append(f"{name} is there and public: give --public to push to it")
     elif not plan.private and info.private:
@@ -172,7 +143,7 @@ def _compare(plan: PushPlan, api: HfApi, overwrite: bool) -> PushPlan:
             f"{name} is there and private, which a push does not change: leave out --public, or make it public in its "
             "settings"
         )
-    there = frozenset(file.rfilename for file in latest.siblings or ()) - {".gitattributes"}
+    there = frozenset(file.rfilename for file in info.siblings or ()) - {".gitattributes"}
     stale = [name for name in sorted(there - plan.files.keys()) if matches(name, (*LOADED, *PUSHED))]
     loaded = [name for name in stale if matches(name, LOADED)]
     if loaded and not overwrite:
@@ -184,15 +155,13 @@ def _compare(plan: PushPlan, api: HfApi, overwrite: bool) -> PushPlan:
         plan,
         refusals=tuple(refusals),
         exists=True,
-        parent=latest.sha,
+        parent=info.sha,
         there=there,
         removed=tuple(stale) if overwrite else (),
     )
 
 
-def do_push(
-    plan: PushPlan, *, token: str | None = None, message: str | None = None, collection: str | None = None
-) -> PushResult:
+def do_push(plan: PushPlan, token: str | None = None) -> PushResult:
     """Push what `plan_push` says, as one commit.
 
     Large files go up first, each once: a push that stopped goes on with what is missing. The commit is made on that
@@ -202,9 +171,6 @@ def do_push(
     Args:
         plan: Without refusals.
         token: As of `plan_push`.
-        message: Title of the commit.
-        collection: Title or slug of a collection that the model is added to; one of that title is made if there is
-            none. If that fails, the push stays done, and the result tells the problem.
 
     Raises:
         ValueError: for a plan with refusals, listing all of them; if the Hub or the connection fails.
@@ -216,13 +182,10 @@ def do_push(
         with telling(f"Creating {name}"):
             api.create_repo(name, private=plan.private)
             parent = api.model_info(name).sha
-    if plan.revision != "main":
-        with telling(f"Creating the branch {plan.revision} of {name}"):
-            api.create_branch(name, branch=plan.revision, revision=parent, exist_ok=True)
     additions = [CommitOperationAdd(file, plan.folder / file) for file in plan.files]
     with telling(f"Uploading to {name} (what was uploaded is kept, and is not sent again)"):
         # no .gitignore on the Hub may leave a file out
-        api.preupload_lfs_files(name, additions, revision=plan.revision, free_memory=False, gitignore_content="")
+        api.preupload_lfs_files(name, additions, free_memory=False, gitignore_content="")
     with telling(f"Pushing to {name}"):
         if api.model_info(name).private is not plan.private:  # an upload may take hours
             raise ValueError(
@@ -232,19 +195,7 @@ def do_push(
         commit = api.create_commit(
             name,
             [*additions, *(CommitOperationDelete(file) for file in plan.removed)],
-            commit_message=message or "Upload checkpoint",
-            revision=plan.revision,
+            commit_message="Upload checkpoint",
             parent_commit=parent,
         ).oid
-    result = PushResult(f"{api.endpoint}/{name}/commit/{commit}", commit, commit != parent)
-    if collection is None:
-        return result
-    try:
-        with telling(f"Adding {name} to the collection {collection}"):
-            slug = collection
-            if "/" not in slug:
-                owner = name.partition("/")[0]
-                slug = api.create_collection(slug, namespace=owner, private=plan.private, exists_ok=True).slug
-            return result._replace(collection=api.add_collection_item(slug, name, "model", exists_ok=True).url)
-    except HubError as error:
-        return result._replace(collection_problem=str(error))
+    return PushResult(f"{api.endpoint}/{name}/commit/{commit}", commit, commit != parent)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -46,22 +47,24 @@ def telling(doing: str) -> Iterator[None]:
         chain: list[BaseException] = [error]
         while chain[-1].__cause__ is not None:
             chain.append(chain[-1].__cause__)
-        told = HubError(f"{doing} failed: {_reason(chain)}")
-        told.lost = all(getattr(one, "response", None) is None for one in chain)
+        answered = next((one for one in chain if getattr(one, "response", None) is not None), None)
+        told = HubError(f"{doing} failed: {_unanswered(chain) if answered is None else _answer(answered)}")
+        told.lost = answered is None
         raise told from error
 
 
-def _reason(chain: list[BaseException]) -> str:
+def _unanswered(chain: list[BaseException]) -> str:
     if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set, and not all of it is in the cache. Unset it."
-    answered = next((one for one in chain if getattr(one, "response", None) is not None), None)
-    if answered is None:
-        broken = next((one for one in chain if isinstance(one, _BROKEN)), None)
-        words = " ".join(str(broken or chain[0]).split()) or type(broken or chain[0]).__name__
-        return words if broken is None else f"the connection broke ({words}). Run it again."
+        return "HF_HUB_OFFLINE is set. Unset it."
+    broken = next((one for one in chain if isinstance(one, _BROKEN)), None)
+    words = " ".join(str(broken or chain[0]).split()) or type(broken or chain[0]).__name__
+    return words if broken is None else f"the connection broke ({words}). Run it again."
+
+
+def _answer(answered: Any) -> str:
     message = getattr(answered, "server_message", None)
     said = f' ("{" ".join(message.split())}")' if message else ""
-    response = answered.response  # type: ignore[attr-defined]
+    response = answered.response
     if response.headers.get("X-Error-Code") == "GatedRepo":
         return f"access to it must be asked for on its page{said}."
     later = " Run it again later." if response.status_code >= 500 else ""

@@ -2,9 +2,7 @@
 
     python -m hf_recurrent_lengthgen.recipes.align_llama alignment/llama_interpolation.yaml --data my-texts
 
-`lengthgen train` is for models with a state. This is its counterpart for Llama and others of Transformers with
-`rope_parameters`. The result is a checkpoint of Transformers with the adapters merged in and the scaling in its
-config.
+The result is a checkpoint of Transformers with the adapters merged in and the scaling in its config.
 """
 
 import json
@@ -57,29 +55,25 @@ def scaled_config(settings: LlamaArguments) -> Any:
         ValueError: for a model without RoPE, a factor that is missing or not used, and with yarn for one that does not
             reach the training length.
     """
-    config = AutoConfig.from_pretrained(settings.model)
+    config, factor = AutoConfig.from_pretrained(settings.model), settings.rope_factor
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict) or "rope_theta" not in rope:
         raise ValueError(f"{settings.model} ({config.model_type}) has no rope_parameters to scale: give a Llama.")
-    if (settings.rope_factor is None) != (settings.rope_type == "default"):
+    if (factor is None) != (settings.rope_type == "default"):
         raise ValueError(
-            f"rope_factor goes with a rope_type other than default, got {settings.rope_factor} and "
-            f"{settings.rope_type!r}."
+            f"rope_factor goes with a rope_type other than default, got {factor} and {settings.rope_type!r}."
         )
     scaled = {"rope_type": settings.rope_type, "rope_theta": settings.rope_theta or rope["rope_theta"]}
-    if settings.rope_factor is not None:
-        scaled |= {
-            "factor": settings.rope_factor,
-            "original_max_position_embeddings": config.max_position_embeddings,
-        }
-    longest = max(config.max_position_embeddings, settings.block_length)
-    if settings.rope_factor is not None and settings.rope_type == "yarn":
-        # Transformers wants the ratio of the two lengths to be the factor
-        longest = int(settings.rope_factor * config.max_position_embeddings)
+    before = config.max_position_embeddings
+    if factor is not None:
+        scaled |= {"factor": factor, "original_max_position_embeddings": before}
+    longest = max(before, settings.block_length)
+    if factor is not None and settings.rope_type == "yarn":
+        longest = int(factor * before)  # Transformers wants the ratio of the two lengths to be the factor
         if longest < settings.block_length:
             raise ValueError(
-                f"rope_factor {settings.rope_factor:g} extends {config.max_position_embeddings} positions to "
-                f"{longest}, fewer than block_length {settings.block_length}: give a larger factor or shorter blocks."
+                f"rope_factor {factor:g} extends {before} positions to {longest}, fewer than block_length "
+                f"{settings.block_length}: give a larger factor or shorter blocks."
             )
     config.rope_parameters = scaled
     config.max_position_embeddings = longest
@@ -90,13 +84,10 @@ def align(settings: LlamaArguments, training: AlignmentConfig) -> AlignmentTrain
     """Train, and save the merged model and its tokenizer to `training.output_dir`.
 
     Raises:
-        ValueError: for an output_dir with checkpoints that are not resumed from, and as `scaled_config`, the data and
-            the trainer raise.
+        ValueError: for an output_dir with checkpoints that are not resumed from, and as `scaled_config` raises.
     """
-    output = str(training.output_dir)
-    resume = {"true": True, "false": None}.get(
-        str(training.resume_from_checkpoint).lower(), training.resume_from_checkpoint
-    )
+    output, given = str(training.output_dir), training.resume_from_checkpoint
+    resume = {"true": True, "false": None}.get(str(given).lower(), given)
     if any(Path(output).glob(f"{PREFIX_CHECKPOINT_DIR}-*")) and not resume:
         raise ValueError(
             f"{output} holds checkpoints of an earlier run: continue it with {RESUME}, give another output_dir, or "
@@ -130,11 +121,7 @@ def align(settings: LlamaArguments, training: AlignmentConfig) -> AlignmentTrain
 
 
 def read(arguments: Sequence[str]) -> tuple[LlamaArguments, AlignmentConfig]:
-    """Options of a YAML file, the first argument, and flags, which win.
-
-    Raises:
-        ValueError: for a file that holds no options.
-    """
+    """Options of a YAML file, the first argument, and flags, which win; a `ValueError` for a file without any."""
     values = yaml.load(Path(arguments[0]).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     if not isinstance(values, dict):
         raise ValueError(f"{arguments[0]} must hold options as 'option: value' lines.")
@@ -149,7 +136,6 @@ def read(arguments: Sequence[str]) -> tuple[LlamaArguments, AlignmentConfig]:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command with its arguments; returns the exit status."""
     settings, training = read(arguments)
     try:
         align(settings, training)

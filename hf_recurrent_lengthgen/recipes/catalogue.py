@@ -1,12 +1,10 @@
 """Recipes of the papers' post-trained checkpoints: one YAML file each in checkpoints/, read strictly.
 
-A recipe says from which checkpoint a run starts, how it is trained (a file of settings of `lengthgen train`, and what
-differs from it), how the result is measured, and what the paper says of it. `lengthgen recipe` runs it. A file may
-begin with "like: NAME": it then holds what differs from that recipe, entry by entry.
+`lengthgen recipe` runs them. A file may begin with "like: NAME": it then holds what differs from that recipe, entry by
+entry.
 """
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,12 +25,7 @@ Options = dict[str, str]
 
 @dataclass(frozen=True)
 class Citation:
-    """Where the checkpoint is described.
-
-    Args:
-        arxiv: Number on arXiv of one of `papers.PAPERS`.
-        places: "4.4, B.2, Figure 5".
-    """
+    """Where the checkpoint is described: number of one of `papers.PAPERS` on arXiv, and "4.4, B.2, Figure 5"."""
 
     arxiv: str
     places: str
@@ -50,9 +43,7 @@ class Start:
         model: Name on the Hub.
         format: Its layout: "mamba-ssm", "transformers", "fla", "rwkv", "rwkv-hf".
         family: "mamba", "mamba2", "gla", "rwkv6".
-        parameters: Number of them.
         training_length: Tokens of the texts it was trained on.
-        vocab_size: Rows of its embeddings, padding included.
         revision: Branch, tag or commit. A run records the commit.
         tokenizer: Name on the Hub; None for its own.
         remote_code: Whether its tokenizer is Python code in its repository.
@@ -64,7 +55,6 @@ class Start:
     family: str
     parameters: int
     training_length: int
-    vocab_size: int
     revision: str = "main"
     tokenizer: str | None = None
     remote_code: bool = False
@@ -73,13 +63,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Data:
-    """What a run is trained and measured on.
-
-    Args:
-        name: For people: "the Pile".
-        where: How to get it.
-        note: Licence or access, where known.
-    """
+    """What a run is trained and measured on: "the Pile", how to get it, and its licence or access, where known."""
 
     name: str
     where: str
@@ -116,12 +100,8 @@ class Recipe:
     Args:
         name: Name of the file, without ".yaml".
         title: For people.
-        paper: Where it is described.
-        source: What it starts from.
-        train: How it is trained.
-        measure: Options of the commands that measure it and its start: "evaluate", "diagnose", "retrieve".
-        expected: What the paper says of it.
-        hardware: What a person should know beside the estimates, such as what the authors used.
+        measure: Options of the commands that measure it and its start.
+        hardware: What the authors used, and the like.
         data: Training and evaluation text; None for tasks that need none.
         expand: Options of `lengthgen expand`; None for no expansion.
         ours: Choices that are not the paper's.
@@ -149,13 +129,14 @@ class Recipe:
 
     @cached_property
     def training(self) -> dict[str, Any]:
-        """All training settings as they are written; what differs wins over the file."""
+        """All training settings as they are written."""
         return {**_mapping(self.training_file), **self.train.options}
 
     @property
     def rows(self) -> int:
         """Rows of an optimizer step."""
-        return rows_per_process(self.training)
+        training = self.training
+        return int(training["per_device_train_batch_size"]) * int(training["gradient_accumulation_steps"])
 
     @property
     def tokens_per_step(self) -> int:
@@ -167,7 +148,6 @@ class Recipe:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole training."""
         return self.steps * self.tokens_per_step
 
     @property
@@ -180,18 +160,6 @@ class Recipe:
         task = self.training.get("task", "text")
         return " and ".join(parts or ["plain training"]) + ("" if task == "text" else f", {task}")
 
-    @property
-    def training_memory(self) -> tuple[int, int]:
-        """Least bytes of a training on one GPU: of the weights with gradients and AdamW in float32, and of logits."""
-        logits = int(self.training["per_device_train_batch_size"]) * int(self.training["block_length"])
-        # float32 logits, their gradients, and the bfloat16 ones that they are made of
-        return 16 * self.source.parameters, 10 * logits * self.source.vocab_size
-
-
-def rows_per_process(training: Mapping[str, Any]) -> int:
-    """Rows that one process reads for an optimizer step."""
-    return int(training["per_device_train_batch_size"]) * int(training["gradient_accumulation_steps"])
-
 
 def recipe_names() -> list[str]:
     """Names of all recipes of this package."""
@@ -199,10 +167,7 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(name: str) -> Recipe:
-    """A recipe of this package by its name, or one in a file.
-
-    Args:
-        name: "mamba2-130m-state-passing", or the path of a .yaml file; its folder is in a copy of the recipes.
+    """A recipe of this package by its name, or one in a .yaml file, whose folder is in a copy of the recipes.
 
     Raises:
         ValueError: for what is not there, unknown, missing or wrongly typed entries, and a training file that is not
@@ -293,7 +258,5 @@ def in_words(number: float) -> str:
     """ "52.4M", "10B" tokens or parameters, with three digits."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size * 0.9995:
-            digits = max(0, 2 - int(math.log10(number / size)))
-            text = f"{number / size:.{digits}f}"
-            return (text.rstrip("0").rstrip(".") if "." in text else text) + unit
+            return f"{number / size:.3g}{unit}"
     return f"{number:g}"

@@ -1,8 +1,4 @@
-"""What a checkpoint was converted from: its config and weights must be those of the checkpoint, and so its outputs.
-
-The weights are read from the source again, and given to the upstream implementation, or where that is not here to a
-new model of ours.
-"""
+"""What a checkpoint was converted from: its config and weights must be those of the checkpoint, and so its outputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,24 +35,22 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class OpenedSource:
-    """A source whose weights fit its config.
+    """A source whose weights fit its config, and the folder to compare with.
 
     Args:
-        located: Where it is.
+        located: Where the source is.
         layout: Its format.
         settings: Its config.json.
         config: What our config of it is.
-        files: Its weights.
         entries: Our weights, as they are made of its own.
-        checkpoint: The folder to compare with.
-        our_config: The config in that.
+        checkpoint: The folder.
+        our_config: The config in the folder.
     """
 
     located: Source
     layout: Format
     settings: Settings | None
     config: Any
-    files: TensorFiles
     entries: Sequence[Entry]
     checkpoint: Path
     our_config: Any
@@ -67,16 +61,17 @@ class OpenedSource:
         return checks + self._reading_checks(sizes, ours)
 
     def _config_check(self) -> Check:
-        names = different_fields(self.config, self.our_config)
-        what = f"config: {', '.join(names)}" if names else "entries of the config that differ"
-        return count(what, f"the config of {self.located.name}", 0, len(names))
+        return self._config_count("entries of the config", different_fields(self.config, self.our_config))
 
     def _token_ids_check(self) -> Check:
         """Ids of special tokens where both configs have one, as a tokenizer gives those that the source lacks."""
         ids = {name: [plain(getattr(of, name, None)) for of in (self.config, self.our_config)] for name in TOKEN_IDS}
         names = [name for name, (theirs, ours) in ids.items() if None not in (theirs, ours) and theirs != ours]
-        what = f"config: {', '.join(names)}" if names else "ids of special tokens that differ"
-        return count(what, f"the config of {self.located.name}", 0, len(names))
+        return self._config_count("ids of special tokens", names)
+
+    def _config_count(self, kind: str, different: list[str]) -> Check:
+        what = f"config: {', '.join(different)}" if different else f"{kind} that differ"
+        return count(what, f"the config of {self.located.name}", 0, len(different))
 
     def _weights_check(self) -> Check:
         """Equal bit for bit, in the dtype of the checkpoint."""
@@ -121,17 +116,7 @@ def different_fields(source: Any, checkpoint: Any) -> list[str]:
 
 
 def locate_source(source: str, revision: str | None, folder: Path) -> Source:
-    """Find a source; without a `revision`, one on the Hub at the commit that the checkpoint was converted from.
-
-    Args:
-        source: Folder, .pth file or name on the Hub.
-        revision: Branch, tag or commit on the Hub; None for that in the lineage of the checkpoint, if the lineage
-            names the same source, else for the main branch.
-        folder: The checkpoint that was made of it.
-
-    Raises:
-        ValueError: for what is not there, and a `revision` of local files.
-    """
+    """Find a source, as `locate` raises; without a `revision`, at the commit that the folder was converted from."""
     lineage = read_lineage(folder)
     origin = None if lineage is None else lineage.source
     if revision is None and origin is not None and origin.on_hub and not Path(source).expanduser().exists():
@@ -141,15 +126,11 @@ def locate_source(source: str, revision: str | None, folder: Path) -> Source:
 
 
 def open_source(located: Source, folder: Path) -> OpenedSource:
-    """Read the config of a source and the names of its weights.
-
-    Args:
-        located: The source.
-        folder: The checkpoint that was made of it.
+    """Read the config of a source and the names of its weights, to compare with the checkpoint made of it.
 
     Raises:
-        ValueError: for a source that cannot be converted, as `convert_checkpoint`, one of another family than the
-            checkpoint, and values of a wrong type in the config of that.
+        ValueError: as `convert_checkpoint`, for a source of another family, and values of a wrong type in the config
+            of the checkpoint.
     """
     source = located.name
     settings = read_settings(located)
@@ -164,4 +145,4 @@ def open_source(located: Source, folder: Path) -> OpenedSource:
             f"{our_config.model_type}: give the source that it was converted from, before it."
         )
     entries = our_entries(layout, config, files, source)
-    return OpenedSource(located, layout, settings, config, files, entries, folder, our_config)
+    return OpenedSource(located, layout, settings, config, entries, folder, our_config)

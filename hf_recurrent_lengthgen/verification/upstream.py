@@ -153,11 +153,7 @@ def upstream_of(layout: Format, config: Any, settings: Settings | None, device: 
 
 
 def _filled(model_class: Any, config: Any, weights: Weights) -> Any:
-    """A model that holds the given tensors, not copies of them.
-
-    Raises:
-        ValueError: for weights that are missing or left over.
-    """
+    """A model that holds the given tensors, not copies of them."""
     with init_empty_weights(include_buffers=False):
         model = model_class(config)
     _, unexpected = model.load_state_dict(weights, strict=False, assign=True)

@@ -1,28 +1,12 @@
-"""The checks of a checkpoint folder: it gives the same everywhere.
-
-Random tokens are read. Weights of any dtype are computed with in `dtype`, by the torch scans.
-
-- A clean process, in which this package cannot be imported, loads the checkpoint with its own code, offline, and
-  gives the logits and final states of the installed classes. Config, weights and shapes of states agree.
-- Reading in pieces (the first of one token) with the state carried gives what reading at once gives.
-- Nothing is NaN or infinite.
-- The tokenizer, if there is one, loads in that process, and all its tokens are in the model's vocabulary.
-- With a source: its weights are those of the checkpoint, and its upstream implementation, or our own scan where that
-  is not here, gives the same logits and final states.
-
-A checkpoint without code of ours (hybrids, exports to Transformers) is loaded by Transformers' class in the clean
-process, and read in pieces by `load_model`'s. A difference may be `comparing.TOLERANCE` (1e-5), relative to the
-largest value of a tensor if that is above 1.
-"""
+"""The checks of a checkpoint folder, by random tokens and the torch scans; `lengthgen verify --help` says which."""
 
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -48,7 +32,7 @@ from hf_recurrent_lengthgen.verification.comparing import (
     not_finite,
     states,
 )
-from hf_recurrent_lengthgen.verification.sources import OpenedSource, Sizes, locate_source, open_source
+from hf_recurrent_lengthgen.verification.sources import Sizes, locate_source, open_source
 
 PROBE = "The state of a recurrent model is a value.\n\tdef f(x): return x ** 2  # été, 状態, 🙂\n"
 """A text for tokenizers: words, code, white space, letters of several scripts."""
@@ -62,7 +46,7 @@ class CleanProcess(NamedTuple):
     """What a process without this package found: facts, and readings by name ("at once", "in pieces")."""
 
     facts: dict[str, Any]
-    readings: dict[str, Reading]
+    readings: Mapping[str, Reading]
 
 
 def verify_checkpoint(
@@ -74,23 +58,17 @@ def verify_checkpoint(
     dtype: Literal["float32", "float64"] = "float32",
     device: str = "cpu",
     trust_remote_code: bool = False,
-    progress: bool = False,
 ) -> Verification:
     """Check that a checkpoint gives the same everywhere, and write verification.json into it if it does.
 
     Memory: the weights once in `dtype` (twice with a source), and three times the logits, ROWS x length x vocabulary.
 
     Args:
-        checkpoint: Folder.
-        source: What it was converted from: a folder, a .pth file, or a name on the Hub, in any format that is
-            converted.
+        source: What it was converted from: a folder, a .pth file, or a name on the Hub.
         revision: Branch, tag or commit of a source on the Hub; None for the commit that the lineage of the checkpoint
             names, if it names this source, else for the main branch.
         length: Tokens to read, 2 or more.
-        dtype: To compute in.
-        device: To compute on: "cpu", "cuda", ...
         trust_remote_code: Whether code in the folder that is not the installed package's may run.
-        progress: Whether to say on stderr what is done.
 
     Returns:
         The verification, passed or not. Only one that passed is in the folder afterwards.
@@ -111,10 +89,14 @@ def verify_checkpoint(
     files = verified_files(folder)
     located = None if source is None else locate_source(source, revision, folder)
     tokens = torch.randint(_vocabulary(folder), (ROWS, length), generator=torch.Generator().manual_seed(0))
-    tell = partial(print, file=sys.stderr, flush=True) if progress else str
+    sizes = Sizes(tokens, getattr(torch, dtype), device)
     try:
         opened = None if located is None else open_source(located, folder)
-        checks = _checks(folder, Sizes(tokens, getattr(torch, dtype), device), opened, trust_remote_code, tell)
+        found = _ask_clean_process(folder, sizes)
+        ours, checks = _own_checks(folder, sizes, found, trust_remote_code)
+        checks += _tokenizer_checks(folder, found, _vocabulary(folder))
+        if opened is not None:
+            checks += opened.checks(sizes, ours)
         if verified_files(folder) != files:
             raise ValueError(f"The files in {folder} changed while they were verified: verify it again.")
     except ValueError:
@@ -126,24 +108,6 @@ def verify_checkpoint(
     else:
         (folder / VERIFICATION_FILE).unlink(missing_ok=True)
     return verification
-
-
-def _checks(
-    folder: Path,
-    sizes: Sizes,
-    source: OpenedSource | None,
-    trust_remote_code: bool,
-    tell: Callable[[str], object],
-) -> list[Check]:
-    tell("Loading and reading in a process without this package ...")
-    found = _ask_clean_process(folder, sizes)
-    tell("Reading with the installed classes ...")
-    ours, checks = _own_checks(folder, sizes, found, trust_remote_code)
-    checks += _tokenizer_checks(folder, found, _vocabulary(folder))
-    if source is not None:
-        tell(f"Comparing with {source.located.name} ...")
-        checks += source.checks(sizes, ours)
-    return checks
 
 
 def _checked_folder(checkpoint: str | os.PathLike[str], trust_remote_code: bool) -> Path:
@@ -186,11 +150,7 @@ def pieces_of(length: int) -> list[int]:
 
 
 def _ask_clean_process(folder: Path, sizes: Sizes) -> CleanProcess:
-    """Load and read the checkpoint in a new process that cannot import this package.
-
-    Raises:
-        ValueError: with the last line of what it says, if it cannot, or weights and config disagree.
-    """
+    """Load and read the checkpoint in a new process that cannot import this package, or say what that says."""
     with tempfile.TemporaryDirectory(prefix="lengthgen-verify-") as name:
         place = Path(name)
         request = {
@@ -224,12 +184,11 @@ def _ask_clean_process(folder: Path, sizes: Sizes) -> CleanProcess:
     problems = "; ".join(f"{key}: {', '.join(facts[key])}" for key in keys if facts[key])
     if problems:
         raise ValueError(f"The weights in {folder} do not fit its config.json, {problems}.")
-    names = dict.fromkeys(name.partition("/")[0] for name in tensors)
-    split: dict[str, Reading] = {
-        name: {key.partition("/")[2]: value for key, value in tensors.items() if key.startswith(f"{name}/")}
-        for name in names
-    }
-    return CleanProcess(facts, split)
+    readings: dict[str, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        name, _, part = key.partition("/")
+        readings.setdefault(name, {})[part] = value
+    return CleanProcess(facts, readings)
 
 
 def _own_checks(

@@ -240,10 +240,10 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "targets of nothing": (lambda folder: edit(folder, target_modules=["nothing"]), "does not fit .*not found"),
     "fewer targets": (lambda folder: edit(folder, target_modules=["in_proj"]), r"left over .*out_proj.* \(of 8\)"),
     "weights missing": (lose_a_layer, r"missing .*layers\.1.* left over \[\] \(of 4\)"),
-    "pickle": (make_pickle, r"a pickle, adapter_model\.bin, which could run code"),
+    "pickle": (make_pickle, r"holds no adapter_model\.safetensors, .* a pickle is not read"),
     "no weights": (
         lambda folder: (folder / "adapter_model.safetensors").unlink(),
-        "weights of the adapter are missing",
+        r"holds no adapter_model\.safetensors",
     ),
     "prompt tuning": (lambda folder: edit(folder, peft_type="PROMPT_TUNING"), "kind 'PROMPT_TUNING': only LORA"),
     "cut config": (lambda folder: (folder / "adapter_config.json").write_text("{"), "adapter_config.json is damaged"),

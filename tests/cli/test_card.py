@@ -39,5 +39,5 @@ def test_what_cannot_be_is_refused_in_one_line(
     first, second, third = capsys.readouterr().err.splitlines()
     assert first.endswith("nothing holds no config.json, so it is no checkpoint.")
     assert "none.json cannot be read as a result file" in second
-    assert "'a/b/c' is no name on the Hub" in third
+    assert "Repo id must be in the form" in third
     assert not (checkpoint / "README.md").exists()

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import yaml
 
-from .store import Blob, Collection, Commit, Refused, is_large
+from .store import Blob, Commit, Refused, is_large
 
 if TYPE_CHECKING:
     from .endpoint import Endpoint
@@ -279,55 +279,8 @@ def ranged(request: Request, answer: Answer) -> Answer:
     return Answer(206, part, answer.headers | where)
 
 
-def collection_data(hub: "Endpoint", found: Collection) -> dict[str, Any]:
-    items = [
-        {"_id": f"{position:024}", "id": name, "type": kind, "position": position}
-        for position, (kind, name) in enumerate(found.items)
-    ]
-    data = {"slug": found.slug, "title": found.title, "owner": {"name": found.slug.partition("/")[0]}, "items": items}
-    return data | {"lastUpdated": DATE, "position": 0, "private": found.private, "theme": "blue", "upvotes": 0}
-
-
-def owned_collection(hub: "Endpoint", request: Request, slug: str, write: bool) -> Collection:
-    account, found = hub.account(request), hub.collections.get(slug)
-    owned = account is not None and account.owns(slug)
-    if found is None or (found.private and not owned):
-        raise Refused(404, "Collection not found")
-    if write and not (owned and account is not None and account.may_write):
-        raise Refused(403, "You don't have the required permissions to perform this action.")
-    return found
-
-
-def create_collection(hub: "Endpoint", request: Request) -> Answer:
-    account, asked = hub.account(request), json.loads(request.body)
-    slug = f"{asked['namespace']}/{re.sub(r'[^a-z0-9]+', '-', asked['title'].lower())}-{len(hub.collections):024x}"
-    if account is None or not account.may_write or not account.owns(slug):
-        raise Refused(403, "You don't have the rights to create a collection under this namespace")
-    for known in hub.collections.values():
-        if (known.slug.partition("/")[0], known.title) == (asked["namespace"], asked["title"]):
-            return as_json({"error": "This collection already exists", "slug": known.slug}, 409)
-    found = hub.collections[slug] = Collection(slug, asked["title"], asked.get("private", False))
-    return as_json(collection_data(hub, found))
-
-
-def get_collection(hub: "Endpoint", request: Request, slug: str) -> Answer:
-    return as_json(collection_data(hub, owned_collection(hub, request, slug, write=False)))
-
-
-def add_collection_item(hub: "Endpoint", request: Request, slug: str) -> Answer:
-    found = owned_collection(hub, request, slug, write=True)
-    asked = json.loads(request.body)["item"]
-    item = (asked["type"], asked["id"])
-    if item in found.items:
-        raise Refused(409, "This item is already in the collection")
-    hub.repository(request, asked["id"])
-    found.items.append(item)
-    return as_json(collection_data(hub, found))
-
-
 LARGE_FILES = r"/(?P<name>[\w.-]+/[\w.-]+?)\.git/info/lfs/objects"
 UPLOAD = r"/upload/(?P<sha256>[0-9a-f]{64})/(?P<size>\d+)"
-COLLECTION = r"/api/collections/(?P<slug>[\w.-]+/[\w.-]+)"
 ROUTES: list[tuple[str, str, Callable[..., Answer]]] = [
     ("GET", r"/api/whoami-v2", whoami),
     ("POST", r"/api/repos/create", create_repository),
@@ -347,7 +300,4 @@ ROUTES: list[tuple[str, str, Callable[..., Answer]]] = [
     ("POST", UPLOAD + r"/complete", upload_complete),
     ("GET HEAD", r"/(?P<name>[\w.-]+/[\w.-]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)", resolve),
     ("GET HEAD", r"/large/(?P<sha256>[0-9a-f]{64})", large_file),
-    ("POST", r"/api/collections", create_collection),
-    ("GET", COLLECTION, get_collection),
-    ("POST", COLLECTION + r"/items", add_collection_item),
 ]

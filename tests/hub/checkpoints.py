@@ -39,11 +39,9 @@ def write_checkpoint(folder: Path) -> Path:
 NEVER_PUSHED = {"training_args.bin", "optimizer.pt", "initial_states_0.safetensors", "notes.txt"}
 
 
-def push(
-    folder: Path, name: str, *, message: str | None = None, collection: str | None = None, **options: Any
-) -> PushResult:
+def push(folder: Path, name: str, **options: Any) -> PushResult:
     """What `lengthgen push` does; options of `plan_push`."""
-    return do_push(plan_push(folder, name, **options), message=message, collection=collection)
+    return do_push(plan_push(folder, name, **options))
 
 
 def pushed_files(folder: Path) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""What a hub for tests keeps in memory: repositories with a history of commits, large files, collections."""
+"""What a hub for tests keeps in memory: repositories with a history of commits, large files."""
 
 import hashlib
 from collections.abc import Iterable
@@ -88,14 +88,6 @@ class Repository:
 
 
 @dataclass
-class Collection:
-    slug: str
-    title: str
-    private: bool
-    items: list[tuple[str, str]] = field(default_factory=list)
-
-
-@dataclass
 class Account:
     """Whom a token belongs to. `may_write` is what the token may, not the account."""
 
@@ -115,7 +107,6 @@ class Store:
         self.accounts: dict[str, Account] = {}
         self.repositories: dict[str, Repository] = {}
         self.large_files: dict[str, bytes] = {}
-        self.collections: dict[str, Collection] = {}
 
     def create(self, name: str, private: bool = True) -> Repository:
         if name in self.repositories:

@@ -10,7 +10,7 @@ def told(folder: Path, name: str, text: str, token: str | None = None) -> str:
     path = folder / name
     path.parent.mkdir(exist_ok=True, parents=True)
     path.write_text(text, encoding="utf-8")
-    return "\n".join(line for line in refusals_of_files(folder, [name], (), token) if line.startswith(name))
+    return "\n".join(line for line in refusals_of_files(folder, [name], token) if line.startswith(name))
 
 
 def test_files_are_secret_by_their_names_in_folders_too(tmp_path: Path) -> None:

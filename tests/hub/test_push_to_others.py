@@ -39,13 +39,6 @@ def test_nothing_is_committed_to_what_became_public_during_the_upload(hub: Endpo
     assert hub.repositories["user/name"].branches["main"] == head
 
 
-@pytest.mark.parametrize("branch", ["", "v1.0/x y", "refs/pr/1", "a..b", "-x", "a/", "x.lock", "a~1"])
-def test_what_is_no_name_of_a_branch_is_refused(hub: Endpoint, folder: Path, branch: str) -> None:
-    with pytest.raises(ValueError, match="must be the name of a branch"):
-        push(folder, "user/name", revision=branch)
-    assert hub.requests == []
-
-
 @pytest.mark.parametrize(
     ("files", "told"),
     [

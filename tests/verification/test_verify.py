@@ -31,7 +31,7 @@ def test_a_sound_checkpoint_passes_and_says_so(checkpoint: Path, capsys: pytest.
     }
     assert "StatefulMamba2ForCausalLM without this package" in found.checks[0].against
     shown = capsys.readouterr().out
-    assert re.search(r"^logits +Stateful\S+ without this package +520 +\S+ +1e-05  ok$", shown, re.MULTILINE)
+    assert re.search(r"^logits +Stateful\S+ without this package +520 +\S+ +1e-05 +ok$", shown, re.MULTILINE)
     assert "All 7 checks passed" in shown
 
 
