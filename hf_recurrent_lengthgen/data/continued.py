@@ -47,8 +47,7 @@ class ContinuedChunks(Dataset[Item]):
     """Chunks of T tokens of one stream, each continuing the one before; items as in the module's docstring.
 
     Item i is the chunk at token i T; it begins with a zero state when i is a multiple of `chunks_before_reset`.
-    Item ChunkKey(i, begins) is the same chunk, begun or not as the key says. Tensors may be views of the
-    stream: copy before writing into one (collators do).
+    Item ChunkKey(i, begins) is the same chunk, begun or not as the key says. Tensors may be views of the stream.
 
     Args:
         stream: (n,) int64 with `separator_id` after each document, as `token_stream` makes it.
@@ -59,10 +58,6 @@ class ContinuedChunks(Dataset[Item]):
             token before it does not predict it (target -100).
         separator_id: the token that ends documents; `reset_at_document` needs it, else it is not used.
         lookahead: l, extra tokens at the end of each item that are also the beginning of the next chunk.
-
-    Attributes:
-        dropped_tokens: tokens at the end of the stream that no chunk begins with or has in its T tokens; the
-            first l + 1 of them are the last chunk's lookahead and target.
 
     Raises:
         ValueError: a stream that is not one row of int64 or too short for one chunk, a number that is too
@@ -97,7 +92,6 @@ class ContinuedChunks(Dataset[Item]):
         self.reset_at_document = reset_at_document
         self.separator_id = separator_id
         self.lookahead = lookahead
-        self.dropped_tokens = len(stream) - chunks * length
         self._chunks = chunks
 
     def __len__(self) -> int:
@@ -147,9 +141,8 @@ class StreamRowSampler(Sampler[ChunkKey]):
         seed: the same on every process.
 
     Attributes:
-        steps: steps of an epoch, number of chunks // stream rows.
-        dropped_chunks: chunks left out of an epoch, number of chunks % stream rows: the last of the random order,
-            which are others in each epoch unless `chunks_before_reset` is None.
+        steps: steps of an epoch, number of chunks // stream rows. The chunks left over, the last of the random order,
+            are others in each epoch unless `chunks_before_reset` is None.
 
     Raises:
         ValueError: fewer chunks than stream rows (says what would fit).
@@ -170,7 +163,7 @@ class StreamRowSampler(Sampler[ChunkKey]):
         self.stream_rows = stream_rows
         self.seed = seed
         self.epoch = 0
-        self.steps, self.dropped_chunks = divmod(len(dataset), stream_rows)
+        self.steps = len(dataset) // stream_rows
 
     def __len__(self) -> int:
         return self.steps * self.stream_rows
@@ -198,14 +191,11 @@ class ContinuedStream(IterableDataset[Item]):
     A stream row that needs tokens takes the next document, with a separator after it, the stream rows of all
     processes in turn: those of micro-batch 0 in process 0, 1, ..., then those of micro-batch 1. Each process reads
     all documents and gives the items of its own stream rows, so that several see what one would. Items come step by
-    step, and in a step stream row by stream row, so batches of B rows are the B rows of micro-batch 0, of micro-batch
-    1, and so on. All stream rows reset in the same steps.
+    step, and in a step stream row by stream row. All stream rows reset in the same steps.
 
     At the end of the documents they are read again as the next epoch, so Trainer needs `max_steps`, and sees one
     epoch. Every iteration begins at the first document: skipping batches gives exactly what would have come.
-
-    accelerate must not deal the items out once more: `prepare_data_loader(loader, num_processes=1,
-    process_index=0)`, without `dispatch_batches`.
+    accelerate must not deal the items out once more, which our trainers see to.
 
     Args:
         documents: a `datasets.Dataset` or `datasets.IterableDataset` with the column "input_ids", whole and not
@@ -217,15 +207,12 @@ class ContinuedStream(IterableDataset[Item]):
         chunks_before_reset: steps of a sequence; None for a reset at the first step only.
         reset_at_document: as in `ContinuedChunks`.
         lookahead: as in `ContinuedChunks`.
-        process_index: this process.
-        num_processes: all processes.
-        minimum_document_tokens: documents with fewer, the separator not counted, are left out (4K in
-            arXiv:2410.07145).
+        process: the number of this process, from 0, and of all.
 
     Raises:
         ValueError: at construction for numbers that are too small, documents that can be read only once or a missing
-            column; while reading for documents that are no ids, for a pass over the documents without a
-            token, and for more than one data worker, where every worker would read all documents.
+            column; while reading for documents that are no ids or hold no token, and for more than one data worker,
+            where every worker would read all documents.
     """
 
     def __init__(
@@ -238,19 +225,13 @@ class ContinuedStream(IterableDataset[Item]):
         chunks_before_reset: int | None = 12,
         reset_at_document: bool = False,
         lookahead: int = 0,
-        process_index: int = 0,
-        num_processes: int = 1,
-        minimum_document_tokens: int = 0,
+        process: tuple[int, int] = (0, 1),
     ) -> None:
         _check_layout(length, chunks_before_reset, lookahead)
         if rows < 1:
             raise ValueError(f"rows is {rows}, but must be at least 1")
-        if not 0 <= process_index < num_processes:
-            raise ValueError(
-                f"process_index is {process_index}, but must be 0 to {num_processes - 1} for {num_processes} processes"
-            )
-        if minimum_document_tokens < 0:
-            raise ValueError(f"minimum_document_tokens is {minimum_document_tokens}, but must be at least 0")
+        if not 0 <= process[0] < process[1]:
+            raise ValueError(f"process is {process[0]} of {process[1]}, but must be 0 to {process[1] - 1}")
         if iter(documents) is documents:
             raise ValueError(
                 f"documents is a {type(documents).__name__}, which can be read only once, but every epoch reads "
@@ -266,9 +247,7 @@ class ContinuedStream(IterableDataset[Item]):
         self.chunks_before_reset = chunks_before_reset
         self.reset_at_document = reset_at_document
         self.lookahead = lookahead
-        self.process_index = process_index
-        self.num_processes = num_processes
-        self.minimum_document_tokens = minimum_document_tokens
+        self.process_index, self.num_processes = process
         self.micro_batches = 1
 
     def in_micro_batches(self, micro_batches: int) -> "ContinuedStream":
@@ -316,14 +295,10 @@ class ContinuedStream(IterableDataset[Item]):
             found = False
             for number, row in enumerate(source):
                 ids = _token_ids(row.get("input_ids") if named else row, number)
-                if len(ids) >= self.minimum_document_tokens:
-                    found = found or len(ids) > 0
-                    yield torch.cat([ids, separator])
+                found = found or len(ids) > 0
+                yield torch.cat([ids, separator])
             if not found:
-                raise ValueError(
-                    f"all documents were read, and there was no token in documents of at least "
-                    f"{self.minimum_document_tokens} tokens; give more documents or a smaller minimum_document_tokens"
-                )
+                raise ValueError("all documents were read, and there was no token; give more documents")
 
 
 class _StreamRow:
@@ -337,13 +312,10 @@ class _StreamRow:
 
     def read(self, documents: Iterator[Tensor], size: int) -> None:
         """Take documents until there are `size` tokens."""
-        taken, missing = [], size - len(self.tokens)
-        while missing > 0:
-            taken.append(next(documents))
-            missing -= len(taken[-1])
-        starts = [torch.arange(len(document)) == 0 for document in taken]
-        if taken:
-            self.tokens, self.starts = torch.cat([self.tokens, *taken]), torch.cat([self.starts, *starts])
+        while len(self.tokens) < size:
+            document = next(documents)
+            self.tokens = torch.cat([self.tokens, document])
+            self.starts = torch.cat([self.starts, torch.arange(len(document)) == 0])
 
     def drop(self, size: int) -> None:
         self.tokens, self.starts = self.tokens[size:], self.starts[size:]
@@ -357,11 +329,8 @@ def keep_long_documents(stream: Tensor, separator_id: int, minimum_tokens: int) 
         separator_id: the token that ends documents.
         minimum_tokens: tokens that a document must have at least, separator not counted.
 
-    Returns:
-        (at most n,) int64.
-
     Raises:
-        ValueError: a stream that is not one row of int64, or no document is that long (says what the longest has).
+        ValueError: a stream that is not one row of int64, or no document is that long.
     """
     _check_stream(stream)
     separators = stream.eq(separator_id).nonzero()[:, 0]
@@ -401,8 +370,6 @@ def _check_layout(length: int, chunks_before_reset: int | None, lookahead: int) 
 
 def _token_ids(document: Any, number: int) -> Tensor:
     """One document's ids as (n,) int64."""
-    if document is None:
-        raise ValueError(f"document {number} has no column 'input_ids': tokenize the texts first")
     try:
         ids = torch.as_tensor(document)
     except (TypeError, ValueError, RuntimeError) as error:

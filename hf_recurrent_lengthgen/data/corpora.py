@@ -1,8 +1,6 @@
 """Where text comes from: the corpus that is on every machine, and any data set that `datasets` can read.
 
-`standard_library_corpus()` needs no download: it is the source code of the running Python's own library,
-split by file. `load_texts()` reads text, JSON Lines and Parquet files, folders written by
-`Dataset.save_to_disk`, and data sets of the Hub.
+`standard_library_corpus()` needs no download; `load_texts()` reads files, folders and data sets of the Hub.
 """
 
 import glob
@@ -15,11 +13,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import datasets
-
-SampleBy = Literal["document", "paragraph", "line"]
 
 # Third-party code, tests (odd on purpose), and what is not the same on two machines with the same Python.
 _SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "config-*")
@@ -64,17 +60,6 @@ class Corpus:
     def texts(self, split: str) -> list[str]:
         """Texts of `split`, "train" or "validation", in the order of the documents' names."""
         return [document.text for document in self.documents(split)]
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 (hex) over the split, name and text of every document: equal digests, equal data."""
-        digest = hashlib.sha256()
-        for split in ("train", "validation"):
-            for document in self.documents(split):
-                for part in (split, document.name, document.text):
-                    data = part.encode()
-                    digest.update(len(data).to_bytes(8, "big") + data)
-        return digest.hexdigest()
 
     @cached_property
     def sizes(self) -> str:
@@ -139,31 +124,22 @@ def _is_validation(name: str) -> bool:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % _VALIDATION_ONE_IN == 0
 
 
-def load_texts(
-    path_or_name: str | Path,
-    split: str = "train",
-    text_column: str = "text",
-    *,
-    config_name: str | None = None,
-    sample_by: SampleBy = "document",
-) -> list[str]:
+def load_texts(path_or_name: str | Path, split: str = "train", text_column: str = "text") -> list[str]:
     """Texts of a data set, one per row, read by the `datasets` library.
 
     Args:
         path_or_name: a .txt, .jsonl, .json or .parquet file, a folder of such files, a folder written by
-            `save_to_disk`, or (when no such file or folder exists) the name of a data set on the Hub.
+            `save_to_disk`, or (when no such file or folder exists) the name of a data set on the Hub. A .txt
+            file is one text; its line ends are read as "\\n".
         split: a split, or slices of it such as "train[:90%]" and "train[90%:]". A single file, and a single
             `Dataset` saved to disk, is the split "train".
         text_column: the column that holds the text; that of a .txt file is "text".
-        config_name: the configuration of a Hub data set that has several.
-        sample_by: what one document of a .txt file is: the whole file (default), a paragraph or a line.
-            Line ends are read as "\\n".
 
     Raises:
         ValueError: no such file, folder or data set; a file kind, split or column that is not there; a column
             that is not text; a row without text; no text at all; a file that cannot be parsed.
     """
-    read = _reader(path_or_name, split, config_name, sample_by)
+    read = _reader(path_or_name, split)
     try:
         dataset = read()
     # `datasets` lets StopIteration out for empty JSON, and ArrowInvalid, a ValueError, for bad Parquet.
@@ -206,11 +182,7 @@ def split_names(path_or_name: str | Path) -> list[str]:
         return []
 
 
-def _reader(
-    path_or_name: str | Path, split: str, config_name: str | None, sample_by: SampleBy
-) -> Callable[[], datasets.Dataset]:
-    if sample_by not in get_args(SampleBy):
-        raise ValueError(f"sample_by is {sample_by!r}, but must be one of {get_args(SampleBy)}")
+def _reader(path_or_name: str | Path, split: str) -> Callable[[], datasets.Dataset]:
     path = Path(path_or_name).expanduser()
     options: dict[str, Any] = {"split": split}
     if path.is_file():
@@ -218,7 +190,7 @@ def _reader(
         if builder is None:
             raise ValueError(f"{path} cannot be read; files may end in {', '.join(_BUILDER_OF_SUFFIX)}")
         if builder == "text":
-            options["sample_by"] = sample_by
+            options["sample_by"] = "document"
         return partial(datasets.load_dataset, builder, data_files=glob.escape(str(path)), **options)
     if path.is_dir():
         if _is_saved(path):
@@ -228,10 +200,10 @@ def _reader(
             # `datasets` would take the commonest kind, and without `sample_by` the lines of text files.
             if builders != {"text"}:
                 raise ValueError(f"folder {path} holds .txt and other data files; give a folder of one kind")
-            options["sample_by"] = sample_by
+            options["sample_by"] = "document"
     elif path.is_absolute() or path.suffix in _BUILDER_OF_SUFFIX:
         raise ValueError(f"there is no file or folder {path}; give an existing one, or the name of a Hub data set")
-    return partial(datasets.load_dataset, str(path), name=config_name, **options)
+    return partial(datasets.load_dataset, str(path), **options)
 
 
 def _is_saved(path: Path) -> bool:

@@ -1,7 +1,5 @@
 """A token stream cut into training blocks and into evaluation sequences."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -13,64 +11,35 @@ class PackedBlocks(Dataset[dict[str, Tensor]]):
     """Disjoint blocks of T + 1 tokens of one stream, so T predictions each; item i is block i.
 
     An item is `{"input_ids": (T + 1,), "labels": (T + 1,)}`, int64; the model shifts the labels, as usual in
-    Transformers. Items of full blocks are views of the stream: copy before writing into one (collators do).
+    Transformers. Items are views of the stream: copy before writing into one (collators do). Tokens after the last
+    full block are left out.
 
     Args:
         stream: (number of tokens,) int64.
         length: T, the number of predictions per block, at least 1.
-        tail: what becomes of the tokens after the last full block. "drop" leaves them out. "pad" makes a last
-            block of them, padded on the right with label -100, and gives every item an "attention_mask"
-            (T + 1,) int64. A tail of one token predicts nothing, its mean loss is 0 / 0: always dropped.
-        pad_token_id: the id in padded places.
-
-    Attributes:
-        length: T.
-        dropped_tokens: tokens at the end of the stream that are in no block.
 
     Raises:
-        ValueError: a stream that is not one row of int64, too short for one block, or a wrong length or tail.
+        ValueError: a stream that is not one row of int64, too short for one block, or a wrong length.
     """
 
-    def __init__(
-        self, stream: Tensor, length: int, tail: Literal["drop", "pad"] = "drop", pad_token_id: int = 0
-    ) -> None:
+    def __init__(self, stream: Tensor, length: int) -> None:
         _check_stream(stream)
         if length < 1:
             raise ValueError(f"length is {length}, but a block needs at least 1 prediction")
-        if tail not in ("drop", "pad"):
-            raise ValueError(f"tail is {tail!r}, but must be 'drop' or 'pad'")
-        size = length + 1
-        number_of_blocks, rest = divmod(len(stream), size)
-        self.length = length
-        self._blocks = stream[: number_of_blocks * size].view(number_of_blocks, size)
-        self._padded: dict[str, Tensor] | None = None
-        self._full_mask = torch.ones(size, dtype=torch.int64) if tail == "pad" else None
-        self.dropped_tokens = rest
-        if tail == "pad" and rest > 1:
-            self.dropped_tokens = 0
-            self._padded = _padded_block(stream[-rest:], size, pad_token_id)
-        if not len(self):
-            needed = size if tail == "drop" else 2
+        if len(stream) <= length:
             raise ValueError(
-                f"the stream has {len(stream)} tokens, but a block of length {length} needs {needed} "
-                f"with tail={tail!r}; give more data or a smaller length"
+                f"the stream has {len(stream)} tokens, but a block of length {length} needs {length + 1}; "
+                "give more data or a smaller length"
             )
+        self.length = length
+        blocks = len(stream) // (length + 1)
+        self._blocks = stream[: blocks * (length + 1)].view(blocks, length + 1)
 
     def __len__(self) -> int:
-        return len(self._blocks) + (self._padded is not None)
+        return len(self._blocks)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"block {index} of {len(self)}")
-        index %= len(self)
-        if index == len(self._blocks):
-            assert self._padded is not None
-            return dict(self._padded)
-        block = self._blocks[index]
-        item = {"input_ids": block, "labels": block}
-        if self._full_mask is not None:
-            item["attention_mask"] = self._full_mask
-        return item
+        return {"input_ids": self._blocks[index], "labels": self._blocks[index]}
 
 
 def evaluation_sequences(stream: Tensor, count: int, length: int) -> Tensor:
@@ -87,7 +56,7 @@ def evaluation_sequences(stream: Tensor, count: int, length: int) -> Tensor:
         (count, length) int64, a copy.
 
     Raises:
-        ValueError: they do not fit into the stream (says what would), or a count or length that is too small.
+        ValueError: they do not fit into the stream, or a count or length that is too small.
     """
     _check_stream(stream)
     if count < 1 or length < 2:
@@ -109,13 +78,3 @@ def _check_stream(stream: Tensor) -> None:
         raise ValueError(
             f"stream is {tuple(stream.shape)} {stream.dtype}, but must be one row of int64; use token_stream"
         )
-
-
-def _padded_block(tokens: Tensor, size: int, pad_token_id: int) -> dict[str, Tensor]:
-    fill = size - len(tokens)
-    ones = torch.ones_like(tokens)
-    return {
-        "input_ids": torch.nn.functional.pad(tokens, (0, fill), value=pad_token_id),
-        "labels": torch.nn.functional.pad(tokens, (0, fill), value=IGNORED_LABEL),
-        "attention_mask": torch.nn.functional.pad(ones, (0, fill)),
-    }

@@ -1,7 +1,6 @@
 """Documents to one stream of token ids, each document followed by one separator."""
 
 from collections.abc import Iterable, Iterator
-from typing import Literal
 
 import numpy as np
 import torch
@@ -17,12 +16,8 @@ def byte_tokenizer() -> ByT5Tokenizer:
     return ByT5Tokenizer()
 
 
-def token_stream(
-    texts: Iterable[str],
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    separator: Literal["eos"] | int | None = "eos",
-) -> Tensor:
-    """Token ids of all texts in one row, with one separator after each text.
+def token_stream(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None = None) -> Tensor:
+    """Token ids of all texts in one row, with the tokenizer's end-of-text token after each text.
 
     Text never makes special tokens: "</s>" inside a document is four ordinary bytes and no end of text. That
     is `tokenizer(text, add_special_tokens=False, split_special_tokens=True)`; without the second option ByT5
@@ -31,13 +26,12 @@ def token_stream(
     Args:
         texts: the documents. An empty one gives only its separator.
         tokenizer: any Transformers tokenizer; the byte tokenizer without one.
-        separator: "eos" for the tokenizer's end-of-text token, the id of another token, or None for nothing.
 
     Returns:
         (number of tokens,) int64.
 
     Raises:
-        ValueError: no text at all, something that is no text, or no usable separator.
+        ValueError: no text at all, something that is no text, or a tokenizer without end of text.
     """
     if isinstance(texts, str):
         raise ValueError("texts is one string, but must be several documents; give [text]")
@@ -46,7 +40,11 @@ def token_stream(
         if not isinstance(document, str):
             raise ValueError(f"document {index} is a {type(document).__name__}, but must be a string")
     tokenizer = byte_tokenizer() if tokenizer is None else tokenizer
-    ending = _separator_ids(tokenizer, separator)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"{type(tokenizer).__name__} has no end-of-text token to put between documents; set tokenizer.eos_token"
+        )
+    ending = np.array([tokenizer.eos_token_id], np.int32)
     # A subclass may tokenize in its own way, so only the class itself is known to be plain bytes.
     encode = _encode_bytes if type(tokenizer) is ByT5Tokenizer else _encode
     pieces: list[np.ndarray] = []
@@ -57,21 +55,6 @@ def token_stream(
     if not number_of_tokens:
         raise ValueError(f"{len(documents)} documents were given and they hold no token; give some text")
     return torch.from_numpy(np.concatenate(pieces, dtype=np.int64))
-
-
-def _separator_ids(tokenizer: PreTrainedTokenizerBase, separator: Literal["eos"] | int | None) -> np.ndarray:
-    if separator is None:
-        return np.empty(0, np.int32)
-    if separator == "eos":
-        if tokenizer.eos_token_id is None:
-            raise ValueError(
-                f"{type(tokenizer).__name__} has no end-of-text token to put between documents; set "
-                "tokenizer.eos_token, give another token's id as separator, or separator=None for nothing"
-            )
-        return np.array([tokenizer.eos_token_id], np.int32)
-    if isinstance(separator, bool) or not isinstance(separator, int) or not 0 <= separator < len(tokenizer):
-        raise ValueError(f"separator is {separator!r}, but must be 'eos', None or an id below {len(tokenizer)}")
-    return np.array([separator], np.int32)
 
 
 def _encode_bytes(documents: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:

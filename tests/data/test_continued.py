@@ -39,7 +39,6 @@ def test_chunks_by_hand_carry_across_documents() -> None:
         {"input_ids": [1, 7], "labels": [1, 7], "shift_labels": [7, 8], "state_resets": [False, False]},
         {"input_ids": [8, 9], "labels": [8, 9], "shift_labels": [9, 1], "state_resets": [True, False]},
     ]
-    assert chunks.dropped_tokens == 2
     assert chunks[0]["state_resets"].dtype == torch.bool
     assert {chunks[0][name].dtype for name in ("input_ids", "labels", "shift_labels")} == {torch.int64}
 
@@ -72,7 +71,6 @@ def test_lookahead_by_hand_overlaps_the_next_chunk() -> None:
             "state_resets": [0, 1, 0, 0],
         },
     ]
-    assert chunks.dropped_tokens == 3
     assert len(ContinuedChunks(stream[:-1], 2, lookahead=2)) == 1
 
 
@@ -106,8 +104,8 @@ def test_chunks_are_the_stream_read_token_by_token(
             assert item["shift_labels"][t] == (-100 if reset and target_starts_document else stream[place + 1])
         assert {len(values) for values in item.values()} == {length + lookahead}
     read = torch.cat([chunks[number]["input_ids"][:length] for number in range(len(chunks))]).tolist()
-    assert read + stream[len(stream) - chunks.dropped_tokens :] == stream
-    assert chunks.dropped_tokens <= length + lookahead
+    assert read == stream[: len(read)]
+    assert len(stream) - len(read) <= length + lookahead
 
 
 def test_the_key_says_whether_a_chunk_begins_a_sequence() -> None:
@@ -147,7 +145,7 @@ def test_unusable_chunks_are_refused(arguments: dict[str, Any], message: str) ->
 def test_lanes_by_hand_are_stretches_of_the_stream() -> None:
     sampler = StreamRowSampler(ContinuedChunks(torch.arange(18), 2, None), stream_rows=3, seed=0)
     keys = list(sampler)
-    assert (sampler.steps, sampler.dropped_chunks, len(sampler), len(keys)) == (2, 2, 6, 6)
+    assert (sampler.steps, len(sampler), len(keys)) == (2, 6, 6)
     assert [key.begins for key in keys] == [True] * 3 + [False] * 3
     assert sorted(key.chunk for key in keys[:3]) == [0, 2, 4]
     assert [key.chunk for key in keys[3:]] == [key.chunk + 1 for key in keys[:3]]
@@ -171,9 +169,8 @@ def test_lanes_continue_until_a_sequence_ends(
     sampler = StreamRowSampler(dataset, stream_rows, seed=3)
     sampler.set_epoch(epoch)
     keys = list(sampler)
-    assert len(keys) == len(sampler) == sampler.steps * stream_rows == chunks - sampler.dropped_chunks
+    assert len(keys) == len(sampler) == sampler.steps * stream_rows == chunks - chunks % stream_rows
     assert len({key.chunk for key in keys}) == len(keys)
-    assert sampler.dropped_chunks < stream_rows
     for stream_row in range(stream_rows):
         carried = 0
         for before, key in itertools.pairwise([None, *keys[stream_row::stream_rows]]):
@@ -295,7 +292,7 @@ def test_an_epoch_of_all_processes_has_every_chunk_at_most_once() -> None:
     ]
     assert len(firsts) == len(set(firsts)) == 10 * STREAM_ROWS
     _, sampler = process_loader(0)
-    assert len(sampler.dataset) - len(firsts) == sampler.dropped_chunks == 3
+    assert len(sampler.dataset) - len(firsts) == 3
 
 
 def documents(sizes: list[int]) -> list[list[int]]:
@@ -335,24 +332,15 @@ def test_stream_by_hand() -> None:
     rows=st.integers(1, 3),
     reset=st.booleans(),
     lookahead=st.integers(0, 4),
-    minimum=st.integers(0, 6),
 )
 @settings(max_examples=150, deadline=None)
 def test_each_lane_of_a_stream_is_whole_documents_read_token_by_token(
-    sizes: list[int], length: int, rows: int, reset: bool, lookahead: int, minimum: int
+    sizes: list[int], length: int, rows: int, reset: bool, lookahead: int
 ) -> None:
     source = documents(sizes)
-    stream = stream_of(
-        source,
-        length=length,
-        rows=rows,
-        reset_at_document=reset,
-        lookahead=lookahead,
-        minimum_document_tokens=minimum,
-    )
-    kept = [document for document in source if len(document) >= minimum]
-    if not any(kept):
-        with pytest.raises(ValueError, match="no token in documents of at least"):
+    stream = stream_of(source, length=length, rows=rows, reset_at_document=reset, lookahead=lookahead)
+    if not any(source):
+        with pytest.raises(ValueError, match="there was no token"):
             take(stream, 1000)
         return
     steps = 12
@@ -363,9 +351,9 @@ def test_each_lane_of_a_stream_is_whole_documents_read_token_by_token(
         ids = [token for item in chunks for token in item["input_ids"][:length].tolist()]
         # every document begins at its first token and is read to its separator
         for before, token in itertools.pairwise([EOS, *ids]):
-            following = {document[0] if document else EOS for document in kept}
+            following = {document[0] if document else EOS for document in source}
             if before != EOS:
-                document = next(document for document in kept if before in document)
+                document = next(document for document in source if before in document)
                 following = {[*document, EOS][document.index(before) + 1]}
             assert token in following
         for step, (item, after) in enumerate(itertools.pairwise(chunks)):
@@ -427,8 +415,7 @@ def test_several_processes_see_the_rows_of_one(kind: str, micro_batches: int, pr
                 source,
                 rows=batch * micro_batches,
                 reset_at_document=True,
-                process_index=process,
-                num_processes=processes,
+                process=(process, processes),
             ).in_micro_batches(micro_batches),
             batch * micro_batches * steps,
         )
@@ -451,7 +438,7 @@ def test_micro_batches_of_different_size_are_refused(micro_batches: int) -> None
 
 def test_epochs_of_a_shuffled_stream_differ_and_every_iteration_is_the_same() -> None:
     source = datasets.Dataset.from_dict({"input_ids": documents([3] * 16)}).to_iterable_dataset()
-    stream = stream_of(source.shuffle(seed=0, buffer_size=16), length=4, rows=1, minimum_document_tokens=1)
+    stream = stream_of(source.shuffle(seed=0, buffer_size=16), length=4, rows=1)
     tokens = torch.stack([item["input_ids"] for item in take(stream, 3 * 16)])[:, 0].view(3, 16)
     assert (tokens.sort().values == tokens[0].sort().values).all()
     assert not torch.equal(tokens[0], tokens[1])
@@ -462,7 +449,7 @@ def test_epochs_of_a_shuffled_stream_differ_and_every_iteration_is_the_same() ->
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loader_of_a_stream_gives_slots_and_continues_after_skipping(workers: int) -> None:
-    stream = stream_of(documents([5, 14, 3, 8]), rows=BATCH * MICRO_BATCHES, process_index=1, num_processes=2)
+    stream = stream_of(documents([5, 14, 3, 8]), rows=BATCH * MICRO_BATCHES, process=(1, 2))
     loader = DataLoader(stream, batch_size=BATCH, num_workers=workers, collate_fn=default_data_collator)
     prepared = prepare_data_loader(loader, num_processes=1, process_index=0)
     batches = list(itertools.islice(prepared, 20))
@@ -493,8 +480,7 @@ def test_more_than_one_data_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -
         ([[1]], {"rows": 0}, "rows is 0"),
         ([[1]], {"lookahead": -1}, "lookahead is -1"),
         ([[1]], {"chunks_before_reset": 0}, "chunks_before_reset is 0"),
-        ([[1]], {"process_index": 2, "num_processes": 2}, "process_index is 2, but must be 0 to 1"),
-        ([[1]], {"minimum_document_tokens": -1}, "minimum_document_tokens is -1"),
+        ([[1]], {"process": (2, 2)}, "process is 2 of 2, but must be 0 to 1"),
         (datasets.Dataset.from_dict({"text": ["a"]}), {}, r"columns \['text'\], but needs 'input_ids'"),
     ],
 )
@@ -511,7 +497,7 @@ def test_unusable_stream_is_refused(source: Any, changes: dict[str, Any], messag
         ([[5, 6], [[7]]], r"document 1 is \(1, 1\)"),
         ([[5, 6], [True]], "torch.bool"),
         ([[5, 6], "text"], "document 1 is a str that is no row of ids"),
-        ([[5, 6], None], "document 1 has no column 'input_ids': tokenize"),
+        ([[5, 6], None], "document 1 is a NoneType that is no row of ids .* the column 'input_ids'"),
         (datasets.Dataset.from_dict({"a": [1]}).to_iterable_dataset().map(lambda row: row), "'input_ids'"),
         ([], "there was no token"),
         ([[], []], "there was no token"),

@@ -11,7 +11,7 @@ import datasets
 import huggingface_hub
 import pytest
 
-from hf_recurrent_lengthgen.data import Corpus, Document, load_texts, standard_library_corpus
+from hf_recurrent_lengthgen.data import Corpus, load_texts, standard_library_corpus
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +56,8 @@ def test_library_has_no_tests_and_no_third_party_code(library: Corpus) -> None:
     assert not [part for part in parts if part.startswith("_sysconfigdata")]
 
 
-def test_description_and_digest_identify_the_library(library: Corpus) -> None:
-    assert library.digest == standard_library_corpus().digest
-    assert len(library.digest) == 64
+def test_the_description_identifies_the_library(library: Corpus) -> None:
+    assert library == standard_library_corpus()
     assert "standard library" in library.source
     assert f"train {len(library.train)} files" in library.sizes
     assert f"{sum(len(text.encode()) for text in library.texts('validation'))} bytes" in library.sizes
@@ -113,18 +112,6 @@ def test_folder_without_sources_is_an_error(tmp_path: Path) -> None:
         standard_library_corpus(tmp_path)
 
 
-def test_digest_sees_every_part_of_a_corpus() -> None:
-    a, b, ab, other = Document("a", "bc"), Document("b", "c"), Document("ab", "c"), Document("a", "bd")
-    corpora = [
-        Corpus("s", (a,), (b,)),
-        Corpus("s", (b,), (a,)),
-        Corpus("s", (ab,), (b,)),
-        Corpus("s", (other,), (b,)),
-    ]
-    assert len({corpus.digest for corpus in corpora}) == 4
-    assert Corpus("another source", (a,), (b,)).digest == corpora[0].digest
-
-
 def test_unknown_split_of_a_corpus_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"'test'.*'train' and 'validation'"):
         Corpus("s", (), ()).texts("test")
@@ -156,12 +143,10 @@ def test_saved_splits_are_found_by_name(sources: Path) -> None:
     assert load_texts(sources / "saved_splits", "test") == [TEXTS[3]]
 
 
-def test_text_file_is_one_document_unless_told_otherwise(tmp_path: Path) -> None:
+def test_text_file_is_one_document(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes("é one\r\ntwo\n\nthree\n".encode())
     assert load_texts(path) == ["é one\ntwo\n\nthree\n"]
-    assert load_texts(path, sample_by="line") == ["é one", "two", "", "three"]
-    assert load_texts(path, sample_by="paragraph") == ["é one\ntwo", "three\n"]
 
 
 def test_folder_of_text_files_has_one_document_per_file(tmp_path: Path) -> None:
@@ -230,8 +215,3 @@ def test_missing_sources_are_refused(tmp_path: Path) -> None:
         load_texts("nobody/nothing")
     with pytest.raises(ValueError, match="cannot read split"):
         load_texts(tmp_path)
-
-
-def test_unknown_sample_by_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'page'.*'document', 'paragraph', 'line'"):
-        load_texts(tmp_path, sample_by="page")  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
 """Packing: every token of the stream is in exactly one block, and evaluation sequences do not overlap."""
 
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -11,64 +10,36 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, default_data_collator
 
-from hf_recurrent_lengthgen.data import IGNORED_LABEL, PackedBlocks, evaluation_sequences
+from hf_recurrent_lengthgen.data import PackedBlocks, evaluation_sequences
 
 
 def items(blocks: PackedBlocks) -> list[dict[str, Tensor]]:
     return [blocks[index] for index in range(len(blocks))]
 
 
-def tokens(block: dict[str, Tensor]) -> list[int]:
-    """The real tokens of one item."""
-    ids = block["input_ids"].tolist()
-    return ids[: int(block["attention_mask"].sum())] if "attention_mask" in block else ids
-
-
-def test_blocks_by_hand_with_a_dropped_tail() -> None:
+def test_blocks_by_hand() -> None:
     blocks = PackedBlocks(torch.arange(8), length=2)
     assert [block["input_ids"].tolist() for block in items(blocks)] == [[0, 1, 2], [3, 4, 5]]
     assert [block["labels"].tolist() for block in items(blocks)] == [[0, 1, 2], [3, 4, 5]]
     assert set(blocks[0]) == {"input_ids", "labels"}
-    assert (len(blocks), blocks.dropped_tokens, blocks.length) == (2, 2, 2)
+    assert (len(blocks), blocks.length) == (2, 2)
 
 
-def test_blocks_by_hand_with_a_padded_tail() -> None:
-    blocks = PackedBlocks(torch.arange(8), length=2, tail="pad", pad_token_id=9)
-    assert [block["input_ids"].tolist() for block in items(blocks)] == [[0, 1, 2], [3, 4, 5], [6, 7, 9]]
-    assert [block["labels"].tolist() for block in items(blocks)] == [
-        [0, 1, 2],
-        [3, 4, 5],
-        [6, 7, IGNORED_LABEL],
-    ]
-    assert [block["attention_mask"].tolist() for block in items(blocks)] == [[1, 1, 1], [1, 1, 1], [1, 1, 0]]
-    assert (len(blocks), blocks.dropped_tokens) == (3, 0)
-
-
-def test_tail_of_one_token_predicts_nothing_and_is_dropped() -> None:
-    blocks = PackedBlocks(torch.arange(7), length=2, tail="pad")
-    assert [tokens(block) for block in items(blocks)] == [[0, 1, 2], [3, 4, 5]]
-    assert blocks.dropped_tokens == 1
-
-
-@given(size=st.integers(2, 300), length=st.integers(1, 40), tail=st.sampled_from(["drop", "pad"]))
+@given(size=st.integers(2, 300), length=st.integers(1, 40))
 @settings(max_examples=200, deadline=None)
-def test_no_token_is_lost_or_doubled(size: int, length: int, tail: Literal["drop", "pad"]) -> None:
+def test_no_token_is_lost_or_doubled(size: int, length: int) -> None:
     stream = torch.arange(size) * 7 + 3
-    if tail == "drop" and size < length + 1:
+    if size < length + 1:
         with pytest.raises(ValueError, match="give more data"):
-            PackedBlocks(stream, length, tail)
+            PackedBlocks(stream, length)
         return
-    blocks = PackedBlocks(stream, length, tail)
-    kept = [token for block in items(blocks) for token in tokens(block)]
-    dropped = stream[len(kept) :].tolist()
-    assert kept + dropped == stream.tolist()
-    assert blocks.dropped_tokens == len(dropped) <= (length if tail == "drop" else 1)
+    blocks = PackedBlocks(stream, length)
+    kept = [token for block in items(blocks) for token in block["input_ids"].tolist()]
+    assert kept == stream[: len(kept)].tolist()
+    assert size - len(kept) <= length
     for block in items(blocks):
         assert all(tensor.shape == (length + 1,) for tensor in block.values())
-        assert (tail == "pad") == ("attention_mask" in block)
-        labels = block["labels"]
-        assert labels[labels != IGNORED_LABEL].tolist() == tokens(block)
-        assert (labels[1:] != IGNORED_LABEL).any()
+        assert torch.equal(block["labels"], block["input_ids"])
 
 
 def test_full_blocks_are_views_of_the_stream() -> None:
@@ -78,42 +49,40 @@ def test_full_blocks_are_views_of_the_stream() -> None:
 
 
 def test_index_counts_from_both_ends_and_stops() -> None:
-    blocks = PackedBlocks(torch.arange(8), length=2, tail="pad")
-    assert blocks[-1]["input_ids"].tolist() == [6, 7, 0]
-    assert blocks[-3]["input_ids"].tolist() == [0, 1, 2]
-    for index in (3, -4):
+    blocks = PackedBlocks(torch.arange(8), length=2)
+    assert blocks[-1]["input_ids"].tolist() == [3, 4, 5]
+    assert blocks[-2]["input_ids"].tolist() == [0, 1, 2]
+    for index in (2, -3):
         with pytest.raises(IndexError):
             blocks[index]
 
 
 @pytest.mark.parametrize(
-    ("stream", "length", "tail", "message"),
+    ("stream", "length", "message"),
     [
-        (torch.arange(5), 5, "drop", "has 5 tokens, but a block of length 5 needs 6"),
-        (torch.arange(1), 5, "pad", "has 1 tokens, but a block of length 5 needs 2"),
-        (torch.arange(0), 1, "drop", "has 0 tokens"),
-        (torch.arange(5), 0, "drop", "length is 0"),
-        (torch.arange(5), 1, "keep", "'keep', but must be 'drop' or 'pad'"),
-        (torch.zeros(2, 5, dtype=torch.int64), 1, "drop", r"\(2, 5\)"),
-        (torch.zeros(5), 1, "drop", "float32"),
+        (torch.arange(5), 5, "has 5 tokens, but a block of length 5 needs 6"),
+        (torch.arange(0), 1, "has 0 tokens"),
+        (torch.arange(5), 0, "length is 0"),
+        (torch.zeros(2, 5, dtype=torch.int64), 1, r"\(2, 5\)"),
+        (torch.zeros(5), 1, "float32"),
     ],
 )
-def test_unusable_packing_is_refused(stream: Tensor, length: int, tail: str, message: str) -> None:
+def test_unusable_packing_is_refused(stream: Tensor, length: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PackedBlocks(stream, length, tail)  # type: ignore[arg-type]
+        PackedBlocks(stream, length)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loader_and_collator_give_every_block_once(workers: int) -> None:
-    stream = torch.arange(50)
-    blocks = PackedBlocks(stream, length=3, tail="pad")
+    stream = torch.arange(52)
+    blocks = PackedBlocks(stream, length=3)
     loader = DataLoader(blocks, batch_size=4, shuffle=True, collate_fn=default_data_collator, num_workers=workers)
     batches = list(loader)
     assert [batch["input_ids"].shape for batch in batches] == [(4, 4), (4, 4), (4, 4), (1, 4)]
-    ids = torch.cat([batch["input_ids"][batch["attention_mask"] == 1] for batch in batches])
+    ids = torch.cat([batch["input_ids"].flatten() for batch in batches])
     assert sorted(ids.tolist()) == stream.tolist()
     batches[0]["input_ids"].fill_(-1)
-    assert torch.equal(stream, torch.arange(50))
+    assert torch.equal(stream, torch.arange(52))
 
 
 class Bigram(nn.Module):

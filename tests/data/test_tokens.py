@@ -87,23 +87,9 @@ def test_byte_path_ignores_tokens_that_were_added() -> None:
     assert token_stream(["q é 漢 word"], tokenizer).tolist() == [*expected, EOS]
 
 
-def test_separator_is_chosen_by_the_caller() -> None:
-    assert token_stream(["a", "b"], separator=None).tolist() == [100, 101]
-    assert token_stream(["a", "b"], separator=0).tolist() == [100, 0, 101, 0]
-
-
-def test_tokenizer_without_end_of_text_needs_a_decision() -> None:
-    tokenizer = byte_level_tokenizer()
-    with pytest.raises(ValueError, match=r"no end-of-text token.*separator=None"):
-        token_stream(["a"], tokenizer)
-    assert len(token_stream(["ab", "c"], tokenizer, separator=None)) == 3
-    assert token_stream(["ab", "c"], tokenizer, separator=7).tolist().count(7) == 2
-
-
-@pytest.mark.parametrize("separator", [-1, 384, True, "bos", 1.0])
-def test_unusable_separator_is_refused(separator: object) -> None:
-    with pytest.raises(ValueError, match="an id below 384"):
-        token_stream(["a"], separator=separator)  # type: ignore[arg-type]
+def test_a_tokenizer_without_end_of_text_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no end-of-text token.*set tokenizer.eos_token"):
+        token_stream(["a"], byte_level_tokenizer())
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["", ""]], ids=["none", "empty", "two empty"])

@@ -173,7 +173,7 @@ def datasets_data(trainer: type[Trainer], args: type[TrainingArguments], toys: M
 
 def packed_blocks(trainer: type[Trainer], args: type[TrainingArguments], toys: ModuleType, out: str) -> Trainer:
     stream = torch.cat([item["input_ids"] for item in toys.sequences(10)])
-    return trainer(toys.tiny_model(), args(out, **SETTINGS), train_dataset=PackedBlocks(stream, 11, tail="pad"))
+    return trainer(toys.tiny_model(), args(out, **SETTINGS), train_dataset=PackedBlocks(stream, 11))
 
 
 def padding_collator(trainer: type[Trainer], args: type[TrainingArguments], toys: ModuleType, out: str) -> Trainer:

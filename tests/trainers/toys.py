@@ -189,8 +189,8 @@ def token_stream(count: int, seed: int = 0) -> Tensor:
 def stream(rows: int) -> ContinuedStream:
     """The same without end, for this process and `rows` stream rows."""
     documents = list(token_stream(300).tensor_split(30))
-    place = {"process_index": int(os.environ.get("RANK", 0)), "num_processes": int(os.environ.get("WORLD_SIZE", 1))}
-    return ContinuedStream(documents, 9, rows, separator_id=SEPARATOR, chunks_before_reset=4, **place)
+    process = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    return ContinuedStream(documents, 9, rows, separator_id=SEPARATOR, chunks_before_reset=4, process=process)
 
 
 class Method(NamedTuple):
