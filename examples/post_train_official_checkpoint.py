@@ -19,11 +19,12 @@ import torch
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cards import write_card
-from hf_recurrent_lengthgen.cli.inputs import load_stream, load_tokenizer
+from hf_recurrent_lengthgen.cli.inputs import load_stream
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.data import PackedBlocks
+from hf_recurrent_lengthgen.loading import load_tokenizer
 from hf_recurrent_lengthgen.private_text import portable_command
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
 from hf_recurrent_lengthgen.verification import verify_checkpoint

@@ -73,7 +73,7 @@ class Study:
         held_out = load_stream("stdlib", "validation", tokenizer)
         self.length = self.settings.evaluation_multiple * self.settings.training_length
         self.texts = evaluation_sequences(held_out.tokens, self.settings.sequences, self.length + 1)
-        self.description = f"{self.settings.sequences} texts of {self.length} bytes of {held_out.description}"
+        self.description = f"{self.settings.sequences} texts of {self.length} bytes of {held_out.source.description}"
 
     def blocks(self, length: int | None = None) -> PackedBlocks:
         """Rows that predict `length` tokens."""

@@ -1,4 +1,4 @@
-"""One function for the checkpoints of all families."""
+"""Models of all families and their tokenizers, from folders and names on the Hub."""
 
 import inspect
 import json
@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.adapters import base_of_adapter, holds_adapter, refuse_adapter, with_adapter
@@ -185,6 +192,33 @@ def load_language_model(name: str, trust_remote_code: bool = False, dtype: torch
     errors are the same.
     """
     return _load(name, trust_remote_code, dtype, stateless=True, merge=True)
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a checkpoint, or of an adapter's base; "bytes" is ByT5's, which needs no files.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if name == "bytes":
+        return ByT5Tokenizer()
+    check_name(name)
+    # a folder without such files Transformers explains at length
+    patterns = ("*token*", "*vocab*", "*.model", "merges.txt")
+    nothing = Path(name).is_dir() and not any(file for pattern in patterns for file in Path(name).glob(pattern))
+    if nothing and holds_adapter(name):
+        return load_tokenizer(base_of_adapter(name), trust_remote_code)
+    advice = "give one with --tokenizer (lengthgen harness: tokenizer=FOLDER)."
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    # the last four from files of wrong types
+    except (OSError, ValueError, ImportError, AttributeError, KeyError, RecursionError, TypeError) as error:
+        reason = "" if nothing else f" ({error})"
+        raise ValueError(f"{name} holds no tokenizer{reason}: {advice}") from error
+    # Without files, Transformers guesses a class from the model's type and makes it of special tokens only.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ValueError(f"{name} holds no tokenizer: {advice}")
+    return tokenizer
 
 
 def _to_convert(name: str) -> str:

@@ -50,7 +50,7 @@ def on_longer_texts(study: Study) -> Study:
     longer.length = longer.settings.evaluation_multiple * settings.training_length
     held_out = load_stream("stdlib", "validation", byte_tokenizer())
     longer.texts = evaluation_sequences(held_out.tokens, longer.settings.sequences, longer.length + 1)
-    longer.description = f"{longer.settings.sequences} texts of {longer.length} bytes of {held_out.description}"
+    longer.description = f"{longer.settings.sequences} texts of {longer.length} bytes of {held_out.source.description}"
     return longer
 
 

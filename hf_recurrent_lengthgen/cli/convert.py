@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from hf_recurrent_lengthgen.cli.inputs import load_tokenizer
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.conversion.json_files import read_settings_file
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.conversion.tensor_files import FLOATS, TensorFiles
 from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files
+from hf_recurrent_lengthgen.loading import load_tokenizer
 from hf_recurrent_lengthgen.private_text import portable_command
 from hf_recurrent_lengthgen.records import read_lineage
 
@@ -40,12 +40,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SOURCE",
         help="checkpoint folder, one .pth file, or a name on the Hub: owner/name, or owner/name/file.pth",
     )
-    parser.add_argument(
-        "--output_dir", "--output-dir", metavar="FOLDER", required=True, help="folder for the result, new or empty"
-    )
-    parser.add_argument(
-        "--revision", metavar="NAME", help="branch, tag or commit on the Hub (default: its main branch)"
-    )
+    parser.add_argument("--output_dir", metavar="FOLDER", required=True, help="folder for the result, new or empty")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit on the Hub (default: main)")
     parser.add_argument("--format", metavar="NAME", help="the layout of SOURCE (default: detected)")
     parser.add_argument(
         "--dtype", choices=FLOATS, help="of all weights in the result (default: that of each tensor in SOURCE)"
@@ -57,18 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--training_length",
-        "--training-length",
         type=positive,
         metavar="T",
         help="tokens per sequence that the model was trained on, which evaluation starts from (default: known for "
         "official Mamba and Mamba-2 checkpoints, else left open)",
-    )
-    parser.add_argument(
-        "--max_shard_size",
-        "--max-shard-size",
-        default="5GB",
-        metavar="SIZE",
-        help="largest file of weights (default: 5GB)",
     )
     return parser
 
@@ -85,7 +73,6 @@ def run(arguments: Sequence[str]) -> int:
             dtype=options.dtype,
             tokenizer=load_tokenizer("bytes") if options.tokenizer == "bytes" else options.tokenizer,
             training_length=options.training_length,
-            max_shard_size=options.max_shard_size,
             command=portable_command(["lengthgen", "convert", *arguments]),
         )
     except KeyboardInterrupt:

@@ -5,7 +5,6 @@ that it leaves the states it saw in training as soon as texts get longer. Everyt
 that every machine has, the source files of the Python standard library.
 """
 
-import argparse
 import json
 import shlex
 import shutil
@@ -17,30 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
-from transformers import (
-    PreTrainedModel,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
+from hf_recurrent_lengthgen.cli.inputs import Stream, load_stream, quiet_libraries
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
-from hf_recurrent_lengthgen.evaluation.results import (
-    ComparedModel,
-    Comparison,
-    DataRecord,
-    DataSource,
-    Role,
-    TrainingRecord,
-)
+from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison, DataRecord, Role, TrainingRecord
 from hf_recurrent_lengthgen.lineage import last_training, lineage_of, record_step
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
@@ -91,7 +74,7 @@ downloads nothing. Writes into the output folder:
 """
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     parser = CommandParser("lengthgen demo", description=DESCRIPTION)
     parser.add_argument("--output", default="demo-output", help="folder for everything (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of initialization and data order (default: 0)")
@@ -129,11 +112,10 @@ def run_demo(output: Path, seed: int = 0, resume: bool = False, settings: DemoSe
             raise ValueError(f"{folder} holds files that are not of a demo: give another --output.")
     tokenizer = byte_tokenizer()
     train = load_stream("stdlib", "train", tokenizer)
-    blocks = PackedBlocks(train.tokens, settings.training_length)
     held_out = load_stream("stdlib", "validation", tokenizer)
     length = settings.evaluation_multiple * settings.training_length
     tokens = evaluation_sequences(held_out.tokens, settings.sequences, length + 1)
-    run_key = f"{settings} seed {seed} on {held_out.description}"
+    run_key = f"{settings} seed {seed} on {held_out.source.description}"
     records = {}
     with quiet_libraries("warnings", "bars"):
         for number, (role, what) in enumerate(STAGES, 1):
@@ -143,7 +125,9 @@ def run_demo(output: Path, seed: int = 0, resume: bool = False, settings: DemoSe
                 print(f"  kept {output / role}, which is finished")
             else:
                 resume = resume and role != "base"  # the others start from the base
-                kept = _train(role, output, seed, settings, blocks, tokenizer, train.source, run_key)
+                _clear(output / role)
+                kept = _train(role, output, seed, settings, train)
+                _write_run(output / role, run_key)
                 print(
                     f"  done: {kept.steps} steps in {kept.seconds:.0f} s, mean loss {kept.loss:.3f}, "
                     f"in {output / role}"
@@ -200,8 +184,7 @@ def _finished(folder: Path, run_key: str) -> TrainingRecord | None:
         return None
     if json.loads((folder / RECORD).read_text(encoding="utf-8")) != {"run": run_key}:
         return None
-    lineage = read_lineage(folder)
-    return last_training(lineage)
+    return last_training(read_lineage(folder))
 
 
 def _write_run(folder: Path, run: str) -> None:
@@ -209,60 +192,41 @@ def _write_run(folder: Path, run: str) -> None:
         temporary.write_text(json.dumps({"run": run}), encoding="utf-8")
 
 
-class _Progress(TrainerCallback):
-    """One bar on a terminal, and a line per logged loss."""
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.bar = tqdm(total=state.max_steps, desc="  training", unit="step", leave=False, disable=None)
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.bar.update()
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: Any,
-    ) -> None:
-        if logs and "loss" in logs:
-            self.bar.clear()
-            print(f"  step {state.global_step:>4} of {state.max_steps}: loss {float(logs['loss']):.3f}", flush=True)
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.bar.close()
-
-
-def _train(
-    role: Role,
-    output: Path,
-    seed: int,
-    settings: DemoSettings,
-    blocks: PackedBlocks,
-    tokenizer: Any,
-    data: DataSource,
-    run_key: str,
-) -> TrainingRecord:
-    """Train one of the three models into `output/role`; the file RECORD says that it is finished."""
-    folder = output / role
+def _clear(folder: Path) -> None:
+    """Remove an earlier model; the file RECORD stays, and says that this one is not finished."""
     _write_run(folder, "not finished")
     for old in folder.iterdir():
         if old.is_dir():
             shutil.rmtree(old)
         elif old.name != RECORD:
             old.unlink()
-    model: PreTrainedModel
-    if role == "base":
-        model = base_model(settings, len(tokenizer), seed)
-        steps, learning_rate = settings.base_steps, settings.base_learning_rate
-    else:
-        model = load_model(str(output / "base"))
-        steps, learning_rate = settings.cure_steps, settings.cure_learning_rate
+
+
+class _Progress(TrainerCallback):
+    """One bar on a terminal, and a line per logged loss."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.bar = tqdm(total=state.max_steps, desc="  training", unit="step", leave=False, disable=None)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.bar.update()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if logs and "loss" in logs:
+            self.bar.clear()
+            print(f"  step {state.global_step:>4} of {state.max_steps}: loss {float(logs['loss']):.3f}", flush=True)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.bar.close()
+
+
+def _arguments(role: Role, folder: Path, seed: int, settings: DemoSettings) -> TrainingArguments:
+    base = role == "base"
+    steps = settings.base_steps if base else settings.cure_steps
     common: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": steps,
-        "learning_rate": learning_rate,
+        "learning_rate": settings.base_learning_rate if base else settings.cure_learning_rate,
         "per_device_train_batch_size": settings.batch_size,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 0.1,
@@ -276,25 +240,31 @@ def _train(
         "dataloader_pin_memory": False,
     }
     if role == "cured":
-        arguments = StatePassingConfig(**common, state_drop_probability=settings.state_drop_probability)
-        trainer: Trainer = StatePassingTrainer(model, arguments, train_dataset=blocks, processing_class=tokenizer)
-        model.config.interventions = [f"state_passing, {steps} steps"]
+        return StatePassingConfig(**common, state_drop_probability=settings.state_drop_probability)
+    return TrainingArguments(**common)
+
+
+def _train(role: Role, output: Path, seed: int, settings: DemoSettings, train: Stream) -> TrainingRecord:
+    """Train one of the three models into `output/role`."""
+    folder, tokenizer = output / role, byte_tokenizer()
+    arguments = _arguments(role, folder, seed, settings)
+    model: Any
+    if role == "base":
+        model, start = base_model(settings, len(tokenizer), seed), Lineage()
+        weights = InitialWeights({"c": settings.mimetic_c, "offset": settings.mimetic_offset})
     else:
-        trainer = Trainer(model, TrainingArguments(**common), train_dataset=blocks, processing_class=tokenizer)
+        model, start, weights = load_model(str(output / "base")), lineage_of(str(output / "base")), None
+    blocks = PackedBlocks(train.tokens, settings.training_length)
+    trainer_class: Any = StatePassingTrainer if role == "cured" else Trainer
+    trainer = trainer_class(model, arguments, train_dataset=blocks, processing_class=tokenizer)
+    if role == "cured":
+        model.config.interventions = [f"state_passing, {settings.cure_steps} steps"]
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(_Progress)
     done = trainer.train()
     trainer.save_model()
-    mimetic = InitialWeights({"c": settings.mimetic_c, "offset": settings.mimetic_offset})
-    facts = RunFacts(
-        Lineage() if role == "base" else lineage_of(str(output / "base")),
-        data,
-        settings.training_length,
-        tuple(_command(output, seed)),
-        mimetic if role == "base" else None,
-    )
+    facts = RunFacts(start, train.source, settings.training_length, tuple(_command(output, seed)), weights)
     lineage = record_step(folder, facts.start, "train", "", facts.command, training_run(trainer, done, facts))
-    _write_run(folder, run_key)
     record = last_training(lineage)
     assert record is not None
     return record

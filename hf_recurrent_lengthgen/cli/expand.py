@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         "for --report also a config.json",
     )
     parser.add_argument(
-        "--output_dir", "--output-dir", metavar="FOLDER", help="folder for the expanded model, new or empty (required)"
+        "--output_dir", metavar="FOLDER", help="folder for the expanded model, new or empty (required)"
     )
     parser.add_argument(
         "--layers",
@@ -47,9 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LAYER",
         help='layers to expand, counted from 0, or "all", which hybrids need (default: --count of them)',
     )
-    parser.add_argument(
-        "--count", type=int, metavar="N", help="layers to expand, one in every m from the first (default: 4)"
-    )
+    parser.add_argument("--count", type=int, metavar="N", help="layers, one in every m from the first (default: 4)")
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
         "--factor",
@@ -57,8 +55,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="X",
         help="how many times larger their states become (default: 4 in Mamba; else all heads become one)",
     )
-    size.add_argument("--state_size", "--state-size", type=int, metavar="N", help="state size N instead (Mamba)")
-    size.add_argument("--num_heads", "--num-heads", type=int, metavar="N", help="heads instead (GLA and the like)")
+    size.add_argument("--state_size", type=int, metavar="N", help="state size N instead (Mamba)")
+    size.add_argument("--num_heads", type=int, metavar="N", help="heads instead (GLA and the like)")
     parser.add_argument(
         "--initialization",
         choices=("reinit", "inherit"),
@@ -66,15 +64,8 @@ def _parser() -> argparse.ArgumentParser:
         "are unchanged then (default: reinit, as in the paper)",
     )
     parser.add_argument("--seed", type=int, help="seed of the new weights (default: 0)")
-    parser.add_argument(
-        "--report", action="store_true", help="only print parameters and state elements before and after"
-    )
-    parser.add_argument(
-        "--trust_remote_code",
-        "--trust-remote-code",
-        action="store_true",
-        help="run the code that a checkpoint carries",
-    )
+    parser.add_argument("--report", action="store_true", help="only print parameters and state elements")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the code that a checkpoint carries")
     return parser
 
 
@@ -117,19 +108,10 @@ def run(arguments: Sequence[str]) -> int:
         lambda folder: record_step(folder, start, "expand", expanded.config.interventions[-1], command),
     )
     print(report)
-    train = [
-        "lengthgen",
-        "train",
-        "--model",
-        str(output),
-        "--output_dir",
-        f"{output}-trained",
-        "--intervention",
-        "none",
-    ]
+    train = ["--model", str(output), "--output_dir", f"{output}-trained", "--intervention", "none"]
     if options.trust_remote_code:
         train.append("--trust_remote_code")
-    print(f"\nSaved to {output}. Next, or with another intervention: {shlex.join(train)}")
+    print(f"\nSaved to {output}. Next, or with another intervention: lengthgen train {shlex.join(train)}")
     return 0
 
 

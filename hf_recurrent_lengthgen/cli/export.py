@@ -27,38 +27,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("lengthgen export", description=DESCRIPTION + formats)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder of this package, or Hub name")
     parser.add_argument("--format", choices=FORMATS, required=True, help="the layout to write")
-    parser.add_argument(
-        "--output_dir", "--output-dir", metavar="FOLDER", required=True, help="folder for the result, new or empty"
-    )
-    parser.add_argument(
-        "--revision", metavar="NAME", help="branch, tag or commit on the Hub (default: its main branch)"
-    )
-    parser.add_argument(
-        "--max_shard_size",
-        "--max-shard-size",
-        metavar="SIZE",
-        help="largest file of weights, in formats that allow several (default: 5GB)",
-    )
+    parser.add_argument("--output_dir", metavar="FOLDER", required=True, help="folder for the result, new or empty")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit on the Hub (default: main)")
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
-    layout = FORMATS[options.format]
-    if layout.container == "torch" and options.max_shard_size is not None:
-        raise ValueError(
-            f"{layout.name} reads one file of weights, so --max_shard_size {options.max_shard_size} does nothing: "
-            "leave it out."
-        )
-    output = Path(options.output_dir)
+    layout, output = FORMATS[options.format], Path(options.output_dir)
     try:
-        export_checkpoint(
-            options.checkpoint,
-            output,
-            options.format,
-            revision=options.revision,
-            max_shard_size=options.max_shard_size or "5GB",
-        )
+        export_checkpoint(options.checkpoint, output, options.format, revision=options.revision)
     except KeyboardInterrupt:
         print(f"\nNothing was written to {output}. The same command starts again.")
         raise

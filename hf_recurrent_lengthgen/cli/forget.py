@@ -18,7 +18,6 @@ from hf_recurrent_lengthgen.cli.inputs import (
     USUAL_SPLIT,
     chosen_split,
     load_stream,
-    load_tokenizer,
     token_unit,
 )
 from hf_recurrent_lengthgen.cli.measuring import on_device
@@ -37,7 +36,7 @@ from hf_recurrent_lengthgen.evaluation.forgetting_search import (
 )
 from hf_recurrent_lengthgen.evaluation.results import ForgettingSearch
 from hf_recurrent_lengthgen.lineage import lineage_of, record_step
-from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
 from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
 from hf_recurrent_lengthgen.models.stateful_model import StatefulModel
 from hf_recurrent_lengthgen.private_text import portable
@@ -56,16 +55,7 @@ says how it forgets.
 --search takes that setting under which long texts have the least loss. Search on other texts than you report on.
 """
 SEARCH_FILE = "forgetting_search.json"
-SEARCH_DEFAULTS: dict[str, Any] = {
-    "data": STANDARD_LIBRARY,
-    "split": None,  # see chosen_split
-    "text_column": "text",
-    "tokenizer": None,
-    "length": SEARCH_LENGTH,
-    "sequences": 4,
-    "device": "cpu",
-    "results": None,
-}
+OF_SEARCH = ("data", "split", "text_column", "tokenizer", "length", "sequences", "device", "results")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,12 +65,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="checkpoint folder or Hub name: ours, a stock one of these families, or a hybrid with Mamba layers",
     )
-    _add(parser, "output_dir", metavar="FOLDER", help="folder for the copy, new or empty; --search may go without")
+    parser.add_argument("--output_dir", metavar="FOLDER", help="for the copy, new or empty; --search may go without")
     setting = parser.add_argument_group("how to forget (with --search: what to try; several values each)")
-    _add(setting, "window", type=positive, nargs="+", metavar="N", help="tokens that each layer's state holds")
-    _add(setting, "retention", type=float, nargs="+", metavar="X", help="factor on the decays, above 0 and at most 1")
-    _add(setting, "insertion", type=float, nargs="+", metavar="X", help="factor on what is written into the state")
-    _add(setting, "delta_scale", type=float, nargs="+", metavar="X", help="factor on the steps of Mamba, at most 1")
+    scale: dict[str, Any] = {"type": float, "nargs": "+", "metavar": "X"}
+    setting.add_argument(
+        "--window", type=positive, nargs="+", metavar="N", help="tokens that each layer's state holds"
+    )
+    setting.add_argument("--retention", help="factor on the decays, above 0 and at most 1", **scale)
+    setting.add_argument("--insertion", help="factor on what is written into the state", **scale)
+    setting.add_argument("--delta_scale", help="factor on the steps of Mamba, at most 1", **scale)
     search = parser.add_argument_group("search")
     search.add_argument(
         "--search",
@@ -89,59 +82,55 @@ def _parser() -> argparse.ArgumentParser:
         f"{', '.join(f'{x:g}' for x in RETENTIONS)} and insertions 1, 0.9, 0.75, 0.5; windows of 0.5, 1, 2 and 4 "
         "training lengths; delta_scale 0.5",
     )
-    _add(search, "data", metavar="DATA", help=f"text to search on (default: stdlib): {DATA_HELP}")
-    _add(search, "split", help=f"split of the data (default: {USUAL_SPLIT})")
-    _add(search, "text_column", metavar="NAME", help="column that holds the text (default: text)")
-    _add(search, "tokenizer", help='tokenizer folder or name, or "bytes" (default: the model\'s own)')
-    length = f"tokens per text (default: {SEARCH_LENGTH:,}, the paper's)"
-    _add(search, "length", type=positive, metavar="N", help=length)
-    _add(search, "sequences", type=positive, metavar="N", help=f"texts (default: {SEARCH_DEFAULTS['sequences']})")
-    _add(search, "device", help="device to search on, such as cuda (default: cpu)")
-    _add(
-        search,
-        "results",
+    text = f"text to search on (default: {STANDARD_LIBRARY}): {DATA_HELP}"
+    search.add_argument("--data", default=STANDARD_LIBRARY, metavar="DATA", help=text)
+    search.add_argument("--split", help=f"split of the data (default: {USUAL_SPLIT})")
+    search.add_argument("--text_column", default="text", help="column that holds the text (default: %(default)s)")
+    search.add_argument("--tokenizer", help='tokenizer folder or name, or "bytes" (default: the model\'s own)')
+    length = "tokens per text (default: %(default)s, the paper's)"
+    search.add_argument("--length", type=positive, default=SEARCH_LENGTH, metavar="N", help=length)
+    search.add_argument("--sequences", type=positive, default=4, metavar="N", help="texts (default: %(default)s)")
+    search.add_argument("--device", default="cpu", help="device to search on, such as cuda (default: %(default)s)")
+    search.add_argument(
+        "--results",
         metavar="FILE",
         help=f"JSON file to keep the results in after each setting; an interrupted search goes on from it. They are "
         f"also saved with the copy, as {SEARCH_FILE}",
     )
-    _add(parser, "trust_remote_code", action="store_true", help="run the code that a checkpoint carries")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the code that a checkpoint carries")
     return parser
 
 
-def _add(group: Any, name: str, **options: Any) -> None:
-    """An option that may be written with _ or with -."""
-    group.add_argument(*dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]), **options)
-
-
 def run(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     given = {name: getattr(options, name) for name in Forgetting._fields if getattr(options, name) is not None}
     refuse_adapter(options.model)
     output = None if options.output_dir is None else Path(options.output_dir)
-    rule = None if options.search else _chosen(options, given)
     if output is not None:
         check_new(output)
-    elif not options.search:
-        raise ValueError("Give --output_dir, the folder for the copy.")
-    found = _search(options, given) if options.search else None
-    if found is not None:
+    found = None
+    if options.search:
+        found = _search(options, given)
         print(search_table(found))
         rule = rule_of(found.best)
-        if rule == Forgetting():
-            if output is not None:
-                print("So no copy is written.")
+        if rule == Forgetting() and output is not None:
+            print("So no copy is written.")
+        if rule == Forgetting() or output is None:
             return 0
-    if output is not None:
-        assert rule is not None
-        _save(options, rule, output, found, ["lengthgen", "forget", *arguments])
+    else:
+        idle = [f"--{name}" for name in OF_SEARCH if getattr(options, name) != parser.get_default(name)]
+        if idle:
+            raise ValueError(f"{', '.join(idle)} goes with --search: leave it out, or give that.")
+        rule = _chosen(given)
+        if output is None:
+            raise ValueError("Give --output_dir, the folder for the copy.")
+    _save(options, rule, output, found, ["lengthgen", "forget", *arguments])
     return 0
 
 
-def _chosen(options: argparse.Namespace, given: dict[str, list[Any]]) -> Forgetting:
+def _chosen(given: dict[str, list[Any]]) -> Forgetting:
     """The one setting to save."""
-    idle = [f"--{name}" for name in SEARCH_DEFAULTS if getattr(options, name) is not None]
-    if idle:
-        raise ValueError(f"{', '.join(idle)} goes with --search: leave it out, or give that.")
     if several := [f"--{name}" for name, values in given.items() if len(values) > 1]:
         raise ValueError(f"{', '.join(several)} has several values: give one, or --search, which chooses.")
     rule = Forgetting(**{name: values[0] for name, values in given.items()})
@@ -153,9 +142,6 @@ def _chosen(options: argparse.Namespace, given: dict[str, list[Any]]) -> Forgett
 
 
 def _search(options: argparse.Namespace, given: dict[str, list[Any]]) -> ForgettingSearch:
-    for name, default in SEARCH_DEFAULTS.items():
-        if getattr(options, name) is None:
-            setattr(options, name, default)
     model = _loaded(options, torch.float32)
     settings = _grid(model, given)
     tokenizer = load_tokenizer(options.tokenizer or options.model, options.trust_remote_code)
@@ -231,14 +217,7 @@ def _save(
             print(f"State of a sequence: {plain:,} -> {_state_elements(model):,} numbers.")
     if not hasattr(model.config, "check_forgetting"):
         print(f"It forgets where hf_recurrent_lengthgen loads it; Transformers' {values.get('model_type')} does not.")
-    given = {
-        f"--{name.replace('_', '-')}": getattr(options, name)
-        for name in ("data", "split", "text_column", "tokenizer", "device")
-        if getattr(options, name) != SEARCH_DEFAULTS[name]
-    }
-    told = [text for option in given.items() if option[1] is not None for text in option]
-    trust = ["--trust-remote-code"] if options.trust_remote_code else []
-    compare = shlex.join(["lengthgen", "evaluate", options.model, str(output), *told, *trust])
+    compare = shlex.join(["lengthgen", "evaluate", options.model, str(output)])
     print(f"Saved to {output}: {in_words(rule)}. Next: {compare}")
 
 

@@ -7,19 +7,12 @@ from typing import Any, Literal, NamedTuple
 
 import datasets
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen.adapters import base_of_adapter, holds_adapter
-from hf_recurrent_lengthgen.data import (
-    byte_tokenizer,
-    load_texts,
-    split_names,
-    standard_library_corpus,
-    token_stream,
-)
+from hf_recurrent_lengthgen.data import load_texts, split_names, standard_library_corpus, token_stream
 from hf_recurrent_lengthgen.evaluation.results import DataSource
-from hf_recurrent_lengthgen.loading import check_name, quiet_transformers
+from hf_recurrent_lengthgen.loading import quiet_transformers
 from hf_recurrent_lengthgen.private_text import portable
 
 STANDARD_LIBRARY = "stdlib"
@@ -27,8 +20,6 @@ DATA_HELP = (
     f'"{STANDARD_LIBRARY}" (the source files of the Python standard library, split by file), a .txt, .jsonl or '
     ".parquet file, a folder of them or of datasets.save_to_disk, or the name of a data set on the Hub."
 )
-
-
 USUAL_SPLIT = "validation, or the only one that there is"
 
 
@@ -37,11 +28,6 @@ class Stream(NamedTuple):
 
     tokens: Tensor
     source: DataSource
-
-    @property
-    def description(self) -> str:
-        """Of the source."""
-        return self.source.description
 
 
 @contextmanager
@@ -59,35 +45,6 @@ def quiet_libraries(*what: Literal["warnings", "bars"]) -> Iterator[None]:
             logging.enable_progress_bar()
         if "bars" in what and data_bars:
             datasets.enable_progress_bars()
-
-
-def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load a tokenizer; "bytes" is ByT5's, which needs no files.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    if name == "bytes":
-        return byte_tokenizer()
-    check_name(name)
-    if holds_adapter(name) and _without_tokenizer_files(name):
-        return load_tokenizer(base_of_adapter(name), trust_remote_code)
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    # the last four from files of wrong types
-    except (OSError, ValueError, AttributeError, KeyError, RecursionError, TypeError) as error:
-        reason = "" if _without_tokenizer_files(name) else f" ({error})"
-        raise ValueError(f"{name} holds no tokenizer{reason}: give one with --tokenizer.") from error
-    # Without files, Transformers guesses a class from the model's type and makes it of special tokens only.
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise ValueError(f"{name} holds no tokenizer: give one with --tokenizer.")
-    return tokenizer
-
-
-def _without_tokenizer_files(name: str) -> bool:
-    """Whether it is a folder here with no file that a tokenizer could be in, which Transformers explains at length."""
-    patterns = ("*token*", "*vocab*", "*.model", "merges.txt")
-    return Path(name).is_dir() and not any(file for pattern in patterns for file in Path(name).glob(pattern))
 
 
 def make_output_folder(name: str) -> Path:

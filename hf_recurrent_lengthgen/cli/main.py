@@ -11,55 +11,37 @@ from safetensors import SafetensorError
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, suggestion
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 
-COMMANDS = (
-    "demo",
-    "train",
-    "evaluate",
-    "diagnose",
-    "accuracy",
-    "expand",
-    "forget",
-    "merge",
-    "maps",
-    "retrieve",
-    "harness",
-    "convert",
-    "export",
-    "verify",
-    "card",
-    "push",
-    "pull",
-    "recipe",
-)
-"""Names of commands, and of their modules beside this one, which are imported when they are run: that takes long."""
-
+# Names of modules beside this one, too, which are imported when they are run: that takes long.
+COMMANDS = {
+    "demo": "train a small model, see it fail, cure it, get a report (about five minutes)",
+    "train": "train or post-train a checkpoint, from a YAML file or flags",
+    "evaluate": "measure checkpoints beyond their training length",
+    "diagnose": "the same, and why they fail: which states drift, what is remembered",
+    "accuracy": "measure checkpoints that copy, recall or sort symbols",
+    "expand": "give some layers of a checkpoint larger states, to be post-trained",
+    "forget": "make a copy of a checkpoint that forgets more, without training",
+    "merge": "make a checkpoint of an adapter (LoRA) and its base",
+    "maps": "show what the layers of a checkpoint look at",
+    "retrieve": "measure whether checkpoints find what stands far back in a text",
+    "harness": "run the tasks of lm-evaluation-harness, and groups of them from the papers",
+    "convert": "make a checkpoint of mamba-ssm, fla, RWKV or Transformers one that takes states",
+    "export": "write a checkpoint in the layout of another library",
+    "verify": "check a checkpoint: without this package, in pieces, against its source",
+    "card": "write the model card of a checkpoint, from its records and results",
+    "push": "push a checkpoint to the Hub as one commit",
+    "pull": "get a checkpoint from the Hub, at a commit, checked",
+    "recipe": "post-trained checkpoints of the papers: convert, train, measure, publish in one command",
+}
 DESCRIPTION = """\
 Recurrent language models that keep working far beyond the length they were trained on.
 
-  lengthgen demo       train a small model, see it fail, cure it, get a report (about five minutes)
-  lengthgen train      train or post-train a checkpoint, from a YAML file or flags
-  lengthgen evaluate   measure checkpoints beyond their training length
-  lengthgen diagnose   the same, and why they fail: which states drift, what is remembered
-  lengthgen accuracy   measure checkpoints that copy, recall or sort symbols
-  lengthgen expand     give some layers of a checkpoint larger states, to be post-trained
-  lengthgen forget     make a copy of a checkpoint that forgets more, without training
-  lengthgen merge      make a checkpoint of an adapter (LoRA) and its base
-  lengthgen maps       show what the layers of a checkpoint look at
-  lengthgen retrieve   measure whether checkpoints find what stands far back in a text
-  lengthgen harness    run the tasks of lm-evaluation-harness, and groups of them from the papers
-  lengthgen convert    make a checkpoint of mamba-ssm, fla, RWKV or Transformers one that takes states
-  lengthgen export     write a checkpoint in the layout of another library
-  lengthgen verify     check a checkpoint: without this package, in pieces, against its source
-  lengthgen card       write the model card of a checkpoint, from its records and results
-  lengthgen push       push a checkpoint to the Hub as one commit
-  lengthgen pull       get a checkpoint from the Hub, at a commit, checked
-  lengthgen recipe     post-trained checkpoints of the papers: convert, train, measure, publish in one command
+{commands}
 
 lengthgen COMMAND --help lists the options of a command. A first session:
 
   lengthgen demo --output demo-output
   lengthgen evaluate demo-output/base demo-output/cured --output comparison
-"""
+""".format(commands="\n".join(f"  lengthgen {name:<10} {what}" for name, what in COMMANDS.items()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from hf_recurrent_lengthgen.cli.inputs import load_tokenizer, make_output_folder
+from hf_recurrent_lengthgen.cli.inputs import make_output_folder
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.evaluation.attention_maps import attention_maps
 from hf_recurrent_lengthgen.evaluation.map_results import AttentionMaps, save_maps
-from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
 from hf_recurrent_lengthgen.plotting.attention_maps import attention_maps_figure
 from hf_recurrent_lengthgen.plotting.images import save_png
 

@@ -18,7 +18,6 @@ from hf_recurrent_lengthgen.cli.inputs import (
     check_given_once,
     chosen_split,
     load_stream,
-    load_tokenizer,
     make_output_folder,
     token_unit,
 )
@@ -30,7 +29,7 @@ from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache, default_cache_folder
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Role
 from hf_recurrent_lengthgen.evaluation.streaming import check_tokens
-from hf_recurrent_lengthgen.loading import load_language_model
+from hf_recurrent_lengthgen.loading import load_language_model, load_tokenizer
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.plotting.names import short_names
 

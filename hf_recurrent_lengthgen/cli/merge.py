@@ -33,17 +33,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("lengthgen merge", description=DESCRIPTION)
     parser.add_argument("adapter", metavar="ADAPTER", help="adapter folder: of lengthgen train, a trainer or PEFT")
     parser.add_argument(
-        "--output_dir", "--output-dir", required=True, metavar="FOLDER", help="folder for the checkpoint, new or empty"
+        "--output_dir", required=True, metavar="FOLDER", help="folder for the checkpoint, new or empty"
     )
-    parser.add_argument(
-        "--base", metavar="MODEL", help="the base, where it is not what the adapter names (default: that)"
-    )
-    parser.add_argument(
-        "--trust_remote_code",
-        "--trust-remote-code",
-        action="store_true",
-        help="run the code that the base carries",
-    )
+    parser.add_argument("--base", metavar="MODEL", help="the base, where it is not what the adapter names")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the code that the base carries")
     return parser
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_recurrent_lengthgen.cli.inputs import load_tokenizer
 from hf_recurrent_lengthgen.conversion.new_folders import check_new as check_new
 from hf_recurrent_lengthgen.conversion.new_folders import new_folder
+from hf_recurrent_lengthgen.loading import load_tokenizer
 
 
 def tokenizer_to_copy(model: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
@@ -26,14 +26,7 @@ def save_checkpoint(
     folder: Path,
     add_files: Callable[[Path], object] | None = None,
 ) -> None:
-    """Save into a temporary folder that becomes `folder`, new or empty, when all is written: see `new_folder`.
-
-    Args:
-        model: Saved by its `save_pretrained`.
-        tokenizer: Likewise; None for none.
-        folder: Where the checkpoint will be.
-        add_files: Writes further files into the folder that it is given.
-    """
+    """Save into a temporary folder, with what `add_files` writes there, that becomes `folder` when all is written."""
     with new_folder(folder) as temporary:
         model.save_pretrained(temporary)
         if tokenizer is not None:

@@ -37,7 +37,8 @@ def _text(text: str) -> str:
 class CommandParser(argparse.ArgumentParser):
     """As in argparse, with the line breaks of the description kept, and with the option that was probably meant.
 
-    Whole numbers are at least 0 unless an option says otherwise (`positive`), and no text is empty.
+    Whole numbers are at least 0 unless an option says otherwise (`positive`), and no text is empty. Names of options
+    may be written with "-" or with "_".
     """
 
     def __init__(
@@ -50,7 +51,11 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse; keeps the arguments, for errors."""
-        self._arguments = list(sys.argv[1:] if args is None else args)
+        known = {option.replace("_", "-"): option for option in self._option_string_actions}
+        self._arguments = []
+        for argument in sys.argv[1:] if args is None else args:
+            name, equals, value = argument.partition("=")
+            self._arguments.append(known.get(name.replace("_", "-"), name) + equals + value)
         return super().parse_known_args(self._arguments, namespace)
 
     def error(self, message: str) -> NoReturn:

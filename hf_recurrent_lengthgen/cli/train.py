@@ -12,11 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_recurrent_lengthgen.adapters import add_adapter, holds_adapter, to_merge
-from hf_recurrent_lengthgen.cli.inputs import (
-    STANDARD_LIBRARY,
-    data_source,
-    load_tokenizer,
-)
+from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, data_source
 from hf_recurrent_lengthgen.cli.options import evaluates, help_parser, read_options
 from hf_recurrent_lengthgen.cli.run_arguments import RunArguments
 from hf_recurrent_lengthgen.cli.train_rows import evaluation_rows, stream_of, training_rows
@@ -28,7 +24,7 @@ from hf_recurrent_lengthgen.data.tasks import (
 )
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.lineage import lineage_of
-from hf_recurrent_lengthgen.loading import load_model, reading_config
+from hf_recurrent_lengthgen.loading import load_model, load_tokenizer, reading_config
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
 from hf_recurrent_lengthgen.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.surgery import mimetic_initialization

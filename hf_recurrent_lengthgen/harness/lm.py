@@ -27,8 +27,8 @@ from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import Branch, prefix_tree, read_tree, tokens_to_read
 from hf_recurrent_lengthgen.evaluation.streaming import evaluation_mode, forward_plan
 from hf_recurrent_lengthgen.harness.endings import BrokenLogits, Ending
-from hf_recurrent_lengthgen.harness.tokenizers import find_tokenizer, starts_with_bos
-from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.harness.tokenizers import starts_with_bos
+from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 GENERATION_ARGUMENTS = {"do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "num_beams"}
@@ -95,7 +95,7 @@ class StateLM(TemplateLM):
         if tokenizer is None:
             tokenizer = pretrained if isinstance(pretrained, str) else str(self._reader.model.name_or_path)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
-            tokenizer = find_tokenizer(tokenizer, trust_remote_code)
+            tokenizer = load_tokenizer(tokenizer, trust_remote_code)
         self.tokenizer: Any = tokenizer
         self._add_bos = starts_with_bos(tokenizer) if add_bos_token is None else add_bos_token
         if self._add_bos and tokenizer.bos_token_id is None:

@@ -33,13 +33,12 @@ from hf_recurrent_lengthgen.cli.inputs import (
     chosen_split,
     load_documents,
     load_stream,
-    load_tokenizer,
     make_output_folder,
     quiet_libraries,
     token_unit,
 )
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
 from tests.models.upstream_fixtures import load_fixture
 from tests.versions import needs_hybrids
 
@@ -257,9 +256,9 @@ def test_a_missing_tokenizer_is_told_in_a_sentence_and_a_damaged_one_with_the_re
     def fails(*_: Any, **__: Any) -> Any:
         raise OSError("what Transformers says")
 
-    monkeypatch.setattr("hf_recurrent_lengthgen.cli.inputs.AutoTokenizer.from_pretrained", fails)
+    monkeypatch.setattr("hf_recurrent_lengthgen.loading.AutoTokenizer.from_pretrained", fails)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=re.escape(f"{tmp_path} holds no tokenizer: give one with --tokenizer.")):
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path} holds no tokenizer: give one with --tokenizer")):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"holds no tokenizer \(what Transformers says\): give one"):
@@ -281,7 +280,7 @@ def test_streams_say_where_they_come_from(tmp_path: Path) -> None:
     path.write_text('{"body": "ab"}\n{"body": "c"}\n')
     stream = load_stream(str(path), "train", byte_tokenizer(), "body")
     assert stream.tokens.tolist() == [100, 101, 1, 102, 1]
-    assert stream.description == "two.jsonl, split train"
+    assert stream.source.description == "two.jsonl, split train"
     with pytest.raises(ValueError, match="no column 'text'"):
         load_stream(str(path), "train", byte_tokenizer())
     with pytest.raises(ValueError, match="stdlib has no columns, so the text column 'body' does nothing"):

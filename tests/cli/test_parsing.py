@@ -132,6 +132,10 @@ def test_a_command_parser_of_any_kind_refuses_them() -> None:
     parser.add_argument("--count", type=int)
     parser.add_argument_group("more").add_argument("--name")
     assert parser.parse_args(["--count", "0", "--name", "a"]) == argparse.Namespace(count=0, name="a")
+    parser.add_argument("--a_b")
+    parser.add_argument("--c-d")
+    given = parser.parse_args(["--a-b=x-y_z", "--c_d", "e_f"])
+    assert (given.a_b, given.c_d) == ("x-y_z", "e_f")
     for wrong in (["--count=-1"], ["--name="]):
         with pytest.raises(SystemExit):
             parser.parse_args(wrong)
