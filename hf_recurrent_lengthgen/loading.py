@@ -31,7 +31,6 @@ from hf_recurrent_lengthgen.models.configuration_stateful import CODE_FORMAT_VER
 
 logger = logging.get_logger(__name__)
 
-JSON_FILES = ("config.json", "generation_config.json")
 WEIGHT_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors")
 
@@ -48,11 +47,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def check_name(name: str) -> None:
-    """Refuse what is no checkpoint folder and no name on the Hub, before the Hub is asked for it.
-
-    Raises:
-        ValueError: for a file, something missing in a folder that is here, and names of more than two parts.
-    """
+    """Refuse what is no checkpoint folder and no name on the Hub with a `ValueError`, before the Hub is asked."""
     path = Path(name)
     here = path.exists() or (path.parent != Path() and path.parent.is_dir()) or len(path.parts) > 2
     if here and not path.is_dir():
@@ -60,44 +55,23 @@ def check_name(name: str) -> None:
 
 
 @contextmanager
-def reading_config(name: str) -> Iterator[None]:
-    """Turn what Transformers raises on a config.json of wrong types into a `ValueError` with the name."""
+def reading_files(name: str) -> Iterator[None]:
+    """Turn what Transformers raises on JSON files of wrong types into a `ValueError` with the name."""
     try:
         yield
     except (AttributeError, KeyError, RecursionError, TypeError) as error:
         raise ValueError(
-            f"The config.json of {name} cannot be used ({type(error).__name__}: {error}): copy or download it again."
+            f"The JSON files of {name} cannot be used ({type(error).__name__}: {error}): copy or download them again."
         ) from error
 
 
-def _check_files(folder: Path) -> None:
-    """Refuse JSON files that hold no object, and an index that leads out of the folder.
-
-    Raises:
-        ValueError: naming the file.
-    """
-    for name in (*JSON_FILES, *WEIGHT_INDICES):
-        path = folder / name
-        if not path.is_file():
-            continue
-        try:
-            value = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not a valid JSON file ({error}): copy or download it again.") from error
-        if not isinstance(value, dict):
-            raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}: copy it again.")
-        if name in WEIGHT_INDICES:
-            _check_index(path, value.get("weight_map"))
-
-
-def _check_index(path: Path, files: Any) -> None:
-    if not isinstance(files, dict) or not files:
-        raise ValueError(f"{path} must hold a weight_map from tensors to files: copy or download it again.")
-    for file in files.values():
-        if not isinstance(file, str) or Path(file).name != file or "\\" in file:
-            raise ValueError(f"{path} must name files in its own folder, got {file!r:.80}: do not use it.")
-        if not (path.parent / file).is_file():
-            raise ValueError(f"{path} names {file}, which is not there: copy or download it again.")
+def _check_index(folder: Path) -> None:
+    """Refuse an index of weights that leads out of the folder, or to nothing."""
+    for path in (folder / name for name in WEIGHT_INDICES):
+        files = json.loads(path.read_bytes())["weight_map"].values() if path.is_file() else ()
+        for file in files:
+            if Path(file).name != file or not (folder / file).is_file():
+                raise ValueError(f"{path} names {file}, which is not in its folder: copy or download it again.")
 
 
 def _check_dtypes(folder: Path, model: torch.nn.Module) -> None:
@@ -174,7 +148,6 @@ def load_model(
         trust_remote_code: Whether code of the checkpoint may run, where it is of a type this package does not know.
         dtype: Of the weights. The small steps of post-training vanish in bfloat16 weights; compute in bfloat16 with
             autocast (`bf16=True` of the trainers).
-
         merge: Add the weights of an adapter to those of its base, and return the model without PEFT.
         base: The base of an adapter, where it is not what adapter_config.json names.
 
@@ -248,7 +221,7 @@ def _load(
     loader: Any = AutoModelForCausalLM
     if model_type in STATEFUL_CLASSES:
         loader = STATEFUL_CLASSES[model_type]
-        with reading_config(name):
+        with reading_files(name):
             loading["config"] = loader.config_class.from_dict(settings)
     elif str(model_type).startswith("stateful_"):
         loading["trust_remote_code"] = trust_remote_code
@@ -261,7 +234,9 @@ def _load(
                 f"of this package, {', '.join(sorted(STATEFUL_CLASSES))}, {', '.join(sorted(SUPPORTED))}."
             )
         loading["trust_remote_code"] = trust_remote_code
-    model, found = _read_weights(name, loader, loading, model_type)
+    with reading_files(name):
+        _check_index(Path(name))
+        model, found = _read_weights(name, loader, loading, model_type)
     problems = {what: sorted(map(str, found[f"{what}_keys"])) for what in ("missing", "unexpected", "mismatched")}
     if any(problems.values()):
         told = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
@@ -275,20 +250,19 @@ def _load(
 
 
 def _check_place(name: str) -> None:
-    """Refuse what is no checkpoint folder and no name on the Hub, and a folder with damaged JSON files."""
+    """Refuse what is no checkpoint folder and no name on the Hub."""
     if Path(name).is_file() and name.endswith(WEIGHT_SUFFIXES):
         raise ValueError(f"{name} is a file of weights without a config: {_to_convert(name)}")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         advice = f": {_to_convert(name)}" if any(Path(name).glob("*.pth")) else ", so it is no checkpoint."
         raise ValueError(f"{name} holds no config.json{advice}")
     check_name(name)
-    _check_files(Path(name))
 
 
 def _read_config(name: str, trust_remote_code: bool) -> tuple[dict[str, Any], Any]:
     """The settings of config.json, and the config of Transformers, None where our class reads the settings."""
     try:
-        with reading_config(name):
+        with reading_files(name):
             settings, _ = PreTrainedConfig.get_config_dict(name)
             model_type = settings.get("model_type")
             if model_type is None and {"d_model", "n_layer"} <= settings.keys():

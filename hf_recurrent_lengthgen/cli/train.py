@@ -24,7 +24,7 @@ from hf_recurrent_lengthgen.data.tasks import (
 )
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.lineage import lineage_of
-from hf_recurrent_lengthgen.loading import load_model, load_tokenizer, reading_config
+from hf_recurrent_lengthgen.loading import load_model, load_tokenizer, reading_files
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
 from hf_recurrent_lengthgen.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
@@ -205,7 +205,7 @@ def _state_alone(training: InitialStateConfig) -> bool:
 
 def _new_model(file: str, trust_remote_code: bool) -> Any:
     """A model of a config.json with random weights; our class where the config is that of an upstream model."""
-    with reading_config(file):
+    with reading_files(file):
         values, _ = PreTrainedConfig.get_config_dict(file)
     model_type = values.get("model_type")
     if model_type in STATEFUL_CLASSES:

@@ -186,28 +186,31 @@ def set_weight(folder: Path, value: Any, dtype: torch.dtype = torch.float32) -> 
 
 
 WRONG_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "nested config": (lambda f: (f / "config.json").write_text("[" * 200_000), "config.json is not a valid JSON file"),
-    "list as config": (lambda f: (f / "config.json").write_text("[1]"), "must hold a JSON object, got list"),
+    "nested config": (lambda f: (f / "config.json").write_text("[" * 200_000), "JSON files of .* cannot be used"),
+    "list as config": (lambda f: (f / "config.json").write_text("[1]"), "JSON files of .* cannot be used"),
     "binary config": (lambda f: (f / "config.json").write_bytes(bytes(range(256))), "is not a valid JSON file"),
-    "unknown dtype": (lambda f: damage_config(f, dtype="nonsense"), "config.json of .* cannot be used .*nonsense"),
-    "labels as text": (lambda f: damage_config(f, id2label="x"), "config.json of .* cannot be used|id2label must be"),
+    "unknown dtype": (lambda f: damage_config(f, dtype="nonsense"), "JSON files of .* cannot be used .*nonsense"),
+    "labels as text": (lambda f: damage_config(f, id2label="x"), "JSON files of .* cannot be used|id2label must be"),
     "NaN epsilon": (
         lambda f: damage_config(f, layer_norm_epsilon=float("nan")),
         "layer_norm_epsilon must be a finite",
     ),
     "no groups": (lambda f: damage_config(f, n_groups=0), "n_groups must be an integer above 0, got 0"),
     "version as text": (lambda f: damage_config(f, code_format_version="1"), "code_format_version must be an integer"),
-    "generation config": (lambda f: (f / "generation_config.json").write_text('["a"]'), "must hold a JSON object"),
-    "index outside": (lambda f: indexed(f, '{"weight_map": {"a": "../outside.safetensors"}}'), "in its own folder"),
+    "generation config": (
+        lambda f: (f / "generation_config.json").write_text('["a"]'),
+        "JSON files of .* cannot be used",
+    ),
+    "index outside": (lambda f: indexed(f, '{"weight_map": {"a": "../outside.safetensors"}}'), "not in its folder"),
     "absolute index": (
         lambda f: indexed(f, '{"weight_map": {"a": "PARENT/outside.safetensors"}}'),
-        "in its own folder",
+        "not in its folder",
     ),
-    "index of numbers": (lambda f: indexed(f, '{"weight_map": {"a": 3}}'), "in its own folder, got 3"),
-    "empty index": (lambda f: indexed(f, "{}"), "must hold a weight_map"),
+    "index of numbers": (lambda f: indexed(f, '{"weight_map": {"a": 3}}'), "JSON files of .* cannot be used"),
+    "empty index": (lambda f: indexed(f, "{}"), "JSON files of .* cannot be used .*weight_map"),
     "index of nothing": (
         lambda f: indexed(f, '{"weight_map": {"a": "b.safetensors"}}'),
-        "b.safetensors, which is not",
+        "b.safetensors, which is not in its folder",
     ),
     "NaN weight": (lambda f: set_weight(f, float("nan")), f"NaN or infinite numbers, first in {NAME}"),
     "infinite weight": (lambda f: set_weight(f, float("-inf")), f"NaN or infinite numbers, first in {NAME}"),
