@@ -82,11 +82,6 @@ class StatefulMixin:
         return bool(self._layout.attending)
 
     @property
-    def no_noise(self: Any) -> str | None:
-        """Why noise cannot take the place of the recurrent states; None if it can."""
-        return stock_type_of(self).no_noise
-
-    @property
     def lora_target_modules(self: Any) -> tuple[str, ...]:
         """Ends of the names of the linear layers that an adapter of PEFT goes on: all but routers and the head."""
         left_out = {"gate", "router", "shared_expert_gate", *stock_type_of(self).no_adapters}
@@ -180,7 +175,7 @@ class StatefulMixin:
         def mixers() -> AbstractContextManager[None]:
             return adapter.mixers(state_cache)
 
-        with mixers(), checkpointing(self, mixers, getattr(state_cache, "attention", None)):
+        with mixers(), checkpointing(self, mixers, state_cache.attention):
             return super().forward(**arguments)  # type: ignore[misc]
 
     def generate(
