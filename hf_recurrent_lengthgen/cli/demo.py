@@ -5,7 +5,6 @@ that it leaves the states it saw in training as soon as texts get longer. Everyt
 that every machine has, the source files of the Python standard library.
 """
 
-import json
 import shlex
 import shutil
 import sys
@@ -27,8 +26,7 @@ from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison,
 from hf_recurrent_lengthgen.lineage import last_training, lineage_of, record_step
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.models.atomic_files import replacing
-from hf_recurrent_lengthgen.records import InitialWeights, Lineage, read_lineage
+from hf_recurrent_lengthgen.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
 from hf_recurrent_lengthgen.trainers.training_runs import RunFacts, training_run
@@ -56,7 +54,7 @@ class DemoSettings:
 
 
 DEFAULTS = DemoSettings()
-RECORD = "training_record.json"
+MARK = "training_record.json"  # in the folders of a demo, which may be overwritten
 STAGES: tuple[tuple[Role, str], ...] = (
     ("base", "Training a model from nothing on {length}-byte pieces of text"),
     ("cured", "Curing it: a few more steps with state passing"),
@@ -78,26 +76,20 @@ def _parser() -> CommandParser:
     parser = CommandParser("lengthgen demo", description=DESCRIPTION)
     parser.add_argument("--output", default="demo-output", help="folder for everything (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of initialization and data order (default: 0)")
-    parser.add_argument("--resume", action="store_true", help="keep the models that an interrupted demo finished")
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
-    try:
-        run_demo(Path(options.output), options.seed, options.resume)
-    except KeyboardInterrupt:
-        again = shlex.join([*_command(options.output, options.seed), "--resume"])
-        print(f"\nTo continue, keeping the models that are finished: {again}")
-        raise
+    run_demo(Path(options.output), options.seed)
     return 0
 
 
-def _command(output: str | Path, seed: int) -> list[str]:
+def _command(output: Path, seed: int) -> list[str]:
     return ["lengthgen", "demo", "--output", str(output), "--seed", str(seed)]
 
 
-def run_demo(output: Path, seed: int = 0, resume: bool = False, settings: DemoSettings = DEFAULTS) -> Comparison:
+def run_demo(output: Path, seed: int = 0, settings: DemoSettings = DEFAULTS) -> Comparison:
     """Train base, cured and control, evaluate them on the same held-out text, and write the report.
 
     Writes `base/`, `cured/`, `control/` (checkpoints with code), `result.json`, figures and `index.html`.
@@ -108,31 +100,21 @@ def run_demo(output: Path, seed: int = 0, resume: bool = False, settings: DemoSe
     began = time.perf_counter()
     for role, _ in STAGES:
         folder = output / role
-        if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).is_file():
+        if folder.is_dir() and any(folder.iterdir()) and not (folder / MARK).is_file():
             raise ValueError(f"{folder} holds files that are not of a demo: give another --output.")
     tokenizer = byte_tokenizer()
     train = load_stream("stdlib", "train", tokenizer)
     held_out = load_stream("stdlib", "validation", tokenizer)
     length = settings.evaluation_multiple * settings.training_length
     tokens = evaluation_sequences(held_out.tokens, settings.sequences, length + 1)
-    run_key = f"{settings} seed {seed} on {held_out.source.description}"
     records = {}
     with quiet_libraries("warnings", "bars"):
         for number, (role, what) in enumerate(STAGES, 1):
             print(f"\n[{number}/4] {what.format(length=settings.training_length)}", flush=True)
-            kept = _finished(output / role, run_key) if resume else None
-            if kept is not None:
-                print(f"  kept {output / role}, which is finished")
-            else:
-                resume = resume and role != "base"  # the others start from the base
-                _clear(output / role)
-                kept = _train(role, output, seed, settings, train)
-                _write_run(output / role, run_key)
-                print(
-                    f"  done: {kept.steps} steps in {kept.seconds:.0f} s, mean loss {kept.loss:.3f}, "
-                    f"in {output / role}"
-                )
-            records[role] = kept
+            _clear(output / role)
+            done = records[role] = _train(role, output, seed, settings, train)
+            told = f"{done.steps} steps in {done.seconds:.0f} s, mean loss {done.loss:.3f}, in {output / role}"
+            print(f"  done: {told}")
         print(f"\n[4/4] Evaluating all three on {settings.sequences} held-out texts of {length:,} bytes", flush=True)
         data = DataRecord(held_out.source, token_unit="byte")
         command = shlex.join(_command(output, seed))
@@ -178,27 +160,14 @@ def base_model(settings: DemoSettings, vocab_size: int, seed: int) -> StatefulMa
     return model
 
 
-def _finished(folder: Path, run_key: str) -> TrainingRecord | None:
-    """The record of a stage that an earlier run with the same settings finished."""
-    if not (folder / RECORD).is_file():
-        return None
-    if json.loads((folder / RECORD).read_text(encoding="utf-8")) != {"run": run_key}:
-        return None
-    return last_training(read_lineage(folder))
-
-
-def _write_run(folder: Path, run: str) -> None:
-    with replacing(folder / RECORD) as temporary:
-        temporary.write_text(json.dumps({"run": run}), encoding="utf-8")
-
-
 def _clear(folder: Path) -> None:
-    """Remove an earlier model; the file RECORD stays, and says that this one is not finished."""
-    _write_run(folder, "not finished")
+    """Remove the model of an earlier demo."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).write_text("{}\n")
     for old in folder.iterdir():
         if old.is_dir():
             shutil.rmtree(old)
-        elif old.name != RECORD:
+        elif old.name != MARK:
             old.unlink()
 
 

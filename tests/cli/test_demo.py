@@ -1,18 +1,15 @@
 """The demo from end to end, in miniature."""
 
 import html
-import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from transformers.utils import logging
 
 from hf_recurrent_lengthgen.cli import demo, inputs
 from hf_recurrent_lengthgen.cli.demo import DemoSettings, run_demo
@@ -62,7 +59,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
         "import sys; from pathlib import Path; from hf_recurrent_lengthgen.cli import demo, main\n"
         f"tiny = demo.{TINY!r}\n"
         "run = demo.run_demo\n"
-        "demo.run_demo = lambda output, seed, resume: run(output, seed, resume, tiny)\n"
+        "demo.run_demo = lambda output, seed: run(output, seed, tiny)\n"
         f"sys.exit(main.main(['demo', '--output', {str(output)!r}, '--seed', '3']))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
@@ -75,9 +72,9 @@ def run_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_corpus: Any)
     """Run `lengthgen demo` with tiny settings into `tmp_path / "out"`."""
     monkeypatch.setattr(inputs, "standard_library_corpus", small_corpus)
 
-    def run(*arguments: str, settings: DemoSettings = TINY) -> int:
+    def run(*arguments: str) -> int:
         with monkeypatch.context() as patch:
-            patch.setattr(demo, "run_demo", lambda *given: run_demo(*given, settings))
+            patch.setattr(demo, "run_demo", lambda *given: run_demo(*given, TINY))
             return main(["demo", "--output", str(tmp_path / "out"), *arguments])
 
     return run
@@ -85,10 +82,6 @@ def run_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_corpus: Any)
 
 def weights_written(output: Path) -> dict[str, int]:
     return {role: (output / role / "model.safetensors").stat().st_mtime_ns for role in ROLES}
-
-
-def redone(before: dict[str, int], output: Path) -> list[str]:
-    return [role for role, written in weights_written(output).items() if written != before[role]]
 
 
 def test_everything_is_written(finished: Finished) -> None:
@@ -141,7 +134,6 @@ def test_the_checkpoints_say_where_they_come_from(finished: Finished) -> None:
             model.training.loss,
         )
         assert lineage.steps[-1].command == "lengthgen demo --output output --seed 3"
-        assert json.loads((finished.output / model.role / demo.RECORD).read_text()).keys() == {"run"}
 
 
 def test_what_is_printed_is_short_and_useful(finished: Finished) -> None:
@@ -176,56 +168,15 @@ def test_the_code_on_the_page_runs_without_our_package(finished: Finished, tmp_p
     assert done.stdout
 
 
-def test_resume_keeps_what_is_finished_and_redoes_the_rest(
-    run_tiny: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_demo_may_be_run_again_in_its_folder(run_tiny: Callable[..., int], tmp_path: Path) -> None:
     output = tmp_path / "out"
     assert run_tiny() == 0
+    (output / "cured" / "old").mkdir()
+    (output / "cured" / "old" / "file").touch()
     before = weights_written(output)
-    assert run_tiny("--resume") == 0
-    assert redone(before, output) == []
-    assert capsys.readouterr().out.count("which is finished") == 3
-
-    (output / "cured" / demo.RECORD).write_text('{"run": "not finished"}')
-    assert run_tiny("--resume") == 0
-    assert redone(before, output) == ["cured"]
-
-    before = weights_written(output)
-    (output / "base" / demo.RECORD).write_text('{"run": "not finished"}')
-    assert run_tiny("--resume") == 0
-    assert redone(before, output) == list(ROLES)  # the others start from the base
-
-    before = weights_written(output)
-    assert run_tiny("--resume", "--seed", "1") == 0
-    assert redone(before, output) == list(ROLES)
-    before = weights_written(output)
-    assert run_tiny("--resume", "--seed", "1", settings=replace(TINY, cure_steps=2)) == 0
-    assert redone(before, output) == list(ROLES)
-
-
-def test_ctrl_c_says_how_to_continue(
-    run_tiny: Callable[..., int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def interrupt(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if args.output_dir.endswith("cured") and state.global_step == 2:
-            raise KeyboardInterrupt
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    with monkeypatch.context() as patch:
-        patch.setattr(demo._Progress, "on_step_end", interrupt)
-        assert run_tiny("--seed", "2") == 130
-    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (level, bars)
-    shown = capsys.readouterr()
-    assert f"lengthgen demo --output {tmp_path / 'out'} --seed 2 --resume" in shown.out
-    assert shown.err == "lengthgen demo: interrupted\n"
-
-    assert run_tiny("--seed", "2", "--resume") == 0
-    printed = capsys.readouterr().out
-    assert [f"kept {tmp_path / 'out' / role}," in printed for role in ROLES] == [True, False, False]
-    assert (tmp_path / "out" / "index.html").is_file()
+    assert run_tiny("--seed", "1") == 0
+    assert all(written != before[role] for role, written in weights_written(output).items())
+    assert not (output / "cured" / "old").exists()
 
 
 def test_a_folder_with_other_files_is_left_alone(
@@ -244,4 +195,4 @@ def test_the_help_names_the_files(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["demo", "--help"])
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ("index.html", "result.json", "base/ cured/ control/", "--resume"))
+    assert all(name in shown for name in ("index.html", "result.json", "base/ cured/ control/"))
