@@ -1,22 +1,14 @@
-"""Files that hold everything a hybrid model knows of a text: its state, keys and values.
-
-`save_state` of this package writes the state alone, which is all that training uses and all that a recurrent model
-has. To go on with one text, a model with attention layers also needs the keys and values of that text; they grow with
-its length.
-"""
+"""Files of all that a hybrid model knows of a text: its state (which `save_state` writes alone), keys and values."""
 
 import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_recurrent_lengthgen.models.atomic_files import replacing
-from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.recurrent_state import (
     RecurrentState,
     check_finite_state,
@@ -26,7 +18,6 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     state_batch_size,
     state_dtype,
 )
-from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
 FORMAT, FORMAT_VERSION = "hybrid_state", 1
 
@@ -76,8 +67,8 @@ def load_hybrid_state(path: str | os.PathLike[str], model: Any) -> tuple[Recurre
     """Read a file of `save_hybrid_state` for a wrapped model.
 
     Returns:
-        The state and the attention cache, on the device of the model, for `initial_state` and `attention_cache` of
-        its calls and of `generate`; and the metadata. The cache is None for a model without attention layers.
+        The state and the attention cache, None for a model without attention layers, on the device of the model; and
+        the metadata.
 
     Raises:
         ValueError: if the file is truncated, of another kind or newer format, or does not fit the model.
@@ -106,37 +97,20 @@ def load_hybrid_state(path: str | os.PathLike[str], model: Any) -> tuple[Recurre
     rows = len(state[0].recurrent) if state[0].recurrent.ndim else 0
     state = check_state(state, shapes, rows, model.device, state_dtype(model.dtype), name)
     check_finite_state(state, name)
-    samples, longest = _of_one_token(model), max(lengths.values(), default=0)
+    longest = max(lengths.values(), default=0)
     for index in model._layout.attending:
-        keys, values = tensors[f"layers.{index}.keys"], tensors[f"layers.{index}.values"]
-        _fill(layers[index], samples[index], keys, values, rows, f"{name}: layer {index}")
-        length = lengths.get(index, -1)
+        pair = [tensors[f"layers.{index}.{part}"] for part in ("keys", "values")]
+        for part in pair:
+            if part.ndim != 4 or len(part) != rows or not part.is_floating_point() or not bool(part.isfinite().all()):
+                raise ValueError(
+                    f"{name}: layer {index} has keys or values of shape {tuple(part.shape)} and {part.dtype}, "
+                    f"expected finite ones of ({rows}, heads, tokens, size)."
+                )
+        layers[index].update(*(part.to(model.dtype) for part in pair))
+        length, held = lengths.get(index, -1), pair[0].shape[2]
         windowed = hasattr(layers[index], "cumulative_length")
-        if length != longest or length < keys.shape[2] or (not windowed and length != keys.shape[2]):
-            raise ValueError(f"{name}: layer {index} has the keys of {keys.shape[2]} tokens and says {lengths}.")
+        if length != longest or length < held or (not windowed and length != held):
+            raise ValueError(f"{name}: layer {index} has the keys of {held} tokens and says {lengths}.")
         if windowed:
             layers[index].cumulative_length = length
     return state, attention_cache, metadata
-
-
-def _fill(layer: Any, sample: Any, keys: Tensor, values: Tensor, rows: int, where: str) -> None:
-    """Put keys and values into an empty layer of a cache, if they fit a layer that has read one token."""
-    for part, expected in ((keys, sample.keys), (values, sample.values)):
-        fits = part.ndim == 4 and part.shape == (rows, expected.shape[1], keys.shape[2], expected.shape[3])
-        if not (fits and part.is_floating_point() and bool(part.isfinite().all())):
-            raise ValueError(
-                f"{where} has keys or values of shape {tuple(part.shape)} and {part.dtype}, "
-                f"expected finite ones of ({rows}, {expected.shape[1]}, tokens, {expected.shape[3]})."
-            )
-    layer.update(keys.to(sample.keys.dtype), values.to(sample.values.dtype))
-
-
-def _of_one_token(model: HybridModel) -> list[Any]:
-    """The layers of an attention cache that has read one token, whose keys and values show sizes and dtypes."""
-    cache = model.new_attention_cache()
-    if cache is None:
-        return []
-    with torch.no_grad(), evaluation_mode(model):
-        token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-        model(input_ids=token, attention_cache=cache)
-    return list(cache.layers)

@@ -40,11 +40,7 @@ def window_shapes(model: HybridModel, window: int) -> tuple[LayerShape, ...]:
 
 
 def check_forgetting(model: HybridModel) -> None:
-    """Refuse a `forgetting` that is out of range, or that the mixers of a wrapped model cannot honor.
-
-    Raises:
-        ValueError: with the reason.
-    """
+    """Refuse a `forgetting` that is out of range, or that the mixers of a wrapped model cannot honor."""
     rule = Forgetting.of(model.config)
     if rule == Forgetting():
         return
@@ -65,13 +61,7 @@ def check_forgetting(model: HybridModel) -> None:
 
 @contextmanager
 def forgetting_scans(model: HybridModel, rule: Forgetting, state_cache: StateCache | None = None) -> Iterator[None]:
-    """Let the Mamba-2 mixers of a model forget, on a state_cache's states or those of a stock cache.
-
-    Args:
-        model: The model.
-        rule: What to forget; a window needs a state_cache.
-        state_cache: What goes through the mixers.
-    """
+    """Let the Mamba-2 mixers of a model forget, on a state_cache's states (as windows need) or a stock one's."""
     mixers = _mixers(model)
     files = {sys.modules[type(mixer).__module__] for mixer in mixers.values()}
     files = {file for file in files if hasattr(file, CHUNKS)}

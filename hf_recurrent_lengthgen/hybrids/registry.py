@@ -15,22 +15,15 @@ from hf_recurrent_lengthgen.models.stateful_model import HybridModel, StatefulMo
 
 
 class StockType(NamedTuple):
-    """What is special about a model type.
+    """What is special about a model type."""
 
-    Attributes:
-        state: What the recurrent part of a layer holds, in the model's own layout; B is left out.
-        adapter: How states go into its cache and come out of it.
-        no_adapters: Ends of names of linear layers that adapters of PEFT do not go on: PEFT refuses them by the model
-            type, or the mixers read the weight past the adapter.
-        state_field: The field of its configuration with N of all recurrent layers, if N can grow (StateX).
-        no_expansion: If not, why.
-    """
-
-    state: str
+    state: str  # what the recurrent part of a layer holds, in the model's own layout; B is left out
     adapter: type[CacheAdapter] = CacheAdapter
+    # Ends of names of linear layers that adapters of PEFT do not go on: PEFT refuses them by the model type, or the
+    # mixers read the weight past the adapter.
     no_adapters: tuple[str, ...] = ()
-    state_field: str = ""
-    no_expansion: str = ""
+    state_field: str = ""  # the field of its configuration with N of all recurrent layers, if N can grow (StateX)
+    no_expansion: str = ""  # if not, why
 
 
 SSD = "(H, P, N)"
@@ -99,9 +92,5 @@ def stock_type_of(model: StatefulModel) -> StockType:
 
 
 def cache_adapter_of(model: HybridModel) -> CacheAdapter:
-    """The adapter of a model.
-
-    Raises:
-        ValueError: if it takes no cache.
-    """
+    """The adapter of a model; a `ValueError` if it takes no cache."""
     return stock_type_of(model).adapter(model)

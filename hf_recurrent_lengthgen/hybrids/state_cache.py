@@ -53,7 +53,6 @@ class StateCache(Cache):
     """Carries one `RecurrentState` through a forward pass of a stock model.
 
     Args:
-        num_layers: Layers of the model.
         initial_state: State before the tokens; None leaves it to the mixers to start from nothing.
         single_token: Whether the pass has one token; mixers then write their state in place.
         attention: A stock cache that keeps the keys and values of the attention layers; None to keep none.
@@ -119,11 +118,7 @@ class StateCache(Cache):
     ) -> Tensor:
         """Record the last columns and return all of them with those before, (B, C, K-1 + T).
 
-        Args:
-            conv_states: The new columns, (B, C, T); without a kernel size, the window to keep.
-            layer_idx: Layer.
-            state_idx: Must be 0.
-            conv_kernel_size: Taps K of the convolution.
+        `conv_states` are the new columns, (B, C, T); without a kernel size K, the window to keep.
         """
         _only_one_state(state_idx)
         if conv_kernel_size is None:

@@ -4,24 +4,13 @@
     first = model(input_ids=one, output_final_state=True)
     second = model(input_ids=two, initial_state=first.final_state)
 
-The model stays the same object with the same parameters, names and configuration; only its class changes, to a
-subclass with the name and module of the stock class. Called without `initial_state` and `output_final_state` it is
-the stock model. Called with one of them:
-
-- States are values as in the rest of this package: nothing given is written to, gradients flow through.
-- A state has one `LayerState` for every layer of the model's cache; parts that a layer lacks are (B, 0). The
-  recurrent part keeps the layout of the model (`registry.py`), the convolution part is (B, C, K-1).
-- A state holds no keys and values: each call attends to its own tokens, at positions from 0. That is what training
-  needs, where the state may come from another sequence. To read one text in pieces, give every call the same
-  `attention_cache`, made by `new_attention_cache()`: it takes up the keys and values, and sets the positions.
-  Evaluation in chunks (`evaluation.streaming`) does so.
-- Padding is refused: stock mixers are not exact with it.
+The model stays the same object; only its class changes, to a subclass with the name and module of the stock class.
+Called without states it is the stock model. The README of this folder says what states, keys and values are.
 """
 
 import dataclasses
 import functools
 import inspect
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -58,17 +47,11 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
 
 
 class _Layout(NamedTuple):
-    """What one token through the model shows of its states.
+    """What one token through the model shows of its states."""
 
-    Attributes:
-        shapes: Shapes of the state of every layer.
-        dropped_columns: Columns of the stock convolution state that are not part of ours, for each layer.
-        attending: The layers with attention.
-    """
-
-    shapes: tuple[LayerShape, ...]
-    dropped_columns: tuple[int, ...]
-    attending: tuple[int, ...]
+    shapes: tuple[LayerShape, ...]  # of the state of every layer
+    dropped_columns: tuple[int, ...]  # of the stock convolution state of every layer, which are not part of ours
+    attending: tuple[int, ...]  # the layers with attention
 
 
 class StatefulMixin:
@@ -171,10 +154,7 @@ class StatefulMixin:
         adapter = cache_adapter_of(self)
         arguments = {**arguments, adapter.argument: state_cache, "use_cache": False, "return_dict": True}
         arguments.pop("attention_mask", None)
-
-        def mixers() -> AbstractContextManager[None]:
-            return adapter.mixers(state_cache)
-
+        mixers = functools.partial(adapter.mixers, state_cache)
         with mixers(), checkpointing(self, mixers, state_cache.attention):
             return super().forward(**arguments)  # type: ignore[misc]
 

@@ -95,8 +95,6 @@ def _question(place: str, text: str, facts: dict[int, str]) -> BabiQuestion:
     if len(fields) != 3 or not fields[0] or not fields[1]:
         raise ValueError(f"{place}: expected question, tab, answer, tab, supporting facts; got {text!r}")
     question, answer, numbers = fields
-    if not facts:
-        raise ValueError(f"{place}: the question {question!r} has no facts before it in its story")
     order = {number: index for index, number in enumerate(facts)}
     supporting = [int(number) if number.isdecimal() else 0 for number in numbers.split()]
     if not supporting or not all(number in order for number in supporting):
@@ -125,9 +123,6 @@ class BackgroundText:
     Attributes:
         tokens: All of them, int64 (n,).
         ends: Where each sentence ends, (sentences,).
-
-    Raises:
-        ValueError: for texts without a sentence.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
@@ -149,7 +144,6 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
     period after it (which is ours, as in passkey training), and the model shifts them.
 
     Args:
-        tokenizer: any of Transformers.
         questions: of `read_babi`.
         background: Texts without bAbI's facts, such as books, or what `BackgroundText` made of them with the same
             tokenizer; the first text follows the last.

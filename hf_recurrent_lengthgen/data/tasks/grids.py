@@ -35,9 +35,6 @@ class RetrievalGrid(ABC):
         samples: Most prompts in a cell.
         seed: From 0.
         shots: Number of solved examples before a prompt.
-
-    Raises:
-        ValueError: for no rows, no samples, a negative seed or number of shots.
     """
 
     task: str

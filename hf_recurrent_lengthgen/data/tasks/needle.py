@@ -46,10 +46,6 @@ class Haystack:
         last: Text of the last sentences, for solved examples; no prompt may reach into them.
         usable: Tokens before those.
 
-    Args:
-        tokenizer: any of Transformers.
-        texts: Their sentences follow each other.
-
     Raises:
         ValueError: for texts with too few sentences.
     """
@@ -78,7 +74,6 @@ class NeedleTemplate:
     """The prompts of one length.
 
     Args:
-        tokenizer: any of Transformers.
         haystack: The text; each prompt has its first tokens.
         length: Tokens of prompt and answer.
         shots: Words and numbers of solved examples before the prompt, each with the needle between the last sentences
@@ -107,17 +102,12 @@ class NeedleTemplate:
     def fill(self, depth: float, word: str, number: str) -> Task:
         """Prompt and answer, of `length` tokens together.
 
-        Args:
-            depth: Share of the text that stands before the needle, from 0 to 1; the needle stands at the end of a
-                sentence that is nearest, at 0 on a line of its own.
-            word: What the number belongs to.
-            number: Its digits.
+        `depth` is the share of the text that stands before the needle, from 0 to 1; the needle stands at the end of a
+        sentence that is nearest, at 0 on a line of its own.
 
         Raises:
-            ValueError: for a wrong depth, a length that is too short, and a text that is.
+            ValueError: for a length or a text that is too short.
         """
-        if not 0 <= depth <= 1:
-            raise ValueError(f"depth is {depth}, but must be from 0 (start) to 1 (end)")
         question = encode_next(self.tokenizer, f"\n{NEEDLE_QUESTION.format(word=word)}")
         answer, scored = encode_answer(self.tokenizer, number)
         middle = NEEDLE.format(word=word, number=number)

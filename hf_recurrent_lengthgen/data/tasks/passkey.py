@@ -64,7 +64,6 @@ class PasskeyTemplate:
     """The pieces of all prompts of one length as token ids; the paragraphs stand on lines of their own.
 
     Args:
-        tokenizer: any of Transformers.
         length: Tokens of prompt and answer.
         style: One of `PASSKEY_STYLES`.
         shots: Keys of solved examples that stand before the prompt, with one line of filler on each side of the key
@@ -136,23 +135,14 @@ class PasskeyPrompts(Dataset[dict[str, Tensor]]):
     after it, and the model shifts them. The key is uniform in 10000..99999, the depth in [0, 1].
 
     Args:
-        tokenizer: any of Transformers.
         length: Tokens of a sample.
         samples: How many there are.
         seed: Seed of keys and depths, at least 0.
         style: See `passkey_prompt`.
-
-    Raises:
-        ValueError: for a length that is too short for a prompt, no samples, a negative seed, or an unknown style.
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        length: int,
-        samples: int,
-        seed: int = 0,
-        style: str = "pass key",
+        self, tokenizer: PreTrainedTokenizerBase, length: int, samples: int, seed: int = 0, style: str = "pass key"
     ) -> None:
         if samples < 1 or seed < 0:
             raise ValueError(f"samples must be at least 1 and seed at least 0, got {samples} and {seed}")

@@ -15,7 +15,7 @@ import numpy as np
 
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.tasks.keyed_random import Array, random_bits, random_integers, random_orders
-from hf_recurrent_lengthgen.data.tasks.keyed_rows import PADDING_ID, KeyedRows, Lengths, Rows, whole_number
+from hf_recurrent_lengthgen.data.tasks.keyed_rows import PADDING_ID, KeyedRows, Lengths, Rows
 
 DELIMITER_ID, END_ID, FIRST_SYMBOL_ID = 1, 2, 3
 MOST_SYMBOLS = 2**31  # of `random_integers`
@@ -42,21 +42,15 @@ class TaskStrings(KeyedRows):
     """Rows "prompt | answer .".
 
     An item is `{"input_ids": (T,), "labels": (T,)}`, int64; labels are -100 where nothing is asked, and the model
-    shifts them. See `KeyedRows` for the rest.
+    shifts them. See `KeyedRows` for the other arguments.
 
     Args:
-        length: Symbols of a string, or the least and the most of them: (50, 100) draws a length for each row.
         vocabulary: Number of symbols.
-        samples: Number of rows.
-        seed: from 0; evaluation needs another one than training.
 
     Attributes:
         name: Name of the task on the command line.
         vocab_size: Token ids that a model needs.
         row_length: T, tokens of the longest row.
-
-    Raises:
-        ValueError: for a length, vocabulary, number of samples or seed that is not possible.
     """
 
     name: str
@@ -64,11 +58,9 @@ class TaskStrings(KeyedRows):
     end_is_asked = True
 
     def __init__(self, length: Lengths, vocabulary: int, samples: int, seed: int = 0) -> None:
-        self.vocabulary = whole_number("vocabulary", vocabulary)
-        if self.vocabulary < 1:
-            raise ValueError(f"vocabulary must be at least 1, got {vocabulary}.")
-        if self.vocabulary > MOST_SYMBOLS:
-            raise ValueError(f"vocabulary must be at most {MOST_SYMBOLS}, got {vocabulary}.")
+        self.vocabulary = int(vocabulary)
+        if not 1 <= self.vocabulary <= MOST_SYMBOLS:
+            raise ValueError(f"vocabulary must be from 1 to {MOST_SYMBOLS}, got {vocabulary}.")
         super().__init__(length, samples, seed)
 
     @abstractmethod
@@ -143,10 +135,7 @@ class CopyingStrings(TaskStrings):
 class SortingStrings(TaskStrings):
     """ "cab | abc .": the symbols of a string in ascending order; no symbol occurs twice.
 
-    arXiv:2410.11135, section 4, with a vocabulary of 512.
-
-    Raises:
-        ValueError: also for a vocabulary that is smaller than the length.
+    arXiv:2410.11135, section 4, with a vocabulary of 512. A vocabulary that is smaller than the length is refused.
     """
 
     name = "sorting"
@@ -177,10 +166,7 @@ class AssociativeRecall(TaskStrings):
     whose code the paper used, draws them without).
 
     Args:
-        pairs: Number of pairs, or the least and the most of them.
-
-    Raises:
-        ValueError: also for a vocabulary with fewer keys than pairs.
+        pairs: Number of pairs, or the least and the most of them; a vocabulary needs as many keys.
     """
 
     name = "recall"
@@ -230,9 +216,6 @@ def string_task(
         vocabulary: Number of symbols; None for the task's default, 26 for copying and 512 for the others.
         samples: Number of rows.
         seed: Their seed.
-
-    Raises:
-        ValueError: for another name, and as the class of the task does.
     """
     if name not in _TASKS:
         raise ValueError(f"The task is {name!r}, but must be one of {', '.join(STRING_TASKS)}.")

@@ -51,7 +51,7 @@ def test_questions_have_the_facts_before_them(questions: list[BabiQuestion]) -> 
         ("3 Where is Mary? \tbathroom\t3", "must be numbers of earlier facts of the story, got '3'"),
         ("3 Where is Mary? \tbathroom\tone", "got 'one'"),
         ("3 Where is Mary? \tbathroom\t", "got ''"),
-        ("1 Where is Mary? \tbathroom\t1", "has no facts before it"),
+        ("1 Where is Mary? \tbathroom\t1", "must be numbers of earlier facts"),
     ],
 )
 def test_a_wrong_line_is_named(line: str, complaint: str, tmp_path: Path) -> None:
