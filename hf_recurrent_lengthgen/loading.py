@@ -215,14 +215,13 @@ def _load(
     if base is not None:
         raise ValueError(f"{name} holds no adapter, so it has no base: leave {base} out.")
     _check_place(name)
-    settings, config = _read_config(name, trust_remote_code)
-    model_type = settings.get("model_type") if config is None else config.model_type
+    settings, config = read_config(name, trust_remote_code)
+    model_type = settings.get("model_type")
+    model_type = model_type if model_type in STATEFUL_CLASSES else config.model_type
     loading: dict[str, Any] = {"dtype": dtype}
     loader: Any = AutoModelForCausalLM
     if model_type in STATEFUL_CLASSES:
-        loader = STATEFUL_CLASSES[model_type]
-        with reading_files(name):
-            loading["config"] = loader.config_class.from_dict(settings)
+        loader, loading["config"] = STATEFUL_CLASSES[model_type], config
     elif str(model_type).startswith("stateful_"):
         loading["trust_remote_code"] = trust_remote_code
         _tell_of_differing_code(name, settings)
@@ -259,8 +258,8 @@ def _check_place(name: str) -> None:
     check_name(name)
 
 
-def _read_config(name: str, trust_remote_code: bool) -> tuple[dict[str, Any], Any]:
-    """The settings of config.json, and the config of Transformers, None where our class reads the settings."""
+def read_config(name: str, trust_remote_code: bool) -> tuple[dict[str, Any], PreTrainedConfig]:
+    """The settings of config.json, and the config of the class that `load_model` would take."""
     try:
         with reading_files(name):
             settings, _ = PreTrainedConfig.get_config_dict(name)
@@ -270,7 +269,7 @@ def _read_config(name: str, trust_remote_code: bool) -> tuple[dict[str, Any], An
                     f"{name} is a checkpoint of mamba-ssm, with other names of config and weights: {_to_convert(name)}"
                 )
             if model_type in STATEFUL_CLASSES:
-                return settings, None
+                return settings, STATEFUL_CLASSES[model_type].config_class.from_dict(settings)
             return settings, AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except OSError as error:
         raise ValueError(f"{name} is no checkpoint folder here, and no model on the Hub: {error}") from error

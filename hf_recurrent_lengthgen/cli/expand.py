@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
-
 from hf_recurrent_lengthgen.adapters import refuse_adapter
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
 from hf_recurrent_lengthgen.lineage import lineage_of, record_step
-from hf_recurrent_lengthgen.loading import load_model
-from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
+from hf_recurrent_lengthgen.loading import load_model, read_config
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.surgery import expand_state, expansion_report
 
@@ -80,7 +77,7 @@ def run(arguments: Sequence[str]) -> int:
         idle = [f"--{name}" for name in ("output_dir", "initialization", "seed") if getattr(options, name) is not None]
         if idle:
             raise ValueError(f"--report makes and writes no weights: leave out {', '.join(idle)}, or --report.")
-        print(expansion_report(_config(options.model, options.trust_remote_code), **expansion))
+        print(expansion_report(read_config(options.model, options.trust_remote_code)[1], **expansion))
         return 0
     if options.output_dir is None:
         raise ValueError("Give --output_dir, the folder for the expanded model, or --report.")
@@ -88,7 +85,7 @@ def run(arguments: Sequence[str]) -> int:
     check_new(output)
     if options.model.endswith(".json"):
         raise ValueError(f"{options.model} holds no weights: give the folder of a checkpoint, or --report.")
-    config = _config(options.model, options.trust_remote_code)
+    _, config = read_config(options.model, options.trust_remote_code)
     if (rule := Forgetting.of(config)) != Forgetting():
         raise ValueError(
             f"{options.model} forgets ({in_words(rule)}), so it cannot be trained, which an expansion needs: give the "
@@ -122,15 +119,3 @@ def _layers(given: list[str] | None) -> Any:
         return [int(layer) for layer in given]
     except ValueError as error:
         raise ValueError(f'--layers takes numbers of layers or "all", got {" ".join(given)}.') from error
-
-
-def _config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
-    """The config of the class that `load_model` would take; a stock one of our families becomes ours."""
-    try:
-        values, _ = PreTrainedConfig.get_config_dict(name)
-        if values.get("model_type") in STATEFUL_CLASSES:
-            config: PreTrainedConfig = STATEFUL_CLASSES[values["model_type"]].config_class.from_dict(values)
-            return config
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except OSError as error:
-        raise ValueError(f"{name} is no config.json or checkpoint folder here, and no model on the Hub.") from error

@@ -132,7 +132,7 @@ def test_a_checkpoint_that_forgets_is_refused_since_training_would_be(
 def test_a_config_alone_cannot_be_expanded(config_file: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no weights: give the folder of a checkpoint, or --report"):
         main(["--debug", "expand", str(config_file), "--output_dir", str(tmp_path / "out")])
-    with pytest.raises(ValueError, match=r"is no config\.json or checkpoint folder here"):
+    with pytest.raises(ValueError, match="is no checkpoint folder here"):
         main(["--debug", "expand", str(tmp_path / "nothing"), "--report"])
 
 
