@@ -210,9 +210,9 @@ class ContinuedStream(IterableDataset[Item]):
         process: the number of this process, from 0, and of all.
 
     Raises:
-        ValueError: at construction for numbers that are too small, documents that can be read only once or a missing
-            column; while reading for documents that are no ids or hold no token, and for more than one data worker,
-            where every worker would read all documents.
+        ValueError: at construction for numbers that are too small and documents that can be read only once; while
+            reading for documents that are no ids or hold no token, and for more than one data worker, where every
+            worker would read all documents.
     """
 
     def __init__(
@@ -237,9 +237,6 @@ class ContinuedStream(IterableDataset[Item]):
                 f"documents is a {type(documents).__name__}, which can be read only once, but every epoch reads "
                 "it again; give a list or datasets.IterableDataset.from_generator"
             )
-        names = getattr(documents, "column_names", None)
-        if isinstance(documents, _FROM_DATASETS) and names is not None and "input_ids" not in names:
-            raise ValueError(f"documents has the columns {names}, but needs 'input_ids'; tokenize the texts first")
         self.documents = documents
         self.length = length
         self.rows = rows
@@ -251,13 +248,7 @@ class ContinuedStream(IterableDataset[Item]):
         self.micro_batches = 1
 
     def in_micro_batches(self, micro_batches: int) -> "ContinuedStream":
-        """The same for so many micro-batches of gradient accumulation; trainers ask for it.
-
-        Raises:
-            ValueError: for micro-batches that do not have the same number of rows each.
-        """
-        if micro_batches < 1 or self.rows % micro_batches:
-            raise ValueError(f"{self.rows} rows cannot be dealt to {micro_batches} micro-batches of the same size")
+        """The same for so many micro-batches of gradient accumulation, which share the rows; trainers ask for it."""
         other = copy(self)
         other.micro_batches = micro_batches
         return other

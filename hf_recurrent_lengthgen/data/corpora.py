@@ -22,7 +22,6 @@ _SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "test", "te
 _SKIPPED_FILES = ("sitecustomize.py", "usercustomize.py", "_sysconfigdata_*")
 _VALIDATION_ONE_IN = 10
 
-_NOT_THERE = (FileNotFoundError, ConnectionError)
 _BUILDER_OF_SUFFIX = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
@@ -136,14 +135,13 @@ def load_texts(path_or_name: str | Path, split: str = "train", text_column: str 
         text_column: the column that holds the text; that of a .txt file is "text".
 
     Raises:
-        ValueError: no such file, folder or data set; a file kind, split or column that is not there; a column
-            that is not text; a row without text; no text at all; a file that cannot be parsed.
+        ValueError: what cannot be read or is not there; a column that is not text; a row without text; no text.
     """
     read = _reader(path_or_name, split)
     try:
         dataset = read()
     # `datasets` lets StopIteration out for empty JSON, and ArrowInvalid, a ValueError, for bad Parquet.
-    except (datasets.exceptions.DatasetsError, *_NOT_THERE, StopIteration, ValueError) as error:
+    except (datasets.exceptions.DatasetsError, OSError, StopIteration, ValueError) as error:
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         raise ValueError(
             f"cannot read split {split!r} of {str(path_or_name)!r}: {type(cause).__name__}: {cause}; "
@@ -153,21 +151,14 @@ def load_texts(path_or_name: str | Path, split: str = "train", text_column: str 
         raise ValueError(
             f"{str(path_or_name)!r} has no column {text_column!r}; its columns are {dataset.column_names}"
         )
-    feature = dataset.features[text_column]
-    if getattr(feature, "dtype", None) not in ("string", "large_string") or not dataset.num_rows:
-        raise ValueError(
-            f"column {text_column!r} of {str(path_or_name)!r} is {feature} with {dataset.num_rows} rows, "
-            "but it must hold at least one string; choose the text column or the split"
-        )
     texts: list[str] = list(dataset[text_column])
-    missing = [row for row, text in enumerate(texts) if text is None]
-    if missing:
+    wrong = [row for row, text in enumerate(texts) if not isinstance(text, str)]
+    if wrong or not any(texts):
+        found = f"row {wrong[0]} is {texts[wrong[0]]!r:.40}" if wrong else f"its {len(texts)} rows are empty"
         raise ValueError(
-            f"column {text_column!r} of {str(path_or_name)!r} has no text in {len(missing)} rows, "
-            f"the first is row {missing[0]}; remove these rows"
+            f"column {text_column!r} of {str(path_or_name)!r} must hold texts, but {found}; choose the text column or "
+            "the split, or remove such rows"
         )
-    if not any(texts):
-        raise ValueError(f"column {text_column!r} of {str(path_or_name)!r} holds only empty texts; give some text")
     return texts
 
 

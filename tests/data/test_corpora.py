@@ -178,7 +178,7 @@ def test_changed_file_is_read_again(tmp_path: Path) -> None:
 def test_wrong_column_and_split_errors_name_what_is_there(sources: Path, name: str) -> None:
     with pytest.raises(ValueError, match=r"no column 'body'; its columns are \['text', 'n'\]"):
         load_texts(sources / name, text_column="body")
-    with pytest.raises(ValueError, match=r"column 'n' .* must hold at least one string"):
+    with pytest.raises(ValueError, match="column 'n' .* must hold texts, but row 0 is 0"):
         load_texts(sources / name, text_column="n")
     with pytest.raises(ValueError, match=r"Unknown split \"dev\"\. Should be one of \['train'"):
         load_texts(sources / name, "dev")
@@ -187,15 +187,15 @@ def test_wrong_column_and_split_errors_name_what_is_there(sources: Path, name: s
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"", "only empty texts"),
+        ("a.txt", b"", "its 1 rows are empty"),
         ("a.txt", b"\xff\xfe", "UnicodeDecodeError"),
         ("a.jsonl", b"", "cannot read split 'train'"),
         ("a.jsonl", b"\n\n", "no data"),
         ("a.jsonl", b'{"text": \n nonsense', "JSON parse error"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', "no text in 1 rows, the first is row 1"),
-        ("a.jsonl", b'{"text": null}\n', "must hold at least one string"),
-        ("a.jsonl", b'{"text": ""}\n', "only empty texts"),
-        ("a.jsonl", b'{"text": ["a"]}\n', "must hold at least one string"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', "must hold texts, but row 1 is None"),
+        ("a.jsonl", b'{"text": null}\n', "must hold texts, but row 0 is None"),
+        ("a.jsonl", b'{"text": ""}\n', "its 1 rows are empty"),
+        ("a.jsonl", b'{"text": ["a"]}\n', "must hold texts, but row 0 is"),
         ("a.parquet", b"PAR1", "Parquet"),
         ("a.csv", b"text\na\n", r"files may end in \.txt"),
     ],
