@@ -178,7 +178,7 @@ def test_changed_file_is_read_again(tmp_path: Path) -> None:
 def test_wrong_column_and_split_errors_name_what_is_there(sources: Path, name: str) -> None:
     with pytest.raises(ValueError, match=r"no column 'body'; its columns are \['text', 'n'\]"):
         load_texts(sources / name, text_column="body")
-    with pytest.raises(ValueError, match="column 'n' .* must hold texts, but row 0 is 0"):
+    with pytest.raises(ValueError, match=r"column 'n' .* must hold texts, but row 0 is 0"):
         load_texts(sources / name, text_column="n")
     with pytest.raises(ValueError, match=r"Unknown split \"dev\"\. Should be one of \['train'"):
         load_texts(sources / name, "dev")
