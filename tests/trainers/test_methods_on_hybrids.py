@@ -35,8 +35,7 @@ QUICK = {
     "nemotron_h": ("tbtt, alignment",),
     "jamba": ("random noise",),
     "lfm2": ("state passing",),
-    "falcon_mamba": ("state passing in chunks",),
-    "mamba2": ("learned state",),
+    "mamba2": ("learned state", "state passing in chunks"),
 }
 SELECTED = [
     pytest.param(name, methods, id=f"{name}-{speed}", marks=[pytest.mark.slow] if speed == "all" else [])
