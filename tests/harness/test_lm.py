@@ -288,7 +288,7 @@ def test_answers_reach_the_cache_of_lm_eval(ours: StateLM, tmp_path: Path) -> No
         ({"chunk_length": 0}, "chunk_length must be at least 2"),
         ({"dtype": "auto"}, "dtype must be one of float32, bfloat16, float16, float64, got auto"),
         ({"device": "cuda:77"}, "Cannot use the device 'cuda:77'"),
-        ({"tokenizer": "no/such/folder"}, "holds no tokenizer"),
+        ({"tokenizer": "no/such/folder"}, "is no folder here"),
         ({"add_bos_token": True}, "ByT5Tokenizer has none"),
     ],
 )

@@ -25,7 +25,7 @@ from tests.versions import needs_hybrids
 pytestmark = needs_hybrids
 
 CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3")
-EXPANDABLE = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
+EXPANDABLE = tuple(name for name, stock in SUPPORTED.items() if stock.state_field)
 NOISE = ("random noise", "fitted noise", "mixture")
 # A class of model each: experts, attention without states; the delta rule; feed-forward layers, other names in the
 # file; Mamba-1; convolutions only; no attention.
