@@ -312,7 +312,7 @@ def zero_state_of(trainer: Any) -> Callable[[int], RecurrentState]:
     """Makes the zero state of a trainer's model for a number of rows.
 
     Raises:
-        ValueError: for a model that cannot, and one whose states noise leaves alone.
+        ValueError: for a model that cannot, and one that noise means nothing to.
     """
     if not hasattr(base_of(trainer.model), "zero_state"):
         raise ValueError(
@@ -320,11 +320,11 @@ def zero_state_of(trainer: Any) -> Callable[[int], RecurrentState]:
             "must have. Load the model with hf_recurrent_lengthgen.load_model(...), or wrap it with stateful(model)."
         )
     base = base_of(trainer.model)
+    reason = getattr(base, "no_noise", None)
     if not _has_recurrent_part(base):
-        raise ValueError(
-            f"{type(base).__name__} cannot start from noise: it has short convolutions only, whose states noise "
-            "leaves alone, so nothing would change. Take passed or learned states."
-        )
+        reason = "it has short convolutions only, whose states noise leaves alone, so nothing would change"
+    if reason is not None:
+        raise ValueError(f"{type(base).__name__} cannot start from noise: {reason}. Take passed or learned states.")
     return lambda rows: base_of(trainer.model).zero_state(rows)
 
 

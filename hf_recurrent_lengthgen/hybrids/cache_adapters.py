@@ -1,19 +1,24 @@
-"""How states go into the caches of Transformers, `Cache`s of `LinearAttentionLayer`s, and come out of them.
+"""How states go into the different caches of Transformers and come out of them.
 
-`registry.py` says which model type has which adapter.
+Almost all models take a `Cache` of `LinearAttentionLayer`s; MiniMax and xLSTM have caches of their own,
+RWKV-4 a list of tensors. `registry.py` says which model type has which.
 """
 
 import copy
+import functools
 import inspect
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
+import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_recurrent_lengthgen.hybrids.forgetting import forgetting_scans
 from hf_recurrent_lengthgen.hybrids.mixers import Mamba1StateCache, limited_steps, scans_from_state
-from hf_recurrent_lengthgen.hybrids.state_cache import StateCache
+from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, state_dtype
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
@@ -22,14 +27,25 @@ from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 KEY_ATTRIBUTES = ("keys", "values", "is_initialized", "cumulative_length", "dtype", "device")
 
 
+class HoldsState(Protocol):
+    """What goes through a forward pass in the place of a cache."""
+
+    attending: set[int]
+    dropped_columns: list[int]
+
+    def final_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
+        """The state after the tokens; a part that a layer lacks is (B, 0)."""
+
+
 class CacheAdapter:
-    """The usual cache.
+    """A `Cache` of `LinearAttentionLayer`s.
 
     Args:
         model: The model that takes it.
 
     Attributes:
         argument: The name of the cache among the arguments of the model's `forward`.
+        arguments: Names that it may have.
         reads_prompts: Whether a mixer that reads several tokens from a stock cache starts from its recurrent state.
         rounds: Whether mixers want the recurrent state in the dtype of the model: a bfloat16 model then rounds it
             between calls, as it does without us.
@@ -38,22 +54,25 @@ class CacheAdapter:
         ValueError: if the model takes no cache.
     """
 
+    arguments: ClassVar[tuple[str, ...]] = ("past_key_values", "cache_params")
     reads_prompts: ClassVar[bool] = True
     rounds: ClassVar[bool] = False
-    state_cache_class: ClassVar[type[StateCache]] = StateCache
 
     def __init__(self, model: HybridModel) -> None:
         parameters = inspect.signature(type(model).forward).parameters
-        found = [name for name in ("past_key_values", "cache_params") if name in parameters]
+        found = [name for name in self.arguments if name in parameters]
         if not found:
             raise ValueError(f"{type(model).__name__} takes no cache, so nothing can carry its states.")
         self.model, self.argument = model, found[0]
         self.dtype = model.dtype if self.rounds else None
 
-    def state_cache(self, state: RecurrentState | None, single_token: bool, attention: Cache | None) -> StateCache:
+    def state_cache(self, state: RecurrentState | None, single_token: bool, attention: Cache | None) -> HoldsState:
         """A state cache with `state` before the tokens; keys and values go to `attention`, if given."""
         layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
-        return self.state_cache_class(layers, state, single_token, attention, self.dtype)
+        return self.state_cache_class()(layers, state, single_token, attention, self.dtype)
+
+    def state_cache_class(self) -> type[StateCache]:
+        return StateCache
 
     def mixers(self, state_cache: Any) -> AbstractContextManager[None]:
         """What must hold while the state cache passes through the mixers, also when they are recomputed."""
@@ -62,7 +81,7 @@ class CacheAdapter:
             return forgetting_scans(self.model, rule, state_cache)
         return limited_steps(self.model) if state_cache.single_token else nullcontext()
 
-    def to_cache(self, state: RecurrentState) -> DynamicCache:
+    def to_cache(self, state: RecurrentState) -> Any:
         """A stock cache that starts from `state`, which it may keep and write to."""
         cache = DynamicCache(config=self.model.config)
         stock_layers: list[Any] = cache.layers
@@ -75,20 +94,27 @@ class CacheAdapter:
         return cache
 
     def from_cache(self, cache: Any) -> RecurrentState:
-        """A copy of the states in a stock cache, in our dtype; parts that a layer lacks are (B, 0).
+        """A copy of the states in a stock cache.
 
         Raises:
             ValueError: if the cache has not read any token.
         """
-        layout, state = self.model._layout, []
-        for layer, shape, dropped in zip(cache.layers, layout.shapes, layout.dropped_columns, strict=True):
-            recurrent = layer.recurrent_states[0] if shape.recurrent != (0,) else None
-            conv = layer.conv_states[0] if shape.conv != (0,) else None
+        state = []
+        for index, (shape, dropped) in enumerate(
+            zip(self.model._layout.shapes, self.model._layout.dropped_columns, strict=True)
+        ):
+            recurrent = cache.layers[index].recurrent_states[0] if shape.recurrent != (0,) else None
+            conv = cache.layers[index].conv_states[0] if shape.conv != (0,) else None
             state.append((recurrent, None if conv is None else conv[..., dropped:]))
+        return self._filled(state)
+
+    def _filled(self, state: Sequence[tuple[Tensor | None, Tensor | None]]) -> RecurrentState:
+        """Copies in our dtype, (B, 0) for parts that a layer lacks."""
         given = [part for layer in state for part in layer if part is not None]
         if not given:
             raise ValueError("The cache has read no token, so it holds no state: use zero_state.")
-        empty, dtype = given[0].new_empty(given[0].shape[0], 0), state_dtype(self.model.dtype)
+        empty = given[0].new_empty(given[0].shape[0], 0)
+        dtype = state_dtype(self.model.dtype)
         return tuple(
             LayerState(*((empty if part is None else part).detach().to(dtype, copy=True) for part in layer))
             for layer in state
@@ -96,23 +122,201 @@ class CacheAdapter:
 
 
 class RoundingCacheAdapter(CacheAdapter):
-    """For mixers that want states in the dtype of the model."""
+    """The usual cache, for mixers that want states in the dtype of the model."""
 
     rounds = True
 
 
 class Mamba1CacheAdapter(CacheAdapter):
-    """For mixers that must be made to use the cache."""
+    """The usual cache, for mixers that must be made to use it."""
 
     reads_prompts = False
-    state_cache_class = Mamba1StateCache
+
+    def state_cache_class(self) -> type[StateCache]:
+        return Mamba1StateCache
 
     def mixers(self, state_cache: Any) -> AbstractContextManager[None]:
         return scans_from_state(self.model, state_cache)
 
 
-def copy_keys(attention: Cache, cache: Cache) -> None:
-    """Put the keys and values of an attention cache into a stock cache of the same model."""
+class MiniMaxCacheAdapter(RoundingCacheAdapter):
+    """MiniMax's own cache, which replaces its states instead of writing to them."""
+
+    def state_cache_class(self) -> type[StateCache]:
+        from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+        class MiniMaxStateCache(StateCache, MiniMaxCache):
+            def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+                return self.get_recurrent_state(layer_idx)
+
+            def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+                self.update_recurrent_state(linear_cache, layer_idx)
+
+        return MiniMaxStateCache
+
+    def to_cache(self, state: RecurrentState) -> Any:
+        from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+        cache = MiniMaxCache()
+        for index, (shape, layer) in enumerate(zip(self.model._layout.shapes, state, strict=True)):
+            if shape.recurrent != (0,):
+                cache.set_linear_cache(index, layer.recurrent.to(self.model.dtype))
+        return cache
+
+    def from_cache(self, cache: Any) -> RecurrentState:
+        held = [shape.recurrent != (0,) for shape in self.model._layout.shapes]
+        state = [(cache.linear_cache[index] if holds else None, None) for index, holds in enumerate(held)]
+        return self._filled(state)
+
+
+class _Slot:
+    """One of the five tensors (B, D, L) of an RWKV-4 state, with separate values before and after the tokens."""
+
+    def __init__(self, initial: list[Tensor], final: list[Tensor | None]) -> None:
+        self.initial, self.final = initial, final
+
+    def __getitem__(self, place: tuple) -> Tensor:
+        return self.initial[place[-1]]
+
+    def __setitem__(self, place: tuple, value: Tensor) -> None:
+        self.final[place[-1]] = value
+
+
+class RwkvStateCache(list):
+    """Carries a state through RWKV-4, which takes a list of five tensors: two token shifts and the three of wkv."""
+
+    def __init__(self, state: RecurrentState, single_token: bool, dtype: torch.dtype) -> None:
+        """Take (B, 3, D) and (B, 2 D, 1) of every layer; `dtype` is that of the token shifts."""
+        self.attending: set[int] = set()
+        self.dropped_columns = [0] * len(state)
+        initial: list[list[Tensor]] = [[] for _ in range(5)]
+        for recurrent, conv in state:
+            attention, feed_forward = conv[..., 0].to(dtype).chunk(2, dim=1)
+            shifts = (feed_forward, attention)
+            # With one token the model does not index the time, so the shift needs that dimension itself.
+            parts = [shift[:, None] if single_token else shift for shift in shifts] + list(recurrent.unbind(1))
+            for values, part in zip(initial, parts, strict=True):
+                values.append(part)
+        super().__init__(_Slot(values, [None] * len(state)) for values in initial)
+
+    def final_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
+        return tuple(
+            LayerState(
+                torch.stack([numerator, denominator, exponent], dim=1).to(dtype),
+                torch.cat([attention, feed_forward], dim=1)[..., None].to(dtype),
+            )
+            for feed_forward, attention, numerator, denominator, exponent in zip(
+                *(slot.final for slot in self), strict=True
+            )
+        )
+
+
+class RwkvCacheAdapter(CacheAdapter):
+    """The list of five tensors of RWKV-4."""
+
+    arguments = ("state",)
+
+    def mixers(self, state_cache: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def state_cache(self, state: RecurrentState | None, single_token: bool, attention: Cache | None) -> HoldsState:
+        if state is None:
+            config, dtype = self.model.config, state_dtype(self.model.dtype)
+            sizes = {"recurrent": (1, 3, config.hidden_size), "conv": (1, 2 * config.hidden_size, 1)}
+            zero = LayerState(**{k: torch.zeros(v, device=self.model.device, dtype=dtype) for k, v in sizes.items()})
+            state = (zero,) * config.num_hidden_layers
+        return RwkvStateCache(state, single_token, self.model.dtype)
+
+    def to_cache(self, state: RecurrentState) -> Any:
+        if state[0].recurrent.shape[0] > 1:
+            raise ValueError("Transformers' RWKV-4 generates wrongly with more than one row: give one row at a time.")
+        tensors = (slot.initial for slot in RwkvStateCache(state, False, self.model.dtype))
+        return [torch.stack(parts, dim=-1) for parts in tensors]
+
+    def from_cache(self, cache: Any) -> RecurrentState:
+        final = RwkvStateCache(self.model.zero_state(cache[0].shape[0]), False, self.model.dtype)
+        for slot, tensor in zip(final, cache, strict=True):
+            slot.final = list(tensor.detach().clone().unbind(-1))
+        return final.final_state(cache[0].shape[0], self.model.device, state_dtype(self.model.dtype))
+
+
+class _Latest:
+    """The three states of every xLSTM layer, which the model reads by layer and overwrites with `copy_`."""
+
+    def __init__(self, states: list[list[Tensor]]) -> None:
+        self.states = states
+
+    def __getitem__(self, layer: int) -> tuple[Tensor, ...]:
+        latest = self.states[layer]
+        return tuple(
+            Overwritten.of(part, layer, functools.partial(latest.__setitem__, index))
+            for index, part in enumerate(latest)
+        )
+
+
+class XlstmStateCache:
+    """Carries a state through xLSTM: matrix memory (B, H, N, P), normalizer (B, H, N) and stabilizer (B, H, 1)."""
+
+    def __init__(self, state: RecurrentState, key_dim: int) -> None:
+        """Take (B, H, N*P + N + 1) of every layer."""
+        self.attending: set[int] = set()
+        self.dropped_columns = [0] * len(state)
+        self.seqlen_offset = 0
+        self.rnn_state = _Latest([_unpacked(layer.recurrent, key_dim) for layer in state])
+
+    def final_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
+        empty = torch.empty(batch_size, 0, device=device, dtype=dtype)
+        return tuple(LayerState(_packed(parts).to(dtype), empty) for parts in self.rnn_state.states)
+
+
+class XlstmCacheAdapter(CacheAdapter):
+    def state_cache(self, state: RecurrentState | None, single_token: bool, attention: Cache | None) -> HoldsState:
+        config, dtype = self.model.config, state_dtype(self.model.dtype)
+        if state is None:
+            size = config.qk_head_dim * (config.v_head_dim + 1) + 1
+            zero = torch.zeros(1, config.num_heads, size, device=self.model.device, dtype=dtype)
+            state = (LayerState(zero, zero.new_empty(1, 0)),) * config.num_hidden_layers
+        return XlstmStateCache(state, config.qk_head_dim)
+
+    def mixers(self, state_cache: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def to_cache(self, state: RecurrentState) -> Any:
+        from transformers.models.xlstm.modeling_xlstm import xLSTMCache
+
+        memory = state[0].recurrent
+        cache: Any = xLSTMCache(self.model.config, memory.shape[0], memory.dtype, str(self.model.device))
+        cache.is_compileable = False  # generate asks for it
+        key_dim = self.model.config.qk_head_dim
+        cache.rnn_state = {i: tuple(_unpacked(layer.recurrent, key_dim)) for i, layer in enumerate(state)}
+        return cache
+
+    def from_cache(self, cache: Any) -> RecurrentState:
+        return self._filled([(_packed(cache.rnn_state[i]), None) for i in range(len(self.model.state_shapes()))])
+
+
+def _packed(parts: Sequence[Tensor]) -> Tensor:
+    """One tensor (B, H, N*P + N + 1) of an xLSTM layer's three."""
+    memory, normalizer, stabilizer = parts
+    return torch.cat([memory.flatten(2), normalizer, stabilizer], dim=-1)
+
+
+def _unpacked(packed: Tensor, key_dim: int) -> list[Tensor]:
+    memory, normalizer, stabilizer = packed.split([packed.shape[-1] - 1 - key_dim, key_dim, 1], dim=-1)
+    return [memory.unflatten(-1, (key_dim, -1)), normalizer, stabilizer]
+
+
+def copy_keys(attention: Cache, cache: Any) -> None:
+    """Put the keys and values of an attention cache into a stock cache of the same model.
+
+    Raises:
+        ValueError: if the stock cache cannot say how many tokens it has read.
+    """
+    if type(cache) is not DynamicCache:
+        raise ValueError(
+            f"Transformers cannot continue a text from a {type(cache).__name__} with keys, because it loses the "
+            "positions: call the model itself with initial_state and attention_cache."
+        )
     for source, target in zip(attention.layers, cache.layers, strict=True):
         for name in KEY_ATTRIBUTES:
             if hasattr(source, name):

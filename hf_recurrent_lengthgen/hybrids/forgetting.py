@@ -1,7 +1,7 @@
 """Forgetting (`models/forgetting.py`) in the Mamba mixers of Transformers, by other scans in the place of theirs.
 
-It needs a recurrence that only decays what was written. Mixers of the delta rule have another one, and those of
-Bailing keep theirs inside a function that cannot be exchanged: they are refused.
+It needs a recurrence that only decays what was written. Mixers of the delta rule, of xLSTM and of RWKV-4 have another
+one, and those of MiniMax and Bailing keep theirs inside a function that cannot be exchanged: they are refused.
 """
 
 import sys

@@ -9,7 +9,10 @@ from typing import NamedTuple
 from hf_recurrent_lengthgen.hybrids.cache_adapters import (
     CacheAdapter,
     Mamba1CacheAdapter,
+    MiniMaxCacheAdapter,
     RoundingCacheAdapter,
+    RwkvCacheAdapter,
+    XlstmCacheAdapter,
 )
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel, StatefulModel
 
@@ -22,6 +25,7 @@ class StockType(NamedTuple):
     # Ends of names of linear layers that adapters of PEFT do not go on: PEFT refuses them by the model type, or the
     # mixers read the weight past the adapter.
     no_adapters: tuple[str, ...] = ()
+    no_noise: str | None = None  # why noise cannot take the place of its recurrent part
     state_field: str = ""  # the field of its configuration with N of all recurrent layers, if N can grow (StateX)
     no_expansion: str = ""  # if not, why
 
@@ -58,12 +62,33 @@ SUPPORTED = {
     "lfm3": StockType(NONE, no_expansion=_NO_STATE),
     "mamba": StockType(SELECTIVE, Mamba1CacheAdapter, no_adapters=("out_proj", "dt_proj"), state_field="state_size"),
     "mamba2": StockType(SSD, no_adapters=("out_proj",), state_field="state_size"),
+    "minimax": StockType(
+        DELTA,
+        MiniMaxCacheAdapter,
+        no_expansion="its decays are fixed numbers of each head, which merged heads cannot share",
+    ),
     "nemotron_h": StockType(SSD, no_adapters=("out_proj",), state_field="ssm_state_size"),
     "olmo_hybrid": StockType(DELTA, no_expansion=_UNIT_KEYS),
     "qwen3_5_moe_text": StockType(DELTA, no_expansion=_UNIT_KEYS),
     "qwen3_5_text": StockType(DELTA, no_expansion=_UNIT_KEYS),
     "qwen3_next": StockType(DELTA, no_expansion=_UNIT_KEYS),
-    "zamba": StockType(SSD, Mamba1CacheAdapter, no_expansion="its Mamba-1 mixers have heads of their own layout"),
+    "rwkv": StockType(
+        "(3, D): numerator, denominator, exponent",
+        RwkvCacheAdapter,
+        no_noise="a denominator from a Gaussian can be zero",
+        no_expansion="the state of RWKV-4 is a vector of the model's width: there are no heads to merge",
+    ),
+    "xlstm": StockType(
+        "(H, N P + N + 1): memory, normalizer, stabilizer",
+        XlstmCacheAdapter,
+        no_noise="memory, normalizer and stabilizer are of different kinds, which no one Gaussian describes",
+        no_expansion="its normalizer and stabilizer belong to heads and their gates, which merged heads cannot share",
+    ),
+    "zamba": StockType(
+        SSD,
+        Mamba1CacheAdapter,
+        no_expansion="its Mamba-1 mixers have heads of their own layout",
+    ),
     "zamba2": StockType(SSD, state_field=_MAMBA_N),
     "zaya": StockType(
         "(D,): delayed value of the last token",
@@ -72,17 +97,12 @@ SUPPORTED = {
     ),
 }
 
-_OWN_CACHE = "it keeps its states in a cache of its own kind"
-
 REFUSED = {
     "glm5_next_text": "its attention selects keys with an index that is kept in a cache of its own kind",
     "inkling_text": "it has no recurrent layers, only attention with four short convolutions around each",
     "inkling2_text": "it has no recurrent layers, only attention with short convolutions around each",
-    "minimax": _OWN_CACHE,
     "qwen4_exp_text": "its state holds token ids, which are no value that a gradient or noise could change",
     "recurrent_gemma": "it keeps its states as attributes of its modules, where one call overwrites another's",
-    "rwkv": _OWN_CACHE,
-    "xlstm": _OWN_CACHE,
 }
 
 

@@ -75,7 +75,7 @@ class StateCache(Cache):
         attention: Cache | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(layers=[])
+        Cache.__init__(self, layers=[])  # by name: MiniMax's cache, mixed in, takes no arguments
         self.initial_state = initial_state
         self.single_token = single_token
         self.attention = attention

@@ -65,6 +65,11 @@ class StatefulMixin:
         return bool(self._layout.attending)
 
     @property
+    def no_noise(self: Any) -> str | None:
+        """Why noise cannot take the place of the recurrent states; None if it can."""
+        return stock_type_of(self).no_noise
+
+    @property
     def lora_target_modules(self: Any) -> tuple[str, ...]:
         """Ends of the names of the linear layers that an adapter of PEFT goes on: all but routers and the head."""
         left_out = {"gate", "router", "shared_expert_gate", *stock_type_of(self).no_adapters}
@@ -155,7 +160,7 @@ class StatefulMixin:
         arguments = {**arguments, adapter.argument: state_cache, "use_cache": False, "return_dict": True}
         arguments.pop("attention_mask", None)
         mixers = functools.partial(adapter.mixers, state_cache)
-        with mixers(), checkpointing(self, mixers, state_cache.attention):
+        with mixers(), checkpointing(self, mixers, getattr(state_cache, "attention", None)):
             return super().forward(**arguments)  # type: ignore[misc]
 
     def generate(

@@ -77,11 +77,12 @@ def test_one_entry_is_all_that_a_type_needs(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(type(model.config), "model_type", "toy")
     with pytest.raises(ValueError, match=r"MambaForCausalLM .* drops or misuses its state"):
         wrapping.stateful(model)
-    monkeypatch.setitem(SUPPORTED, "toy", StockType("(D, N)", Mamba1CacheAdapter, ("dt_proj",)))
+    monkeypatch.setitem(SUPPORTED, "toy", StockType("(D, N)", Mamba1CacheAdapter, ("dt_proj",), "it is a toy"))
     wrapped = wrapping.stateful(model)
     tokens = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
     logits, _ = read_in_pieces(wrapped, tokens, (3, 1, 5))
     assert support.relative_error([logits], [stock(input_ids=tokens).logits]) < support.TOLERANCE
+    assert wrapped.no_noise == "it is a toy"
     assert "dt_proj" not in wrapped.lora_target_modules
 
 

@@ -28,14 +28,15 @@ CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3")
 EXPANDABLE = tuple(name for name, stock in SUPPORTED.items() if stock.state_field)
 NOISE = ("random noise", "fitted noise", "mixture")
 # A class of model each: experts, attention without states; the delta rule; feed-forward layers, other names in the
-# file; Mamba-1; convolutions only; no attention.
+# file; Mamba-1; convolutions only; a state that is no memory alone; no attention.
 QUICK = {
     "granitemoehybrid": ("mixture", "statex"),
     "qwen3_next": ("fitted noise",),
     "nemotron_h": ("tbtt, alignment",),
     "jamba": ("random noise",),
     "lfm2": ("state passing",),
-    "mamba2": ("learned state", "state passing in chunks"),
+    "rwkv": ("state passing in chunks",),
+    "mamba2": ("learned state",),
 }
 SELECTED = [
     pytest.param(name, methods, id=f"{name}-{speed}", marks=[pytest.mark.slow] if speed == "all" else [])
@@ -55,6 +56,8 @@ def refusal(model_type: str, method: str, attends: bool) -> str | None:
         return "wrapped by stateful.*takes no padding"
     if method in NOISE and model_type in CONVOLUTIONS:
         return "cannot start from noise: it has short convolutions only"
+    if method in NOISE and model_type in ("rwkv", "xlstm"):
+        return "cannot start from noise: (a denominator|memory, normalizer and stabilizer)"
     if method.endswith("in chunks") and attends:
         return "has attention layers"
     if method.startswith("statex") and model_type not in EXPANDABLE:
