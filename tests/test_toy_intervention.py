@@ -141,6 +141,9 @@ def test_a_name_belongs_to_one_method(ones: type[InitialStateTrainer]) -> None:
         type("OtherTrainer", (ones,), {"about": Method("ones", "other")})
     type("Subclass", (ones,), {})
     assert INTERVENTIONS["ones"] is ones
+    names = {"__module__": ones.__module__, "__qualname__": ones.__qualname__}
+    again = type("OnesTrainer", (ones,), {"about": ones.about, **names})  # as a cell of a notebook that runs again
+    assert INTERVENTIONS["ones"] is again
 
 
 def test_the_guide_has_a_row_for_every_intervention() -> None:

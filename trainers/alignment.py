@@ -1,8 +1,8 @@
 """The output alignment loss inside a Trainer: which crops, and how the loss scales.
 
-arXiv:2506.11769, section 4.2: l_extra is drawn for each optimizer
-step, the same in all micro-batches and processes; T + l_extra tokens of each row are read as two crops of T tokens,
-and their outputs are aligned where both have read at least T/2 tokens.
+arXiv:2506.11769, section 4.2: l_extra is drawn for each optimizer step, the same in all micro-batches and processes;
+T + l_extra tokens of each row are read as two crops of T tokens, and their outputs are aligned where both have read at
+least T/2 tokens.
 """
 
 from collections.abc import Callable

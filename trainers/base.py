@@ -109,9 +109,14 @@ class InitialStateTrainer(ResumableTrainer, ABC):
 
     def __init_subclass__(cls, **keyword: Any) -> None:
         super().__init_subclass__(**keyword)
-        if "about" in vars(cls) and INTERVENTIONS.setdefault(cls.about.name, cls) is not cls:
-            other = INTERVENTIONS[cls.about.name].__name__
-            raise ValueError(f"{cls.__name__} calls its method {cls.about.name!r}, as {other} does: rename one.")
+        if "about" not in vars(cls):
+            return
+        other = INTERVENTIONS.get(cls.about.name, cls)
+        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(
+                f"{cls.__name__} calls its method {cls.about.name!r}, as {other.__name__} does: rename one."
+            )
+        INTERVENTIONS[cls.about.name] = cls  # again, where a cell of a notebook runs again
 
     def prepared(self, model: Any, args: Any) -> Any:
         """The model that is trained, made of the one that is given."""
