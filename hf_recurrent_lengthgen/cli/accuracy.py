@@ -9,6 +9,7 @@ from typing import Any
 from hf_recurrent_lengthgen.cli.inputs import make_output_folder
 from hf_recurrent_lengthgen.cli.measuring import add_csv_option, on_device
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
+from hf_recurrent_lengthgen.cli.report import draw
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, STRING_TASKS, TaskStrings, string_task
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 from hf_recurrent_lengthgen.evaluation.string_accuracy import StringAccuracy, accuracy_by_length
@@ -16,7 +17,6 @@ from hf_recurrent_lengthgen.evaluation.tables import write_csv
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.plotting.accuracy import accuracy_figure
-from hf_recurrent_lengthgen.plotting.images import save_png, save_svg
 
 DESCRIPTION = """\
 Measure how many symbols models copy, recall or sort right (arXiv:2410.11135): of all symbols, and of whole answers
@@ -93,9 +93,6 @@ def _task(options: argparse.Namespace, records: Sequence[Any]) -> tuple[TaskStri
     """The task to measure on, and the longest string in training where that is known."""
     given = {"name": options.task, "length": options.task_length, "vocabulary": options.vocabulary}
     given = {name: value for name, value in given.items() if value is not None}
-    if len(given) < 3:
-        for model, told in zip(options.models, records, strict=True):
-            _check_record(model, told)
     record = dict(records[0] or {}) if len(given) < 3 else {}
     if given.get("name") not in (None, record.get("name")):
         record = {}  # lengths and symbols of another task say nothing about this one
@@ -115,27 +112,11 @@ def _task(options: argparse.Namespace, records: Sequence[Any]) -> tuple[TaskStri
                 f"The longest string in the training of {options.models[0]} is not known: give --lengths."
             )
         record["length"] = min(options.lengths)
-    task = string_task(**record)
+    try:
+        task = string_task(**record)
+    except TypeError as error:  # a config that no training has written
+        raise ValueError(f"The task in the config of {options.models[0]} is {record!r}: {error}.") from error
     return task, task.longest if length_is_known else None
-
-
-def _check_record(model: str, record: Any) -> None:
-    """Raise a `ValueError` for a config's `task` that no training has written."""
-    if record is None:
-        return
-    problem = ""
-    if not isinstance(record, Mapping) or set(record) != {"name", "length", "vocabulary"}:
-        problem = "it must have name, length and vocabulary, and nothing else"
-    else:
-        try:
-            string_task(**record)
-        except (TypeError, ValueError) as error:
-            problem = str(error)
-    if problem:
-        raise ValueError(
-            f"The config of {model} has the task {record!r}, which is damaged ({problem}): set it right, or give "
-            "--task, --task-length and --vocabulary."
-        )
 
 
 def _words(record: Mapping[str, Any] | None) -> str:
@@ -181,6 +162,5 @@ def _write(
     unit = "pairs" if task.name == "recall" else "symbols"
     short = {Path(name).name: curve for name, curve in found.items()}
     figure = accuracy_figure(short if len(short) == len(found) else found, unit, training_length)
-    save_svg(figure, folder / "accuracy.svg")
-    save_png(figure, folder / "accuracy.png")
+    draw(figure, folder / "accuracy")
     return folder / "accuracy.png"

@@ -185,7 +185,7 @@ def told_of_cache(cache: ResultCache | None) -> str:
 
 
 def _memory(reader: Reader) -> str:
-    if reader.constant_memory:
+    if reader.carried_by_row:
         return ""
     return ", with keys and values of all of a text" if reader.carries else ", each read at once"
 

@@ -67,9 +67,9 @@ def summary_table(comparison: Comparison) -> str:
         rows.append(
             (
                 found.model,
-                _text(found.harm.last, sign=True),
-                _text(found.in_window.loss),
-                _text(found.in_window.context_use, sign=True),
+                estimate_text(found.harm.last, "+"),
+                estimate_text(found.in_window.loss),
+                estimate_text(found.in_window.context_use, "+"),
                 "nowhere" if found.harm.harmful_from is None else f"{found.harm.harmful_from:,}",
             )
         )
@@ -88,6 +88,7 @@ def in_columns(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _text(estimate: Estimate, sign: bool = False) -> str:
-    mean = f"{estimate.mean:+.3f}" if sign else f"{estimate.mean:.3f}"
-    return mean if estimate.low is None else f"{mean} [{estimate.low:.3f}, {estimate.high:.3f}]"
+def estimate_text(estimate: Estimate, sign: str = "", digits: int = 3) -> str:
+    """ "+1.363 [1.301, 1.425]", or the mean alone where there is no interval."""
+    mean = f"{estimate.mean:{sign}.{digits}f}"
+    return mean if estimate.low is None else f"{mean} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"

@@ -53,7 +53,7 @@ def _compute(task: Measurement) -> StateDiagnosis:
     def describe() -> StateDiagnosis:
         task.evaluate(observer)
         confidence = settings.confidence
-        return describe_states(task.model, observer.trajectory(), task.training_length, confidence=confidence)
+        return describe_states(task.model, observer.trajectory(), task.training_length, confidence)
 
     found = task.kept("states", StateDiagnosis, describe)
     if not (heads := settings.patched_heads):

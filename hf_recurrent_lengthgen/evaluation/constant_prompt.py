@@ -1,8 +1,7 @@
 """Loss on a prompt of one repeated token: does a model that has read nothing new for long still predict it?
 
-"Stuffed Mamba" (Chen et al. 2024, arXiv:2410.07145), section 4 and Appendix I, reads the "newlines" prompt: any number
-of newlines and nothing else. It is easy, endless and the same for everyone; a model whose state overflows beyond its
-training length fails on it all the same. One text is enough, as there is nothing to draw: so there are no intervals.
+"Stuffed Mamba" (Chen et al. 2024, arXiv:2410.07145), section 4 and Appendix I, reads the "newlines" prompt: newlines
+and nothing else. There is nothing to draw, so one text is enough, and there are no intervals.
 """
 
 from itertools import pairwise
@@ -46,40 +45,32 @@ def constant_prompt(
     training_length: int,
     length: int,
     *,
-    factor: float = FAILURE_FACTOR,
-    bins_per_octave: int = BINS_PER_OCTAVE,
     chunk_length: int | None = None,
     progress: bool = True,
 ) -> ConstantPrompt:
     """NLL by position of a text of `token` alone, and whether it rises beyond the training length.
 
-    It has risen where a bin is above `factor` times the highest bin inside the training length, the first bin left
-    out: the first token has nothing before it and must not set the limit (the rule of section 4.2, there for
-    ordinary texts).
+    It has risen where a bin is above `FAILURE_FACTOR` times the highest bin inside the training length, the first bin
+    left out (the rule of section 4.2, there for ordinary texts).
 
     Args:
         model: As for `stream_nll`.
         token: What is repeated; `newline_token(tokenizer)` for the paper's prompt.
         training_length: Tokens per training sequence, at least 2.
         length: Positions to score, above `training_length`.
-        factor: Above 1.
-        bins_per_octave: Bins for each doubling of the position.
-        chunk_length: As for `stream_nll`.
-        progress: Show a progress bar.
+        chunk_length, progress: As for `stream_nll`.
 
     Raises:
-        ValueError: for a token outside the vocabulary, lengths and factors that are not possible, and as `stream_nll`.
+        ValueError: for a token outside the vocabulary, lengths that are not possible, and as `stream_nll`.
     """
     if training_length < 2 or length <= training_length:
         raise ValueError(
             f"training_length must be at least 2 and length above it, got {training_length} and {length}: the prompt "
             "shows what happens beyond the training length."
         )
-    if not factor > 1:
-        raise ValueError(f"factor must be above 1, got {factor}.")
     prompt = np.broadcast_to(np.int64(token), (1, length + 1))
     nll = stream_nll(model, prompt, chunk_length=chunk_length, progress=progress).nll
-    edges = position_edges(length, training_length, 0, bins_per_octave)
+    edges = position_edges(length, training_length, 0, BINS_PER_OCTAVE)
     curve = make_curve(edges, bin_means(nll, edges))
     inside = max(curve.mean[1 : edges.index(training_length)])
     beyond = [
@@ -92,6 +83,6 @@ def constant_prompt(
         curve=curve,
         inside=inside,
         beyond=max(mean for _, mean in beyond),
-        factor=factor,
-        exceeded_from=next((start for start, mean in beyond if mean > factor * inside), None),
+        factor=FAILURE_FACTOR,
+        exceeded_from=next((start for start, mean in beyond if mean > FAILURE_FACTOR * inside), None),
     )

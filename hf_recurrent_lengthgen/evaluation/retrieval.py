@@ -10,44 +10,24 @@ read once.
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
 
 from hf_recurrent_lengthgen.data.tasks import RetrievalGrid, Task
+from hf_recurrent_lengthgen.evaluation.evaluate import DEFAULTS, NOT_SAID, EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions, model_record
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, ForgettingRule
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalResult
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import greedy_hits
-from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 
 TOKENS_AT_ONCE = 2**25
 """Most tokens of prompts in memory at a time, 4 bytes each, unless one cell has more."""
-
-
-@dataclass(frozen=True)
-class RetrievalSettings:
-    """How prompts are read.
-
-    Attributes:
-        batch_size: Prompts read together; None for as many as memory limits allow, at most 16.
-        chunk_length: Tokens of a forward pass for each; None for as many as memory limits allow.
-        command: How this was run.
-        progress: Show a progress bar.
-    """
-
-    batch_size: int | None = None
-    chunk_length: int | None = None
-    command: str = ""
-    progress: bool = True
-
-
-DEFAULTS, NOT_SAID = RetrievalSettings(), DataRecord()
 
 
 class _Cell(NamedTuple):
@@ -66,7 +46,7 @@ def retrieval_accuracy(
     label: str = "model",
     data: DataRecord = NOT_SAID,
     training_length: int | None = None,
-    settings: RetrievalSettings = DEFAULTS,
+    settings: EvaluationSettings = DEFAULTS,
     *,
     cache: ResultCache | None = None,
 ) -> RetrievalResult:
@@ -79,7 +59,7 @@ def retrieval_accuracy(
         label: Name of the model for people.
         data: What the prompts are made of, for people; the digest is that of all prompts, whatever is given.
         training_length: Tokens that the model was trained on, if known.
-        settings: How prompts are read.
+        settings: Confidence, prompts and tokens of each per forward pass, progress, and the command that is recorded.
         cache: Where cells are kept when they are complete; those that are there are not computed again.
 
     Raises:
@@ -107,11 +87,11 @@ def retrieval_accuracy(
         depths=grid.depths,
         lengths=tuple(run.lengths),
         cells=tuple(tuple(run.cells[row, column] for column in columns) for row in rows),
-        confidence=CONFIDENCE,
+        confidence=settings.confidence,
         data=replace(data, digest=digest),
         device=record["device"],
         versions=installed_versions(),
-        command=settings.command,
+        command=settings.command or "",
         seed=grid.seed,
         wall_seconds=time.perf_counter() - began,
         forgetting=ForgettingRule(**Forgetting.of(getattr(model, "config", None))._asdict()),
@@ -126,16 +106,11 @@ class _Run:
         model: nn.Module,
         grid: RetrievalGrid,
         lengths: list[int],
-        settings: RetrievalSettings,
+        settings: EvaluationSettings,
         cache: ResultCache | None,
     ) -> None:
-        self.reader, self.grid, self.lengths, self.settings, self.cache = (
-            reader_of(model),
-            grid,
-            lengths,
-            settings,
-            cache,
-        )
+        self.reader, self.grid, self.lengths = reader_of(model), grid, lengths
+        self.settings, self.cache = settings, cache
         self.cells: dict[tuple[int, int], RetrievalCell] = {}
         self.missing: dict[tuple[int, int], Any] = {}
 

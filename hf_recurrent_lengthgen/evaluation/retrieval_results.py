@@ -1,7 +1,7 @@
 """How often models find what stands far back in a text, by where it stands and how long the text is."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -45,13 +45,11 @@ class Share:
 
 @dataclass(frozen=True)
 class RetrievalCell:
-    """The answers at one depth (or to one bAbI task) and length.
+    """The right answers of greedy decoding at one depth (or to one bAbI task) and length.
 
-    Attributes:
-        right: Answers of greedy decoding that are right, token by token.
-        samples: Prompts; in BABILong fewer, or none, where facts do not fit into the length.
-        distance: Tokens between the last one of the needle (or of the first fact that is needed) and the answer, the
-            most among the samples; None without samples.
+    `samples` are fewer, or none, in BABILong where facts do not fit into the length. `distance` is the number of tokens
+    between the last one of the needle (or of the first fact that is needed) and the answer, the most among the
+    samples; None without samples.
     """
 
     right: int
@@ -68,21 +66,14 @@ class RetrievalResult:
     """One model on one task.
 
     Attributes:
-        model: Name for people.
         weights: SHA-256 of its parameters.
         training_length: Tokens; None where it is not known.
-        task: "passkey", "niah" or "babilong".
-        style: Which prompt.
-        shots: Solved examples before each prompt.
+        task: "passkey", "niah" or "babilong", with the prompt's `style`, and `shots` solved examples before it.
         rows: Names of the rows: depths in percent, or bAbI tasks.
         depths: Share of the text before the needle, for each row; None in BABILong.
         lengths: Tokens of prompt and answer, ascending.
         cells: For each row the cell of each length.
-        confidence: Of intervals.
         data: What the prompts were made of; the digest is that of all prompts.
-        seed: Of keys and words.
-        device, versions, command, wall_seconds: How it was found.
-        forgetting: At inference, of its config.
     """
 
     model: str
@@ -117,12 +108,7 @@ class RetrievalResult:
     @property
     def by_length(self) -> tuple[Share, ...]:
         """All rows together, for each length."""
-        return tuple(_together(row[place] for row in self.cells) for place in range(len(self.lengths)))
-
-    @property
-    def by_row(self) -> tuple[Share, ...]:
-        """All lengths together, for each row."""
-        return tuple(_together(row) for row in self.cells)
+        return tuple(map(_together, zip(*self.cells, strict=True)))
 
     def within(self, distance: int) -> tuple[Share, ...]:
         """For each length, the cells whose needles all stand within the last `distance` tokens of the prompt.
@@ -130,10 +116,11 @@ class RetrievalResult:
         "Stuffed Mamba" (arXiv:2410.07145), Figures 13 and 14. The tokens are those after the needle's last one: those
         of the question count, the answer's do not.
         """
-        return tuple(
-            _together(row[place] for row in self.cells if _is_within(row[place], distance))
-            for place in range(len(self.lengths))
-        )
+        near = [
+            [cell for cell in column if cell.distance is not None and cell.distance <= distance]
+            for column in zip(*self.cells, strict=True)
+        ]
+        return tuple(map(_together, near))
 
     def recall_length(self, accuracy: float = RECALL_ACCURACY) -> int | None:
         """T_recall: the longest length up to which the accuracy over all rows is at least `accuracy`.
@@ -167,10 +154,5 @@ class RetrievalComparison:
                 raise ValueError(f"The models of a comparison must have the same {name}.")
 
 
-def _together(cells: Iterable[RetrievalCell]) -> Share:
-    chosen = list(cells)
-    return Share(sum(cell.right for cell in chosen), sum(cell.samples for cell in chosen))
-
-
-def _is_within(cell: RetrievalCell, distance: int) -> bool:
-    return cell.distance is not None and cell.distance <= distance
+def _together(cells: Sequence[RetrievalCell]) -> Share:
+    return Share(sum(cell.right for cell in cells), sum(cell.samples for cell in cells))

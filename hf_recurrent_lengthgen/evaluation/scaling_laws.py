@@ -97,11 +97,8 @@ def state_elements(model: Any) -> int:
     With K - 1 columns for K taps, this is the "state size" of arXiv:2410.07145, Table 2. The tokens that a window of
     forgetting keeps do not count.
 
-    Args:
-        model: With `state_shapes()`, as the models of this package and `stateful(model)` have it.
-
     Raises:
-        ValueError: for a model without.
+        ValueError: for a model without `state_shapes()`, which those of this package and of `stateful` have.
     """
     if not hasattr(model, "state_shapes"):
         raise ValueError(
@@ -218,7 +215,6 @@ def recall_threshold(
 
 
 def _recalled(accuracy: Mapping[int, float], least: float) -> int:
-    """The greatest length up to which no accuracy is below `least`; 0 if there is none."""
     return max(takewhile(lambda length: accuracy[length] >= least, sorted(accuracy)), default=0)
 
 
@@ -236,11 +232,9 @@ def fit_linear_law(
     """T = a N + b by least squares, with t-intervals of n - 2 degrees of freedom.
 
     Args:
-        sizes: State elements.
-        lengths: Tokens.
+        sizes, size_unit: State elements, and how many of them are the unit of N.
+        lengths, length_unit: Tokens, and how many of them are the unit of T.
         confidence: Two-sided.
-        size_unit: Elements in the unit of N.
-        length_unit: Tokens in the unit of T.
 
     Raises:
         NoFitError: a `ValueError`, for fewer than two different sizes, or lengths that are all equal.
@@ -326,7 +320,6 @@ class _Points(NamedTuple):
 def _points(
     sizes: Sequence[float], lengths: Sequence[float], least: int, confidence: float, size_unit: int, length_unit: int
 ) -> _Points:
-    """The points of a law with `least` coefficients, checked."""
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence}.")
     if size_unit < 1 or length_unit < 1:
@@ -396,5 +389,4 @@ def _jacobian(form: Form, coefficients: Sequence[float], sizes: np.ndarray) -> n
 
 
 def _some(values: Sequence[float]) -> str:
-    """The first values, as text."""
     return ", ".join(f"{value:g}" for value in values[:8]) + (", ..." if len(values) > 8 else "")

@@ -1,12 +1,11 @@
 """What a model predicts in many texts that begin alike: what they share is read once.
 
-The texts go into a tree of token prefixes, which is walked from the root: the state at a branching point is a value,
-so that every branch continues from it. Nodes are read in batches of rows, without padding where their state is needed
-and with padding after the end where it is not. A model whose state is no value reads each text from its beginning,
-together with others that are as long. The pieces change nothing beyond rounding.
+The texts go into a tree of token prefixes, which is walked from the root: every branch continues from the state at the
+branching point. Nodes are read in batches, without padding where their state is needed and with padding after the end
+where it is not. A model whose state is no value reads each text from its beginning, with others that are as long.
 
-A batch waits as a reference to the states of its parents. So there are never more states than the depth of the tree
-plus one, times the rows of a batch.
+A batch waits as a reference to the states of its parents: there are never more states than the depth of the tree plus
+one, times the rows of a batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import (
     LOGITS_PER_FORWARD,
     STATES_PER_FORWARD,
     TOKENS_PER_FORWARD,
+    check_pieces,
     check_tokens,
     progress_bar,
     reading_plan,
@@ -79,7 +79,6 @@ def prefix_tree(texts: Sequence[Ids], worth: int = WORTH_A_CALL) -> Node:
 
 
 def _shared(one: np.ndarray, other: np.ndarray) -> int:
-    """Length of the common prefix."""
     length = min(len(one), len(other))
     different = one[:length] != other[:length]
     return int(different.argmax()) if different.any() else length
@@ -112,7 +111,6 @@ def _dissolve_small(root: Node, worth: int) -> None:
 
 
 def walk(root: Node) -> Iterator[Node]:
-    """All nodes, parents before children."""
     waiting = [root]
     while waiting:
         node = waiting.pop()
@@ -213,10 +211,8 @@ def greedy_hits(
         reader: Of any causal language model.
         texts: Token ids (n,) each.
         starts: The first token of each text that is asked about, at least 1.
-        batch_size: Texts read together; None chooses by memory, at most 16.
-        chunk_length: Tokens of each in a forward pass; None chooses by memory.
+        batch_size, chunk_length, title: As for `read_tree`.
         names: What each text is called in errors.
-        title: Of the progress bar; empty for none.
 
     Yields:
         The index of each text and (n - start,) truth values, in no particular order.
@@ -228,9 +224,7 @@ def greedy_hits(
     """
     for text in texts:
         check_tokens(text[None], reader.vocabulary)
-    for option, value in (("batch_size", batch_size), ("chunk_length", chunk_length)):
-        if value is not None and value < 1:
-            raise ValueError(f"{option} must be at least 1, or None to choose by memory; got {value}.")
+    check_pieces(batch_size, chunk_length)
     if chunk_length is not None and not reader.carries:
         raise ValueError(f"{reader.refusal(f'reading {chunk_length} tokens at a time')} Else give no chunk length.")
     root = prefix_tree(texts, WORTH_A_CALL if reader.carried_by_row else NOWHERE)
@@ -304,7 +298,6 @@ class _Walk:
             group.sort(key=lambda branch: -len(branch.node.tokens))
 
     def _most(self, group: Sequence[Branch]) -> int:
-        """How many leaves are read together."""
         if self.reader.carried_by_row:
             return self.rows
         return reading_plan(self.reader, len(group), len(group[0].node.tokens), self.asked, self.chunk_length)[0]

@@ -37,16 +37,10 @@ Heads = Sequence[tuple[int, int]]
 
 
 class Patching(NamedTuple):
-    """NLL in nats per token, averaged over the tokens after the exchange, for each of S sequences.
+    """NLL in nats per token over the W = `width` tokens after the exchange, for each of S sequences.
 
-    Attributes:
-        position: Tokens read before the exchange.
-        kept: Tokens that h' has read.
-        width: Tokens W that are scored after it.
-        full: From h, (S,).
-        short: From h', (S,).
-        restored: For each group of heads, (groups, S).
-        broken: For each group of heads, (groups, S).
+    `full` (S,) is from h after `position` tokens, `short` (S,) from h' after `kept`; `restored` and `broken`
+    (groups, S) are of the groups of heads.
     """
 
     position: int
@@ -59,7 +53,6 @@ class Patching(NamedTuple):
 
     @property
     def harm(self) -> np.ndarray:
-        """NLL from h minus that from h', (S,)."""
         return np.asarray(self.full - self.short)
 
 
@@ -84,8 +77,7 @@ def patch_heads(
         position: Tokens read before; by default as many as leave `width` of them.
         width: Tokens that are scored; by default half the training length, or what the texts have beyond it if that
             is less. h' has read the T - `width` before them.
-        batch_size: Rows per forward pass; by default as many as memory limits allow.
-        progress: Show a progress bar.
+        batch_size, progress: As for `stream_nll`.
 
     Raises:
         ValueError: for models without a state that is a value, heads that are not there, a width not below T (so

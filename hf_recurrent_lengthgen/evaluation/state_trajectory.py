@@ -12,8 +12,6 @@ States are read from `final_state` where a chunk ends, so that the statistics ri
         nll = stream_nll(model, tokens, observer=observer).nll
     trajectory = observer.trajectory()
 
-What is kept does not depend on the length of the streams: about 150 bytes per sequence, position and head.
-
 Position n is after n tokens were read. A unit is what statistics are taken of: a head, or where the recurrent part has
 channels instead, (B, D, N) in Mamba-1, a group of neighbouring channels. Shapes: n positions, S sequences, U units, E
 elements of a unit.
@@ -43,31 +41,21 @@ SKETCH_SIZES = (1, 1, 2, 4, 8, *[16] * 14, 8, 4, 2, 1, 1)
 """So many neighbours of the sorted elements have their mean kept: fine at the ends, where outliers are."""
 
 
-def sample_positions(length: int, training_length: int, per_octave: int = 2) -> tuple[int, ...]:
+def sample_positions(length: int, training_length: int) -> tuple[int, ...]:
     """Positions to look at: powers of two up to half of the training length T, the multiples of T / 8 from there to
-    T, and beyond it `per_octave` per doubling; the last is `length`.
-
-    Raises:
-        ValueError: for numbers below 1.
+    T, and beyond it two per doubling; the last is `length`. Both are at least 1.
     """
-    for name, value in (("length", length), ("training_length", training_length), ("per_octave", per_octave)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}.")
     early = [2**k for k in range(training_length.bit_length()) if 2**k < training_length / 2]
     inside = [math.ceil(training_length * k / 8) for k in range(4, 9)]
     octaves = max(0.0, math.log2(length / training_length))
-    later = [round(training_length * 2 ** (k / per_octave)) for k in range(1, math.ceil(octaves * per_octave))]
+    later = [round(training_length * 2 ** (k / 2)) for k in range(1, math.ceil(octaves * 2))]
     return tuple(sorted({position for position in (*early, *inside, *later) if position < length} | {length}))
 
 
 class PartStatistics(NamedTuple):
-    """Of one part of a layer's state, (n, S, U) each.
+    """Mean and population variance over the elements of a unit of one part of a layer's state, (n, S, U) each.
 
-    Attributes:
-        mean: Mean over the elements of a unit.
-        variance: Population variance over them.
-        extreme: The value of the largest magnitude.
-        extreme_index: Where in the unit it is, as an index into the flattened unit.
+    `extreme` is the value of the largest magnitude, at `extreme_index` of the flattened unit.
     """
 
     mean: np.ndarray
@@ -164,7 +152,7 @@ class StateObserver:
     Args:
         model: The model that reads.
         sequences: Number of sequences S that will be read.
-        positions: Numbers of tokens read, rising; the last at most the length of the streams.
+        positions: Numbers of tokens read, rising.
 
     Raises:
         ValueError: for positions that do not rise from 1, no sequences, or a model without states.
@@ -214,7 +202,6 @@ class StateObserver:
 
     @torch.inference_mode()
     def see(self, first_sequence: int, chunk: Chunk) -> None:
-        """Look at a chunk whose first row is that sequence."""
         tokens = chunk.nll.shape[1]
         rows = slice(first_sequence, first_sequence + len(chunk.nll))
         self._add_calls(chunk.start == 0, tokens)
@@ -276,12 +263,10 @@ class StateObserver:
         return found
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What was gathered so far, for `restore`."""
         running = {f"running.{name}": total.cpu().numpy() for name, total in self._running.items()}
         return {"seen": self._seen, **{f"kept.{name}": array for name, array in self._kept.items()}, **running}
 
     def restore(self, arrays: dict[str, np.ndarray]) -> None:
-        """Go on from what `arrays` of an observer of the same arguments returned."""
         device = next(self._model.parameters()).device
         self._seen = arrays["seen"].copy()
         self._kept = {name[5:]: array.copy() for name, array in arrays.items() if name.startswith("kept.")}
@@ -330,15 +315,10 @@ class StateObserver:
 
 
 class _Layout(NamedTuple):
-    """How a layer's state is looked at.
+    """How a layer's state is looked at: what its `units` are, none without a recurrent part, and their shape.
 
-    Attributes:
-        unit: What a unit is.
-        units: Number of units, 0 for a layer without a recurrent part.
-        shape: Shape of a unit.
-        sketched: The elements of a unit that its distribution is estimated from, always the same ones.
-        groups: (sketched, G): averages groups of neighbours.
-        conv: Names and channels of the parts of the convolution state.
+    `sketched` are the elements of a unit that its distribution is estimated from, `groups` (sketched, G) averages
+    neighbours among them, `conv` has the channels of the parts of the convolution state.
     """
 
     unit: str
@@ -350,7 +330,6 @@ class _Layout(NamedTuple):
 
     @classmethod
     def of(cls, recurrent: Tensor, conv: Tensor, parts: dict[str, int]) -> "_Layout":
-        """The layout of a layer from its state, and the `conv_parts` of it; of others the channels are one part."""
         sections = {}
         if conv[0].numel():
             sections = parts if sum(parts.values()) == conv.shape[1] else {"x": conv.shape[1]}
@@ -364,7 +343,6 @@ class _Layout(NamedTuple):
 
 
 def _statistics(units_BUE: Tensor) -> dict[str, Tensor]:
-    """The entries of `PartStatistics`, (B, U) each."""
     variance, mean = torch.var_mean(units_BUE, -1, correction=0)
     index = units_BUE.abs().argmax(-1, keepdim=True)
     extreme = units_BUE.gather(-1, index)[..., 0]

@@ -68,12 +68,6 @@ def test_results_without_intervals_have_no_bands(model_of: ModelOf, figure_of: C
     assert not figure_of([model_of("base", "base", 1.0, width=None)]).axes[0].collections
 
 
-@pytest.mark.parametrize("figure_of", FIGURES)
-def test_a_figure_of_nothing_is_refused(figure_of: Callable[[Any], Figure]) -> None:
-    with pytest.raises(ValueError, match="at least one model"):
-        figure_of([])
-
-
 def test_colors_differ_and_have_dark_partners(model_of: ModelOf, demo: Comparison) -> None:
     assert model_colors(demo.models) == [ROLE_COLORS[role] for role in ("base", "cured", "control")]
     many = [*demo.models, model_of("base", "b2", 0), model_of("cured", "c2", 0), model_of("other", "o", 0)]
