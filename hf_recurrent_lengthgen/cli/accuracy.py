@@ -90,7 +90,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _task(options: argparse.Namespace, records: Sequence[Any]) -> tuple[TaskStrings, int | None]:
-    """The task to measure on, and the longest string in training where that is known."""
     given = {"name": options.task, "length": options.task_length, "vocabulary": options.vocabulary}
     given = {name: value for name, value in given.items() if value is not None}
     record = dict(records[0] or {}) if len(given) < 3 else {}
@@ -140,7 +139,6 @@ def _table(found: Curves, task: TaskStrings) -> str:
 def _write(
     folder: Path, found: Curves, task: TaskStrings, training_length: int | None, options: argparse.Namespace
 ) -> Path:
-    """Write JSON and pictures; the path of the picture."""
     document = {
         "task": task.record | {"length": training_length},
         "samples": options.samples,

@@ -75,7 +75,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def line_break(tokenizer: Any) -> int | None:
-    """The id of the token that is one line break, if there is one."""
     try:
         return newline_token(tokenizer)
     except ValueError:

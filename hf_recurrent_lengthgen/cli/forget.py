@@ -139,7 +139,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _chosen(options: argparse.Namespace, given: dict[str, list[Any]]) -> Forgetting:
-    """The one setting to save."""
     idle = [f"--{name}" for name in SEARCH_DEFAULTS if getattr(options, name) is not None]
     if idle:
         raise ValueError(f"{', '.join(idle)} goes with --search: leave it out, or give that.")
@@ -177,7 +176,6 @@ def _search(options: argparse.Namespace, given: dict[str, list[Any]]) -> Forgett
 
 
 def search_table(found: ForgettingSearch) -> str:
-    """One row per rule, and what came out."""
     rows = [("setting", f"loss to {found.length:,}", "gain")]
     for trial in found.trials:
         texts = estimate_text(trial.loss, digits=4), estimate_text(trial.gain, "+", digits=4)
@@ -190,7 +188,6 @@ def search_table(found: ForgettingSearch) -> str:
 
 
 def conclusion(found: ForgettingSearch) -> str:
-    """What came out, in a sentence."""
     best, nothing = found.best, found.trials[0]
     if best is nothing:
         return f"No forgetting at all is best: loss {nothing.loss.mean:.4f}. No setting that was tried is better."

@@ -25,15 +25,8 @@ print(tokenizer.decode(text[0]))"""
 
 
 def write_report(comparison: Comparison, folder: Path, checkpoint: Path | None = None) -> Path:
-    """Write `result.json`, the figures as PNG and SVG, and `index.html`.
-
-    Args:
-        comparison: What was found.
-        folder: Where to write.
-        checkpoint: Checkpoint that the page explains how to load; None for no such section.
-
-    Returns:
-        Path of the page.
+    """Write `result.json`, the figures as PNG and SVG, and `index.html`, which explains how to load `checkpoint`; the
+    path of the page.
     """
     write_result(folder / "result.json", comparison)
     for name, picture in PICTURES.items():
@@ -43,7 +36,6 @@ def write_report(comparison: Comparison, folder: Path, checkpoint: Path | None =
 
 
 def draw(figure: Figure, path: Path) -> None:
-    """Write a figure as `path` with .png and with .svg."""
     save_png(figure, path.with_name(f"{path.name}.png"))
     save_svg(figure, path.with_name(f"{path.name}.svg"))
 
@@ -81,7 +73,6 @@ def summary_table(comparison: Comparison) -> str:
 
 
 def in_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as lines of aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -206,7 +206,6 @@ def _depths(text: str) -> list[float]:
 
 
 def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tuple[RetrievalGrid, DataSource]:
-    """The prompts, and what they are made of."""
     sizes = {"samples": options.samples, "seed": options.seed, "shots": options.shots}
     if options.task == "passkey":
         grid = PasskeyGrid(tokenizer, _depths(options.depths), style=options.style, **sizes)
@@ -230,7 +229,6 @@ def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tu
 
 
 def _table(found: Sequence[RetrievalResult]) -> str:
-    """Accuracy by length with its interval, and the length up to which a model recalls."""
     first = found[0]
     width = max(8, *(len(result.model) for result in found))
     head = "".join(f"{short_number(length):>16}" for length in first.lengths)

@@ -63,7 +63,6 @@ def _compute(task: Measurement) -> StateDiagnosis:
 
 
 def _no_states(task: Measurement) -> str:
-    """Why states cannot be diagnosed; empty if they can."""
     if not isinstance(task.reader, StateReader):
         return task.reader.refusal("a diagnosis of states")
     if len(task.tokens) < 2:
@@ -74,7 +73,6 @@ def _no_states(task: Measurement) -> str:
 
 
 def drift_text(states: StateDiagnosis) -> str:
-    """Which heads drift, how far and since when."""
     ranking, drifting = states.ranking, states.drifting
     if not ranking:
         return "It has no heads whose states could drift."
@@ -106,7 +104,6 @@ def distance_text(head: HeadStates) -> str:
 
 
 def retention_text(states: StateDiagnosis) -> str:
-    """How much the head that holds most of the first token holds at the training length and at the end."""
     known = [(pair, pair[1].inputs.log_retention) for pair in states.ranking if pair[1].inputs is not None]
     inside = [place for place, position in enumerate(states.positions) if position <= states.training_length]
     if not known or not inside:
@@ -172,7 +169,6 @@ def harm_share_text(patching: HeadPatching, estimate: Estimate) -> str:
 
 
 def drifting_group(states: StateDiagnosis) -> PatchedHeads | None:
-    """The exchange of all heads that drift."""
     return _group_of(states, {(layer.layer, head.head) for layer, head in states.drifting})
 
 
@@ -212,7 +208,6 @@ def _reason(states: StateDiagnosis, status: Status) -> str:
 
 
 def _counted(pairs: tuple[Pair, ...]) -> str:
-    """ "12 heads"."""
     units = sorted({layer.unit for layer, _ in pairs})
     return f"{len(pairs):,} " + " and ".join(f"{unit}s" if len(pairs) > 1 else unit for unit in units)
 

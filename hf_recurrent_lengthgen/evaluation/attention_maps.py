@@ -106,9 +106,8 @@ def attention_maps(
 
 @torch.no_grad()
 def channel_maps(model: nn.Module, input_ids: Tensor, layer: int, channels: slice) -> Tensor:
-    """M_d (Eq. 8) of some channels of a layer, in Mamba-2, GLA and their kin of some heads: (c, T, T) in float64.
-
-    Arguments and errors as in `attention_maps`; all c maps are made at once.
+    """M_d (Eq. 8) of some channels (heads) of a layer, (c, T, T) in float64, all at once; arguments as
+    `attention_maps`.
     """
     scan = _scans(model, _one_text(input_ids), [layer])[layer]
     return scan[None] if isinstance(scan, Tensor) else _maps(*scan.part(channels))[0]
@@ -143,7 +142,7 @@ def _one_text(input_ids: Tensor) -> Tensor:
 
 
 def _averages(scan: _Scan) -> tuple[Tensor, Tensor]:
-    """Means over all channels of the maps and of the masks, (T, T) each."""
+    """Means over all channels of the maps and of the masks, (T, T) each; a few channels are made at once."""
     length = scan.linear.shape[0]
     average, mask = scan.linear.new_zeros(2, length, length)
     at_once = max(1, MAP_ELEMENTS // length**2)

@@ -22,12 +22,10 @@ BINS_PER_OCTAVE = 4
 def newline_token(tokenizer: Any) -> int:
     """The id of the token that is one newline and nothing else, as it stands inside a text.
 
-    Some tokenizers put a space before every text, so that a newline alone is two tokens; then the one after a letter
-    is taken.
-
     Raises:
         ValueError: for a tokenizer that has no such token.
     """
+    # where a space stands before every text, a newline alone is two tokens: then the one after a letter is taken
     alone = tokenizer.encode("\n", add_special_tokens=False)
     letter, inside = (tokenizer.encode(text, add_special_tokens=False) for text in ("a", "a\n"))
     for ids in (alone, inside[len(letter) :] if inside[: len(letter)] == letter else []):
@@ -48,17 +46,15 @@ def constant_prompt(
     chunk_length: int | None = None,
     progress: bool = True,
 ) -> ConstantPrompt:
-    """NLL by position of a text of `token` alone, and whether it rises beyond the training length.
-
-    It has risen where a bin is above `FAILURE_FACTOR` times the highest bin inside the training length, the first bin
-    left out (the rule of section 4.2, there for ordinary texts).
+    """NLL by position of a text of `token` alone, and whether it rises beyond the training length: whether a bin is
+    above `FAILURE_FACTOR` times the highest bin inside, the first left out (the rule of section 4.2 for ordinary
+    texts).
 
     Args:
-        model: As for `stream_nll`.
+        model, chunk_length, progress: As for `stream_nll`.
         token: What is repeated; `newline_token(tokenizer)` for the paper's prompt.
         training_length: Tokens per training sequence, at least 2.
         length: Positions to score, above `training_length`.
-        chunk_length, progress: As for `stream_nll`.
 
     Raises:
         ValueError: for a token outside the vocabulary, lengths that are not possible, and as `stream_nll`.

@@ -78,11 +78,10 @@ def effective_remembrance(
     """Effective Remembrance at `length` for all start points and distances, with intervals over sequences.
 
     Args:
-        model: A causal language model (`reader_of` says which); run in evaluation mode, left in the mode it had.
+        model: A causal language model (`reader_of` says which).
         tokens: Token ids (S, at least `length`); the first `length` of each sequence are read.
         training_length: Tokens per training sequence.
-        settings: Confidence, progress, most rows (a sequence from a start point on) in a forward pass, and most tokens
-            of a row in one, where the model carries something.
+        settings: Confidence, progress, rows (a sequence from a start point on) and tokens of a row in a forward pass.
         length: T; by default 4 training lengths.
         starts: The t, in any order, from 0 to T - 1; by default those of `start_points`.
 
@@ -114,9 +113,8 @@ def remembrance_values(
     chunk_length: int | None = None,
     progress: bool = True,
 ) -> np.ndarray:
-    """The three distances (total variation, Jensen-Shannon, 1 - cosine) of each sequence and start, (S, 3, n) float64.
-
-    Arguments and errors are those of `effective_remembrance`; the result is in the order of `starts`.
+    """The three distances (total variation, Jensen-Shannon, 1 - cosine) of each sequence and start, (S, 3, n) float64,
+    in the order of `starts`; arguments and errors are those of `effective_remembrance`.
     """
     if length < 1:
         raise ValueError(f"length must be at least 1 token, got {length}.")

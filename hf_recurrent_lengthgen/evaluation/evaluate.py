@@ -96,14 +96,8 @@ class Readings(NamedTuple):
 
 
 class Measurement:
-    """One model on one set of texts: what every metric is computed from, and where its result is kept.
-
-    Attributes:
-        reader: Of the model.
-        tokens: Checked token ids (S, L + 1).
-        length: L.
-        data: Their record, with their digest.
-        key: What every result depends on.
+    """One model on checked token ids (S, L + 1): what every metric is computed from, and where its result is kept by
+    `key`, what every result depends on.
     """
 
     def __init__(
@@ -144,7 +138,6 @@ class Measurement:
         return found
 
     def partial(self, name: str, **depends_on: Any) -> PartialResult | None:
-        """Where a long computation keeps what it has so far; None without a cache."""
         return None if self.cache is None else self.cache.partial({"result": name, **self.key, **depends_on})
 
     def evaluate(self, observer: Observer | None = None) -> EvaluationResult:
@@ -167,23 +160,23 @@ def evaluate_model(
 ) -> EvaluationResult:
     """Position-wise NLL, context harm, in-window NLL and the length verdict; three forward passes per token.
 
-    The verdict judges positions inside the training length by their mean over all windows, which is many
-    times more precise than the one beginning of each sequence, and later positions by the stream.
+    The verdict judges positions inside the training length by their mean over all windows, which is many times more
+    precise than the one beginning of each sequence, and later positions by the stream.
 
     Args:
         model: As for `stream_nll`.
-        tokens: Token ids (S, L + 1): S held-out sequences, L > training_length positions each. Intervals need
-            S >= 2, and a last octave of harm at 32 to 64 training lengths needs L = 64 * training_length.
+        tokens: Token ids (S, L + 1): S held-out sequences, L > training_length positions each. Intervals need S >= 2,
+            and a last octave of harm at 32 to 64 training lengths needs L = 64 * training_length.
         training_length: Tokens per training sequence, T.
         label: Name of the model in tables and figures.
         data: What the tokens are, for people; the digest is that of `tokens`, whatever is given.
         settings: How it is measured.
-        observer: As for `stream_nll`, and entered around the stream if it is a context manager; the stream is read
-            for it even if the result is in the cache.
+        observer: As for `stream_nll`, and entered around the stream if it is a context manager; the stream is read for
+            it even if the result is in the cache.
         cache: Where results are kept by their content, and what there is of one after an interrupt.
 
     Raises:
-        ValueError: as `stream_nll` and `window_nll`, and for a harm range outside [T, L).
+        ValueError: as `stream_nll` and `window_nll`, and for a `harm_range` outside what was evaluated.
     """
     return Measurement(model, tokens, training_length, label, data, settings, cache).evaluate(observer)
 

@@ -125,7 +125,6 @@ def _trial(rule: Forgetting, losses: np.ndarray, nothing: np.ndarray, confidence
 
 
 def _known(file: str | os.PathLike[str], measured: dict[str, Any], data: DataRecord) -> dict[Forgetting, np.ndarray]:
-    """What a file holds of the same search."""
     kept = read_result(file, ForgettingSearch)
     if kept.data.digest != data.digest or any(getattr(kept, name) != value for name, value in measured.items()):
         raise ValueError(

@@ -67,12 +67,12 @@ class Reader:
 
         Args:
             input_ids: (B, C) int64 on the model's device.
-            cache: What reading the tokens before has returned; None at the beginning of a text.
+            cache: What reading the tokens before has returned; None at the beginning of a text. One that is not
+                `carried_by_row` is used up.
             logits_to_keep: Only the last so many; 0 for all.
 
         Returns:
-            Logits (B, C or `logits_to_keep`, V), and the cache to go on with. One that is not `carried_by_row` is used
-            up.
+            Logits (B, C or `logits_to_keep`, V), and the cache to go on with.
 
         Raises:
             ValueError: for a cache where `carries` is False, and positions that the model does not have.

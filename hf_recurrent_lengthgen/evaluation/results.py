@@ -112,7 +112,6 @@ class DataSource:
 
     @classmethod
     def of(cls, given: "DataSource | str") -> "DataSource":
-        """A source that is only named, as one."""
         return given if isinstance(given, cls) else cls(str(given))
 
     @property

@@ -1,10 +1,7 @@
 """How often a model finds what stands far back in a text: passkeys, needles, facts.
 
 Accuracy by depth and length as in "Stuffed Mamba" (arXiv:2410.07145), B.1 and Figure 2, "Unexplored states"
-(arXiv:2507.02782), B.3 and B.4, and StateX (arXiv:2509.22630), C.4. Decoding is greedy: the model reads the right
-answer along with the prompt, which counts if each of its tokens is the most likely one: greedy decoding gives it if
-and only if no token on the way differs. Prompts of any length are read in pieces; what several of them begin with is
-read once.
+(arXiv:2507.02782), B.3 and B.4, and StateX (arXiv:2509.22630), C.4. Decoding is greedy (`greedy_hits`).
 """
 
 import hashlib
@@ -31,7 +28,7 @@ TOKENS_AT_ONCE = 2**25
 
 
 class _Cell(NamedTuple):
-    """A row and a number of the length, digest, and the prompts with their answers as (n,) int32."""
+    """Its place (row, column), and the prompts with their answers as (n,) int32."""
 
     place: tuple[int, int]
     digest: str
@@ -142,7 +139,6 @@ class _Run:
         return _Cell(place, digest.hexdigest(), texts, tasks)
 
     def measure(self) -> None:
-        """Find the missing cells, many prompts at a time."""
         for group in self._groups():
             owners = [cell for cell in group for _ in cell.tasks]
             tasks = [task for cell in group for task in cell.tasks]

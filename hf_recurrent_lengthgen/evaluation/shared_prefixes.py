@@ -205,7 +205,7 @@ def greedy_hits(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Whether each token at the end of texts is the most likely one, given all before it.
 
-    That is whether greedy decoding gives them: it gives an answer if and only if no token on the way differs.
+    Greedy decoding gives an answer if and only if no token on the way differs.
 
     Args:
         reader: Of any causal language model.
@@ -219,8 +219,8 @@ def greedy_hits(
 
     Raises:
         ValueError: for token ids that the model does not know, a batch size or chunk length below 1, a chunk length
-            with a model that carries nothing, texts that such a model cannot read at once, and predictions that are
-            not finite.
+            with a model that carries nothing, texts that such a model cannot read at once, and predictions that are not
+            finite.
     """
     for text in texts:
         check_tokens(text[None], reader.vocabulary)

@@ -79,11 +79,7 @@ class Drift(NamedTuple):
 
 
 def reference_positions(positions: tuple[int, ...], training_length: int) -> list[int]:
-    """Indices of the positions in (T/2, T].
-
-    Raises:
-        ValueError: where there are none, or none beyond the training length.
-    """
+    """Indices of the positions in (T/2, T]; a `ValueError` where there are none, or none beyond the training length."""
     inside = [index for index, position in enumerate(positions) if training_length / 2 < position <= training_length]
     if not inside or positions[-1] <= training_length:
         raise ValueError(
@@ -194,15 +190,10 @@ def pooled_std(mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
 
 
 def pooled_levels(atoms: np.ndarray, masses: np.ndarray, edges: np.ndarray | None = None) -> np.ndarray:
-    """Means of the quantile function between levels, of distributions pooled from equally weighted parts.
+    """Means of the quantile function between levels, (U, pieces), of distributions pooled from equally weighted parts.
 
-    Args:
-        atoms: (U, ..., G): values of each part.
-        masses: (G,): their shares.
-        edges: The levels, from 0 to 1; by default LEVELS pieces that are fine at the ends.
-
-    Returns:
-        One mean for each piece between levels, (U, pieces).
+    `atoms` (U, ..., G) are values of each part, `masses` (G,) their shares, `edges` the levels, from 0 to 1; by
+    default LEVELS pieces that are fine at the ends.
     """
     edges = _edges() if edges is None else edges
     weights = np.broadcast_to(masses, atoms.shape[1:]).reshape(-1)

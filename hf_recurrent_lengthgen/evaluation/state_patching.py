@@ -75,13 +75,13 @@ def patch_heads(
         training_length: Tokens per training sequence, T.
         groups: The heads that are exchanged together; each group is a measurement.
         position: Tokens read before; by default as many as leave `width` of them.
-        width: Tokens that are scored; by default half the training length, or what the texts have beyond it if that
-            is less. h' has read the T - `width` before them.
+        width: Tokens that are scored; by default half the training length, or what the texts have beyond it if that is
+            less. h' has read the T - `width` before them.
         batch_size, progress: As for `stream_nll`.
 
     Raises:
-        ValueError: for models without a state that is a value, heads that are not there, a width not below T (so
-            also for T = 1), and texts or positions that are too short.
+        ValueError: for models without a state that is a value, heads that are not there, a width not below T (so also
+            for T = 1), and texts or positions that are too short.
     """
     reader = reader_of(model)
     if not reader.carried_by_row:

@@ -124,9 +124,8 @@ def as_units(recurrent: Tensor) -> Tensor:
 
 
 def conv_parts(model: nn.Module) -> dict[int, dict[str, int]]:
-    """Names and channels of the parts of the convolution states, by layer, where they are known.
-
-    Our mixers tell them; in models of Transformers they follow from the parameters of Mamba-2 mixers.
+    """Names and channels of the parts of the convolution states, by layer: our mixers tell them; in models of
+    Transformers they follow from the parameters of Mamba-2 mixers.
     """
     blocks = getattr(getattr(model, "base_model", model), "layers", ())
     mixers = {layer: getattr(block, "scan_mixer", None) for layer, block in enumerate(blocks)}
@@ -148,11 +147,6 @@ class StateObserver:
 
     As a context manager around the reading, it also records the inputs of the recurrence, where the layers' scans are
     known; without, `inputs` of the layers are None.
-
-    Args:
-        model: The model that reads.
-        sequences: Number of sequences S that will be read.
-        positions: Numbers of tokens read, rising.
 
     Raises:
         ValueError: for positions that do not rise from 1, no sequences, or a model without states.
@@ -231,7 +225,7 @@ class StateObserver:
             self._kept.setdefault(f"{part}.{name}", np.zeros(size, array.dtype))[place, rows] = array
 
     def _add_calls(self, begins: bool, tokens: int) -> None:
-        """Add up what the layers scanned in a chunk, which is the first one of its rows or not."""
+        """Add up what the layers scanned in a chunk."""
         if begins:
             self._running = {}
         for layer, calls in self._calls.items():
@@ -277,11 +271,7 @@ class StateObserver:
         }
 
     def trajectory(self) -> StateTrajectory:
-        """What was seen.
-
-        Raises:
-            ValueError: if not all positions of all sequences were.
-        """
+        """What was seen; a `ValueError` if not all positions of all sequences were."""
         if not self._seen.all():
             place, sequence = np.argwhere(~self._seen)[0]
             raise ValueError(

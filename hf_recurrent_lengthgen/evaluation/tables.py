@@ -40,10 +40,6 @@ def rows_of(result: Any) -> list[Row]:
     the tokens before `start`. Retrieval has a row for each model, depth or bAbI task, and length (tokens), with
     Wilson's interval; a search of forgetting one for each setting.
 
-    Args:
-        result: `Comparison`, `EvaluationResult`, `Diagnosis`, `RetrievalComparison`, `RetrievalResult` or
-            `ForgettingSearch`.
-
     Raises:
         ValueError: for anything else.
     """

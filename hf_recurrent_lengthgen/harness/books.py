@@ -19,10 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 def rows(length: int, data_dir: str | None = None, streams_per_book: int = 1, **metadata: Any) -> Splits:
-    """Texts of `length` tokens with their number of tokens.
-
-    A cut can fall into a character or between two tokens that tokenize otherwise alone. So a text may have a few
-    tokens more or less than `length`; `tokens` is their number.
+    """Texts of `length` tokens with their number of tokens, which is another where a cut falls between two tokens that
+    tokenize otherwise alone.
 
     Args:
         length: Tokens of a text.

@@ -98,7 +98,6 @@ class StateLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int | None:
-        """The end of text; None where the tokenizer has none."""
         return self.tokenizer.eos_token_id
 
     @property
@@ -109,7 +108,6 @@ class StateLM(TemplateLM):
 
     @property
     def max_gen_toks(self) -> int:
-        """Tokens to generate for a task that does not say."""
         return MAX_GENERATED
 
     @property
@@ -118,7 +116,6 @@ class StateLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as one text, by the tokenizer's template."""
         text: str = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -128,7 +125,6 @@ class StateLM(TemplateLM):
         return text
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm_eval writes into its results beside them."""
         model = self._reader.model
         return {
             "model_num_parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -276,7 +272,6 @@ class StateLM(TemplateLM):
             yield from flush()
 
     def _ends(self) -> Ids:
-        """The ids of an end of text: the tokenizer's, and those of the model's generation config."""
         ends: int | Ids | None = self._reader.model.generation_config.eos_token_id
         known = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
         return sorted({*known, *([] if self.eot_token_id is None else [self.eot_token_id])})
@@ -299,7 +294,6 @@ def _no_tokens(context: str, continuation: str) -> ValueError:
 
 
 def _reader(pretrained: Any, device: str | None, dtype: str | torch.dtype | None, trust_remote_code: bool) -> Reader:
-    """A reader of a checkpoint or a model whose state is a value."""
     if isinstance(pretrained, str):
         name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
         if name not in DTYPES:

@@ -13,7 +13,6 @@ PNG_DOTS_PER_INCH = 200
 
 
 def save_png(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a figure as a PNG file on white."""
     buffer = BytesIO()
     figure.savefig(buffer, format="png", dpi=PNG_DOTS_PER_INCH, facecolor="white")
     Path(path).write_bytes(buffer.getvalue())

@@ -58,7 +58,6 @@ def _shares(inches: _Box, width: float, height: float) -> _Box:
 
 
 def _scale(axes: Axes) -> None:
-    """The colors from 0 to 100 %."""
     axes.imshow(np.linspace(0, 1, 64)[None], cmap=_COLORS_OF_ACCURACY, aspect="auto", extent=(0, 100, 0, 1))
     axes.set_yticks([])
     axes.set_xticks([0, 50, 100], ["0", "50", "100 % right"])

@@ -273,7 +273,6 @@ def _relative(values: Sequence[float], diagnosis: StateDiagnosis) -> list[float]
 
 
 def _cell_edges(positions: Sequence[int]) -> list[float]:
-    """Borders between positions, halfway on a logarithmic axis."""
     logs = np.log2(positions)
     middle = (logs[1:] + logs[:-1]) / 2
     edges = np.concatenate([[2 * logs[0] - middle[0]], middle, [2 * logs[-1] - middle[-1]]])
