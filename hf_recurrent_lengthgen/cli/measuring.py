@@ -26,7 +26,7 @@ from hf_recurrent_lengthgen.cli.parsing import positive
 from hf_recurrent_lengthgen.data import evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
-from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
+from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache, default_cache_folder
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Role
 from hf_recurrent_lengthgen.evaluation.streaming import check_tokens
@@ -165,20 +165,16 @@ def resumable(cache: ResultCache | None) -> Iterator[None]:
 
 def announce(subject: Subject, inputs: Inputs, what: str) -> None:
     sequences, length = inputs.tokens.shape
-    reader: Reader = reader_of(subject.model)
-    print(f"{what} {subject.label} on {sequences} texts of {length - 1:,} {inputs.data.token_unit}s{_memory(reader)}")
+    reader = reader_of(subject.model)
+    memory = ", with keys and values of all of a text" if reader.carries else ", each read at once"
+    texts = f"{sequences} texts of {length - 1:,} {inputs.data.token_unit}s"
+    print(f"{what} {subject.label} on {texts}{'' if reader.carried_by_row else memory}")
 
 
 def told_of_cache(cache: ResultCache | None) -> str:
     if cache is None or not cache.found:
         return ""
     return f"\nResults that were kept before, in {cache.folder}: {cache.found}"
-
-
-def _memory(reader: Reader) -> str:
-    if reader.carried_by_row:
-        return ""
-    return ", with keys and values of all of a text" if reader.carries else ", each read at once"
 
 
 def open_cache(options: argparse.Namespace) -> ResultCache | None:
@@ -219,9 +215,7 @@ def _training_length(names: list[str], models: list[Any]) -> int:
             )
         return int(length)
     if not lengths:
-        positions = getattr(models[0].config, "max_position_embeddings", None)
-        hint = f" (perhaps its max_position_embeddings, {positions})" if positions else ""
-        raise ValueError(f"The config of {names[0]} names no training length: give --training-length{hint}.")
+        raise ValueError(f"The config of {names[0]} names no training length: give --training-length.")
     told = ", ".join(f"{name}: {length}" for name, length in found.items())
     raise ValueError(f"The models have different training lengths ({told}): give one with --training-length.")
 

@@ -47,8 +47,8 @@ class Share:
 class RetrievalCell:
     """The right answers of greedy decoding at one depth (or to one bAbI task) and length.
 
-    `samples` are fewer, or none, in BABILong where facts do not fit. `distance` is the number of tokens between the last
-    one of the needle (or of the first fact that is needed) and the answer, the most among the samples.
+    `samples` are fewer, or none, in BABILong where facts do not fit. `distance` is the number of tokens between the
+    last one of the needle (or of the first fact that is needed) and the answer, the most among the samples.
     """
 
     right: int

@@ -218,9 +218,8 @@ def greedy_hits(
         The index of each text and (n - start,) truth values, in no particular order.
 
     Raises:
-        ValueError: for token ids that the model does not know, a batch size or chunk length below 1, a chunk length
-            with a model that carries nothing, texts that such a model cannot read at once, and predictions that are not
-            finite.
+        ValueError: for token ids that the model does not know, impossible batch sizes and chunk lengths, texts that a
+            model which carries nothing cannot read at once, and predictions that are not finite.
     """
     for text in texts:
         check_tokens(text[None], reader.vocabulary)

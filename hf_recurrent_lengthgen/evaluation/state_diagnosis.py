@@ -170,18 +170,12 @@ def _patching(found: Patching, groups: dict[str, Heads], confidence: float) -> H
     def mean(values: np.ndarray) -> Estimate:
         return estimate(values[:, None], confidence)
 
-    return HeadPatching(
-        found.position,
-        found.kept,
-        found.width,
-        mean(found.full),
-        mean(found.short),
-        mean(found.harm),
-        tuple(
-            PatchedHeads(name, tuple(heads), mean(restored), mean(broken))
-            for (name, heads), restored, broken in zip(groups.items(), found.restored, found.broken, strict=True)
-        ),
+    patched = tuple(
+        PatchedHeads(name, tuple(heads), mean(restored), mean(broken))
+        for (name, heads), restored, broken in zip(groups.items(), found.restored, found.broken, strict=True)
     )
+    means = map(mean, (found.full, found.short, found.harm))
+    return HeadPatching(found.position, found.kept, found.width, *means, patched)
 
 
 def _left_out(model: nn.Module, layers: Sequence[LayerTrajectory], sequences: int) -> list[str]:

@@ -79,7 +79,7 @@ class Drift(NamedTuple):
 
 
 def reference_positions(positions: tuple[int, ...], training_length: int) -> list[int]:
-    """Indices of the positions in (T/2, T]; a `ValueError` where there are none, or none beyond the training length."""
+    """Indices of the positions in (T/2, T]; a `ValueError` where there are none, or none beyond T."""
     inside = [index for index, position in enumerate(positions) if training_length / 2 < position <= training_length]
     if not inside or positions[-1] <= training_length:
         raise ValueError(
