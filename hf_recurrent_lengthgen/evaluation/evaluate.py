@@ -60,7 +60,6 @@ class EvaluationSettings:
 
     Attributes:
         batch_size, chunk_length: Rows, and tokens of each, per forward pass; None for what memory limits allow.
-        harm_range: Positions [start, stop) of the harm summary; None for the last octave [L/2, L).
         harm_threshold: Nats per token; context is called harmful in a bin whose lower bound lies above.
         tolerance: Of the verdict, as a fraction of perplexity.
         confidence: Two-sided, of all intervals.
@@ -71,7 +70,6 @@ class EvaluationSettings:
 
     batch_size: int | None = option(None, f"texts or windows in a forward pass {BY_MEMORY}")
     chunk_length: int | None = option(None, f"tokens of each in a forward pass {BY_MEMORY}")
-    harm_range: tuple[int, int] | None = None
     harm_threshold: float = HARM_THRESHOLD
     tolerance: float = TOLERANCE
     confidence: float = CONFIDENCE
@@ -171,19 +169,18 @@ def evaluate_model(
         label: Name of the model in tables and figures.
         data: What the tokens are, for people; the digest is that of `tokens`, whatever is given.
         settings: How it is measured.
-        observer: As for `stream_nll`, and entered around the stream if it is a context manager; the stream is read for
-            it even if the result is in the cache.
+        observer: Sees the stream, also of a result in the cache; entered around it if it is a context manager.
         cache: Where results are kept by their content, and what there is of one after an interrupt.
 
     Raises:
-        ValueError: as `stream_nll` and `window_nll`, and for a `harm_range` outside what was evaluated.
+        ValueError: as `stream_nll` and `window_nll`.
     """
     return Measurement(model, tokens, training_length, label, data, settings, cache).evaluate(observer)
 
 
 def _evaluate(task: Measurement, observer: Observer | None) -> EvaluationResult:
     settings, began = task.settings, time.perf_counter()
-    depends_on = {"harm": [*_harm_range(task), settings.harm_threshold], "verdict": settings.tolerance}
+    depends_on = {"harm": settings.harm_threshold, "verdict": settings.tolerance}
     watched = None if observer is None else list(observer.positions)
     partials = {
         part: task.partial("evaluation", part=part, watched=watched, **depends_on) for part in Readings._fields
@@ -228,16 +225,6 @@ def _evaluate(task: Measurement, observer: Observer | None) -> EvaluationResult:
     return dataclasses.replace(found, model=task.label, data=task.data, command=command, seed=settings.seed)
 
 
-def _harm_range(task: Measurement) -> tuple[int, int]:
-    start, stop = task.settings.harm_range or last_octave(task.length, task.training_length)
-    if not task.training_length <= start < stop <= task.length:
-        raise ValueError(
-            f"harm_range {(start, stop)} must lie within [{task.training_length}, {task.length}), between the "
-            "training length and the evaluated length."
-        )
-    return start, stop
-
-
 def _curves(task: Measurement, values: np.ndarray, first: int) -> TwoResolutions:
     """Both resolutions of values (S, L - first) at the positions from `first` on."""
     fine, coarse = (
@@ -254,7 +241,7 @@ def _position_wise(task: Measurement, read: Readings) -> TwoResolutions:
 def _context_harm(task: Measurement, read: Readings) -> ContextHarm:
     trained, threshold = task.training_length, task.settings.harm_threshold
     harm = read.stream[:, trained:] - read.windows.truncated
-    curves, (start, stop) = _curves(task, harm, trained), _harm_range(task)
+    curves, (start, stop) = _curves(task, harm, trained), last_octave(task.length, trained)
     low = curves.coarse.low or ()
     return ContextHarm(
         curves=curves,

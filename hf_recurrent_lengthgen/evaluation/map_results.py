@@ -51,4 +51,4 @@ def save_maps(path: str | os.PathLike[str], maps: AttentionMaps) -> None:
     numbers = [{name: value for name, value in vars(layer).items() if name not in arrays} for layer in maps.layers]
     header = json.dumps({"model": maps.model, "tokens": maps.tokens, "layers": numbers})
     with replacing(path) as temporary, temporary.open("wb") as file:
-        np.savez_compressed(file, header=np.array(header), **arrays)
+        np.savez_compressed(file, header=np.array(header), average=arrays["average"], mask=arrays["mask"])
