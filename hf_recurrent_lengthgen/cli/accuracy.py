@@ -32,40 +32,23 @@ Curves = dict[str, dict[int, StringAccuracy]]
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("lengthgen accuracy", description=DESCRIPTION)
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="checkpoint folder or Hub name")
-    parser.add_argument("--output", default="accuracy", help="folder for the results (default: %(default)s)")
-    parser.add_argument("--task", choices=STRING_TASKS, help="default: that of the first model's config")
-    parser.add_argument(
-        "--task-length", type=positive, metavar="N", help="longest string in training (default: from the config)"
-    )
-    parser.add_argument(
-        "--vocabulary", type=positive, metavar="N", help="number of symbols (default: from the config)"
-    )
-    parser.add_argument(
-        "--lengths",
-        type=positive,
-        nargs="+",
-        metavar="N",
-        help="lengths of strings; pairs with recall (default: 1, 2 and 4 times the longest in training)",
-    )
-    parser.add_argument(
-        "--samples", type=positive, default=256, metavar="N", help="strings of each length (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--batch-size", type=positive, default=64, metavar="N", help="strings at once (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--chunk-length",
-        type=positive,
-        metavar="N",
-        help="tokens of a string in one forward pass (default: by memory)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=EVALUATION_SEED, metavar="N", help="seed of the strings (default: %(default)s)"
-    )
+    add = parser.add_argument
+    add("models", nargs="+", metavar="MODEL", help="checkpoint folder or Hub name")
+    add("--output", default="accuracy", help="folder for the results (default: %(default)s)")
+    add("--task", choices=STRING_TASKS, help="default: that of the first model's config")
+    longest = "longest string in training (default: from the config)"
+    add("--task-length", type=positive, metavar="N", help=longest)
+    add("--vocabulary", type=positive, metavar="N", help="number of symbols (default: from the config)")
+    lengths = "lengths of strings; pairs with recall (default: 1, 2 and 4 times the longest in training)"
+    add("--lengths", type=positive, nargs="+", metavar="N", help=lengths)
+    add("--samples", type=positive, default=256, metavar="N", help="strings of each length (default: %(default)s)")
+    add("--batch-size", type=positive, default=64, metavar="N", help="strings at once (default: %(default)s)")
+    pieces = "tokens of a string in one forward pass (default: by memory)"
+    add("--chunk-length", type=positive, metavar="N", help=pieces)
+    add("--seed", type=int, default=EVALUATION_SEED, metavar="N", help="seed of the strings (default: %(default)s)")
     add_csv_option(parser)
-    parser.add_argument("--device", default="cpu", help="device to run on, such as cuda (default: %(default)s)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that checkpoints carry")
+    add("--device", default="cpu", help="device to run on, such as cuda (default: %(default)s)")
+    add("--trust-remote-code", action="store_true", help="run the code that checkpoints carry")
     return parser
 
 

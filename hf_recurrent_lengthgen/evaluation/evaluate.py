@@ -18,7 +18,7 @@ from hf_recurrent_lengthgen.evaluation.context_harm import (
     last_octave,
     window_nll,
 )
-from hf_recurrent_lengthgen.evaluation.json_schema import Document
+from hf_recurrent_lengthgen.evaluation.json_schema import Document, to_json
 from hf_recurrent_lengthgen.evaluation.length_generalization import TOLERANCE, length_verdict, make_curve
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions, model_record, token_digest
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
@@ -129,10 +129,10 @@ class Measurement:
         if self.cache is None:
             return compute()
         key = {"result": name, **self.key, **depends_on}
-        found = self.cache.get_document(key, kind)
+        found: Document | None = self.cache.get(key, kind)
         if found is None:
             found = compute()
-            self.cache.put_document(key, found)
+            self.cache.put(key, to_json(found))
         return found
 
     def partial(self, name: str, **depends_on: Any) -> PartialResult | None:

@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from hf_recurrent_lengthgen.evaluation.json_schema import Document, from_json, to_json
+from hf_recurrent_lengthgen.evaluation.json_schema import from_json
 from hf_recurrent_lengthgen.evaluation.provenance import code_digest, installed_versions
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 
@@ -69,7 +69,8 @@ class ResultCache:
         self.found = 0
         self._code = {"code": code_digest(), "versions": installed_versions()}
 
-    def get(self, key: Mapping[str, Any]) -> Any:
+    def get(self, key: Mapping[str, Any], kind: type[Any] | None = None) -> Any:
+        """The value, as a document where a `kind` is given; None where there is none."""
         path, full = self._file(key, "json")
         try:
             digest, _, body = path.read_bytes().partition(b"\n")
@@ -78,22 +79,14 @@ class ResultCache:
             kept = json.loads(body)
             if kept["key"] != full:
                 raise ValueError("it belongs to another key")
+            value = kept["value"] if kind is None else from_json(kept["value"], kind)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._warn_of_damage(path, error)
+            warnings.warn(f"The kept result {path} is damaged ({error}): computing it again.", stacklevel=3)
             return None
         self.found += 1
-        return kept["value"]
-
-    def get_document(self, key: Mapping[str, Any], kind: type[Document]) -> Document | None:
-        if (text := self.get(key)) is None:
-            return None
-        try:
-            return from_json(text, kind)
-        except (ValueError, TypeError) as error:
-            self._warn_of_damage(self._file(key, "json")[0], error)
-            return None
+        return value
 
     def put(self, key: Mapping[str, Any], value: Any) -> None:
         """Keep a value of plain JSON types; where that fails, say so and go on."""
@@ -102,14 +95,8 @@ class ResultCache:
             body = json.dumps({"key": full, "value": value}).encode()
             temporary.write_bytes(_sha256(body) + b"\n" + body)
 
-    def put_document(self, key: Mapping[str, Any], document: Any) -> None:
-        self.put(key, to_json(document))
-
     def partial(self, key: Mapping[str, Any]) -> "PartialResult":
         return PartialResult(self._file(key, "partial.safetensors")[0])
-
-    def _warn_of_damage(self, path: Path, error: Exception) -> None:
-        warnings.warn(f"The kept result {path} is damaged ({error}): computing it again.", stacklevel=4)
 
     def _file(self, key: Mapping[str, Any], ending: str) -> tuple[Path, dict[str, Any]]:
         full = json.loads(json.dumps({**key, **self._code}))

@@ -1,9 +1,9 @@
 """How often models find what stands far back in a text, by where it stands and how long the text is."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+
+from scipy.stats import binomtest
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.results import NO_FORGETTING, DataRecord, ForgettingRule
@@ -29,18 +29,11 @@ class Share:
         return self.right / self.samples if self.samples else None
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float]:
-        """Wilson's score interval (1927), which is inside [0, 1]; all of it without samples.
-
-        Its centre is (right + z^2 / 2) / (samples + z^2), its half width
-        z / (samples + z^2) * sqrt(right (samples - right) / samples + z^2 / 4), with the normal quantile z.
-        """
+        """Wilson's score interval (1927), which is inside [0, 1]; all of it without samples."""
         if not self.samples:
             return 0.0, 1.0
-        z = NormalDist().inv_cdf((1 + confidence) / 2)
-        total = self.samples + z * z
-        centre = (self.right + z * z / 2) / total
-        half = z / total * math.sqrt(self.right * (self.samples - self.right) / self.samples + z * z / 4)
-        return max(0.0, centre - half), min(1.0, centre + half)
+        found = binomtest(self.right, self.samples).proportion_ci(confidence, method="wilson")
+        return float(found.low), float(found.high)
 
 
 @dataclass(frozen=True)

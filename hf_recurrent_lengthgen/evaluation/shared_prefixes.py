@@ -53,11 +53,9 @@ class Node:
 
 
 def prefix_tree(texts: Sequence[Ids], worth: int = WORTH_A_CALL) -> Node:
-    """The texts as a tree whose root has no tokens; `ends` are indices into `texts`.
+    """The texts as a tree whose root has no tokens; `ends` are indices into `texts`, token ids below 2^31.
 
-    Args:
-        texts: Token ids of each text, below 2^31; may be empty and may be equal.
-        worth: A shared prefix is a node of its own if reading it once saves at least so many tokens.
+    A shared prefix is a node of its own if reading it once saves at least `worth` tokens.
     """
     arrays = [np.asarray(text, np.int32) for text in texts]
     root = Node(0, np.empty(0, np.int32))
@@ -127,13 +125,12 @@ class Branch:
     """A node that is read, after its parent.
 
     Attributes:
-        node: Its tokens.
-        parent: What was read before; None at the root.
+        node, parent: Its tokens, and what was read before; None at the root.
         carry: What is carried after it, as one row; None at the root and at leaves whose state nobody wants.
         last: The logits after its last token, (V,); None where they are not wanted.
         first: The position of its first token that is scored; its end if none is.
-        log_probability: Of each token from there on given all before, (n,) float64.
-        likeliest: Whether each of them is the most likely one, (n,).
+        log_probability, likeliest: Of each token from there on given all before, (n,) float64, and whether it is the
+            most likely one.
     """
 
     def __init__(self, node: Node, parent: "Branch | None" = None, first: int = NOWHERE) -> None:
@@ -155,7 +152,7 @@ class Branch:
         return np.concatenate([part for part, _ in parts]), np.concatenate([part for _, part in parts])
 
     def observe(self, place: int, log_probability: np.ndarray, likeliest: np.ndarray) -> None:
-        """Take up the log-probabilities of the node's tokens from a place on, and which tokens are likeliest there."""
+        """Take up the log-probabilities of the node's tokens from a place on, and which tokens are likeliest."""
         unscored, tokens = self.first - self.node.start, self.node.tokens
         begin, stop = max(place, unscored), min(place + len(likeliest), len(tokens))
         if begin < stop:
@@ -179,8 +176,8 @@ def read_tree(
     Args:
         reader: Its carries must be values (`carried_by_row`) unless all nodes are leaves.
         root: Of `prefix_tree`.
-        batch_size: Most rows of one forward pass; None chooses by memory, at most 16.
-        chunk_length: Most tokens of a row in one forward pass; None chooses by memory.
+        batch_size, chunk_length: Most rows of one forward pass, and tokens of each; None chooses by memory, at most 16
+            rows.
         scored_from: For each text, from which of its tokens on they are scored, at least 1; the last token of a text
             is then not read. None to score nothing, and to have what is carried after each text.
         title: Of the progress bar; empty for none.

@@ -72,8 +72,8 @@ def diagnose_states(
         patched_heads: So many heads are exchanged one by one, those of the largest distances first; 0 for no patching.
 
     Raises:
-        ValueError: for models without states, and as `stream_nll` and `state_drift`. Why heads could not be patched
-            is in `left_out` of the result.
+        ValueError: for models without states, and as `stream_nll` and `state_drift`. Why heads could not be patched is
+            in `left_out` of the result.
     """
     check_training_length(training_length)
     if patched_heads < 0:

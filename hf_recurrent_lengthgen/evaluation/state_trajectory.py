@@ -84,16 +84,13 @@ class InputStatistics(NamedTuple):
 
 
 class LayerTrajectory(NamedTuple):
-    """One layer over time.
+    """One layer over time, in units ("head", or "channel group") of a shape.
 
     Attributes:
-        unit: "head", or "channel group".
-        shape: Shape of a unit.
         recurrent: Of the recurrent part; None for a layer without one.
         sketch: (n, S, U, G), None as `recurrent`: means of G groups of neighbours among the sorted elements of a unit.
         masses: (G,): the shares of the elements that the groups have.
-        conv_parts: Names of the parts of the convolution state, its units.
-        conv: Of these; None for a layer without one.
+        conv_parts, conv: Names of the parts of the convolution state, its units, and of these; None without one.
         inputs: None where the layer keeps its scan in code that is not known here.
     """
 

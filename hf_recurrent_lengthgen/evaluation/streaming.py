@@ -196,10 +196,8 @@ def _check_finite(
 def reading_plan(
     reader: Reader, rows: int, length: int, batch_size: int | None, chunk_length: int | None
 ) -> tuple[int, int]:
-    """`forward_plan` for a reader; one that carries nothing reads one whole text, or as many as were asked for.
-
-    Raises:
-        ValueError: for a text that does not fit into one forward pass of such a model.
+    """`forward_plan` for a reader; one that carries nothing reads one whole text, or as many as were asked for; a
+    `ValueError` for a text that does not fit into one forward pass of such a model.
     """
     if reader.carries:
         state = window_elements(reader.model)

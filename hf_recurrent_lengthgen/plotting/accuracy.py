@@ -27,8 +27,7 @@ def accuracy_figure(
     """Share of right symbols (solid) and of right answers (dashed) for several models.
 
     Args:
-        curves: Model -> length -> both shares, from 0 to 1; the lengths are the same for all models.
-        unit: What lengths count, in the plural.
+        curves: Model -> length in `unit` -> both shares, from 0 to 1; the lengths are the same for all models.
         training_length: The longest in training, which is marked; None for no mark.
     """
     lengths = sorted(next(iter(curves.values())))

@@ -27,7 +27,6 @@ def inline_svg(figure: Figure, name: str, description: str, colors: dict[str, st
     """A figure as an SVG element for an HTML page.
 
     Args:
-        figure: The figure.
         name: Prefix of the element ids, different for each figure of a page.
         description: What the picture shows, for screen readers; plain text.
         colors: Color in the figure (#rrggbb) -> CSS value that replaces it.

@@ -115,13 +115,8 @@ def retrieval_accuracy_figure(models: Sequence[RetrievalResult]) -> Figure:
 
 
 def within_figure(result: RetrievalResult, distances: Sequence[int] | None = None) -> Figure:
-    """Share of right answers against length, for needles within the last r tokens: a line for each r.
-
-    "Stuffed Mamba" (arXiv:2410.07145), Figures 13 and 14.
-
-    Args:
-        result: Of one model.
-        distances: The r; by default the first four lengths.
+    """Share of right answers of one model against length, for needles within the last r tokens: a line for each r of
+    `distances`, by default the first four lengths ("Stuffed Mamba", arXiv:2410.07145, Figures 13 and 14).
 
     Raises:
         ValueError: for a result without a needle within the last r tokens, for any of them.
