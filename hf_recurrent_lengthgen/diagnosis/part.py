@@ -49,7 +49,6 @@ class Picture(Generic[Result]):
 
     Attributes:
         draw: From the results by the name of the model, at least one, the models' roles, and what a token is.
-        caption: Below it.
         shows: Whether there is something to draw of a result.
         bands: Whether it has bands of the intervals over sequences.
         further: Whether it is among those that a page shows on demand.

@@ -1,7 +1,5 @@
-"""The states as a part of a diagnosis: which heads drift, what they hold, and what harm they do.
-
-Shares are those of the harm that `HeadPatching` measured; what its interval does not show to be above zero is said not
-to be shown.
+"""The states as a part of a diagnosis: which heads drift, what they hold, and what harm they do; what the interval of
+a share of the harm does not show to be above zero is said not to be shown.
 """
 
 import math

@@ -1,16 +1,14 @@
 """Which heads do the harm: states of some heads are exchanged for others of the same text.
 
-At position n of a long text the whole context has left the state h, its last tokens alone leave the state h'. The
-next W tokens are read from h and from h', with n' + W <= T tokens of context for h', so that nothing beyond the
-training length T happens there. Harm is the NLL from h minus that from h'. Then, for some heads at a time:
+At position n of a long text the whole context has left the state h, its last tokens alone leave the state h'. The next
+W tokens are read from h and from h', with n' + W <= T tokens of context for h', so that nothing beyond the training
+length T happens there. Harm is the NLL from h minus that from h'. Then, for some heads at a time:
 
     restored = NLL from h, minus NLL from h with these heads taken from h'     (what they do harm)
     broken   = NLL from h' with these heads taken from h, minus NLL from h'    (what harm they do alone)
 
-Where several heads fail at once, mending one may mend little, while breaking one shows what it does. Shares of the
-harm need not add up to 1. Models with attention are refused: what it keeps of the text cannot be exchanged.
-
-Only the recurrent part is exchanged head by head; h' as a whole has its own convolution part, too.
+Where several heads fail at once, mending one may mend little, while breaking one shows what it does: shares of the
+harm need not add up to 1. Only the recurrent part is exchanged head by head. Models with attention are refused.
 """
 
 from collections.abc import Sequence

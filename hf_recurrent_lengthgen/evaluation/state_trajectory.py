@@ -71,8 +71,7 @@ class InputStatistics(NamedTuple):
         log_retention: log of the mean over a unit's states of alpha_{2:n}, what is left after n tokens of what the
             first one wrote. A sum of log decays, so that it does not underflow.
         log_decay: Mean of log alpha_t.
-        key: Mean norm of B_t (keys), before Delta.
-        value: Mean norm of x_t (values); mean magnitude in Mamba-1.
+        key, value: Mean norms of B_t (keys), before Delta, and of x_t (values); mean magnitude in Mamba-1.
         step: Mean of Delta_t; None where the family has none.
     """
 

@@ -1,8 +1,5 @@
 """Questions about a document, which is read twice before the answer ("Just read twice", arXiv:2407.05483).
 
-A model with a state of fixed size does not know what to keep before it has seen the question. So the prompt is the
-question, the document, and again the document with the beginning of the answer:
-
     {question} {document}.
     {document}. {cue}
 

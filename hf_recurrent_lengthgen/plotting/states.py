@@ -131,7 +131,7 @@ def distance_map_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
     return figure
 
 
-def patching_figure(diagnoses: Mapping[str, StateDiagnosis], unit: str) -> Figure:
+def patching_figure(diagnoses: Mapping[str, StateDiagnosis], unit: str = "token") -> Figure:
     """Harm that goes away or comes if the states of some heads are exchanged, with its intervals over texts."""
     found = [diagnosis.patching for diagnosis in diagnoses.values() if diagnosis.patching is not None]
     heights = [0.27 * len(patching.groups) for patching in found]

@@ -17,14 +17,14 @@ def test_the_maps_of_a_text_as_picture_arrays_and_table(
     output = tmp_path / "new" / "maps"
     assert main(["maps", str(checkpoint), "--text", "ab|a", "--output", str(output)]) == 0
     with np.load(output / "maps.npz") as maps:
-        header, average = json.loads(str(maps["header"])), maps["average"]
-    assert (header["model"], header["tokens"]) == (str(checkpoint), ["a", "b", "|", "a"])
+        described, average = json.loads(str(maps["header"])), maps["average"]
+    assert (described["model"], described["tokens"]) == (str(checkpoint), ["a", "b", "|", "a"])
     expected = attention_maps(load_model(checkpoint), torch.tensor([ord(letter) + 3 for letter in "ab|a"]))
     assert (average[0] == expected.layers[0].average).all()
     assert (output / "maps.png").read_bytes().startswith(b"\x89PNG")
     header, *rows, _, last = capsys.readouterr().out.splitlines()
     assert header.split("  ")[0] == "layer"
-    assert [row.split()[:2] for row in rows] == [[str(layer["layer"]), "Mamba-2"] for layer in header["layers"]]
+    assert [row.split()[:2] for row in rows] == [[str(layer["layer"]), "Mamba-2"] for layer in described["layers"]]
     assert f"{expected.layers[0].cosine:.3f}" in rows[0].split()
     assert last == f"Picture: {output / 'maps.png'}, arrays: {output / 'maps.npz'}"
 

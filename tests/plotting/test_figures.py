@@ -102,7 +102,7 @@ def test_pictures_are_saved_and_leave_no_trace_in_matplotlib(demo: Comparison, t
 
 def test_inline_svg_has_its_own_ids_colors_and_description(demo: Comparison) -> None:
     svg = inline_svg(in_window_figure(demo.models), "one", 'a <b> & "c"', {"#d55e00": "var(--base)"})
-    assert svg.startswith('<svg role="img" aria-label="a &lt;b> &amp; &quot;c&quot;"')
+    assert svg.startswith('<svg role="img" aria-label="a &lt;b&gt; &amp; &quot;c&quot;"')
     assert "http" not in svg
     assert "var(--base)" in svg
     assert "#d55e00" not in svg
