@@ -174,8 +174,8 @@ def _patching(found: Patching, groups: dict[str, Heads], confidence: float) -> H
         PatchedHeads(name, tuple(heads), mean(restored), mean(broken))
         for (name, heads), restored, broken in zip(groups.items(), found.restored, found.broken, strict=True)
     )
-    means = map(mean, (found.full, found.short, found.harm))
-    return HeadPatching(found.position, found.kept, found.width, *means, patched)
+    full, short, harm = map(mean, (found.full, found.short, found.harm))
+    return HeadPatching(found.position, found.kept, found.width, full, short, harm, patched)
 
 
 def _left_out(model: nn.Module, layers: Sequence[LayerTrajectory], sequences: int) -> list[str]:
