@@ -11,7 +11,8 @@ from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausal
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.data.tasks import PasskeyGrid
 from hf_recurrent_lengthgen.evaluation import shared_prefixes
-from hf_recurrent_lengthgen.evaluation.retrieval import RetrievalSettings, retrieval_accuracy
+from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
+from hf_recurrent_lengthgen.evaluation.retrieval import retrieval_accuracy
 
 DEPTHS = [place / 9 for place in range(10)]
 
@@ -29,7 +30,7 @@ def reading(model: StatefulMamba2ForCausalLM, lengths: Sequence[int], samples: i
     def read() -> None:
         before, shared_prefixes.WORTH_A_CALL = shared_prefixes.WORTH_A_CALL, least
         try:
-            retrieval_accuracy(model, grid, lengths, settings=RetrievalSettings(progress=False))
+            retrieval_accuracy(model, grid, lengths, settings=EvaluationSettings(progress=False))
         finally:
             shared_prefixes.WORTH_A_CALL = before
 

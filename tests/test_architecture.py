@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "evaluation": ("models", "data"),
     "evaluation.json_schema": (),
     "evaluation.results": ("evaluation.json_schema",),
-    "evaluation.map_results": ("evaluation.json_schema", "models.atomic_files"),
+    "evaluation.map_results": ("models.atomic_files",),
     "evaluation.state_results": ("evaluation.json_schema", "evaluation.results"),
     "evaluation.retrieval_results": ("evaluation.json_schema", "evaluation.results"),
     "evaluation.diagnosis_results": ("evaluation.json_schema", "evaluation.results"),

@@ -18,6 +18,7 @@ from typing import Any
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
 from hf_recurrent_lengthgen.data import byte_tokenizer, evaluation_sequences
+from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.forgetting_search import (
     INSERTIONS,
     PAPER,
@@ -26,6 +27,7 @@ from hf_recurrent_lengthgen.evaluation.forgetting_search import (
     rule_of,
     search_forgetting,
 )
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, position_axis
@@ -82,11 +84,10 @@ def search(study: Study, seed: int) -> tuple[Forgetting, dict[str, float]]:
             load_model(str(folder)),
             texts,
             forgetting_grid(RETENTIONS, INSERTIONS),
-            label="base",
-            data_description="training split",
-            token_unit="byte",
+            "base",
+            DataRecord(DataSource("training split"), token_unit="byte"),
+            EvaluationSettings(progress=False),
             file=folder / "forgetting_search.json",
-            progress=False,
         )
     return rule_of(found.best), {in_words(rule_of(trial)): round(trial.loss.mean, 4) for trial in found.trials}
 

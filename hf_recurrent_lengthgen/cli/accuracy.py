@@ -9,6 +9,7 @@ from typing import Any
 from hf_recurrent_lengthgen.cli.inputs import make_output_folder
 from hf_recurrent_lengthgen.cli.measuring import add_csv_option, on_device
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
+from hf_recurrent_lengthgen.cli.report import draw
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, STRING_TASKS, TaskStrings, string_task
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 from hf_recurrent_lengthgen.evaluation.string_accuracy import StringAccuracy, accuracy_by_length
@@ -16,7 +17,6 @@ from hf_recurrent_lengthgen.evaluation.tables import write_csv
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.plotting.accuracy import accuracy_figure
-from hf_recurrent_lengthgen.plotting.images import save_png, save_svg
 
 DESCRIPTION = """\
 Measure how many symbols models copy, recall or sort right (arXiv:2410.11135): of all symbols, and of whole answers
@@ -32,40 +32,23 @@ Curves = dict[str, dict[int, StringAccuracy]]
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("lengthgen accuracy", description=DESCRIPTION)
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="checkpoint folder or Hub name")
-    parser.add_argument("--output", default="accuracy", help="folder for the results (default: %(default)s)")
-    parser.add_argument("--task", choices=STRING_TASKS, help="default: that of the first model's config")
-    parser.add_argument(
-        "--task-length", type=positive, metavar="N", help="longest string in training (default: from the config)"
-    )
-    parser.add_argument(
-        "--vocabulary", type=positive, metavar="N", help="number of symbols (default: from the config)"
-    )
-    parser.add_argument(
-        "--lengths",
-        type=positive,
-        nargs="+",
-        metavar="N",
-        help="lengths of strings; pairs with recall (default: 1, 2 and 4 times the longest in training)",
-    )
-    parser.add_argument(
-        "--samples", type=positive, default=256, metavar="N", help="strings of each length (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--batch-size", type=positive, default=64, metavar="N", help="strings at once (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--chunk-length",
-        type=positive,
-        metavar="N",
-        help="tokens of a string in one forward pass (default: by memory)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=EVALUATION_SEED, metavar="N", help="seed of the strings (default: %(default)s)"
-    )
+    add = parser.add_argument
+    add("models", nargs="+", metavar="MODEL", help="checkpoint folder or Hub name")
+    add("--output", default="accuracy", help="folder for the results (default: %(default)s)")
+    add("--task", choices=STRING_TASKS, help="default: that of the first model's config")
+    longest = "longest string in training (default: from the config)"
+    add("--task-length", type=positive, metavar="N", help=longest)
+    add("--vocabulary", type=positive, metavar="N", help="number of symbols (default: from the config)")
+    lengths = "lengths of strings; pairs with recall (default: 1, 2 and 4 times the longest in training)"
+    add("--lengths", type=positive, nargs="+", metavar="N", help=lengths)
+    add("--samples", type=positive, default=256, metavar="N", help="strings of each length (default: %(default)s)")
+    add("--batch-size", type=positive, default=64, metavar="N", help="strings at once (default: %(default)s)")
+    pieces = "tokens of a string in one forward pass (default: by memory)"
+    add("--chunk-length", type=positive, metavar="N", help=pieces)
+    add("--seed", type=int, default=EVALUATION_SEED, metavar="N", help="seed of the strings (default: %(default)s)")
     add_csv_option(parser)
-    parser.add_argument("--device", default="cpu", help="device to run on, such as cuda (default: %(default)s)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that checkpoints carry")
+    add("--device", default="cpu", help="device to run on, such as cuda (default: %(default)s)")
+    add("--trust-remote-code", action="store_true", help="run the code that checkpoints carry")
     return parser
 
 
@@ -90,12 +73,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _task(options: argparse.Namespace, records: Sequence[Any]) -> tuple[TaskStrings, int | None]:
-    """The task to measure on, and the longest string in training where that is known."""
     given = {"name": options.task, "length": options.task_length, "vocabulary": options.vocabulary}
     given = {name: value for name, value in given.items() if value is not None}
-    if len(given) < 3:
-        for model, told in zip(options.models, records, strict=True):
-            _check_record(model, told)
     record = dict(records[0] or {}) if len(given) < 3 else {}
     if given.get("name") not in (None, record.get("name")):
         record = {}  # lengths and symbols of another task say nothing about this one
@@ -115,27 +94,11 @@ def _task(options: argparse.Namespace, records: Sequence[Any]) -> tuple[TaskStri
                 f"The longest string in the training of {options.models[0]} is not known: give --lengths."
             )
         record["length"] = min(options.lengths)
-    task = string_task(**record)
+    try:
+        task = string_task(**record)
+    except TypeError as error:  # a config that no training has written
+        raise ValueError(f"The task in the config of {options.models[0]} is {record!r}: {error}.") from error
     return task, task.longest if length_is_known else None
-
-
-def _check_record(model: str, record: Any) -> None:
-    """Raise a `ValueError` for a config's `task` that no training has written."""
-    if record is None:
-        return
-    problem = ""
-    if not isinstance(record, Mapping) or set(record) != {"name", "length", "vocabulary"}:
-        problem = "it must have name, length and vocabulary, and nothing else"
-    else:
-        try:
-            string_task(**record)
-        except (TypeError, ValueError) as error:
-            problem = str(error)
-    if problem:
-        raise ValueError(
-            f"The config of {model} has the task {record!r}, which is damaged ({problem}): set it right, or give "
-            "--task, --task-length and --vocabulary."
-        )
 
 
 def _words(record: Mapping[str, Any] | None) -> str:
@@ -159,7 +122,6 @@ def _table(found: Curves, task: TaskStrings) -> str:
 def _write(
     folder: Path, found: Curves, task: TaskStrings, training_length: int | None, options: argparse.Namespace
 ) -> Path:
-    """Write JSON and pictures; the path of the picture."""
     document = {
         "task": task.record | {"length": training_length},
         "samples": options.samples,
@@ -181,6 +143,5 @@ def _write(
     unit = "pairs" if task.name == "recall" else "symbols"
     short = {Path(name).name: curve for name, curve in found.items()}
     figure = accuracy_figure(short if len(short) == len(found) else found, unit, training_length)
-    save_svg(figure, folder / "accuracy.svg")
-    save_png(figure, folder / "accuracy.png")
+    draw(figure, folder / "accuracy")
     return folder / "accuracy.png"

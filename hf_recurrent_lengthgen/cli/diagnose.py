@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
     settings = settings_of(DiagnosisSettings, options, ["lengthgen", "diagnose", *arguments])
     chosen_parts(settings)
     inputs = load_inputs(options)
-    settings = dataclasses.replace(settings, repeated_token=line_break(inputs.tokenizer))
+    settings = dataclasses.replace(settings, repeated_token=newline_token(inputs.tokenizer))
     diagnosed = []
     with resumable(inputs.cache):
         for subject in inputs.subjects:
@@ -72,14 +72,6 @@ def run(arguments: Sequence[str]) -> int:
     print(f"\n{summary_table(diagnosis.comparison)}\n\n{why_table(diagnosis)}")
     print(f"{told_of_cache(inputs.cache)}\nReport: {page}")
     return 0
-
-
-def line_break(tokenizer: Any) -> int | None:
-    """The id of the token that is one line break, if there is one."""
-    try:
-        return newline_token(tokenizer)
-    except ValueError:
-        return None
 
 
 def why_table(diagnosis: Diagnosis) -> str:

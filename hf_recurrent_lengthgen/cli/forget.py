@@ -23,7 +23,9 @@ from hf_recurrent_lengthgen.cli.inputs import (
 from hf_recurrent_lengthgen.cli.measuring import on_device
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
+from hf_recurrent_lengthgen.cli.report import estimate_text, in_columns
 from hf_recurrent_lengthgen.data import evaluation_sequences
+from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.forgetting_search import (
     RETENTIONS,
@@ -32,9 +34,8 @@ from hf_recurrent_lengthgen.evaluation.forgetting_search import (
     in_words,
     rule_of,
     search_forgetting,
-    search_table,
 )
-from hf_recurrent_lengthgen.evaluation.results import ForgettingSearch
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, ForgettingSearch
 from hf_recurrent_lengthgen.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
 from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
@@ -154,12 +155,36 @@ def _search(options: argparse.Namespace, given: dict[str, list[Any]]) -> Forgett
         on_device(model, options.device),
         tokens,
         settings,
-        label=portable(options.model),
-        data_description=stream.source,
-        token_unit=unit,
+        portable(options.model),
+        DataRecord(stream.source, token_unit=unit),
+        EvaluationSettings(progress=sys.stderr.isatty()),
         file=options.results,
-        progress=sys.stderr.isatty(),
     )
+
+
+def search_table(found: ForgettingSearch) -> str:
+    rows = [("setting", f"loss to {found.length:,}", "gain")]
+    for trial in found.trials:
+        texts = estimate_text(trial.loss, digits=4), estimate_text(trial.gain, "+", digits=4)
+        rows.append((in_words(rule_of(trial)), *texts))
+    note = (
+        f"nats per {found.data.token_unit} with {found.confidence:.0%} intervals over {found.sequences} texts; gain: "
+        "less loss than without forgetting, on the same texts."
+    )
+    return "\n".join([in_columns(rows), note, conclusion(found)])
+
+
+def conclusion(found: ForgettingSearch) -> str:
+    best, nothing = found.best, found.trials[0]
+    if best is nothing:
+        return f"No forgetting at all is best: loss {nothing.loss.mean:.4f}. No setting that was tried is better."
+    text = (
+        f"Best is {in_words(rule_of(best))}: loss {best.loss.mean:.4f}, against {nothing.loss.mean:.4f} with no "
+        "forgetting."
+    )
+    if best.gain.low is None or best.gain.low <= 0:
+        text += " But so small a difference may be chance: it is within its interval, or there is one text only."
+    return text
 
 
 def _grid(model: StatefulModel, given: dict[str, list[Any]]) -> list[Forgetting]:

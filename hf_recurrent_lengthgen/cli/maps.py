@@ -67,7 +67,6 @@ def _tokens(options: argparse.Namespace) -> tuple[list[int], list[str]]:
 
 
 def table(maps: AttentionMaps) -> str:
-    """The numbers of each layer."""
     rows = ["layer  kind                    cos(W_B, W_C)  W_C^T W_B ~ I  off linear attention  first token left"]
     for layer in maps.layers:
         values = (layer.cosine, layer.identity, layer.linear_distance, float(layer.mask[-1, 0]))

@@ -25,7 +25,7 @@ from hf_recurrent_lengthgen.cli.parsing import positive
 from hf_recurrent_lengthgen.data import evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
-from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
+from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache, default_cache_folder
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Role
 from hf_recurrent_lengthgen.evaluation.streaming import check_tokens
@@ -86,7 +86,6 @@ def add_options(
 
 
 def _options_of(settings: type[EvaluationSettings]) -> list[Field[Any]]:
-    """The fields of settings that a command has as options."""
     return [field for field in fields(settings) if "help" in field.metadata]
 
 
@@ -100,7 +99,6 @@ def settings_of(settings: type[Settings], options: argparse.Namespace, command: 
 
 
 def add_csv_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option of a table beside the results."""
     parser.add_argument("--csv", action="store_true", help="write the numbers as a table for spreadsheets, too")
 
 
@@ -122,11 +120,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def load_inputs(options: argparse.Namespace) -> Inputs:
-    """Load models and texts, and check all that can be checked before the first forward pass over a text.
-
-    Raises:
-        ValueError: for what cannot be loaded or does not fit together.
-    """
+    """Load models and texts, and check all that can be checked before the first forward pass over a text."""
     names = options.models
     check_given_once(names)
     roles = _roles(options)
@@ -160,7 +154,6 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
 
 @contextmanager
 def resumable(cache: ResultCache | None) -> Iterator[None]:
-    """Say how to go on, when a person stops the work inside."""
     try:
         yield
     except KeyboardInterrupt:
@@ -170,31 +163,20 @@ def resumable(cache: ResultCache | None) -> Iterator[None]:
 
 
 def announce(subject: Subject, inputs: Inputs, what: str) -> None:
-    """Say what begins."""
     sequences, length = inputs.tokens.shape
-    reader: Reader = reader_of(subject.model)
-    print(f"{what} {subject.label} on {sequences} texts of {length - 1:,} {inputs.data.token_unit}s{_memory(reader)}")
+    reader = reader_of(subject.model)
+    memory = ", with keys and values of all of a text" if reader.carries else ", each read at once"
+    texts = f"{sequences} texts of {length - 1:,} {inputs.data.token_unit}s"
+    print(f"{what} {subject.label} on {texts}{'' if reader.carried_by_row else memory}")
 
 
 def told_of_cache(cache: ResultCache | None) -> str:
-    """What was not computed again, for people."""
     if cache is None or not cache.found:
         return ""
     return f"\nResults that were kept before, in {cache.folder}: {cache.found}"
 
 
-def _memory(reader: Reader) -> str:
-    if reader.constant_memory:
-        return ""
-    return ", with keys and values of all of a text" if reader.carries else ", each read at once"
-
-
 def open_cache(options: argparse.Namespace) -> ResultCache | None:
-    """Where results are kept; None for --no-cache.
-
-    Raises:
-        ValueError: for a folder that cannot be made.
-    """
     if options.no_cache:
         return None
     folder = options.cache or default_cache_folder()
@@ -219,11 +201,7 @@ def _roles(options: argparse.Namespace) -> list[Any]:
 
 
 def _training_length(names: list[str], models: list[Any]) -> int:
-    """The training length that the configs name; says so where some name none, and take that of the others.
-
-    Raises:
-        ValueError: if none does, or they differ.
-    """
+    """The training length that the configs name; says so where some name none, and takes that of the others."""
     found = {name: getattr(model.config, "training_length", None) for name, model in zip(names, models, strict=True)}
     lengths = {length for length in found.values() if length is not None}
     if len(lengths) == 1:
@@ -236,9 +214,7 @@ def _training_length(names: list[str], models: list[Any]) -> int:
             )
         return int(length)
     if not lengths:
-        positions = getattr(models[0].config, "max_position_embeddings", None)
-        hint = f" (perhaps its max_position_embeddings, {positions})" if positions else ""
-        raise ValueError(f"The config of {names[0]} names no training length: give --training-length{hint}.")
+        raise ValueError(f"The config of {names[0]} names no training length: give --training-length.")
     told = ", ".join(f"{name}: {length}" for name, length in found.items())
     raise ValueError(f"The models have different training lengths ({told}): give one with --training-length.")
 
@@ -250,7 +226,6 @@ def model_label(name: str, config: Any) -> str:
 
 
 def shared_tokenizer(options: argparse.Namespace) -> PreTrainedTokenizerBase:
-    """The tokenizer given, or the one that all models share."""
     if options.tokenizer:
         return load_tokenizer(options.tokenizer, options.trust_remote_code)
     first, *others = (load_tokenizer(name, options.trust_remote_code) for name in options.models)

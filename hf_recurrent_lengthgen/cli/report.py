@@ -25,15 +25,8 @@ print(tokenizer.decode(text[0]))"""
 
 
 def write_report(comparison: Comparison, folder: Path, checkpoint: Path | None = None) -> Path:
-    """Write `result.json`, the figures as PNG and SVG, and `index.html`.
-
-    Args:
-        comparison: What was found.
-        folder: Where to write.
-        checkpoint: Checkpoint that the page explains how to load; None for no such section.
-
-    Returns:
-        Path of the page.
+    """Write `result.json`, the figures as PNG and SVG, and `index.html`, which explains how to load `checkpoint`; the
+    path of the page.
     """
     write_result(folder / "result.json", comparison)
     for name, picture in PICTURES.items():
@@ -43,7 +36,6 @@ def write_report(comparison: Comparison, folder: Path, checkpoint: Path | None =
 
 
 def draw(figure: Figure, path: Path) -> None:
-    """Write a figure as `path` with .png and with .svg."""
     save_png(figure, path.with_name(f"{path.name}.png"))
     save_svg(figure, path.with_name(f"{path.name}.svg"))
 
@@ -67,9 +59,9 @@ def summary_table(comparison: Comparison) -> str:
         rows.append(
             (
                 found.model,
-                _text(found.harm.last, sign=True),
-                _text(found.in_window.loss),
-                _text(found.in_window.context_use, sign=True),
+                estimate_text(found.harm.last, "+"),
+                estimate_text(found.in_window.loss),
+                estimate_text(found.in_window.context_use, "+"),
                 "nowhere" if found.harm.harmful_from is None else f"{found.harm.harmful_from:,}",
             )
         )
@@ -81,13 +73,13 @@ def summary_table(comparison: Comparison) -> str:
 
 
 def in_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as lines of aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
 
 
-def _text(estimate: Estimate, sign: bool = False) -> str:
-    mean = f"{estimate.mean:+.3f}" if sign else f"{estimate.mean:.3f}"
-    return mean if estimate.low is None else f"{mean} [{estimate.low:.3f}, {estimate.high:.3f}]"
+def estimate_text(estimate: Estimate, sign: str = "", digits: int = 3) -> str:
+    """ "+1.363 [1.301, 1.425]", or the mean alone where there is no interval."""
+    mean = f"{estimate.mean:{sign}.{digits}f}"
+    return mean if estimate.low is None else f"{mean} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"

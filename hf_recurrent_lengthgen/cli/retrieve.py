@@ -3,12 +3,11 @@
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.cli.inputs import (
@@ -33,6 +32,7 @@ from hf_recurrent_lengthgen.cli.measuring import (
     shared_tokenizer,
 )
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
+from hf_recurrent_lengthgen.cli.report import draw
 from hf_recurrent_lengthgen.data.tasks import (
     PASSKEY_STYLES,
     BabilongGrid,
@@ -43,13 +43,13 @@ from hf_recurrent_lengthgen.data.tasks import (
     babi_files,
     read_babi,
 )
+from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
-from hf_recurrent_lengthgen.evaluation.retrieval import RetrievalSettings, retrieval_accuracy
+from hf_recurrent_lengthgen.evaluation.retrieval import retrieval_accuracy
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalComparison, RetrievalResult, Share
 from hf_recurrent_lengthgen.evaluation.tables import rows_of, write_csv
 from hf_recurrent_lengthgen.loading import load_language_model
-from hf_recurrent_lengthgen.plotting.images import save_png, save_svg
 from hf_recurrent_lengthgen.plotting.names import short_names
 from hf_recurrent_lengthgen.plotting.retrieval import heat_map_figure, retrieval_accuracy_figure, within_figure
 from hf_recurrent_lengthgen.plotting.style import short_number
@@ -76,56 +76,58 @@ kept, and an interrupted command goes on where it was.
 DEFAULT_LENGTHS = "1k,2k,4k,8k,16k"
 DEFAULT_DEPTHS = "10"
 MOST_DEPTHS = 1000
+TASKS = ("passkey", "niah", "babilong")
 _SIZES = {"k": 2**10, "m": 2**20}
-# Options that go with some tasks only; elsewhere they would do nothing.
-_GOES_WITH = {
-    "style": ("passkey",),
-    "depths": ("passkey", "niah"),
-    "within": ("passkey", "niah"),
-    "data": ("niah", "babilong"),
-    "split": ("niah", "babilong"),
-    "text_column": ("niah", "babilong"),
-    "babi_folder": ("babilong",),
-    "babi_tasks": ("babilong",),
-}
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(arguments: Sequence[str] = ("--help",)) -> argparse.ArgumentParser:
+    """The parser of the task that is asked for, which knows no options of other tasks; with --help of all."""
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument("--task", nargs="?", default=TASKS[0])
+    tasks = TASKS if {"-h", "--help"} & {*arguments} else [first.parse_known_args(arguments)[0].task]
     parser = CommandParser("lengthgen retrieve", description=DESCRIPTION)
     add = parser.add_argument
     add("models", nargs="+", metavar="MODEL", help="checkpoint folder or Hub name of any causal language model")
-    add("--task", choices=("passkey", "niah", "babilong"), default="passkey", help="default: %(default)s")
-    add("--style", choices=PASSKEY_STYLES, help='with passkey: words of the prompt (default: "pass key")')
+    add("--task", choices=TASKS, default=TASKS[0], help="default: %(default)s")
     add(
         "--lengths",
         default=DEFAULT_LENGTHS,
         metavar="N,...",
         help="tokens of prompt and answer; 1k is 1024 (default: %(default)s)",
     )
-    add(
-        "--depths",
-        metavar="N | X,...",
-        help="number of depths, evenly from 0 (start of the text) to 1 (its end), or the depths themselves "
-        f"(default: {DEFAULT_DEPTHS})",
-    )
     add("--samples", type=positive, default=10, metavar="N", help="prompts in each cell (default: %(default)s)")
     add("--shots", type=int, default=0, metavar="N", help="solved examples before a prompt (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="seed of keys, words and places (default: %(default)s)")
-    add(
-        "--within",
-        metavar="N,...",
-        help="the r of accuracy for needles within the last r tokens, at most the longest length (default: the first "
-        "four lengths)",
-    )
-    add("--data", help=f"with niah and babilong: the text (default: {STANDARD_LIBRARY}): {DATA_HELP}")
-    add("--split", help=f"split of the data (default: {USUAL_SPLIT})")
-    add("--text-column", help="column that holds the text (default: text)")
-    add(
-        "--babi-folder",
-        metavar="FOLDER",
-        help="with babilong: files of the official archive, qa1_..._test.txt and so on; with shots also .._train.txt",
-    )
-    add("--babi-tasks", metavar="N,...", help="which of them (default: 1,2,3,4,5,6,7,8,9,10)")
+    if "passkey" in tasks:
+        styles = tuple(PASSKEY_STYLES)
+        add("--style", choices=styles, default=styles[0], help="passkey: words of the prompt (default: %(default)s)")
+    if {"passkey", "niah"} & {*tasks}:
+        add(
+            "--depths",
+            default=DEFAULT_DEPTHS,
+            metavar="N | X,...",
+            help="passkey, niah: number of depths, evenly from 0 (start of the text) to 1 (its end), or the depths "
+            "themselves (default: %(default)s)",
+        )
+        add(
+            "--within",
+            metavar="N,...",
+            help="passkey, niah: the r of accuracy for needles within the last r tokens, at most the longest length "
+            "(default: the first four lengths)",
+        )
+    if {"niah", "babilong"} & {*tasks}:
+        add("--data", default=STANDARD_LIBRARY, help=f"niah, babilong: the text (default: %(default)s): {DATA_HELP}")
+        add("--split", help=f"split of the data (default: {USUAL_SPLIT})")
+        add("--text-column", default="text", help="column that holds the text (default: %(default)s)")
+    if "babilong" in tasks:
+        add(
+            "--babi-folder",
+            required=True,
+            metavar="FOLDER",
+            help="babilong: files of the official archive, qa1_..._test.txt and so on; with shots also .._train.txt",
+        )
+        numbers = "1,2,3,4,5,6,7,8,9,10"
+        add("--babi-tasks", default=numbers, metavar="N,...", help="babilong: which of them (default: %(default)s)")
     add("--output", default="retrieval", help="folder for the results (default: %(default)s)")
     add("--batch-size", type=positive, metavar="N", help="prompts read together (default: by memory, at most 16)")
     add("--chunk-length", type=positive, metavar="N", help="tokens of each in a forward pass (default: by memory)")
@@ -135,16 +137,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
-    for name, tasks in _GOES_WITH.items():
-        if getattr(options, name) is not None and options.task not in tasks:
-            raise ValueError(
-                f"--{name.replace('_', '-')} does nothing with task {options.task}: it goes with "
-                f"{' and '.join(tasks)}."
-            )
+    options = _parser(arguments).parse_args(arguments)
     check_given_once(options.models)
     lengths = _numbers("--lengths", options.lengths)
-    within = None if options.within is None else _numbers("--within", options.within)
+    asked = getattr(options, "within", None)
+    within = None if asked is None else _numbers("--within", asked)
     if within is not None and within[-1] > lengths[-1]:
         raise ValueError(f"--within names {within[-1]}, but must be at most the longest of --lengths, {lengths[-1]}.")
     output = make_output_folder(options.output)
@@ -152,7 +149,8 @@ def run(arguments: Sequence[str]) -> int:
     grid, source = _grid(options, tokenizer)
     data = DataRecord(source, token_unit=token_unit(tokenizer))
     command = shlex.join(["lengthgen", "retrieve", *arguments])
-    settings = RetrievalSettings(options.batch_size, options.chunk_length, command, sys.stderr.isatty())
+    pieces = options.batch_size, options.chunk_length
+    settings = EvaluationSettings(*pieces, command=command, progress=sys.stderr.isatty())
     names = dict(zip(options.models, short_names(options.models), strict=True))
     models = [load_language_model(name, options.trust_remote_code, DTYPES[options.dtype]) for name in options.models]
     found = []
@@ -208,33 +206,29 @@ def _depths(text: str) -> list[float]:
 
 
 def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tuple[RetrievalGrid, DataSource]:
-    """The prompts, and what they are made of."""
     sizes = {"samples": options.samples, "seed": options.seed, "shots": options.shots}
-    depths = _depths(DEFAULT_DEPTHS if options.depths is None else options.depths)
     if options.task == "passkey":
-        style = options.style or next(iter(PASSKEY_STYLES))
-        return PasskeyGrid(tokenizer, depths, style=style, **sizes), DataSource("repeated sentences")
-    data = STANDARD_LIBRARY if options.data is None else options.data
-    split = chosen_split(data, options.split, "validation")
-    texts = load_documents(data, split, options.text_column or "text")
-    source = data_source(data, split)
+        grid = PasskeyGrid(tokenizer, _depths(options.depths), style=options.style, **sizes)
+        return grid, DataSource("repeated sentences")
+    split = chosen_split(options.data, options.split, "validation")
+    texts = load_documents(options.data, split, options.text_column)
+    source = data_source(options.data, split)
     if options.task == "niah":
-        return NeedleGrid(tokenizer, texts, depths, **sizes), source
-    if options.babi_folder is None:
-        raise ValueError("--task babilong needs --babi-folder, the folder of the files qa1_..._test.txt.")
-    tasks = _numbers("--babi-tasks", options.babi_tasks or "1,2,3,4,5,6,7,8,9,10")
+        return NeedleGrid(tokenizer, texts, _depths(options.depths), **sizes), source
+    tasks = _numbers("--babi-tasks", options.babi_tasks)
 
     def questions(part: str) -> dict[str, list[BabiQuestion]]:
         files = babi_files(options.babi_folder, part, tasks)
         return {f"qa{task}": read_babi(path) for task, path in zip(tasks, files, strict=True)}
 
     examples = questions("train") if options.shots > 0 else None
-    grid = BabilongGrid(tokenizer, questions("test"), texts, examples=examples, **sizes)
-    return grid, replace(source, name=f"bAbI in {source.name}")
+    return (
+        BabilongGrid(tokenizer, questions("test"), texts, examples=examples, **sizes),
+        replace(source, name=f"bAbI in {source.name}"),
+    )
 
 
 def _table(found: Sequence[RetrievalResult]) -> str:
-    """Accuracy by length with its interval, and the length up to which a model recalls."""
     first = found[0]
     width = max(8, *(len(result.model) for result in found))
     head = "".join(f"{short_number(length):>16}" for length in first.lengths)
@@ -263,16 +257,9 @@ def _percent(share: Share, confidence: float) -> str:
 def _write(folder: Path, found: Sequence[RetrievalResult], within: Sequence[int] | None) -> Path:
     """Write JSON and pictures; the path of the picture of cells."""
     write_result(folder / "retrieval.json", RetrievalComparison(tuple(found)))
-    figures: dict[str, Callable[[], Figure]] = {
-        "heat_map": lambda: heat_map_figure(found),
-        "accuracy": lambda: retrieval_accuracy_figure(found),
-    }
-    for number, result in enumerate(found):
+    draw(heat_map_figure(found), folder / "heat_map")
+    draw(retrieval_accuracy_figure(found), folder / "accuracy")
+    for number, result in enumerate(found, 1):
         if result.depths is not None:
-            name = "within" if len(found) == 1 else f"within_{number + 1}"
-            figures[name] = lambda result=result: within_figure(result, within)  # type: ignore[misc]
-    for name, make in figures.items():
-        figure = make()
-        save_svg(figure, folder / f"{name}.svg")
-        save_png(figure, folder / f"{name}.png")
+            draw(within_figure(result, within), folder / ("within" if len(found) == 1 else f"within_{number}"))
     return folder / "heat_map.png"

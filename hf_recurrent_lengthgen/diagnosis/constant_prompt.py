@@ -26,7 +26,6 @@ def _compute(task: Measurement) -> ConstantPrompt:
 
 
 def constant_prompt_text(found: ConstantPrompt) -> str:
-    """Whether the loss of one repeated token rises beyond the training length."""
     highest = f"at most {found.inside:.3g} nats per token inside the training length and {found.beyond:.3g} beyond"
     if found.exceeded_from is None:
         return f"The loss is {highest}, never above {found.factor:g} times the former up to {found.length:,} tokens."

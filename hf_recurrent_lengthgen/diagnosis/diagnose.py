@@ -16,11 +16,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import Tokens
 
 
 def chosen_parts(settings: DiagnosisSettings) -> list[Part[Any]]:
-    """The parts that the settings ask for.
-
-    Raises:
-        ValueError: for names of no part.
-    """
+    """The parts that the settings ask for; a `ValueError` for names of no part."""
     names = tuple(PARTS) if settings.parts is None else settings.parts
     if unknown := [name for name in names if name not in PARTS]:
         raise ValueError(f"parts must be some of {', '.join(PARTS)}; got {', '.join(unknown)}.")
@@ -41,17 +37,13 @@ def diagnose_model(
     """Evaluate a model, and take the parts of `PARTS`.
 
     Args:
-        model: Any causal language model; what it cannot be measured on is in `refused` of the result, with the reason.
-        tokens: Token ids (S, L + 1): S >= 2 texts of L > training_length positions.
-        training_length: Tokens per training sequence, T.
-        label: Name of the model.
-        data: What the tokens are, for people.
+        model, tokens, training_length, label, data, cache: As for `evaluate_model`, with S >= 2 texts.
         settings: What is measured, and how.
         role: What the model is to the others of a comparison.
-        cache: Where results are kept by their content.
 
     Raises:
-        ValueError: as `evaluate_model`, and for unknown parts. What a part raises is in `refused` instead.
+        ValueError: as `evaluate_model`, and for unknown parts. What a part raises is in `refused` of the result
+            instead.
     """
     parts = chosen_parts(settings)
     task = Measurement(model, tokens, training_length, label, data, settings, cache)

@@ -63,7 +63,6 @@ def misalignment_and_loss(models: Sequence[DiagnosedModel]) -> RankCorrelation |
 
 
 def late_loss(evaluation: EvaluationResult) -> float:
-    """Mean loss over the positions of the harm summary, from the bins inside them."""
     curve, (start, stop) = evaluation.position_wise.coarse, evaluation.harm.last_range
     bins = [
         (b - a, mean)
@@ -74,7 +73,6 @@ def late_loss(evaluation: EvaluationResult) -> float:
 
 
 def correlation_text(found: RankCorrelation) -> str:
-    """How two numbers go together over the models."""
     pairings = "all pairings" if found.exact else f"{found.pairings:,} random pairings"
     count = len(found.models)
     shown = "" if found.p_value < CHANCE else " That does not show that they go together."

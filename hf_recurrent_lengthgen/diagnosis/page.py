@@ -44,12 +44,11 @@ class Verdict(NamedTuple):
 
 
 def facts(model: DiagnosedModel) -> list[Fact]:
-    """The numbers to see first; those that were measured."""
+    """The numbers to see first."""
     return [fact for part, found in _parts(model) for fact in part.facts(found)]
 
 
 def verdicts(diagnosis: Diagnosis) -> list[Verdict]:
-    """What to know first, model by model."""
     found = findings(diagnosis.comparison)
     statuses = [finding.status for finding in found]
     explained = range(len(found))
@@ -67,12 +66,10 @@ def _reason(model: DiagnosedModel, status: Status) -> str:
 
 
 def diagnosis_summary(diagnosis: Diagnosis) -> str:
-    """The verdicts as one sentence after another."""
     return " ".join(part for verdict in verdicts(diagnosis) for part in verdict if part)
 
 
 def reasons(diagnosis: Diagnosis) -> list[str]:
-    """What could not be measured, and why."""
     told = []
     for model in diagnosis.models:
         refused = [*model.refused.items()]
@@ -83,7 +80,6 @@ def reasons(diagnosis: Diagnosis) -> list[str]:
 
 
 def not_measured(diagnosis: Diagnosis) -> list[str]:
-    """What is not on the page, and why."""
     asked = {name for model in diagnosis.models for name in (*model.parts, *model.refused)}
     return [
         *reasons(diagnosis),
@@ -144,7 +140,6 @@ def diagnosis_page(diagnosis: Diagnosis) -> str:
 
 
 def _parts(model: DiagnosedModel) -> list[tuple[Part[Any], Any]]:
-    """The parts that were found of a model, with the results."""
     return [(part, model.parts[name]) for name, part in PARTS.items() if name in model.parts]
 
 
@@ -208,7 +203,6 @@ def _pairs(parts: Sequence[str]) -> str:
 
 
 def _rows(diagnosis: Diagnosis) -> list[Row[DiagnosedModel]]:
-    """The numbers of each part that some model has."""
     unit = diagnosis.models[0].evaluation.data.token_unit
     return [_row(part, row, unit) for part in PARTS.values() if any(_results(diagnosis, part)) for row in part.rows]
 
@@ -221,7 +215,6 @@ def _row(part: Part[Any], row: PartRow, unit: str) -> Row[DiagnosedModel]:
 
 
 def _definitions(diagnosis: Diagnosis) -> list[str]:
-    """What the words of the parts mean that some model has."""
     return [
         text for part in PARTS.values() if (found := _results(diagnosis, part)) for text in part.definitions(found)
     ]

@@ -49,7 +49,6 @@ class Picture(Generic[Result]):
 
     Attributes:
         draw: From the results by the name of the model, at least one, the models' roles, and what a token is.
-        caption: Below it.
         shows: Whether there is something to draw of a result.
         bands: Whether it has bands of the intervals over sequences.
         further: Whether it is among those that a page shows on demand.
@@ -63,9 +62,8 @@ class Picture(Generic[Result]):
 
 
 class PartRow(NamedTuple):
-    """A row of the table of numbers: name, remark ("{unit}" is what a token is), and the HTML for a result.
-
-    The last is empty where a result has no such number.
+    """A row of the table of numbers: name, remark ("{unit}" is what a token is), and the HTML for a result, empty
+    where it has no such number.
     """
 
     name: str
@@ -84,14 +82,11 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True)
 class Part(Generic[Result]):
-    """One metric of a diagnosis.
+    """One metric of a diagnosis: what it finds, and everything that is shown of it.
 
     Attributes:
-        name: In files and options.
-        title: In lists.
-        summary: What it measures, in a line of the command's help.
-        result: The document it finds.
-        compute: How it is found; a `ValueError` says why it cannot be measured.
+        name, title, summary: In files and options, in lists, and in a line of the command's help.
+        compute: How `result` is found; a `ValueError` says why it cannot be measured.
         section: Heading under which the page shows it.
         texts: What the page says of a result in sentences; the second argument is what a token is.
         facts: What is seen first, on the page, in the terminal and in model cards.

@@ -22,12 +22,10 @@ def _compute(task: Measurement) -> Remembrance:
 
 
 def far_tokens(found: Remembrance) -> Estimate | None:
-    """Effective Remembrance of the tokens beyond the training length, where there are any and it was measured."""
     return None if found.length <= found.training_length else found.beyond_training
 
 
 def remembrance_text(found: Remembrance) -> str:
-    """How far the tokens beyond the training length move the prediction."""
     if found.length <= found.training_length:
         return f"Texts of {found.length:,} tokens do not show what tokens beyond the training length do."
     if (beyond := far_tokens(found)) is None:

@@ -1,7 +1,5 @@
-"""The states as a part of a diagnosis: which heads drift, what they hold, and what harm they do.
-
-Shares are those of the harm that `HeadPatching` measured; what its interval does not show to be above zero is said not
-to be shown.
+"""The states as a part of a diagnosis: which heads drift, what they hold, and what harm they do; what the interval of
+a share of the harm does not show to be above zero is said not to be shown.
 """
 
 import math
@@ -53,7 +51,7 @@ def _compute(task: Measurement) -> StateDiagnosis:
     def describe() -> StateDiagnosis:
         task.evaluate(observer)
         confidence = settings.confidence
-        return describe_states(task.model, observer.trajectory(), task.training_length, confidence=confidence)
+        return describe_states(task.model, observer.trajectory(), task.training_length, confidence)
 
     found = task.kept("states", StateDiagnosis, describe)
     if not (heads := settings.patched_heads):
@@ -63,7 +61,6 @@ def _compute(task: Measurement) -> StateDiagnosis:
 
 
 def _no_states(task: Measurement) -> str:
-    """Why states cannot be diagnosed; empty if they can."""
     if not isinstance(task.reader, StateReader):
         return task.reader.refusal("a diagnosis of states")
     if len(task.tokens) < 2:
@@ -74,7 +71,6 @@ def _no_states(task: Measurement) -> str:
 
 
 def drift_text(states: StateDiagnosis) -> str:
-    """Which heads drift, how far and since when."""
     ranking, drifting = states.ranking, states.drifting
     if not ranking:
         return "It has no heads whose states could drift."
@@ -106,7 +102,6 @@ def distance_text(head: HeadStates) -> str:
 
 
 def retention_text(states: StateDiagnosis) -> str:
-    """How much the head that holds most of the first token holds at the training length and at the end."""
     known = [(pair, pair[1].inputs.log_retention) for pair in states.ranking if pair[1].inputs is not None]
     inside = [place for place, position in enumerate(states.positions) if position <= states.training_length]
     if not known or not inside:
@@ -172,7 +167,6 @@ def harm_share_text(patching: HeadPatching, estimate: Estimate) -> str:
 
 
 def drifting_group(states: StateDiagnosis) -> PatchedHeads | None:
-    """The exchange of all heads that drift."""
     return _group_of(states, {(layer.layer, head.head) for layer, head in states.drifting})
 
 
@@ -212,7 +206,6 @@ def _reason(states: StateDiagnosis, status: Status) -> str:
 
 
 def _counted(pairs: tuple[Pair, ...]) -> str:
-    """ "12 heads"."""
     units = sorted({layer.unit for layer, _ in pairs})
     return f"{len(pairs):,} " + " and ".join(f"{unit}s" if len(pairs) > 1 else unit for unit in units)
 

@@ -5,11 +5,8 @@ Channel d of a layer's scan is Y_d = M_d X_d with (Eq. 8; the indicator is print
 
     M_d[i, j] = C_i^T (prod_{k = j+1..i} diag(A_dk)) B_dj  for j <= i, else 0,
 
-where B_dj = Delta_dj B_j is discretized; D x is not part of it. In Mamba-2 the channels of a head share one map. In
-GLA and its kin a head has one map too: C are the queries, with their scale, B the keys, A the gates.
-
-(Delta, B, C) are those that the model itself hands to its scan in a forward pass. The maps of all channels would be a
-(D, T, T) tensor: they are made and added up a few at a time.
+where B_dj = Delta_dj B_j; D x is not part of it. A head of Mamba-2, GLA and their kin has one map: in GLA C are the
+scaled queries, B the keys, A the gates. (Delta, B, C) are those that the model hands to its scan.
 
 Shapes: T tokens, D channels or heads, N states (keys).
 """
@@ -45,14 +42,10 @@ class Correlation(NamedTuple):
 
 
 class _Scan(NamedTuple):
-    """What a layer scanned, in one form for all families; of one row of the batch, in float64.
+    """What a layer scanned, in one form for all families, in float64.
 
-    Attributes:
-        kind: Words for the kind of layer.
-        channels: Number D of channels or heads.
-        part: From a slice of c channels to queries and keys (c, T, N) and the sums of the log decays (c, T, N), or
-            (c, T, 1) where all states share them.
-        linear: (T, T), the mean over channels of C_i . B_j.
+    `part` gives, for a slice of c of the D `channels`, queries and keys (c, T, N) and the sums of the log decays
+    (c, T, N), or (c, T, 1) where all states share them; `linear` (T, T) is the mean over channels of C_i . B_j.
     """
 
     kind: str
@@ -72,8 +65,7 @@ def attention_maps(
     """Channel average and average mask of the layers of a model on one text, from the zero state.
 
     Args:
-        model: A model of this package, also with the code of its checkpoint: Mamba-1, FalconMamba, Mamba-2, GLA,
-            HGRN-2, linear attention, and the reference models of `attention_layers`.
+        model: A model of this package, also with the code of its checkpoint; see Raises.
         input_ids: (T,) or (1, T).
         tokens: T words for the tokens; None for their ids.
         layers: Which layers, counted from 0; None for all.
@@ -114,9 +106,8 @@ def attention_maps(
 
 @torch.no_grad()
 def channel_maps(model: nn.Module, input_ids: Tensor, layer: int, channels: slice) -> Tensor:
-    """M_d (Eq. 8) of some channels of a layer, in Mamba-2, GLA and their kin of some heads: (c, T, T) in float64.
-
-    Arguments and errors as in `attention_maps`; all c maps are made at once.
+    """M_d (Eq. 8) of some channels (heads) of a layer, (c, T, T) in float64, all at once; arguments as
+    `attention_maps`.
     """
     scan = _scans(model, _one_text(input_ids), [layer])[layer]
     return scan[None] if isinstance(scan, Tensor) else _maps(*scan.part(channels))[0]
@@ -151,7 +142,7 @@ def _one_text(input_ids: Tensor) -> Tensor:
 
 
 def _averages(scan: _Scan) -> tuple[Tensor, Tensor]:
-    """Means over all channels of the maps and of the masks, (T, T) each."""
+    """Means over all channels of the maps and of the masks, (T, T) each; a few channels are made at once."""
     length = scan.linear.shape[0]
     average, mask = scan.linear.new_zeros(2, length, length)
     at_once = max(1, MAP_ELEMENTS // length**2)

@@ -1,8 +1,7 @@
 """Loss on a prompt of one repeated token: does a model that has read nothing new for long still predict it?
 
-"Stuffed Mamba" (Chen et al. 2024, arXiv:2410.07145), section 4 and Appendix I, reads the "newlines" prompt: any number
-of newlines and nothing else. It is easy, endless and the same for everyone; a model whose state overflows beyond its
-training length fails on it all the same. One text is enough, as there is nothing to draw: so there are no intervals.
+"Stuffed Mamba" (Chen et al. 2024, arXiv:2410.07145), section 4 and Appendix I, reads the "newlines" prompt: newlines
+and nothing else. There is nothing to draw, so one text is enough, and there are no intervals.
 """
 
 from itertools import pairwise
@@ -20,24 +19,14 @@ from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 BINS_PER_OCTAVE = 4
 
 
-def newline_token(tokenizer: Any) -> int:
-    """The id of the token that is one newline and nothing else, as it stands inside a text.
-
-    Some tokenizers put a space before every text, so that a newline alone is two tokens; then the one after a letter
-    is taken.
-
-    Raises:
-        ValueError: for a tokenizer that has no such token.
-    """
-    alone = tokenizer.encode("\n", add_special_tokens=False)
-    letter, inside = (tokenizer.encode(text, add_special_tokens=False) for text in ("a", "a\n"))
+def newline_token(tokenizer: Any) -> int | None:
+    """The id of the token that is one newline and nothing else, as it stands inside a text, if there is one."""
+    # where a space stands before every text, a newline alone is two tokens: then the one after a letter is taken
+    alone, letter, inside = (tokenizer.encode(text, add_special_tokens=False) for text in ("\n", "a", "a\n"))
     for ids in (alone, inside[len(letter) :] if inside[: len(letter)] == letter else []):
         if len(ids) == 1 and tokenizer.decode(ids) == "\n":
             return int(ids[0])
-    raise ValueError(
-        f"{type(tokenizer).__name__} has no token that is a single newline: it encodes one as {alone}. Repeat another "
-        "token of your choice."
-    )
+    return None
 
 
 def constant_prompt(
@@ -46,40 +35,30 @@ def constant_prompt(
     training_length: int,
     length: int,
     *,
-    factor: float = FAILURE_FACTOR,
-    bins_per_octave: int = BINS_PER_OCTAVE,
     chunk_length: int | None = None,
     progress: bool = True,
 ) -> ConstantPrompt:
-    """NLL by position of a text of `token` alone, and whether it rises beyond the training length.
-
-    It has risen where a bin is above `factor` times the highest bin inside the training length, the first bin left
-    out: the first token has nothing before it and must not set the limit (the rule of section 4.2, there for
-    ordinary texts).
+    """NLL by position of a text of `token` alone, and whether it rises beyond the training length: whether a bin is
+    above `FAILURE_FACTOR` times the highest bin inside, the first left out (the rule of section 4.2 for ordinary
+    texts).
 
     Args:
-        model: As for `stream_nll`.
+        model, chunk_length, progress: As for `stream_nll`.
         token: What is repeated; `newline_token(tokenizer)` for the paper's prompt.
         training_length: Tokens per training sequence, at least 2.
         length: Positions to score, above `training_length`.
-        factor: Above 1.
-        bins_per_octave: Bins for each doubling of the position.
-        chunk_length: As for `stream_nll`.
-        progress: Show a progress bar.
 
     Raises:
-        ValueError: for a token outside the vocabulary, lengths and factors that are not possible, and as `stream_nll`.
+        ValueError: for a token outside the vocabulary, lengths that are not possible, and as `stream_nll`.
     """
     if training_length < 2 or length <= training_length:
         raise ValueError(
             f"training_length must be at least 2 and length above it, got {training_length} and {length}: the prompt "
             "shows what happens beyond the training length."
         )
-    if not factor > 1:
-        raise ValueError(f"factor must be above 1, got {factor}.")
     prompt = np.broadcast_to(np.int64(token), (1, length + 1))
     nll = stream_nll(model, prompt, chunk_length=chunk_length, progress=progress).nll
-    edges = position_edges(length, training_length, 0, bins_per_octave)
+    edges = position_edges(length, training_length, 0, BINS_PER_OCTAVE)
     curve = make_curve(edges, bin_means(nll, edges))
     inside = max(curve.mean[1 : edges.index(training_length)])
     beyond = [
@@ -92,6 +71,6 @@ def constant_prompt(
         curve=curve,
         inside=inside,
         beyond=max(mean for _, mean in beyond),
-        factor=factor,
-        exceeded_from=next((start for start, mean in beyond if mean > factor * inside), None),
+        factor=FAILURE_FACTOR,
+        exceeded_from=next((start for start, mean in beyond if mean > FAILURE_FACTOR * inside), None),
     )

@@ -1,17 +1,15 @@
 """Context harm: what the context beyond the training length costs, on the very same tokens.
 
-Harm at position t is the NLL given the whole context minus the NLL of the same token given only the last
-tokens of it, at most as many as the model was trained on. The difficulty of the text cancels. Above zero,
-the extra context hurts; below zero, it helps. It is zero for a model that reaches no further back than the
-kept context.
+Harm at position t is the NLL given the whole context minus the NLL of the same token given only the last tokens of it,
+at most as many as the model was trained on: the difficulty of the text cancels. It is zero for a model that reaches no
+further back than the kept context.
 
-Windows, with T the training length and h = T // 2: a window starts at every multiple w of h and runs
-from the zero state over the inputs tokens[w : w + T]. It scores the positions [w, w + T) with 1 to T tokens
-of context (indexing of `streaming`). Its last h positions [w + T - h, w + T), which have T - h + 1 to T
-tokens of context, are the truncated-context NLLs of those positions: the windows tile [T - h, L), each
-position once. Harm is defined on [T, L); in the first window both contexts are the same. When L cuts the last
-window, that window is shorter. Full windows also give the NLL by position inside [0, T), averaged over many
-windows of each sequence instead of over its one beginning.
+Windows, with T the training length and h = T // 2: a window starts at every multiple w of h and runs from the zero
+state over the inputs tokens[w : w + T]. It scores the positions [w, w + T) with 1 to T tokens of context (indexing of
+`streaming`). Its last h positions, with T - h + 1 to T tokens of context, are the truncated-context NLLs of those
+positions: the windows tile [T - h, L), each position once. Harm is defined on [T, L). When L cuts the last window,
+that window is shorter. Full windows also give the NLL by position inside [0, T), averaged over many windows of each
+sequence.
 """
 
 from typing import NamedTuple
@@ -58,11 +56,10 @@ def window_nll(
     """Run all windows of the module's definition; about two forward passes per token.
 
     Args:
-        model: As for `stream_nll`.
-        tokens, training_length: Token ids (S, L + 1) with L > T, and T in tokens.
+        model, tokens, progress: As for `stream_nll`, with L > T.
+        training_length: T in tokens.
         batch_size, chunk_length: Windows, and tokens of each, per forward pass; by default what memory limits allow.
         partial: Where to keep what there is so far, and to go on from; the caller removes it.
-        progress: Show a progress bar.
 
     Raises:
         ValueError: as `stream_nll`, and for L <= training_length or training_length < 4.
@@ -118,7 +115,6 @@ def _window_rows(
 
 
 def check_training_length(training_length: int) -> None:
-    """Raise a `ValueError` for a training length too short for `window_nll`."""
     if training_length < SHORTEST_TRAINING_LENGTH:
         raise ValueError(f"training_length must be at least {SHORTEST_TRAINING_LENGTH}, got {training_length}.")
 
@@ -129,9 +125,8 @@ def last_octave(length: int, training_length: int) -> tuple[int, int]:
 
 
 def context_use_bands(training_length: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Positions [T/4 - w, T/4 + w) and [T - 2w, T) with w = max(1, T // 16), T/4 rounded down.
-
-    A model uses its context when its in-window NLL falls from the first band to the second.
+    """Positions [T/4 - w, T/4 + w) and [T - 2w, T) with w = max(1, T // 16), T/4 rounded down: a model uses its
+    context when its in-window NLL falls from the first to the second.
     """
     width, quarter = max(1, training_length // 16), training_length // 4
     return (quarter - width, quarter + width), (training_length - 2 * width, training_length)

@@ -5,7 +5,7 @@ Units and intervals are those of `results`. Which model and data a value belongs
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeVar, get_args
+from typing import TypeVar
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.results import (
@@ -19,8 +19,6 @@ from hf_recurrent_lengthgen.evaluation.results import (
 )
 
 Found = TypeVar("Found", bound=PartResult)
-Distance = Literal["total_variation", "jensen_shannon", "cosine"]
-"""Of two probability distributions: total variation, Jensen-Shannon distance, one minus the cosine similarity."""
 
 
 @document("remembrance")
@@ -45,23 +43,15 @@ class Remembrance(PartResult):
         starts = self.starts
         if not starts or starts != tuple(sorted({*starts})) or starts[0] < 0 or starts[-1] >= self.length:
             raise ValueError(f"Starts must increase strictly inside [0, {self.length}), got {starts}.")
-        for name in get_args(Distance):
+        for name in ("total_variation", "jensen_shannon", "cosine"):
             if len(getattr(self, name)) != len(starts):
                 raise ValueError(f"{len(starts)} starts have {len(getattr(self, name))} values in '{name}'.")
 
-    def at(self, start: int, distance: Distance = "total_variation") -> Estimate:
-        """The distance for one of `starts`.
-
-        Raises:
-            ValueError: for another start.
-        """
-        if start not in self.starts:
-            raise ValueError(f"There is no start at {start}; measured were {self.starts}.")
-        values: tuple[Estimate, ...] = getattr(self, distance)
-        return values[self.starts.index(start)]
+    def at(self, start: int) -> Estimate:
+        """Total variation for one of `starts`."""
+        return self.total_variation[self.starts.index(start)]
 
     def bins(self) -> Iterable[tuple[int, int, Estimate]]:
-        """Total variation of predictions without the tokens before `start`."""
         return ((start, self.length, value) for start, value in zip(self.starts, self.total_variation, strict=True))
 
     @property
@@ -109,14 +99,10 @@ class RankCorrelation:
 
     Attributes:
         metric, score: Names of the two numbers.
-        models: Names of the models.
-        metric_values, score_values: The numbers, one for each model.
         coefficient: From -1 to 1; equal values share the mean of their ranks.
         p_value: Two-sided: the share of pairings that are at least as far from 0, of all pairings of the two sets of
-            values, or of `pairings` random ones.
+            values (`exact`), or of `pairings` random ones.
         least_p_value: The least that p_value can be for so many models without equal values.
-        pairings: Number of pairings looked at.
-        exact: Whether these are all.
     """
 
     metric: str
@@ -130,23 +116,12 @@ class RankCorrelation:
     pairings: int
     exact: bool
 
-    def __post_init__(self) -> None:
-        if not len(self.models) == len(self.metric_values) == len(self.score_values):
-            raise ValueError(
-                f"{len(self.models)} models have {len(self.metric_values)} values of {self.metric} and "
-                f"{len(self.score_values)} of {self.score}."
-            )
-
 
 @dataclass(frozen=True)
 class DiagnosedModel:
     """What was found about one model.
 
-    Attributes:
-        role: See `results.Role`.
-        evaluation: Loss by position, harm, and how far it holds.
-        parts: What was found, by the name of the part.
-        refused: What could not be measured, by the name of the part, and why.
+    `parts` are by the name of the part; `refused` says of those that could not be measured why.
     """
 
     role: Role

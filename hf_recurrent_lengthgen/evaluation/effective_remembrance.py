@@ -5,12 +5,10 @@ for a distance d of probability distributions, averaged over texts x. Glossary: 
 is the prediction of the next token. d is the total variation (Eq. 3), the Jensen-Shannon distance (square root, base
 2) or one minus the cosine similarity (Appendix G: where the paper plots the similarity). All lie in [0, 1].
 
-t = T is refused, although the definition allows it: without any token there is no prediction.
+t = T is refused: without any token there is no prediction.
 
 One sweep reads all start points: at each t a row in the zero state joins the batch, and all rows read the same next
-tokens. So T - t tokens are read for each t and nothing else, and memory does not depend on T. A model that carries
-keys and values, or nothing at all, reads each start point on its own, several texts at a time: as many tokens, in
-smaller batches.
+tokens. A model that carries keys and values, or nothing at all, reads each start point on its own.
 """
 
 import math
@@ -33,6 +31,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import (
     STATES_PER_FORWARD,
     TOKENS_PER_FORWARD,
     Tokens,
+    check_pieces,
     check_tokens,
     progress_bar,
 )
@@ -49,8 +48,7 @@ Row = tuple[int, int]
 def start_points(length: int, training_length: int, count: int = START_POINTS) -> tuple[int, ...]:
     """`count` points evenly spaced from 0, the one a training length before the end, and some close to the end.
 
-    The last are 1, 2, 4, ... tokens before the end, as far as that is less than the even spacing; together they
-    cost less than one spacing, and show how fast a prediction settles.
+    The last are 1, 2, 4, ... tokens before the end, as far as that is less than the even spacing.
     """
     if length < 1 or count < 1:
         raise ValueError(f"length and count must be at least 1, got {length} and {count}.")
@@ -80,11 +78,10 @@ def effective_remembrance(
     """Effective Remembrance at `length` for all start points and distances, with intervals over sequences.
 
     Args:
-        model: A causal language model (`reader_of` says which); run in evaluation mode, left in the mode it had.
+        model: A causal language model (`reader_of` says which).
         tokens: Token ids (S, at least `length`); the first `length` of each sequence are read.
         training_length: Tokens per training sequence.
-        settings: Confidence, progress, most rows (a sequence from a start point on) in a forward pass, and most tokens
-            of a row in one, where the model carries something.
+        settings: Confidence, progress, rows (a sequence from a start point on) and tokens of a row in a forward pass.
         length: T; by default 4 training lengths.
         starts: The t, in any order, from 0 to T - 1; by default those of `start_points`.
 
@@ -116,11 +113,16 @@ def remembrance_values(
     chunk_length: int | None = None,
     progress: bool = True,
 ) -> np.ndarray:
-    """The three distances (total variation, Jensen-Shannon, 1 - cosine) of each sequence and start, (S, 3, n) float64.
-
-    Arguments and errors are those of `effective_remembrance`; the result is in the order of `starts`.
+    """The three distances (total variation, Jensen-Shannon, 1 - cosine) of each sequence and start, (S, 3, n) float64,
+    in the order of `starts`; arguments and errors are those of `effective_remembrance`.
     """
-    check_starts(starts, length)
+    if length < 1:
+        raise ValueError(f"length must be at least 1 token, got {length}.")
+    if len(starts) == 0 or len({*starts}) < len(starts) or min(starts) < 0 or max(starts) >= length:
+        raise ValueError(
+            f"starts must be different positions from 0 to {length - 1}, at least one, got {tuple(starts)}: after no "
+            f"token at all (t = {length}) there is no prediction."
+        )
     reader = reader_of(model)
     array = check_tokens(tokens, reader.vocabulary, length - 1)[:, :length]
     batch, chunk, budget = sweep_plan(reader, length, len(starts), batch_size, chunk_length)
@@ -142,24 +144,11 @@ def remembrance_values(
     return values[:, :, [read.index(start) for start in starts]]
 
 
-def check_starts(starts: Sequence[int], length: int) -> None:
-    """Raise a `ValueError` for a length or start points that cannot be measured."""
-    if length < 1:
-        raise ValueError(f"length must be at least 1 token, got {length}.")
-    if len(starts) == 0 or len({*starts}) < len(starts) or min(starts) < 0 or max(starts) >= length:
-        raise ValueError(
-            f"starts must be different positions from 0 to {length - 1}, at least one, got {tuple(starts)}: after no "
-            f"token at all (t = {length}) there is no prediction."
-        )
-
-
 def sweep_plan(
     reader: Reader, length: int, starts: int, batch_size: int | None, chunk_length: int | None
 ) -> tuple[int, int, int]:
     """Most rows, most tokens of a row and most tokens of all rows in one forward pass."""
-    for name, value in (("batch_size", batch_size), ("chunk_length", chunk_length)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, or None to choose by memory; got {value}.")
+    check_pieces(batch_size, chunk_length)
     limit = TOKENS_PER_FORWARD if reader.keeps else LOGITS_PER_FORWARD // reader.vocabulary
     tokens = max(1, min(TOKENS_PER_FORWARD, limit))
     if batch_size is None:
@@ -185,13 +174,8 @@ def final_predictions(
 ) -> Tensor:
     """q(.|x_{start:T}) of each row, (R, V) float64 on the CPU: the sweep of this module.
 
-    Args:
-        reader: Of the model, in evaluation mode.
-        array: Checked token ids (S, T).
-        rows: By start; with one start only, unless what the reader carries is `carried_by_row`.
-        chunk: Most tokens of a row in a forward pass, where the reader carries something.
-        budget: Most tokens of all rows together, likewise.
-        bar: Progress bar, in tokens.
+    `array` (S, T) holds the tokens; `chunk` and `budget` are the most of a row, and of all rows, in a forward pass.
+    Rows are by start, of one start only unless what the reader carries is `carried_by_row`.
     """
     cache = None
     for begin, end in pairwise([*sorted({start for start, _ in rows}), array.shape[1]]):

@@ -18,7 +18,7 @@ from hf_recurrent_lengthgen.evaluation.context_harm import (
     last_octave,
     window_nll,
 )
-from hf_recurrent_lengthgen.evaluation.json_schema import Document
+from hf_recurrent_lengthgen.evaluation.json_schema import Document, to_json
 from hf_recurrent_lengthgen.evaluation.length_generalization import TOLERANCE, length_verdict, make_curve
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions, model_record, token_digest
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
@@ -60,7 +60,6 @@ class EvaluationSettings:
 
     Attributes:
         batch_size, chunk_length: Rows, and tokens of each, per forward pass; None for what memory limits allow.
-        harm_range: Positions [start, stop) of the harm summary; None for the last octave [L/2, L).
         harm_threshold: Nats per token; context is called harmful in a bin whose lower bound lies above.
         tolerance: Of the verdict, as a fraction of perplexity.
         confidence: Two-sided, of all intervals.
@@ -71,7 +70,6 @@ class EvaluationSettings:
 
     batch_size: int | None = option(None, f"texts or windows in a forward pass {BY_MEMORY}")
     chunk_length: int | None = option(None, f"tokens of each in a forward pass {BY_MEMORY}")
-    harm_range: tuple[int, int] | None = None
     harm_threshold: float = HARM_THRESHOLD
     tolerance: float = TOLERANCE
     confidence: float = CONFIDENCE
@@ -96,14 +94,8 @@ class Readings(NamedTuple):
 
 
 class Measurement:
-    """One model on one set of texts: what every metric is computed from, and where its result is kept.
-
-    Attributes:
-        reader: Of the model.
-        tokens: Checked token ids (S, L + 1).
-        length: L.
-        data: Their record, with their digest.
-        key: What every result depends on.
+    """One model on checked token ids (S, L + 1): what every metric is computed from, and where its result is kept by
+    `key`, what every result depends on.
     """
 
     def __init__(
@@ -137,14 +129,13 @@ class Measurement:
         if self.cache is None:
             return compute()
         key = {"result": name, **self.key, **depends_on}
-        found = self.cache.get_document(key, kind)
+        found: Document | None = self.cache.get(key, kind)
         if found is None:
             found = compute()
-            self.cache.put_document(key, found)
+            self.cache.put(key, to_json(found))
         return found
 
     def partial(self, name: str, **depends_on: Any) -> PartialResult | None:
-        """Where a long computation keeps what it has so far; None without a cache."""
         return None if self.cache is None else self.cache.partial({"result": name, **self.key, **depends_on})
 
     def evaluate(self, observer: Observer | None = None) -> EvaluationResult:
@@ -167,30 +158,29 @@ def evaluate_model(
 ) -> EvaluationResult:
     """Position-wise NLL, context harm, in-window NLL and the length verdict; three forward passes per token.
 
-    The verdict judges positions inside the training length by their mean over all windows, which is many
-    times more precise than the one beginning of each sequence, and later positions by the stream.
+    The verdict judges positions inside the training length by their mean over all windows, which is many times more
+    precise than the one beginning of each sequence, and later positions by the stream.
 
     Args:
         model: As for `stream_nll`.
-        tokens: Token ids (S, L + 1): S held-out sequences, L > training_length positions each. Intervals need
-            S >= 2, and a last octave of harm at 32 to 64 training lengths needs L = 64 * training_length.
+        tokens: Token ids (S, L + 1): S held-out sequences, L > training_length positions each. Intervals need S >= 2,
+            and a last octave of harm at 32 to 64 training lengths needs L = 64 * training_length.
         training_length: Tokens per training sequence, T.
         label: Name of the model in tables and figures.
         data: What the tokens are, for people; the digest is that of `tokens`, whatever is given.
         settings: How it is measured.
-        observer: As for `stream_nll`, and entered around the stream if it is a context manager; the stream is read
-            for it even if the result is in the cache.
+        observer: Sees the stream, also of a result in the cache; entered around it if it is a context manager.
         cache: Where results are kept by their content, and what there is of one after an interrupt.
 
     Raises:
-        ValueError: as `stream_nll` and `window_nll`, and for a harm range outside [T, L).
+        ValueError: as `stream_nll` and `window_nll`.
     """
     return Measurement(model, tokens, training_length, label, data, settings, cache).evaluate(observer)
 
 
 def _evaluate(task: Measurement, observer: Observer | None) -> EvaluationResult:
     settings, began = task.settings, time.perf_counter()
-    depends_on = {"harm": [*_harm_range(task), settings.harm_threshold], "verdict": settings.tolerance}
+    depends_on = {"harm": settings.harm_threshold, "verdict": settings.tolerance}
     watched = None if observer is None else list(observer.positions)
     partials = {
         part: task.partial("evaluation", part=part, watched=watched, **depends_on) for part in Readings._fields
@@ -235,16 +225,6 @@ def _evaluate(task: Measurement, observer: Observer | None) -> EvaluationResult:
     return dataclasses.replace(found, model=task.label, data=task.data, command=command, seed=settings.seed)
 
 
-def _harm_range(task: Measurement) -> tuple[int, int]:
-    start, stop = task.settings.harm_range or last_octave(task.length, task.training_length)
-    if not task.training_length <= start < stop <= task.length:
-        raise ValueError(
-            f"harm_range {(start, stop)} must lie within [{task.training_length}, {task.length}), between the "
-            "training length and the evaluated length."
-        )
-    return start, stop
-
-
 def _curves(task: Measurement, values: np.ndarray, first: int) -> TwoResolutions:
     """Both resolutions of values (S, L - first) at the positions from `first` on."""
     fine, coarse = (
@@ -261,7 +241,7 @@ def _position_wise(task: Measurement, read: Readings) -> TwoResolutions:
 def _context_harm(task: Measurement, read: Readings) -> ContextHarm:
     trained, threshold = task.training_length, task.settings.harm_threshold
     harm = read.stream[:, trained:] - read.windows.truncated
-    curves, (start, stop) = _curves(task, harm, trained), _harm_range(task)
+    curves, (start, stop) = _curves(task, harm, trained), last_octave(task.length, trained)
     low = curves.coarse.low or ()
     return ContextHarm(
         curves=curves,

@@ -1,9 +1,8 @@
 """Up to which length a model generalizes.
 
-Definition 3.2 of "Unexplored states" (Buitrago & Gu 2025, arXiv:2507.02782): with p* the lowest perplexity inside
-the training length, reached at t*, a model generalizes to T if ppl(t) <= p* for all t in [t*, T] (the paper prints
-T_train there; T is meant). Here on logarithmic bins, with a tolerance, and judged twice: by the means alone, and by
-what the sequences prove.
+Definition 3.2 of "Unexplored states" (Buitrago & Gu 2025, arXiv:2507.02782): with p* the lowest perplexity inside the
+training length, reached at t*, a model generalizes to T if ppl(t) <= p* for all t in [t*, T] (the paper prints T_train
+there; T is meant). Here on logarithmic bins, with a tolerance, by the means alone, and by what the sequences prove.
 """
 
 import math

@@ -48,7 +48,7 @@ def blocks(shape: Sequence[int], chunk: int) -> Iterator[tuple[int | slice, ...]
 
 
 def log_normalizers(logits: Tensor, chunk: int) -> Tensor:
-    """log sum exp over the vocabulary, (..., V) -> (...), float64 for float64 logits and float32 for others."""
+    """log sum exp over the vocabulary, (..., V) -> (...), in float32 or wider."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     result = torch.empty(logits.shape[:-1], dtype=dtype, device=logits.device)
     for at in blocks(result.shape, chunk):
@@ -142,11 +142,10 @@ class ContextPair(NamedTuple):
 
 
 def context_pairs(available: int, training_length: int, samples: int, seed: int, sequence: int) -> list[ContextPair]:
-    """The random draws of `long_short_misalignment` for one sequence of `available` tokens.
+    """The random draws of `long_short_misalignment` for one sequence, keyed by seed and number of the sequence.
 
-    The end of x is uniform among the positions with at least T = training_length tokens before them, and l1, l2 among
-    the pairs of different integers in [T/2, T]: different, because section 5.3 takes their distance from 1 on. Draws
-    are keyed by seed and number of the sequence: other sequences do not change them.
+    The end of x is uniform among the positions with at least T = training_length of the `available` tokens before
+    them, and l1, l2 among the pairs of different integers in [T/2, T]: section 5.3 takes their distance from 1 on.
     """
     generator = np.random.default_rng((seed, sequence))
     lengths = np.arange((training_length + 1) // 2, training_length + 1)
@@ -172,11 +171,9 @@ def long_short_misalignment(
 ) -> Misalignment:
     """E over x, l1, l2 of the symmetric cross-entropy of the predictions after x[-l1:] and after x[-l2:] (Eq. 2).
 
-    The paper leaves open how x is cut from a text: `context_pairs` says how it is here. Both contexts end at the same
-    token, and only the prediction of the next token is compared.
-
-    Each context is a forward pass of its own, without padding and from the zero state: so it is exact for any
-    causal model, also where position encodings depend on the length. The model is put into evaluation mode.
+    The paper leaves open how x is cut from a text: see `context_pairs`. Each context is a forward pass of its own,
+    without padding and from the zero state: so it is exact for any causal model, also where position encodings depend
+    on the length.
 
     Args:
         model: A causal language model: `model(input_ids)` has `logits` (1, T, V).

@@ -84,7 +84,6 @@ def code_digest() -> str:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of Python and of the packages the numbers depend on."""
     names = ("hf_recurrent_lengthgen", "torch", "transformers", "numpy", "scipy")
     return {"python": platform.python_version(), **{name: _version(name) for name in names}}
 

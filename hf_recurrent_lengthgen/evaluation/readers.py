@@ -1,13 +1,9 @@
 """Reading texts piece by piece with any causal language model.
 
-Three kinds of models differ in what they carry from one piece to the next:
-
-- models of this package's contract (ours, `stateful(model)`, checkpoints with our code) carry a state, which is a
-  value: it can be kept, taken apart into rows, and used again; hybrids carry the keys and values of their attention,
-  too;
-- other models of Transformers (Llama, GPT-NeoX, ...) carry a cache of keys and values, which grows with the text and
-  is changed by reading on;
-- models that can do neither carry nothing: a text is read from its beginning, as a whole.
+From one piece to the next, models of this package's contract (ours, `stateful(model)`, checkpoints with our code)
+carry a state, which is a value; hybrids carry the keys and values of their attention, too. Other models of
+Transformers carry a cache of keys and values, which is changed by reading on. Models that can do neither read a text
+as a whole.
 
 Whether a cache is used rightly is tried out once on a short text: Transformers' Mamba-1 and Jamba, for example, take a
 cache and drop the recurrent state that it holds.
@@ -38,14 +34,12 @@ class Reader:
         model: The model, without a PEFT wrapper.
         vocabulary: Number of tokens it knows.
         carries: Whether a text can be read in pieces.
-        constant_memory: Whether what is carried does not grow with the text.
-        carried_by_row: Whether what is carried is a value that `take_rows` and `join_rows` work on and reading does
-            not change.
+        carried_by_row: Whether what is carried is a value of constant size that `take_rows` and `join_rows` work on
+            and reading does not change.
         keeps: Whether the model computes only the logits that `logits_to_keep` asks for.
     """
 
     carries = False
-    constant_memory = False
     carried_by_row = False
 
     def __init__(self, model: nn.Module, why: str = "") -> None:
@@ -56,12 +50,10 @@ class Reader:
 
     @property
     def device(self) -> torch.device:
-        """Where the model's parameters are."""
         return next(self.model.parameters()).device
 
     @property
     def name(self) -> str:
-        """Name of the model's class, for messages."""
         return type(self.model).__name__
 
     def begin(self, initial_state: RecurrentState | None = None) -> Any:
@@ -75,12 +67,12 @@ class Reader:
 
         Args:
             input_ids: (B, C) int64 on the model's device.
-            cache: What reading the tokens before has returned; None at the beginning of a text.
+            cache: What reading the tokens before has returned; None at the beginning of a text. One that is not
+                `carried_by_row` is used up.
             logits_to_keep: Only the last so many; 0 for all.
 
         Returns:
-            Logits (B, C or `logits_to_keep`, V), and the cache to go on with. One that is not `carried_by_row` is used
-            up.
+            Logits (B, C or `logits_to_keep`, V), and the cache to go on with.
 
         Raises:
             ValueError: for a cache where `carries` is False, and positions that the model does not have.
@@ -90,11 +82,9 @@ class Reader:
         return self._forward(input_ids, logits_to_keep, **self._without_cache()), None
 
     def take_rows(self, cache: Any, rows: Tensor | slice) -> Any:
-        """Rows of what is carried, in the order given; rows may be repeated."""
         raise ValueError(self.refusal("taking rows of what it carries"))
 
     def join_rows(self, caches: Sequence[Any]) -> Any:
-        """Stack the rows of what is carried in several batches."""
         raise ValueError(self.refusal("joining rows of what it carries"))
 
     def state(self, cache: Any) -> RecurrentState:
@@ -102,7 +92,6 @@ class Reader:
         return ()
 
     def refusal(self, wanted: str) -> str:
-        """Why a model of this kind cannot do what is wanted, and what to do."""
         return (
             f"{self.name} carries no state that is a value, which {wanted} needs"
             f"{f' ({self._why})' if self._why else ''}. Models of recurrent families do: load them with "
@@ -134,7 +123,7 @@ class StateReader(Reader):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, "its attention layers keep a cache of the text")
         self._attends = bool(getattr(model, "attends", False))
-        self.constant_memory = self.carried_by_row = not self._attends
+        self.carried_by_row = not self._attends
 
     def begin(self, initial_state: RecurrentState | None = None) -> Any:
         return initial_state, self.model.new_attention_cache() if self._attends else None
@@ -174,7 +163,7 @@ class CacheReader(Reader):
         return logits, cache
 
     def take_rows(self, cache: Any, rows: Tensor | slice) -> Any:
-        """See `Reader.take_rows`; a copy, so that `cache` can still be read on with."""
+        """A copy, so that `cache` can still be read on with."""
         chosen = copy.deepcopy(cache)
         if isinstance(rows, slice):
             rows = torch.arange(chosen.layers[0].keys.shape[0])[rows]
@@ -235,7 +224,6 @@ def reader_of(model: Any) -> Reader:
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Number of tokens a model knows."""
     return int(_text_config(model).vocab_size)
 
 

@@ -1,7 +1,5 @@
-"""What the layers of a model hand to their scans, read while the model runs.
-
-The `scan` of every mixer (`models/scan_mixer.py`) is exchanged for the time of a `with` block, also where code came
-with a checkpoint. Nothing is known of the mixers but the names of these functions.
+"""What the layers of a model hand to their scans, read while the model runs, also where code came with a checkpoint:
+the `scan` of every mixer (`models/scan_mixer.py`) is exchanged for the time of a `with` block.
 
 Shapes: B rows, T tokens of a call, H heads (channels in Mamba-1), N states (keys), P values, G groups.
 """
@@ -16,11 +14,7 @@ from torch import Tensor, nn
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:
-    """The layers of a model of this package, also with the code of its checkpoint.
-
-    Raises:
-        ValueError: for other models.
-    """
+    """The layers of a model of this package, also with the code of its checkpoint; a `ValueError` for others."""
     blocks = getattr(getattr(model, "base_model", model), "layers", None)
     if blocks is None or not hasattr(model, "zero_state"):
         raise ValueError(
@@ -32,11 +26,7 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 
 @contextmanager
 def recorded_scans(model: nn.Module, readers: Mapping[str, Callable[..., None]]) -> Iterator[None]:
-    """Call `readers[name](layer, *arguments)` whenever a layer calls its scan of that name, before it runs.
-
-    Raises:
-        ValueError: as `layers_of`.
-    """
+    """Call `readers[name](layer, *arguments)` whenever a layer calls its scan of that name, before it runs."""
     mixers: list[Any] = []
 
     def recording(layer: int, function: Any, read: Any) -> Any:
@@ -63,12 +53,10 @@ class ScanSums(NamedTuple):
     """Sums over the tokens of a call, per row and head, float64.
 
     Attributes:
-        log_decay: Sum of the log decays, (B, H, n): n = N in Mamba-1, GLA, HGRN-2 and RWKV, where each state (key
-            channel) has a decay of its own, else 1.
-        first_log_decay: That of the first token alone, (B, H, n).
-        key: Sum of the norms of B_t (keys), (B, H); before Delta.
-        value: Sum of the norms of x_t (values), (B, H).
-        step: Sum of Delta_t, (B, H); None where a family has none.
+        log_decay, first_log_decay: Of the log decays, and that of the first token alone, (B, H, n): n = N in Mamba-1,
+            GLA, HGRN-2 and RWKV, where each state (key channel) has a decay of its own, else 1.
+        key, value: Of the norms of B_t (keys) before Delta, and of x_t (values), (B, H).
+        step: Of Delta_t, (B, H); None where a family has none.
     """
 
     log_decay: Tensor
@@ -106,7 +94,6 @@ SUMS: dict[str, Callable[..., ScanSums]] = {
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Sum over the tokens of a call, float64."""
     return x.sum(1, dtype=torch.promote_types(x.dtype, torch.float32)).double()
 
 

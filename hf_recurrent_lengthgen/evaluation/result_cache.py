@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from hf_recurrent_lengthgen.evaluation.json_schema import Document, from_json, to_json
+from hf_recurrent_lengthgen.evaluation.json_schema import from_json
 from hf_recurrent_lengthgen.evaluation.provenance import code_digest, installed_versions
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 
@@ -49,7 +49,6 @@ def _sha256(body: bytes) -> bytes:
 
 
 def _digest_of(arrays: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 (hex) of arrays with their names, shapes and dtypes."""
     digest = hashlib.sha256()
     for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
@@ -60,11 +59,8 @@ def _digest_of(arrays: Mapping[str, np.ndarray]) -> str:
 class ResultCache:
     """A folder of values, each in a file named by the SHA-256 of its key.
 
-    The key of a file is the caller's with the versions of the packages and a digest of this package's code, so that
-    what other code computed is not taken for a result of this one.
-
-    Attributes:
-        found: How many values were found so far.
+    The key of a file is the caller's with the versions of the packages and a digest of this package's code. `found`
+    counts the values that were there.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -73,7 +69,8 @@ class ResultCache:
         self.found = 0
         self._code = {"code": code_digest(), "versions": installed_versions()}
 
-    def get(self, key: Mapping[str, Any]) -> Any:
+    def get(self, key: Mapping[str, Any], kind: type[Any] | None = None) -> Any:
+        """The value, as a document where a `kind` is given; None where there is none."""
         path, full = self._file(key, "json")
         try:
             digest, _, body = path.read_bytes().partition(b"\n")
@@ -82,39 +79,24 @@ class ResultCache:
             kept = json.loads(body)
             if kept["key"] != full:
                 raise ValueError("it belongs to another key")
+            value = kept["value"] if kind is None else from_json(kept["value"], kind)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._warn_of_damage(path, error)
+            warnings.warn(f"The kept result {path} is damaged ({error}): computing it again.", stacklevel=3)
             return None
         self.found += 1
-        return kept["value"]
-
-    def get_document(self, key: Mapping[str, Any], kind: type[Document]) -> Document | None:
-        if (text := self.get(key)) is None:
-            return None
-        try:
-            return from_json(text, kind)
-        except (ValueError, TypeError) as error:
-            self._warn_of_damage(self._file(key, "json")[0], error)
-            return None
+        return value
 
     def put(self, key: Mapping[str, Any], value: Any) -> None:
-        """Keep a value of plain JSON types; where that fails, say so and go on, so that the value is not lost."""
+        """Keep a value of plain JSON types; where that fails, say so and go on."""
         path, full = self._file(key, "json")
         with _going_on(path), replacing(path) as temporary:
             body = json.dumps({"key": full, "value": value}).encode()
             temporary.write_bytes(_sha256(body) + b"\n" + body)
 
-    def put_document(self, key: Mapping[str, Any], document: Any) -> None:
-        self.put(key, to_json(document))
-
     def partial(self, key: Mapping[str, Any]) -> "PartialResult":
-        """Where a long computation keeps what it has so far."""
         return PartialResult(self._file(key, "partial.safetensors")[0])
-
-    def _warn_of_damage(self, path: Path, error: Exception) -> None:
-        warnings.warn(f"The kept result {path} is damaged ({error}): computing it again.", stacklevel=4)
 
     def _file(self, key: Mapping[str, Any], ending: str) -> tuple[Path, dict[str, Any]]:
         full = json.loads(json.dumps({**key, **self._code}))
@@ -130,7 +112,6 @@ class PartialResult:
         self._last, self._cost = time.monotonic(), 0.0
 
     def load(self) -> dict[str, np.ndarray] | None:
-        """What was kept, or None."""
         try:
             with safe_open(self.path, framework="numpy") as file:
                 arrays = {name: file.get_tensor(name) for name in file.keys()}
@@ -149,7 +130,6 @@ class PartialResult:
         return waited >= SECONDS_BETWEEN_SAVES and self._cost <= waited * MOST_TIME_SAVING
 
     def save(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Replace what is kept."""
         began = time.monotonic()
         with _going_on(self.path), replacing(self.path) as temporary:
             whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
@@ -158,5 +138,4 @@ class PartialResult:
         self._cost = self._last - began
 
     def remove(self) -> None:
-        """Forget what is kept: the result is complete."""
         self.path.unlink(missing_ok=True)

@@ -44,7 +44,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class TwoResolutions:
-    """The same per-token values over two sets of bins: `fine` to study, `coarse` to see trends."""
+    """The same per-token values over two sets of bins."""
 
     fine: Curve
     coarse: Curve
@@ -101,13 +101,8 @@ class LengthVerdict:
 
 @dataclass(frozen=True)
 class DataSource:
-    """Where texts are from.
-
-    Args:
-        name: Of the data set: "owner/texts", "text.txt", "passkey prompts".
-        split: Of the data set, if it has any.
-        selection: Which part of it, or what is made of it: "documents of at least 100 tokens", "style pass key".
-        sizes: How large it is.
+    """Where texts are from: the data set ("owner/texts", "text.txt", "passkey prompts"), and which part of it, or what
+    is made of it (`selection`: "documents of at least 100 tokens").
     """
 
     name: str
@@ -117,7 +112,6 @@ class DataSource:
 
     @classmethod
     def of(cls, given: "DataSource | str") -> "DataSource":
-        """A source that is only named, as one."""
         return given if isinstance(given, cls) else cls(str(given))
 
     @property
@@ -140,7 +134,6 @@ class DataRecord:
 
     @property
     def description(self) -> str:
-        """Of the source."""
         return self.source.description
 
 

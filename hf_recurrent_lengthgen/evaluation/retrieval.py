@@ -1,57 +1,34 @@
 """How often a model finds what stands far back in a text: passkeys, needles, facts.
 
 Accuracy by depth and length as in "Stuffed Mamba" (arXiv:2410.07145), B.1 and Figure 2, "Unexplored states"
-(arXiv:2507.02782), B.3 and B.4, and StateX (arXiv:2509.22630), C.4. Decoding is greedy: the model reads the right
-answer along with the prompt, which counts if each of its tokens is the most likely one: greedy decoding gives it if
-and only if no token on the way differs. Prompts of any length are read in pieces; what several of them begin with is
-read once.
+(arXiv:2507.02782), B.3 and B.4, and StateX (arXiv:2509.22630), C.4. Decoding is greedy (`greedy_hits`).
 """
 
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
 
 from hf_recurrent_lengthgen.data.tasks import RetrievalGrid, Task
+from hf_recurrent_lengthgen.evaluation.evaluate import DEFAULTS, NOT_SAID, EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions, model_record
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, ForgettingRule
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalResult
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import greedy_hits
-from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 
 TOKENS_AT_ONCE = 2**25
 """Most tokens of prompts in memory at a time, 4 bytes each, unless one cell has more."""
 
 
-@dataclass(frozen=True)
-class RetrievalSettings:
-    """How prompts are read.
-
-    Attributes:
-        batch_size: Prompts read together; None for as many as memory limits allow, at most 16.
-        chunk_length: Tokens of a forward pass for each; None for as many as memory limits allow.
-        command: How this was run.
-        progress: Show a progress bar.
-    """
-
-    batch_size: int | None = None
-    chunk_length: int | None = None
-    command: str = ""
-    progress: bool = True
-
-
-DEFAULTS, NOT_SAID = RetrievalSettings(), DataRecord()
-
-
 class _Cell(NamedTuple):
-    """A row and a number of the length, digest, and the prompts with their answers as (n,) int32."""
+    """Its place (row, column), and the prompts with their answers as (n,) int32."""
 
     place: tuple[int, int]
     digest: str
@@ -66,7 +43,7 @@ def retrieval_accuracy(
     label: str = "model",
     data: DataRecord = NOT_SAID,
     training_length: int | None = None,
-    settings: RetrievalSettings = DEFAULTS,
+    settings: EvaluationSettings = DEFAULTS,
     *,
     cache: ResultCache | None = None,
 ) -> RetrievalResult:
@@ -79,7 +56,7 @@ def retrieval_accuracy(
         label: Name of the model for people.
         data: What the prompts are made of, for people; the digest is that of all prompts, whatever is given.
         training_length: Tokens that the model was trained on, if known.
-        settings: How prompts are read.
+        settings: Confidence, prompts and tokens of each per forward pass, progress, and the command that is recorded.
         cache: Where cells are kept when they are complete; those that are there are not computed again.
 
     Raises:
@@ -107,11 +84,11 @@ def retrieval_accuracy(
         depths=grid.depths,
         lengths=tuple(run.lengths),
         cells=tuple(tuple(run.cells[row, column] for column in columns) for row in rows),
-        confidence=CONFIDENCE,
+        confidence=settings.confidence,
         data=replace(data, digest=digest),
         device=record["device"],
         versions=installed_versions(),
-        command=settings.command,
+        command=settings.command or "",
         seed=grid.seed,
         wall_seconds=time.perf_counter() - began,
         forgetting=ForgettingRule(**Forgetting.of(getattr(model, "config", None))._asdict()),
@@ -126,16 +103,11 @@ class _Run:
         model: nn.Module,
         grid: RetrievalGrid,
         lengths: list[int],
-        settings: RetrievalSettings,
+        settings: EvaluationSettings,
         cache: ResultCache | None,
     ) -> None:
-        self.reader, self.grid, self.lengths, self.settings, self.cache = (
-            reader_of(model),
-            grid,
-            lengths,
-            settings,
-            cache,
-        )
+        self.reader, self.grid, self.lengths = reader_of(model), grid, lengths
+        self.settings, self.cache = settings, cache
         self.cells: dict[tuple[int, int], RetrievalCell] = {}
         self.missing: dict[tuple[int, int], Any] = {}
 
@@ -167,7 +139,6 @@ class _Run:
         return _Cell(place, digest.hexdigest(), texts, tasks)
 
     def measure(self) -> None:
-        """Find the missing cells, many prompts at a time."""
         for group in self._groups():
             owners = [cell for cell in group for _ in cell.tasks]
             tasks = [task for cell in group for task in cell.tasks]

@@ -1,9 +1,9 @@
 """How often models find what stands far back in a text, by where it stands and how long the text is."""
 
-import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+
+from scipy.stats import binomtest
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.results import NO_FORGETTING, DataRecord, ForgettingRule
@@ -29,29 +29,19 @@ class Share:
         return self.right / self.samples if self.samples else None
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float]:
-        """Wilson's score interval (1927), which is inside [0, 1]; all of it without samples.
-
-        Its centre is (right + z^2 / 2) / (samples + z^2), its half width
-        z / (samples + z^2) * sqrt(right (samples - right) / samples + z^2 / 4), with the normal quantile z.
-        """
+        """Wilson's score interval (1927), which is inside [0, 1]; all of it without samples."""
         if not self.samples:
             return 0.0, 1.0
-        z = NormalDist().inv_cdf((1 + confidence) / 2)
-        total = self.samples + z * z
-        centre = (self.right + z * z / 2) / total
-        half = z / total * math.sqrt(self.right * (self.samples - self.right) / self.samples + z * z / 4)
-        return max(0.0, centre - half), min(1.0, centre + half)
+        found = binomtest(self.right, self.samples).proportion_ci(confidence, method="wilson")
+        return float(found.low), float(found.high)
 
 
 @dataclass(frozen=True)
 class RetrievalCell:
-    """The answers at one depth (or to one bAbI task) and length.
+    """The right answers of greedy decoding at one depth (or to one bAbI task) and length.
 
-    Attributes:
-        right: Answers of greedy decoding that are right, token by token.
-        samples: Prompts; in BABILong fewer, or none, where facts do not fit into the length.
-        distance: Tokens between the last one of the needle (or of the first fact that is needed) and the answer, the
-            most among the samples; None without samples.
+    `samples` are fewer, or none, in BABILong where facts do not fit. `distance` is the number of tokens between the
+    last one of the needle (or of the first fact that is needed) and the answer, the most among the samples.
     """
 
     right: int
@@ -68,21 +58,14 @@ class RetrievalResult:
     """One model on one task.
 
     Attributes:
-        model: Name for people.
         weights: SHA-256 of its parameters.
         training_length: Tokens; None where it is not known.
-        task: "passkey", "niah" or "babilong".
-        style: Which prompt.
-        shots: Solved examples before each prompt.
+        task: "passkey", "niah" or "babilong", with the prompt's `style`, and `shots` solved examples before it.
         rows: Names of the rows: depths in percent, or bAbI tasks.
         depths: Share of the text before the needle, for each row; None in BABILong.
         lengths: Tokens of prompt and answer, ascending.
         cells: For each row the cell of each length.
-        confidence: Of intervals.
         data: What the prompts were made of; the digest is that of all prompts.
-        seed: Of keys and words.
-        device, versions, command, wall_seconds: How it was found.
-        forgetting: At inference, of its config.
     """
 
     model: str
@@ -117,12 +100,7 @@ class RetrievalResult:
     @property
     def by_length(self) -> tuple[Share, ...]:
         """All rows together, for each length."""
-        return tuple(_together(row[place] for row in self.cells) for place in range(len(self.lengths)))
-
-    @property
-    def by_row(self) -> tuple[Share, ...]:
-        """All lengths together, for each row."""
-        return tuple(_together(row) for row in self.cells)
+        return tuple(map(_together, zip(*self.cells, strict=True)))
 
     def within(self, distance: int) -> tuple[Share, ...]:
         """For each length, the cells whose needles all stand within the last `distance` tokens of the prompt.
@@ -130,10 +108,11 @@ class RetrievalResult:
         "Stuffed Mamba" (arXiv:2410.07145), Figures 13 and 14. The tokens are those after the needle's last one: those
         of the question count, the answer's do not.
         """
-        return tuple(
-            _together(row[place] for row in self.cells if _is_within(row[place], distance))
-            for place in range(len(self.lengths))
-        )
+        near = [
+            [cell for cell in column if cell.distance is not None and cell.distance <= distance]
+            for column in zip(*self.cells, strict=True)
+        ]
+        return tuple(map(_together, near))
 
     def recall_length(self, accuracy: float = RECALL_ACCURACY) -> int | None:
         """T_recall: the longest length up to which the accuracy over all rows is at least `accuracy`.
@@ -167,10 +146,5 @@ class RetrievalComparison:
                 raise ValueError(f"The models of a comparison must have the same {name}.")
 
 
-def _together(cells: Iterable[RetrievalCell]) -> Share:
-    chosen = list(cells)
-    return Share(sum(cell.right for cell in chosen), sum(cell.samples for cell in chosen))
-
-
-def _is_within(cell: RetrievalCell, distance: int) -> bool:
-    return cell.distance is not None and cell.distance <= distance
+def _together(cells: Sequence[RetrievalCell]) -> Share:
+    return Share(sum(cell.right for cell in cells), sum(cell.samples for cell in cells))

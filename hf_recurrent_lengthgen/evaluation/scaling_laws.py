@@ -34,14 +34,10 @@ Relation = Literal["=", "<=", "<", ">=", ">"]
 
 @dataclass(frozen=True)
 class Threshold:
-    """T_forget or T_recall of one state size, or what is known of it.
+    """T_forget or T_recall of one state size N_S (elements), or what is known of it.
 
-    Attributes:
-        size: N_S, state elements.
-        relation: What stands between the threshold and `length`; all but "=" are bounds, where the lengths tried did
-            not reach far enough.
-        length: Tokens.
-        tried: The training lengths of the models behind it, in tokens, ascending.
+    `relation` stands between the threshold and `length` (tokens); all but "=" are bounds, where the lengths tried did
+    not reach far enough. `tried` are the training lengths behind it, ascending.
     """
 
     size: int
@@ -68,12 +64,10 @@ class LawLine:
 
 @dataclass(frozen=True)
 class LawFit:
-    """A law fitted by least squares.
+    """A law fitted by least squares, "linear": T = a N + b, or "exponential": T = a (c^N - 1) + b.
 
     Attributes:
-        form: "linear": T = a N + b; "exponential": T = a (c^N - 1) + b.
-        size_unit: Elements in the unit of N.
-        length_unit: Tokens in the unit of T.
+        size_unit, length_unit: Elements and tokens in the units of N and T.
         coefficients: a, b or a, c, b with intervals, whose bounds are None without any degree of freedom.
         r_squared: 1 - (sum of squared residuals) / (sum of squared deviations from the mean).
         points: How many were fitted.
@@ -97,11 +91,8 @@ def state_elements(model: Any) -> int:
     With K - 1 columns for K taps, this is the "state size" of arXiv:2410.07145, Table 2. The tokens that a window of
     forgetting keeps do not count.
 
-    Args:
-        model: With `state_shapes()`, as the models of this package and `stateful(model)` have it.
-
     Raises:
-        ValueError: for a model without.
+        ValueError: for a model without `state_shapes()`, which those of this package and of `stateful` have.
     """
     if not hasattr(model, "state_shapes"):
         raise ValueError(
@@ -112,9 +103,8 @@ def state_elements(model: Any) -> int:
 
 
 def fails(curve: Curve, training_length: int, factor: float = FAILURE_FACTOR, skip: float | None = None) -> bool:
-    """Whether the loss beyond the training length is ever above `factor` times the greatest one inside it (4.2).
-
-    Arguments and errors are those of `loss_ratio`; `factor` is above 1. The paper averages 128 texts of 1M tokens.
+    """Whether the loss beyond the training length is ever above `factor` times the greatest one inside it (4.2):
+    `loss_ratio` above `factor`, which is above 1. The paper averages 128 texts of 1M tokens.
     """
     if not factor > 1:
         raise ValueError(f"factor must be above 1, got {factor}.")
@@ -128,8 +118,7 @@ def loss_ratio(curve: Curve, training_length: int, skip: float | None = None) ->
 
     Args:
         curve: Loss by position, from position 0 to well beyond the training length, averaged over texts.
-            `position_edges` gives edges, `evaluate_model` such curves.
-        training_length: T, one of the edges.
+        training_length: T, one of the edges; see `position_edges`.
         skip: Leave out the bins that begin in this share of the training length; None for the first bin only, which
             has to be wide enough then.
 
@@ -165,8 +154,8 @@ def forget_threshold(
 ) -> Threshold:
     """T_forget of a state size: the least training length from which on models do not fail.
 
-    A length that holds below one that fails does not count. If none fails, T_forget is at most the shortest ("<=");
-    if the longest fails, it is above that (">").
+    A length that holds below one that fails does not count. If none fails, T_forget is at most the shortest ("<="); if
+    the longest fails, it is above that (">").
 
     Args:
         size: N_S, `state_elements(model)`.
@@ -195,8 +184,7 @@ def recall_threshold(
 
     Args:
         size: N_S, `state_elements(model)`.
-        accuracies: Training length -> length of the prompt -> share of right answers, from 0 to 1, as
-            `RetrievalResult` has them in `lengths` and `by_length`.
+        accuracies: Training length -> length of the prompt -> share of right answers, as `RetrievalResult.by_length`.
         least: Accuracy from which on recall counts as accurate.
 
     Raises:
@@ -218,7 +206,6 @@ def recall_threshold(
 
 
 def _recalled(accuracy: Mapping[int, float], least: float) -> int:
-    """The greatest length up to which no accuracy is below `least`; 0 if there is none."""
     return max(takewhile(lambda length: accuracy[length] >= least, sorted(accuracy)), default=0)
 
 
@@ -236,11 +223,9 @@ def fit_linear_law(
     """T = a N + b by least squares, with t-intervals of n - 2 degrees of freedom.
 
     Args:
-        sizes: State elements.
-        lengths: Tokens.
+        sizes, size_unit: State elements, and how many of them are the unit of N.
+        lengths, length_unit: Tokens, and how many of them are the unit of T.
         confidence: Two-sided.
-        size_unit: Elements in the unit of N.
-        length_unit: Tokens in the unit of T.
 
     Raises:
         NoFitError: a `ValueError`, for fewer than two different sizes, or lengths that are all equal.
@@ -326,7 +311,6 @@ class _Points(NamedTuple):
 def _points(
     sizes: Sequence[float], lengths: Sequence[float], least: int, confidence: float, size_unit: int, length_unit: int
 ) -> _Points:
-    """The points of a law with `least` coefficients, checked."""
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence}.")
     if size_unit < 1 or length_unit < 1:
@@ -396,5 +380,4 @@ def _jacobian(form: Form, coefficients: Sequence[float], sizes: np.ndarray) -> n
 
 
 def _some(values: Sequence[float]) -> str:
-    """The first values, as text."""
     return ", ".join(f"{value:g}" for value in values[:8]) + (", ..." if len(values) > 8 else "")

@@ -1,12 +1,11 @@
 """What a model predicts in many texts that begin alike: what they share is read once.
 
-The texts go into a tree of token prefixes, which is walked from the root: the state at a branching point is a value,
-so that every branch continues from it. Nodes are read in batches of rows, without padding where their state is needed
-and with padding after the end where it is not. A model whose state is no value reads each text from its beginning,
-together with others that are as long. The pieces change nothing beyond rounding.
+The texts go into a tree of token prefixes, which is walked from the root: every branch continues from the state at the
+branching point. Nodes are read in batches, without padding where their state is needed and with padding after the end
+where it is not. A model whose state is no value reads each text from its beginning, with others that are as long.
 
-A batch waits as a reference to the states of its parents. So there are never more states than the depth of the tree
-plus one, times the rows of a batch.
+A batch waits as a reference to the states of its parents: there are never more states than the depth of the tree plus
+one, times the rows of a batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import (
     LOGITS_PER_FORWARD,
     STATES_PER_FORWARD,
     TOKENS_PER_FORWARD,
+    check_pieces,
     check_tokens,
     progress_bar,
     reading_plan,
@@ -53,11 +53,9 @@ class Node:
 
 
 def prefix_tree(texts: Sequence[Ids], worth: int = WORTH_A_CALL) -> Node:
-    """The texts as a tree whose root has no tokens; `ends` are indices into `texts`.
+    """The texts as a tree whose root has no tokens; `ends` are indices into `texts`, token ids below 2^31.
 
-    Args:
-        texts: Token ids of each text, below 2^31; may be empty and may be equal.
-        worth: A shared prefix is a node of its own if reading it once saves at least so many tokens.
+    A shared prefix is a node of its own if reading it once saves at least `worth` tokens.
     """
     arrays = [np.asarray(text, np.int32) for text in texts]
     root = Node(0, np.empty(0, np.int32))
@@ -79,7 +77,6 @@ def prefix_tree(texts: Sequence[Ids], worth: int = WORTH_A_CALL) -> Node:
 
 
 def _shared(one: np.ndarray, other: np.ndarray) -> int:
-    """Length of the common prefix."""
     length = min(len(one), len(other))
     different = one[:length] != other[:length]
     return int(different.argmax()) if different.any() else length
@@ -112,7 +109,6 @@ def _dissolve_small(root: Node, worth: int) -> None:
 
 
 def walk(root: Node) -> Iterator[Node]:
-    """All nodes, parents before children."""
     waiting = [root]
     while waiting:
         node = waiting.pop()
@@ -129,13 +125,12 @@ class Branch:
     """A node that is read, after its parent.
 
     Attributes:
-        node: Its tokens.
-        parent: What was read before; None at the root.
+        node, parent: Its tokens, and what was read before; None at the root.
         carry: What is carried after it, as one row; None at the root and at leaves whose state nobody wants.
         last: The logits after its last token, (V,); None where they are not wanted.
         first: The position of its first token that is scored; its end if none is.
-        log_probability: Of each token from there on given all before, (n,) float64.
-        likeliest: Whether each of them is the most likely one, (n,).
+        log_probability, likeliest: Of each token from there on given all before, (n,) float64, and whether it is the
+            most likely one.
     """
 
     def __init__(self, node: Node, parent: "Branch | None" = None, first: int = NOWHERE) -> None:
@@ -157,7 +152,7 @@ class Branch:
         return np.concatenate([part for part, _ in parts]), np.concatenate([part for _, part in parts])
 
     def observe(self, place: int, log_probability: np.ndarray, likeliest: np.ndarray) -> None:
-        """Take up the log-probabilities of the node's tokens from a place on, and which tokens are likeliest there."""
+        """Take up the log-probabilities of the node's tokens from a place on, and which tokens are likeliest."""
         unscored, tokens = self.first - self.node.start, self.node.tokens
         begin, stop = max(place, unscored), min(place + len(likeliest), len(tokens))
         if begin < stop:
@@ -181,8 +176,8 @@ def read_tree(
     Args:
         reader: Its carries must be values (`carried_by_row`) unless all nodes are leaves.
         root: Of `prefix_tree`.
-        batch_size: Most rows of one forward pass; None chooses by memory, at most 16.
-        chunk_length: Most tokens of a row in one forward pass; None chooses by memory.
+        batch_size, chunk_length: Most rows of one forward pass, and tokens of each; None chooses by memory, at most 16
+            rows.
         scored_from: For each text, from which of its tokens on they are scored, at least 1; the last token of a text
             is then not read. None to score nothing, and to have what is carried after each text.
         title: Of the progress bar; empty for none.
@@ -207,30 +202,25 @@ def greedy_hits(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Whether each token at the end of texts is the most likely one, given all before it.
 
-    That is whether greedy decoding gives them: it gives an answer if and only if no token on the way differs.
+    Greedy decoding gives an answer if and only if no token on the way differs.
 
     Args:
         reader: Of any causal language model.
         texts: Token ids (n,) each.
         starts: The first token of each text that is asked about, at least 1.
-        batch_size: Texts read together; None chooses by memory, at most 16.
-        chunk_length: Tokens of each in a forward pass; None chooses by memory.
+        batch_size, chunk_length, title: As for `read_tree`.
         names: What each text is called in errors.
-        title: Of the progress bar; empty for none.
 
     Yields:
         The index of each text and (n - start,) truth values, in no particular order.
 
     Raises:
-        ValueError: for token ids that the model does not know, a batch size or chunk length below 1, a chunk length
-            with a model that carries nothing, texts that such a model cannot read at once, and predictions that are
-            not finite.
+        ValueError: for token ids that the model does not know, impossible batch sizes and chunk lengths, texts that a
+            model which carries nothing cannot read at once, and predictions that are not finite.
     """
     for text in texts:
         check_tokens(text[None], reader.vocabulary)
-    for option, value in (("batch_size", batch_size), ("chunk_length", chunk_length)):
-        if value is not None and value < 1:
-            raise ValueError(f"{option} must be at least 1, or None to choose by memory; got {value}.")
+    check_pieces(batch_size, chunk_length)
     if chunk_length is not None and not reader.carries:
         raise ValueError(f"{reader.refusal(f'reading {chunk_length} tokens at a time')} Else give no chunk length.")
     root = prefix_tree(texts, WORTH_A_CALL if reader.carried_by_row else NOWHERE)
@@ -304,7 +294,6 @@ class _Walk:
             group.sort(key=lambda branch: -len(branch.node.tokens))
 
     def _most(self, group: Sequence[Branch]) -> int:
-        """How many leaves are read together."""
         if self.reader.carried_by_row:
             return self.rows
         return reading_plan(self.reader, len(group), len(group[0].node.tokens), self.asked, self.chunk_length)[0]

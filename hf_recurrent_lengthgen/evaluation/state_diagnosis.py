@@ -59,7 +59,6 @@ def diagnose_states(
     *,
     positions: Sequence[int] | None = None,
     patched_heads: int = PATCHED_HEADS,
-    smallest_drift: float = SMALLEST_DRIFT,
 ) -> StateDiagnosis:
     """Statistics, distances, inputs and patching of the states of a model; about two forward passes per token.
 
@@ -71,11 +70,10 @@ def diagnose_states(
         settings: Confidence, rows and tokens per forward pass, progress.
         positions: Numbers of tokens read at which to look; by default `sample_positions`.
         patched_heads: So many heads are exchanged one by one, those of the largest distances first; 0 for no patching.
-        smallest_drift: Distance below which nothing is called a drift.
 
     Raises:
-        ValueError: for models without states, and as `stream_nll` and `state_drift`. Why heads could not be patched
-            is in `left_out` of the result.
+        ValueError: for models without states, and as `stream_nll` and `state_drift`. Why heads could not be patched is
+            in `left_out` of the result.
     """
     check_training_length(training_length)
     if patched_heads < 0:
@@ -84,7 +82,7 @@ def diagnose_states(
     observer = StateObserver(model, len(tokens), chosen)
     with observer:
         stream_nll(model, tokens, observer=observer, **settings.reading)
-    described = describe_states(model, observer.trajectory(), training_length, smallest_drift, settings.confidence)
+    described = describe_states(model, observer.trajectory(), training_length, settings.confidence)
     return with_patching(model, tokens, described, patched_heads, settings)
 
 
@@ -92,7 +90,6 @@ def describe_states(
     model: nn.Module,
     trajectory: StateTrajectory,
     training_length: int,
-    smallest_drift: float = SMALLEST_DRIFT,
     confidence: float = CONFIDENCE,
 ) -> StateDiagnosis:
     """The diagnosis without patching, from the trajectory of the states; arguments as for `diagnose_states`."""
@@ -102,7 +99,7 @@ def describe_states(
             f"{type(model).__name__} carries inputs of convolutions only, which hold its last tokens: there is no "
             "state that could drift."
         )
-    drifts = state_drift(trajectory, training_length, smallest_drift, confidence)
+    drifts = state_drift(trajectory, training_length, confidence=confidence)
     order = ranked(drifts)
     detailed = set(order[:DETAILED_HEADS])
     sequences = recurrent[0].recurrent.mean.shape[1]  # type: ignore[union-attr]
@@ -111,7 +108,7 @@ def describe_states(
         positions=trajectory.positions,
         sequences=sequences,
         confidence=confidence,
-        smallest_drift=smallest_drift,
+        smallest_drift=SMALLEST_DRIFT,
         std=_whole_std(recurrent),
         layers=tuple(
             _layer_states(index, layer, drift, detailed)
@@ -130,14 +127,7 @@ def with_patching(
     patched_heads: int = PATCHED_HEADS,
     settings: EvaluationSettings = DEFAULTS,
 ) -> StateDiagnosis:
-    """The diagnosis with the exchange of its heads, or with the reason why that could not be measured.
-
-    Args:
-        model: The model that was described.
-        tokens: The texts it was described on.
-        states: What `describe_states` found.
-        patched_heads, settings: As for `diagnose_states`.
-    """
+    """The diagnosis by `describe_states` with the exchange of heads, or the reason why that could not be measured."""
     if not patched_heads:
         return states
     order = [(layer.layer, head.head) for layer, head in states.ranking]
@@ -164,12 +154,8 @@ def ranked(drifts: Sequence[Drift | None]) -> list[tuple[int, int]]:
 
 
 def patched_groups(order: Sequence[tuple[int, int]], drift: int, alone: int) -> dict[str, Heads]:
-    """What to exchange: all drifting heads together, all others together, and the first of the ranking one by one.
-
-    Args:
-        order: All heads (layer, head), first those that drift.
-        drift: How many drift.
-        alone: How many are exchanged one by one.
+    """What to exchange of the heads (layer, head): the first `drift`, which drift, together, all others together, and
+    the first `alone` one by one.
     """
     drifting, others = order[:drift], order[drift:]
     groups: dict[str, Heads] = {}
@@ -184,18 +170,12 @@ def _patching(found: Patching, groups: dict[str, Heads], confidence: float) -> H
     def mean(values: np.ndarray) -> Estimate:
         return estimate(values[:, None], confidence)
 
-    return HeadPatching(
-        found.position,
-        found.kept,
-        found.width,
-        mean(found.full),
-        mean(found.short),
-        mean(found.harm),
-        tuple(
-            PatchedHeads(name, tuple(heads), mean(restored), mean(broken))
-            for (name, heads), restored, broken in zip(groups.items(), found.restored, found.broken, strict=True)
-        ),
+    patched = tuple(
+        PatchedHeads(name, tuple(heads), mean(restored), mean(broken))
+        for (name, heads), restored, broken in zip(groups.items(), found.restored, found.broken, strict=True)
     )
+    full, short, harm = map(mean, (found.full, found.short, found.harm))
+    return HeadPatching(found.position, found.kept, found.width, full, short, harm, patched)
 
 
 def _left_out(model: nn.Module, layers: Sequence[LayerTrajectory], sequences: int) -> list[str]:

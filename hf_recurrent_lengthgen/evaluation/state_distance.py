@@ -10,28 +10,23 @@ D_ref pools those at the sampled positions in (T/2, T] (T: training length). W2 
 normal distributions it is the root of (difference of means)^2 + (difference of stds)^2. So 1 means: as far as if all
 elements had moved by one standard deviation of training, or as if the standard deviation had doubled.
 
-What training positions show among themselves is the null level of a head: the largest distance between one half of
-the sequences at one of the reference positions, and the other half pooled over all of them, over several random
-halves. It holds the noise of half as many sequences and what drift there is inside training already. It is too small
-for a head that changes more slowly than over T/2 tokens: there each text looks like itself at all reference positions,
-and like another text later. So a head drifts if its mean distance over the last octave of positions is
+The null level of a head is the largest distance between one half of the sequences at one of the reference positions,
+and the other half pooled over all of them, over several random halves. It is too small for a head that changes more
+slowly than over T/2 tokens. So a head drifts if its mean distance over the last octave of positions is
 
 - above its null level;
 - above 1, which is the distance of a head whose state had become a constant, its mean in training;
 - not due to a few texts: the distances of the single sequences from D_ref rise from the reference positions to the
-  last octave, with the lower bound of their paired t-interval over sequences. As all heads are asked, the confidence
-  is that of all intervals of the model together (Bonferroni).
+  last octave, with the lower bound of their paired t-interval over sequences, at a confidence that is that of all
+  intervals of the model together (Bonferroni).
 
-Fewer than FEWEST_SEQUENCES cannot tell the last of these: no head is said to drift then. Heads that change slowly can
-still be taken for drifting, most easily with few texts: of stationary ones that forget within 6 T tokens, in models
-of 12 heads, less than 1 in 100 are with 4 to 16 texts, where each of them goes from one text's mean to another's.
+Fewer than FEWEST_SEQUENCES cannot tell the last of these: no head is said to drift then. Of stationary heads that
+forget within 6 T tokens, in models of 12 heads, less than 1 in 100 are taken for drifting with 4 to 16 texts.
 
 Standard deviations count as at least SMALLEST_STD of the magnitude of a head's elements in training, so that rounding
-is no drift of a head whose elements are all the same.
-
-The distance sees the elements of a head as one cloud: states that are exchanged inside it do not change it. Models
-that were trained with carried states have seen more than (T/2, T]; for them the distance is an upper bound of what is
-new. Whether a head that drifts does harm is a question of its own, which `state_patching.py` answers.
+is no drift. States that are exchanged inside a head do not change the distance. Models that were trained with carried
+states have seen more than (T/2, T]; for them the distance is an upper bound of what is new. Whether a head that drifts
+does harm is answered by `state_patching.py`.
 """
 
 import functools
@@ -79,11 +74,7 @@ class Drift(NamedTuple):
 
 
 def reference_positions(positions: tuple[int, ...], training_length: int) -> list[int]:
-    """Indices of the positions in (T/2, T].
-
-    Raises:
-        ValueError: where there are none, or none beyond the training length.
-    """
+    """Indices of the positions in (T/2, T]; a `ValueError` where there are none, or none beyond T."""
     inside = [index for index, position in enumerate(positions) if training_length / 2 < position <= training_length]
     if not inside or positions[-1] <= training_length:
         raise ValueError(
@@ -194,15 +185,10 @@ def pooled_std(mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
 
 
 def pooled_levels(atoms: np.ndarray, masses: np.ndarray, edges: np.ndarray | None = None) -> np.ndarray:
-    """Means of the quantile function between levels, of distributions pooled from equally weighted parts.
+    """Means of the quantile function between levels, (U, pieces), of distributions pooled from equally weighted parts.
 
-    Args:
-        atoms: (U, ..., G): values of each part.
-        masses: (G,): their shares.
-        edges: The levels, from 0 to 1; by default LEVELS pieces that are fine at the ends.
-
-    Returns:
-        One mean for each piece between levels, (U, pieces).
+    `atoms` (U, ..., G) are values of each part, `masses` (G,) their shares, `edges` the levels, from 0 to 1; by
+    default LEVELS pieces that are fine at the ends.
     """
     edges = _edges() if edges is None else edges
     weights = np.broadcast_to(masses, atoms.shape[1:]).reshape(-1)

@@ -1,16 +1,14 @@
 """Which heads do the harm: states of some heads are exchanged for others of the same text.
 
-At position n of a long text the whole context has left the state h, its last tokens alone leave the state h'. The
-next W tokens are read from h and from h', with n' + W <= T tokens of context for h', so that nothing beyond the
-training length T happens there. Harm is the NLL from h minus that from h'. Then, for some heads at a time:
+At position n of a long text the whole context has left the state h, its last tokens alone leave the state h'. The next
+W tokens are read from h and from h', with n' + W <= T tokens of context for h', so that nothing beyond the training
+length T happens there. Harm is the NLL from h minus that from h'. Then, for some heads at a time:
 
     restored = NLL from h, minus NLL from h with these heads taken from h'     (what they do harm)
     broken   = NLL from h' with these heads taken from h, minus NLL from h'    (what harm they do alone)
 
-Where several heads fail at once, mending one may mend little, while breaking one shows what it does. Shares of the
-harm need not add up to 1. Models with attention are refused: what it keeps of the text cannot be exchanged.
-
-Only the recurrent part is exchanged head by head; h' as a whole has its own convolution part, too.
+Where several heads fail at once, mending one may mend little, while breaking one shows what it does: shares of the
+harm need not add up to 1. Only the recurrent part is exchanged head by head. Models with attention are refused.
 """
 
 from collections.abc import Sequence
@@ -37,16 +35,10 @@ Heads = Sequence[tuple[int, int]]
 
 
 class Patching(NamedTuple):
-    """NLL in nats per token, averaged over the tokens after the exchange, for each of S sequences.
+    """NLL in nats per token over the W = `width` tokens after the exchange, for each of S sequences.
 
-    Attributes:
-        position: Tokens read before the exchange.
-        kept: Tokens that h' has read.
-        width: Tokens W that are scored after it.
-        full: From h, (S,).
-        short: From h', (S,).
-        restored: For each group of heads, (groups, S).
-        broken: For each group of heads, (groups, S).
+    `full` (S,) is from h after `position` tokens, `short` (S,) from h' after `kept`; `restored` and `broken`
+    (groups, S) are of the groups of heads.
     """
 
     position: int
@@ -59,7 +51,6 @@ class Patching(NamedTuple):
 
     @property
     def harm(self) -> np.ndarray:
-        """NLL from h minus that from h', (S,)."""
         return np.asarray(self.full - self.short)
 
 
@@ -82,14 +73,13 @@ def patch_heads(
         training_length: Tokens per training sequence, T.
         groups: The heads that are exchanged together; each group is a measurement.
         position: Tokens read before; by default as many as leave `width` of them.
-        width: Tokens that are scored; by default half the training length, or what the texts have beyond it if that
-            is less. h' has read the T - `width` before them.
-        batch_size: Rows per forward pass; by default as many as memory limits allow.
-        progress: Show a progress bar.
+        width: Tokens that are scored; by default half the training length, or what the texts have beyond it if that is
+            less. h' has read the T - `width` before them.
+        batch_size, progress: As for `stream_nll`.
 
     Raises:
-        ValueError: for models without a state that is a value, heads that are not there, a width not below T (so
-            also for T = 1), and texts or positions that are too short.
+        ValueError: for models without a state that is a value, heads that are not there, a width not below T (so also
+            for T = 1), and texts or positions that are too short.
     """
     reader = reader_of(model)
     if not reader.carried_by_row:

@@ -25,16 +25,7 @@ class Extremes:
 
 @dataclass(frozen=True)
 class RecurrenceInputs:
-    """What a head's recurrence was fed, as means over the tokens since the position before.
-
-    Attributes:
-        log_retention: Mean over sequences of log alpha_{2:n}, alpha averaged over the states of the head: what is left
-            of what the first token wrote.
-        log_decay: Mean of log alpha_t.
-        key: Mean norm of B_t (keys), before Delta.
-        value: Mean norm of x_t (values); in Mamba-1 mean magnitude.
-        step: Mean of Delta_t; None where the family has none.
-    """
+    """What a head's recurrence was fed: `state_trajectory.InputStatistics`, as means over sequences."""
 
     log_retention: Values
     log_decay: Values
@@ -48,16 +39,9 @@ class HeadStates:
     """One unit of the recurrent part over time.
 
     Attributes:
-        head: Its number in the layer.
-        std: Standard deviation of the state.
-        distance: Wasserstein-2 distance from the states inside the training length, in their standard deviations.
-        late_distance: Its mean over the last octave of positions.
-        null: The largest distance among positions inside the training length.
-        drifts: Whether `late_distance` is above `null` and the smallest drift, and not due to a few texts.
-        leaves_at: If it drifts, the first position from which on the distance stays above both.
-        growth: Octaves of std per doubling of the position over the last octave: 0 once it has settled.
-        mean: Mean of the state; None, as what follows, for heads that are not among those in detail.
-        extremes: Of the state.
+        std, mean, extremes: Of the state.
+        distance, late_distance, null, drifts, leaves_at, growth: See `state_distance.Drift`.
+        mean, extremes, inputs: None for heads that are not among those in detail.
         inputs: None also where the layer's scan is not known.
     """
 
@@ -103,11 +87,8 @@ class LayerStates:
 class PatchedHeads:
     """An exchange of some heads, given as (layer, head).
 
-    Attributes:
-        name: For people.
-        heads: Which.
-        restored: NLL that goes away if they alone are taken from the short context.
-        broken: NLL that comes if they alone are taken from the long context.
+    `restored` is the NLL that goes away if they alone are taken from the short context, `broken` that which comes if
+    they alone are taken from the long one.
     """
 
     name: str
@@ -118,16 +99,9 @@ class PatchedHeads:
 
 @dataclass(frozen=True)
 class HeadPatching:
-    """Heads exchanged between the states after `position` tokens and after the last `kept` of them.
+    """Heads exchanged between the states after `position` tokens (`full`) and after the last `kept` of them (`short`).
 
-    Attributes:
-        position: Tokens of the long context.
-        kept: Tokens of the short one.
-        width: Tokens scored after the exchange.
-        full: NLL after the long context.
-        short: NLL after the short context.
-        harm: `full` minus `short`, paired.
-        groups: The exchanges.
+    NLL is that of the `width` tokens after the exchange; `harm` is `full` minus `short`, paired.
     """
 
     position: int
@@ -151,18 +125,13 @@ class HeadPatching:
 @document("state_diagnosis", version=2)
 @dataclass(frozen=True)
 class StateDiagnosis(PartResult):
-    """The states of one model on one set of sequences.
+    """The states of one model on one set of sequences, looked at after so many tokens (`positions`).
 
     Attributes:
-        training_length: T.
-        positions: Where the states were looked at.
-        sequences: How many texts.
-        confidence: Of the intervals.
         smallest_drift: Distance below which nothing is called a drift.
         std: Standard deviation of the whole recurrent state, all layers together.
         layers: Those that have a state.
         patching: None where it was not done.
-        left_out: What could not be measured and why, in sentences.
     """
 
     training_length: int

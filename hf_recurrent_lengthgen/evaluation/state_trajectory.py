@@ -12,8 +12,6 @@ States are read from `final_state` where a chunk ends, so that the statistics ri
         nll = stream_nll(model, tokens, observer=observer).nll
     trajectory = observer.trajectory()
 
-What is kept does not depend on the length of the streams: about 150 bytes per sequence, position and head.
-
 Position n is after n tokens were read. A unit is what statistics are taken of: a head, or where the recurrent part has
 channels instead, (B, D, N) in Mamba-1, a group of neighbouring channels. Shapes: n positions, S sequences, U units, E
 elements of a unit.
@@ -43,31 +41,21 @@ SKETCH_SIZES = (1, 1, 2, 4, 8, *[16] * 14, 8, 4, 2, 1, 1)
 """So many neighbours of the sorted elements have their mean kept: fine at the ends, where outliers are."""
 
 
-def sample_positions(length: int, training_length: int, per_octave: int = 2) -> tuple[int, ...]:
+def sample_positions(length: int, training_length: int) -> tuple[int, ...]:
     """Positions to look at: powers of two up to half of the training length T, the multiples of T / 8 from there to
-    T, and beyond it `per_octave` per doubling; the last is `length`.
-
-    Raises:
-        ValueError: for numbers below 1.
+    T, and beyond it two per doubling; the last is `length`. Both are at least 1.
     """
-    for name, value in (("length", length), ("training_length", training_length), ("per_octave", per_octave)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}.")
     early = [2**k for k in range(training_length.bit_length()) if 2**k < training_length / 2]
     inside = [math.ceil(training_length * k / 8) for k in range(4, 9)]
     octaves = max(0.0, math.log2(length / training_length))
-    later = [round(training_length * 2 ** (k / per_octave)) for k in range(1, math.ceil(octaves * per_octave))]
+    later = [round(training_length * 2 ** (k / 2)) for k in range(1, math.ceil(octaves * 2))]
     return tuple(sorted({position for position in (*early, *inside, *later) if position < length} | {length}))
 
 
 class PartStatistics(NamedTuple):
-    """Of one part of a layer's state, (n, S, U) each.
+    """Mean and population variance over the elements of a unit of one part of a layer's state, (n, S, U) each.
 
-    Attributes:
-        mean: Mean over the elements of a unit.
-        variance: Population variance over them.
-        extreme: The value of the largest magnitude.
-        extreme_index: Where in the unit it is, as an index into the flattened unit.
+    `extreme` is the value of the largest magnitude, at `extreme_index` of the flattened unit.
     """
 
     mean: np.ndarray
@@ -83,8 +71,7 @@ class InputStatistics(NamedTuple):
         log_retention: log of the mean over a unit's states of alpha_{2:n}, what is left after n tokens of what the
             first one wrote. A sum of log decays, so that it does not underflow.
         log_decay: Mean of log alpha_t.
-        key: Mean norm of B_t (keys), before Delta.
-        value: Mean norm of x_t (values); mean magnitude in Mamba-1.
+        key, value: Mean norms of B_t (keys), before Delta, and of x_t (values); mean magnitude in Mamba-1.
         step: Mean of Delta_t; None where the family has none.
     """
 
@@ -96,16 +83,13 @@ class InputStatistics(NamedTuple):
 
 
 class LayerTrajectory(NamedTuple):
-    """One layer over time.
+    """One layer over time, in units ("head", or "channel group") of a shape.
 
     Attributes:
-        unit: "head", or "channel group".
-        shape: Shape of a unit.
         recurrent: Of the recurrent part; None for a layer without one.
         sketch: (n, S, U, G), None as `recurrent`: means of G groups of neighbours among the sorted elements of a unit.
         masses: (G,): the shares of the elements that the groups have.
-        conv_parts: Names of the parts of the convolution state, its units.
-        conv: Of these; None for a layer without one.
+        conv_parts, conv: Names of the parts of the convolution state, its units, and of these; None without one.
         inputs: None where the layer keeps its scan in code that is not known here.
     """
 
@@ -136,9 +120,8 @@ def as_units(recurrent: Tensor) -> Tensor:
 
 
 def conv_parts(model: nn.Module) -> dict[int, dict[str, int]]:
-    """Names and channels of the parts of the convolution states, by layer, where they are known.
-
-    Our mixers tell them; in models of Transformers they follow from the parameters of Mamba-2 mixers.
+    """Names and channels of the parts of the convolution states, by layer: our mixers tell them; in models of
+    Transformers they follow from the parameters of Mamba-2 mixers.
     """
     blocks = getattr(getattr(model, "base_model", model), "layers", ())
     mixers = {layer: getattr(block, "scan_mixer", None) for layer, block in enumerate(blocks)}
@@ -160,11 +143,6 @@ class StateObserver:
 
     As a context manager around the reading, it also records the inputs of the recurrence, where the layers' scans are
     known; without, `inputs` of the layers are None.
-
-    Args:
-        model: The model that reads.
-        sequences: Number of sequences S that will be read.
-        positions: Numbers of tokens read, rising; the last at most the length of the streams.
 
     Raises:
         ValueError: for positions that do not rise from 1, no sequences, or a model without states.
@@ -214,7 +192,6 @@ class StateObserver:
 
     @torch.inference_mode()
     def see(self, first_sequence: int, chunk: Chunk) -> None:
-        """Look at a chunk whose first row is that sequence."""
         tokens = chunk.nll.shape[1]
         rows = slice(first_sequence, first_sequence + len(chunk.nll))
         self._add_calls(chunk.start == 0, tokens)
@@ -244,7 +221,7 @@ class StateObserver:
             self._kept.setdefault(f"{part}.{name}", np.zeros(size, array.dtype))[place, rows] = array
 
     def _add_calls(self, begins: bool, tokens: int) -> None:
-        """Add up what the layers scanned in a chunk, which is the first one of its rows or not."""
+        """Add up what the layers scanned in a chunk."""
         if begins:
             self._running = {}
         for layer, calls in self._calls.items():
@@ -276,12 +253,10 @@ class StateObserver:
         return found
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What was gathered so far, for `restore`."""
         running = {f"running.{name}": total.cpu().numpy() for name, total in self._running.items()}
         return {"seen": self._seen, **{f"kept.{name}": array for name, array in self._kept.items()}, **running}
 
     def restore(self, arrays: dict[str, np.ndarray]) -> None:
-        """Go on from what `arrays` of an observer of the same arguments returned."""
         device = next(self._model.parameters()).device
         self._seen = arrays["seen"].copy()
         self._kept = {name[5:]: array.copy() for name, array in arrays.items() if name.startswith("kept.")}
@@ -292,11 +267,7 @@ class StateObserver:
         }
 
     def trajectory(self) -> StateTrajectory:
-        """What was seen.
-
-        Raises:
-            ValueError: if not all positions of all sequences were.
-        """
+        """What was seen; a `ValueError` if not all positions of all sequences were."""
         if not self._seen.all():
             place, sequence = np.argwhere(~self._seen)[0]
             raise ValueError(
@@ -330,15 +301,10 @@ class StateObserver:
 
 
 class _Layout(NamedTuple):
-    """How a layer's state is looked at.
+    """How a layer's state is looked at: what its `units` are, none without a recurrent part, and their shape.
 
-    Attributes:
-        unit: What a unit is.
-        units: Number of units, 0 for a layer without a recurrent part.
-        shape: Shape of a unit.
-        sketched: The elements of a unit that its distribution is estimated from, always the same ones.
-        groups: (sketched, G): averages groups of neighbours.
-        conv: Names and channels of the parts of the convolution state.
+    `sketched` are the elements of a unit that its distribution is estimated from, `groups` (sketched, G) averages
+    neighbours among them, `conv` has the channels of the parts of the convolution state.
     """
 
     unit: str
@@ -350,7 +316,6 @@ class _Layout(NamedTuple):
 
     @classmethod
     def of(cls, recurrent: Tensor, conv: Tensor, parts: dict[str, int]) -> "_Layout":
-        """The layout of a layer from its state, and the `conv_parts` of it; of others the channels are one part."""
         sections = {}
         if conv[0].numel():
             sections = parts if sum(parts.values()) == conv.shape[1] else {"x": conv.shape[1]}
@@ -364,7 +329,6 @@ class _Layout(NamedTuple):
 
 
 def _statistics(units_BUE: Tensor) -> dict[str, Tensor]:
-    """The entries of `PartStatistics`, (B, U) each."""
     variance, mean = torch.var_mean(units_BUE, -1, correction=0)
     index = units_BUE.abs().argmax(-1, keepdim=True)
     extreme = units_BUE.gather(-1, index)[..., 0]

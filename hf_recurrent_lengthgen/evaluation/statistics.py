@@ -25,11 +25,8 @@ class Interval(NamedTuple):
 
 
 def t_interval(values: np.ndarray, confidence: float = CONFIDENCE) -> Interval:
-    """Mean over the first axis and its t-interval: mean +- t_{(1 + confidence)/2, S - 1} * s / sqrt(S).
-
-    Args:
-        values: One value per sequence, (S, ...); for a paired interval, the differences.
-        confidence: Two-sided confidence in (0, 1).
+    """Mean over the first axis of values (S, ...), one per sequence, and its t-interval: mean +- t_{(1 +
+    confidence)/2, S - 1} * s / sqrt(S).
     """
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence}.")
@@ -47,18 +44,12 @@ def t_interval(values: np.ndarray, confidence: float = CONFIDENCE) -> Interval:
 def position_edges(
     length: int, training_length: int, exact_until: int = 0, bins_per_octave: int = 16
 ) -> tuple[int, ...]:
-    """Edges of disjoint bins over the positions [0, length): of width 1, then logarithmic.
+    """Edges of disjoint bins over the positions [0, length): of width 1 below `exact_until`, then logarithmic.
 
-    Bin i holds the positions edges[i] <= t < edges[i + 1]. The logarithmic edges are
-    round(training_length * 2^(k / bins_per_octave)), so that the training length is always an edge; equal
-    ones after rounding are one edge. A last bin that `length` cuts below half of its width is joined to the
-    one before, unless it begins at the training length.
-
-    Args:
-        length: Number of positions.
-        training_length: Anchor of the logarithmic grid, in tokens.
-        exact_until: Positions below this have a bin each.
-        bins_per_octave: Bins per doubling of the position in the logarithmic part.
+    Bin i holds the positions edges[i] <= t < edges[i + 1]. The logarithmic edges are round(training_length * 2^(k /
+    bins_per_octave)), so that the training length is always an edge; equal ones after rounding are one edge. A last
+    bin that `length` cuts below half of its width is joined to the one before, unless it begins at the training
+    length.
     """
     for name, value, least in (
         ("length", length, 1),

@@ -45,6 +45,13 @@ Tokens = np.ndarray | Tensor
 """Integer token ids, (S, L + 1), of any integer dtype; cast chunk by chunk, so a memory map stays one."""
 
 
+def check_pieces(batch_size: int | None, chunk_length: int | None) -> None:
+    """Raise a `ValueError` for sizes of a forward pass below 1."""
+    for name, value in (("batch_size", batch_size), ("chunk_length", chunk_length)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, or None to choose by memory; got {value}.")
+
+
 class StreamNll(NamedTuple):
     """NLL in nats per token, (S, L) float32, and the state after tokens[:, :L], () of a model without states."""
 
@@ -101,9 +108,7 @@ def forward_plan(
 
     `state` is the `window_elements` of a row.
     """
-    for name, value in (("batch_size", batch_size), ("chunk_length", chunk_length)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, or None to choose by memory; got {value}.")
+    check_pieces(batch_size, chunk_length)
     tokens = max(1, min(TOKENS_PER_FORWARD, LOGITS_PER_FORWARD // vocabulary))
     if batch_size is None:
         batch_size = max(1, tokens // min(length, chunk_length or SHORTEST_CHUNK))
@@ -114,7 +119,7 @@ def forward_plan(
 
 @torch.inference_mode()
 def stream_chunks(
-    model: nn.Module | Reader,
+    reader: Reader,
     rows: np.ndarray,
     chunk_length: int,
     initial_state: RecurrentState | None = None,
@@ -122,14 +127,12 @@ def stream_chunks(
     stops: Sequence[int] = (),
     start: int = 0,
 ) -> Iterator[Chunk]:
-    """Run rows (B, L + 1) through the model chunk by chunk; at most one chunk's logits exist at any time.
-
-    The building block of `stream_nll`: it does not check the ids, nor set evaluation mode.
+    """Run checked rows (B, L + 1) chunk by chunk, in the mode the model has; one chunk's logits exist at a time.
 
     Args:
-        model: A model, or its reader (`reader_of`).
-        rows: Checked token ids.
-        chunk_length: Tokens per forward pass; a model that carries nothing reads everything at once.
+        reader: Of the model; one that carries nothing reads everything at once.
+        rows: Token ids.
+        chunk_length: Tokens per forward pass.
         initial_state: State before the first token, with B rows; zero when None.
         origins: The sequence and the position in it at which each row begins, named in errors.
         stops: Numbers of tokens after which a chunk ends, too, so that the state there can be seen.
@@ -138,7 +141,6 @@ def stream_chunks(
     Raises:
         ValueError: at the first NaN or infinite NLL or state, naming its position and sequence.
     """
-    reader = model if isinstance(model, Reader) else reader_of(model)
     length = rows.shape[1] - 1
     origins = origins or [(row, 0) for row in range(len(rows))]
     cache = reader.begin(initial_state)
@@ -194,10 +196,8 @@ def _check_finite(
 def reading_plan(
     reader: Reader, rows: int, length: int, batch_size: int | None, chunk_length: int | None
 ) -> tuple[int, int]:
-    """`forward_plan` for a reader; one that carries nothing reads one whole text, or as many as were asked for.
-
-    Raises:
-        ValueError: for a text that does not fit into one forward pass of such a model.
+    """`forward_plan` for a reader; one that carries nothing reads one whole text, or as many as were asked for; a
+    `ValueError` for a text that does not fit into one forward pass of such a model.
     """
     if reader.carries:
         state = window_elements(reader.model)
@@ -212,28 +212,23 @@ def reading_plan(
 
 
 def progress_bar(total: int, description: str, enabled: bool) -> Any:
-    """A bar that counts tokens."""
     return tqdm(total=total, desc=description, unit="tok", unit_scale=True, disable=not enabled)
 
 
 class Observer(Protocol):
-    """Sees the chunks of a stream, in order; what it has gathered can be kept as arrays.
+    """Sees the chunks of a stream, which also end after each of `positions` tokens, by their first sequence.
 
-    Attributes:
-        positions: Numbers of tokens after which a chunk ends, too, so that the state there can be seen.
+    What it has gathered can be kept as arrays, and restored in another process.
     """
 
     @property
     def positions(self) -> Sequence[int]: ...
 
-    def see(self, first_sequence: int, chunk: Chunk) -> None:
-        """Look at a chunk whose first row is that sequence."""
+    def see(self, first_sequence: int, chunk: Chunk) -> None: ...
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """What it has gathered so far."""
+    def arrays(self) -> dict[str, np.ndarray]: ...
 
-    def restore(self, arrays: dict[str, np.ndarray]) -> None:
-        """Go on with what `arrays` returned in another process."""
+    def restore(self, arrays: dict[str, np.ndarray]) -> None: ...
 
 
 def stream_nll(
@@ -255,8 +250,7 @@ def stream_nll(
         model: A causal language model (`reader_of` says which); left in the mode it had.
         tokens: Token ids (S, L + 1).
         initial_state: State before the first token, with S rows on the model's device; zero when None.
-        batch_size: Sequences per forward pass; by default as many as memory limits allow.
-        chunk_length: Tokens per sequence and forward pass; by default as many as memory limits allow.
+        batch_size, chunk_length: Sequences, and tokens of each, per forward pass; by default what memory allows.
         observer: Sees each chunk.
         partial: Where to keep what there is so far, and to go on from; the caller removes it. A model with attention
             goes on after the last whole text.
@@ -291,7 +285,7 @@ def stream_nll(
                 if observer is not None:
                     observer.see(first, piece)
                 bar.update(piece.nll.numel())
-                if reader.constant_memory and stop < length:
+                if reader.carried_by_row and stop < length:
                     done.keep(first, stop, piece.state)
             done.finished(rows.stop, piece.state)
     # Joined outside inference mode, which makes them ordinary tensors that one may train from.
@@ -320,13 +314,11 @@ class _Done:
             observer.restore(_without_prefix(kept, "observer."))
 
     def finished(self, row: int, state: RecurrentState) -> None:
-        """All sequences below `row` are read."""
         self.final_states.append(state)
         self.keep(row, 0, None)
         self.position = 0
 
     def keep(self, row: int, position: int, state: RecurrentState | None) -> None:
-        """Save, if it is time to."""
         if self.partial is None or not self.partial.due():
             return
         states = [*self.final_states, *([] if state is None else [state])]

@@ -27,16 +27,10 @@ class StringAccuracy(NamedTuple):
 def string_accuracy(
     model: nn.Module, dataset: TaskStrings, batch_size: int = 64, chunk_length: int | None = None
 ) -> StringAccuracy:
-    """How many symbols, and how many whole answers, a causal language model gets right.
+    """How many symbols, and how many whole answers, a causal language model gets right in all rows of `dataset`.
 
     The model reads the right answer along with the prompt; the end token is not scored, as in the code of Jelassi et
-    al. (arXiv:2402.01032).
-
-    Args:
-        model: Any causal language model of Transformers or of this package.
-        dataset: All its rows are read.
-        batch_size: Rows of a forward pass.
-        chunk_length: Tokens of a row in one forward pass; None chooses by memory.
+    al. (arXiv:2402.01032). `batch_size` rows are in a forward pass, with `chunk_length` tokens of each.
 
     Raises:
         ValueError: for a model that knows fewer tokens than the task has, and as `greedy_hits`.
@@ -75,9 +69,8 @@ def accuracy_by_length(
     Args:
         task: The data that the model was trained on, or such.
         lengths: Symbols (pairs for recall) of a string; by default 1, 2 and 4 times the longest of `task`.
-        samples: Rows for each length.
-        seed: Their seed, which should not be that of the training data.
-        chunk_length: See `string_accuracy`.
+        samples, seed: Rows for each length, and their seed, which should not be that of the training data.
+        batch_size, chunk_length: As for `string_accuracy`.
 
     Raises:
         ValueError: as `string_accuracy`, and for a length that is not possible with the task's vocabulary.

@@ -8,16 +8,19 @@ from typing import Any
 
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.evaluation.files import read_result
-from hf_recurrent_lengthgen.evaluation.results import Comparison, Curve, Estimate, EvaluationResult, ForgettingSearch
+from hf_recurrent_lengthgen.evaluation.results import (
+    ComparedModel,
+    Comparison,
+    Estimate,
+    EvaluationResult,
+    ForgettingSearch,
+)
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalComparison, RetrievalResult, Share
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 
 Row = dict[str, Any]
 
-WITH_ROWS: Any = (
-    *(Comparison, Diagnosis, EvaluationResult, ForgettingSearch),
-    *(RetrievalComparison, RetrievalResult),
-)
+WITH_ROWS: Any = Comparison, Diagnosis, EvaluationResult, ForgettingSearch, RetrievalComparison, RetrievalResult
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[Row]:
@@ -26,10 +29,7 @@ def read_rows(path: str | os.PathLike[str]) -> list[Row]:
     Raises:
         ValueError: naming the file, for one that is damaged or has no table.
     """
-    try:
-        return rows_of(read_result(path, WITH_ROWS))
-    except RecursionError as error:
-        raise ValueError(f"{os.fspath(path)}: {error}") from error
+    return rows_of(read_result(path, WITH_ROWS))
 
 
 def rows_of(result: Any) -> list[Row]:
@@ -40,23 +40,19 @@ def rows_of(result: Any) -> list[Row]:
     the tokens before `start`. Retrieval has a row for each model, depth or bAbI task, and length (tokens), with
     Wilson's interval; a search of forgetting one for each setting.
 
-    Args:
-        result: `Comparison`, `EvaluationResult`, `Diagnosis`, `RetrievalComparison`, `RetrievalResult` or
-            `ForgettingSearch`.
-
     Raises:
         ValueError: for anything else.
     """
+    if isinstance(result, Comparison | Diagnosis | RetrievalComparison):
+        return [row for model in result.models for row in rows_of(model)]
     if isinstance(result, EvaluationResult):
         return list(_evaluation_rows("other", result))
-    if isinstance(result, Comparison):
-        return [row for model in result.models for row in _evaluation_rows(model.role, model.evaluation)]
-    if isinstance(result, Diagnosis):
-        return [row for model in result.models for row in _diagnosis_rows(model)]
+    if isinstance(result, ComparedModel):
+        return list(_evaluation_rows(result.role, result.evaluation))
+    if isinstance(result, DiagnosedModel):
+        return [*_evaluation_rows(result.role, result.evaluation), *_part_rows(result)]
     if isinstance(result, RetrievalResult):
         return list(_retrieval_rows(result))
-    if isinstance(result, RetrievalComparison):
-        return [row for model in result.models for row in _retrieval_rows(model)]
     if isinstance(result, ForgettingSearch):
         return [
             {
@@ -85,31 +81,28 @@ def _estimate(estimate: Estimate, name: str) -> Row:
     return {name: estimate.mean, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
 
 
-def _bin(model: str, role: str, training_length: int, metric: str, start: int, stop: int, *values: Any) -> Row:
-    place = {"model": model, "role": role, "training_length": training_length, "metric": metric}
+def _bin(role: str, found: EvaluationResult, metric: str, start: int, stop: int, *values: Any) -> Row:
+    place = {"model": found.model, "role": role, "training_length": found.training_length, "metric": metric}
     return place | {"start": start, "stop": stop} | dict(zip(("mean", "low", "high"), values, strict=True))
 
 
 def _evaluation_rows(role: str, found: EvaluationResult) -> Iterator[Row]:
-    curves: dict[str, Curve] = {
+    curves = {
         "nll": found.position_wise.fine,
         "harm": found.harm.curves.fine,
         "in_window_nll": found.in_window.curve,
     }
     for metric, curve in curves.items():
-        for i, mean in enumerate(curve.mean):
-            bounds = (None, None) if curve.low is None or curve.high is None else (curve.low[i], curve.high[i])
-            edges = curve.edges[i], curve.edges[i + 1]
-            yield _bin(found.model, role, found.training_length, metric, *edges, mean, *bounds)
+        absent = (None,) * len(curve.mean)
+        columns = curve.edges[:-1], curve.edges[1:], curve.mean, curve.low or absent, curve.high or absent
+        for values in zip(*columns, strict=True):
+            yield _bin(role, found, metric, *values)
 
 
-def _diagnosis_rows(model: DiagnosedModel) -> Iterator[Row]:
-    found = model.evaluation
-    yield from _evaluation_rows(model.role, found)
+def _part_rows(model: DiagnosedModel) -> Iterator[Row]:
     for name, part in model.parts.items():
         for start, stop, value in part.bins():
-            place = (found.model, model.role, found.training_length, name)
-            yield _bin(*place, start, stop, value.mean, value.low, value.high)
+            yield _bin(model.role, model.evaluation, name, start, stop, value.mean, value.low, value.high)
 
 
 def _retrieval_rows(found: RetrievalResult) -> Iterator[Row]:

@@ -1,7 +1,6 @@
-"""Perplexity of long texts from local files, in the way of PG-19 (Rae et al. 2019).
-
-A folder of text files, one book each, such as those of PG-19's test split. Of each book, the first so many tokens are
-one stream; shorter books are left out. More streams of a book follow each other without gaps (`streams_per_book`).
+"""Perplexity of long texts from a folder of text files, one book each, in the way of PG-19 (Rae et al. 2019): of each
+book, the first so many tokens are one stream, and more follow without gaps (`streams_per_book`); shorter books are
+left out.
 """
 
 import logging
@@ -19,10 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 def rows(length: int, data_dir: str | None = None, streams_per_book: int = 1, **metadata: Any) -> Splits:
-    """Texts of `length` tokens with their number of tokens.
-
-    A cut can fall into a character or between two tokens that tokenize otherwise alone. So a text may have a few
-    tokens more or less than `length`; `tokens` is their number.
+    """Texts of `length` tokens with their number of tokens, which is another where a cut falls between two tokens that
+    tokenize otherwise alone.
 
     Args:
         length: Tokens of a text.

@@ -12,14 +12,9 @@ LOOK_BACK = 2
 
 
 class Ending(StoppingCriteria):
-    """Ends each row of `generate` at an end of text and at stop strings; prompts are one token long.
+    """Ends each row of `generate` at an end of text (`ends`) and at stop strings; prompts are one token long.
 
     A single row ends where lm_eval's `MultiTokenEOSCriteria` ends it, which waits for all rows of a batch.
-
-    Args:
-        tokenizer: Gives texts to tokens; special tokens have one, too.
-        stop: Stop strings.
-        ends: Ids that are an end of text.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], ends: Sequence[int]) -> None:
@@ -39,7 +34,6 @@ class Ending(StoppingCriteria):
         return next((tokens[:stop] for stop in stops), None)
 
     def _ended(self, tokens: list[int]) -> bool:
-        """Whether the last token ends the text."""
         if tokens[-1] in self._ends:
             return True
         tails = ((self._decode(tokens[-length:]), strings) for length, strings in self._stop.items())
@@ -47,14 +41,10 @@ class Ending(StoppingCriteria):
 
 
 class BrokenLogits(LogitsProcessor):
-    """Refuses NaN and infinite predictions of texts that have not ended; tokens may be masked with -inf.
+    """Refuses NaN and infinite predictions of texts that have not ended with a `ValueError`; tokens may be masked with
+    -inf.
 
-    Args:
-        ending: Where texts end; what comes behind is of no interest.
-        prompts: Text of each prompt, for the message; beams of one prompt are neighbours.
-
-    Raises:
-        ValueError: from `generate`.
+    `prompts` are the texts of each prompt, for the message; beams of one prompt are neighbours.
     """
 
     def __init__(self, ending: Ending, prompts: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 Numbers are those of lm_eval's own class for Transformers (`hf`) on the same weights, up to rounding. What differs:
 
-- nothing is cut off on the left unless `max_length` says so (`hf` takes 2,048 for a config without a length);
+- nothing is cut off on the left (`hf` cuts to `max_length`, 2,048 for a config without a length);
 - `loglikelihood_rolling` reads a document as one stream, where `hf` cuts it into windows of `max_length` tokens and
   forgets at each border;
 - a tokenizer that puts an end of text behind each text (ByT5's) is kept from it: `hf` counts that token as context;
@@ -10,7 +10,6 @@ Numbers are those of lm_eval's own class for Transformers (`hf`) on the same wei
   until stop strings are in all rows, which can change answers.
 """
 
-import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,6 @@ from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import Branch, prefix_tree, read_tree, tokens_to_read
 from hf_recurrent_lengthgen.evaluation.streaming import evaluation_mode, forward_plan
 from hf_recurrent_lengthgen.harness.endings import BrokenLogits, Ending
-from hf_recurrent_lengthgen.harness.tokenizers import starts_with_bos
 from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -36,7 +34,6 @@ GENERATION_ARGUMENTS = {"do_sample", "temperature", "top_k", "top_p", "min_p", "
 MAX_GENERATED = 256
 """Tokens to generate for a task that does not say, as in lm_eval."""
 
-logger = logging.getLogger(__name__)
 Ids = list[int]
 Request = tuple[tuple[str, str], Ids, Ids]
 
@@ -49,12 +46,9 @@ class StateLM(TemplateLM):
         pretrained: Checkpoint folder, name on the Hub, or a model.
         tokenizer: Folder, name, "bytes", or a tokenizer (default: the checkpoint's).
         batch_size: Most rows of a forward pass; "auto" for as many as memory limits allow.
-        max_length: Cut requests off on the left to so many tokens (default: never).
-        chunk_length: Most tokens of a row in one forward pass (default: chosen by memory).
         device: Default: "cuda" where there is one, else "cpu"; a model stays where it is.
         dtype: Of the weights: float32 (default), bfloat16, float16 or float64; a model keeps its own.
         trust_remote_code: Whether code of the checkpoint may run.
-        add_bos_token: Whether texts start with the tokenizer's beginning of text (default: as the tokenizer does).
         max_batch_size: The same as `batch_size` where that is "auto"; lm_eval passes it.
         unknown: Nothing else is taken.
 
@@ -70,12 +64,9 @@ class StateLM(TemplateLM):
         pretrained: Any,
         tokenizer: str | PreTrainedTokenizerBase | None = None,
         batch_size: int | str | None = 1,
-        max_length: int | None = None,
-        chunk_length: int | None = None,
         device: str | None = None,
         dtype: str | torch.dtype | None = None,
         trust_remote_code: bool = False,
-        add_bos_token: bool | None = None,
         max_batch_size: int | None = None,
         **unknown: Any,
     ) -> None:
@@ -83,13 +74,10 @@ class StateLM(TemplateLM):
         if unknown:
             raise ValueError(
                 f"The model lengthgen takes no {', '.join(sorted(unknown))}; it takes pretrained, tokenizer, "
-                "batch_size, max_length, chunk_length, device, dtype, trust_remote_code and add_bos_token."
+                "batch_size, device, dtype and trust_remote_code."
             )
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError("The model lengthgen runs in one process: start it without accelerate or torchrun.")
-        for name, value in (("max_length", max_length), ("chunk_length", chunk_length)):
-            if value is not None and value < 2:
-                raise ValueError(f"{name} must be at least 2, or left out, got {value}.")
         self._reader = _reader(pretrained, device, dtype, trust_remote_code)
         self._device = self._reader.device
         if tokenizer is None:
@@ -97,22 +85,18 @@ class StateLM(TemplateLM):
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             tokenizer = load_tokenizer(tokenizer, trust_remote_code)
         self.tokenizer: Any = tokenizer
-        self._add_bos = starts_with_bos(tokenizer) if add_bos_token is None else add_bos_token
-        if self._add_bos and tokenizer.bos_token_id is None:
-            raise ValueError(f"add_bos_token needs a beginning-of-text token, {type(tokenizer).__name__} has none.")
+        bos = tokenizer.bos_token_id
+        self._add_bos = bos is not None and tokenizer.encode("a")[0] == bos
         if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
             raise ValueError(
                 f"{type(tokenizer).__name__} has neither a beginning nor an end of text, one of which stands before "
                 "a text that has nothing before it: set tokenizer.eos_token."
             )
-        self._max_length = max_length
-        self._chunk_length = chunk_length
         self.batch_size = _batch_size(self._reader, batch_size, max_batch_size)
         self.tokens_read = 0
 
     @property
     def eot_token_id(self) -> int | None:
-        """The end of text; None where the tokenizer has none."""
         return self.tokenizer.eos_token_id
 
     @property
@@ -122,13 +106,7 @@ class StateLM(TemplateLM):
         return int(eos if bos is None else bos)
 
     @property
-    def max_length(self) -> int | None:
-        """Most tokens of a request; None for any number."""
-        return self._max_length
-
-    @property
     def max_gen_toks(self) -> int:
-        """Tokens to generate for a task that does not say."""
         return MAX_GENERATED
 
     @property
@@ -137,7 +115,6 @@ class StateLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as one text, by the tokenizer's template."""
         text: str = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -147,7 +124,6 @@ class StateLM(TemplateLM):
         return text
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm_eval writes into its results beside them."""
         model = self._reader.model
         return {
             "model_num_parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -169,7 +145,7 @@ class StateLM(TemplateLM):
         A continuation with a token that the model masks (logit -inf) has the log-likelihood -inf.
 
         Raises:
-            ValueError: for a continuation without tokens, one above `max_length`, and where the model gives NaN.
+            ValueError: for a continuation without tokens, and where the model gives NaN.
         """
         for context, continuation in (request.args for request in requests):
             if not context and not self.tok_encode(continuation, add_special_tokens=False):
@@ -185,11 +161,6 @@ class StateLM(TemplateLM):
         for (context, continuation), context_ids, continuation_ids in requests:
             if not continuation_ids:
                 raise _no_tokens(context, continuation)
-            if self.max_length is not None and len(continuation_ids) > self.max_length:
-                raise ValueError(
-                    f"A continuation has {len(continuation_ids)} tokens, max_length is {self.max_length}: leave "
-                    "max_length out."
-                )
             # the spaces of a context of spaces are in the continuation
             pairs.append((context_ids or [self.prefix_token_id], continuation_ids))
         results = [(0.0, False)] * len(pairs)
@@ -202,10 +173,8 @@ class StateLM(TemplateLM):
         """Log-likelihood in nats of whole documents, each read as one stream after the beginning (or end) of text.
 
         Raises:
-            ValueError: with `max_length`, which would cut documents into windows, and where the model gives NaN.
+            ValueError: where the model gives NaN.
         """
-        if self.max_length is not None:
-            raise ValueError("max_length would cut documents into windows; a state needs none: leave max_length out.")
         strings = [str(request.args[0]) for request in requests]
         encoded = [self.tok_encode(string) for string in strings]
         results = [0.0] * len(strings)
@@ -220,7 +189,7 @@ class StateLM(TemplateLM):
         self, pairs: Sequence[tuple[Ids, Ids]], disable_tqdm: bool
     ) -> Iterator[tuple[int, tuple[float, bool]]]:
         """The index of each pair and the score of its second part after its first; both have tokens."""
-        texts = self._cut([context + scored for context, scored in pairs], self.max_length and self.max_length + 1)
+        texts = [context + scored for context, scored in pairs]
         starts = [len(text) - len(scored) for text, (_, scored) in zip(texts, pairs, strict=True)]
         for index, branch in self._read(texts, starts, disable_tqdm):
             log_probability, likeliest = branch.scores(starts[index])
@@ -266,10 +235,6 @@ class StateLM(TemplateLM):
         if not arguments["do_sample"]:
             arguments.pop("temperature", None)
         ids = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
-        if self.max_length is not None:
-            if new_tokens >= self.max_length:
-                raise ValueError(f"The task generates {new_tokens} tokens, max_length is only {self.max_length}.")
-            ids = self._cut(ids, self.max_length - new_tokens)
         ends = self._ends()
         ending = Ending(self.tokenizer, stop, ends)
         pad, waiting = self.tokenizer.pad_token_id, list[tuple[int, Any]]()
@@ -306,7 +271,6 @@ class StateLM(TemplateLM):
             yield from flush()
 
     def _ends(self) -> Ids:
-        """The ids of an end of text: the tokenizer's, and those of the model's generation config."""
         ends: int | Ids | None = self._reader.model.generation_config.eos_token_id
         known = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
         return sorted({*known, *([] if self.eot_token_id is None else [self.eot_token_id])})
@@ -318,19 +282,10 @@ class StateLM(TemplateLM):
             self._reader,
             root,
             batch_size=self.batch_size,
-            chunk_length=self._chunk_length,
             scored_from=starts,
             title="" if disable_tqdm else "reading",
         )
         self.tokens_read += tokens_to_read(root, starts is None)
-
-    def _cut(self, texts: list[Ids], longest: int | None) -> list[Ids]:
-        """The texts without what is too long on the left, which is told."""
-        if longest is None:
-            return texts
-        if too_long := sum(len(text) > longest for text in texts):
-            logger.warning("max_length: %d requests are cut off on the left to %d tokens.", too_long, longest)
-        return [text[-longest:] for text in texts]
 
 
 def _no_tokens(context: str, continuation: str) -> ValueError:
@@ -338,7 +293,6 @@ def _no_tokens(context: str, continuation: str) -> ValueError:
 
 
 def _reader(pretrained: Any, device: str | None, dtype: str | torch.dtype | None, trust_remote_code: bool) -> Reader:
-    """A reader of a checkpoint or a model whose state is a value."""
     if isinstance(pretrained, str):
         name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
         if name not in DTYPES:

@@ -25,7 +25,6 @@ def rows(config_source: str, data_dir: str | None = None, **metadata: Any) -> Sp
     Args:
         config_source: The task file, which lm_eval puts into the metadata.
         data_dir: Folder; None for the Hub.
-        metadata: The rest, of which nothing is used.
 
     Raises:
         ValueError: for a folder or file that is missing, and lines that are no JSON objects.
@@ -69,7 +68,6 @@ def longbench_rows(config_source: str, data_dir: str | None = None, **metadata: 
 
 
 def folder_of(data_dir: str) -> Path:
-    """The folder that a person named."""
     folder = Path(data_dir).expanduser()
     if not folder.is_dir():
         raise ValueError(f"data_dir is {data_dir}, which is no folder.")
@@ -77,7 +75,6 @@ def folder_of(data_dir: str) -> Path:
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file with one in each line."""
     found = []
     try:
         for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):

@@ -1,8 +1,5 @@
 """Questions about a document, which is read twice before the answer ("Just read twice", arXiv:2407.05483).
 
-A model with a state of fixed size does not know what to keep before it has seen the question. So the prompt is the
-question, the document, and again the document with the beginning of the answer:
-
     {question} {document}.
     {document}. {cue}
 
@@ -48,11 +45,10 @@ def rows(
     """The rows of a task as prompts and answers.
 
     Args:
-        config_source: The task file.
+        config_source, data_dir: As for `local_files.rows`.
         layout: Of the rows: "key" (text, key, value), "completion" (context, question, text, value) or "question"
             (context, question, orig_question, answers).
         keep: What is kept of documents that are too long: "answer" or "beginning".
-        data_dir: Folder with local files; see `local_files.rows`.
         times: How often the document is read.
         context_length: Tokens for the document and an answer; None cuts nothing.
         metadata: The rest, where the tokenizer is.
@@ -84,14 +80,12 @@ def rows(
 
 
 def prompt(asked: Asked, times: int = 2) -> str:
-    """The document `times` times, the question before it and the beginning of the answer behind it."""
     reading = f"{asked.document.strip().strip('.').strip()}."
     repeated = "\n".join([reading] * times)
     return f"{asked.question} {repeated} {asked.cue}".strip() if times > 1 else f"{reading} {asked.cue}".strip()
 
 
 def cut(asked: Asked, tokenizer: PreTrainedTokenizerBase, longest: int, keep: str) -> Asked:
-    """The question with at most `longest` tokens of the document."""
     tokens = tokenizer.encode(asked.document, add_special_tokens=False)
     if len(tokens) <= longest:
         return asked
@@ -105,7 +99,6 @@ def cut(asked: Asked, tokenizer: PreTrainedTokenizerBase, longest: int, keep: st
 
 
 def contains(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """1 if the continuation contains one of the answers, in upper or lower case."""
     return {"contains": float(any(answer.lower() in results[0].lower() for answer in doc["answers"]))}
 
 
@@ -131,7 +124,6 @@ def _question(row: dict[str, Any]) -> Asked:
 
 
 def _without_end(text: str, ending: str) -> str:
-    """The text without an ending that the prompt adds itself."""
     while ending and text.lower().endswith(ending.lower()):
         text = text[: -len(ending)].rstrip()
     return text

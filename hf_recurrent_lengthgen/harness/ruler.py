@@ -22,7 +22,6 @@ def rows(task: str, data_dir: str | None = None, max_seq_lengths: list[int] | No
         task: RULER's name of the task.
         data_dir: Folder of the lengths; required.
         max_seq_lengths: Some of `LENGTHS`; None for all that are there.
-        metadata: The rest, of which nothing is used.
 
     Raises:
         ValueError: without such a folder, for lengths that are not there, and rows that are not RULER's.
@@ -54,7 +53,6 @@ def rows(task: str, data_dir: str | None = None, max_seq_lengths: list[int] | No
 
 
 def share_found(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """The share of the asked strings in the continuation, as the metric of the prompt's length."""
     found = [output.lower() in results[0].lower() for output in doc["outputs"]]
     return {str(doc["length"]): sum(found) / len(found)}
 

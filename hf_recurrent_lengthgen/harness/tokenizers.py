@@ -25,9 +25,3 @@ def metadata_tokenizer(metadata: dict[str, Any], purpose: str) -> PreTrainedToke
             f"{type(named).__name__}."
         )
     return load_tokenizer(str(named), bool(metadata.get("trust_remote_code")))
-
-
-def starts_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer puts its beginning-of-text token before a text."""
-    ids = tokenizer.encode("a")
-    return tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id

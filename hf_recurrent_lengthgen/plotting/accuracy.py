@@ -27,17 +27,10 @@ def accuracy_figure(
     """Share of right symbols (solid) and of right answers (dashed) for several models.
 
     Args:
-        curves: Model -> length -> both shares, from 0 to 1; the lengths are the same for all models.
-        unit: What lengths count, in the plural.
+        curves: Model -> length in `unit` -> both shares, from 0 to 1; the lengths are the same for all models.
         training_length: The longest in training, which is marked; None for no mark.
-
-    Raises:
-        ValueError: for no models, or models with other lengths than the first.
     """
-    every = [sorted(curve) for curve in curves.values()]
-    if not every or not every[0] or any(lengths != every[0] for lengths in every):
-        raise ValueError(f"All models need the same lengths, at least one; got {every}.")
-    lengths = every[0]
+    lengths = sorted(next(iter(curves.values())))
     figure, axes = new_axes("Accuracy: symbols (solid), whole answers (dashed)")
     axes.set_ylim(-0.03, 1.13)  # room for the mark above the lines
     axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])

@@ -80,16 +80,9 @@ def _panel(axes: Axes, values: np.ndarray, **style: object) -> AxesImage:
 
 def _map_panel(axes: Axes, values: np.ndarray) -> AxesImage:
     largest = _largest(values)
-    norm = FuncNorm((_signed_root, _signed_square), vmin=-largest, vmax=largest)
+    root_and_square = (lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: np.sign(x) * np.square(x))
+    norm = FuncNorm(root_and_square, vmin=-largest, vmax=largest)
     return _panel(axes, values, cmap="RdBu_r", norm=norm)
-
-
-def _signed_root(x: np.ndarray) -> np.ndarray:
-    return np.sign(x) * np.sqrt(np.abs(x))
-
-
-def _signed_square(x: np.ndarray) -> np.ndarray:
-    return np.sign(x) * np.square(x)
 
 
 def _largest(values: np.ndarray) -> float:

@@ -20,34 +20,28 @@ from hf_recurrent_lengthgen.plotting.style import (
 
 def position_wise_figure(models: Sequence[ComparedModel]) -> Figure:
     """NLL against position for several models on the same data, with their intervals over sequences."""
-    figure, axes = new_axes(f"Negative log-likelihood (nats per {_unit(models)})")
-    shortest = min(model.evaluation.training_length for model in models)
-    _overlay(axes, models, [model.evaluation.position_wise.coarse for model in models], max(1, shortest // 8))
-    mark_training_lengths(axes, [model.evaluation.training_length for model in models])
+    figure, axes = new_axes(f"Negative log-likelihood (nats per {models[0].evaluation.data.token_unit})")
+    lengths = [model.evaluation.training_length for model in models]
+    _overlay(axes, models, [model.evaluation.position_wise.coarse for model in models], max(1, min(lengths) // 8))
+    mark_training_lengths(axes, lengths)
     return figure
 
 
 def context_harm_figure(models: Sequence[ComparedModel]) -> Figure:
     """Context harm against position for several models, with paired intervals and the zero line."""
-    figure, axes = new_axes(f"Harm of extra context (nats per {_unit(models)})")
+    figure, axes = new_axes(f"Harm of extra context (nats per {models[0].evaluation.data.token_unit})")
     axes.axhline(0, color=INK, linewidth=1)
-    shortest = min(model.evaluation.training_length for model in models)
-    _overlay(axes, models, [model.evaluation.harm.curves.coarse for model in models], shortest // 2)
-    mark_training_lengths(axes, [model.evaluation.training_length for model in models])
+    lengths = [model.evaluation.training_length for model in models]
+    _overlay(axes, models, [model.evaluation.harm.curves.coarse for model in models], min(lengths) // 2)
+    mark_training_lengths(axes, lengths)
     return figure
 
 
 def in_window_figure(models: Sequence[ComparedModel]) -> Figure:
     """NLL from the zero state by position inside the training length, with intervals over sequences."""
-    figure, axes = new_axes(f"NLL within training length (nats per {_unit(models)})")
+    figure, axes = new_axes(f"NLL within training length (nats per {models[0].evaluation.data.token_unit})")
     _overlay(axes, models, [model.evaluation.in_window.curve for model in models], 1)
     return figure
-
-
-def _unit(models: Sequence[ComparedModel]) -> str:
-    if not models:
-        raise ValueError("A figure needs at least one model, got none.")
-    return models[0].evaluation.data.token_unit
 
 
 def _overlay(axes: Axes, models: Sequence[ComparedModel], curves: Sequence[Curve], first: int) -> None:

@@ -43,7 +43,6 @@ def findings(comparison: Comparison) -> list[Finding]:
 
 
 def summary(comparison: Comparison) -> str:
-    """The headlines as one sentence after another."""
     return " ".join(sentence(finding.headline) for finding in findings(comparison))
 
 
@@ -62,12 +61,10 @@ def interval_text(estimate: Estimate, sign: bool = False, bounds: str = " ({} to
 
 
 def range_text(positions: tuple[int, int]) -> str:
-    """ "positions 2,048 to 4,096"."""
     return f"positions {positions[0]:,} to {positions[1]:,}"
 
 
 def number_text(value: float, form: str) -> str:
-    """A number in a format of Python's, with a real minus sign."""
     return format(value, form).replace("-", "\N{MINUS SIGN}")
 
 

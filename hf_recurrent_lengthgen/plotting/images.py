@@ -2,6 +2,7 @@
 
 import os
 import re
+from html import escape
 from io import BytesIO, StringIO
 from pathlib import Path
 
@@ -12,7 +13,6 @@ PNG_DOTS_PER_INCH = 200
 
 
 def save_png(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a figure as a PNG file on white."""
     buffer = BytesIO()
     figure.savefig(buffer, format="png", dpi=PNG_DOTS_PER_INCH, facecolor="white")
     Path(path).write_bytes(buffer.getvalue())
@@ -27,22 +27,18 @@ def inline_svg(figure: Figure, name: str, description: str, colors: dict[str, st
     """A figure as an SVG element for an HTML page.
 
     Args:
-        figure: The figure.
         name: Prefix of the element ids, different for each figure of a page.
         description: What the picture shows, for screen readers; plain text.
         colors: Color in the figure (#rrggbb) -> CSS value that replaces it.
     """
     svg = _svg(figure, "none")
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = (
-        re.sub(r' (xmlns(:\w+)?|width|height|version)="[^"]*"', "", svg.split(">", 1)[0]) + ">" + svg.split(">", 1)[1]
-    )
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    opening, _, rest = svg.partition(">")
+    svg = re.sub(r' (xmlns(:\w+)?|width|height|version)="[^"]*"', "", opening) + ">" + rest
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'(url\(#|href="#)', rf"\g<1>{name}-", svg)
     svg = re.sub("|".join(colors), lambda match: colors[match[0]], svg) if colors else svg
-    escaped = description.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-    return svg.replace("<svg", f'<svg role="img" aria-label="{escaped}"', 1)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(description)}"', 1)
 
 
 def _svg(figure: Figure, background: str) -> str:

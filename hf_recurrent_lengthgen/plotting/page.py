@@ -49,11 +49,8 @@ PICTURES = {
 
 
 def comparison_page(comparison: Comparison, loading: str | None = None) -> str:
-    """The HTML text of a page that needs nothing but itself, in light and dark, for desktop and phone.
-
-    Args:
-        comparison: What was found; every sentence and number on the page comes from it.
-        loading: Code that loads the checkpoint, shown as it is; no such section when None.
+    """The HTML text of a page that needs nothing but itself, in light and dark, for desktop and phone; `loading` is
+    code that loads the checkpoint, shown as it is.
     """
     models, colors = comparison.models, page_colors(comparison)
     evaluations = [model.evaluation for model in models]

@@ -105,7 +105,6 @@ def page_colors(comparison: Comparison) -> list[str]:
 
 
 def card(finding: Finding, color: str, details: str) -> str:
-    """A model's card: status, headline, harm, and the HTML of what follows."""
     evaluation = finding.model.evaluation
     return (
         f'<div class="card" style="border-color:{color}">'
@@ -130,7 +129,6 @@ def bands_text(evaluation: EvaluationResult) -> str:
 
 
 def table(models: Sequence[Shown], colors: Sequence[str], rows: Sequence[Row[Shown]]) -> str:
-    """A table with a column per model, which scrolls where it is too wide."""
     head = "".join(
         f'<th scope="col" style="border-color:{color}">{escape(model.evaluation.model)}</th>'
         for model, color in zip(models, colors, strict=True)
@@ -194,7 +192,6 @@ def cell(estimate: Estimate, sign: bool = False) -> str:
 
 
 def signed(value: float) -> str:
-    """ "+1.36"."""
     return f"{value:+.2f}".replace("-", "\N{MINUS SIGN}")
 
 
@@ -204,7 +201,6 @@ def tokens(value: int | None, absent: str) -> str:
 
 
 def definitions(evaluation: EvaluationResult) -> str:
-    """What the words and numbers of evaluations mean."""
     start, stop = evaluation.verdict.best_bin
     return (
         f"Intervals are {evaluation.confidence:.0%} t-intervals over {evaluation.sequences} sequences, paired for "
@@ -251,7 +247,6 @@ def entry_list(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def _each(evaluations: Sequence[EvaluationResult], read: Callable[[EvaluationResult], str]) -> str:
-    """The value all models share, or each model's own."""
     values = {evaluation.model: read(evaluation) for evaluation in evaluations}
     if len(set(values.values())) == 1:
         return next(iter(values.values()))

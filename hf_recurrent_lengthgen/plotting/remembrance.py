@@ -25,17 +25,10 @@ from hf_recurrent_lengthgen.plotting.style import (
 Result = TypeVar("Result", Remembrance, ConstantPrompt)
 
 
-def remembrance_figure(models: Mapping[str, Remembrance], roles: Sequence[Role] | None = None) -> Figure:
+def remembrance_figure(models: Mapping[str, Remembrance], roles: Sequence[Role]) -> Figure:
     """How far predictions move (total variation) when all but the last tokens are left out, with intervals.
 
-    What lies right of the training length should be 0.
-
-    Args:
-        models: Name -> Effective Remembrance.
-        roles: Of the models, for their colors; by default "other" for all.
-
-    Raises:
-        ValueError: for no models, or another number of roles.
+    What lies right of the training length should be 0. `roles` are those of the models, for their colors.
     """
     figure, axes = new_axes("Change of the prediction (total variation)")
     ends = []
@@ -56,16 +49,8 @@ def remembrance_figure(models: Mapping[str, Remembrance], roles: Sequence[Role] 
     return figure
 
 
-def constant_prompt_figure(models: Mapping[str, ConstantPrompt], roles: Sequence[Role] | None = None) -> Figure:
-    """NLL of a prompt of one repeated token by position; dotted, the limit above which a model has failed.
-
-    Args:
-        models: Name -> loss on the prompt.
-        roles: As for `remembrance_figure`.
-
-    Raises:
-        ValueError: for no models, or another number of roles.
-    """
+def constant_prompt_figure(models: Mapping[str, ConstantPrompt], roles: Sequence[Role]) -> Figure:
+    """NLL of a prompt of one repeated token by position; dotted, the limit above which a model has failed."""
     figure, axes = new_axes("Loss on one token repeated (nats per token)")
     ends = []
     for name, result, role, color in _each(models, roles):
@@ -92,14 +77,9 @@ def constant_prompt_figure(models: Mapping[str, ConstantPrompt], roles: Sequence
     return figure
 
 
-def _each(models: Mapping[str, Result], roles: Sequence[Role] | None) -> list[tuple[str, Result, Role, str]]:
+def _each(models: Mapping[str, Result], roles: Sequence[Role]) -> list[tuple[str, Result, Role, str]]:
     """Name, result, role and color of each model."""
-    if not models:
-        raise ValueError("A figure needs at least one model, got none.")
-    given: Sequence[Role] = ["other"] * len(models) if roles is None else roles
-    if len(given) != len(models):
-        raise ValueError(f"{len(models)} models need as many roles, got {len(given)}.")
-    return list(zip(models, models.values(), given, role_colors(given), strict=True))
+    return list(zip(models, models.values(), roles, role_colors(roles), strict=True))
 
 
 def _band(axes: Axes, x: Sequence[float], values: Sequence[Estimate], color: str) -> None:

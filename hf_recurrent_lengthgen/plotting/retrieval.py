@@ -35,11 +35,8 @@ def heat_map_figure(models: Sequence[RetrievalResult]) -> Figure:
     """Right answers in percent for each depth (or bAbI task) and length, a panel for each model below the other.
 
     A line stands between the lengths that a model was trained on and those beyond.
-
-    Raises:
-        ValueError: for no models.
     """
-    rows, columns = _size(models)
+    rows, columns = len(models[0].rows), len(models[0].lengths)
     width, panel = max(WIDTH, 1.1 + 0.42 * columns), 0.8 + _ROW * rows
     height = panel * len(models) + 0.78
     figure = Figure(figsize=(width, height))
@@ -60,14 +57,7 @@ def _shares(inches: _Box, width: float, height: float) -> _Box:
     return inches[0] / width, inches[1] / height, inches[2] / width, inches[3] / height
 
 
-def _size(models: Sequence[RetrievalResult]) -> tuple[int, int]:
-    if not models:
-        raise ValueError("A figure needs at least one model, got none.")
-    return len(models[0].rows), len(models[0].lengths)
-
-
 def _scale(axes: Axes) -> None:
-    """The colors from 0 to 100 %."""
     axes.imshow(np.linspace(0, 1, 64)[None], cmap=_COLORS_OF_ACCURACY, aspect="auto", extent=(0, 100, 0, 1))
     axes.set_yticks([])
     axes.set_xticks([0, 50, 100], ["0", "50", "100 % right"])
@@ -114,40 +104,26 @@ def _row_names(result: RetrievalResult) -> Sequence[str]:
 
 
 def retrieval_accuracy_figure(models: Sequence[RetrievalResult]) -> Figure:
-    """Share of right answers against length for several models, with their intervals and the training length.
-
-    Raises:
-        ValueError: for no models.
-    """
-    _size(models)
+    """Share of right answers against length for several models, with their intervals and the training length."""
     figure, axes = new_axes(f"{_TITLES[models[0].task]}: right answers (dots: 95 %)")
-    known = [result.training_length for result in models if result.training_length is not None]
-    _accuracy_axes(axes, models[0], known)
+    _accuracy_axes(axes, models)
     ends = []
     for result, color in zip(models, cycle(LINE_COLORS), strict=False):
         ends += _line(axes, result, result.by_length, result.model, color, "solid", band=True)
-    if known:
-        mark_training_lengths(axes, known)
     label_ends(axes, ends)
     return figure
 
 
 def within_figure(result: RetrievalResult, distances: Sequence[int] | None = None) -> Figure:
-    """Share of right answers against length, for needles within the last r tokens: a line for each r.
-
-    "Stuffed Mamba" (arXiv:2410.07145), Figures 13 and 14.
-
-    Args:
-        result: Of one model.
-        distances: The r; by default the first four lengths.
+    """Share of right answers of one model against length, for needles within the last r tokens: a line for each r of
+    `distances`, by default the first four lengths ("Stuffed Mamba", arXiv:2410.07145, Figures 13 and 14).
 
     Raises:
         ValueError: for a result without a needle within the last r tokens, for any of them.
     """
     distances = sorted(set(distances or result.lengths[:4]))
     figure, axes = new_axes(f"Right answers, needle in the last r {result.data.token_unit}s")
-    known = [] if result.training_length is None else [result.training_length]
-    _accuracy_axes(axes, result, known)
+    _accuracy_axes(axes, [result])
     ends = []
     for distance, color, dashes in zip(distances, cycle(LINE_COLORS), cycle(_DASHES), strict=False):
         shares, label = result.within(distance), f"r = {short_number(distance)}"
@@ -157,17 +133,18 @@ def within_figure(result: RetrievalResult, distances: Sequence[int] | None = Non
             f"No needle stands within the last {distances[-1]} tokens at any length: give larger distances, or "
             "measure depths nearer to 1."
         )
-    if known:
-        mark_training_lengths(axes, known)
     label_ends(axes, ends)
     return figure
 
 
-def _accuracy_axes(axes: Axes, result: RetrievalResult, training_lengths: Sequence[int]) -> None:
+def _accuracy_axes(axes: Axes, models: Sequence[RetrievalResult]) -> None:
+    trained = [result.training_length for result in models if result.training_length is not None]
     axes.set_ylim(-0.03, 1.13)  # room for the mark above the lines
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
     axes.axhline(RECALL_ACCURACY, color=MUTED, linewidth=0.8, linestyle=(0, (1, 2)))
-    length_axis(axes, sorted({*result.lengths, *training_lengths}), f"{result.data.token_unit}s")
+    length_axis(axes, sorted({*models[0].lengths, *trained}), f"{models[0].data.token_unit}s")
+    if trained:
+        mark_training_lengths(axes, trained)
 
 
 def _line(

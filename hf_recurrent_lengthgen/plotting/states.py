@@ -52,13 +52,7 @@ def state_std_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
 
 def retention_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
     """What each head has left of the first token, alpha_{2:n}, against position (Figure 3 of "Stuffed Mamba",
-    arXiv:2410.07145); heads of which the inputs are not kept are left out.
-
-    Raises:
-        ValueError: if that is so for all of them.
-    """
-    if not any(head.inputs for diagnosis in diagnoses.values() for _, head in diagnosis.ranking):
-        raise ValueError("No retention of the first token is known: " + " ".join(_one(diagnoses).left_out))
+    arXiv:2410.07145); heads of which the inputs are not kept are left out."""
     figure = _head_figure(
         diagnoses,
         "How much of the first token a head still holds",
@@ -74,13 +68,7 @@ def retention_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
 
 def conv_std_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
     """Standard deviation of the parts of each layer's convolution state over that at the training length (Figure 17 of
-    "Stuffed Mamba" has them in units of their own), on the scale of `state_std_figure`.
-
-    Raises:
-        ValueError: if no layer has a convolution state.
-    """
-    if not any(layer.conv for diagnosis in diagnoses.values() for layer in diagnosis.layers):
-        raise ValueError("These models have no convolution states.")
+    "Stuffed Mamba" has them in units of their own), on the scale of `state_std_figure`."""
     figure, panels = _panels(
         diagnoses, "Spread of the convolution states", "Standard deviation over that at the training length"
     )
@@ -144,13 +132,7 @@ def distance_map_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
 
 
 def patching_figure(diagnoses: Mapping[str, StateDiagnosis], unit: str = "token") -> Figure:
-    """Harm that goes away or comes if the states of some heads are exchanged, with its intervals over texts.
-
-    Raises:
-        ValueError: for a diagnosis without patching.
-    """
-    if any(diagnosis.patching is None for diagnosis in diagnoses.values()):
-        raise ValueError("A figure of patching needs diagnoses with it: " + " ".join(_one(diagnoses).left_out))
+    """Harm that goes away or comes if the states of some heads are exchanged, with its intervals over texts."""
     found = [diagnosis.patching for diagnosis in diagnoses.values() if diagnosis.patching is not None]
     heights = [0.27 * len(patching.groups) for patching in found]
     figure, panels = _panels(
@@ -232,8 +214,6 @@ def _panels(
     left: float = LEFT,
 ) -> tuple[Figure, list[Axes]]:
     """One panel for each model, named; `heights` in inches. The explanation stands below the title."""
-    if not diagnoses:
-        raise ValueError("A figure needs at least one diagnosis, got none.")
     heights = heights or [1.75] * len(diagnoses)
     total = TITLE + BOTTOM + sum(heights) + GAP * (len(heights) - 1)
     figure = Figure(figsize=(WIDTH, total))
@@ -250,10 +230,6 @@ def _panels(
     return figure, panels
 
 
-def _one(diagnoses: Mapping[str, StateDiagnosis]) -> StateDiagnosis:
-    return next(iter(diagnoses.values()))
-
-
 def _position_axes(panels: Sequence[Axes], diagnoses: Mapping[str, StateDiagnosis]) -> None:
     first = min(diagnosis.positions[_first_place(diagnosis)] for diagnosis in diagnoses.values())
     last = max(diagnosis.positions[-1] for diagnosis in diagnoses.values())
@@ -268,7 +244,7 @@ def _ratio_axes(
 ) -> None:
     """Axes of positions, and one logarithmic scale for ratios in sight."""
     _position_axes(panels, diagnoses)
-    shown = [value for curve in curves for value in curve[_first_place(_one(diagnoses)) :] if value > 0]
+    shown = [value for curve in curves for value in curve[_first_place(next(iter(diagnoses.values()))) :] if value > 0]
     low, high = min([0.5, *shown]) / 1.15, max([2.0, *shown]) * 1.3
     ticks = [value for power in range(-9, 10) for value in (10.0**power, 3 * 10.0**power) if low <= value <= high]
     for axes in panels:
@@ -297,7 +273,6 @@ def _relative(values: Sequence[float], diagnosis: StateDiagnosis) -> list[float]
 
 
 def _cell_edges(positions: Sequence[int]) -> list[float]:
-    """Borders between positions, halfway on a logarithmic axis."""
     logs = np.log2(positions)
     middle = (logs[1:] + logs[:-1]) / 2
     edges = np.concatenate([[2 * logs[0] - middle[0]], middle, [2 * logs[-1] - middle[-1]]])

@@ -113,11 +113,8 @@ def mark_training_lengths(axes: Axes, lengths: Sequence[int]) -> None:
 
 
 def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Write each line's label right of the axes at its height, moved apart where labels would overlap.
-
-    Args:
-        axes: Axes whose limits are final.
-        ends: Height in data units, label and color of each line.
+    """Write each line's label right of the axes, whose limits are final, at its height (data units, label, color),
+    moved apart where labels would overlap.
     """
     axes_points = axes.get_position().height * axes.figure.get_figheight() * 72  # type: ignore[union-attr]
     line = FONT_SIZE * LABEL_GAP / axes_points

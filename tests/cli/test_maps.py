@@ -1,5 +1,7 @@
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM
@@ -7,7 +9,6 @@ from transformers import Mamba2Config, Mamba2ForCausalLM
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.attention_maps import attention_maps
-from hf_recurrent_lengthgen.evaluation.map_results import load_maps
 
 
 def test_the_maps_of_a_text_as_picture_arrays_and_table(
@@ -15,14 +16,15 @@ def test_the_maps_of_a_text_as_picture_arrays_and_table(
 ) -> None:
     output = tmp_path / "new" / "maps"
     assert main(["maps", str(checkpoint), "--text", "ab|a", "--output", str(output)]) == 0
-    maps = load_maps(output / "maps.npz")
-    assert (maps.model, maps.tokens) == (str(checkpoint), ("a", "b", "|", "a"))
+    with np.load(output / "maps.npz") as maps:
+        described, average = json.loads(str(maps["header"])), maps["average"]
+    assert (described["model"], described["tokens"]) == (str(checkpoint), ["a", "b", "|", "a"])
     expected = attention_maps(load_model(checkpoint), torch.tensor([ord(letter) + 3 for letter in "ab|a"]))
-    assert (maps.layers[0].average == expected.layers[0].average).all()
+    assert (average[0] == expected.layers[0].average).all()
     assert (output / "maps.png").read_bytes().startswith(b"\x89PNG")
     header, *rows, _, last = capsys.readouterr().out.splitlines()
     assert header.split("  ")[0] == "layer"
-    assert [row.split()[:2] for row in rows] == [[str(layer.layer), "Mamba-2"] for layer in maps.layers]
+    assert [row.split()[:2] for row in rows] == [[str(layer["layer"]), "Mamba-2"] for layer in described["layers"]]
     assert f"{expected.layers[0].cosine:.3f}" in rows[0].split()
     assert last == f"Picture: {output / 'maps.png'}, arrays: {output / 'maps.npz'}"
 
@@ -32,8 +34,9 @@ def test_tokens_and_layers_of_a_stock_model(tmp_path: Path) -> None:
     Mamba2ForCausalLM(Mamba2Config(**sizes, num_hidden_layers=3)).save_pretrained(tmp_path / "stock")
     arguments = ["maps", str(tmp_path / "stock"), "--token-ids", "8", "0", "5", "--layers", "2", "0"]
     assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
-    maps = load_maps(tmp_path / "out" / "maps.npz")
-    assert (maps.tokens, [layer.layer for layer in maps.layers]) == (("8", "0", "5"), [0, 2])
+    with np.load(tmp_path / "out" / "maps.npz") as maps:
+        header = json.loads(str(maps["header"]))
+    assert (header["tokens"], [layer["layer"] for layer in header["layers"]]) == (["8", "0", "5"], [0, 2])
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from hf_recurrent_lengthgen import (
 )
 from hf_recurrent_lengthgen.evaluation import attention_maps as implementation
 from hf_recurrent_lengthgen.evaluation.attention_maps import attention_maps, channel_maps, projection_correlations
-from hf_recurrent_lengthgen.evaluation.map_results import AttentionMaps, LayerMaps, load_maps, save_maps
+from hf_recurrent_lengthgen.evaluation.map_results import save_maps
 from hf_recurrent_lengthgen.evaluation.recorded_scans import recorded_scans
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 
@@ -378,67 +378,14 @@ def test_a_model_with_the_code_of_its_checkpoint(tmp_path: Path) -> None:
 def test_files_hold_everything(tmp_path: Path) -> None:
     maps = attention_maps(mamba(attention_layers=[0]), IDS, list("abcdefg"), label="a model")
     save_maps(tmp_path / "maps.npz", maps)
-    loaded = load_maps(tmp_path / "maps.npz")
-    assert (loaded.model, loaded.tokens) == ("a model", tuple("abcdefg"))
-    for before, after in zip(maps.layers, loaded.layers, strict=True):
-        assert np.array_equal(before.average, after.average)
-        assert np.array_equal(before.mask, after.mask)
+    with np.load(tmp_path / "maps.npz") as file:
+        header, average, mask = json.loads(str(file["header"])), file["average"], file["mask"]
+    assert (header["model"], header["tokens"]) == ("a model", list("abcdefg"))
+    for place, (before, after) in enumerate(zip(maps.layers, header["layers"], strict=True)):
+        assert np.array_equal(before.average, average[place])
+        assert np.array_equal(before.mask, mask[place])
         for name in ("layer", "kind", "cosine", "identity", "linear_distance"):
-            assert getattr(before, name) == getattr(after, name)
-
-
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    np.savez(tmp_path / "other.npz", x=np.zeros(2))
-    (tmp_path / "text.npz").write_text("no")
-    maps = attention_maps(mamba(), IDS)
-    save_maps(tmp_path / "cut.npz", maps)
-    (tmp_path / "cut.npz").write_bytes((tmp_path / "cut.npz").read_bytes()[:-200])
-    for name in ("other", "text", "cut"):
-        with pytest.raises(ValueError, match=f"{name}.npz holds no attention maps"):
-            load_maps(tmp_path / f"{name}.npz")
-    newer = '{"kind": "attention_maps", "schema_version": 2}'
-    np.savez(tmp_path / "new.npz", header=np.array(newer), average=0, mask=0)
-    with pytest.raises(ValueError, match="schema version 2, this code reads"):
-        load_maps(tmp_path / "new.npz")
-
-
-def test_files_with_damaged_headers_are_refused(tmp_path: Path) -> None:
-    layer = {"layer": 0, "kind": "Mamba-1", "cosine": 0.5, "identity": None, "linear_distance": 1}
-    header: dict[str, Any] = {"kind": "attention_maps", "schema_version": 1, "model": "m", "tokens": ["a", "b"]}
-    header["layers"] = [layer]
-    maps = {"average": np.zeros((1, 2, 2)), "mask": np.zeros((1, 2, 2))}
-
-    def load(changed: Any, **arrays: Any) -> AttentionMaps:
-        np.savez(tmp_path / "maps.npz", **{"header": np.array(json.dumps(changed)), **maps, **arrays})
-        return load_maps(tmp_path / "maps.npz")
-
-    assert load(header).layers[0].cosine == 0.5
-    for wrong in ([], [1], "text", 3, None):
-        with pytest.raises(ValueError, match=r"maps.npz holds no attention maps"):
-            load(wrong)
-    for change in (
-        {"layers": 3},
-        {"layers": [3]},
-        {"layers": [layer | {"more": 1}]},
-        {"layers": [layer | {"cosine": "x"}]},
-        {"layers": [layer | {"layer": None}]},
-        {"layers": [{"layer": 0}]},
-        {"layers": []},
-        {"tokens": "ab"},
-        {"tokens": [1, 2]},
-        {"tokens": None},
-        {"model": 3},
-    ):
-        with pytest.raises(ValueError, match=r"maps.npz holds no attention maps"):
-            load(header | change)
-    for name in ("model", "tokens", "layers"):
-        with pytest.raises(ValueError, match=f"holds no attention maps .*{name}"):
-            load({key: value for key, value in header.items() if key != name})
-    with pytest.raises(ValueError, match="holds no attention maps"):
-        load(header, average=np.zeros(()))
-    np.save(tmp_path / "array.npy", np.zeros(2))
-    with pytest.raises(ValueError, match="holds no attention maps"):
-        load_maps(tmp_path / "array.npy")
+            assert getattr(before, name) == after[name]
 
 
 def test_an_error_in_writing_leaves_the_file_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,16 +412,6 @@ def test_smaller_steps_are_in_the_maps() -> None:
     )
     diagonals = [maps.diagonal(dim1=1, dim2=2) for maps in (whole, halved)]
     torch.testing.assert_close(diagonals[1], diagonals[0] / 2)  # C_i . B_i Delta_i, without decay
-
-
-def test_maps_and_tokens_must_fit() -> None:
-    square = np.zeros((2, 2), dtype=np.float32)
-    numbers: Any = dict.fromkeys(("linear_distance", "cosine", "identity"))
-    layer = LayerMaps(layer=0, kind="Mamba-1", average=square, mask=square, **numbers)
-    with pytest.raises(ValueError, match="there are 3 tokens"):
-        AttentionMaps("m", ("a", "b", "c"), (layer,))
-    with pytest.raises(ValueError, match="at least one layer"):
-        AttentionMaps("m", ("a", "b"), ())
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,6 @@ def test_a_model_that_holds_exceeds_nothing(counter_model: type, tmp_path: Any) 
     found = constant_prompt(model, 0, 32, 300, progress=False)
     assert found.exceeded_from is None
     assert loss(1.5) < 2 * loss(2)
-    assert constant_prompt(model, 0, 32, 300, factor=1.2, progress=False).exceeded_from is not None
     write_result(tmp_path / "prompt.json", found)
     assert read_result(tmp_path / "prompt.json", ConstantPrompt) == found
 
@@ -65,7 +64,7 @@ def test_the_curve_is_that_of_one_forward_pass_over_the_token() -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": 384, "hidden_size": 8, "state_size": 4, "num_heads": 2, "head_dim": 8, "n_groups": 1}
     model: Any = StatefulMamba2ForCausalLM(StatefulMamba2Config(num_hidden_layers=2, initializer_range=0.5, **sizes))
-    token = newline_token(byte_tokenizer())
+    token = 10 + 3  # a newline in bytes
     found = constant_prompt(model, token, 16, 67, chunk_length=10, progress=False)
     with torch.no_grad():
         nll = -model.eval()(torch.full((1, 67), token)).logits[0].log_softmax(-1)[:, token].numpy()
@@ -117,9 +116,8 @@ def test_the_newline_is_found(tokenizer: Any, expected: int) -> None:
     ],
     ids=["only inside words", "unknown", "dropped"],
 )
-def test_a_tokenizer_without_a_newline_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="has no token that is a single newline: it encodes one as"):
-        newline_token(tokenizer)
+def test_a_tokenizer_without_a_newline_has_none(tokenizer: Any) -> None:
+    assert newline_token(tokenizer) is None
 
 
 @pytest.mark.parametrize(
@@ -128,7 +126,6 @@ def test_a_tokenizer_without_a_newline_is_refused(tokenizer: Any) -> None:
         ({"token": 7}, "Token ids run from 7 to 7"),
         ({"length": 32}, "length above it, got 32 and 32"),
         ({"training_length": 1}, "training_length must be at least 2"),
-        ({"factor": 1.0}, "factor must be above 1, got 1.0"),
     ],
     ids=str,
 )

@@ -101,15 +101,6 @@ def test_one_sequence_has_no_intervals_and_nothing_is_called_harmful(counter_mod
     assert from_json(to_json(result), EvaluationResult) == result
 
 
-def test_the_harm_range_is_a_choice_within_what_was_evaluated(counter_model: Any, random_tokens: np.ndarray) -> None:
-    result = evaluate(counter_model(fading), random_tokens, harm_range=(20, 24))
-    assert result.harm.last_range == (20, 24)
-    assert result.harm.last.mean == pytest.approx(np.mean(result.harm.curves.fine.mean[4:8]), abs=1e-9)
-    for harm_range in ((15, 24), (24, 24), (20, 131)):
-        with pytest.raises(ValueError, match=r"harm_range .* must lie within \[16, 130\)"):
-            evaluate(counter_model(fading), random_tokens, harm_range=harm_range)
-
-
 def test_chunks_and_batches_do_not_change_the_result(counter_model: Any, random_tokens: np.ndarray) -> None:
     whole = evaluate(counter_model(fading), random_tokens)
     pieces = evaluate(counter_model(fading), random_tokens, chunk_length=7, batch_size=2)

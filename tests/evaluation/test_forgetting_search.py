@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from hf_recurrent_lengthgen import StatefulGLAConfig, StatefulGLAForCausalLM
 from hf_recurrent_lengthgen import StatefulMamba2Config as Config
 from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM as Model
+from hf_recurrent_lengthgen.cli.forget import conclusion, search_table
 from hf_recurrent_lengthgen.evaluation import forgetting_search, streaming
+from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.forgetting_search import (
     PAPER,
-    conclusion,
     forgetting_grid,
     in_words,
     rule_of,
     search_forgetting,
-    search_table,
 )
 from hf_recurrent_lengthgen.evaluation.json_schema import from_json, to_json
-from hf_recurrent_lengthgen.evaluation.results import ForgettingSearch
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource, ForgettingSearch
 from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
 
@@ -83,8 +83,9 @@ def changing() -> np.ndarray:
 
 
 def search(model: nn.Module, tokens: np.ndarray, **options: Any) -> ForgettingSearch:
-    given = {"settings": GRID, "label": "toy", "data_description": "made up", "progress": False}
-    return search_forgetting(model, tokens, **given | options)
+    given = {"rules": GRID, "label": "toy", "data": DataRecord(DataSource("made up"))} | options
+    reading = {name: given.pop(name) for name in ("batch_size", "chunk_length") if name in given}
+    return search_forgetting(model, tokens, settings=EvaluationSettings(progress=False, **reading), **given)
 
 
 def test_where_the_past_misleads_some_forgetting_is_best(changing: np.ndarray) -> None:
@@ -110,7 +111,7 @@ def test_where_the_past_never_misleads_no_forgetting_is_best_and_that_is_said(st
 
 
 def test_of_equal_settings_no_forgetting_is_best(steady: np.ndarray) -> None:
-    found = search(Statistician(), steady, settings=[Forgetting(delta_scale=0.5), Forgetting(delta_scale=0.25)])
+    found = search(Statistician(), steady, rules=[Forgetting(delta_scale=0.5), Forgetting(delta_scale=0.25)])
     assert len({trial.loss.mean for trial in found.trials}) == 1
     assert found.best is found.trials[0]
 
@@ -133,7 +134,7 @@ def test_a_model_of_this_package_is_measured_under_each_setting_and_left_as_it_w
     model = mamba2(forgetting={"insertion": 0.3})
     config = model.config
     settings = [PAPER, Forgetting(window=5), Forgetting(delta_scale=0.5)]
-    found = search(model, steady, settings=settings, batch_size=3, chunk_length=50)
+    found = search(model, steady, rules=settings, batch_size=3, chunk_length=50)
     assert model.config is config
     tokens = torch.from_numpy(steady)
     for trial, rule in zip(found.trials, [Forgetting(), *settings], strict=True):
@@ -149,7 +150,7 @@ def test_large_windows_are_measured_in_smaller_batches(steady: np.ndarray, monke
     model.register_forward_pre_hook(lambda _, __, given: rows.append(len(given["input_ids"])), with_kwargs=True)
     # of a layer: 16 x 4 state, 24 x 3 convolution, and B, x, Delta and one more of each of 100 tokens, and one row
     monkeypatch.setattr(streaming, "STATES_PER_FORWARD", 2 * 2 * (64 + 72 + 101 * (4 + 16 + 2 + 1)))
-    search(model, steady, settings=[Forgetting(window=100)])
+    search(model, steady, rules=[Forgetting(window=100)])
     assert set(rows) == {4, 2}
 
 
@@ -176,13 +177,13 @@ def test_a_search_goes_on_where_it_stopped_and_ends_the_same(
     assert count == 4 + len(GRID) - 3
     assert read_result(file, ForgettingSearch) == whole
     other = [Forgetting(), Forgetting(retention=0.9)]
-    assert [rule_of(trial) for trial in search(Statistician(), changing, file=file, settings=other).trials] == other
+    assert [rule_of(trial) for trial in search(Statistician(), changing, file=file, rules=other).trials] == other
     assert [rule_of(trial) for trial in read_result(file, ForgettingSearch).trials] == [*GRID, other[1]]
 
 
 def test_a_search_of_another_model_or_text_is_not_continued(changing: np.ndarray, tmp_path: Path) -> None:
     file = tmp_path / "search.json"
-    search(Statistician(), changing, file=file, settings=[])
+    search(Statistician(), changing, file=file, rules=[])
     with pytest.raises(ValueError, match="another model or on other texts"):
         search(Statistician(), changing[:, ::-1].copy(), file=file)
     trained = Statistician()
@@ -199,9 +200,9 @@ def test_settings_that_a_model_cannot_honor_are_refused_before_anything_is_measu
         StatefulGLAConfig(vocab_size=SYMBOLS, hidden_size=8, num_heads=2, num_hidden_layers=1)
     )
     with pytest.raises(ValueError, match="delta_scale scales the step sizes of Mamba"):
-        search(gla, steady, settings=[Forgetting(delta_scale=0.5)])
+        search(gla, steady, rules=[Forgetting(delta_scale=0.5)])
     with pytest.raises(ValueError, match="retention must be above 0 and at most 1, got 2"):
-        search(gla, steady, settings=[Forgetting(retention=2)])
+        search(gla, steady, rules=[Forgetting(retention=2)])
 
 
 def test_an_overflow_names_the_setting(steady: np.ndarray) -> None:

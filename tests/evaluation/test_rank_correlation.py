@@ -98,8 +98,3 @@ def test_models_are_matched_by_name_and_the_result_has_a_file_form(tmp_path: Any
 def test_what_has_no_order_is_refused(metric: dict[str, float], score: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rank_correlation(metric, score)
-
-
-def test_a_damaged_result_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 models have 1 values of a and 2 of b"):
-        RankCorrelation("a", "b", ("x", "y"), (1.0,), (1.0, 2.0), 1.0, 1.0, 1.0, 6, True)

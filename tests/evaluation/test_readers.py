@@ -82,7 +82,7 @@ def test_attention_models_stream_by_their_cache(name: str, chunk_length: int | N
     model = ATTENTION[name]()
     reader = reader_of(model)
     assert isinstance(reader, CacheReader)
-    assert (reader.carries, reader.constant_memory, reader.carried_by_row) == (True, False, False)
+    assert (reader.carries, reader.carried_by_row) == (True, False)
     found = stream_nll(model, tokens, chunk_length=chunk_length, batch_size=2, progress=False)
     np.testing.assert_allclose(found.nll, plain_nll(model.eval(), tokens), atol=2e-5)
     assert found.final_state == ()
@@ -123,7 +123,6 @@ def test_states_are_values_that_reading_on_does_not_change(tokens: np.ndarray) -
     reader = reader_of(build(MAMBA2).eval())
     assert isinstance(reader, StateReader)
     assert reader.carried_by_row
-    assert reader.constant_memory
     ids = torch.from_numpy(tokens)
     with torch.no_grad():
         _, carry = reader.read(ids[:, :20])

@@ -321,8 +321,6 @@ def test_bad_arguments_are_refused() -> None:
         StateObserver(model, 2, ())
     with pytest.raises(ValueError, match="sequences must be at least 1"):
         StateObserver(model, 0, (4,))
-    with pytest.raises(ValueError, match="per_octave must be at least 1"):
-        sample_positions(10, 2, 0)
     llama = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=29,

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, Mamba2ForCausalLM, PreTrainedTokenizerFast
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
+from hf_recurrent_lengthgen.evaluation import shared_prefixes
 from hf_recurrent_lengthgen.harness import StateLM
 
 HEADER = "Q: is a shared header of demonstrations long enough to pay?\nA: yes\n\n"
@@ -71,12 +72,15 @@ def test_a_header_is_read_once(ours: StateLM) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, "auto"])
-@pytest.mark.parametrize("chunk_length", [None, 5])
+@pytest.mark.parametrize("tokens", [None, 5])
 def test_batches_and_pieces_change_nothing(
-    checkpoint: Path, ours: StateLM, batch_size: int | str, chunk_length: int | None
+    checkpoint: Path, ours: StateLM, monkeypatch: pytest.MonkeyPatch, batch_size: int | str, tokens: int | None
 ) -> None:
-    other = StateLM(str(checkpoint), device="cpu", batch_size=batch_size, chunk_length=chunk_length)
-    assert_same(other.loglikelihood(MULTIPLE_CHOICE, **QUIET), ours.loglikelihood(MULTIPLE_CHOICE, **QUIET))
+    other = StateLM(str(checkpoint), device="cpu", batch_size=batch_size)
+    expected = ours.loglikelihood(MULTIPLE_CHOICE, **QUIET)
+    if tokens is not None:
+        monkeypatch.setattr(shared_prefixes, "TOKENS_PER_FORWARD", tokens)
+    assert_same(other.loglikelihood(MULTIPLE_CHOICE, **QUIET), expected)
 
 
 def test_documents_are_streams(ours: StateLM, theirs: HFLM) -> None:
@@ -244,26 +248,6 @@ def test_a_beginning_of_text_stands_where_the_tokenizer_puts_it(stock: Mamba2For
     theirs = HFLM(pretrained=stock, tokenizer=tokenizer, max_length=4096)
     asked = requests("loglikelihood", ("a b c", " d"), ("a b c", " e f"), ("", "a b"), ("<s> a b", " c"))
     assert_same(ours.loglikelihood(asked, **QUIET), theirs.loglikelihood(asked, **QUIET))
-    without = StateLM(str(checkpoint), tokenizer=tokenizer, device="cpu", add_bos_token=False)
-    assert without.tok_encode("a b") == [3, 4]
-
-
-def test_max_length_cuts_as_lm_eval_does_and_says_so(
-    checkpoint: Path, stock: Mamba2ForCausalLM, caplog: pytest.LogCaptureFixture
-) -> None:
-    ours = StateLM(str(checkpoint), device="cpu", max_length=40)
-    theirs = HFLM(pretrained=stock, tokenizer=byte_tokenizer(), max_length=40, add_bos_token=False)
-    found = ours.loglikelihood(MULTIPLE_CHOICE, **QUIET)
-    assert "12 requests are cut off on the left" in caplog.text
-    assert_same(found, theirs.loglikelihood(MULTIPLE_CHOICE, **QUIET))
-    generate = requests("generate_until", *((context, {"until": [], "max_gen_toks": 8}) for context in CONTEXTS))
-    assert ours.generate_until(generate, **QUIET) == theirs.generate_until(generate, **QUIET)
-    with pytest.raises(ValueError, match="cut documents into windows"):
-        ours.loglikelihood_rolling(requests("loglikelihood_rolling", ("abc",)), **QUIET)
-    with pytest.raises(ValueError, match="has 50 tokens, max_length is 40"):
-        ours.loglikelihood(requests("loglikelihood", ("a", "b" * 50)), **QUIET)
-    with pytest.raises(ValueError, match="generates 40 tokens, max_length is only 40"):
-        ours.generate_until(requests("generate_until", ("a", {"until": [], "max_gen_toks": 40})), **QUIET)
 
 
 def test_answers_reach_the_cache_of_lm_eval(ours: StateLM, tmp_path: Path) -> None:
@@ -284,12 +268,9 @@ def test_answers_reach_the_cache_of_lm_eval(ours: StateLM, tmp_path: Path) -> No
         ({"revision": "main"}, "takes no revision; it takes pretrained"),
         ({"batch_size": 0}, 'batch_size must be at least 1, or "auto", got 0'),
         ({"batch_size": "auto:4"}, 'batch_size must be at least 1, or "auto", got auto:4'),
-        ({"max_length": 1}, "max_length must be at least 2"),
-        ({"chunk_length": 0}, "chunk_length must be at least 2"),
         ({"dtype": "auto"}, "dtype must be one of float32, bfloat16, float16, float64, got auto"),
         ({"device": "cuda:77"}, "Cannot use the device 'cuda:77'"),
         ({"tokenizer": "no/such/folder"}, "is no folder here"),
-        ({"add_bos_token": True}, "ByT5Tokenizer has none"),
     ],
 )
 def test_what_cannot_be_honored_is_refused(checkpoint: Path, arguments: dict[str, Any], message: str) -> None:

@@ -1,7 +1,5 @@
 """The figure of accuracy against length."""
 
-import pytest
-
 from hf_recurrent_lengthgen.plotting.accuracy import accuracy_figure
 
 
@@ -22,9 +20,3 @@ def test_solid_lines_are_symbols_and_dashed_ones_whole_answers() -> None:
 def test_a_known_training_length_is_optional_and_one_length_is_enough() -> None:
     axes = accuracy_figure({"one": {50: (1.0, 0.9)}}, "pairs").axes[0]
     assert not any("trained on" in text.get_text() for text in axes.texts)
-
-
-@pytest.mark.parametrize("curves", [{}, {"one": {}}, {"one": {1: (1.0, 1.0)}, "two": {2: (1.0, 1.0)}}])
-def test_models_with_other_lengths_are_refused(curves: dict[str, dict[int, tuple[float, float]]]) -> None:
-    with pytest.raises(ValueError, match="same lengths"):
-        accuracy_figure(curves, "symbols")

@@ -63,7 +63,7 @@ def test_lines_show_the_means_and_bands_the_intervals() -> None:
 
 
 def test_one_sequence_has_no_band() -> None:
-    axes = remembrance_figure({"one": remembrance([0, 0.1, 0.1, 0.2, 0.2, 0.3], None)}).axes[0]
+    axes = remembrance_figure({"one": remembrance([0, 0.1, 0.1, 0.2, 0.2, 0.3], None)}, ["other"]).axes[0]
     assert not axes.collections
     assert axes.get_ylim() == pytest.approx((0, 0.4))
 
@@ -86,16 +86,3 @@ def test_figures_become_files_and_parts_of_pages(figure_of: Callable[[], Figure]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     page = inline_svg(figure_of(), "f", "what it shows", DARK)
     assert "trained on 16" in page
-
-
-@pytest.mark.parametrize(
-    ("draw", "message"),
-    [
-        (lambda: remembrance_figure({}), "at least one model"),
-        (lambda: constant_prompt_figure({}), "at least one model"),
-        (lambda: remembrance_figure(MODELS, ["base"]), "2 models need as many roles, got 1"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(draw: Callable[[], Figure], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        draw()

@@ -1,6 +1,5 @@
 """Figures of states: what they say, on diagnoses made by hand."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,23 +148,3 @@ def test_figures_can_be_saved(pair: Pair, figure_of: Any, tmp_path: Path) -> Non
     svg = inline_svg(figure, "states", "what it shows", {color: f"var({color})" for color in DARK})
     assert svg.startswith("<svg")
     assert "var(" in svg
-
-
-def test_what_is_not_there_is_refused(pair: Pair) -> None:
-    bare = replace(
-        pair["base"],
-        patching=None,
-        left_out=("No patching here.",),
-        layers=tuple(
-            replace(layer, conv=(), heads=tuple(replace(head, inputs=None) for head in layer.heads))
-            for layer in pair["base"].layers
-        ),
-    )
-    with pytest.raises(ValueError, match=r"needs diagnoses with it: No patching here\."):
-        patching_figure({"bare": bare})
-    with pytest.raises(ValueError, match=r"No retention of the first token is known: No patching here\."):
-        retention_figure({"bare": bare})
-    with pytest.raises(ValueError, match="no convolution states"):
-        conv_std_figure({"bare": bare})
-    with pytest.raises(ValueError, match="at least one diagnosis"):
-        state_std_figure({})

@@ -143,7 +143,8 @@ def test_the_snippets_of_the_readme(tmp_path: Path) -> None:
     per_step = 2 * int(rows["per_device_train_batch_size"]) * int(rows["gradient_accumulation_steps"])
     assert per_step * int(rows["block_length"]) == TOKENS_PER_STEP
     [measuring] = re.findall(r"lengthgen retrieve (output/.*)\n", text)
-    options = vars(retrieve._parser().parse_args(shlex.split(measuring)))
+    words = shlex.split(measuring)
+    options = vars(retrieve._parser(words).parse_args(words))
     assert options["models"][0].removeprefix("output/") in RUNS
 
 
