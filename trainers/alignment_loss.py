@@ -1,9 +1,9 @@
 """Cross-entropy plus output alignment, L* = L_train + alpha L_misalign: pure functions, no Trainer in sight.
 
-arXiv:2506.11769, Eq. 4 and section 4.2. A step takes rows of
-T + l_extra tokens and runs the first T and the last T as two crops, 2B rows. Both are trained on, and where
-both have read at least T/2 tokens of their own, their predictions after the same token are pulled together by
-the symmetric cross-entropy of Eq. 1 (the listing of appendix D pairs output 1 with itself, a slip).
+arXiv:2506.11769, Eq. 4 and section 4.2. A step takes rows of T + l_extra tokens and runs the first T and the last T
+as two crops, 2B rows. Both are trained on, and where both have read at least T/2 tokens of their own, their
+predictions after the same token are pulled together by the symmetric cross-entropy of Eq. 1 (the listing of appendix
+D pairs output 1 with itself, a slip).
 
 With h = T // 2, the overlap is [h + l_extra, T) in crop 1 and [h, T - l_extra) in crop 2. It has T - h - l_extra
 positions, so l_extra is at most T - h - 1; the paper's T/2 would leave none.

@@ -88,10 +88,8 @@ def convert_checkpoint(
     known_length = TRAINING_LENGTHS.get(found.name if found.on_hub else "")
     config.training_length = training_length or known_length or config.training_length
     entries = _in_dtype(our_entries(layout, config, files, source), config, FLOATS.get(str(dtype)))
-    named = None if tokenizer is None else type(tokenizer).__name__
-    if isinstance(tokenizer, str):
-        named = portable(tokenizer)
-    step = Step("convert", f"convert from {layout.title}", command, installed_versions(), tokenizer=named)
+    words, named = f"convert from {layout.title}", _name_of(tokenizer)
+    step = Step("convert", words, command, installed_versions(), tokenizer=named)
     lineage = Lineage(_origin(found, layout, files)).then(step)
     with new_folder(output) as folder:
         write_safetensors(folder, entries, max_shard_size)
@@ -99,11 +97,16 @@ def convert_checkpoint(
         write_code(folder, config)
         _add_tokenizer(folder, found, tokenizer, config)
         write_config(folder, config)
-        if (found.folder / "generation_config.json").is_file():
-            kept = read_json_object(found.folder / "generation_config.json")
-            GenerationConfig.from_dict(kept).save_pretrained(folder)
+        if (kept := found.folder / "generation_config.json").is_file():
+            GenerationConfig.from_dict(read_json_object(kept)).save_pretrained(folder)
         write_lineage(folder, lineage)
     return output
+
+
+def _name_of(tokenizer: str | PreTrainedTokenizerBase | None) -> str | None:
+    if isinstance(tokenizer, str):
+        return portable(tokenizer)
+    return None if tokenizer is None else type(tokenizer).__name__
 
 
 def read_settings(source: Source) -> Settings | None:

@@ -65,11 +65,11 @@ def from_json(text: str, kind: type[Document]) -> Document:
     """Read what `to_json` wrote, in this version or an earlier one, whose missing fields take their defaults.
 
     Raises:
-        ValueError: for text that is not JSON, another kind, a newer schema version, and for every missing, unknown or
-            wrongly typed entry or value that is not finite, by its path.
+        ValueError: for text that is not JSON, another kind, a newer schema version, and for every missing, unknown,
+            doubled or wrongly typed entry or value that is not finite, by its path.
     """
     try:
-        plain = json.loads(text)
+        plain = json.loads(text, object_pairs_hook=_unique)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"This is not JSON ({error}); the file may be cut off.") from error
     found: Document = _untagged(plain, kind)
@@ -127,3 +127,11 @@ def _problem(place: tuple[int | str, ...], error: Any) -> str:
     told = error["msg"].removeprefix("Value error, ").replace("Unexpected keyword argument", "There is no such field")
     got = "" if error["type"] in ("missing", "value_error") else f", got {error['input']!r:.80}"
     return f"{path or 'the document'}: {told}{got}"
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"Doubled entries: {sorted({key for key in keys if keys.count(key) > 1})}.")
+    return entries

@@ -178,6 +178,8 @@ def test_text_that_is_not_a_document_is_refused() -> None:
         from_json('{"kind": "evalua', EvaluationResult)
     with pytest.raises(ValueError, match="got 'list'"):
         from_json("[]", EvaluationResult)
+    with pytest.raises(ValueError, match=r"Doubled entries: \['a'\]"):
+        from_json('{"a": 1, "a": 2}', EvaluationResult)
 
 
 def test_values_that_could_not_be_read_back_are_not_written(result: EvaluationResult) -> None:
