@@ -148,6 +148,8 @@ def check_commands(planned: Sequence[Stage]) -> None:
             with contextlib.redirect_stderr(said):
                 if stage.name == "train":
                     read_options(arguments[1:], arguments[0])
+                elif stage.name == "retrieve":  # has the options of its task
+                    stage.module._parser(arguments).parse_args(arguments)
                 else:
                     stage.module._parser().parse_args(arguments)
         except SystemExit as error:

@@ -163,7 +163,7 @@ def _new_size(size: str, layer: int, old: int, factor: float | None, given: int 
         raise ValueError(f"factor must be a finite number above 1, got {factor:g}.")
     if size == "state_size":
         new = old * (DEFAULT_FACTOR if factor is None else factor) if given is None else given
-        if new <= old or new != int(new):
+        if new <= old or new % 1 != 0:
             raise ValueError(
                 f"state_size of layer {layer} is {old} and would become {new:g}: give an integer above it, or a "
                 "factor above 1 that makes one."
@@ -172,7 +172,7 @@ def _new_size(size: str, layer: int, old: int, factor: float | None, given: int 
     new = (1 if factor is None else old / factor) if given is None else given
     if old == 1:
         raise ValueError(f"Layer {layer} has one head already: there is nothing to merge.")
-    if new != int(new) or not 1 <= new < old or old % int(new):
+    if new % 1 != 0 or not 1 <= new < old or old % int(new):
         raise ValueError(
             f"num_heads of layer {layer} is {old} and would become {new:g}: give a smaller divisor of it, or a factor "
             "above 1 that makes one."

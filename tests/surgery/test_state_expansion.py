@@ -492,7 +492,7 @@ def test_every_recurrent_type_of_transformers_is_expanded_or_refused_with_the_re
         (MAMBA2, {}, {"factor": 1.5}, "would become 7.5: give an integer above it"),
         (MAMBA2, {}, {"factor": float("inf")}, "factor must be a finite number above 1, got inf"),
         (MAMBA2, {}, {"factor": float("nan")}, "factor must be a finite number above 1, got nan"),
-        (MAMBA2, {}, {"state_size": float("inf")}, "state_size must be an integer, got inf"),
+        (MAMBA2, {}, {"state_size": float("inf")}, "would become inf: give an integer above it"),
         (MAMBA2, {}, {"state_size": 4}, "is 5 and would become 4"),
         (MAMBA2, {}, {"num_heads": 1}, "num_heads does not apply to stateful_mamba2: its state grows by state_size"),
         (MAMBA2, {}, {"state_size": 9, "factor": 2}, "Give one of factor, state_size and num_heads"),

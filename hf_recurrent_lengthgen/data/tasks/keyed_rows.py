@@ -1,8 +1,9 @@
 """Data sets whose rows are made when they are asked for, of strings of one length or of several."""
 
 import copy
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -33,6 +34,16 @@ class Rows(NamedTuple):
     sizes: Array
 
 
+def whole_number(name: str, value: Any) -> int:
+    """An integer, also one of numpy; a `ValueError` for anything else, and a truth value."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise ValueError(f"{name} must be a whole number, got {value}.")
+
+
 class KeyedRows(Dataset[dict[str, Tensor]], ABC):
     """Rows of random strings; row i depends on the seed and i alone.
 
@@ -56,13 +67,13 @@ class KeyedRows(Dataset[dict[str, Tensor]], ABC):
     name: str
 
     def __init__(self, length: Lengths, samples: int, seed: int) -> None:
-        bounds = [int(bound) for bound in np.atleast_1d(length)]
+        bounds = [whole_number("length", bound) for bound in (length if isinstance(length, Iterable) else [length])]
         if len(bounds) not in (1, 2) or not 1 <= bounds[0] <= bounds[-1]:
             raise ValueError(
                 f"The length of {self.name} is {length!r}, but must be a number from 1, or the least and the most."
             )
         self.shortest, self.longest = bounds[0], bounds[-1]
-        self.samples, self.seed = int(samples), int(seed)
+        self.samples, self.seed = whole_number("samples", samples), whole_number("seed", seed)
         if self.samples < 1 or not 0 <= self.seed < 2**63:
             raise ValueError(f"samples must be at least 1 and seed from 0 to 2**63 - 1, got {samples} and {seed}.")
         self._check()

@@ -215,6 +215,13 @@ def test_padding_does_not_change_the_loss_of_a_model() -> None:
         (lambda: AssociativeRecall(4, 7), "recalling 4 pairs needs at least 8"),
         (lambda: AssociativeRecall((0, 2), 7), "length of recall"),
         (lambda: CopyingStrings([]), r"length of copying is \[\]"),
+        (lambda: CopyingStrings(5.5), "length must be a whole number, got 5.5"),  # type: ignore[arg-type]
+        (lambda: CopyingStrings((1, 2.5)), "length must be a whole number, got 2.5"),  # type: ignore[arg-type]
+        (lambda: CopyingStrings("50"), "length must be a whole number, got 5"),  # type: ignore[arg-type]
+        (lambda: CopyingStrings(True), "length must be a whole number, got True"),
+        (lambda: CopyingStrings(3, 2.5), "vocabulary must be a whole number, got 2.5"),  # type: ignore[arg-type]
+        (lambda: CopyingStrings(3, 3, 2.5), "samples must be a whole number, got 2.5"),  # type: ignore[arg-type]
+        (lambda: CopyingStrings(3, 3, 1, 1.5), "seed must be a whole number, got 1.5"),  # type: ignore[arg-type]
         (lambda: CopyingStrings(3, 2**31 + 1), "vocabulary must be from 1 to 2147483648"),
     ],
 )
