@@ -25,11 +25,11 @@ from measure import peak_mib
 from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.conversion.export import export_checkpoint
 from hf_recurrent_lengthgen.conversion.formats import expected_shapes
-from hf_recurrent_lengthgen.conversion.json_files import write_settings_file
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.conversion.tensor_files import TensorFiles, same_bits
 from hf_recurrent_lengthgen.conversion.tensor_writing import Entry, write_safetensors, write_torch
 from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_random_model
+from hf_recurrent_lengthgen.json_files import write_settings_file
 
 MAMBA2_1_3B: dict[str, Any] = {
     "d_model": 2048,
@@ -42,7 +42,7 @@ SHARDS = {"mamba-ssm": "5GB", "transformers": "1GB"}
 
 
 def write_source(format: str, folder: Path) -> None:
-    """A random checkpoint in the layout of a format, written tensor by tensor."""
+    """A random checkpoint in the layout of a format."""
     folder.mkdir(parents=True)
     config = FORMATS["mamba-ssm"].to_config(MAMBA2_1_3B, {})
     config.dtype = torch.bfloat16

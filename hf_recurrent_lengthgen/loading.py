@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     ByT5Tokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
@@ -26,6 +27,7 @@ from transformers.utils import logging
 from hf_recurrent_lengthgen.adapters import base_of_adapter, holds_adapter, refuse_adapter, with_adapter
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
+from hf_recurrent_lengthgen.json_files import read_json_object
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES, register_family
 from hf_recurrent_lengthgen.models.configuration_stateful import CODE_FORMAT_VERSION
 
@@ -59,7 +61,7 @@ def reading_files(name: str) -> Iterator[None]:
     """Turn what Transformers raises on JSON files of wrong types into a `ValueError` with the name."""
     try:
         yield
-    except (AttributeError, KeyError, RecursionError, TypeError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
             f"The JSON files of {name} cannot be used ({type(error).__name__}: {error}): copy or download them again."
         ) from error
@@ -68,7 +70,7 @@ def reading_files(name: str) -> Iterator[None]:
 def _check_index(folder: Path) -> None:
     """Refuse an index of weights that leads out of the folder, or to nothing."""
     for path in (folder / name for name in WEIGHT_INDICES):
-        files = json.loads(path.read_bytes())["weight_map"].values() if path.is_file() else ()
+        files = read_json_object(path)["weight_map"].values() if path.is_file() else ()
         for file in files:
             if Path(file).name != file or not (folder / file).is_file():
                 raise ValueError(f"{path} names {file}, which is not in its folder: copy or download it again.")
@@ -234,6 +236,8 @@ def _load(
             )
         loading["trust_remote_code"] = trust_remote_code
     with reading_files(name):
+        if (kept := Path(name, "generation_config.json")).is_file():
+            GenerationConfig.from_dict(read_json_object(kept))  # Transformers passes over a damaged one
         _check_index(Path(name))
         model, found = _read_weights(name, loader, loading, model_type)
     problems = {what: sorted(map(str, found[f"{what}_keys"])) for what in ("missing", "unexpected", "mismatched")}

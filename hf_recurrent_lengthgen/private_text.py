@@ -37,8 +37,14 @@ _FURTHER = {
     r"(?=\S{0,99}\d)([\w.~+/=-]{12,})",
     "a password or key": r"(?i)(?:--[\w-]{0,40}(?:token|key|passwo?r?d|secret)[=\"', ]+|(?<![A-Za-z0-9-])"
     r"token[\"']?\s*[:=]\s*[\"'](?=[\w-]{20}))(?!-)(?=[^\s\"']{0,99}\d)([^\s\"',\\]{8,})",
-    "a key in an address": r"(?i)(?:[?&](?:sig|signature|token|x-amz-signature|key)=|/webhooks/\d+/)"
-    r"(?=[\w-]{0,99}\d)([\w.~+/=-]{16,})|://(?=[a-z_-]{0,99}\d)([\w-]{20,199})@",
+    "a key in the environment": r"(?<![A-Za-z0-9-])[A-Z0-9_]*(?:TOKEN|API_KEY|ACCESS_KEY(?:_ID)?|SECRET|PASSWORD)"
+    r"\s*[=:]\s*[\"']?(?=\S{0,99}\d)(?=\S{0,99}[A-Za-z])([\w+/=~-]{12,})(?![\w.(\[])",
+    "a key of a service": r"(?<![A-Za-z0-9])(gsk_[A-Za-z0-9]{40,}|xai-[A-Za-z0-9]{40,}|pplx-[A-Za-z0-9]{40,}"
+    r"|r8_[A-Za-z0-9]{30,}|GOCSPX-[\w-]{20,}|ya29\.[\w-]{20,}|xapp-\d-[\w-]{20,}|do[por]_v1_[0-9a-f]{40,}"
+    r"|whsec_[A-Za-z0-9+/=]{20,})",
+    "a key in an address": r"(?i)(?:[?&](?:sig|signature|(?:access_)?token|x-amz-(?:signature|security-token)"
+    r"|(?:api_?)?key)=|/webhooks/\d+/|hooks\.slack\.com/(?:workflows|triggers)/|\.webhook\.office\.com/webhookb2/)"
+    r"(?=[\w/@-]{0,99}\d)([\w.~+/=@-]{16,})|://(?=[a-z_-]{0,99}\d)([\w-]{20,199})@|://:([^\s/@\"'\\]{4,199})@",
 }
 _PATTERNS = (
     *((what, re.compile(pattern)) for what, pattern in _FURTHER.items()),
@@ -52,7 +58,7 @@ _LONG_RUN = re.compile(r"(?<![\w+/=.:?&~\\-])[\w+/=.:?&~\\-]{3000,}")
 
 _ROOTS = (
     r"home\d*|[Uu]sers?|root|mnt|data\d*|g?scratch\d*|pscratch|tmp|work\w*|content|kaggle|gpfs\w*|lustre\w*|lus|nfs\w*|fsx"
-    r"|afs|beegfs|ceph\w*|weka\w*|media|private|Volumes|opt/ml|var|projects?|storage\d*|raid\d*|net|clusters?|global"
+    r"|afs|beegfs|ceph\w*|weka\w*|media|private|Volumes|opt/ml|var|proj(?:ects?)?|homes|shared|nobackup|ptmp|ssd\d*|nvme\d*|disk\d+|export|storage\d*|raid\d*|net|clusters?|global"
     r"|[np]|dev/shm|run/user"
 )
 _PATHS = (

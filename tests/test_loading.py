@@ -67,6 +67,15 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         load_language_model(str(tmp_path))
 
 
+@pytest.mark.parametrize("file", ["generation_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("content", [b"", b'{"eos_token_id": 5, "max', b"[]", b"\xff\xfe{}"])
+def test_damaged_files_beside_the_weights_are_named(file: str, content: bytes, tmp_path: Path) -> None:
+    StatefulMambaForCausalLM(StatefulMambaConfig(**SIZES)).save_pretrained(tmp_path)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{file} (is damaged|must hold a JSON object)"):
+        load_model(str(tmp_path))
+
+
 def test_code_of_a_checkpoint_that_differs_from_the_installed_one_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

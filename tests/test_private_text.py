@@ -96,6 +96,19 @@ SECRETS = [
     ("code.py", "PuTTY-User-Key-File-3: ssh-ed25519", "a private key"),
     ("code.py", f'client_secret = "{RUN[:30]}"', "a password or key"),
     ("code.py", f'token = "{RUN[:30]}"', "a password or key"),
+    ("README.md", f"export WANDB_API_KEY={HEX[:40]}", "a key in the environment"),
+    ("notes.md", "HF_TOKEN=abcdEF1234567890abcd", "a key in the environment"),
+    ("lineage.json", json.dumps({"command": f"AWS_SECRET_ACCESS_KEY={RUN[:40]} train"}), "a key in the environment"),
+    ("README.md", f"https://host.org/x?access_token={RUN[:30]}", "a key in an address"),
+    ("README.md", f"https://host.org/x?api_key={RUN[:30]}", "a key in an address"),
+    ("README.md", "redis://:hunter22@host:6379", "a key in an address"),
+    ("README.md", f"https://hooks.slack.com/triggers/T{RUN[:8]}/{RUN[:24]}", "a key in an address"),
+    ("README.md", f"gsk_{RUN[:52]}", "a key of a service"),
+    ("README.md", f"xai-{RUN[:80]}", "a key of a service"),
+    ("README.md", f"r8_{RUN[:37]}", "a key of a service"),
+    ("README.md", f"GOCSPX-{RUN[:28]}", "a key of a service"),
+    ("README.md", f"dop_v1_{HEX}", "a key of a service"),
+    ("README.md", f"whsec_{RUN[:32]}", "a key of a service"),
 ]
 
 PATHS = [

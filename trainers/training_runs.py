@@ -63,6 +63,8 @@ def record_lineage(trainer: "InitialStateTrainer", output: TrainOutput, folder: 
     Nothing is written for learned states, and where nobody told the trainer (`facts`) of a model that does not say
     which checkpoint it was loaded from.
     """
+    if not getattr(trainer.args, "train_model", True):  # what lies there was not trained
+        return
     if not (holds_adapter(folder) or (Path(folder) / "config.json").is_file()):
         return
     try:

@@ -25,6 +25,7 @@ from hf_recurrent_lengthgen.evaluation.results import (
     ForgettingRule,
 )
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalComparison, RetrievalResult
+from hf_recurrent_lengthgen.json_files import read_json_object
 from hf_recurrent_lengthgen.loading import load_language_model
 from hf_recurrent_lengthgen.methods import EXPANSION, FORGETTING, PLAIN, Method
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
@@ -163,10 +164,7 @@ def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     refuse_adapter(path)
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} holds no config.json, so it is no checkpoint.")
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path / 'config.json'} is damaged ({error}): copy or save it again.") from error
+    config = read_json_object(path / "config.json")
     verification, files = read_verification(path), verified_files(path)
     return Checkpoint(
         name=path.resolve().name,

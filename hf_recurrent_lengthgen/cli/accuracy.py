@@ -75,6 +75,9 @@ def run(arguments: Sequence[str]) -> int:
 def _task(options: argparse.Namespace, records: Sequence[Any]) -> tuple[TaskStrings, int | None]:
     given = {"name": options.task, "length": options.task_length, "vocabulary": options.vocabulary}
     given = {name: value for name, value in given.items() if value is not None}
+    if len(given) < 3:
+        for model, found in zip(options.models, records, strict=True):
+            _check_record(model, found)
     record = dict(records[0] or {}) if len(given) < 3 else {}
     if given.get("name") not in (None, record.get("name")):
         record = {}  # lengths and symbols of another task say nothing about this one
@@ -94,11 +97,23 @@ def _task(options: argparse.Namespace, records: Sequence[Any]) -> tuple[TaskStri
                 f"The longest string in the training of {options.models[0]} is not known: give --lengths."
             )
         record["length"] = min(options.lengths)
-    try:
-        task = string_task(**record)
-    except TypeError as error:  # a config that no training has written
-        raise ValueError(f"The task in the config of {options.models[0]} is {record!r}: {error}.") from error
+    task = string_task(**record)
     return task, task.longest if length_is_known else None
+
+
+def _check_record(model: str, record: Any) -> None:
+    """Refuse a config's `task` that no training has written."""
+    if record is None:
+        return
+    try:
+        if not isinstance(record, Mapping) or set(record) != {"name", "length", "vocabulary"}:
+            raise ValueError("it must have name, length and vocabulary, and nothing else")
+        string_task(**record)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"The config of {model} has the task {record!r}, which is damaged ({error}): set it right, or give "
+            "--task, --task-length and --vocabulary."
+        ) from error
 
 
 def _words(record: Mapping[str, Any] | None) -> str:

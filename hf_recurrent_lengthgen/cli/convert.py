@@ -11,10 +11,10 @@ import torch
 
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
-from hf_recurrent_lengthgen.conversion.json_files import read_settings_file
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.conversion.tensor_files import FLOATS, TensorFiles
 from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files
+from hf_recurrent_lengthgen.json_files import read_settings_file
 from hf_recurrent_lengthgen.loading import load_tokenizer
 from hf_recurrent_lengthgen.private_text import portable_command
 from hf_recurrent_lengthgen.records import read_lineage

@@ -56,6 +56,7 @@ says how it forgets.
 --search takes that setting under which long texts have the least loss. Search on other texts than you report on.
 """
 SEARCH_FILE = "forgetting_search.json"
+_NOT_GIVEN = object()
 OF_SEARCH = ("data", "split", "text_column", "tokenizer", "length", "sequences", "device", "results")
 
 
@@ -120,7 +121,8 @@ def run(arguments: Sequence[str]) -> int:
         if rule == Forgetting() or output is None:
             return 0
     else:
-        idle = [f"--{name}" for name in OF_SEARCH if getattr(options, name) != parser.get_default(name)]
+        without = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(OF_SEARCH, _NOT_GIVEN)))
+        idle = [f"--{name}" for name in OF_SEARCH if getattr(without, name) is not _NOT_GIVEN]
         if idle:
             raise ValueError(f"{', '.join(idle)} goes with --search: leave it out, or give that.")
         rule = _chosen(given)
@@ -242,7 +244,8 @@ def _save(
             print(f"State of a sequence: {plain:,} -> {_state_elements(model):,} numbers.")
     if not hasattr(model.config, "check_forgetting"):
         print(f"It forgets where hf_recurrent_lengthgen loads it; Transformers' {values.get('model_type')} does not.")
-    compare = shlex.join(["lengthgen", "evaluate", options.model, str(output)])
+    remote = ["--trust-remote-code"] if options.trust_remote_code else []
+    compare = shlex.join(["lengthgen", "evaluate", options.model, str(output), *remote])
     print(f"Saved to {output}: {in_words(rule)}. Next: {compare}")
 
 

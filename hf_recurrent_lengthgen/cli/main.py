@@ -32,6 +32,8 @@ COMMANDS = {
     "pull": "get a checkpoint from the Hub, at a commit, checked",
     "recipe": "post-trained checkpoints of the papers: convert, train, measure, publish in one command",
 }
+GOES_ON = ("push", "pull", "recipe")
+"""Commands that keep what they have done when they are interrupted, and do not say so themselves."""
 DESCRIPTION = """\
 Recurrent language models that keep working far beyond the length they were trained on.
 
@@ -69,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lengthgen {name}: {message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"lengthgen {name}: interrupted", file=sys.stderr)
+        hint = ": the same command goes on with what is left" if name in GOES_ON else ""
+        print(f"lengthgen {name}: interrupted{hint}", file=sys.stderr)
         return 130
 
 

@@ -63,7 +63,7 @@ MOST_USED = {
 }
 CHOICES = {"intervention": "state_passing", "task": "text", "mimetic": None, "lora_r": None, "eval_strategy": "no"}
 """The options that decide which others there are, and their defaults."""
-NOT_CHOSEN = (None, "no", "false", "f", "n", "0")
+NOT_CHOSEN = ("none", "no", "false", "f", "n", "0")
 
 OUR_HELP = MOST_USED | {
     "alignment_length": "Length T in tokens of the two crops that are aligned. Default: block_length; here no other.",
@@ -196,7 +196,10 @@ class RunParser(HfArgumentParser):
             return True
         given = {name: self._choices[name] for name in conditions}
         known = {name: chosen(values) for name, values in conditions.items()}
-        return all(given[name] in known[name] if known[name] else given[name] not in NOT_CHOSEN for name in conditions)
+        return all(
+            given[name] in known[name] if known[name] else str(given[name]).lower() not in NOT_CHOSEN
+            for name in conditions
+        )
 
     def error(self, message: str) -> Any:
         """As in argparse, with what an option goes with, or the option that was probably meant."""

@@ -55,7 +55,11 @@ class CommandParser(argparse.ArgumentParser):
         self._arguments = []
         for argument in sys.argv[1:] if args is None else args:
             name, equals, value = argument.partition("=")
-            self._arguments.append(known.get(name.replace("_", "-"), name) + equals + value)
+            spelled = name.replace("_", "-")
+            # argparse takes the start of an option for it, if there is one such option
+            begun = [option for key, option in known.items() if name.startswith("--") and key.startswith(spelled)]
+            name = known.get(spelled) or (begun[0] if len(begun) == 1 else name)
+            self._arguments.append(name + equals + value)
         return super().parse_known_args(self._arguments, namespace)
 
     def error(self, message: str) -> NoReturn:

@@ -13,7 +13,7 @@ import yaml
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.recipe_run import run_stages
 from hf_recurrent_lengthgen.cli.recipe_smoke import prepare
-from hf_recurrent_lengthgen.cli.recipe_stages import RESULT, Choices, check_commands, stages
+from hf_recurrent_lengthgen.cli.recipe_stages import RESULT, Choices, check_commands, check_text, stages
 from hf_recurrent_lengthgen.cli.report import in_columns
 from hf_recurrent_lengthgen.hub.push import look_through
 from hf_recurrent_lengthgen.recipes import copy_recipes
@@ -107,11 +107,13 @@ def run(arguments: Sequence[str]) -> int:
     else:
         recipe = load_recipe(options.name)
         folder = Path(options.output_dir or f"output/{recipe.name}")
+        folder = folder.resolve() if folder == Path(".") else folder
         if options.action == "show":
             print(describe(recipe, folder, _choices(options)))
         else:
             planned = stages(recipe, folder, _choices(options))
             check_commands(planned)
+            check_text(recipe, _choices(options))
             run_stages(planned, folder, options.first, options.until)
             print(f"\nDone. The checkpoint: {folder / RESULT}")
     return 0

@@ -19,6 +19,8 @@ PLACES = {"check": "convert", "verify": RESULT, "card": RESULT, "push": RESULT}
 """Stages that add to the folder of another one."""
 UNMARKED = ("card", "push")
 """Stages that are done each time, for they find by themselves that nothing has changed."""
+PRODUCERS = ("convert", "expand", RESULT)
+"""Stages whose results all stages behind them are made of."""
 
 
 def run_stages(planned: Sequence[Stage], folder: Path, first: str | None = None, until: str | None = None) -> None:
@@ -31,21 +33,23 @@ def run_stages(planned: Sequence[Stage], folder: Path, first: str | None = None,
         until: Last stage to do.
 
     Raises:
-        ValueError: for an unknown stage, stages that were done by another command, and as the commands raise.
+        ValueError: for an unknown stage, stages that were done by another command or from other results of an earlier
+            stage, and as the commands raise.
     """
     names = [stage.name for stage in planned]
     for name in filter(None, (first, until)):
         if name not in names:
             raise ValueError(f"There is no stage {name!r} here: the stages are {', '.join(names)}.")
     begin, end = names.index(first or names[0]), names.index(until or names[-1])
+    _refuse_outdated(names, folder, begin, end)
     for stage in planned[begin : end + 1]:
         place = folder / PLACES.get(stage.name, stage.name)
-        mark, command = place / f".{stage.name}.done", _portable(stage, folder)
+        mark, command = _mark(folder, stage.name), _portable(stage, folder)
         if mark.is_file():
             if (done := mark.read_text(encoding="utf-8")) != command:
                 raise ValueError(
                     f"Stage {stage.name} was done by another command ({done} instead of {command}): set its options "
-                    f"back, give another --output_dir, or delete {place} to do it again."
+                    f"back, give another --output_dir, or delete {place} and the folders of the stages after it."
                 )
             print(f"{stage.name}: done before", flush=True)
             continue
@@ -55,6 +59,22 @@ def run_stages(planned: Sequence[Stage], folder: Path, first: str | None = None,
         if stage.name not in UNMARKED:
             mark.write_text(command, encoding="utf-8")
         print(f"{stage.name}: done in {time.monotonic() - start:.0f} s", flush=True)
+
+
+def _mark(folder: Path, name: str) -> Path:
+    return folder / PLACES.get(name, name) / f".{name}.done"
+
+
+def _refuse_outdated(names: Sequence[str], folder: Path, begin: int, end: int) -> None:
+    """Refuse to do a stage anew while a later one is done from its earlier results."""
+    for index in range(begin, end + 1):
+        if names[index] in PRODUCERS and not _mark(folder, names[index]).is_file():
+            outdated = [_mark(folder, name).parent for name in names[index + 1 :] if _mark(folder, name).is_file()]
+            if outdated:
+                raise ValueError(
+                    f"Stage {names[index]} is to be done, but later ones are done from its results of before: delete "
+                    f"{', '.join(dict.fromkeys(map(str, outdated)))} as well."
+                )
 
 
 def _portable(stage: Stage, folder: Path) -> str:

@@ -139,6 +139,15 @@ def _measure(name: str, recipe: Recipe, folder: Path, choices: Choices, remote: 
     return Stage(name, command, (*device, *remote))
 
 
+def check_text(recipe: Recipe, choices: Choices) -> None:
+    """Raise a `ValueError` if the text of the recipe is neither given nor where its file says."""
+    if recipe.data is None or choices.data is not None or "data" in choices.options.get("train", {}):
+        return
+    usual = recipe.training["data"]
+    if not Path(usual).exists():
+        raise ValueError(f"{usual} is not here: give --data, with {recipe.data.name} ({recipe.data.where}).")
+
+
 def check_commands(planned: Sequence[Stage]) -> None:
     """Parse all commands now, so that a typo does not end a run after hours but in a `ValueError`."""
     for stage in planned:

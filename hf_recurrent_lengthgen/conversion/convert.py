@@ -18,7 +18,6 @@ from hf_recurrent_lengthgen.conversion.formats import (
     expected_shapes,
     tied_names,
 )
-from hf_recurrent_lengthgen.conversion.json_files import read_json_object, read_settings_file
 from hf_recurrent_lengthgen.conversion.key_maps import Rename, expand, to_ours
 from hf_recurrent_lengthgen.conversion.new_folders import check_new, new_folder
 from hf_recurrent_lengthgen.conversion.registry import detect, named_format
@@ -27,6 +26,7 @@ from hf_recurrent_lengthgen.conversion.tensor_files import FLOATS, TensorFiles, 
 from hf_recurrent_lengthgen.conversion.tensor_writing import Entry, parse_size, write_safetensors
 from hf_recurrent_lengthgen.conversion.tokenizer_files import checked_tokenizer, copy_tokenizer
 from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
+from hf_recurrent_lengthgen.json_files import read_json_object, read_settings_file
 from hf_recurrent_lengthgen.private_text import portable
 from hf_recurrent_lengthgen.records import Lineage, Step, file_digest, write_lineage
 from hf_recurrent_lengthgen.records import Source as Origin

@@ -13,7 +13,6 @@ from hf_recurrent_lengthgen.conversion.formats import (
     expected_shapes,
     tied_names,
 )
-from hf_recurrent_lengthgen.conversion.json_files import read_settings_file, write_settings_file
 from hf_recurrent_lengthgen.conversion.key_maps import expand, to_theirs
 from hf_recurrent_lengthgen.conversion.new_folders import check_new, new_folder
 from hf_recurrent_lengthgen.conversion.registry import named_format
@@ -21,6 +20,7 @@ from hf_recurrent_lengthgen.conversion.sources import locate
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta, TensorFiles
 from hf_recurrent_lengthgen.conversion.tensor_writing import parse_size, write_safetensors, write_torch
 from hf_recurrent_lengthgen.conversion.tokenizer_files import copy_tokenizer
+from hf_recurrent_lengthgen.json_files import read_settings_file, write_settings_file
 from hf_recurrent_lengthgen.models import FAMILIES
 from hf_recurrent_lengthgen.records import Lineage, read_lineage
 

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hf_recurrent_lengthgen.conversion.json_files import AGAIN, read_json_object
+from hf_recurrent_lengthgen.json_files import AGAIN, read_json_object
 
 WEIGHT_FILES = (
     "model.safetensors",

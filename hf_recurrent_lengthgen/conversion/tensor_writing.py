@@ -55,7 +55,14 @@ def write_safetensors(folder: Path, entries: Sequence[Entry], max_shard_size: st
         max_shard_size=parse_size(max_shard_size),
     )
     for file, names in split.filename_to_tensors.items():
-        save_file({name: _tensor(by_name[name]) for name in names}, folder / file, {"format": "pt"})
+        tensors = {name: _tensor(by_name[name]) for name in names}
+        first = {tensor.data_ptr(): name for name, tensor in reversed(tensors.items())}
+        # safetensors refuses tensors that share their bytes, as pickles may have them
+        save_file(
+            {name: t if first[t.data_ptr()] == name else t.clone() for name, t in tensors.items()},
+            folder / file,
+            {"format": "pt"},
+        )
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from hf_recurrent_lengthgen.conversion.json_files import read_json_object, texts_in
+from hf_recurrent_lengthgen.json_files import read_json_object, texts_in
 from hf_recurrent_lengthgen.records import TOKENIZER_FILES
 
 

@@ -17,6 +17,7 @@ from hf_recurrent_lengthgen.evaluation.results import (
     PartResult,
     Role,
 )
+from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis  # noqa: F401  # a part, known when read
 
 Found = TypeVar("Found", bound=PartResult)
 

@@ -69,10 +69,9 @@ def from_json(text: str, kind: type[Document]) -> Document:
             doubled or wrongly typed entry or value that is not finite, by its path.
     """
     try:
-        plain = json.loads(text, object_pairs_hook=_unique)
+        found: Document = _untagged(json.loads(text, object_pairs_hook=_unique), kind)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"This is not JSON ({error}); the file may be cut off.") from error
-    found: Document = _untagged(plain, kind)
     return found
 
 

@@ -1,6 +1,7 @@
 """Attention maps of a recurrent model as values with a file form; pictures of them read only this."""
 
 import json
+import math
 import os
 from dataclasses import dataclass
 
@@ -46,9 +47,19 @@ class AttentionMaps:
 
 
 def save_maps(path: str | os.PathLike[str], maps: AttentionMaps) -> None:
-    """Write maps as an .npz file: `average` and `mask` (layers, T, T), and everything else as JSON in `header`."""
+    """Write maps as an .npz file: `average` and `mask` (layers, T, T), and everything else as JSON in `header`, where
+    a number that is not finite, as the cosine of weights that are 0, is null.
+    """
     arrays = {name: np.stack([getattr(layer, name) for layer in maps.layers]) for name in ("average", "mask")}
-    numbers = [{name: value for name, value in vars(layer).items() if name not in arrays} for layer in maps.layers]
-    header = json.dumps({"model": maps.model, "tokens": maps.tokens, "layers": numbers})
+    numbers = [
+        {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in vars(layer).items()
+            if name not in arrays
+        }
+        for layer in maps.layers
+    ]
+    about = {"kind": "attention_maps", "schema_version": 1, "model": maps.model, "tokens": maps.tokens}
+    header = json.dumps({**about, "layers": numbers}, allow_nan=False)
     with replacing(path) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, header=np.array(header), average=arrays["average"], mask=arrays["mask"])

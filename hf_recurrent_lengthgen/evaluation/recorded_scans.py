@@ -27,7 +27,7 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 @contextmanager
 def recorded_scans(model: nn.Module, readers: Mapping[str, Callable[..., None]]) -> Iterator[None]:
     """Call `readers[name](layer, *arguments)` whenever a layer calls its scan of that name, before it runs."""
-    mixers: list[Any] = []
+    before: list[tuple[Any, Any]] = []  # mixers, and what other blocks around this one have put in place of the scan
 
     def recording(layer: int, function: Any, read: Any) -> Any:
         @wraps(function)
@@ -41,12 +41,15 @@ def recorded_scans(model: nn.Module, readers: Mapping[str, Callable[..., None]])
         for layer, block in enumerate(layers_of(model)):
             mixer = getattr(block, "scan_mixer", None)
             if mixer is not None and mixer.scan.__name__ in readers:
-                mixers.append(mixer)
+                before.append((mixer, vars(mixer).get("scan")))
                 mixer.scan = recording(layer, mixer.scan, readers[mixer.scan.__name__])
         yield
     finally:
-        for mixer in mixers:
-            del mixer.scan
+        for mixer, scan in before:
+            if scan is None:
+                del mixer.scan
+            else:
+                mixer.scan = scan
 
 
 class ScanSums(NamedTuple):

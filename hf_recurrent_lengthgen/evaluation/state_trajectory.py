@@ -43,8 +43,10 @@ SKETCH_SIZES = (1, 1, 2, 4, 8, *[16] * 14, 8, 4, 2, 1, 1)
 
 def sample_positions(length: int, training_length: int) -> tuple[int, ...]:
     """Positions to look at: powers of two up to half of the training length T, the multiples of T / 8 from there to
-    T, and beyond it two per doubling; the last is `length`. Both are at least 1.
+    T, and beyond it two per doubling; the last is `length`.
     """
+    if length < 1 or training_length < 1:
+        raise ValueError(f"length and training_length must be at least 1, got {length} and {training_length}.")
     early = [2**k for k in range(training_length.bit_length()) if 2**k < training_length / 2]
     inside = [math.ceil(training_length * k / 8) for k in range(4, 9)]
     octaves = max(0.0, math.log2(length / training_length))

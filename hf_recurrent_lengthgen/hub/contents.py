@@ -94,7 +94,7 @@ def _unwanted(name: str) -> str | None:
 
 
 def refusals_of_files(folder: Path, pushed: Sequence[str], token: str | None) -> list[str]:
-    """What keeps the files of a folder from being pushed: unsafe names, secrets, links, paths, an adapter."""
+    """What keeps the files of a folder from being pushed: unsafe names, secrets, links, paths, no weights."""
     problems = [
         f"{name} holds secrets, by its name: move it out of the folder"
         for name in sorted({*pushed, *(path.name for path in folder.iterdir())})
@@ -110,4 +110,8 @@ def refusals_of_files(folder: Path, pushed: Sequence[str], token: str | None) ->
         else:
             secrets, paths = private_in(path, token, (Path.home(), Path.cwd(), folder.resolve()))
             problems += [f"{name}, {found}" for found in secrets + paths]
-    return problems + ([f"{to_merge(folder)}, verify FOLDER and push it"] if holds_adapter(folder) else [])
+    if holds_adapter(folder):
+        problems.append(f"{to_merge(folder)}, verify FOLDER and push it")
+    elif not any(name.endswith(".safetensors") and "/" not in name for name in pushed):
+        problems.append("it holds no weights as safetensors: lengthgen convert writes them")
+    return problems

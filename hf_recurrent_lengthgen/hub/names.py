@@ -21,7 +21,18 @@ _TAKEN = sys.stdlib_module_names | set(_MODULES.split())
 
 def unsafe_names(names: Iterable[str]) -> list[str]:
     """Why files of these names, relative to a folder, must not be written; empty if all may be."""
-    return [f"{name[:80]!r} {reason}" for name in sorted(names) if (reason := _unsafe(name))]
+    names = sorted(names)
+    alike: dict[str, set[str]] = {}
+    for name in names:
+        parts = name.split("/")
+        for place in ("/".join(parts[: count + 1]) for count in range(len(parts))):
+            folded = unicodedata.normalize("NFC", unicodedata.normalize("NFC", place).casefold())
+            alike.setdefault(folded, set()).add(place)
+    return [f"{name[:80]!r} {reason}" for name in names if (reason := _unsafe(name))] + [
+        f"{' and '.join(repr(place[:80]) for place in sorted(places))} are one name where case is not told"
+        for places in alike.values()
+        if len(places) > 1
+    ]
 
 
 def _unsafe(name: str) -> str | None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from huggingface_hub import get_token, snapshot_download
 from huggingface_hub.utils import validate_repo_id
 
-from hf_recurrent_lengthgen.conversion.json_files import read_json_object
 from hf_recurrent_lengthgen.conversion.new_folders import check_new, new_folder
 from hf_recurrent_lengthgen.hub.contents import PICKLES, PUSHED, TRAINER_FILES, matches
 from hf_recurrent_lengthgen.hub.names import unsafe_names
 from hf_recurrent_lengthgen.hub.remote import hub_api, telling
+from hf_recurrent_lengthgen.json_files import read_json_object
 
 
 def pull_checkpoint(

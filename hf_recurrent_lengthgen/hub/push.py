@@ -130,6 +130,11 @@ def _compare(plan: PushPlan, api: HfApi, overwrite: bool) -> PushPlan:
     role = account.get("auth", {}).get("accessToken", {}).get("role")
     refusals = [f"the token of {account['name']} may only read: take one that can write"] if role == "read" else []
     name = plan.repo_id if "/" in plan.repo_id else f"{account['name']}/{plan.repo_id}"
+    with telling("Asking the Hub about the metadata of README.md"):
+        try:
+            ModelCard.load(plan.folder / "README.md").validate(repo_type="model")
+        except ValueError as error:
+            refusals.append(f"the Hub does not take the metadata of README.md ({' '.join(str(error).split())})")
     plan = replace(plan, repo_id=name, refusals=tuple(refusals))
     with telling(f"Looking for {name}"):
         try:

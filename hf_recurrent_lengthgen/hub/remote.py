@@ -20,7 +20,7 @@ _REASONS = {
     "(https://huggingface.co/settings/tokens; hf auth login), or a name of your own.",
     404: "it is not there{said}, or the token may not see it.",
     409: "something else has changed it at the same time{said}. Look at what is there, then run it again.",
-    413: "it is too large for the Hub{said}: save the weights in smaller shards (max_shard_size).",
+    413: "it is too large for the Hub{said}: save the weights in smaller shards (max_shard_size of save_pretrained).",
     429: "the Hub asks for fewer requests{said}. Wait some minutes, then run it again.",
 }
 _REASONS[412] = _REASONS[409]

@@ -30,7 +30,7 @@ KEY_ATTRIBUTES = ("keys", "values", "is_initialized", "cumulative_length", "dtyp
 class HoldsState(Protocol):
     """What goes through a forward pass in the place of a cache."""
 
-    attending: set[int]
+    attending: dict[int, list[tuple[int, int]]]
     dropped_columns: list[int]
 
     def final_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
@@ -187,7 +187,7 @@ class RwkvStateCache(list):
 
     def __init__(self, state: RecurrentState, single_token: bool, dtype: torch.dtype) -> None:
         """Take (B, 3, D) and (B, 2 D, 1) of every layer; `dtype` is that of the token shifts."""
-        self.attending: set[int] = set()
+        self.attending: dict[int, list[tuple[int, int]]] = {}
         self.dropped_columns = [0] * len(state)
         initial: list[list[Tensor]] = [[] for _ in range(5)]
         for recurrent, conv in state:
@@ -259,7 +259,7 @@ class XlstmStateCache:
 
     def __init__(self, state: RecurrentState, key_dim: int) -> None:
         """Take (B, H, N*P + N + 1) of every layer."""
-        self.attending: set[int] = set()
+        self.attending: dict[int, list[tuple[int, int]]] = {}
         self.dropped_columns = [0] * len(state)
         self.seqlen_offset = 0
         self.rnn_state = _Latest([_unpacked(layer.recurrent, key_dim) for layer in state])

@@ -44,7 +44,7 @@ def check_attention_cache(model: HybridModel, cache: Cache, state: RecurrentStat
         raise ValueError(f"{type(model).__name__} has no attention layers: leave attention_cache out.")
     if not isinstance(cache, Cache) or len(cache.layers) != len(model.state_shapes()):
         raise ValueError("attention_cache must be made by new_attention_cache() of this model.")
-    layer: Any = cache.layers[model._layout.attending[0]]
+    layer: Any = cache.layers[min(model._layout.attending)]
     if layer.keys is None:
         return
     if layer.keys.shape[0] != batch_size:

@@ -98,13 +98,15 @@ def load_hybrid_state(path: str | os.PathLike[str], model: Any) -> tuple[Recurre
     state = check_state(state, shapes, rows, model.device, state_dtype(model.dtype), name)
     check_finite_state(state, name)
     longest = max(lengths.values(), default=0)
-    for index in model._layout.attending:
+    for index, sizes in model._layout.attending.items():
         pair = [tensors[f"layers.{index}.{part}"] for part in ("keys", "values")]
-        for part in pair:
-            if part.ndim != 4 or len(part) != rows or not part.is_floating_point() or not bool(part.isfinite().all()):
+        tokens = pair[0].shape[2] if pair[0].ndim == 4 else 0
+        for part, (heads, size) in zip(pair, sizes, strict=True):
+            fits = part.shape == (rows, heads, tokens, size) and part.is_floating_point()
+            if not fits or not bool(part.isfinite().all()):
                 raise ValueError(
                     f"{name}: layer {index} has keys or values of shape {tuple(part.shape)} and {part.dtype}, "
-                    f"expected finite ones of ({rows}, heads, tokens, size)."
+                    f"expected finite ones of ({rows}, {heads}, tokens, {size})."
                 )
         layers[index].update(*(part.to(model.dtype) for part in pair))
         length, held = lengths.get(index, -1), pair[0].shape[2]

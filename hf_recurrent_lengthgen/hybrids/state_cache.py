@@ -80,7 +80,7 @@ class StateCache(Cache):
         self.single_token = single_token
         self.attention = attention
         self.dtype = dtype
-        self.attending: set[int] = set()
+        self.attending: dict[int, list[tuple[int, int]]] = {}
         self.asking = 0
         self.dropped_columns = [1] * num_layers
         self._final: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
@@ -189,7 +189,7 @@ class StateCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """The keys and values to attend to: the given ones, or those of the attention cache."""
-        self.attending.add(layer_idx)
+        self.attending[layer_idx] = [(part.shape[1], part.shape[3]) for part in (key_states, value_states)]
         if self.attention is None:
             return key_states, value_states
         return self.attention.update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -51,7 +51,7 @@ class _Layout(NamedTuple):
 
     shapes: tuple[LayerShape, ...]  # of the state of every layer
     dropped_columns: tuple[int, ...]  # of the stock convolution state of every layer, which are not part of ours
-    attending: tuple[int, ...]  # the layers with attention
+    attending: dict[int, list[tuple[int, int]]]  # heads and size of keys and values of the layers with attention
 
 
 class StatefulMixin:
@@ -288,7 +288,7 @@ def _layout_of(model: Any) -> _Layout:
         from_zero = model._carry(adapter.state_cache(zero, True, None), {"input_ids": token})
     if model.device.type != "meta" and not close(from_zero[0], from_nothing[0], model.dtype):
         raise ValueError(f"{type(model).__name__} starts from a state that is not zero, which is not supported.")
-    return _Layout(shapes, tuple(state_cache.dropped_columns), tuple(sorted(state_cache.attending)))
+    return _Layout(shapes, tuple(state_cache.dropped_columns), dict(sorted(state_cache.attending.items())))
 
 
 def _check_stock(model: PreTrainedModel) -> None:

@@ -89,7 +89,7 @@ class _AttentionMixer(ScanMixer):
     """Projections q, k, v and o, named as in Transformers' attention layers."""
 
     def __init__(self, config: Any, head_dim: int, value_dim: int) -> None:
-        super().__init__(config, chunk_gla is not None)
+        super().__init__(config, self.scan is not scan_gla or chunk_gla is not None)
         self.head_dim, self.value_dim = head_dim, value_dim
         D, scale = config.hidden_size, config.num_hidden_layers**-0.5 if config.rescale_prenorm_residual else 1.0
         self.q_proj = AttentionProjection(D, head_dim)

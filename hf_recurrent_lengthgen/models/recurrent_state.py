@@ -312,4 +312,10 @@ def load_state(
     if len(rows := {tensor.shape[:1] for tensor in tensors.values()}) > 1:
         raise ValueError(f"{path} has parts with different numbers of rows: {sorted(rows)}.")
     check_finite_state(state, os.fspath(path))
-    return state, json.loads(header.get("metadata", "{}"))
+    try:
+        metadata = json.loads(header.get("metadata", "{}"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} has damaged metadata ({error}): write it again.") from error
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{path} must have a mapping as metadata, got {metadata!r:.80}.")
+    return state, metadata

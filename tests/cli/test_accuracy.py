@@ -257,7 +257,7 @@ def test_a_model_that_knows_three_symbols(tmp_path: Path, monkeypatch: pytest.Mo
         ({"name": "copying", "length": [2, 2], "vocabulary": 8}, ["--device", "moon"], "Cannot use the device 'moon'"),
         ({"name": "copying", "length": [2, 2], "vocabulary": 8}, ["--task", "sorting"], "give --lengths"),
         ({"name": "sort", "length": [2, 2], "vocabulary": 8}, [], "The task is 'sort', but must be one of"),
-        ({"name": "copying", "length": [2, 2], "more": 8}, [], "The task in the config of "),
+        ({"name": "copying", "length": [2, 2], "more": 8}, [], "name, length and vocabulary, and nothing else"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
@@ -270,6 +270,42 @@ def test_what_cannot_be_measured_is_refused(
 ) -> None:
     assert main(["accuracy", str(checkpoint(**record)), "--output", str(tmp_path), *arguments]) == 1
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"length": "50"},
+        {"length": []},
+        {"length": [1, None]},
+        {"length": None},
+        {"length": [3, 2]},
+        {"vocabulary": "8"},
+        {"name": "sort"},
+        {"name": ["copying"]},
+        {"samples": 3},
+        "copying",
+        [],
+        ["copying", 2, 8],
+        3,
+    ],
+    ids=str,
+)
+def test_a_damaged_record_of_a_task_is_refused(
+    changes: Any, checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = {"name": "copying", "length": [2, 2], "vocabulary": 8}
+    folder = checkpoint(**record)
+    config = json.loads((folder / "config.json").read_text())
+    config["task"] = record | changes if isinstance(changes, dict) else changes
+    (folder / "config.json").write_text(json.dumps(config))
+    arguments = ["accuracy", str(folder), "--output", str(tmp_path / "found"), "--samples", "2"]
+    assert main(arguments) == 1
+    shown = capsys.readouterr().err
+    assert f"The config of {folder} has the task {config['task']!r}, which is damaged (" in shown
+    assert "give --task, --task-length and --vocabulary" in shown
+    if changes in ([], {"samples": 3}):
+        assert main([*arguments, "--task", "copying", "--task-length", "2", "--vocabulary", "8"]) == 0
 
 
 def test_models_of_different_tasks_are_not_compared(

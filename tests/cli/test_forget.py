@@ -96,6 +96,15 @@ def test_a_copy_forgets_by_itself_and_says_so(
     assert not torch.allclose(copy(TOKENS).logits, base(TOKENS).logits, atol=1e-4)
 
 
+def test_settings_of_a_search_are_refused_without_one(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert forget(checkpoint, "--output_dir", out, "--window", 4, "--data", "stdlib", "--seq", 4) == 1
+    assert "--data, --sequences goes with --search" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_a_process_without_our_package_forgets_too(checkpoint: Path, tmp_path: Path) -> None:
     options = ["--retention", 0.9, "--insertion", 0.5, "--window", 7, "--delta-scale", 0.5]
     assert forget(checkpoint, "--output-dir", tmp_path / "out", *options) == 0

@@ -79,6 +79,14 @@ def test_a_value_that_is_refused_is_named_with_its_option(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("started", ["--output-d", "--output_d", "--out"])
+def test_the_start_of_an_option_stands_for_it_in_both_spellings(
+    started: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    assert main(["forget", str(checkpoint), started, str(tmp_path / "out"), "--window", "4"]) == 0
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
 NO_FACTORS = ("nan", "inf", "-inf", "-1", "0", "1e999")
 
 

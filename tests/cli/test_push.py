@@ -32,7 +32,7 @@ def test_a_dry_run_shows_all_and_changes_nothing(
     assert lines[-1] == "Nothing was pushed (--dry-run)."
     assert "\n".join(lines).count("\n".join(CARD.splitlines())) == 1
     assert hub.repositories == {}
-    assert {request.method for request in hub.requests} == {"GET"}
+    assert {request.method for request in hub.requests if request.path != "/api/validate-yaml"} == {"GET"}
 
 
 @pytest.mark.parametrize("without", ["a token", "a connection", "permission to connect"])
@@ -91,6 +91,18 @@ def test_refusals_are_listed_one_a_line_and_nothing_is_asked(
     ]
     assert f"lengthgen push: {folder} cannot be pushed:" in told
     assert hub.requests == []
+
+
+def test_an_interrupted_push_says_how_to_go_on(
+    hub: Endpoint, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_commit", interrupt)
+    assert main(["push", str(folder), "user/name"]) == 130
+    assert "interrupted: the same command goes on with what is left" in capsys.readouterr().err
+    assert hub.files("user/name") == {}
 
 
 def test_a_pull_names_the_commit_the_verification_and_how_to_load(

@@ -76,6 +76,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Commands:
     monkeypatch.setattr(recipe_run, "gc", SimpleNamespace(collect=lambda: None))  # half a second each
     monkeypatch.setattr(recipe_run, "newest_complete_checkpoint", lambda folder: newest(Path(folder)))
     monkeypatch.chdir(tmp_path)
+    Path("data/pile").mkdir(parents=True)
     return commands
 
 
@@ -127,7 +128,7 @@ def test_what_was_done_with_other_options_is_refused(commands: Commands) -> None
     start("--set", "train.max_steps=5")
     with pytest.raises(ValueError, match=r"train was done by another command .*--max_steps=5.* instead of .*=6"):
         start("--set", "train.max_steps=6")
-    with pytest.raises(ValueError, match="delete here/train to do it again"):
+    with pytest.raises(ValueError, match="delete here/train and the folders of the stages after it"):
         start()
     with pytest.raises(ValueError, match=r"evaluate was done by another command .*32768.* instead of .*64"):
         start("--set", "train.max_steps=5", "--set", "evaluate.length=64")
@@ -145,17 +146,30 @@ def test_a_run_may_be_moved(commands: Commands) -> None:
     assert commands.names == [*STAGES, "card"]
 
 
-def test_a_stage_whose_folder_was_deleted_is_done_again(commands: Commands) -> None:
+def test_a_stage_whose_folder_was_deleted_is_done_again_but_not_under_what_was_made_of_it(commands: Commands) -> None:
     start()
     shutil.rmtree("here/evaluate")
     start()
     assert commands.names == [*STAGES, "evaluate", "card"]
-    for stage in ("train", "evaluate", "diagnose"):
+    shutil.rmtree("here/train")
+    with pytest.raises(
+        ValueError, match=r"Stage train is to be done, .*: delete here/evaluate, here/diagnose as well"
+    ):
+        start()
+    for stage in ("evaluate", "diagnose"):
         shutil.rmtree(f"here/{stage}")
     start("--set", "train.learning_rate=1e-5")
     assert Path("here/train/model.safetensors").read_text() == "trained 1e-5"
     assert commands.names == [*STAGES, "evaluate", "card", *STAGES[2:]]
     assert "--resume" not in commands.calls[-5][1]
+
+
+def test_text_that_is_not_here_is_missed_before_anything_is_done(commands: Commands) -> None:
+    Path("data/pile").rmdir()
+    with pytest.raises(ValueError, match="data/pile is not here: give --data, with the Pile"):
+        start()
+    assert commands.names == []
+    assert start("--data", "EleutherAI/pile") == 0
 
 
 def test_a_card_follows_what_it_tells(commands: Commands) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -530,6 +531,17 @@ def test_a_model_trained_with_its_learned_state_is_evaluated_next(
     assert train(model=checkpoint, intervention="learned", train_model=True) == 0
     out = tmp_path / "out"
     assert f"verify {out}, then lengthgen evaluate {checkpoint} {out} --roles base,cured" in capsys.readouterr().out
+
+
+def test_a_state_learned_alone_leaves_the_lineage_of_the_checkpoint_in_its_folder(
+    train: Train, checkpoint: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(checkpoint, out)
+    (out / "lineage.json").write_text("of other weights")
+    assert train(model=checkpoint, intervention="learned", train_model=False) == 0
+    assert (out / "learned_state.safetensors").is_file()
+    assert (out / "lineage.json").read_text() == "of other weights"
 
 
 @pytest.mark.parametrize(

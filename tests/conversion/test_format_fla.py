@@ -15,8 +15,8 @@ from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.conversion.export import export_checkpoint
 from hf_recurrent_lengthgen.conversion.format_fla import FLA
 from hf_recurrent_lengthgen.conversion.formats import expected_shapes
-from hf_recurrent_lengthgen.conversion.json_files import read_settings_file
 from hf_recurrent_lengthgen.conversion.registry import FORMATS, detect
+from hf_recurrent_lengthgen.json_files import read_settings_file
 from hf_recurrent_lengthgen.models import (
     StatefulGLAConfig,
     StatefulGLAForCausalLM,

@@ -250,6 +250,15 @@ def test_damage_in_the_middle_of_a_zip_is_refused_when_it_is_read_as_a_whole(tmp
         TensorFiles(tmp_path)
 
 
+def test_tensors_that_share_their_bytes_are_written(tmp_path: Path) -> None:
+    whole = torch.arange(6.0)
+    entries = [Entry(name, tuple(x.shape), x.dtype, lambda x=x: x) for name, x in (("a", whole), ("b", whole))]
+    write_safetensors(tmp_path, entries, "5GB")
+    written = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(written["a"], whole)
+    assert torch.equal(written["b"], whole)
+
+
 @pytest.mark.parametrize(("size", "expected"), [("5GB", 5 * 10**9), ("200 mb", 2 * 10**8), (10, 10), ("7", 7)])
 def test_sizes_are_read_as_transformers_reads_them(size: str | int, expected: int) -> None:
     assert parse_size(size) == expected

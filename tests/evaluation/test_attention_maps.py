@@ -388,6 +388,26 @@ def test_files_hold_everything(tmp_path: Path) -> None:
             assert getattr(before, name) == after[name]
 
 
+def test_numbers_that_are_not_finite_are_null_in_files(tmp_path: Path) -> None:
+    model = mamba()
+    with torch.no_grad():
+        model.backbone.layers[0].mixer.x_proj.weight.zero_()
+    save_maps(tmp_path / "maps.npz", attention_maps(model, IDS))
+    with np.load(tmp_path / "maps.npz") as file:
+        layer = json.loads(str(file["header"]), parse_constant=pytest.fail)["layers"][0]
+    assert (layer["layer"], layer["cosine"], layer["identity"]) == (0, None, None)
+
+
+def test_recordings_may_be_nested() -> None:
+    model, outer, inner = mamba(), list[int](), list[int]()
+    with torch.no_grad(), recorded_scans(model, {"scan_selective": lambda layer, *_: outer.append(layer)}):
+        with recorded_scans(model, {"scan_selective": lambda layer, *_: inner.append(layer)}):
+            model(IDS[None])
+        model(IDS[None])
+    assert (outer, inner) == ([0, 1] * 2, [0, 1])
+    assert "scan" not in vars(model.backbone.layers[0].mixer)
+
+
 def test_an_error_in_writing_leaves_the_file_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "maps.npz"
     maps = attention_maps(mamba(), IDS)

@@ -62,6 +62,12 @@ def test_equal_values_share_their_rank() -> None:
     assert found.p_value == pytest.approx(4 / 6)
 
 
+def test_every_pairing_is_as_strong_as_none() -> None:
+    found = rank_correlation(named([0, 2, 0, 1, 2]), named([4, 1, 0, 2, 3]))
+    assert found.coefficient == pytest.approx(0, abs=1e-12)
+    assert found.p_value == 1
+
+
 def test_many_models_are_paired_at_random_and_agree_with_the_t_test() -> None:
     generator = np.random.default_rng(0)
     one = generator.normal(size=30)

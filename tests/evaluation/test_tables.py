@@ -2,6 +2,8 @@
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from hf_recurrent_lengthgen.evaluation.results import (
 )
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalComparison, RetrievalResult
 from hf_recurrent_lengthgen.evaluation.tables import read_rows, rows_of, write_csv
+from tests.diagnosis.diagnoses import expected
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,6 +61,14 @@ def test_rows_hold_every_bin_of_every_model(path: Path) -> None:
     evaluated = [tuple(row[name] for name in names) for row in rows if row["metric"] != "remembrance"]
     assert evaluated == curves(json.loads(path.read_text()))
     assert len({tuple(row) for row in rows}) == 1
+
+
+def test_a_process_that_measures_nothing_reads_a_diagnosis_with_states(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(to_json(expected()))
+    code = f"from hf_recurrent_lengthgen.evaluation.tables import read_rows; print(len(read_rows({str(path)!r})))"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(process.stdout) == len(read_rows(path))
 
 
 def retrieval(model: str) -> RetrievalResult:

@@ -243,6 +243,8 @@ def validate_card(hub: "Endpoint", request: Request) -> Answer:
         data = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0] else None
     except yaml.YAMLError as error:
         return as_json({"errors": [{"message": str(error)}], "warnings": []}, 400)
+    if data and " " in str(data.get("license", "")):
+        return as_json({"errors": [{"message": '"license" must be one of [...]'}], "warnings": []}, 400)
     warned = [] if data else [{"message": "empty or missing yaml metadata in repo card"}]
     return as_json({"errors": [], "warnings": warned})
 

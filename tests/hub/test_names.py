@@ -56,6 +56,19 @@ def test_no_name_that_harms_is_pulled_or_pushed(name: str, hub: Endpoint, tmp_pa
     assert not [path for path in tmp_path.rglob("*") if path.name == "harm.png"]
 
 
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["README.md", "readme.md", "a.py"], "'README.md' and 'readme.md' are one name where case is not told"),
+        (["Figures/a.png", "figures/b.png"], "'Figures' and 'figures' are one name"),
+        (["\u00e9.py", "e\u0301.py"], "are one name"),
+    ],
+)
+def test_names_that_exclude_each_other_are_told(names: list[str], told: str) -> None:
+    (problem,) = unsafe_names(names)
+    assert told in problem
+
+
 def test_names_of_checkpoints_are_safe() -> None:
     code = [path.name for path in Path(hf_recurrent_lengthgen.models.__file__).parent.glob("*.py")]
     others = [

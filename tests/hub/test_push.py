@@ -68,7 +68,7 @@ def test_a_plan_asks_and_changes_nothing(hub: Endpoint, folder: Path) -> None:
     assert plan.files == {name: len(content) for name, content in pushed_files(folder).items()}
     assert (plan.exists, plan.there, plan.parent) == (False, frozenset(), None)
     assert hub.repositories == {}
-    assert {request.method for request in hub.requests} == {"GET"}
+    assert {request.method for request in hub.requests if request.path != "/api/validate-yaml"} == {"GET"}
 
 
 # Each: method and path of a request, and what goes wrong with it; all of these the client survives by itself.
@@ -303,6 +303,23 @@ def test_a_folder_with_this_is_refused_before_the_hub_is_asked(
     with pytest.raises(ValueError, match=message):
         push(folder, "user/name")
     assert hub.requests == []
+
+
+def test_a_checkpoint_that_has_pickles_only_is_refused(hub: Endpoint, folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    verify(folder)
+    with pytest.raises(ValueError, match="it holds no weights as safetensors: lengthgen convert"):
+        push(folder, "user/name")
+    assert hub.requests == []
+
+
+def test_metadata_that_the_hub_does_not_take_are_told_before_anything_is_sent(hub: Endpoint, folder: Path) -> None:
+    (folder / "README.md").write_text("---\nlicense: Apache 2.0\n---\nA card.\n")
+    plan = plan_push(folder, "user/name")
+    assert "the Hub does not take the metadata of README.md" in plan.refusals[0]
+    assert "must be one of" in plan.refusals[0]
+    assert not hub.asked("PUT", "/upload/")
+    assert hub.repositories == {}
 
 
 def test_pickles_are_not_pushed(hub: Endpoint, folder: Path) -> None:

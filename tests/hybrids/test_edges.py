@@ -67,6 +67,8 @@ def test_threads_do_not_meet_in_exchanged_functions(name: str, length: int, func
 KEYS: dict[str, Callable[[Tensor], Tensor]] = {
     "not finite": lambda keys: keys * float("nan"),
     "other rows": lambda keys: keys[:1],
+    "other heads": lambda keys: keys.repeat(1, 2, 1, 1),
+    "other size": lambda keys: keys.repeat(1, 1, 1, 2),
     "other length": lambda keys: keys[:, :, :4],
     "integers": lambda keys: keys.int(),
 }

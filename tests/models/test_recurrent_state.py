@@ -387,6 +387,16 @@ def test_metadata_is_free_text_and_survives(tmp_path: Path) -> None:
     assert load_state(tmp_path / "s")[1] == json.loads(json.dumps({"": "", "ü": '"\n'}))
 
 
+def test_metadata_must_be_a_mapping(tmp_path: Path) -> None:
+    save_state(tmp_path / "s", numbered_state())
+    with safe_open(tmp_path / "s", framework="pt") as file:
+        header, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}
+    for text in ("[1]", "3", "null", "{", "[" * 100_000):
+        save_file(tensors, tmp_path / "s", header | {"metadata": text})
+        with pytest.raises(ValueError, match=r"s (has damaged|must have a mapping as) metadata"):
+            load_state(tmp_path / "s")
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 def test_a_state_made_in_inference_mode_can_be_trained_from(family: Family) -> None:
     model, tokens = build(family), random_tokens(2, 9)

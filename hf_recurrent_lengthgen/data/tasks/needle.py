@@ -106,8 +106,10 @@ class NeedleTemplate:
         sentence that is nearest, at 0 on a line of its own.
 
         Raises:
-            ValueError: for a length or a text that is too short.
+            ValueError: for a length or a text that is too short, and a depth outside [0, 1].
         """
+        if not 0 <= depth <= 1:
+            raise ValueError(f"depth is {depth}, but must be from 0 (start) to 1 (end).")
         question = encode_next(self.tokenizer, f"\n{NEEDLE_QUESTION.format(word=word)}")
         answer, scored = encode_answer(self.tokenizer, number)
         middle = NEEDLE.format(word=word, number=number)

@@ -1,5 +1,6 @@
 """Needles in running text: the paper's words, between sentences, in text that does not repeat."""
 
+import math
 import re
 
 import numpy as np
@@ -102,6 +103,9 @@ def test_what_cannot_be_filled_is_refused() -> None:
     template(BARE + usable).fill(1, "calm-river", "1234567")
     with pytest.raises(ValueError, match=f"{usable + 1} tokens of text that does not repeat, but the data have"):
         template(BARE + usable + 1).fill(0, "calm-river", "1234567")
+    for depth in (1.5, -0.5, math.nan):
+        with pytest.raises(ValueError, match=f"depth is {depth}"):
+            template(BARE).fill(depth, "calm-river", "1234567")
     with pytest.raises(ValueError, match="the text has 2 sentences"):
         Haystack(byte_tokenizer(), ["One. Two."])
 
