@@ -322,7 +322,7 @@ def _of_other(args: TrainingArguments) -> dict[str, Value]:
 
 def _plain(value: Any) -> Value:
     if isinstance(value, Mapping):
-        return _scalars(value)
+        return {str(name): _scalars(one) if isinstance(one, Mapping) else _scalar(one) for name, one in value.items()}
     return tuple(map(_scalar, value)) if isinstance(value, list | tuple) else _scalar(value)
 
 

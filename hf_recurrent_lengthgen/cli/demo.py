@@ -54,7 +54,7 @@ class DemoSettings:
 
 
 DEFAULTS = DemoSettings()
-MARK = "training_record.json"  # in the folders of a demo, which may be overwritten
+MARK = ".demo"  # in the folders of a demo, which may be overwritten
 STAGES: tuple[tuple[Role, str], ...] = (
     ("base", "Training a model from nothing on {length}-byte pieces of text"),
     ("cured", "Curing it: a few more steps with state passing"),

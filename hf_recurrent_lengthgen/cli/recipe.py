@@ -58,9 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     copy.add_argument("folder", metavar="FOLDER", help="a folder that does not exist yet")
     for action in (show, run, smoke):
         action.add_argument("name", metavar="NAME", help="name of a recipe, or a YAML file")
-    smoke.add_argument(
-        "--output_dir", "--output-dir", metavar="FOLDER", help="new folder to keep the results in (default: not kept)"
-    )
+    smoke.add_argument("--output_dir", metavar="FOLDER", help="new folder to keep the results in (default: not kept)")
     for action in (show, run):
         _add_run_options(action)
     run.add_argument("--from", dest="first", metavar="STAGE", help="the first stage to do; earlier ones you have done")
@@ -69,9 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--output_dir", "--output-dir", metavar="FOLDER", help="folder of the run (default: output/NAME)"
-    )
+    parser.add_argument("--output_dir", metavar="FOLDER", help="folder of the run (default: output/NAME)")
     parser.add_argument(
         "--data", help="the text, with train and validation splits (default: as the training file says)"
     )
@@ -81,7 +77,6 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--push", metavar="OWNER/NAME", help="push the result to the Hub, privately")
     parser.add_argument(
         "--trust_remote_code",
-        "--trust-remote-code",
         action="store_true",
         help="run the code that the source carries (tokenizers of RWKV)",
     )

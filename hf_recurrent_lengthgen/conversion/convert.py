@@ -47,7 +47,7 @@ def convert_checkpoint(
     *,
     revision: str | None = None,
     format: str | None = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     tokenizer: str | PreTrainedTokenizerBase | None = None,
     training_length: int | None = None,
     max_shard_size: str | int = "5GB",
@@ -71,7 +71,7 @@ def convert_checkpoint(
             ours, weights that do not fit their config (all of them are listed), and a tokenizer of another model.
     """
     check_new(output := Path(output))
-    if dtype not in (None, *FLOATS):
+    if dtype not in (None, *FLOATS, *FLOATS.values()):
         raise ValueError(f"dtype must be one of {', '.join(FLOATS)}, got {dtype}.")
     parse_size(max_shard_size)
     if training_length is not None and training_length < 1:
@@ -87,7 +87,8 @@ def convert_checkpoint(
         setattr(config, SOURCE_CONFIG, {"format": layout.name, "config": settings})
     known_length = TRAINING_LENGTHS.get(found.name if found.on_hub else "")
     config.training_length = training_length or known_length or config.training_length
-    entries = _in_dtype(our_entries(layout, config, files, source), config, FLOATS.get(str(dtype)))
+    wanted = FLOATS[dtype] if isinstance(dtype, str) else dtype
+    entries = _in_dtype(our_entries(layout, config, files, source), config, wanted)
     words, named = f"convert from {layout.title}", _name_of(tokenizer)
     step = Step("convert", words, command, installed_versions(), tokenizer=named)
     lineage = Lineage(_origin(found, layout, files)).then(step)

@@ -16,7 +16,7 @@ from pydantic_core import core_schema
 
 Document = TypeVar("Document")
 Scalar = bool | int | float | str | None
-Value = Scalar | tuple[Scalar, ...] | dict[str, Scalar]
+Value = Scalar | tuple[Scalar, ...] | dict[str, Scalar | dict[str, Scalar]]
 """An option whose type only its owner knows."""
 
 _SCHEMAS: dict[type, tuple[str, int]] = {}

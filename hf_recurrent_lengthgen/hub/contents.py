@@ -17,7 +17,6 @@ PUSHED = (
     "NOTICE*",
     "lineage.json",
     "verification.json",
-    "training_record.json",
     "forgetting_search.json",
     "recipe.yaml",
     "figures/*.png",

@@ -153,7 +153,7 @@ def _compare(plan: PushPlan, api: HfApi, overwrite: bool) -> PushPlan:
     loaded = [name for name in stale if matches(name, LOADED)]
     if loaded and not overwrite:
         refusals.append(
-            f"{name} holds files that are not in {plan.folder} and would be loaded with it ({', '.join(loaded)}): "
+            f"{name} holds files that this push does not have and that would be loaded with it ({', '.join(loaded)}): "
             "choose another name, or give --overwrite to delete them in the same commit"
         )
     return replace(

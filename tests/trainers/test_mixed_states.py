@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from hf_recurrent_lengthgen.evaluation.json_schema import from_plain, to_plain
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from hf_recurrent_lengthgen.records import Settings
 from hf_recurrent_lengthgen.trainers import (
     BatchPlace,
     FittedNoise,
@@ -118,6 +120,9 @@ def test_rows_of_a_training_run_start_where_the_mixture_says(toys: ModuleType, t
     items = [{"input_ids": torch.tensor([i + 1, 100 * (i + 1)])} for i in range(16)]
     trainer = MixedStatesTrainer(toys.SumModel(), config, train_dataset=items)
     trainer.train()
+    (recorded,) = trainer.run_record.settings(trainer)
+    assert recorded.method["mixture"] == shares | {"random_noise": {"share": 0.4, "noise_sigma": 0.25}}
+    assert from_plain(to_plain(recorded), Settings) == recorded
     carried = {(micro_batch, row): (0.0, 0.0) for micro_batch in range(2) for row in range(4)}
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     passed = 0
