@@ -199,7 +199,7 @@ WRONG_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "version as text": (lambda f: damage_config(f, code_format_version="1"), "code_format_version must be an integer"),
     "generation config": (
         lambda f: (f / "generation_config.json").write_text('["a"]'),
-        "JSON files of .* cannot be used",
+        "generation_config.json must hold a JSON object",
     ),
     "index outside": (lambda f: indexed(f, '{"weight_map": {"a": "../outside.safetensors"}}'), "not in its folder"),
     "absolute index": (
