@@ -51,6 +51,7 @@ _PATTERNS = (
     *((str(kind.secret_type), pattern) for kind in _LIBRARY for pattern in kind.denylist),
 )
 _NAMED = re.compile(rf"(?i)(?:{'|'.join(DENYLIST)}|access_?key).{{0,300}}")
+_NEXT_LINE = re.compile(r"([:=])[ \t]*(?:[>|][+-]?)?[ \t]*\n[ \t]+(?=[\"'\w])")
 _PLACEHOLDER = re.compile(r"(?i)your|[<$%{*]|\.\.\.|x{4}|changeme|placeholder|redacted|pass(?:word)?$|hidden|none$")
 _SECRET_OPTION = re.compile(r"(?i)--?[\w-]*(?:token|key|passwo?r?d|secret)")
 _LONG_RUN = re.compile(r"(?<![\w+/=.:?&~\\-])[\w+/=.:?&~\\-]{3000,}")
@@ -87,7 +88,7 @@ def private_in(path: Path, token: str | None = None, here: Iterable[Path] = ()) 
         content = b"\n".join(re.findall(rb"[\x20-\x7e]{8,}", content))
     vocabulary = any(path.match(pattern) for pattern in _VOCABULARIES)
     text = content.decode("utf-8", errors="replace")
-    text = text if vocabulary else _LONG_RUN.sub("", _unescaped(text))
+    text = text if vocabulary else _LONG_RUN.sub("", _unescaped(_unescaped(text)))
     forms = CONFIG_DENYLIST_REGEX_TO_GROUP if path.suffix in _CONFIGS else QUOTES_REQUIRED_DENYLIST_REGEX_TO_GROUP
     secrets = _secrets(text, token, _PATTERNS[:1] if vocabulary else _PATTERNS, {} if vocabulary else forms)
     paths = [] if binary or vocabulary else paths_in(text, here)
@@ -119,7 +120,9 @@ def _secrets(
         for found in pattern.finditer(text):
             if not _PLACEHOLDER.match(found[found.lastindex or 0]):
                 yield what, found.start(), found[0]
-    for window in _NAMED.finditer(text) if forms else ():
+    # a value may stand on the line below its name
+    joined = _NEXT_LINE.sub(lambda found: f"{found[1]} {' ' * (len(found[0]) - 2)}", text)
+    for window in _NAMED.finditer(joined) if forms else ():
         for form, group in forms.items():
             for named in form.finditer(window[0]):
                 value = named[group]

@@ -162,6 +162,23 @@ def test_a_recurrence_that_is_known_forgets_and_another_is_refused(monkeypatch: 
             model(tokens)
 
 
+def test_families_do_not_take_each_others_model_types() -> None:
+    known = FAMILIES | {}
+    for changes, message in (
+        ({"model_type": "stateful_gla"}, "StatefulGLAForCausalLM takes one already"),
+        (
+            {"model_type": "stateful_b", "upstream_types": ("mamba2",)},
+            "StatefulMamba2ForCausalLM takes one already",
+        ),
+        ({"model_type": "toy"}, "must begin with 'stateful_', got 'toy'"),
+    ):
+        config = type("OtherConfig", (StatefulToyConfig,), changes)
+        model = type("OtherForCausalLM", (StatefulToyForCausalLM,), {"config_class": config})
+        with pytest.raises(ValueError, match=message):
+            register_family(model)
+    assert known == FAMILIES
+
+
 def test_every_family_of_the_package_says_what_it_is() -> None:
     sizes = {"vocab_size": 9, "hidden_size": 64, "num_hidden_layers": 1}
     for model_type in FAMILIES.keys() - {StatefulToyConfig.model_type}:

@@ -1,6 +1,8 @@
 """A metric that one file defines is measured, kept, drawn, told and carded, with no other file touched."""
 
+import dataclasses
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from hf_recurrent_lengthgen.diagnosis.part import Fact, Part, PartRow, Picture
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import Diagnosis
 from hf_recurrent_lengthgen.evaluation.evaluate import Measurement
 from hf_recurrent_lengthgen.evaluation.files import read_result
-from hf_recurrent_lengthgen.evaluation.json_schema import document
+from hf_recurrent_lengthgen.evaluation.json_schema import document, from_json, to_json
 from hf_recurrent_lengthgen.evaluation.results import PartResult, Role
 from hf_recurrent_lengthgen.plotting.style import new_axes
 from tests.cli.conftest import checkpoint, text_file
@@ -117,6 +119,27 @@ def test_a_metric_of_one_file_is_everywhere(
 
     assert diagnose(checkpoint, text_file, tmp_path / "again") == 0
     assert "Results that were kept before" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("listed")
+def test_a_result_that_no_file_can_hold_is_told_by_its_part(
+    checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    broken = dataclasses.replace(TOY, compute=lambda task: ToyEntropy((math.nan,)))
+    monkeypatch.setitem(PARTS, TOY.name, broken)
+    assert diagnose(checkpoint, text_file, tmp_path / "out") == 0
+    assert f"{checkpoint.name}, toy entropy: " in capsys.readouterr().out
+    assert (tmp_path / "out" / "result.json").is_file()
+
+
+def test_a_cell_that_defines_a_result_may_run_again() -> None:
+    cell = "@document('toy_cell')\n@dataclass(frozen=True)\nclass Cell(PartResult):\n    value: float\n"
+    names = {"document": document, "dataclass": dataclass, "PartResult": PartResult, "__name__": "__main__"}
+    for _ in range(2):
+        exec(cell, names)
+        assert from_json(to_json(names["Cell"](1.0)), PartResult).value == 1.0  # type: ignore[operator, attr-defined]
+    with pytest.raises(ValueError, match="There is a document of kind 'toy_cell' already"):
+        exec(cell.replace("class Cell", "class Other"), names)
 
 
 @pytest.mark.usefixtures("listed")

@@ -35,7 +35,7 @@ DIGESTS_FILE = "digests.sha256"  # as `sha256sum --check` reads it
 EDITED = {".json", ".md", ".py", ".txt"}
 """Texts, which may be changed by hand or by a card; of these only `trainer_state.json` has a digest."""
 FORMAT, FORMAT_VERSION = "initial_states", 1
-NOT_IN_OLD_CHECKPOINTS = {"train_dataset.record"}
+NOT_IN_OLD_CHECKPOINTS = {"start", "train_dataset.record"}
 """What files of the first versions do not say of their run: not compared then."""
 
 

@@ -1,7 +1,6 @@
 """What a trainer refuses, with the reason, before anything is trained."""
 
 import dataclasses
-import hashlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -13,7 +12,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream
-from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
+from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL, sampled_digest
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
 from hf_recurrent_lengthgen.models.token_inputs import check_token_ids
@@ -302,9 +301,8 @@ def layout_of(dataset: Any) -> dict[str, Any]:
     if isinstance(dataset, ContinuedStream) and dataset.num_processes > 1:
         layout["train_dataset.documents"] = "dealt to rows"  # once to processes
     if isinstance(dataset, ContinuedChunks):
-        sample = dataset.stream[:: max(1, len(dataset.stream) // 4096)]
         layout["train_dataset.tokens"] = len(dataset.stream)
-        layout["train_dataset.digest"] = hashlib.blake2b(sample.numpy().tobytes(), digest_size=8).hexdigest()
+        layout["train_dataset.digest"] = sampled_digest(dataset.stream)
     return layout
 
 

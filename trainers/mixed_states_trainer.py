@@ -20,7 +20,7 @@ class MixedStatesTrainer(InitialStateTrainer):
     about = Method(
         "mixed",
         "mixed initial states",
-        "Each training text starts from a state drawn from several sources (zero, noise, other texts, the same text)",
+        "Each training text starts from a state that is drawn from several sources, each with its share",
         paper=UNEXPLORED_STATES,
     )
     args: MixedStatesConfig

@@ -4,6 +4,8 @@ Checkpoints also hold the state of the source of initial states, a description o
 the record of what was trained so far.
 """
 
+import hashlib
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -19,7 +21,9 @@ from transformers.utils import logging
 
 from hf_recurrent_lengthgen.adapters import holds_adapter, write_adapter_base
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks
+from hf_recurrent_lengthgen.evaluation.json_schema import to_plain
 from hf_recurrent_lengthgen.evaluation.results import DataSource
+from hf_recurrent_lengthgen.records import Lineage
 from hf_recurrent_lengthgen.trainers.checkpoints import (
     TRAINER_STATE_FILE,
     begin_save,
@@ -178,6 +182,7 @@ class ResumableTrainer(SameRowsTrainer):
         """What a resumed run must share."""
         return {
             "model": self._model_description,
+            **({} if self.facts is None else {"start": _digest_of(self.facts.start)}),
             "source": type(self.initial_states).__name__,
             **self.args.method_settings(),
             **self.initial_states.settings(),
@@ -260,6 +265,14 @@ class ResumableTrainer(SameRowsTrainer):
         apply_changes(self.optimizer, self.lr_scheduler, before, not changed.isdisjoint(RATES))
         path = initial_states_file(checkpoint, self.args.process_index)
         self.initial_states.load_state_dict(load_initial_states(path, self._run_description()), self.args.device)
+
+
+def _digest_of(start: Lineage) -> str | None:
+    """Of the weights that training starts from, wherever they are; None for random ones."""
+    if start.source is None:
+        return None
+    made = [start.source.files, [to_plain(step) for step in start.steps]]
+    return hashlib.blake2b(json.dumps(made, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def is_finished(state: TrainerState) -> bool:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import has_length
@@ -37,7 +37,7 @@ _SETTINGS = {
 class SameRowsTrainer(PushingTrainer):
     """`Trainer` that trains and evaluates the same rows on any number of processes, and rows that continue."""
 
-    _stream_rows: StreamRowSampler | None = None
+    _sampler: Any = None
 
     @cached_property
     def _takes_states(self) -> bool:
@@ -74,16 +74,23 @@ class SameRowsTrainer(PushingTrainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
         if not isinstance(dataset, ContinuedChunks):
-            return super()._get_train_sampler(train_dataset)
+            self._sampler = super()._get_train_sampler(train_dataset)
+            return self._sampler
         stream_rows = self.args.world_size * self._train_batch_size * self.args.gradient_accumulation_steps
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        self._stream_rows = StreamRowSampler(dataset, stream_rows, seed)
-        return self._stream_rows
+        self._sampler = StreamRowSampler(dataset, stream_rows, self._data_seed)
+        return self._sampler
+
+    @property
+    def _data_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     def begin_epoch(self, epoch: int) -> None:
-        """Tell the sampler of continued rows, which Trainer forgets when it resumes on several processes."""
-        if self._stream_rows is not None:
-            self._stream_rows.set_epoch(epoch)
+        """Tell the sampler, whose order must be that of the epoch also in a run that is resumed inside it."""
+        if isinstance(self._sampler, StreamRowSampler):
+            self._sampler.set_epoch(epoch)
+        # by length, or at random without accelerate's seedable sampler, which has an order for each epoch itself
+        elif hasattr(self._sampler, "generator") and not isinstance(self._sampler, SeedableRandomSampler):
+            self._sampler.generator = torch.Generator().manual_seed(self._data_seed + epoch)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device

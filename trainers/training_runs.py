@@ -165,11 +165,17 @@ class RunRecord:
     def begin(self, trainer: Trainer, saved: dict[str, Any] | None = None, step: int = 0) -> None:
         """A new run of a trainer, or one that goes on at a step of another, whose record is `saved`."""
         saved = saved or {}
-        self._tokens = saved.get("tokens", 0) - _tokens_read(trainer)  # a trainer counts over all of its runs
-        self.seconds_before, self._began = saved.get("seconds", 0.0), time.monotonic()
-        self.groups = list(saved.get("groups", []))
-        self.given, self._start = saved.get("given", 0.0), step
-        self._before = tuple(from_plain(part, Settings) for part in saved.get("settings", ()))
+        try:
+            self._tokens = int(saved.get("tokens", 0)) - _tokens_read(trainer)  # a trainer counts over all of its runs
+            self.seconds_before, self._began = float(saved.get("seconds", 0.0)), time.monotonic()
+            self.groups = list(saved.get("groups", []))
+            self.given, self._start = float(saved.get("given", 0.0)), step
+            self._before = tuple(from_plain(part, Settings) for part in saved.get("settings", ()))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"The record of the run in the checkpoint is damaged, or of a newer version ({error}): resume from "
+                "another checkpoint, or with that version."
+            ) from error
 
     def found_unrecorded(self, trainer: Trainer, groups: list[dict[str, Any]]) -> None:
         """The settings that a trainer and the groups have now are those of an earlier run which kept no record."""

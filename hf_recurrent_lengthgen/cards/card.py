@@ -130,7 +130,10 @@ def write_card(
     path = Path(folder)
     checkpoint, readme = read_checkpoint(path), path / README
     there = readme.read_text(encoding="utf-8", errors="replace") if readme.exists() else ""
-    mark = read_card_mark(there)
+    try:
+        mark = read_card_mark(there)
+    except ValueError:
+        mark = None
     foreign = bool(there) and mark is None
     if foreign and not overwrite:
         raise ValueError(

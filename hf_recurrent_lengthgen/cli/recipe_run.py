@@ -4,6 +4,7 @@ A stage's mark is a file in the folder of its results that holds its command. To
 """
 
 import gc
+import hashlib
 import os
 import shlex
 import time
@@ -41,23 +42,19 @@ def run_stages(planned: Sequence[Stage], folder: Path, first: str | None = None,
         if name not in names:
             raise ValueError(f"There is no stage {name!r} here: the stages are {', '.join(names)}.")
     begin, end = names.index(first or names[0]), names.index(until or names[-1])
+    for stage in planned[:begin]:
+        _is_done(stage, folder)
     _refuse_outdated(names, folder, begin, end)
     for stage in planned[begin : end + 1]:
         place = folder / PLACES.get(stage.name, stage.name)
-        mark, command = _mark(folder, stage.name), _portable(stage, folder)
-        if mark.is_file():
-            if (done := mark.read_text(encoding="utf-8")) != command:
-                raise ValueError(
-                    f"Stage {stage.name} was done by another command ({done} instead of {command}): set its options "
-                    f"back, give another --output_dir, or delete {place} and the folders of the stages after it."
-                )
+        if _is_done(stage, folder):
             print(f"{stage.name}: done before", flush=True)
             continue
         print(f"\n{stage.name}: {stage.line}", flush=True)
         start = time.monotonic()
         _do(stage, place)
         if stage.name not in UNMARKED:
-            mark.write_text(command, encoding="utf-8")
+            _mark(folder, stage.name).write_text(_portable(stage, folder), encoding="utf-8")
         print(f"{stage.name}: done in {time.monotonic() - start:.0f} s", flush=True)
 
 
@@ -65,11 +62,24 @@ def _mark(folder: Path, name: str) -> Path:
     return folder / PLACES.get(name, name) / f".{name}.done"
 
 
+def _is_done(stage: Stage, folder: Path) -> bool:
+    """Whether a stage was done; a `ValueError` if it was by another command, or a training with another file."""
+    mark, command = _mark(folder, stage.name), _portable(stage, folder)
+    if not mark.is_file():
+        return False
+    if (done := mark.read_text(encoding="utf-8")) != command:
+        raise ValueError(
+            f"Stage {stage.name} was done by another command ({done} instead of {command}): set its options back, "
+            f"give another --output_dir, or delete {mark.parent} and the folders of the stages after it."
+        )
+    return True
+
+
 def _refuse_outdated(names: Sequence[str], folder: Path, begin: int, end: int) -> None:
     """Refuse to do a stage anew while a later one is done from its earlier results."""
     for index in range(begin, end + 1):
         if names[index] in PRODUCERS and not _mark(folder, names[index]).is_file():
-            outdated = [_mark(folder, name).parent for name in names[index + 1 :] if _mark(folder, name).is_file()]
+            outdated = [_mark(folder, name).parent for name in names[index + 1 :] if _is_begun(folder, name)]
             if outdated:
                 raise ValueError(
                     f"Stage {names[index]} is to be done, but later ones are done from its results of before: delete "
@@ -77,11 +87,17 @@ def _refuse_outdated(names: Sequence[str], folder: Path, begin: int, end: int) -
                 )
 
 
+def _is_begun(folder: Path, name: str) -> bool:
+    begun = name == RESULT and newest_complete_checkpoint(str(folder / RESULT)) is not None
+    return begun or _mark(folder, name).is_file()
+
+
 def _portable(stage: Stage, folder: Path) -> str:
     """The command, wherever the run and the recipes are."""
     command = [part.replace(f"{folder}{os.sep}", "./") for part in stage.command]
     if stage.name == RESULT:
-        command[1] = Path(command[1]).name
+        settings = Path(command[1]).read_bytes()
+        command[1] = f"{Path(command[1]).name}#{hashlib.sha256(settings).hexdigest()[:12]}"
     return shlex.join(["lengthgen", *command])
 
 

@@ -122,7 +122,7 @@ def _parser(arguments: Sequence[str] = ("--help",)) -> argparse.ArgumentParser:
     if "babilong" in tasks:
         add(
             "--babi-folder",
-            required=True,
+            required=len(tasks) == 1,
             metavar="FOLDER",
             help="babilong: files of the official archive, qa1_..._test.txt and so on; with shots also .._train.txt",
         )

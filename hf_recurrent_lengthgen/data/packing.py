@@ -1,5 +1,8 @@
 """A token stream cut into training blocks and into evaluation sequences."""
 
+import hashlib
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -35,11 +38,22 @@ class PackedBlocks(Dataset[dict[str, Tensor]]):
         blocks = len(stream) // (length + 1)
         self._blocks = stream[: blocks * (length + 1)].view(blocks, length + 1)
 
+    @property
+    def resume_record(self) -> dict[str, Any]:
+        """What the rows are, as JSON has it; a resumed run must have the same."""
+        return {"length": self.length, "tokens": self._blocks.numel(), "digest": sampled_digest(self._blocks.view(-1))}
+
     def __len__(self) -> int:
         return len(self._blocks)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"input_ids": self._blocks[index], "labels": self._blocks[index]}
+
+
+def sampled_digest(stream: Tensor) -> str:
+    """A digest of about 4,096 tokens, evenly spaced."""
+    sample = stream[:: max(1, len(stream) // 4096)]
+    return hashlib.blake2b(sample.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def evaluation_sequences(stream: Tensor, count: int, length: int) -> Tensor:

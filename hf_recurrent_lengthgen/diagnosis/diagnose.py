@@ -10,6 +10,7 @@ from hf_recurrent_lengthgen.diagnosis.misalignment import misalignment_and_loss
 from hf_recurrent_lengthgen.diagnosis.part import DEFAULTS, DiagnosisSettings, Part
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.evaluation.evaluate import NOT_SAID, Measurement
+from hf_recurrent_lengthgen.evaluation.json_schema import to_json
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Role
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens
@@ -50,10 +51,18 @@ def diagnose_model(
     found, refused = {}, {}
     for part in parts:
         try:
-            found[part.name] = part.compute(task)
+            found[part.name] = _checked(part, part.compute(task))
         except ValueError as error:
             refused[part.name] = str(error)
     return DiagnosedModel(role, task.evaluate(), found, refused)
+
+
+def _checked(part: Part[Any], result: Any) -> Any:
+    """The result of a part, if it can be written to a file."""
+    if not isinstance(result, part.result):
+        raise TypeError(f"{part.name} gave {type(result).__name__} instead of {part.result.__name__}.")
+    to_json(result)
+    return result
 
 
 def compared(title: str, models: Sequence[DiagnosedModel]) -> Diagnosis:

@@ -42,8 +42,10 @@ def document(kind: str, version: int = 1) -> Callable[[type[Document]], type[Doc
     """
 
     def register(cls: type[Document]) -> type[Document]:
-        if any(kind == known for known, _ in _SCHEMAS.values()):
-            raise ValueError(f"There is a document of kind {kind!r} already.")
+        for other in [other for other, (known, _) in _SCHEMAS.items() if known == kind]:
+            if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise ValueError(f"There is a document of kind {kind!r} already.")
+            del _SCHEMAS[other]  # a cell of a notebook runs again
         _SCHEMAS[cls] = (kind, version)
         return cls
 
@@ -99,6 +101,8 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
 
 
 def _tagged(document: Any) -> dict[str, Any]:
+    if type(document) not in _SCHEMAS:
+        raise ValueError(f"{type(document).__name__} has no file form: give it one with @document.")
     kind, version = _SCHEMAS[type(document)]
     return {"kind": kind, "schema_version": version, **to_plain(document)}
 
@@ -107,7 +111,7 @@ def _untagged(plain: Any, kind: type) -> Any:
     """A document from parsed JSON with its kind and version; `kind` may be a base class on `AnyDocument`."""
     known = {name: (cls, version) for cls, (name, version) in _SCHEMAS.items() if issubclass(cls, kind)}
     name = plain.get("kind") if isinstance(plain, dict) else type(plain).__name__
-    if not isinstance(plain, dict) or name not in known:
+    if not isinstance(plain, dict) or not isinstance(name, str) or name not in known:
         newer = ": update hf_recurrent_lengthgen if a newer one wrote it" if kind not in _SCHEMAS else ""
         raise ValueError(f"Expected a document of kind {' or '.join(map(repr, known))}, got {name!r}{newer}.")
     (cls, reads), version = known[name], plain.get("schema_version")

@@ -11,7 +11,8 @@ from huggingface_hub.utils import validate_repo_id
 
 from hf_recurrent_lengthgen.hub.contents import LOADED, PUSHED, choose_files, matches, refusals_of_files
 from hf_recurrent_lengthgen.hub.remote import HubError, hub_api, telling
-from hf_recurrent_lengthgen.records import cards_digest, read_card_mark, unverified, verified_files
+from hf_recurrent_lengthgen.json_files import read_json_object
+from hf_recurrent_lengthgen.records import cards_digest, read_card_mark, read_lineage, unverified, verified_files
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,24 @@ def look_through(folder: Path, token: str | None = None) -> tuple[list[str], dic
     names, left_out = choose_files(folder)
     refusals = refusals_of_files(folder, names, token)
     now = verified_files(folder)
-    refusals += _card_refusals(folder, now)
+    refusals += _card_refusals(folder, now) + _unreadable(folder, names)
     if problem := unverified(folder, now):  # and so has what a checkpoint is loaded of
         refusals.append(f"{problem}: run lengthgen verify {folder}")
     return names, left_out, refusals
+
+
+def _unreadable(folder: Path, names: list[str]) -> list[str]:
+    """What is wrong with records and results among the files."""
+    problems = []
+    for name in names:
+        try:
+            if name == "lineage.json":
+                read_lineage(folder)
+            elif matches(name, ["results/*.json"]):
+                read_json_object(folder / name)
+        except (ValueError, OSError) as error:
+            problems.append(f"{name} cannot be read ({error})")
+    return problems
 
 
 def _card_refusals(folder: Path, now: dict[str, str]) -> list[str]:
@@ -117,7 +132,10 @@ def _card_refusals(folder: Path, now: dict[str, str]) -> list[str]:
         return [f"the metadata of README.md cannot be read ({' '.join(str(error).split())})"]
     if not data:
         return [f"README.md has no metadata: lengthgen card {folder} writes a card with them"]
-    mark = read_card_mark(text)
+    try:
+        mark = read_card_mark(text)
+    except ValueError as error:
+        return [f"the mark in README.md is damaged ({error}): run lengthgen card {folder} --overwrite"]
     if mark is not None and mark.made_of != cards_digest(now):
         return [f"its card is of other weights or another config: measure it and run lengthgen card {folder} again"]
     return []

@@ -53,8 +53,22 @@ STATEFUL_CLASSES: dict[str, Any] = {}
 
 
 def register_family(causal_lm_class: Any, classifier_class: Any = None) -> None:
-    """Make a family known to the Auto classes of Transformers, and to all that goes by `FAMILIES` here."""
+    """Make a family known to the Auto classes of Transformers, and to all that goes by `FAMILIES` here.
+
+    Raises:
+        ValueError: for a model type that does not begin with "stateful_", or that another family has.
+    """
     config_class = causal_lm_class.config_class
+    own = config_class.model_type
+    if not own.startswith("stateful_"):
+        raise ValueError(f"The model_type of a family must begin with 'stateful_', got {own!r}.")
+    for known, names in ((FAMILIES, [own]), (STATEFUL_CLASSES, config_class.upstream_types)):
+        for other in (known[name] for name in names if name in known):
+            if (other.__module__, other.__qualname__) != (causal_lm_class.__module__, causal_lm_class.__qualname__):
+                raise ValueError(
+                    f"{causal_lm_class.__name__} takes {own} and {list(config_class.upstream_types)}, of which "
+                    f"{other.__name__} takes one already: give other model types."
+                )
     AutoConfig.register(config_class.model_type, config_class)
     AutoModel.register(config_class, causal_lm_class.backbone_class)
     AutoModelForCausalLM.register(config_class, causal_lm_class)

@@ -6,6 +6,7 @@ appendix C) shrinks the steps. forgetting_scans.py does both.
 
 import copy
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -55,6 +56,16 @@ class Forgetting(NamedTuple):
         return (self.retention, self.insertion, self.window) != (1.0, 1.0, None)
 
 
+class _Block:
+    """A `with` block that goes on: its thread, and the configuration of the model before and inside."""
+
+    def __init__(self, thread: int, before: Any, inside: Any) -> None:
+        self.thread, self.before, self.inside = thread, before, inside
+
+
+_BLOCKS: list[_Block] = []
+
+
 @contextmanager
 def forgetting(model: Any, **settings: Any) -> Iterator[Any]:
     """Switch forgetting on in a loaded model, for the time of a `with` block.
@@ -76,15 +87,25 @@ def forgetting(model: Any, **settings: Any) -> Iterator[Any]:
             f"{type(model).__name__} cannot be made to forget: give a model of this package, or one of load_model or "
             "stateful."
         )
+    thread = threading.get_ident()
+    if any(block.inside is config and block.thread != thread for block in _BLOCKS):
+        raise ValueError("Another thread has switched forgetting on in this model: take turns, or copy the model.")
     changed = copy.copy(config)
     changed.forgetting = dict(settings) or None
+    this = _Block(thread, config, changed)
     # in their own names: a wrapper that passes on what it is asked for would keep what it is given
     owners = [module for module in model.modules() if vars(module).get("config") is config]
+    _BLOCKS.append(this)
     try:
         for module in owners:
             module.config = changed
         (changed if hasattr(changed, "check_forgetting") else model).check_forgetting()
         yield model
     finally:
+        _BLOCKS.remove(this)
+        for later in _BLOCKS:  # that began inside this block, and goes on
+            if later.before is changed:
+                later.before = this.before
         for module in owners:
-            module.config = config
+            if module.config is changed:
+                module.config = this.before

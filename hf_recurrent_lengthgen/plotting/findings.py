@@ -65,7 +65,8 @@ def range_text(positions: tuple[int, int]) -> str:
 
 
 def number_text(value: float, form: str) -> str:
-    return format(value, form).replace("-", "\N{MINUS SIGN}")
+    sign, digits = ("+", form[1:]) if form.startswith("+") else ("", form)
+    return format(value, f"{sign}z{digits}").replace("-", "\N{MINUS SIGN}")
 
 
 def _finding(model: ComparedModel, base: ComparedModel | None) -> Finding:

@@ -192,7 +192,7 @@ def cell(estimate: Estimate, sign: bool = False) -> str:
 
 
 def signed(value: float) -> str:
-    return f"{value:+.2f}".replace("-", "\N{MINUS SIGN}")
+    return f"{value:+z.2f}".replace("-", "\N{MINUS SIGN}")
 
 
 def tokens(value: int | None, absent: str) -> str:

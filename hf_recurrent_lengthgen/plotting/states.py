@@ -168,7 +168,7 @@ def patching_figure(diagnoses: Mapping[str, StateDiagnosis], unit: str = "token"
         axes.grid(axis="y", visible=False)
         axes.grid(axis="x", color=GRID, linewidth=0.7)
         axes.set_title(
-            f"harm of all: {patching.harm.mean:.2f}", loc="right", fontsize=FONT_SIZE - 1.5, color=MUTED, pad=3
+            f"harm of all: {patching.harm.mean:z.2f}", loc="right", fontsize=FONT_SIZE - 1.5, color=MUTED, pad=3
         )
     _hide_inner_labels(panels)
     return figure

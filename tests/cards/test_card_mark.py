@@ -15,14 +15,19 @@ def test_a_mark_is_read_back_from_a_card() -> None:
 @pytest.mark.parametrize(
     "comment",
     [
-        "",
         "<!-- made by lengthgen card: {broken} -->",
         '<!-- made by lengthgen card: {"kind": "card", "schema_version": 1, "made_of": 1} -->',
         '<!-- made by lengthgen card: {"kind": "card", "schema_version": 1} -->',
+        '<!-- made by lengthgen card: {"kind": "card", "schema_version": 999} -->',
     ],
 )
-def test_a_card_without_a_sound_mark_has_none(comment: str) -> None:
-    assert read_card_mark(f"# Name\n{comment}\n") is None
+def test_a_mark_that_is_not_sound_is_refused(comment: str) -> None:
+    with pytest.raises(ValueError, match=r"not JSON|made_of|999"):
+        read_card_mark(f"# Name\n{comment}\n")
+
+
+def test_a_card_without_a_mark_has_none() -> None:
+    assert read_card_mark("# Name\n") is None
 
 
 def test_code_is_not_what_numbers_are_of() -> None:

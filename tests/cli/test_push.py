@@ -80,7 +80,7 @@ def test_refusals_are_listed_one_a_line_and_nothing_is_asked(
     hub: Endpoint, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "README.md").unlink()
-    (folder / "results" / "comparison.json").write_text('"/home/somebody/texts"')
+    (folder / "results" / "comparison.json").write_text('{"data": "/home/somebody/texts"}')
     (folder / "verification.json").unlink()
     assert main(["push", str(folder), "user/name"]) == 1
     told = capsys.readouterr().err.splitlines()

@@ -137,6 +137,27 @@ def test_what_was_done_with_other_options_is_refused(commands: Commands) -> None
     assert commands.names == [*STAGES, "card"]
 
 
+def test_other_settings_in_a_copied_recipe_and_stages_before_the_first_are_seen(commands: Commands) -> None:
+    recipe.run(["copy", "mine"])
+    given = ["run", f"mine/checkpoints/{NAME}.yaml", "--output_dir", "here", "--device", "cpu"]
+    recipe.run(given)
+    with pytest.raises(ValueError, match=r"Stage convert was done by another command"):
+        recipe.run([*given, "--source", "other", "--from", "train"])
+    file = Path("mine/post_training/state_passing.yaml")
+    file.write_text(file.read_text() + "\n# another setting\n")
+    with pytest.raises(ValueError, match=r"Stage train was done by another command .*state_passing.yaml#"):
+        recipe.run(given)
+
+
+def test_an_unfinished_training_is_not_continued_from_another_source(commands: Commands) -> None:
+    commands.stop["train"] = ValueError("no space left")
+    with pytest.raises(ValueError, match="no space left"):
+        start()
+    shutil.rmtree("here/convert")
+    with pytest.raises(ValueError, match=r"Stage convert is to be done, .*: delete here/train"):
+        start("--source", "other")
+
+
 def test_a_run_may_be_moved(commands: Commands) -> None:
     recipe.run(["copy", "mine"])
     recipe.run(["run", f"mine/checkpoints/{NAME}.yaml", "--output_dir", "here", "--device", "cpu"])

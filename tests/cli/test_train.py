@@ -354,6 +354,17 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
     assert train("--resume", **options, output_dir=tmp_path / "broken") == 0
     whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "broken"))
     assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+    for name in ("moved", "other"):
+        shutil.copytree(checkpoint, tmp_path / name)
+    other = StatefulMamba2ForCausalLM.from_pretrained(checkpoint)
+    other.backbone.norm_f.weight.data += 1
+    other.save_pretrained(tmp_path / "other")
+    capsys.readouterr()
+    further = options | {"max_steps": int(options["max_steps"]) + 1, "output_dir": tmp_path / "broken"}
+    assert train("--resume", **further | {"model": tmp_path / "other"}) == 1
+    assert "Cannot resume exactly" in (refused := capsys.readouterr().err)
+    assert "start was" in refused
+    assert train("--resume", **further | {"model": tmp_path / "moved"}) == 0
 
 
 def test_resuming_without_a_checkpoint_is_refused(

@@ -27,7 +27,7 @@ def write_checkpoint(folder: Path) -> Path:
     (folder / "README.md").write_text(CARD)
     for name in ("figures/harm.png", "results/comparison.json", "states/document.safetensors"):
         (folder / name).parent.mkdir()
-        (folder / name).write_bytes(b"content of " + name.encode())
+        (folder / name).write_bytes(b'{"file": "%s"}' % name.encode())
     for name in ("training_args.bin", "optimizer.pt", "initial_states_0.safetensors", "notes.txt"):
         (folder / name).write_bytes(b"of the trainer")
     (folder / "checkpoint-10").mkdir()

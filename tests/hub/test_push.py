@@ -281,6 +281,17 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "code added": (damage("more.py", "pass"), r"changed since it was verified .more.py"),
     "card": (damage("README.md", "# No metadata"), "README.md has no metadata"),
     "bad card": (damage("README.md", "---\na: [\n---\n"), "the metadata of README.md cannot be read"),
+    "damaged lineage": (damage("lineage.json", '{"kind": "lineage",'), "lineage.json cannot be read"),
+    "no lineage": (damage("lineage.json", '{"kind": []}'), "lineage.json cannot be read"),
+    "damaged results": (damage("results/a.json", '{"kind": '), "results/a.json cannot be read"),
+    "damaged mark": (
+        damage("README.md", CARD + '<!-- made by lengthgen card: {"kind": "card", -->'),
+        "mark in README",
+    ),
+    "secret on the next line": (
+        damage("recipe.yaml", "password: >-\n   hunter2hunter2x9"),
+        "recipe.yaml, line 1: a pass",
+    ),
     "adapter": (damage("adapter_config.json", "{}"), "holds an adapter.*lengthgen merge"),
     "no config": (lambda folder: (folder / "config.json").unlink(), r"changed since it was verified .config.json"),
     "config": (damage("config.json", "{"), r"changed since it was verified .config.json"),

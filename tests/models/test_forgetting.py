@@ -2,6 +2,8 @@
 
 import copy
 import math
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +246,25 @@ def test_the_context_ends_and_leaves_shared_configurations_alone(family: Family)
     assert model.config is config
     assert all(getattr(module, "config", config) is config for module in model.modules())
     assert config.forgetting is None
+
+
+@torch.no_grad()
+def test_blocks_may_end_in_any_order_and_threads_take_turns() -> None:
+    family = FAMILIES[0]
+    model = build(family)
+    config, outer, inner = model.config, forgetting(model, window=4), forgetting(model, window=8)
+    with ExitStack() as first:
+        first.enter_context(outer)
+        with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="Another thread has switched forgetting"):
+            pool.submit(inner.__enter__).result()
+    assert model.config is config
+    outer, inner = forgetting(model, window=4), forgetting(model, window=8)
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    assert Forgetting.of(model.config) == Forgetting(window=8)
+    inner.__exit__(None, None, None)
+    assert model.config is config
 
 
 @every_family

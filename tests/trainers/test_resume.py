@@ -72,6 +72,24 @@ def test_resuming_from_any_step_equals_the_whole_run(
     assert_same(resume(toys, tmp_path, str(output_dir / f"checkpoint-{step}")), whole)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"train_sampling_strategy": "group_by_length"}, id="by length"),
+        pytest.param({"accelerator_config": {"use_seedable_sampler": False}}, id="without the seedable sampler"),
+    ],
+)
+def test_every_order_of_rows_is_resumed_in_the_second_epoch(
+    toys: ModuleType, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    trainer = toys.resumable_trainer(tmp_path / "whole", method="zero state", **settings)
+    trainer.train()
+    whole = outcome(trainer, toys)
+    for step in (5, 7):
+        checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
+        assert_same(resume(toys, tmp_path / str(step), checkpoint, method="zero state", **settings), whole)
+
+
 def test_without_the_carried_states_the_run_would_differ(
     toys: ModuleType, whole_run: tuple[Path, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
