@@ -82,7 +82,10 @@ class StatefulConfigMixin:
         elif isinstance(value, (list, tuple)) and any(
             get_args(part)[:1] == (float,) for part in (kind, *get_args(kind))
         ):
-            value = type(value)(map(float, value))
+            try:
+                value = type(value)(map(float, value))
+            except OverflowError as error:
+                raise ValueError(f"{name} holds a number that no float is, got {value!r:.80}.") from error
         super().__setattr__(name, value)
 
     def __post_init__(self, **kwargs: Any) -> None:

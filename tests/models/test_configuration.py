@@ -231,6 +231,12 @@ JSON_VALUES = st.recursive(
 )
 
 
+@pytest.mark.parametrize("limit", [[10**400], [0.1, 10**400]])
+def test_numbers_that_no_float_is_are_refused_in_lists(limit: list[float]) -> None:
+    with pytest.raises(ValueError, match="time_step_limit holds a number that no float is"):
+        mamba2_config(time_step_limit=limit)
+
+
 @every_family
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
