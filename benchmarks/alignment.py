@@ -4,7 +4,7 @@ import torch
 from measure import in_own_process, peak_mib, saved_bytes, take_turns
 from torch import Tensor
 
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.trainers.alignment_loss import aligned_cross_entropy, shifted_targets, two_crops
 
 LENGTH, VOCABULARY = 512, 50_000

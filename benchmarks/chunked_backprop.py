@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 from measure import in_own_process, peak_mib
 
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.trainers.chunked_backprop import forward_in_chunks
 
 CHUNK_LENGTH, CHUNKS = 512, 8

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import MambaConfig
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
-from hf_recurrent_lengthgen import LayerState, StatefulMambaConfig
+from hf_recurrent_lengthgen import LayerState
+from hf_recurrent_lengthgen.models import StatefulMambaConfig
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StatefulMambaMixer
 from hf_recurrent_lengthgen.models.scan_gla import scan_gla, scan_gla_reference
 from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6, scan_rwkv6_reference

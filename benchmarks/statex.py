@@ -4,7 +4,7 @@ import torch
 from measure import take_turns
 from torch import nn
 
-from hf_recurrent_lengthgen import (
+from hf_recurrent_lengthgen.models import (
     StatefulGLAConfig,
     StatefulGLAForCausalLM,
     StatefulMamba2Config,

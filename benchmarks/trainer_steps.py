@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.cli.demo import DEFAULTS
 from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.trainers import INTERVENTIONS
 
 LENGTH = 2048

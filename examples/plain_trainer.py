@@ -7,8 +7,8 @@ import argparse
 
 from transformers import Trainer, TrainingArguments
 
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, standard_library_corpus, token_stream
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--output", default="example-output")

@@ -18,13 +18,14 @@ from matplotlib.figure import Figure
 from torch.utils.data import Dataset
 from transformers import PrinterCallback, TrainerCallback
 
-from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM, load_model
+from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli import demo
 from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
 from hf_recurrent_lengthgen.evaluation.misalignment import long_short_misalignment
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
+from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, GRID, INK, MUTED
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, ZeroStateTrainer
 

@@ -5,8 +5,8 @@ plain_trainer.py and state_passing_trainer.py are the same script with another t
 
 import argparse
 
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, standard_library_corpus, token_stream
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
 
 parser = argparse.ArgumentParser(description=__doc__)

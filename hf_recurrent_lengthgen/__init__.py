@@ -1,26 +1,40 @@
-"""Recurrent language models that keep working beyond their training length."""
+"""Recurrent language models that keep working beyond their training length.
 
-from . import models
-from .hybrids import stateful
-from .loading import load_model
-from .models import *  # noqa: F403  every family
-from .models.forgetting import Forgetting, forgetting
-from .models.recurrent_state import (
-    LayerState,
-    RecurrentState,
-    concatenate_rows,
-    detach_state,
-    keep_rows,
-    load_state,
-    save_state,
-    state_statistics,
-    take_rows,
-)
+Families are in `hf_recurrent_lengthgen.models`, which makes them known to the Auto classes of Transformers; trainers
+are in `hf_recurrent_lengthgen.trainers`, metrics in `hf_recurrent_lengthgen.evaluation`. The names here are loaded
+when they are first asked for.
+"""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .versions import version_of
+
+if TYPE_CHECKING:
+    from .hybrids import stateful
+    from .loading import load_model
+    from .models.forgetting import Forgetting, forgetting
+    from .models.recurrent_state import (
+        LayerState,
+        RecurrentState,
+        clone_state,
+        concatenate_rows,
+        detach_state,
+        keep_rows,
+        load_state,
+        save_state,
+        state_statistics,
+        take_rows,
+        zero_state,
+    )
+
+__version__ = version_of("hf_recurrent_lengthgen")
 __all__ = [
     "Forgetting",
     "LayerState",
     "RecurrentState",
+    "__version__",
+    "clone_state",
     "concatenate_rows",
     "detach_state",
     "forgetting",
@@ -31,5 +45,27 @@ __all__ = [
     "state_statistics",
     "stateful",
     "take_rows",
+    "zero_state",
 ]
-__all__ += models.__all__
+_PACKAGES = ("data", "evaluation", "models", "surgery", "trainers")
+_NOT_OF_STATES = {
+    "Forgetting": "models.forgetting",
+    "forgetting": "models.forgetting",
+    "load_model": "loading",
+    "stateful": "hybrids",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """As PEP 562 has it: importing Transformers' models takes seconds."""
+    if name in _PACKAGES:
+        return import_module(f".{name}", __name__)
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f".{_NOT_OF_STATES.get(name, 'models.recurrent_state')}", __name__)
+    found = globals()[name] = getattr(module, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_PACKAGES])

@@ -10,7 +10,6 @@ from transformers import PreTrainedConfig
 
 from hf_recurrent_lengthgen.adapters import base_of_adapter, holds_adapter
 from hf_recurrent_lengthgen.conversion.sources import license_of
-from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 from hf_recurrent_lengthgen.evaluation.results import TrainingRecord
 from hf_recurrent_lengthgen.models import family_config
 from hf_recurrent_lengthgen.private_text import portable_command
@@ -24,6 +23,7 @@ from hf_recurrent_lengthgen.records import (
     read_lineage,
     write_lineage,
 )
+from hf_recurrent_lengthgen.versions import installed_versions
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pth")
 

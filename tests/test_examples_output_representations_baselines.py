@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2Model
 from hf_recurrent_lengthgen.data.tasks import StringCollator
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2Model
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "output_representations"))
 from baselines import POSITIONS, DecoderTransformer, Positions, ScalarRegression, alibi_bias, rotate

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.cli import inputs
 from hf_recurrent_lengthgen.data import standard_library_corpus
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import Curve, DataRecord, DataSource, TwoResolutions
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalResult
 from hf_recurrent_lengthgen.evaluation.statistics import position_edges
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "scaling_laws"))
 from law import Law

@@ -19,8 +19,9 @@ from transformers import (
     T5Model,
 )
 
-from hf_recurrent_lengthgen import StatefulMambaConfig, StatefulMambaForCausalLM, loading
+from hf_recurrent_lengthgen import loading
 from hf_recurrent_lengthgen.loading import differing_code, load_language_model, load_model
+from hf_recurrent_lengthgen.models import StatefulMambaConfig, StatefulMambaForCausalLM
 
 from .hub.conftest import hub  # noqa: F401
 from .hub.endpoint import Endpoint

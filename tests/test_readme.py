@@ -8,9 +8,9 @@ import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "trainers" / "README.md"

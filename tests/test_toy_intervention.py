@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM, trainers
+from hf_recurrent_lengthgen import trainers
 from hf_recurrent_lengthgen.cards import CardSettings, write_card
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.methods import Method
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state
 from hf_recurrent_lengthgen.papers import MIMETIC
 from hf_recurrent_lengthgen.records import read_lineage

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_recurrent_lengthgen import (
+from hf_recurrent_lengthgen.data.tasks import TaskStrings, string_task
+from hf_recurrent_lengthgen.evaluation.string_accuracy import accuracy_by_length
+from hf_recurrent_lengthgen.models import (
     StatefulMamba2Config,
     StatefulMamba2ForCausalLM,
     StatefulMambaConfig,
     StatefulMambaForCausalLM,
 )
-from hf_recurrent_lengthgen.data.tasks import TaskStrings, string_task
-from hf_recurrent_lengthgen.evaluation.string_accuracy import accuracy_by_length
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.surgery import initialize_from_teacher_layer, mimetic_initialization
 from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES

@@ -17,9 +17,9 @@ from typing import Any
 from matplotlib.ticker import NullLocator
 from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2Model
 from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
 from hf_recurrent_lengthgen.data.tasks import StringCollator
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2Model
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, MUTED, mark_training_lengths
 

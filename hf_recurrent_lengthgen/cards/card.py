@@ -37,9 +37,9 @@ from hf_recurrent_lengthgen.cards.sections import (
 )
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.json_schema import from_plain
-from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.records import CardMark, cards_digest, file_digest, read_card_mark
+from hf_recurrent_lengthgen.versions import installed_versions
 
 README = "README.md"
 _OURS = re.compile(r"(position_wise|context_harm|retrieval)(-\d+)?\.png|(comparison|diagnosis|retrieval)(-\d+)?\.json")

@@ -11,12 +11,12 @@ from hf_recurrent_lengthgen.cli.measuring import add_csv_option, on_device
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.cli.report import draw
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, STRING_TASKS, TaskStrings, string_task
-from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 from hf_recurrent_lengthgen.evaluation.string_accuracy import StringAccuracy, accuracy_by_length
 from hf_recurrent_lengthgen.evaluation.tables import write_csv
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.plotting.accuracy import accuracy_figure
+from hf_recurrent_lengthgen.versions import installed_versions
 
 DESCRIPTION = """\
 Measure how many symbols models copy, recall or sort right (arXiv:2410.11135): of all symbols, and of whole answers

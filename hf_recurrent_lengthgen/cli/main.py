@@ -9,7 +9,7 @@ from importlib import import_module
 from safetensors import SafetensorError
 
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, suggestion
-from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
+from hf_recurrent_lengthgen.versions import installed_versions
 
 # Names of modules beside this one, too, which are imported when they are run: that takes long.
 COMMANDS = {

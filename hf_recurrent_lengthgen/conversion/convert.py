@@ -25,11 +25,11 @@ from hf_recurrent_lengthgen.conversion.sources import Source, license_of, locate
 from hf_recurrent_lengthgen.conversion.tensor_files import FLOATS, TensorFiles, same_bits
 from hf_recurrent_lengthgen.conversion.tensor_writing import Entry, parse_size, write_safetensors
 from hf_recurrent_lengthgen.conversion.tokenizer_files import checked_tokenizer, copy_tokenizer
-from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 from hf_recurrent_lengthgen.json_files import read_json_object, read_settings_file
 from hf_recurrent_lengthgen.private_text import portable
 from hf_recurrent_lengthgen.records import Lineage, Step, file_digest, write_lineage
 from hf_recurrent_lengthgen.records import Source as Origin
+from hf_recurrent_lengthgen.versions import installed_versions
 
 TRAINING_LENGTHS = {
     # the official Mamba and Mamba-2 models on the Pile (arXiv:2507.02782, Figure 1)

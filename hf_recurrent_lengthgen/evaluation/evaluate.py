@@ -20,7 +20,7 @@ from hf_recurrent_lengthgen.evaluation.context_harm import (
 )
 from hf_recurrent_lengthgen.evaluation.json_schema import Document, to_json
 from hf_recurrent_lengthgen.evaluation.length_generalization import TOLERANCE, length_verdict, make_curve
-from hf_recurrent_lengthgen.evaluation.provenance import installed_versions, model_record, token_digest
+from hf_recurrent_lengthgen.evaluation.provenance import model_record, token_digest
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import PartialResult, ResultCache
 from hf_recurrent_lengthgen.evaluation.results import (
@@ -37,6 +37,7 @@ from hf_recurrent_lengthgen.evaluation.results import (
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE, bin_means, position_edges, t_interval
 from hf_recurrent_lengthgen.evaluation.streaming import Observer, Tokens, check_tokens, stream_nll
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.versions import installed_versions
 
 HARM_THRESHOLD = 0.05
 """Harm in nats per token above which context counts as harmful."""

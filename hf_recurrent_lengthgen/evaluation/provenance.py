@@ -3,10 +3,8 @@
 import functools
 import hashlib
 import json
-import platform
 import sys
 import sysconfig
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +79,3 @@ def code_digest() -> str:
         for path in sorted((package / part).rglob("*.py")):
             digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def installed_versions() -> dict[str, str]:
-    names = ("hf_recurrent_lengthgen", "torch", "transformers", "numpy", "scipy")
-    return {"python": platform.python_version(), **{name: _version(name) for name in names}}
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed as a package"

@@ -20,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from hf_recurrent_lengthgen.evaluation.json_schema import from_json
-from hf_recurrent_lengthgen.evaluation.provenance import code_digest, installed_versions
+from hf_recurrent_lengthgen.evaluation.provenance import code_digest
 from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.versions import installed_versions
 
 SECONDS_BETWEEN_SAVES = 30.0
 MOST_TIME_SAVING = 0.02

@@ -16,13 +16,14 @@ from torch import nn
 
 from hf_recurrent_lengthgen.data.tasks import RetrievalGrid, Task
 from hf_recurrent_lengthgen.evaluation.evaluate import DEFAULTS, NOT_SAID, EvaluationSettings
-from hf_recurrent_lengthgen.evaluation.provenance import installed_versions, model_record
+from hf_recurrent_lengthgen.evaluation.provenance import model_record
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, ForgettingRule
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalResult
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import greedy_hits
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.versions import installed_versions
 
 TOKENS_AT_ONCE = 2**25
 """Most tokens of prompts in memory at a time, 4 bytes each, unless one cell has more."""

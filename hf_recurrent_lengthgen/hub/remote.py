@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
+from hf_recurrent_lengthgen.versions import installed_versions
 
 # The HTTP library that huggingface_hub uses depends on its version; errors of connections and answers share a base.
 _HTTP_ERROR: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")

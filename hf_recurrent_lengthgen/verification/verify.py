@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from hf_recurrent_lengthgen.adapters import refuse_adapter
 from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files
-from hf_recurrent_lengthgen.evaluation.provenance import installed_versions
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.loading import differing_code, load_model, quiet_transformers
 from hf_recurrent_lengthgen.models import FAMILIES
@@ -33,6 +32,7 @@ from hf_recurrent_lengthgen.verification.comparing import (
     states,
 )
 from hf_recurrent_lengthgen.verification.sources import Sizes, locate_source, open_source
+from hf_recurrent_lengthgen.versions import installed_versions
 
 PROBE = "The state of a recurrent model is a value.\n\tdef f(x): return x ** 2  # été, 状態, 🙂\n"
 """A text for tokenizers: words, code, white space, letters of several scripts."""

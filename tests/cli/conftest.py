@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.data import byte_tokenizer
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 
 SIZES = {
     "vocab_size": 384,

@@ -16,12 +16,6 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_recurrent_lengthgen import (
-    StatefulGLAConfig,
-    StatefulGLAForCausalLM,
-    StatefulMamba2Config,
-    StatefulMamba2ForCausalLM,
-)
 from hf_recurrent_lengthgen.adapters import add_adapter
 from hf_recurrent_lengthgen.cli import merge
 from hf_recurrent_lengthgen.cli.main import main
@@ -29,6 +23,12 @@ from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import Comparison
 from hf_recurrent_lengthgen.lineage import lineage_of
 from hf_recurrent_lengthgen.loading import load_language_model, load_model
+from hf_recurrent_lengthgen.models import (
+    StatefulGLAConfig,
+    StatefulGLAForCausalLM,
+    StatefulMamba2Config,
+    StatefulMamba2ForCausalLM,
+)
 from hf_recurrent_lengthgen.records import Adapter, file_digest, read_lineage
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
 

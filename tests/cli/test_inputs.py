@@ -23,12 +23,6 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen import (
-    StatefulGLAConfig,
-    StatefulGLAForCausalLM,
-    StatefulMamba2ForCausalLM,
-    StatefulMambaForCausalLM,
-)
 from hf_recurrent_lengthgen.cli.inputs import (
     chosen_split,
     load_documents,
@@ -39,6 +33,12 @@ from hf_recurrent_lengthgen.cli.inputs import (
 )
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
+from hf_recurrent_lengthgen.models import (
+    StatefulGLAConfig,
+    StatefulGLAForCausalLM,
+    StatefulMamba2ForCausalLM,
+    StatefulMambaForCausalLM,
+)
 from tests.models.upstream_fixtures import load_fixture
 from tests.versions import needs_hybrids
 

@@ -21,13 +21,13 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.measuring import _training_length
 from hf_recurrent_lengthgen.data import byte_tokenizer, evaluation_sequences, token_stream
 from hf_recurrent_lengthgen.evaluation import context_harm, streaming
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import Comparison
+from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM
 from tests.evaluation.test_stateful_models import plain_nll
 
 SIZES = {"vocab_size": 384, "hidden_size": 8, "num_hidden_layers": 1}

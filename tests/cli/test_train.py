@@ -18,13 +18,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
-from hf_recurrent_lengthgen import StatefulMamba2ForCausalLM, load_state
+from hf_recurrent_lengthgen import load_state
 from hf_recurrent_lengthgen.cli import train as command
 from hf_recurrent_lengthgen.cli import train_rows
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import _flags_of, help_parser, parse, read_options
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import Comparison
+from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.trainers import INTERVENTIONS, StatePassingConfig, StatePassingTrainer, ZeroStateTrainer
 
 TINY = {

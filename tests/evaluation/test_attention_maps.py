@@ -12,7 +12,11 @@ from torch.nn.functional import logsigmoid, silu, softplus
 from transformers import MambaConfig, MambaForCausalLM
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from hf_recurrent_lengthgen import (
+from hf_recurrent_lengthgen.evaluation import attention_maps as implementation
+from hf_recurrent_lengthgen.evaluation.attention_maps import attention_maps, channel_maps, projection_correlations
+from hf_recurrent_lengthgen.evaluation.map_results import save_maps
+from hf_recurrent_lengthgen.evaluation.recorded_scans import recorded_scans
+from hf_recurrent_lengthgen.models import (
     StatefulGLAConfig,
     StatefulGLAForCausalLM,
     StatefulHGRN2Config,
@@ -24,10 +28,6 @@ from hf_recurrent_lengthgen import (
     StatefulRWKV6Config,
     StatefulRWKV6ForCausalLM,
 )
-from hf_recurrent_lengthgen.evaluation import attention_maps as implementation
-from hf_recurrent_lengthgen.evaluation.attention_maps import attention_maps, channel_maps, projection_correlations
-from hf_recurrent_lengthgen.evaluation.map_results import save_maps
-from hf_recurrent_lengthgen.evaluation.recorded_scans import recorded_scans
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 
 ALL = slice(None)

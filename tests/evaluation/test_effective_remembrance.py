@@ -13,14 +13,6 @@ from scipy.stats import entropy
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
-from hf_recurrent_lengthgen import (
-    StatefulGLAConfig,
-    StatefulGLAForCausalLM,
-    StatefulMamba2Config,
-    StatefulMamba2ForCausalLM,
-    StatefulMambaConfig,
-    StatefulMambaForCausalLM,
-)
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import Remembrance
 from hf_recurrent_lengthgen.evaluation.effective_remembrance import (
     effective_remembrance,
@@ -32,6 +24,14 @@ from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.models import (
+    StatefulGLAConfig,
+    StatefulGLAForCausalLM,
+    StatefulMamba2Config,
+    StatefulMamba2ForCausalLM,
+    StatefulMambaConfig,
+    StatefulMambaForCausalLM,
+)
 from hf_recurrent_lengthgen.models.forgetting import forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
 from tests.hybrids.tiny_models import tiny_model

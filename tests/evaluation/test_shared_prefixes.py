@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.evaluation import shared_prefixes
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import (
@@ -24,6 +23,7 @@ from hf_recurrent_lengthgen.evaluation.shared_prefixes import (
     tokens_to_read,
     walk,
 )
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 
 VOCABULARY = 40
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=8)

@@ -11,9 +11,9 @@ import torch
 from lm_eval.tasks import TaskManager
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.harness import TASKS, StateLM
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 
 VOCABULARY = 384
 SIZES: dict[str, Any] = {

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.hub.push import PushResult, do_push, plan_push
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.records import Check, Verification, verified_files, write_verification
 
 CARD = "---\nlibrary_name: transformers\nlicense: apache-2.0\n---\n\n# A model\n"

@@ -11,7 +11,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, hf
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RevisionNotFoundError
 from transformers import AutoModelForCausalLM
 
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 
 from .client import PYTHON, STRANGER, environment
 from .endpoint import Endpoint

@@ -14,8 +14,8 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForC
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, map_state
 from tests.hybrids.support import parts, random_state, relative_error
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model

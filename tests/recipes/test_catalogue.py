@@ -10,7 +10,7 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import hf_recurrent_lengthgen  # noqa: F401  (registers the model types)
+import hf_recurrent_lengthgen.models  # noqa: F401  (registers the model types)
 from hf_recurrent_lengthgen.cli.recipe_stages import Choices, check_commands, stages
 from hf_recurrent_lengthgen.recipes import RECIPES
 from hf_recurrent_lengthgen.recipes.catalogue import Recipe, in_words, load_recipe, recipe_names

@@ -12,7 +12,7 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 
-import hf_recurrent_lengthgen  # noqa: F401  (registers the model types)
+import hf_recurrent_lengthgen.models  # noqa: F401  (registers the model types)
 from hf_recurrent_lengthgen.cli import retrieve
 from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.recipes import RECIPES, align_llama, copy_recipes

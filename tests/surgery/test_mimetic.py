@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import FalconMambaForCausalLM, Mamba2Config, Mamba2ForCausalLM, MambaForCausalLM
 
-from hf_recurrent_lengthgen import (
+from hf_recurrent_lengthgen.models import (
     StatefulGLAConfig,
     StatefulGLAForCausalLM,
     StatefulMamba2Config,

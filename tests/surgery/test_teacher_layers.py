@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
-import hf_recurrent_lengthgen as package
+import hf_recurrent_lengthgen.models as package
 from hf_recurrent_lengthgen.surgery import initialize_from_teacher_layer
 
 SIZES: dict[str, Any] = {"vocab_size": 11, "hidden_size": 16}

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.data import PackedBlocks
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.lineage import last_training
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.records import Lineage, read_lineage
 from hf_recurrent_lengthgen.trainers import (
     RandomNoiseConfig,

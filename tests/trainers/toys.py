@@ -24,12 +24,12 @@ from transformers import TrainerCallback, TrainingArguments, trainer_callback
 from transformers.utils import logging
 
 import hf_recurrent_lengthgen.trainers.checkpoints as checkpoints
-from hf_recurrent_lengthgen import (
+from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream
+from hf_recurrent_lengthgen.models import (
     StatefulMamba2Config,
     StatefulMamba2ForCausalLM,
     StatefulMamba2ForSequenceClassification,
 )
-from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
 from hf_recurrent_lengthgen.trainers import (
     AlignmentConfig,

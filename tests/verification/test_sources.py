@@ -21,11 +21,12 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from hf_recurrent_lengthgen import StatefulGLAConfig, load_model
+from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.conversion.format_mamba_ssm import MAMBA_SSM
 from hf_recurrent_lengthgen.conversion.sources import locate
 from hf_recurrent_lengthgen.data import byte_tokenizer
+from hf_recurrent_lengthgen.models import StatefulGLAConfig
 from hf_recurrent_lengthgen.records import Check, Lineage, read_lineage, write_lineage
 from hf_recurrent_lengthgen.records import Source as Origin
 from hf_recurrent_lengthgen.verification import clean_process, sources

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import MambaConfig, MambaForCausalLM
 
-from hf_recurrent_lengthgen import StatefulMambaConfig, StatefulMambaForCausalLM
 from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.models import StatefulMambaConfig, StatefulMambaForCausalLM
 from hf_recurrent_lengthgen.records import Check, Verification, read_verification, verified_files, write_verification
 from hf_recurrent_lengthgen.verification import verify_checkpoint
 from hf_recurrent_lengthgen.verification.verify import pieces_of

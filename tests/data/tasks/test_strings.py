@@ -13,7 +13,6 @@ from scipy.stats import chisquare
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from hf_recurrent_lengthgen import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.data.tasks import (
     STRING_TASKS,
     AssociativeRecall,
@@ -25,6 +24,7 @@ from hf_recurrent_lengthgen.data.tasks import (
 )
 from hf_recurrent_lengthgen.data.tasks.keyed_random import random_bits
 from hf_recurrent_lengthgen.data.tasks.strings import StringParts
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 
 TASKS = {
     "copying": CopyingStrings(6, 5, 100),
