@@ -8,7 +8,7 @@ when they are first asked for.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .versions import version_of
+from . import versions as _versions
 
 if TYPE_CHECKING:
     from .hybrids import stateful
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         zero_state,
     )
 
-__version__ = version_of("hf_recurrent_lengthgen")
+__version__ = _versions.version_of("hf_recurrent_lengthgen")
 __all__ = [
     "Forgetting",
     "LayerState",

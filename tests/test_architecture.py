@@ -76,6 +76,7 @@ MAY_IMPORT = {
         "methods",
         "records",
         "lineage",
+        "loading",
         "cards",
     ),
     "cli": (

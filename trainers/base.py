@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.trainer_utils import TrainOutput
 
 from hf_recurrent_lengthgen.data.segments import split_at_resets
+from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.methods import PLAIN, Method
 from hf_recurrent_lengthgen.trainers.alignment import AlignmentSettings, CropLoss
 from hf_recurrent_lengthgen.trainers.checks import (
@@ -63,7 +64,8 @@ INTERVENTIONS: dict[str, type["InitialStateTrainer"]] = {}
 
 
 class InitialStateTrainer(ResumableTrainer, ABC):
-    """`Trainer` for models that take `initial_state` and return `final_state`. Takes Trainer's arguments.
+    """`Trainer` for models that take `initial_state` and return `final_state`. Takes Trainer's arguments; `model` may
+    also be the folder or name of a checkpoint, for `load_model`.
 
     Subclasses say where initial states come from (`initial_state_source`) and which config they need
     (`config_class`). One with an `about` of its own is a method: `lengthgen train --intervention` and mixtures take it
@@ -85,11 +87,17 @@ class InitialStateTrainer(ResumableTrainer, ABC):
     is_mixable = True  # whether mixtures may draw from its source
 
     def __init__(
-        self, model: nn.Module | None = None, args: InitialStateConfig | None = None, *positional: Any, **keyword: Any
+        self,
+        model: nn.Module | str | None = None,
+        args: InitialStateConfig | None = None,
+        *positional: Any,
+        **keyword: Any,
     ) -> None:
         if args is None:
             args = self.config_class("tmp_trainer")
         check_config(type(self), args)
+        if isinstance(model, str):
+            model = load_model(model)
         super().__init__(self.prepared(model, args), args, *positional, **keyword)
         self.data_collator = without_padding(self.data_collator)
         check_trainer(self)

@@ -1,1 +1,64 @@
-"""Metrics, diagnoses and the result schema."""
+"""Metrics of models beyond their training length, and their results as values, files and tables."""
+
+from .attention_maps import attention_maps
+from .constant_prompt import constant_prompt
+from .context_harm import window_nll
+from .diagnosis_results import Diagnosis
+from .effective_remembrance import effective_remembrance
+from .evaluate import EvaluationSettings, evaluate_model
+from .files import read_result, write_result
+from .forgetting_search import search_forgetting
+from .map_results import AttentionMaps, save_maps
+from .misalignment import long_short_misalignment
+from .rank_correlation import rank_correlation
+from .results import Comparison, DataRecord, DataSource, EvaluationResult, ForgettingSearch
+from .retrieval import retrieval_accuracy
+from .retrieval_results import RetrievalComparison, RetrievalResult
+from .scaling_laws import fit_exponential_law, fit_linear_law, forget_threshold, recall_threshold, state_elements
+from .state_diagnosis import diagnose_states
+from .state_distance import state_drift
+from .state_patching import patch_heads
+from .state_trajectory import StateObserver
+from .streaming import stream_nll
+from .string_accuracy import accuracy_by_length, string_accuracy
+from .tables import read_rows, rows_of, write_csv
+
+__all__ = [
+    "AttentionMaps",
+    "Comparison",
+    "DataRecord",
+    "DataSource",
+    "Diagnosis",
+    "EvaluationResult",
+    "EvaluationSettings",
+    "ForgettingSearch",
+    "RetrievalComparison",
+    "RetrievalResult",
+    "StateObserver",
+    "accuracy_by_length",
+    "attention_maps",
+    "constant_prompt",
+    "diagnose_states",
+    "effective_remembrance",
+    "evaluate_model",
+    "fit_exponential_law",
+    "fit_linear_law",
+    "forget_threshold",
+    "long_short_misalignment",
+    "patch_heads",
+    "rank_correlation",
+    "read_result",
+    "read_rows",
+    "recall_threshold",
+    "retrieval_accuracy",
+    "rows_of",
+    "save_maps",
+    "search_forgetting",
+    "state_drift",
+    "state_elements",
+    "stream_nll",
+    "string_accuracy",
+    "window_nll",
+    "write_csv",
+    "write_result",
+]

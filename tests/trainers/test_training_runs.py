@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Mamba2Config, Mamba2ForCausalLM
 
+from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.data import PackedBlocks
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.lineage import last_training
@@ -70,6 +72,24 @@ def test_the_lineage_goes_from_model_to_model(tmp_path: Path) -> None:
     ]
     assert longer.steps[1].training is not None
     assert longer.steps[1].training.data.name == "numbers in order"
+
+
+def test_a_model_may_be_given_by_its_folder(tmp_path: Path) -> None:
+    Mamba2ForCausalLM(Mamba2Config(vocab_size=20, expand=2, **SIZES)).save_pretrained(tmp_path / "stock")
+    folder, weights = str(tmp_path / "stock"), []
+    for model in (folder, load_model(folder)):
+        arguments = StatePassingConfig(str(tmp_path / "cured"), save_strategy="no", seed=3, **QUICK)
+        trainer = StatePassingTrainer(model, arguments, train_dataset=blocks())
+        trainer.train()
+        trainer.save_model()
+        weights.append(trainer.model.state_dict())
+        lineage = read_lineage(tmp_path / "cured")
+        assert lineage is not None
+        assert lineage.source is not None
+        assert lineage.source.name == "stock"
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    with pytest.raises(ValueError, match="nowhere is no checkpoint folder"):
+        StatePassingTrainer(model="nowhere", args=arguments)
 
 
 def test_a_model_of_nowhere_gets_no_lineage(tmp_path: Path) -> None:

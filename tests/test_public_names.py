@@ -1,0 +1,68 @@
+"""What users may import: every name is listed, documented, and there; nothing else is public by accident."""
+
+import importlib
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+PACKAGES = ("", "models", "trainers", "evaluation", "data", "surgery")
+
+
+def package(name: str) -> object:
+    return importlib.import_module("hf_recurrent_lengthgen" + (f".{name}" if name else ""))
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_every_public_name_is_there_and_documented(name: str) -> None:
+    module = package(name)
+    listed = module.__all__  # type: ignore[attr-defined]
+    assert sorted({*listed}) == sorted(listed)
+    for each in listed:
+        found = getattr(module, each)
+        assert not inspect.ismodule(found), each
+        if inspect.isclass(found) or inspect.isfunction(found):
+            assert inspect.getdoc(found), each
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_nothing_else_is_public(name: str) -> None:
+    module = package(name)
+    public = {
+        each
+        for each, found in vars(module).items()
+        if not each.startswith("_")
+        and not inspect.ismodule(found)
+        and getattr(found, "__module__", "").startswith("hf_recurrent_lengthgen")
+    }
+    assert public <= {*module.__all__}  # type: ignore[attr-defined]
+
+
+def test_the_package_alone_loads_nothing_heavy() -> None:
+    code = """
+import sys, hf_recurrent_lengthgen as package
+assert not {"torch", "transformers", "numpy"} & sys.modules.keys(), "heavy"
+assert package.__version__[0].isdigit()
+assert {"load_model", "stateful", "zero_state", "clone_state", "models", "trainers"} <= set(dir(package))
+assert package.models.StatefulMamba2Config.model_type == "stateful_mamba2"
+try:
+    package.nothing
+except AttributeError as error:
+    assert "has no attribute 'nothing'" in str(error)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["evalute"]])
+def test_help_versions_and_typos_load_nothing_heavy(arguments: list[str]) -> None:
+    code = """
+import sys
+from hf_recurrent_lengthgen.cli.main import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+assert not {"torch", "transformers", "numpy", "pydantic"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)
