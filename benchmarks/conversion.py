@@ -115,7 +115,7 @@ def interrupted(kind: signal.Signals, source: Path, output: Path) -> None:
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from hf_recurrent_lengthgen.cli.main import main; sys.exit(main())"
     )
-    command = [sys.executable, "-c", program, "convert", str(source), "--output_dir", str(output)]
+    command = [sys.executable, "-c", program, "convert", str(source), "--output", str(output)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     quarter = sum(path.stat().st_size for path in TensorFiles(source).paths) / 4
     while sum(path.stat().st_size for path in output.parent.glob(f".{output.name}.*.tmp/model*")) < quarter:

@@ -40,7 +40,7 @@ parser.add_argument(
 parser.add_argument("--steps", type=int, default=100, help="optimizer steps (default: %(default)s)")
 parser.add_argument("--rows", type=int, default=256, help="rows of a step (default: %(default)s)")
 parser.add_argument("--rows_at_once", type=int, default=16, help="rows that fit into memory (default: %(default)s)")
-parser.add_argument("--learning_rate", type=float, default=6e-5, help="at its peak (default: %(default)s)")
+parser.add_argument("--learning-rate", type=float, default=6e-5, help="at its peak (default: %(default)s)")
 parser.add_argument("--sequences", type=int, default=16, help="texts to evaluate on (default: %(default)s)")
 parser.add_argument("--beyond", type=int, default=16, help="evaluate up to so many lengths (default: %(default)s)")
 parser.add_argument("--smoke", action="store_true", help="a tiny random model, on the Python standard library")

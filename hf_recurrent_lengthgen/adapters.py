@@ -44,7 +44,7 @@ def holds_adapter(folder: str | os.PathLike[str]) -> bool:
 
 def to_merge(folder: str | os.PathLike[str]) -> str:
     """What to do where an adapter is not enough, for people."""
-    command = shlex.join(["lengthgen", "merge", str(folder), "--output_dir", "FOLDER"])
+    command = shlex.join(["lengthgen", "merge", str(folder), "--output", "FOLDER"])
     return f"{folder} holds an adapter (PEFT), whose results depend on another checkpoint: merge first, `{command}`"
 
 

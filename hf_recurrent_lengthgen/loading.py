@@ -197,7 +197,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 
 def _to_convert(name: str) -> str:
-    command = shlex.join(["lengthgen", "convert", name, "--output_dir", "FOLDER"])
+    command = shlex.join(["lengthgen", "convert", name, "--output", "FOLDER"])
     return f"make a checkpoint of this package of it, `{command}`."
 
 

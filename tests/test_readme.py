@@ -75,7 +75,7 @@ def test_a_stock_checkpoint_loads_into_our_class(demo_output: Path, capsys: pyte
 
 def test_the_commands_run(demo_output: Path) -> None:
     quick = {
-        "train": "--max_steps 2 --block_length 16 --report_to none --per_device_eval_batch_size 64 --eval_strategy no",
+        "train": "--max-steps 2 --block-length 16 --report-to none --per-device-eval-batch-size 64 --eval-strategy no",
         "evaluate": "--sequences 2",
         "expand": "",
         "forget": "",

@@ -142,7 +142,7 @@ def test_what_it_does_not_say_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_it_is_in_no_layout_of_others(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(trained), "--format", "fla", "--output_dir", str(tmp_path / "out")]) == 1
+    assert main(["export", str(trained), "--format", "fla", "--output", str(tmp_path / "out")]) == 1
     assert "flash-linear-attention cannot hold a model of type stateful_toy" in capsys.readouterr().err
 
 

@@ -87,8 +87,8 @@ def base(tmp_path: Path) -> list[str]:
     model.save_pretrained(tmp_path / "base")
     byte_tokenizer().save_pretrained(tmp_path / "base")
     (tmp_path / "text.txt").write_text(TEXT)
-    command = f"train --model {tmp_path}/base --data {tmp_path}/text.txt --use_cpu --block_length 8 --max_steps 4"
-    return f"{command} --per_device_train_batch_size 2 --logging_steps 1 --save_steps 2".split()
+    command = f"train --model {tmp_path}/base --data {tmp_path}/text.txt --use-cpu --block-length 8 --max-steps 4"
+    return f"{command} --per-device-train-batch-size 2 --logging-steps 1 --save-steps 2".split()
 
 
 def weights(folder: Path) -> bytes:
@@ -104,7 +104,7 @@ def test_the_command_line_trains_and_resumes_it_and_its_record_and_card_name_it(
     assert "ones (states of ones)" in " ".join(shown.split())
     assert "--ones_size" in shown
     out = tmp_path / "out"
-    toy = [*base, "--intervention", "ones", "--ones_size", "0.25", "--output_dir"]
+    toy = [*base, "--intervention", "ones", "--ones_size", "0.25", "--output"]
     assert main([*toy, str(out)]) == 0
     history = json.loads((out / "trainer_state.json").read_text())["log_history"]
     assert {entry["zero_states"] for entry in history if "loss" in entry} == {0.0}
@@ -129,7 +129,7 @@ def test_the_command_line_trains_and_resumes_it_and_its_record_and_card_name_it(
 def test_a_mixture_draws_from_it(
     ones: type[InitialStateTrainer], base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mixed = [*base, "--intervention", "mixed", "--output_dir", str(tmp_path / "out"), "--mixture"]
+    mixed = [*base, "--intervention", "mixed", "--output", str(tmp_path / "out"), "--mixture"]
     assert main([*mixed, '{"zero": 0.5, "ones": {"share": 0.5, "ones_size": 2.0}}']) == 0
     history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
     assert 0.0 < sum(entry.get("zero_states", 0.0) for entry in history) < 4.0

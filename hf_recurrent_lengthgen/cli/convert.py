@@ -24,9 +24,9 @@ Convert a checkpoint of another library into one of this package, which takes an
 and loads in Transformers anywhere, as its code travels with it. Weights are copied bit for bit, tensor by tensor, so
 little memory is needed; the source stays as it is. What it was made of is written to lineage.json.
 
-  lengthgen convert state-spaces/mamba2-130m --output_dir mamba2 --tokenizer EleutherAI/gpt-neox-20b
-  lengthgen convert tiiuae/falcon-mamba-7b --output_dir falcon --revision main
-  lengthgen convert my-training-run/model.pth --output_dir converted
+  lengthgen convert state-spaces/mamba2-130m --output mamba2 --tokenizer EleutherAI/gpt-neox-20b
+  lengthgen convert tiiuae/falcon-mamba-7b --output falcon --revision main
+  lengthgen convert my-training-run/model.pth --output converted
 
 Formats, which are detected:
 """
@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SOURCE",
         help="checkpoint folder, one .pth file, or a name on the Hub: owner/name, or owner/name/file.pth",
     )
-    parser.add_argument("--output_dir", metavar="FOLDER", required=True, help="folder for the result, new or empty")
+    parser.add_argument("--output", metavar="FOLDER", required=True, help="folder for the result, new or empty")
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit on the Hub (default: main)")
     parser.add_argument("--format", metavar="NAME", help="the layout of SOURCE (default: detected)")
     parser.add_argument(
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         help='folder or name on the Hub to copy a tokenizer from, or "bytes" (default: that of SOURCE)',
     )
     parser.add_argument(
-        "--training_length",
+        "--training-length",
         type=positive,
         metavar="T",
         help="tokens per sequence that the model was trained on, which evaluation starts from (default: known for "
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
-    output = Path(options.output_dir)
+    output = Path(options.output)
     try:
         convert_checkpoint(
             options.source,
@@ -103,7 +103,7 @@ def _summary(name: str, output: Path) -> str:
     if settings.get("training_length") is None:
         lines.append(
             f"The training length of {source.name} is not known, which evaluation starts from: give it with "
-            "--training_length here, or to each evaluation."
+            "--training-length here, or to each evaluation."
         )
     lines.append(f"Saved to {output}. Next: {shlex.join(['lengthgen', 'verify', name, str(output)])}")
     return "\n".join(lines)

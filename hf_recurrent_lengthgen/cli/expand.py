@@ -20,10 +20,10 @@ Expand the recurrent states of some layers of a trained model (StateX, arXiv:250
 size N, GLA and the like fewer and larger heads. The result is a checkpoint to post-train, whose config says what was
 done; the model given stays as it is. Weights are saved in float32, which post-training needs.
 
-  lengthgen expand AntonV/mamba2-1.3b-hf --output_dir expanded              4 layers, 4 times the state
-  lengthgen expand my-gla --output_dir expanded --layers 0 12 --num_heads 1
+  lengthgen expand AntonV/mamba2-1.3b-hf --output expanded              4 layers, 4 times the state
+  lengthgen expand my-gla --output expanded --layers 0 12 --num-heads 1
   lengthgen expand my-mamba2/config.json --factor 4 --count 8 --report      sizes only, no weights are read
-  lengthgen train --model expanded --output_dir trained --intervention none
+  lengthgen train --model expanded --output trained --intervention none
 """
 
 
@@ -35,9 +35,7 @@ def _parser() -> argparse.ArgumentParser:
         help="checkpoint folder or Hub name: ours, a stock one of these families, or a hybrid with Mamba-2 layers; "
         "for --report also a config.json",
     )
-    parser.add_argument(
-        "--output_dir", metavar="FOLDER", help="folder for the expanded model, new or empty (required)"
-    )
+    parser.add_argument("--output", metavar="FOLDER", help="folder for the expanded model, new or empty (required)")
     parser.add_argument(
         "--layers",
         nargs="+",
@@ -52,8 +50,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="X",
         help="how many times larger their states become (default: 4 in Mamba; else all heads become one)",
     )
-    size.add_argument("--state_size", type=int, metavar="N", help="state size N instead (Mamba)")
-    size.add_argument("--num_heads", type=int, metavar="N", help="heads instead (GLA and the like)")
+    size.add_argument("--state-size", type=int, metavar="N", help="state size N instead (Mamba)")
+    size.add_argument("--num-heads", type=int, metavar="N", help="heads instead (GLA and the like)")
     parser.add_argument(
         "--initialization",
         choices=("reinit", "inherit"),
@@ -62,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, help="seed of the new weights (default: 0)")
     parser.add_argument("--report", action="store_true", help="only print parameters and state elements")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run the code that a checkpoint carries")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that a checkpoint carries")
     return parser
 
 
@@ -74,14 +72,14 @@ def run(arguments: Sequence[str]) -> int:
         **{name: getattr(options, name) for name in ("count", "factor", "state_size", "num_heads")},
     }
     if options.report:
-        idle = [f"--{name}" for name in ("output_dir", "initialization", "seed") if getattr(options, name) is not None]
+        idle = [f"--{name}" for name in ("output", "initialization", "seed") if getattr(options, name) is not None]
         if idle:
             raise ValueError(f"--report makes and writes no weights: leave out {', '.join(idle)}, or --report.")
         print(expansion_report(read_config(options.model, options.trust_remote_code)[1], **expansion))
         return 0
-    if options.output_dir is None:
-        raise ValueError("Give --output_dir, the folder for the expanded model, or --report.")
-    output = Path(options.output_dir)
+    if options.output is None:
+        raise ValueError("Give --output, the folder for the expanded model, or --report.")
+    output = Path(options.output)
     check_new(output)
     if options.model.endswith(".json"):
         raise ValueError(f"{options.model} holds no weights: give the folder of a checkpoint, or --report.")
@@ -105,9 +103,9 @@ def run(arguments: Sequence[str]) -> int:
         lambda folder: record_step(folder, start, "expand", expanded.config.interventions[-1], command),
     )
     print(report)
-    train = ["--model", str(output), "--output_dir", f"{output}-trained", "--intervention", "none"]
+    train = ["--model", str(output), "--output", f"{output}-trained", "--intervention", "none"]
     if options.trust_remote_code:
-        train.append("--trust_remote_code")
+        train.append("--trust-remote-code")
     print(f"\nSaved to {output}. Next, or with another intervention: lengthgen train {shlex.join(train)}")
     return 0
 

@@ -15,8 +15,8 @@ layers, forgetting, attention layers. Carried states and lineage stay behind. Fo
 its config.json names the code of the repository that the checkpoint was converted from; for one that comes from
 elsewhere, the authors' .py files and auto_map are to be added, or fla takes an RWKV-6 for its own.
 
-  lengthgen export trained --format mamba-ssm --output_dir for-mamba-ssm
-  lengthgen export trained/checkpoint-500 --format transformers --output_dir stock
+  lengthgen export trained --format mamba-ssm --output for-mamba-ssm
+  lengthgen export trained/checkpoint-500 --format transformers --output stock
 
 Formats:
 """
@@ -27,14 +27,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("lengthgen export", description=DESCRIPTION + formats)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder of this package, or Hub name")
     parser.add_argument("--format", choices=FORMATS, required=True, help="the layout to write")
-    parser.add_argument("--output_dir", metavar="FOLDER", required=True, help="folder for the result, new or empty")
+    parser.add_argument("--output", metavar="FOLDER", required=True, help="folder for the result, new or empty")
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit on the Hub (default: main)")
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
-    layout, output = FORMATS[options.format], Path(options.output_dir)
+    layout, output = FORMATS[options.format], Path(options.output)
     try:
         export_checkpoint(options.checkpoint, output, options.format, revision=options.revision)
     except KeyboardInterrupt:

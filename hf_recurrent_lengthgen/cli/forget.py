@@ -45,12 +45,12 @@ from hf_recurrent_lengthgen.private_text import portable
 DESCRIPTION = """\
 Make a copy of a checkpoint that forgets at inference, without training (arXiv:2410.07145): its states hold the last
 tokens only (--window), or keep and take in less (--retention and --insertion; the paper takes 0.9999 and 0.75), or
-its steps are smaller (--delta_scale, as LongMamba; Mamba only). The weights stay as they are; the config of the copy
+its steps are smaller (--delta-scale, as LongMamba; Mamba only). The weights stay as they are; the config of the copy
 says how it forgets.
 
-  lengthgen forget demo-output/base --output_dir forgets --window 128
-  lengthgen forget my-mamba2 --output_dir forgets --retention 0.9999 --insertion 0.75
-  lengthgen forget my-mamba2 --output_dir forgets --search --data book.txt --split train
+  lengthgen forget demo-output/base --output forgets --window 128
+  lengthgen forget my-mamba2 --output forgets --retention 0.9999 --insertion 0.75
+  lengthgen forget my-mamba2 --output forgets --search --data book.txt --split train
   lengthgen evaluate my-mamba2 forgets
 
 --search takes that setting under which long texts have the least loss. Search on other texts than you report on.
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="checkpoint folder or Hub name: ours, a stock one of these families, or a hybrid with Mamba layers",
     )
-    parser.add_argument("--output_dir", metavar="FOLDER", help="for the copy, new or empty; --search may go without")
+    parser.add_argument("--output", metavar="FOLDER", help="for the copy, new or empty; --search may go without")
     setting = parser.add_argument_group("how to forget (with --search: what to try; several values each)")
     scale: dict[str, Any] = {"type": float, "nargs": "+", "metavar": "X"}
     setting.add_argument(
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     setting.add_argument("--retention", help="factor on the decays, above 0 and at most 1", **scale)
     setting.add_argument("--insertion", help="factor on what is written into the state", **scale)
-    setting.add_argument("--delta_scale", help="factor on the steps of Mamba, at most 1", **scale)
+    setting.add_argument("--delta-scale", help="factor on the steps of Mamba, at most 1", **scale)
     search = parser.add_argument_group("search")
     search.add_argument(
         "--search",
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     text = f"text to search on (default: {STANDARD_LIBRARY}): {DATA_HELP}"
     search.add_argument("--data", default=STANDARD_LIBRARY, metavar="DATA", help=text)
     search.add_argument("--split", help=f"split of the data (default: {USUAL_SPLIT})")
-    search.add_argument("--text_column", default="text", help="column that holds the text (default: %(default)s)")
+    search.add_argument("--text-column", default="text", help="column that holds the text (default: %(default)s)")
     search.add_argument("--tokenizer", help='tokenizer folder or name, or "bytes" (default: the model\'s own)')
     length = "tokens per text (default: %(default)s, the paper's)"
     search.add_argument("--length", type=positive, default=SEARCH_LENGTH, metavar="N", help=length)
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"JSON file to keep the results in after each setting; an interrupted search goes on from it. They are "
         f"also saved with the copy, as {SEARCH_FILE}",
     )
-    parser.add_argument("--trust_remote_code", action="store_true", help="run the code that a checkpoint carries")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that a checkpoint carries")
     return parser
 
 
@@ -108,7 +108,7 @@ def run(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     given = {name: getattr(options, name) for name in Forgetting._fields if getattr(options, name) is not None}
     refuse_adapter(options.model)
-    output = None if options.output_dir is None else Path(options.output_dir)
+    output = None if options.output is None else Path(options.output)
     if output is not None:
         check_new(output)
     found = None
@@ -122,24 +122,24 @@ def run(arguments: Sequence[str]) -> int:
             return 0
     else:
         without = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(OF_SEARCH, _NOT_GIVEN)))
-        idle = [f"--{name}" for name in OF_SEARCH if getattr(without, name) is not _NOT_GIVEN]
+        idle = [f"--{name.replace('_', '-')}" for name in OF_SEARCH if getattr(without, name) is not _NOT_GIVEN]
         if idle:
             raise ValueError(f"{', '.join(idle)} goes with --search: leave it out, or give that.")
         rule = _chosen(given)
         if output is None:
-            raise ValueError("Give --output_dir, the folder for the copy.")
+            raise ValueError("Give --output, the folder for the copy.")
     _save(options, rule, output, found, ["lengthgen", "forget", *arguments])
     return 0
 
 
 def _chosen(given: dict[str, list[Any]]) -> Forgetting:
     """The one setting to save."""
-    if several := [f"--{name}" for name, values in given.items() if len(values) > 1]:
+    if several := [f"--{name.replace('_', '-')}" for name, values in given.items() if len(values) > 1]:
         raise ValueError(f"{', '.join(several)} has several values: give one, or --search, which chooses.")
     rule = Forgetting(**{name: values[0] for name, values in given.items()})
     if rule == Forgetting():
         raise ValueError(
-            "Nothing would be forgotten: give --window, --retention, --insertion, --delta_scale or --search."
+            "Nothing would be forgotten: give --window, --retention, --insertion, --delta-scale or --search."
         )
     return rule
 

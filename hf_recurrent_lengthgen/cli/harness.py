@@ -11,9 +11,9 @@ Run lm-evaluation-harness (pip install "hf_recurrent_lengthgen[eval]") with mode
 read in pieces, and what prompts share is read once. Everything is passed on to lm_eval, whose model is "lengthgen"
 unless --model says otherwise, and which finds the tasks of this package, too.
 
-  lengthgen harness --tasks lengthgen_common_sense --model_args pretrained=MODEL --batch_size 16
-  lengthgen harness --tasks lengthgen_recall --model_args pretrained=MODEL --metadata data_dir=FOLDER
-  lengthgen harness --tasks lengthgen_pg19 --model_args pretrained=MODEL --metadata data_dir=BOOKS
+  lengthgen harness --tasks lengthgen_common_sense --model-args pretrained=MODEL --batch-size 16
+  lengthgen harness --tasks lengthgen_recall --model-args pretrained=MODEL --metadata data_dir=FOLDER
+  lengthgen harness --tasks lengthgen_pg19 --model-args pretrained=MODEL --metadata data_dir=BOOKS
   lengthgen harness ls groups
   lengthgen harness run --help
 
@@ -23,8 +23,13 @@ lengthgen_ruler, lengthgen_longbench_e, lengthgen_pg19. The README of hf_recurre
 SUBCOMMANDS = ("run", "ls", "validate")
 
 
+def _as_lm_eval_spells_it(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return f"--{name[2:].replace('-', '_')}{equals}{value}" if name.startswith("--") else argument
+
+
 def run(arguments: Sequence[str]) -> int:
-    arguments = list(arguments)
+    arguments = [_as_lm_eval_spells_it(argument) for argument in arguments]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(DESCRIPTION)
         return 0

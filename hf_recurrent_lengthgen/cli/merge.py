@@ -20,9 +20,9 @@ DESCRIPTION = """\
 Add the weights of an adapter (LoRA of PEFT) to those of its base, and save a whole checkpoint: with code, tokenizer
 and the lineage of both. It is read again and must give the logits of adapter and base. Weights are saved in float32.
 
-  lengthgen train --model base --lora_r 8 --output_dir adapter     trains an adapter
-  lengthgen merge adapter --output_dir merged                      makes a checkpoint of it
-  lengthgen merge adapter --base elsewhere/base --output_dir merged
+  lengthgen train --model base --lora-r 8 --output adapter     trains an adapter
+  lengthgen merge adapter --output merged                      makes a checkpoint of it
+  lengthgen merge adapter --base elsewhere/base --output merged
 """
 
 _READ = 32
@@ -32,17 +32,15 @@ _READ = 32
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("lengthgen merge", description=DESCRIPTION)
     parser.add_argument("adapter", metavar="ADAPTER", help="adapter folder: of lengthgen train, a trainer or PEFT")
-    parser.add_argument(
-        "--output_dir", required=True, metavar="FOLDER", help="folder for the checkpoint, new or empty"
-    )
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="folder for the checkpoint, new or empty")
     parser.add_argument("--base", metavar="MODEL", help="the base, where it is not what the adapter names")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run the code that the base carries")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the base carries")
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
-    adapter, output, trust = options.adapter, Path(options.output_dir), options.trust_remote_code
+    adapter, output, trust = options.adapter, Path(options.output), options.trust_remote_code
     if not holds_adapter(adapter):
         raise ValueError(f"{adapter} holds no adapter_config.json, so there is nothing to merge.")
     check_new(output)

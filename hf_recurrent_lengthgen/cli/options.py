@@ -73,7 +73,7 @@ Train or post-train a model that takes initial states. Every option can stand in
 "option: value", or on the command line, which wins. Defaults follow arXiv:2507.02782, B.2: 500 steps,
 AdamW(0.9, 0.95), cosine to 1e-5 after 10 % warm-up.
 
-  lengthgen train --model demo-output/base --block_length 128 --learning_rate 1e-3 --output_dir cured
+  lengthgen train --model demo-output/base --block-length 128 --learning-rate 1e-3 --output cured
 """
 
 
@@ -159,7 +159,7 @@ class RunParser(HfArgumentParser):
         super().__init__(
             (RunArguments, *configs),  # type: ignore[arg-type]
             prog="lengthgen train",
-            usage="lengthgen train [CONFIG.yaml] [--model MODEL] [--output_dir FOLDER] [--OPTION VALUE ...]",
+            usage="lengthgen train [CONFIG.yaml] [--model MODEL] [--output FOLDER] [--OPTION VALUE ...]",
             description=DESCRIPTION,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
@@ -187,8 +187,10 @@ class RunParser(HfArgumentParser):
             options["metavar"] = "BOOL" if "const" in options else known.get(options["type"], "NAME")
         if title not in self._sections:
             self._sections[title] = self.add_argument_group(title)
+        if name == "output_dir":  # as in the other commands
+            flags, options["dest"] = ("--output", *flags), name
         action = self._sections[title].add_argument(*flags, **options)
-        action.option_strings = list(flags[:1])  # spellings with "-" are understood, too, but not listed
+        action.option_strings = [flags[0].replace("_", "-")]  # other spellings are understood, too, but not listed
         return action
 
     def _is_there(self, conditions: dict[str, Any]) -> bool:
@@ -234,7 +236,7 @@ def _title(name: str) -> str | None:
 def _help(name: str, flag: str, options: dict[str, Any]) -> str:
     """The help of an option, with its default and what it goes with."""
     if flag == f"--no_{name}":
-        return f"The same as --{name} false."
+        return f"The same as --{name.replace('_', '-')} false."
     text, default = str(OUR_HELP.get(name, options.get("help"))), DEFAULTS.get(name, options.get("default"))
     if name == "intervention":
         text += "; ".join(f"{key} ({INTERVENTIONS[key].about.title})" for key in options["choices"])

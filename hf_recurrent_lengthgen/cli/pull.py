@@ -16,8 +16,8 @@ tokenizer, card, results and records, no pickles. The folder is checked against 
 differs from the installed package is named; names of files that Python would run by chance, or that some system cannot
 write, are refused.
 
-  lengthgen pull owner/name --output_dir my-checkpoint
-  lengthgen pull owner/name --revision 1a2b3c4 --output_dir my-checkpoint
+  lengthgen pull owner/name --output my-checkpoint
+  lengthgen pull owner/name --revision 1a2b3c4 --output my-checkpoint
 
 The folder is there completely or not at all. If the command stops, run it again: files that were downloaded are kept
 in the cache of the Hub's client. Checkpoints of mamba-ssm, fla, RWKV and others: lengthgen convert.
@@ -28,15 +28,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("lengthgen pull", description=DESCRIPTION)
     parser.add_argument("repo_id", metavar="OWNER/NAME", help="name on the Hub")
     parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit (default: main)")
-    parser.add_argument(
-        "--output_dir", "--output-dir", required=True, metavar="FOLDER", help="folder to make, new or empty"
-    )
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="folder to make, new or empty")
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
-    output = Path(options.output_dir)
+    output = Path(options.output)
     commit = pull_checkpoint(options.repo_id, options.revision, output)
     files = [path for path in output.rglob("*") if path.is_file()]
     print(f"{options.repo_id} at commit {commit}: {len(files)} files in {output}")

@@ -39,7 +39,6 @@ def _parser() -> argparse.ArgumentParser:
         help="delete files of a checkpoint on the Hub that are not in the folder, such as other weights or results",
     )
     parser.add_argument(
-        "--dry_run",
         "--dry-run",
         action="store_true",
         help="only show the files, the card and what is refused, also without a token or a connection",

@@ -26,8 +26,8 @@ writes the card, and pushes where --push says so; each stage is a command of its
 
   lengthgen recipe list
   lengthgen recipe show mamba2-130m-state-passing
-  lengthgen recipe run mamba2-130m-state-passing --output_dir cured --data pile --device cuda
-  lengthgen recipe run mamba2-130m-state-passing --output_dir cured --data pile --device cuda --push me/my-mamba2
+  lengthgen recipe run mamba2-130m-state-passing --output cured --data pile --device cuda
+  lengthgen recipe run mamba2-130m-state-passing --output cured --data pile --device cuda --push me/my-mamba2
   lengthgen recipe smoke mamba2-130m-state-passing       the same stages on a tiny random stand-in, seconds on a CPU
   lengthgen recipe copy my-recipes                       YAML files to change; run my-recipes/checkpoints/NAME.yaml
 
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     copy.add_argument("folder", metavar="FOLDER", help="a folder that does not exist yet")
     for action in (show, run, smoke):
         action.add_argument("name", metavar="NAME", help="name of a recipe, or a YAML file")
-    smoke.add_argument("--output_dir", metavar="FOLDER", help="new folder to keep the results in (default: not kept)")
+    smoke.add_argument("--output", metavar="FOLDER", help="new folder to keep the results in (default: not kept)")
     for action in (show, run):
         _add_run_options(action)
     run.add_argument("--from", dest="first", metavar="STAGE", help="the first stage to do; earlier ones you have done")
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output_dir", metavar="FOLDER", help="folder of the run (default: output/NAME)")
+    parser.add_argument("--output", metavar="FOLDER", help="folder of the run (default: output/NAME)")
     parser.add_argument(
         "--data", help="the text, with train and validation splits (default: as the training file says)"
     )
@@ -76,7 +76,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="to work on (default: cuda if there is one)")
     parser.add_argument("--push", metavar="OWNER/NAME", help="push the result to the Hub, privately")
     parser.add_argument(
-        "--trust_remote_code",
+        "--trust-remote-code",
         action="store_true",
         help="run the code that the source carries (tokenizers of RWKV)",
     )
@@ -98,10 +98,10 @@ def run(arguments: Sequence[str]) -> int:
     elif options.action == "smoke":
         with TemporaryDirectory(prefix="recipe-smoke-") as temporary:
             recipe = load_recipe(options.name)
-            smoke(recipe, Path(options.output_dir or temporary) / recipe.name)
+            smoke(recipe, Path(options.output or temporary) / recipe.name)
     else:
         recipe = load_recipe(options.name)
-        folder = Path(options.output_dir or f"output/{recipe.name}")
+        folder = Path(options.output or f"output/{recipe.name}")
         folder = folder.resolve() if folder == Path(".") else folder
         if options.action == "show":
             print(describe(recipe, folder, _choices(options)))
@@ -138,7 +138,7 @@ def _choices(options: argparse.Namespace) -> Choices:
         if not (equals and dot and stage and option):
             raise ValueError(f"--set takes STAGE.OPTION=VALUE, such as train.max_steps=200; got {entry!r}.")
         given.setdefault(stage, {})[option] = value
-    if reserved := given.get("train", {}).keys() & {"model", "output_dir", "resume"}:
+    if reserved := given.get("train", {}).keys() & {"model", "output", "output_dir", "resume"}:
         raise ValueError(f"--set train.{sorted(reserved)[0]} does nothing here: the run chooses it.")
     device = options.device or ("cuda" if options.action == "show" or torch.cuda.is_available() else "cpu")
     return Choices(

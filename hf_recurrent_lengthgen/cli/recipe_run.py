@@ -70,7 +70,7 @@ def _is_done(stage: Stage, folder: Path) -> bool:
     if (done := mark.read_text(encoding="utf-8")) != command:
         raise ValueError(
             f"Stage {stage.name} was done by another command ({done} instead of {command}): set its options back, "
-            f"give another --output_dir, or delete {mark.parent} and the folders of the stages after it."
+            f"give another --output, or delete {mark.parent} and the folders of the stages after it."
         )
     return True
 

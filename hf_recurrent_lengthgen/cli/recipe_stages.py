@@ -77,24 +77,24 @@ def stages(recipe: Recipe, folder: Path, choices: Choices) -> list[Stage]:
     if recipe.source.remote_code and choices.source is None and not choices.trust_remote_code:
         raise ValueError(
             f"The tokenizer of {recipe.source.model} is Python code in its repository: read it, and give "
-            "--trust_remote_code."
+            "--trust-remote-code."
         )
     source, model = recipe.source, choices.source or recipe.source.model
     converted, trained = str(folder / "convert"), str(folder / RESULT)
     remote = ("--trust-remote-code",) if choices.trust_remote_code else ()
 
-    def flags(name: str, usual: Mapping[str, Any], between: str = "-") -> list[str]:
-        return _flags({**usual, **choices.options.get(name, {})}, between)
+    def flags(name: str, usual: Mapping[str, Any]) -> list[str]:
+        return _flags({**usual, **choices.options.get(name, {})})
 
     convert = {
         **({} if choices.source is not None or Path(model).exists() else {"revision": source.revision}),
         "tokenizer": choices.tokenizer or (source.tokenizer if choices.source is None else None) or "false",
         "training_length": str(source.training_length),
     }
-    planned = [Stage("convert", ("convert", model, "--output_dir", converted, *flags("convert", convert, "_")))]
+    planned = [Stage("convert", ("convert", model, "--output", converted, *flags("convert", convert)))]
     planned.append(Stage("check", ("verify", model, converted, *flags("check", {})), remote))
     if recipe.expand is not None:
-        command = ("expand", converted, "--output_dir", str(folder / "expand"), *flags("expand", recipe.expand, "_"))
+        command = ("expand", converted, "--output", str(folder / "expand"), *flags("expand", recipe.expand))
         planned.append(Stage("expand", command, remote))
     planned.append(_train(recipe, folder, choices, remote))
     planned.append(Stage("verify", ("verify", trained, *flags("verify", {})), remote))
@@ -115,13 +115,13 @@ def _train(recipe: Recipe, folder: Path, choices: Choices, remote: tuple[str, ..
     before = "convert" if recipe.expand is None else "expand"
     options = {
         "model": str(folder / before),
-        "output_dir": str(folder / RESULT),
+        "output": str(folder / RESULT),
         **({"data": choices.data} if choices.data and recipe.data else {}),
         **recipe.train.options,
         **choices.options.get("train", {}),
     }
-    flags = [f"--{name}={value}" for name, value in options.items()]
-    hardware = (*(["--use_cpu"] if choices.device == "cpu" else []), *remote)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    hardware = (*(["--use-cpu"] if choices.device == "cpu" else []), *remote)
     return Stage("train", ("train", str(recipe.training_file), *flags), hardware)
 
 
@@ -134,7 +134,7 @@ def _measure(name: str, recipe: Recipe, folder: Path, choices: Choices, remote: 
     if name != "retrieve":
         options = {"roles": "base,cured", **options}
     models = (str(folder / "convert"), str(folder / RESULT))
-    command = (name, *models, "--output", str(folder / name), *_flags(options, "-"))
+    command = (name, *models, "--output", str(folder / name), *_flags(options))
     device = () if "device" in options else ("--device", choices.device)
     return Stage(name, command, (*device, *remote))
 
@@ -166,11 +166,11 @@ def check_commands(planned: Sequence[Stage]) -> None:
             raise ValueError(f"Stage {stage.name}: {wrong[0]}") from error
 
 
-def _flags(options: Mapping[str, Any], between: str) -> list[str]:
+def _flags(options: Mapping[str, Any]) -> list[str]:
     """Options as flags; of "true" the name alone, of "false" nothing."""
     flags = []
     for name, value in options.items():
         if value != "false":
-            flag = f"--{name.replace('_', between).replace('-', between)}"
+            flag = f"--{name.replace('_', '-')}"
             flags += [flag] if value == "true" else [flag, str(value)]
     return flags

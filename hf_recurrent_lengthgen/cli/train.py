@@ -141,7 +141,7 @@ def _with_adapter(model: PreTrainedModel, settings: RunArguments) -> Any:
         raise ValueError(f"{name} is an adapter already: leave lora_r out to train it on. {to_merge(name)}.")
     values, _ = PreTrainedConfig.get_config_dict(name)
     if values.get("model_type") in STATEFUL_CLASSES:
-        convert = shlex.join(["lengthgen", "convert", name, "--output_dir", "BASE"])
+        convert = shlex.join(["lengthgen", "convert", name, "--output", "BASE"])
         raise ValueError(
             f"{name} is of type {values['model_type']!r}, onto whose class PEFT would load the adapter, not onto "
             f"{type(model).__name__}: make a checkpoint of this package of it, `{convert}`, and train on BASE."
@@ -298,7 +298,7 @@ def _next_step(
     command += text
     if settings.trust_remote_code:
         command.append("--trust-remote-code")
-    then = ["verify", output] if not holds_adapter(output) else ["merge", output, "--output_dir", f"{output}-merged"]
+    then = ["verify", output] if not holds_adapter(output) else ["merge", output, "--output", f"{output}-merged"]
     saved = f"Saved to {output}. Next: {shlex.join(['lengthgen', *then])}, then {shlex.join(command)}"
     if settings.task != "passkey":
         return saved

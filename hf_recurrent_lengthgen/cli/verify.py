@@ -58,7 +58,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", default="cpu", help="to compute on, such as cuda (default: %(default)s)")
     parser.add_argument(
-        "--trust_remote_code",
         "--trust-remote-code",
         action="store_true",
         help="run code in the folder that is not that of the installed package",

@@ -13,12 +13,12 @@ def check_new(folder: Path) -> None:
     try:
         place = folder.resolve()
     except (OSError, RuntimeError) as error:
-        raise ValueError(f"{folder} leads nowhere ({error}): give another --output_dir.") from error
+        raise ValueError(f"{folder} leads nowhere ({error}): give another --output.") from error
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise ValueError(f"{folder} is there already and not an empty folder: give another --output_dir.")
+        raise ValueError(f"{folder} is there already and not an empty folder: give another --output.")
     nearest = next(parent for parent in (place, *place.parents) if parent.exists())
     if not nearest.is_dir():
-        raise ValueError(f"{folder} would be in {nearest}, which is no folder: give another --output_dir.")
+        raise ValueError(f"{folder} would be in {nearest}, which is no folder: give another --output.")
 
 
 @contextmanager

@@ -126,7 +126,7 @@ def _checked_folder(checkpoint: str | os.PathLike[str], trust_remote_code: bool)
     if (other := differing_code(folder)) and not trust_remote_code:
         raise ValueError(
             f"{folder} brings code that is not that of the installed package ({', '.join(other)}), which a "
-            "verification runs: look at it, and give --trust_remote_code (trust_remote_code=True) if you trust it."
+            "verification runs: look at it, and give --trust-remote-code (trust_remote_code=True) if you trust it."
         )
     return folder.resolve()
 

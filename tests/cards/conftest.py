@@ -54,9 +54,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
     torch.manual_seed(0)
     StatefulMamba2ForCausalLM(StatefulMamba2Config(**SIZES, training_length=8)).save_pretrained(work.base)
     byte_tokenizer().save_pretrained(work.base)
-    few = ("--max_steps", 3, "--per_device_train_batch_size", 2, "--logging_steps", 1, "--save_strategy", "no")
-    data = ("--data", work.text, "--block_length", 8, "--use_cpu")
-    assert run("train", "--model", work.base, "--output_dir", work.cured, *data, *few) == 0
+    few = ("--max-steps", 3, "--per-device-train-batch-size", 2, "--logging-steps", 1, "--save-strategy", "no")
+    data = ("--data", work.text, "--block-length", 8, "--use-cpu")
+    assert run("train", "--model", work.base, "--output", work.cured, *data, *few) == 0
     measured = ("--data", work.text, "--split", "train", "--length", 64, "--sequences", 3, "--no-cache")
     pair = (work.base, work.cured, "--roles", "base,cured")
     assert run("evaluate", *pair, *measured, "--output", work.results.parent) == 0

@@ -152,7 +152,7 @@ def test_the_tables_show_the_numbers_of_the_result_file(cured: Path, work: Work)
     assert rows["Mean loss, nats per token"] == f"| Mean loss, nats per token | {training.loss:.3f} |"
     assert rows["Learning rate"] == "| Learning rate | 5e-05 |"
     assert "state passing (3 steps, 48 tokens)" in text
-    assert blocks(text, "bash")[-1].startswith("lengthgen train --model base --output_dir cured --data text.txt")
+    assert blocks(text, "bash")[-1].startswith("lengthgen train --model base --output cured --data text.txt")
 
 
 def test_pictures_are_files_beside_the_card(cured: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_checkpoint_without_tokenizer_or_training_length(
     text = made.path.read_text()
     assert "model-index" not in text
     assert "How it was made is not recorded." in text
-    assert "--block_length" not in text
+    assert "--block-length" not in text
     assert not (folder / "figures").exists()
     monkeypatch.chdir(tmp_path)
     assert run_python(text)["tokens"].shape[1] > 3
@@ -318,7 +318,7 @@ def test_results_in_bfloat16_are_of_these_weights(work: Work, tmp_path: Path) ->
 
 def test_a_copy_that_forgets_has_its_own_results(work: Work, tmp_path: Path) -> None:
     forgets = tmp_path / "forgets"
-    assert main(["forget", str(work.cured), "--output_dir", str(forgets), "--window", "4"]) == 0
+    assert main(["forget", str(work.cured), "--output", str(forgets), "--window", "4"]) == 0
     with pytest.raises(ValueError, match=r"as cured, but forgets is to be evaluated with window 4"):
         build_card(forgets, [work.results])
 

@@ -41,9 +41,9 @@ def run(*arguments: Any) -> int:
 
 
 def train(model: Path, output: Path, text_file: Path, *options: Any) -> int:
-    few = ("--max_steps", 2, "--per_device_train_batch_size", 2, "--save_strategy", "no", "--learning_rate", 0.1)
+    few = ("--max-steps", 2, "--per-device-train-batch-size", 2, "--save-strategy", "no", "--learning-rate", 0.1)
     return run(
-        *("train", "--model", model, "--output_dir", output, "--data", text_file, "--block_length", 16, "--use_cpu"),
+        *("train", "--model", model, "--output", output, "--data", text_file, "--block-length", 16, "--use-cpu"),
         *few,
         *options,
     )
@@ -53,7 +53,7 @@ def train(model: Path, output: Path, text_file: Path, *options: Any) -> int:
 def adapter(checkpoint: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter of the checkpoint, with the default targets."""
     folder = tmp_path_factory.mktemp("adapter") / "adapter"
-    assert train(checkpoint, folder, text_file, "--lora-r", RANK, "--lora_alpha", ALPHA) == 0
+    assert train(checkpoint, folder, text_file, "--lora-r", RANK, "--lora-alpha", ALPHA) == 0
     return folder
 
 
@@ -154,7 +154,7 @@ def test_an_adapter_is_trained_on(adapter: Path, text_file: Path, tmp_path: Path
         ("state_passing", False, 2)
     ] * 2
     assert f"lengthgen merge {tmp_path / 'more'}" in capsys.readouterr().out
-    assert train(adapter, tmp_path / "other", text_file, "--lora_r", 3) == 1
+    assert train(adapter, tmp_path / "other", text_file, "--lora-r", 3) == 1
     assert "is an adapter already" in capsys.readouterr().err
 
 
@@ -162,7 +162,7 @@ def test_an_adapter_is_measured_as_its_merged_checkpoint(adapter: Path, text_fil
     shutil.copytree(adapter, tmp_path / "bare")
     for path in (tmp_path / "bare").glob("*token*"):  # the tokenizer is then the base's
         path.unlink()
-    assert run("merge", adapter, "--output_dir", tmp_path / "merged") == 0
+    assert run("merge", adapter, "--output", tmp_path / "merged") == 0
     options = ("--data", text_file, "--split", "train", "--length", 64, "--sequences", 2, "--no-cache")
     assert run("evaluate", tmp_path / "bare", tmp_path / "merged", *options, "--output", tmp_path / "out") == 0
     [ours, theirs] = read_result(tmp_path / "out" / "result.json", Comparison).models
@@ -174,7 +174,7 @@ def test_an_adapter_is_measured_as_its_merged_checkpoint(adapter: Path, text_fil
 
 def test_an_adapter_is_taken_by_the_other_measurements(adapter: Path, text_file: Path, tmp_path: Path) -> None:
     merged = tmp_path / "merged"
-    assert run("merge", adapter, "--output_dir", merged) == 0
+    assert run("merge", adapter, "--output", merged) == 0
     maps = []
     for model in (adapter, merged):
         out = tmp_path / f"maps of {model.name}"
@@ -260,7 +260,7 @@ def test_an_adapter_that_does_not_fit_is_refused(copied: Path, spoil: Callable[[
 
 def test_a_base_that_was_moved_is_given(copied: Path, checkpoint: Path, tmp_path: Path) -> None:
     edit(copied, base_model_name_or_path=str(tmp_path / "gone"))
-    assert run("merge", copied, "--base", checkpoint, "--output_dir", tmp_path / "merged") == 0
+    assert run("merge", copied, "--base", checkpoint, "--output", tmp_path / "merged") == 0
     with pytest.raises(ValueError, match="holds no adapter, so it has no base"):
         load_model(str(checkpoint), base=str(checkpoint))
 
@@ -269,7 +269,7 @@ def test_nothing_is_written_if_merging_changes_the_logits(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(merge, "difference", lambda *_: 0.1)
-    assert run("merge", adapter, "--output_dir", tmp_path / "new" / "merged") == 1
+    assert run("merge", adapter, "--output", tmp_path / "new" / "merged") == 1
     assert "they differ by 0.1, allowed is 1e-05" in capsys.readouterr().err
     assert list((tmp_path / "new").iterdir()) == []
 
@@ -277,9 +277,9 @@ def test_nothing_is_written_if_merging_changes_the_logits(
 def test_whole_models_are_not_merged_and_folders_not_overwritten(
     adapter: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("merge", checkpoint, "--output_dir", "somewhere") == 1
+    assert run("merge", checkpoint, "--output", "somewhere") == 1
     assert "nothing to merge" in capsys.readouterr().err
-    assert run("merge", adapter, "--output_dir", checkpoint) == 1
+    assert run("merge", adapter, "--output", checkpoint) == 1
     assert "not an empty folder" in capsys.readouterr().err
 
 
@@ -287,18 +287,18 @@ def test_whole_models_are_not_merged_and_folders_not_overwritten(
 def test_commands_for_whole_models_say_to_merge_first(
     adapter: Path, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = ("--output_dir", tmp_path / "out") if command in ("convert", "expand", "forget") else ()
+    output = ("--output", tmp_path / "out") if command in ("convert", "expand", "forget") else ()
     retention = ("--retention", 0.9) if command == "forget" else ()
     assert run(command, adapter, *output, *retention) == 1
     assert "merge first, `lengthgen merge" in capsys.readouterr().err
 
 
 REFUSED = {
-    "targets": (("--lora_r", 2, "--lora-target-modules", "nothing"), r"\['nothing'\] are no linear layers.*in_proj"),
-    "some targets": (("--lora_r", 2, "--lora_target_modules", "in_proj", "conv1d"), r"\['conv1d'\] are no linear"),
-    "rank": (("--lora_r", 0), "lora_r must be at least 1, got 0"),
-    "statex": (("--lora_r", 2, "--intervention", "statex"), "expand first, then lora_r"),
-    "learned": (("--lora_r", 2, "--intervention", "learned"), "trains the state alone"),
+    "targets": (("--lora-r", 2, "--lora-target-modules", "nothing"), r"\['nothing'\] are no linear layers.*in_proj"),
+    "some targets": (("--lora-r", 2, "--lora-target-modules", "in_proj", "conv1d"), r"\['conv1d'\] are no linear"),
+    "rank": (("--lora-r", 0), "lora_r must be at least 1, got 0"),
+    "statex": (("--lora-r", 2, "--intervention", "statex"), "expand first, then lora_r"),
+    "learned": (("--lora-r", 2, "--intervention", "learned"), "trains the state alone"),
 }
 
 
@@ -314,11 +314,11 @@ def test_an_adapter_that_would_do_nothing_is_refused(
 def test_a_base_that_peft_would_load_otherwise_is_to_be_converted(
     stock_checkpoint: Path, config_file: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bytes_ = ("--tokenizer", "bytes", "--lora_r", 2)
+    bytes_ = ("--tokenizer", "bytes", "--lora-r", 2)
     assert train(stock_checkpoint, tmp_path / "out", text_file, *bytes_) == 1
     assert "is of type 'mamba2', onto whose class PEFT would load" in (told := capsys.readouterr().err)
     assert "lengthgen convert" in told
-    assert train(config_file, tmp_path / "out", text_file, "--lora_r", 2) == 1
+    assert train(config_file, tmp_path / "out", text_file, "--lora-r", 2) == 1
     assert "give a checkpoint as model" in capsys.readouterr().err
 
 

@@ -22,7 +22,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_there_and_back(source: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["convert", source, "--output_dir", "ours", "--tokenizer", "bytes", "--training_length", "64"]
+    arguments = ["convert", source, "--output", "ours", "--tokenizer", "bytes", "--training-length", "64"]
     assert main([*arguments, "--dtype", "bfloat16"]) == 0
     said = capsys.readouterr().out
     assert "Converted theirs (mamba-ssm, licence not stated):" in said
@@ -30,19 +30,19 @@ def test_there_and_back(source: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "Saved to ours. Next: lengthgen verify theirs ours" in said
     lineage = read_lineage("ours")
     assert lineage is not None
-    assert lineage.steps[0].command.startswith("lengthgen convert theirs --output_dir ours --tokenizer bytes")
+    assert lineage.steps[0].command.startswith("lengthgen convert theirs --output ours --tokenizer bytes")
     config = json.loads(Path("ours/config.json").read_text())
     assert (config["training_length"], config["dtype"]) == (64, "bfloat16")
-    assert main(["export", "ours", "--format", "mamba-ssm", "--output_dir", "back"]) == 0
+    assert main(["export", "ours", "--format", "mamba-ssm", "--output", "back"]) == 0
     assert "Exported to back, for mamba-ssm" in capsys.readouterr().out
     weights = torch.load("back/pytorch_model.bin", weights_only=True)
     assert {value.dtype for value in weights.values()} == {torch.bfloat16}
-    assert main(["export", "ours", "--format", "transformers", "--output_dir", "stock"]) == 0
+    assert main(["export", "ours", "--format", "transformers", "--output", "stock"]) == 0
     assert load_file("stock/model.safetensors").keys() == load_file("ours/model.safetensors").keys()
 
 
 def test_a_missing_tokenizer_is_told_with_the_official_one(source: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", source, "--output_dir", "ours"]) == 0
+    assert main(["convert", source, "--output", "ours"]) == 0
     said = capsys.readouterr().out
     assert "--tokenizer EleutherAI/gpt-neox-20b" in said
     assert "The training length of theirs is not known" in said
@@ -53,14 +53,14 @@ def test_tensors_that_loading_rounds_are_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     mixed = Path(__file__).parents[1] / "conversion" / "mamba_ssm" / "mamba1_bfloat16"
-    assert main(["convert", str(mixed), "--output_dir", "ours"]) == 0
+    assert main(["convert", str(mixed), "--output", "ours"]) == 0
     said = capsys.readouterr().out
     assert "4 are finer than bfloat16 (backbone.layers.N.mixer.A_log, backbone.layers.N.mixer.D)" in said
     rounded, exact = (AutoModelForCausalLM.from_pretrained("ours", dtype=dtype) for dtype in ("auto", torch.float32))
     written = load_file("ours/model.safetensors")["backbone.layers.0.mixer.A_log"]
     assert not torch.equal(rounded.backbone.layers[0].mixer.A_log.float(), written)
     assert torch.equal(exact.backbone.layers[0].mixer.A_log, written)
-    assert main(["convert", str(mixed), "--output_dir", "all", "--dtype", "bfloat16"]) == 0
+    assert main(["convert", str(mixed), "--output", "all", "--dtype", "bfloat16"]) == 0
     assert "finer" not in capsys.readouterr().out
 
 
@@ -69,20 +69,20 @@ def test_an_export_without_the_code_that_it_needs_says_so(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_tiny_random_model("rwkv-hf", "rwkv6", tmp_path / "theirs")
-    assert main(["convert", "theirs", "--output_dir", "ours"]) == 0
-    assert main(["export", "ours", "--format", "rwkv-hf", "--output_dir", "back"]) == 0
+    assert main(["convert", "theirs", "--output", "ours"]) == 0
+    assert main(["export", "ours", "--format", "rwkv-hf", "--output", "back"]) == 0
     assert "It holds no code, and no library has its class" in capsys.readouterr().out
-    assert main(["export", "ours", "--format", "rwkv", "--output_dir", "pth"]) == 0
+    assert main(["export", "ours", "--format", "rwkv", "--output", "pth"]) == 0
     assert "no code" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["convert", "theirs", "--output_dir", "theirs"], "theirs is there already and not an empty folder"),
-        (["convert", "nothing/here/at-all", "--output_dir", "ours"], "is no folder here"),
-        (["convert", "missing.pth", "--output_dir", "ours"], "There is no file missing.pth"),
-        (["export", "theirs", "--format", "mamba-ssm", "--output_dir", "back"], "no checkpoint of this package"),
+        (["convert", "theirs", "--output", "theirs"], "theirs is there already and not an empty folder"),
+        (["convert", "nothing/here/at-all", "--output", "ours"], "is no folder here"),
+        (["convert", "missing.pth", "--output", "ours"], "There is no file missing.pth"),
+        (["export", "theirs", "--format", "mamba-ssm", "--output", "back"], "no checkpoint of this package"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -102,9 +102,9 @@ def test_an_interrupt_says_that_nothing_was_written(
     def interrupt(entry: tensor_writing.Entry) -> torch.Tensor:
         raise KeyboardInterrupt
 
-    assert main(["convert", source, "--output_dir", "ours"]) == 0
+    assert main(["convert", source, "--output", "ours"]) == 0
     monkeypatch.setattr(tensor_writing, "_tensor", interrupt)
     for arguments in (["convert", source], ["export", "ours", "--format", "transformers"]):
-        assert main([*arguments, "--output_dir", "new"]) == 130
+        assert main([*arguments, "--output", "new"]) == 130
         assert "Nothing was written to new. The same command starts again" in capsys.readouterr().out
     assert sorted(path.name for path in Path().iterdir()) == ["ours", "theirs"]

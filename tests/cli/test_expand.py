@@ -25,10 +25,10 @@ def test_a_checkpoint_is_expanded_and_can_be_trained(
     checkpoint: Path, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "expanded"
-    assert expand(checkpoint, "--output_dir", out, "--layers", 1, "--factor", 3, "--initialization", "inherit") == 0
+    assert expand(checkpoint, "--output", out, "--layers", 1, "--factor", 3, "--initialization", "inherit") == 0
     shown = capsys.readouterr().out
     assert "1      4 -> 12     64 -> 192" in shown
-    assert f"Next, or with another intervention: lengthgen train --model {out} --output_dir {out}-trained " in shown
+    assert f"Next, or with another intervention: lengthgen train --model {out} --output {out}-trained " in shown
     expanded, base = load_model(str(out)), load_model(str(checkpoint))
     assert expanded.config.layer_state_sizes == [4, 12]
     assert expanded.config.training_length == 8
@@ -36,20 +36,20 @@ def test_a_checkpoint_is_expanded_and_can_be_trained(
     torch.testing.assert_close(expanded(TOKENS).logits, base(TOKENS).logits, rtol=0, atol=1e-5)
     assert AutoTokenizer.from_pretrained(out).get_vocab() == AutoTokenizer.from_pretrained(checkpoint).get_vocab()
     assert [path.name for path in out.parent.iterdir()] == ["expanded"]
-    run = ["--data", text_file, "--block_length", 8, "--max_steps", 2, "--use_cpu", "--save_strategy", "no"]
+    run = ["--data", text_file, "--block-length", 8, "--max-steps", 2, "--use-cpu", "--save-strategy", "no"]
     trained = tmp_path / "trained"
-    assert main(["train", "--model", str(out), "--output_dir", str(trained), *map(str, run)]) == 0
+    assert main(["train", "--model", str(out), "--output", str(trained), *map(str, run)]) == 0
     assert load_model(str(trained)).config.layer_state_sizes == [4, 12]
 
 
 def test_the_trainer_of_the_command_line_expands_too_and_resumes(
     checkpoint: Path, tmp_path: Path, text_file: Path
 ) -> None:
-    run = ["train", "--model", checkpoint, "--output_dir", tmp_path / "out", "--data", text_file, "--use_cpu"]
-    run += ["--block_length", 8, "--save_steps", 2, "--intervention", "statex", "--expand_layers", 0]
-    run += ["--expand_factor", 2, "--mixture", '{"state_passing": 1.0}', "--new_weights_lr_multiplier", 3]
-    assert main([*map(str, run), "--max_steps", "2"]) == 0
-    assert main([*map(str, run), "--max_steps", "4", "--resume"]) == 0
+    run = ["train", "--model", checkpoint, "--output", tmp_path / "out", "--data", text_file, "--use-cpu"]
+    run += ["--block-length", 8, "--save-steps", 2, "--intervention", "statex", "--expand-layers", 0]
+    run += ["--expand-factor", 2, "--mixture", '{"state_passing": 1.0}', "--new-weights-lr-multiplier", 3]
+    assert main([*map(str, run), "--max-steps", "2"]) == 0
+    assert main([*map(str, run), "--max-steps", "4", "--resume"]) == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["layer_state_sizes"] == [8, 4]
     assert config["interventions"] == [
@@ -75,7 +75,7 @@ def test_a_report_needs_a_config_alone(capsys: pytest.CaptureFixture[str], tmp_p
     assert "1,343,757,312 -> 1,350,064,128 (+0.47%)" in shown
     stock = {"model_type": "gla"}  # the defaults of fla are GLA-1.3B
     (tmp_path / "config.json").write_text(json.dumps(stock))
-    assert expand(tmp_path / "config.json", "--report", "--num_heads", 1) == 0
+    assert expand(tmp_path / "config.json", "--report", "--num-heads", 1) == 0
     assert "12,582,912 -> 18,874,368 (1.50x)" in capsys.readouterr().out
 
 
@@ -91,25 +91,25 @@ def test_a_stock_checkpoint_without_tokenizer_becomes_ours(
 @needs_hybrids
 def test_a_hybrid_needs_all_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_model("bamba").save_pretrained(tmp_path / "bamba")
-    assert expand(tmp_path / "bamba", "--output_dir", tmp_path / "out") == 1
+    assert expand(tmp_path / "bamba", "--output", tmp_path / "out") == 1
     assert 'give layers="all"' in capsys.readouterr().err
-    assert expand(tmp_path / "bamba", "--output_dir", tmp_path / "out", "--layers", "all") == 0
+    assert expand(tmp_path / "bamba", "--output", tmp_path / "out", "--layers", "all") == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["mamba_d_state"] == 24
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Give --output_dir"),
-        (["--output_dir", "{full}"], "is there already and not an empty folder"),
-        (["--output_dir", "{out}", "--report"], "--report makes and writes no weights: leave out --output_dir, or"),
+        ([], "Give --output"),
+        (["--output", "{full}"], "is there already and not an empty folder"),
+        (["--output", "{out}", "--report"], "--report makes and writes no weights: leave out --output, or"),
         (["--report", "--initialization", "reinit", "--seed", "0"], "leave out --initialization, --seed, or --report"),
-        (["--output_dir", "{out}", "--factor", "inf"], "factor must be a finite number above 1, got inf"),
-        (["--output_dir", "{out}", "--factor", "nan"], "factor must be a finite number above 1, got nan"),
-        (["--output_dir", "{full}/config.json/x"], "config.json, which is no folder: give another --output_dir"),
-        (["--output_dir", "{out}", "--layers", "first"], '--layers takes numbers of layers or "all", got first'),
-        (["--output_dir", "{out}", "--layers", "7"], "layers must be some of the recurrent layers, 0, 1, got [7]"),
-        (["--output_dir", "{out}", "--num_heads", "1"], "num_heads does not apply to stateful_mamba2"),
+        (["--output", "{out}", "--factor", "inf"], "factor must be a finite number above 1, got inf"),
+        (["--output", "{out}", "--factor", "nan"], "factor must be a finite number above 1, got nan"),
+        (["--output", "{full}/config.json/x"], "config.json, which is no folder: give another --output"),
+        (["--output", "{out}", "--layers", "first"], '--layers takes numbers of layers or "all", got first'),
+        (["--output", "{out}", "--layers", "7"], "layers must be some of the recurrent layers, 0, 1, got [7]"),
+        (["--output", "{out}", "--num-heads", "1"], "num_heads does not apply to stateful_mamba2"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(
@@ -123,15 +123,15 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
 def test_a_checkpoint_that_forgets_is_refused_since_training_would_be(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["forget", str(checkpoint), "--output_dir", str(tmp_path / "forgets"), "--window", "4"]) == 0
-    assert expand(tmp_path / "forgets", "--output_dir", tmp_path / "out") == 1
+    assert main(["forget", str(checkpoint), "--output", str(tmp_path / "forgets"), "--window", "4"]) == 0
+    assert expand(tmp_path / "forgets", "--output", tmp_path / "out") == 1
     assert "forgets (window 4), so it cannot be trained, which an expansion needs: give" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["forgets"]
 
 
 def test_a_config_alone_cannot_be_expanded(config_file: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no weights: give the folder of a checkpoint, or --report"):
-        main(["--debug", "expand", str(config_file), "--output_dir", str(tmp_path / "out")])
+        main(["--debug", "expand", str(config_file), "--output", str(tmp_path / "out")])
     with pytest.raises(ValueError, match="is no checkpoint folder here"):
         main(["--debug", "expand", str(tmp_path / "nothing"), "--report"])
 
@@ -143,5 +143,5 @@ def test_a_failed_save_leaves_nothing_behind(
         raise OSError("No space left on device")
 
     monkeypatch.setattr("os.replace", full)
-    assert expand(checkpoint, "--output_dir", tmp_path / "out") == 1
+    assert expand(checkpoint, "--output", tmp_path / "out") == 1
     assert list(tmp_path.iterdir()) == []

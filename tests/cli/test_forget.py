@@ -78,7 +78,7 @@ def test_a_copy_forgets_by_itself_and_says_so(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "forgets"
-    assert forget(checkpoint, "--output_dir", out, "--window", 4) == 0
+    assert forget(checkpoint, "--output", out, "--window", 4) == 0
     shown = capsys.readouterr().out
     # of two layers: 16 x 4 state and 24 x 3 convolution; the window keeps B, x, Delta and one more of 4 tokens, + 1
     assert f"State of a sequence: {2 * (64 + 72)} -> {2 * (64 + 72 + 5 * 23)} numbers." in shown
@@ -101,7 +101,7 @@ def test_settings_of_a_search_are_refused_without_one(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert forget(checkpoint, "--output_dir", out, "--window", 4, "--data", "stdlib", "--seq", 4) == 1
+    assert forget(checkpoint, "--output", out, "--window", 4, "--data", "stdlib", "--seq", 4) == 1
     assert "--data, --sequences goes with --search" in capsys.readouterr().err
     assert not out.exists()
 
@@ -132,7 +132,7 @@ def test_a_report_names_how_a_model_forgets(
     checkpoint: Path, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "forgets"
-    assert forget(checkpoint, "--output_dir", out, "--insertion", 0.75, "--retention", 0.9999) == 0
+    assert forget(checkpoint, "--output", out, "--insertion", 0.75, "--retention", 0.9999) == 0
     options = [
         "--data",
         text_file,
@@ -161,7 +161,7 @@ def test_a_search_saves_the_best_setting_with_its_results(
     options = ["--data", text, "--split", "train", "--sequences", 3, "--length", 200, "--window", 4, 1, 10_000]
     results = tmp_path / "search.json"
     out = tmp_path / "out"
-    arguments = [harmed_by_the_past, "--output_dir", out, "--search", *options, "--results", results]
+    arguments = [harmed_by_the_past, "--output", out, "--search", *options, "--results", results]
     assert forget(*arguments) == 0
     shown = capsys.readouterr().out
     assert "Trying 4 settings on 3 texts of 200 bytes" in shown
@@ -183,7 +183,7 @@ def test_a_search_may_find_that_no_forgetting_is_best(
     text = tmp_path / "same.txt"
     text.write_text("ab" * 500)  # every byte is among the last two, and the more of them are known, the better
     options = ["--search", "--data", text, "--split", "train", "--sequences", 2, "--length", 200, "--window", 1]
-    assert forget(harmed_by_the_past, "--output_dir", tmp_path / "out", *options) == 0
+    assert forget(harmed_by_the_past, "--output", tmp_path / "out", *options) == 0
     shown = capsys.readouterr().out
     assert "No forgetting at all is best" in shown
     assert shown.endswith("So no copy is written.\n")
@@ -204,7 +204,7 @@ def test_a_search_alone_tries_the_defaults(
 @needs_hybrids
 def test_a_hybrid_forgets_where_our_package_loads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_model("bamba").save_pretrained(tmp_path / "bamba")
-    assert forget(tmp_path / "bamba", "--output_dir", tmp_path / "out", "--insertion", 0.5) == 0
+    assert forget(tmp_path / "bamba", "--output", tmp_path / "out", "--insertion", 0.5) == 0
     assert "Transformers' bamba does not" in capsys.readouterr().out
     copy, base = load_model(str(tmp_path / "out")), load_model(str(tmp_path / "bamba"))
     tokens = TOKENS % base.config.vocab_size
@@ -218,24 +218,24 @@ def test_weights_keep_their_dtype_and_a_stock_checkpoint_becomes_ours(
 ) -> None:
     half = tmp_path / "half"
     load_model(str(stock_checkpoint), dtype=torch.bfloat16).save_pretrained(half)
-    assert forget(half, "--output_dir", tmp_path / "out", "--window", 3) == 0
+    assert forget(half, "--output", tmp_path / "out", "--window", 3) == 0
     assert "holds no tokenizer, so none is saved" in capsys.readouterr().out
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (half / "model.safetensors").read_bytes()
-    assert forget(stock_checkpoint, "--output_dir", tmp_path / "ours", "--window", 3) == 0
+    assert forget(stock_checkpoint, "--output", tmp_path / "ours", "--window", 3) == 0
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["model_type"] == "stateful_mamba2"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--window", "4"], "Give --output_dir"),
-        (["--output_dir", "{full}", "--window", "4"], "is there already and not an empty folder"),
-        (["--output_dir", "{out}"], "Nothing would be forgotten"),
-        (["--output_dir", "{out}", "--retention", "1"], "Nothing would be forgotten"),
-        (["--output_dir", "{out}", "--window", "4", "8"], "--window has several values: give one, or --search"),
-        (["--output_dir", "{out}", "--window", "4", "--data", "x"], "--data goes with --search"),
-        (["--output_dir", "{out}", "--retention", "1.5"], "retention must be above 0 and at most 1, got 1.5"),
-        (["--output_dir", "{out}", "--search", "--length", "100000000"], "would fit"),
+        (["--window", "4"], "Give --output"),
+        (["--output", "{full}", "--window", "4"], "is there already and not an empty folder"),
+        (["--output", "{out}"], "Nothing would be forgotten"),
+        (["--output", "{out}", "--retention", "1"], "Nothing would be forgotten"),
+        (["--output", "{out}", "--window", "4", "8"], "--window has several values: give one, or --search"),
+        (["--output", "{out}", "--window", "4", "--data", "x"], "--data goes with --search"),
+        (["--output", "{out}", "--retention", "1.5"], "retention must be above 0 and at most 1, got 1.5"),
+        (["--output", "{out}", "--search", "--length", "100000000"], "would fit"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(
@@ -249,8 +249,8 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
 def test_a_checkpoint_that_forgets_is_not_made_to_forget_again(
     checkpoint: Path, tmp_path: Path, search: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert forget(checkpoint, "--output_dir", tmp_path / "one", "--window", 4) == 0
-    for arguments in (["--output_dir", tmp_path / "two", "--window", 8], search):
+    assert forget(checkpoint, "--output", tmp_path / "one", "--window", 4) == 0
+    for arguments in (["--output", tmp_path / "two", "--window", 8], search):
         assert forget(tmp_path / "one", *arguments) == 1
         assert "forgets already (window 4): give the checkpoint that it was made from" in capsys.readouterr().err
 
@@ -282,5 +282,5 @@ def test_a_failed_save_leaves_nothing_behind(
         raise OSError("No space left on device")
 
     monkeypatch.setattr("os.replace", full)
-    assert forget(checkpoint, "--output_dir", tmp_path / "out", "--window", 4) == 1
+    assert forget(checkpoint, "--output", tmp_path / "out", "--window", 4) == 1
     assert list(tmp_path.iterdir()) == []

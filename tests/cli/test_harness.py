@@ -25,7 +25,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[EvaluatorConfig]:
 
 
 def test_the_model_and_our_tasks_are_there(run: list[EvaluatorConfig]) -> None:
-    arguments = ["--tasks", "lengthgen_recall", "--model_args", "pretrained=m", "--metadata", "data_dir=d"]
+    arguments = ["--tasks", "lengthgen_recall", "--model-args=pretrained=m", "--metadata", "data_dir=d"]
     before = list(sys.argv)
     assert main(["harness", *arguments]) == 0
     assert main(["harness", "run", *arguments, "--model", "hf", "--include_path", "mine", "--device", "meta"]) == 0

@@ -32,9 +32,9 @@ def run(*arguments: Any) -> int:
 
 
 def train(model: Path, output: Path, text_file: Path, *options: Any) -> int:
-    few = ("--max_steps", 3, "--per_device_train_batch_size", 2, "--logging_steps", 1, "--save_strategy", "no")
-    data = ("--data", text_file, "--block_length", 8, "--use_cpu")
-    return run("train", "--model", model, "--output_dir", output, *data, *few, *options)
+    few = ("--max-steps", 3, "--per-device-train-batch-size", 2, "--logging-steps", 1, "--save-strategy", "no")
+    data = ("--data", text_file, "--block-length", 8, "--use-cpu")
+    return run("train", "--model", model, "--output", output, *data, *few, *options)
 
 
 def steps_of(folder: Path) -> tuple[Step, ...]:
@@ -48,14 +48,14 @@ def sha256(path: Path) -> str:
 
 
 def test_a_training_is_recorded_with_what_it_started_from(checkpoint: Path, tmp_path: Path, text_file: Path) -> None:
-    assert train(checkpoint, tmp_path / "out", text_file, "--learning_rate", "1e-3", "--alignment_alpha", 0.1) == 0
+    assert train(checkpoint, tmp_path / "out", text_file, "--learning-rate", "1e-3", "--alignment-alpha", 0.1) == 0
     lineage = read_lineage(tmp_path / "out")
     assert lineage is not None
     digest = sha256(checkpoint / "model.safetensors")
     assert lineage.source == Source("checkpoint", False, None, "lengthgen", None, {"model.safetensors": digest})
     [step] = lineage.steps
     assert (step.kind, step.description) == ("train", "")
-    assert step.command.startswith("lengthgen train --model checkpoint --output_dir out --data text.txt")
+    assert step.command.startswith("lengthgen train --model checkpoint --output out --data text.txt")
     assert step.versions["torch"]
     assert step.versions["python"]
     training = step.training
@@ -89,9 +89,9 @@ def test_each_command_goes_on_with_the_lineage_of_its_start(checkpoint: Path, tm
     source = Source("state-spaces/mamba2-130m", True, "a" * 40, "mamba-ssm", "apache-2.0", {"pytorch_model.bin": "0"})
     converted = Step("convert", "from mamba-ssm", "lengthgen convert state-spaces/mamba2-130m start", {"torch": "2"})
     write_lineage(start, Lineage(source, (converted,)))
-    assert run("expand", start, "--output_dir", tmp_path / "larger", "--layers", "all", "--factor", 2) == 0
+    assert run("expand", start, "--output", tmp_path / "larger", "--layers", "all", "--factor", 2) == 0
     assert train(tmp_path / "larger", tmp_path / "trained", text_file, "--intervention", "none") == 0
-    assert run("forget", tmp_path / "trained", "--output_dir", tmp_path / "forgets", "--window", 4) == 0
+    assert run("forget", tmp_path / "trained", "--output", tmp_path / "forgets", "--window", 4) == 0
     lineage = read_lineage(tmp_path / "forgets")
     assert lineage is not None
     assert lineage.source == source
@@ -103,13 +103,13 @@ def test_each_command_goes_on_with_the_lineage_of_its_start(checkpoint: Path, tm
         ("train", "", True),
         ("forget", "forgetting at inference: window 4", False),
     ]
-    assert lineage.steps[1].command == "lengthgen expand start --output_dir larger --layers all --factor 2"
-    assert lineage.steps[3].command == "lengthgen forget trained --output_dir forgets --window 4"
+    assert lineage.steps[1].command == "lengthgen expand start --output larger --layers all --factor 2"
+    assert lineage.steps[3].command == "lengthgen forget trained --output forgets --window 4"
     assert steps_of(tmp_path / "trained") == lineage.steps[:3]
 
 
 def test_a_resumed_training_is_one_step_over_all_of_it(checkpoint: Path, tmp_path: Path, text_file: Path) -> None:
-    saving = ("--save_strategy", "steps", "--save_steps", 1)
+    saving = ("--save-strategy", "steps", "--save-steps", 1)
     assert train(checkpoint, tmp_path / "out", text_file, *saving) == 0
     shutil.rmtree(tmp_path / "out" / "checkpoint-3")
     whole = steps_of(tmp_path / "out")[0].training

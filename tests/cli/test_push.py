@@ -111,13 +111,13 @@ def test_a_pull_names_the_commit_the_verification_and_how_to_load(
     assert main(["push", str(folder), "user/name"]) == 0
     capsys.readouterr()
     output = tmp_path / "out"
-    assert main(["pull", "user/name", "--output_dir", str(output)]) == 0
+    assert main(["pull", "user/name", "--output", str(output)]) == 0
     commit = hub.repositories["user/name"].branches["main"]
     assert shown(capsys) == [
         f"user/name at commit {commit}: {len(pushed_files(folder))} files in {output}",
         "Its verification is of these files.",
     ]
-    assert main(["pull", "user/name", "--output_dir", str(output)]) == 1
+    assert main(["pull", "user/name", "--output", str(output)]) == 1
     assert "is there already and not an empty folder" in capsys.readouterr().err
 
 
@@ -129,7 +129,7 @@ def test_code_that_differs_and_what_is_not_verified_is_named(
     hub.put("user/name", {"modeling_stateful_mamba2.py": code, "extra.py": b"pass\n"})
     capsys.readouterr()
     output = tmp_path / "out"
-    assert main(["pull", "user/name", "--revision", "main", "--output_dir", str(output)]) == 0
+    assert main(["pull", "user/name", "--revision", "main", "--output", str(output)]) == 0
     lines = shown(capsys)
     names = "extra.py, modeling_stateful_mamba2.py"
     assert lines[1] == f"Not verified: it has changed since it was verified ({names}). Next: lengthgen verify {output}"
@@ -141,7 +141,7 @@ def test_what_cannot_be_is_refused_in_one_line(
 ) -> None:
     assert main(["push", str(tmp_path / "none"), "user/name"]) == 1
     assert main(["push", str(folder), "a/b/c"]) == 1
-    assert main(["pull", "user/none", "--output_dir", str(tmp_path / "out")]) == 1
+    assert main(["pull", "user/none", "--output", str(tmp_path / "out")]) == 1
     first, second, third = capsys.readouterr().err.splitlines()
     assert first.endswith("none is no folder: give that of a checkpoint.")
     assert "Repo id must be in the form" in second

@@ -43,17 +43,17 @@ class Commands:
         flags = dict(itertools.pairwise(arguments))
         flags |= dict(part.split("=", 1) for part in arguments if part.startswith("--") and "=" in part)
         if stage in ("convert", "expand"):
-            folder = Path(flags["--output_dir"])
+            folder = Path(flags["--output"])
             if stage not in self.stop:  # all or nothing
                 folder.mkdir(parents=True)
                 (folder / "model.safetensors").write_text(f"{stage} of {arguments[0]}")
                 (folder / "config.json").write_text("{}")
         elif stage == "train":
-            folder = Path(flags["--output_dir"])
+            folder = Path(flags["--output"])
             folder.mkdir(exist_ok=True)
             (folder / "begun").touch()
             if stage not in self.stop:
-                (folder / "model.safetensors").write_text(f"trained {flags.get('--learning_rate')}")
+                (folder / "model.safetensors").write_text(f"trained {flags.get('--learning-rate')}")
                 (folder / "config.json").write_text("{}")
         elif stage in ("check", "verify"):
             (Path(arguments[-1] if stage == "check" else arguments[0]) / "verification.json").write_text("{}")
@@ -85,7 +85,7 @@ def newest(folder: Path) -> str | None:
 
 
 def start(*further: str) -> int:
-    return recipe.run(["run", NAME, "--output_dir", "here", "--device", "cpu", *further])
+    return recipe.run(["run", NAME, "--output", "here", "--device", "cpu", *further])
 
 
 def marks() -> set[str]:
@@ -103,7 +103,7 @@ def test_all_stages_run_in_order_and_a_second_run_writes_the_card_only(
     assert marks() == {*STAGES} - {"card"}
     by_name = dict(commands.calls)
     assert by_name["convert"][0] == "state-spaces/mamba2-130m"
-    assert by_name["train"][1:3] == ["--model=here/convert", "--output_dir=here/train"]
+    assert by_name["train"][1:3] == ["--model=here/convert", "--output=here/train"]
     assert by_name["evaluate"][:2] == ["here/convert", "here/train"]
     assert by_name["card"][-2:] == ["here/evaluate/result.json", "here/diagnose/result.json"]
 
@@ -126,14 +126,14 @@ def test_a_run_that_stops_in_a_stage_goes_on_with_it(
 
 def test_what_was_done_with_other_options_is_refused(commands: Commands) -> None:
     start("--set", "train.max_steps=5")
-    with pytest.raises(ValueError, match=r"train was done by another command .*--max_steps=5.* instead of .*=6"):
+    with pytest.raises(ValueError, match=r"train was done by another command .*--max-steps=5.* instead of .*=6"):
         start("--set", "train.max_steps=6")
     with pytest.raises(ValueError, match="delete here/train and the folders of the stages after it"):
         start()
     with pytest.raises(ValueError, match=r"evaluate was done by another command .*32768.* instead of .*64"):
         start("--set", "train.max_steps=5", "--set", "evaluate.length=64")
     assert commands.names == STAGES
-    start("--set", "train.max_steps=5", "--trust_remote_code")  # how it runs is no setting
+    start("--set", "train.max_steps=5", "--trust-remote-code")  # how it runs is no setting
     assert commands.names == [*STAGES, "card"]
 
 
@@ -160,10 +160,10 @@ def test_an_unfinished_training_is_not_continued_from_another_source(commands: C
 
 def test_a_run_may_be_moved(commands: Commands) -> None:
     recipe.run(["copy", "mine"])
-    recipe.run(["run", f"mine/checkpoints/{NAME}.yaml", "--output_dir", "here", "--device", "cpu"])
+    recipe.run(["run", f"mine/checkpoints/{NAME}.yaml", "--output", "here", "--device", "cpu"])
     Path("mine").rename("moved")
     Path("here").rename("there")
-    recipe.run(["run", f"moved/checkpoints/{NAME}.yaml", "--output_dir", "there", "--device", "cpu"])
+    recipe.run(["run", f"moved/checkpoints/{NAME}.yaml", "--output", "there", "--device", "cpu"])
     assert commands.names == [*STAGES, "card"]
 
 
@@ -214,7 +214,7 @@ def test_some_stages_only(commands: Commands) -> None:
 def test_a_run_of_another_recipe_is_left_alone(commands: Commands) -> None:
     start("--until", "train")
     with pytest.raises(ValueError, match="train was done by another command"):
-        recipe.run(["run", "mamba2-130m-tbtt", "--output_dir", "here", "--device", "cpu"])
+        recipe.run(["run", "mamba2-130m-tbtt", "--output", "here", "--device", "cpu"])
     assert commands.names == STAGES[:3]
 
 
@@ -261,7 +261,7 @@ def test_the_list_has_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_show_tells_all_of_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipe", "show", "statex-mamba2-1.3b", "--output_dir", "out", "--data", "slim"]) == 0
+    assert main(["recipe", "show", "statex-mamba2-1.3b", "--output", "out", "--data", "slim"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     for part in (
         "StateX: Enhancing RNN Recall via Post-training State Expansion",
@@ -271,8 +271,8 @@ def test_show_tells_all_of_one(capsys: pytest.CaptureFixture[str]) -> None:
         "19,073 steps of 524,288 tokens (8 rows of 65,536), 10B tokens in all",
         "NIAH-Single-2: 0.94, 0.61, 0.32 and 0.09",
         "source: Table 9",
-        "lengthgen expand out/convert --output_dir out/expand --count 4 --factor 4",
-        "--model=out/expand --output_dir=out/train --data=slim",
+        "lengthgen expand out/convert --output out/expand --count 4 --factor 4",
+        "--model=out/expand --output=out/train --data=slim",
         "lengthgen retrieve out/convert out/train --output out/retrieve --data slim --task niah",
         "lengthgen push out/train OWNER/NAME",
     ):
@@ -282,7 +282,7 @@ def test_show_tells_all_of_one(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_commands_that_are_shown_are_those_that_run(
     commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe.run(["show", NAME, "--output_dir", "here", "--device", "cpu", "--push", "me/it"])
+    recipe.run(["show", NAME, "--output", "here", "--device", "cpu", "--push", "me/it"])
     shown = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("    lengthgen")]
     start("--push", "me/it")
     names = {"check": "verify"}
@@ -334,7 +334,7 @@ def test_a_recipe_may_start_from_a_folder(commands: Commands) -> None:
     Path("official").mkdir()
     file = copy_recipes("mine") / "checkpoints" / f"{NAME}.yaml"
     file.write_text(file.read_text().replace("model: state-spaces/mamba2-130m", "model: official"))
-    assert recipe.run(["run", str(file), "--output_dir", "here", "--device", "cpu", "--until", "convert"]) == 0
+    assert recipe.run(["run", str(file), "--output", "here", "--device", "cpu", "--until", "convert"]) == 0
     called = dict(commands.calls)["convert"]
     assert called[0] == "official"
     assert "--revision" not in called

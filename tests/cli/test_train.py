@@ -105,14 +105,14 @@ def test_mimetic_switches_and_layers(
     common = {"model": config_file, "lr_scheduler_type": "constant", "learning_rate": 0, "intervention": "none"}
     assert train(**common) == 0
     plain = load_file(tmp_path / "out" / "model.safetensors")
-    chosen = ("--mimetic_switches", "a", "conv", "--mimetic_layers", "0")
+    chosen = ("--mimetic-switches", "a", "conv", "--mimetic-layers", "0")
     assert train(*chosen, **common, mimetic=True, output_dir=tmp_path / "mimetic") == 0
     mimetic = load_file(tmp_path / "mimetic" / "model.safetensors")
     changed = {name for name in plain if not torch.equal(plain[name], mimetic[name])}
     assert changed - {"backbone.layers.0.mixer.conv1d.bias"} == {
         f"backbone.layers.0.mixer.{name}" for name in ("A_log", "conv1d.weight")
     }
-    assert train("--mimetic_switches", "a", "b", **common, mimetic=True, output_dir=tmp_path / "other") == 1
+    assert train("--mimetic-switches", "a", "b", **common, mimetic=True, output_dir=tmp_path / "other") == 1
     assert "mimetic_switches must be some of a delta bc conv, got b." in capsys.readouterr().err
 
 
@@ -181,7 +181,7 @@ def test_a_file_gives_options_and_flags_win(tmp_path: Path) -> None:
         lr_scheduler_kwargs:
           min_lr: 2e-5
     """
-    values = parsed("--max_steps", "9", file=write(tmp_path / "c.yaml", text))
+    values = parsed("--max-steps", "9", file=write(tmp_path / "c.yaml", text))
     expected = {
         "block_length": 16,
         "learning_rate": 0.001,
@@ -194,7 +194,7 @@ def test_a_file_gives_options_and_flags_win(tmp_path: Path) -> None:
         "label_names": ["labels", "others"],
     }
     assert {name: values[name] for name in expected} == expected
-    settings, training, trainer = read_options(["--model", "m.json", "--use_cpu"], str(tmp_path / "c.yaml"))
+    settings, training, trainer = read_options(["--model", "m.json", "--use-cpu"], str(tmp_path / "c.yaml"))
     assert (settings.block_length, training.lr_scheduler_kwargs) == (16, {"min_lr": 2e-5})
     assert trainer is StatePassingTrainer
     assert not training.carry_conv_state
@@ -203,7 +203,7 @@ def test_a_file_gives_options_and_flags_win(tmp_path: Path) -> None:
 def test_training_from_a_file(checkpoint: Path, text_file: Path, tmp_path: Path) -> None:
     lines = {"model": checkpoint, "data": text_file, "output_dir": tmp_path / "out", "learning_rate": "1e-3"} | TINY
     path = write(tmp_path / "config.yaml", "".join(f"{name}: {value}\n" for name, value in lines.items()))
-    assert main(["train", str(path), "--max_steps", "1"]) == 0
+    assert main(["train", str(path), "--max-steps", "1"]) == 0
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     assert state["global_step"] == 1
 
@@ -260,21 +260,21 @@ def test_defaults_are_the_papers() -> None:
     assert (values["adam_beta2"], values["warmup_steps"], values["max_grad_norm"]) == (0.95, 0.1, 1.0)
     assert values["lr_scheduler_type"] == "cosine_with_min_lr"
     assert values["lr_scheduler_kwargs"] == {"min_lr": 1e-5}
-    run, training, _ = read_options(["--model", "m", "--output_dir", "o", "--use_cpu"])
+    run, training, _ = read_options(["--model", "m", "--output", "o", "--use-cpu"])
     assert run.block_length == 2048
     assert isinstance(training, StatePassingConfig)
     assert training.state_drop_probability == 0.1
 
 
 def test_epochs_replace_the_default_number_of_steps_and_another_schedule_its_settings() -> None:
-    values = parsed("--num_train_epochs", "2", "--lr_scheduler_type", "linear")
+    values = parsed("--num-train-epochs", "2", "--lr-scheduler-type", "linear")
     assert (values["num_train_epochs"], values["max_steps"], values["lr_scheduler_kwargs"]) == (2, -1, None)
     assert "num_train_epochs" not in parsed()
-    assert parsed("--max_steps", "-1", "--num_train_epochs", "2")["max_steps"] == -1
+    assert parsed("--max-steps", "-1", "--num-train-epochs", "2")["max_steps"] == -1
 
 
 @pytest.mark.parametrize(
-    "given", ["--num_train_epochs 2 --max_steps 3", "--max_steps 0", "--max_steps -1", "--max_steps -2"]
+    "given", ["--num-train-epochs 2 --max-steps 3", "--max-steps 0", "--max-steps -1", "--max-steps -2"]
 )
 def test_steps_or_epochs_count(given: str) -> None:
     with pytest.raises(ValueError, match="give either max_steps of at least 1 or num_train_epochs"):
@@ -295,16 +295,16 @@ def test_the_help_shows_what_most_people_need_and_all_if_asked(capsys: pytest.Ca
         shown[option] = capsys.readouterr().out
     positions = [
         shown["--help"].index(part)
-        for part in ("what to train:", "--model TEXT", "--resume", "training (most used", "--max_steps N")
+        for part in ("what to train:", "--model TEXT", "--resume", "training (most used", "--max-steps N")
     ]
     assert positions == sorted(positions)
     for text in shown.values():
-        assert "--state_drop_probability" in text
+        assert "--state-drop-probability" in text
         assert "%(" not in text
         assert "10 % warm-up" in text
         assert "default: None" not in text.split("other options")[0]
-    assert "--torch_compile " not in shown["--help"]
-    assert "--torch_compile " in shown["--help-all"]
+    assert "--torch-compile " not in shown["--help"]
+    assert "--torch-compile " in shown["--help-all"]
     assert len(shown["--help"].splitlines()) < 240
 
 
@@ -446,7 +446,7 @@ def test_a_checkpoint_is_not_overwritten_by_its_own_training(
 
 
 def test_an_args_file_beside_the_program_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "lengthgen.args", "--max_steps 3")
+    write(tmp_path / "lengthgen.args", "--max-steps 3")
     monkeypatch.setattr("sys.argv", [os.fspath(tmp_path / "lengthgen")])
     assert parsed()["max_steps"] == 500
 
@@ -559,24 +559,24 @@ def test_a_state_learned_alone_leaves_the_lineage_of_the_checkpoint_in_its_folde
 @pytest.mark.parametrize(
     ("arguments", "length_before", "following"),
     [
-        ("--model m --intervention none --block_length 8", 8, "evaluate m out --roles base,control"),
-        ("--model m --alignment_alpha 1 --intervention none", None, "evaluate m out --roles base,cured"),
-        ("--model m --block_length 8", 4, "evaluate m out --roles base,cured --training-length 8"),
+        ("--model m --intervention none --block-length 8", 8, "evaluate m out --roles base,control"),
+        ("--model m --alignment-alpha 1 --intervention none", None, "evaluate m out --roles base,cured"),
+        ("--model m --block-length 8", 4, "evaluate m out --roles base,cured --training-length 8"),
         ("--model m --tokenizer bytes", None, "evaluate m out --roles base,cured --tokenizer bytes"),
-        ("--model m --trust_remote_code", None, "evaluate m out --roles base,cured --trust-remote-code"),
+        ("--model m --trust-remote-code", None, "evaluate m out --roles base,cured --trust-remote-code"),
         ("--model m/config.json", None, "evaluate out"),
         ("--model m --task copying", None, "accuracy out"),
     ],
 )
 def test_what_to_measure_next(arguments: str, length_before: int | None, following: str) -> None:
-    settings, training, _ = read_options([*arguments.split(), "--output_dir", "out"])
+    settings, training, _ = read_options([*arguments.split(), "--output", "out"])
     told = command._next_step(settings, training, length_before)
     assert told == f"Saved to out. Next: lengthgen verify out, then lengthgen {following}"
 
 
 @pytest.mark.parametrize(
     ("accelerator", "given", "pinned"),
-    [(False, [], False), (True, [], True), (False, ["--dataloader_pin_memory"], True)],
+    [(False, [], False), (True, [], True), (False, ["--dataloader-pin-memory"], True)],
 )
 def test_memory_is_pinned_for_an_accelerator_or_if_asked_for(
     accelerator: bool, given: list[str], pinned: bool, monkeypatch: pytest.MonkeyPatch
@@ -584,7 +584,7 @@ def test_memory_is_pinned_for_an_accelerator_or_if_asked_for(
     seen: list[Any] = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator)
     monkeypatch.setattr(command, "train", lambda *values: seen.append(values))
-    assert command.run(["--model", "m", "--output_dir", "out", *given]) == 0
+    assert command.run(["--model", "m", "--output", "out", *given]) == 0
     assert seen[0][1].dataloader_pin_memory is pinned
 
 
@@ -632,7 +632,7 @@ def test_options_that_contradict_each_other_are_refused(
 
 
 PASSKEY = "--task passkey"
-BABILONG = "--task babilong --task_files f"
+BABILONG = "--task babilong --task-files f"
 SCRATCH = "--mimetic --model m.json"
 
 
@@ -643,9 +643,9 @@ SCRATCH = "--mimetic --model m.json"
         ("mixture {}", "", """--intervention mixed --mixture {"zero":1.0}""", "intervention mixed or statex"),
         ("data x.txt", PASSKEY, BABILONG, "task text or babilong"),
         ("data_split train", PASSKEY, BABILONG, "task text or babilong"),
-        ("eval_data stdlib", "", "--eval_strategy epoch", "eval_strategy steps or epoch and task text or babilong"),
-        ("eval_data stdlib", f"{PASSKEY} --eval_strategy steps", f"{BABILONG} --eval_strategy steps", "eval_strategy"),
-        ("eval_data_split validation", "", "--eval_strategy steps", "eval_strategy steps or epoch"),
+        ("eval_data stdlib", "", "--eval-strategy epoch", "eval_strategy steps or epoch and task text or babilong"),
+        ("eval_data stdlib", f"{PASSKEY} --eval-strategy steps", f"{BABILONG} --eval-strategy steps", "eval_strategy"),
+        ("eval_data_split validation", "", "--eval-strategy steps", "eval_strategy steps or epoch"),
         ("chunks_before_reset 12", "", "--intervention tbtt", "intervention mixed or statex or tbtt"),
         ("reset_at_document", "--intervention none", "--intervention tbtt", "intervention mixed or statex or tbtt"),
         ("minimum_document_tokens 0", BABILONG, "", "task text"),
@@ -657,14 +657,14 @@ SCRATCH = "--mimetic --model m.json"
         ("mimetic_offset 0", "--mimetic false", SCRATCH, "mimetic"),
         ("mimetic_layers 0", "", SCRATCH, "mimetic"),
         ("mimetic_switches a", "", SCRATCH, "mimetic"),
-        ("lora_alpha 4", "", "--lora_r 2", "lora_r"),
+        ("lora_alpha 4", "", "--lora-r 2", "lora_r"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_unknown(
     option: str, elsewhere: str, fitting: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, _, value = option.partition(" ")
-    common = "--model m --output_dir o --use_cpu"
+    common = "--model m --output o --use-cpu"
     file = write(tmp_path / "c.yaml", f"{name}: {value or 'true'}\n")
     for first in ([*f"{common} --{option} {elsewhere}".split()], [*f"{common} {elsewhere}".split(), str(file)]):
         given = first if first[-1] != str(file) else first[:-1]
@@ -677,16 +677,16 @@ def test_an_option_that_would_do_nothing_is_unknown(
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("--text_column x --data stdlib", "text_column does nothing here: it goes with data other than stdlib"),
+        ("--text-column x --data stdlib", "text_column does nothing here: it goes with data other than stdlib"),
         (
-            """--chunks_before_reset 12 --intervention mixed --mixture {"zero":1.0}""",
+            """--chunks-before-reset 12 --intervention mixed --mixture {"zero":1.0}""",
             "chunks_before_reset does nothing here: it goes with tbtt, which has no share",
         ),
     ],
 )
 def test_options_that_do_nothing_here_are_refused(given: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        read_options(f"--model m --output_dir o --use_cpu {given}".split())
+        read_options(f"--model m --output o --use-cpu {given}".split())
 
 
 def test_the_length_of_the_aligned_crops_is_the_training_length(

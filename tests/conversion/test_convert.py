@@ -60,7 +60,7 @@ def test_config_and_code_are_what_save_pretrained_writes(source: Path, tmp_path:
 
 def test_the_lineage_tells_source_licence_digests_and_command(source: Path, tmp_path: Path) -> None:
     (source / "README.md").write_text(CARD)
-    convert_checkpoint(str(source), tmp_path / "ours", command="lengthgen convert theirs --output_dir ours")
+    convert_checkpoint(str(source), tmp_path / "ours", command="lengthgen convert theirs --output ours")
     lineage = read_lineage(tmp_path / "ours")
     assert lineage is not None
     assert lineage.source is not None
@@ -68,7 +68,7 @@ def test_the_lineage_tells_source_licence_digests_and_command(source: Path, tmp_
     assert (lineage.source.format, lineage.source.license) == ("mamba-ssm", "apache-2.0")
     assert lineage.source.files == {"pytorch_model.bin": file_digest(source / "pytorch_model.bin")}
     (step,) = lineage.steps
-    assert (step.kind, step.command) == ("convert", "lengthgen convert theirs --output_dir ours")
+    assert (step.kind, step.command) == ("convert", "lengthgen convert theirs --output ours")
 
 
 def test_a_card_that_cannot_be_read_is_named(source: Path, tmp_path: Path) -> None:

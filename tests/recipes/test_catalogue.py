@@ -167,7 +167,8 @@ OF_OTHER_MODELS = r"--model output/(gla|rwkv6)-70m|--intervention state_passing|
 def test_every_run_of_the_readme_from_an_official_checkpoint_is_that_of_a_recipe(arguments: str) -> None:
     file, *flags = shlex.split(arguments)
     values = yaml.load((RECIPES / file).read_text(), Loader=yaml.BaseLoader)
-    values.update({flag.removeprefix("--"): value for flag, value in zip(flags[::2], flags[1::2], strict=True)})
+    names = [flag.removeprefix("--").replace("-", "_") for flag in flags[::2]]
+    values.update(zip(["output_dir" if name == "output" else name for name in names], flags[1::2], strict=True))
     model = values.pop("model").rpartition("/")[2].removesuffix("-hf").removeprefix("statex-")
     expanded = ("--model" not in flags and file.startswith("statex")) or "output/statex-" in arguments
     del values["output_dir"]

@@ -45,7 +45,7 @@ def pushable(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]
         arguments += [part for name, value in options.items() for part in ("--set", f"{stage}.{name}={value}")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LENGTHGEN_CACHE", str(place / "cache"))
-        assert main([*arguments, "--output_dir", str(place / "run"), "--until", "card"]) == 0
+        assert main([*arguments, "--output", str(place / "run"), "--until", "card"]) == 0
     return arguments, place / "run"
 
 
@@ -54,7 +54,7 @@ def command(pushable: tuple[list[str], Path], tmp_path: Path) -> list[str]:
     """A command whose run has everything done but the push."""
     arguments, run = pushable
     shutil.copytree(run, tmp_path / "run")
-    return [*arguments, "--output_dir", str(tmp_path / "run")]
+    return [*arguments, "--output", str(tmp_path / "run")]
 
 
 def on_the_hub(hub: Endpoint) -> dict[str, bytes]:  # noqa: F811
@@ -89,7 +89,7 @@ def test_from_convert_to_a_stranger_that_loads_it(
     assert b"license: mit" in pushed["README.md"]
     assert not any(str(tmp_path).encode() in content for content in pushed.values())
     commit = hub.repositories["user/cured"].at("main").id
-    assert main(["pull", "user/cured", "--revision", commit, "--output_dir", str(tmp_path / "pulled")]) == 0
+    assert main(["pull", "user/cured", "--revision", commit, "--output", str(tmp_path / "pulled")]) == 0
     pulled = {p.relative_to(tmp_path / "pulled").as_posix() for p in (tmp_path / "pulled").rglob("*") if p.is_file()}
     assert pulled == pushed.keys() - {".gitattributes"}
     program = [*PYTHON, STRANGERS_LOGITS, "user/cured", commit]

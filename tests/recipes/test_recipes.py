@@ -135,10 +135,10 @@ def test_the_snippets_of_the_readme(tmp_path: Path) -> None:
     text = (RECIPES / "README.md").read_text()
     [mixture] = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
     (tmp_path / "mixed.yaml").write_text(textwrap.dedent(mixture))
-    _, training, trainer = read_options(["--model", "m", "--use_cpu"], str(tmp_path / "mixed.yaml"))
+    _, training, trainer = read_options(["--model", "m", "--use-cpu"], str(tmp_path / "mixed.yaml"))
     assert trainer is MixedStatesTrainer
     assert training.mixture == {"zero": 0.1, "state_passing": 0.45, "fitted_noise": 0.45}  # type: ignore[attr-defined]
-    [arguments] = re.findall(r"torchrun --nproc-per-node 2 -m hf_recurrent_lengthgen.cli.main train (.*)\n", text)
+    [arguments] = re.findall(r"torchrun --nproc_per_node 2 -m hf_recurrent_lengthgen.cli.main train (.*)\n", text)
     rows = values_of(arguments)
     per_step = 2 * int(rows["per_device_train_batch_size"]) * int(rows["gradient_accumulation_steps"])
     assert per_step * int(rows["block_length"]) == TOKENS_PER_STEP
@@ -152,7 +152,8 @@ def values_of(arguments: str) -> dict[str, Any]:
     """Options of "FILE --flag value ..." as they are written: flags win over the file."""
     file, *flags = shlex.split(arguments)
     values: dict[str, Any] = yaml.load((RECIPES / file).read_text(), Loader=yaml.BaseLoader)
-    values.update({flag.removeprefix("--"): value for flag, value in zip(flags[::2], flags[1::2], strict=True)})
+    names = [flag.removeprefix("--").replace("-", "_") for flag in flags[::2]]
+    values.update(zip(["output_dir" if name == "output" else name for name in names], flags[1::2], strict=True))
     return values
 
 
@@ -174,7 +175,7 @@ def is_number(text: str) -> bool:
 @pytest.mark.parametrize("arguments", COMMANDS, ids=RUNS)
 def test_every_run_is_accepted_as_it_is_written(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(RECIPES)
-    arguments = arguments.replace("SIGMA", "0.1") + " --use_cpu true"
+    arguments = arguments.replace("SIGMA", "0.1") + " --use-cpu true"
     file, *flags = shlex.split(arguments)
     if "/llama" in file:
         settings, training = align_llama.read([file, *flags])
@@ -194,7 +195,7 @@ def test_every_run_is_accepted_as_it_is_written(arguments: str, monkeypatch: pyt
 @pytest.mark.parametrize("values", RUNS.values(), ids=RUNS)
 def test_models_are_files_here_official_checkpoints_or_results_of_other_runs(values: dict[str, Any]) -> None:
     model = values["model"]
-    expanded = re.findall(r"`lengthgen expand .* --output_dir (\S+)`", (RECIPES / "README.md").read_text())
+    expanded = re.findall(r"`lengthgen expand .* --output (\S+)`", (RECIPES / "README.md").read_text())
     assert len(expanded) == 2
     assert (
         (RECIPES / model).is_file()

@@ -50,7 +50,7 @@ def small_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def smoke(name: str, folder: Path) -> None:
     """Run it, and look at what is there at the end."""
-    assert main(["recipe", "smoke", name, "--output_dir", str(folder)]) == 0
+    assert main(["recipe", "smoke", name, "--output", str(folder)]) == 0
     (run,) = folder.glob("*/run")
     names = {path.name for path in (run / "train").iterdir()}
     assert {"config.json", "model.safetensors", "lineage.json", "verification.json", "README.md"} <= names

@@ -41,7 +41,7 @@ def test_code_that_computes_something_else_is_caught(checkpoint: Path, capsys: p
     with pytest.raises(ValueError, match=r"code that is not that of the installed package \(norms.py\)"):
         verify_checkpoint(checkpoint)
     assert read_verification(checkpoint) == STALE  # nothing was found out
-    assert main(["verify", str(checkpoint), "--trust_remote_code", "--length", "9"]) == 1
+    assert main(["verify", str(checkpoint), "--trust-remote-code", "--length", "9"]) == 1
     shown = capsys.readouterr().out
     assert "not verified: logits, final states. No verification.json is left" in shown
     assert read_verification(checkpoint) is None
