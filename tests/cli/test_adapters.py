@@ -122,7 +122,7 @@ def test_a_merged_checkpoint_has_weights_code_tokenizer_and_the_whole_lineage(
     adapter: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "merged"
-    assert run("merge", adapter, "--output-dir", out) == 0
+    assert run("merge", adapter, "--output", out) == 0
     assert "as before to" in (shown := capsys.readouterr().out)
     assert f"lengthgen verify {out}" in shown
     model = load_model(str(out))
@@ -136,7 +136,7 @@ def test_a_merged_checkpoint_has_weights_code_tokenizer_and_the_whole_lineage(
     assert [step.kind for step in lineage.steps] == ["train", "merge"]
     assert lineage.steps[0].training is not None
     assert lineage.steps[0].training.adapter == Adapter("LORA", 2, 6.0, ("in_proj", "out_proj"))
-    assert lineage.steps[1].command == "lengthgen merge adapter --output-dir merged"
+    assert lineage.steps[1].command == "lengthgen merge adapter --output merged"
     assert (model.config.training_length, len(model.config.interventions)) == (16, 1)
     assert run("card", out) == 0
     assert "merged an adapter (LoRA of rank 2" in (out / "README.md").read_text()

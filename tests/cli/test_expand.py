@@ -83,7 +83,7 @@ def test_a_stock_checkpoint_without_tokenizer_becomes_ours(
     stock_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "out").mkdir()
-    assert expand(stock_checkpoint, "--output-dir", tmp_path / "out", "--count", 1, "--state-size", 6) == 0
+    assert expand(stock_checkpoint, "--output", tmp_path / "out", "--count", 1, "--state-size", 6) == 0
     assert "holds no tokenizer, so none is saved" in capsys.readouterr().out
     assert load_model(str(tmp_path / "out")).config.layer_state_sizes == [6, 4]
 

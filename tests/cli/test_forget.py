@@ -108,7 +108,7 @@ def test_settings_of_a_search_are_refused_without_one(
 
 def test_a_process_without_our_package_forgets_too(checkpoint: Path, tmp_path: Path) -> None:
     options = ["--retention", 0.9, "--insertion", 0.5, "--window", 7, "--delta-scale", 0.5]
-    assert forget(checkpoint, "--output-dir", tmp_path / "out", *options) == 0
+    assert forget(checkpoint, "--output", tmp_path / "out", *options) == 0
     torch.save(TOKENS, tmp_path / "in.pt")
     code = """
 model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)

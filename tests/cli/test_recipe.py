@@ -139,7 +139,7 @@ def test_what_was_done_with_other_options_is_refused(commands: Commands) -> None
 
 def test_other_settings_in_a_copied_recipe_and_stages_before_the_first_are_seen(commands: Commands) -> None:
     recipe.run(["copy", "mine"])
-    given = ["run", f"mine/checkpoints/{NAME}.yaml", "--output_dir", "here", "--device", "cpu"]
+    given = ["run", f"mine/checkpoints/{NAME}.yaml", "--output", "here", "--device", "cpu"]
     recipe.run(given)
     with pytest.raises(ValueError, match=r"Stage convert was done by another command"):
         recipe.run([*given, "--source", "other", "--from", "train"])
