@@ -32,6 +32,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import check_tokens
 from hf_recurrent_lengthgen.loading import load_language_model, load_tokenizer
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.plotting.names import short_names
+from hf_recurrent_lengthgen.records import read_lineage
 
 Settings = TypeVar("Settings", bound=EvaluationSettings)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -201,8 +202,8 @@ def _roles(options: argparse.Namespace) -> list[Any]:
 
 
 def _training_length(names: list[str], models: list[Any]) -> int:
-    """The training length that the configs name; says so where some name none, and takes that of the others."""
-    found = {name: getattr(model.config, "training_length", None) for name, model in zip(names, models, strict=True)}
+    """The training length that configs or lineages name; where some name none, they get that of the others, told."""
+    found = {name: _length_of(name, model) for name, model in zip(names, models, strict=True)}
     lengths = {length for length in found.values() if length is not None}
     if len(lengths) == 1:
         [length] = lengths
@@ -217,6 +218,13 @@ def _training_length(names: list[str], models: list[Any]) -> int:
         raise ValueError(f"The config of {names[0]} names no training length: give --training-length.")
     told = ", ".join(f"{name}: {length}" for name, length in found.items())
     raise ValueError(f"The models have different training lengths ({told}): give one with --training-length.")
+
+
+def _length_of(name: str, model: Any) -> int | None:
+    length: int | None = getattr(model.config, "training_length", None)
+    lineage = None if length is not None else read_lineage(name)
+    lengths = [step.training.training_length for step in lineage.steps if step.training] if lineage else []
+    return lengths[-1] if lengths else length
 
 
 def model_label(name: str, config: Any) -> str:

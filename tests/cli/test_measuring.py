@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +24,12 @@ from transformers import (
 
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.measuring import _training_length
-from hf_recurrent_lengthgen.data import byte_tokenizer, evaluation_sequences, token_stream
+from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences, token_stream
 from hf_recurrent_lengthgen.evaluation import context_harm, streaming
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import Comparison
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
 from tests.evaluation.test_stateful_models import plain_nll
 
 SIZES = {"vocab_size": 384, "hidden_size": 8, "num_hidden_layers": 1}
@@ -199,6 +201,25 @@ def test_models_of_different_training_lengths_need_the_option(
     given = ["--data", str(text_file), "--split", "train", "--tokenizer", "bytes", "--output", str(tmp_path / "out")]
     assert main(["evaluate", str(checkpoint), str(tmp_path / "other"), *given]) == 1
     assert "different training lengths" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_a_script_of_ones_own_is_measured_by_its_lineage(
+    checkpoint: Path, tmp_path: Path, text_file: Path
+) -> None:
+    config = StatefulMamba2ForCausalLM.from_pretrained(checkpoint).config
+    config.training_length = None
+    stock = shutil.copytree(checkpoint, tmp_path / "stock")
+    config.save_pretrained(stock)
+    arguments = StatePassingConfig(
+        str(tmp_path / "trained"), max_steps=1, save_strategy="no", report_to="none", dataloader_pin_memory=False
+    )
+    blocks = PackedBlocks(torch.arange(120) % 50 + 3, length=11)
+    trainer = StatePassingTrainer(str(stock), arguments, train_dataset=blocks)
+    trainer.train()
+    trainer.save_model()
+    model = StatefulMamba2ForCausalLM.from_pretrained(tmp_path / "trained")
+    assert model.config.training_length is None
+    assert _training_length([str(tmp_path / "trained")], [model]) == 11
 
 
 def test_a_training_length_from_another_model_is_told(capsys: pytest.CaptureFixture[str]) -> None:
