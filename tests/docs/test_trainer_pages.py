@@ -1,0 +1,176 @@
+"""The pages on training: their code and commands run, their tables are those of the code."""
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_recurrent_lengthgen.cli.main import COMMANDS, main
+from hf_recurrent_lengthgen.trainers import (
+    AlignmentConfig,
+    FittedNoiseConfig,
+    InitialStateConfig,
+    LearnedStateConfig,
+    MixedStatesConfig,
+    RandomNoiseConfig,
+    StatePassingConfig,
+    StateXConfig,
+    TbttConfig,
+)
+from tests.test_readme import demo_output  # noqa: F401
+
+DOCS = Path(__file__).parents[2] / "docs"
+TABLES: dict[str, type[InitialStateConfig]] = {
+    "index": InitialStateConfig,
+    "state_passing": StatePassingConfig,
+    "tbtt": TbttConfig,
+    "random_noise": RandomNoiseConfig,
+    "fitted_noise": FittedNoiseConfig,
+    "mixed": MixedStatesConfig,
+    "learned_state": LearnedStateConfig,
+    "alignment": AlignmentConfig,
+    "statex": StateXConfig,
+}
+PAGES = [*(f"trainers/{name}" for name in TABLES), "with_trl", "scaling_out", "troubleshooting"]
+SHRUNK = {
+    r'\.texts\("(train|validation)"\)': r'.texts("\1")[:4]',
+    r"max_steps=\d+": "max_steps=2, report_to='none', dataloader_pin_memory=False",
+    r"length=4096": "length=1024",
+}
+"""What makes the code of pages quick."""
+TRAINING = "--max-steps 2 --report-to none --per-device-train-batch-size 4"
+QUICK = {
+    "train": f"{TRAINING} --block-length 16 --data texts",
+    "evaluate": "--sequences 2 --length 64 --data texts --split train",
+    "diagnose": "--sequences 2 --length 256 --patched-heads 0 --data texts --split train",
+    "expand": "",
+    "merge": "",
+    "verify": "--length 70",
+}
+"""Small settings for commands, the last of an option wins."""
+CHECKPOINT = {"first/checkpoint-10": "first/checkpoint-2"}
+"""What two steps write instead."""
+LAUNCHERS = ("torchrun", "accelerate")
+CITED = {
+    "arXiv:2507.02782, section": "[Buitrago Ruiz and Gu (2025)](https://arxiv.org/abs/2507.02782), section",
+    "(Output Alignment,": "([Du et al. (2025)](https://arxiv.org/abs/2506.11769),",
+    "(StateX, 4.4)": "([Shen et al. (2025)](https://arxiv.org/abs/2509.22630), 4.4)",
+    "(the paper's choice, 4.3)": "(the choice of Shen et al., 4.3)",
+    "as in section 4.4, else 0": "as in the paper, else 0",
+}
+"""Papers, in help texts and in pages."""
+
+
+def text_of(page: str) -> str:
+    return (DOCS / f"{page}.md").read_text(encoding="utf-8")
+
+
+def blocks_of(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text_of(page), flags=re.DOTALL)
+
+
+def settings_table(name: str) -> str:
+    """The settings of a method with their help; on the page of the alignment loss, those of the loss."""
+    config = TABLES[name]
+    shared = InitialStateConfig.method_fields()
+    own = shared if name == "index" else config.method_fields() - shared
+    if name == "alignment":
+        own = {setting for setting in shared if setting.startswith("alignment_")}
+    rows = ["| setting | meaning |", "|---|---|"]
+    for item in fields(config):
+        if item.name in own:
+            told = item.metadata["help"]
+            for given, cited in CITED.items():
+                told = told.replace(given, cited)
+            rows.append(f"| `{item.name}` | {told} |")
+    return "\n".join(rows)
+
+
+def shrunk(code: str) -> str:
+    for given, quick in SHRUNK.items():
+        code = re.sub(given, quick, code)
+    return code
+
+
+def commands_of(page: str) -> list[list[str]]:
+    """The arguments of `lengthgen`, also where a launcher starts it."""
+    found = []
+    for block in blocks_of(page, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line)
+            if words and words[0] in LAUNCHERS:
+                found.append(words[words.index("hf_recurrent_lengthgen.cli.main") + 1 :])
+            elif words and words[0] == "lengthgen":
+                found.append(words[1:])
+    return found
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`gradient_checkpointing` is deprecated:FutureWarning",  # TRL's configs have both names
+    "ignore:This sequence already has </s>:UserWarning",  # TRL and ByT5 both end texts
+)
+@pytest.mark.parametrize("page", PAGES)
+def test_the_page_runs(page: str, demo_output: Path) -> None:  # noqa: F811
+    (demo_output / "texts").mkdir()
+    (demo_output / "texts" / "one.txt").write_text("Some lines of text.\n" * 400)
+    names: dict[str, Any] = {}
+    for block in blocks_of(page, "python"):
+        code = shrunk(block)
+        assert "max_steps=" not in block or code != block
+        exec(code, names)
+    for arguments in commands_of(page):
+        assert arguments[0] in COMMANDS
+        quick = f"{TRAINING} --block-length 300" if "passkey" in arguments else QUICK[arguments[0]]
+        assert main([*(CHECKPOINT.get(word, word) for word in arguments), *shlex.split(quick)]) == 0
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_settings_are_those_of_the_config(name: str) -> None:
+    assert settings_table(name) in text_of(f"trainers/{name}")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_pages_and_headings(page: str) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", text_of(page)):
+        if link.startswith("http"):
+            continue
+        path, _, heading = link.partition("#")
+        target = (DOCS / f"{page}.md").parent / path
+        assert target.is_file()
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert heading in {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_is_narrow(page: str) -> None:
+    blocks = re.findall(r"```\w*\n(.*?)```", text_of(page), flags=re.DOTALL)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 88] == []
+
+
+def texts_in(code: ast.AST) -> Iterator[str]:
+    """The strings of a module, with \\0 for what is put into them."""
+    for node in ast.walk(code):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_the_messages_of_troubleshooting_are_in_the_code() -> None:
+    page = text_of("troubleshooting")
+    rows = re.findall(r"^\| message.*?\n\n", page, flags=re.MULTILINE | re.DOTALL)
+    quoted = re.findall(r"^\| `(.*?)` \|", "".join(rows), flags=re.MULTILINE)
+    quoted += re.findall(r"^\*\*Symptom\.\*\* `((?:Training|The training|Cannot|State).*?)`", page, flags=re.MULTILINE)
+    assert len(quoted) == 13
+    folders = (DOCS.parent / "hf_recurrent_lengthgen", DOCS.parent / "trainers")
+    files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
+    told = "\n".join(text for file in files for text in texts_in(ast.parse(file.read_text(encoding="utf-8"))))
+    for message in quoted:
+        for part in re.split(r"\[?\.\.\.\]?|StatePassingTrainer", message):
+            assert part.strip() in told
