@@ -47,10 +47,9 @@ TRAINING = "--max-steps 2 --report-to none --per-device-train-batch-size 4"
 QUICK = {
     "train": f"{TRAINING} --block-length 16 --data texts",
     "evaluate": "--sequences 2 --length 64 --data texts --split train",
-    "diagnose": "--sequences 2 --length 256 --patched-heads 0 --data texts --split train",
+    "diagnose": "--sequences 2 --length 64 --patched-heads 0 --data texts --split train",
     "expand": "",
     "merge": "",
-    "verify": "--length 70",
 }
 """Small settings for commands, the last of an option wins."""
 CHECKPOINT = {"first/checkpoint-10": "first/checkpoint-2"}
