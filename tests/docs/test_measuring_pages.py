@@ -11,6 +11,8 @@ import pytest
 
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import read_options
+from hf_recurrent_lengthgen.recipes.catalogue import CHECKPOINTS
+from tests.hybrids import support
 from tests.test_readme import demo_output
 
 __all__ = ["demo_output"]
@@ -139,3 +141,22 @@ def test_files_that_pages_name_are_there() -> None:
     }
     assert len(named) > 10
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+def test_the_table_of_hybrids_is_that_of_the_generator() -> None:
+    assert (
+        text_of("hybrids").partition(support.BEGIN)[2] == support.README.read_text("utf-8").partition(support.BEGIN)[2]
+    )
+
+
+def test_a_recipe_like_another_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [block] = [block for language, block in BLOCK.findall(text_of("recipes")) if language == "yaml"]
+    assert main(["recipe", "copy", str(tmp_path / "my-recipes")]) == 0
+    recipe = tmp_path / "my-recipes" / "checkpoints" / "mine.yaml"
+    recipe.write_text(block, encoding="utf-8")
+    assert main(["recipe", "show", str(recipe)]) == 0
+    assert "--max-steps=200" in capsys.readouterr().out
+
+
+def test_the_number_of_recipes_is_that_of_the_folder() -> None:
+    assert f"names {len(list(CHECKPOINTS.glob('*.yaml')))} recipes" in text_of("recipes")
