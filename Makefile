@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-oldest lint format bench clean
+.PHONY: help demo test test-slow test-oldest lint format bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -44,8 +44,11 @@ format: $(INSTALLED) ## fix what can be fixed automatically
 bench: $(INSTALLED) ## measure speed and memory against Transformers
 	$(VENV)/bin/python benchmarks/run.py
 
+docs: $(INSTALLED) ## build the documentation: writes site/
+	$(VENV)/bin/python -m mkdocs build --strict
+
 clean: ## remove builds, results and caches; the environments stay
-	rm -rf build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info demo-output site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(INSTALLED): constraints.txt
 $(INSTALLED_OLDEST): constraints-oldest.txt
