@@ -1,6 +1,7 @@
-"""What the pages of the reference hold, made when the site is built: the names of a package, the help of all commands.
+"""What the pages of the reference hold, made when the site is built.
 
-A page says where by a line of its own: `[[names of hf_recurrent_lengthgen.models]]`, `[[commands]]`.
+A page says by a line of its own where the names of a package stand,
+`[[names of PACKAGE]]`, and where the help of all commands, `[[commands]]`.
 """
 
 import contextlib
@@ -25,19 +26,28 @@ ACTIONS = {"recipe": ("list", "show", "run", "smoke", "copy")}
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by MkDocs for each page."""
-    markdown = re.sub(r"^\[\[names of (.*)\]\]$", lambda found: names_of(found[1]), markdown, flags=re.MULTILINE)
-    return re.sub(r"^\[\[commands\]\]$", lambda _: commands(), markdown, flags=re.MULTILINE)
+    markdown = re.sub(
+        r"^\[\[names of (.*)\]\]$",
+        lambda found: names_of(found[1]),
+        markdown,
+        flags=re.MULTILINE,
+    )
+    return re.sub(
+        r"^\[\[commands\]\]$", lambda _: commands(), markdown, flags=re.MULTILINE
+    )
 
 
 def names_of(package: str) -> str:
-    """A table of the public names of a package, with a line on each, and below it the documentation of each."""
+    """A table of the public names of a package, and below it what each of them does."""
     module = importlib.import_module(package)
     table, sections = ["| Name | |", "|---|---|"], []
-    for name in sorted(module.__all__, key=lambda name: (name.strip("_").lower(), name)):
+    for name in sorted(
+        module.__all__, key=lambda name: (name.strip("_").lower(), name)
+    ):
         found = getattr(module, name)
         place = f"{package}.{name}"
         if getattr(found, "__module__", "") == place:
-            place += f".{name}"  # static analysis takes the name for the module of that name
+            place += f".{name}"  # static analysis takes the name for that of a module
         table.append(f"| [{in_words(name)}](#{place}) | {line_of(name, found)} |")
         sections.append(f'::: {place}\n    options:\n      heading: "{name}"\n')
         if inspect.isclass(found) and not (vars(found).get("__doc__") or "").strip():
@@ -49,33 +59,36 @@ def names_of(package: str) -> str:
 
 def in_words(name: str) -> str:
     """A name that may be broken between its words."""
-    return f"<code>{re.sub(r'(?<=[a-z0-9])(?=[A-Z])|(?<=[a-zA-Z]_)(?=[a-zA-Z])', '<wbr>', name)}</code>"
+    ends = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[a-zA-Z]_)(?=[a-zA-Z])"
+    return f"<code>{re.sub(ends, '<wbr>', name)}</code>"
 
 
 def line_of(name: str, found: Any) -> str:
-    """The first sentence on a name; of a constant, what its source says below it."""
-    text = (inspect.getdoc(found) or "") if inspect.isclass(found) or inspect.isfunction(found) else CONSTANTS[name]
+    """The first sentence on a name."""
+    documented = inspect.isclass(found) or inspect.isfunction(found)
+    text = (inspect.getdoc(found) or "") if documented else CONSTANTS[name]
     first = " ".join(text.split("\n\n")[0].split()).replace("|", r"\|")
-    return re.sub(",? and:$", ", and its own.", re.split(r"(?<=[.:]) (?=[A-Z])", first)[0])
+    sentence = re.split(r"(?<=[.:]) (?=[A-Z])", first)[0]
+    return re.sub(",? and:$", ", and its own.", sentence)
 
 
 CONSTANTS = {
     "EVALUATION_SEED": "The seed of rows for evaluation; training takes small ones.",
     "FAMILIES": "The language model of each family, by our model type.",
-    "STATEFUL_CLASSES": "Upstream model types, and the class here that takes their weights as they are.",
+    "STATEFUL_CLASSES": "The class that takes the weights of an upstream model type.",
     "INTERVENTIONS": "The trainers by the names of their methods.",
     "IGNORED_LABEL": "The label of tokens that the loss leaves out.",
     "PASSKEY_STYLES": "The wordings of passkey prompts, by their names.",
     "RecurrentState": "The state of a model: one `LayerState` for each layer.",
     "STRING_TASKS": "The names of the tasks on strings of symbols.",
-    "TASKS": "The folder of the task files, for `include_path` of lm-evaluation-harness.",
+    "TASKS": "The folder of the task files, for lm_eval's `include_path`.",
     "__version__": "The version of this package.",
 }
-"""Static analysis sees their comments, inspection does not."""
+"""What has no docstring when it is imported."""
 
 
 def fields_of(config: type[TrainingArguments]) -> str:
-    """What the settings of a config mean, beside those of `TrainingArguments` and, in a method's, those of all."""
+    """What a config has beside `TrainingArguments`; in a method's, what is its own."""
     shared = TrainingArguments if config is InitialStateConfig else InitialStateConfig
     known = {field.name for field in dataclasses.fields(shared)}
     rows = [
@@ -88,16 +101,24 @@ def fields_of(config: type[TrainingArguments]) -> str:
 
 def commands() -> str:
     """All commands, and what `--help` says of each."""
-    table = [f"| [`lengthgen {name}`](#lengthgen-{name}) | {what} |" for name, what in COMMANDS.items()]
+    table = [
+        f"| [`lengthgen {name}`](#lengthgen-{name}) | {what} |"
+        for name, what in COMMANDS.items()
+    ]
     sections = []
     for name in COMMANDS:
         sections.append(f"## lengthgen {name}\n\n{fenced(name)}")
-        sections += [f"### lengthgen {name} {each}\n\n{fenced(name, each)}" for each in ACTIONS.get(name, ())]
-    return "\n".join(["| Command | |", "|---|---|", *table]) + "\n\n" + "\n".join(sections)
+        sections += [
+            f"### lengthgen {name} {each}\n\n{fenced(name, each)}"
+            for each in ACTIONS.get(name, ())
+        ]
+    return (
+        "\n".join(["| Command | |", "|---|---|", *table]) + "\n\n" + "\n".join(sections)
+    )
 
 
 def fenced(*command: str) -> str:
-    """The help of a command, as a terminal of 88 columns shows it, without the paths of this machine."""
+    """The help of a command on 88 columns, without the paths of this machine."""
     shown = io.StringIO()
     with (
         mock.patch.dict(os.environ, COLUMNS="88"),
