@@ -13,7 +13,6 @@ from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 
 ROOT = Path(__file__).parent.parent
-GUIDE = ROOT / "trainers" / "README.md"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -72,22 +71,7 @@ def test_the_commands_run(demo_output: Path) -> None:
         assert main([*arguments, *shlex.split(quick[arguments[0]])]) == 0
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`gradient_checkpointing` is deprecated:FutureWarning",  # TRL's configs have both names
-    "ignore:This sequence already has </s>:UserWarning",  # TRL and ByT5 both end texts
-)
-def test_the_training_guide_runs(demo_output: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(blocks) == 6
-    (demo_output / "texts").mkdir()
-    (demo_output / "texts" / "one.txt").write_text("Some lines of text.\n" * 50)
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(block, names)
-    assert len(names["text"][0]) == len("import ") + 8  # type: ignore[index]
-
-
-@pytest.mark.parametrize("page", [ROOT / "README.md", GUIDE], ids=["README", "training guide"])
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "trainers" / "README.md"], ids=["README", "trainers"])
 def test_links_lead_to_files(page: Path) -> None:
     links = re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
     here = [link for link in links if not link.startswith("http")]

@@ -12,7 +12,6 @@ import pytest
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.recipes.catalogue import CHECKPOINTS
-from tests.hybrids import support
 from tests.test_readme import demo_output
 
 __all__ = ["demo_output"]
@@ -141,12 +140,6 @@ def test_files_that_pages_name_are_there() -> None:
     }
     assert len(named) > 10
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
-
-
-def test_the_table_of_hybrids_is_that_of_the_generator() -> None:
-    assert (
-        text_of("hybrids").partition(support.BEGIN)[2] == support.README.read_text("utf-8").partition(support.BEGIN)[2]
-    )
 
 
 def test_a_recipe_like_another_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

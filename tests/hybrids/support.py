@@ -1,7 +1,7 @@
 """Measure on tiny random models which recurrent model types of Transformers keep the state contract.
 
     python -m tests.hybrids.support            print the table
-    python -m tests.hybrids.support --write    put it into hybrids/README.md
+    python -m tests.hybrids.support --write    put it into docs/hybrids.md
 
 Every number compares with the stock model reading 65 tokens at once, except where it says otherwise, and is relative
 to the largest entry of what it is compared with.
@@ -19,14 +19,13 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_recurrent_lengthgen import hybrids
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_adapter_of
 from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
 from hf_recurrent_lengthgen.hybrids.wrapping import stateful
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
-README = Path(hybrids.__file__).with_name("README.md")
+PAGE = Path(__file__).parents[2] / "docs" / "hybrids.md"
 BEGIN, END = "<!-- begin of the generated table -->", "<!-- end of the generated table -->"
 PIECES = (3, 1, 59, 2)
 TOLERANCE = 1e-3
@@ -223,14 +222,14 @@ def main() -> None:
         prog="python -m tests.hybrids.support",
         description="Test the state contract on a tiny random model of every recurrent model type of Transformers.",
     )
-    parser.add_argument("--write", action="store_true", help="put the table into hybrids/README.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/hybrids.md")
     options = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     text = table([measure(model_type) for model_type in sorted({*SUPPORTED, *REFUSED})])
     if options.write:
-        before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
-        README.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
     else:
         print(f"Transformers {transformers.__version__}\n\n{text}")
 

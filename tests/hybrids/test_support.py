@@ -23,14 +23,14 @@ SIGNS = re.compile(r"update_conv_state|update_recurrent_state|rnn_state|linear_c
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_row_of_the_table_is_what_the_model_does(model_type: str) -> None:
-    committed = support.verdicts(support.README.read_text(encoding="utf-8"))
+    committed = support.verdicts(support.PAGE.read_text(encoding="utf-8"))
     assert support.verdicts(support.table([support.measure(model_type)])) == {
         f"`{model_type}`": committed[f"`{model_type}`"]
     }
 
 
 def test_the_table_lists_supported_and_refused_types_with_the_reasons() -> None:
-    committed = support.verdicts(support.README.read_text(encoding="utf-8"))
+    committed = support.verdicts(support.PAGE.read_text(encoding="utf-8"))
     assert committed.keys() == {f"`{model_type}`" for model_type in {*SUPPORTED, *REFUSED}}
     for model_type, verdict in committed.items():
         name = model_type.strip("`")
