@@ -21,6 +21,7 @@ from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evalu
 from hf_recurrent_lengthgen.evaluation.provenance import model_record, weights_digest
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache, default_cache_folder
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
+from hf_recurrent_lengthgen.versions import installed_versions
 from tests.evaluation.test_readers import Watcher
 from tests.models.families import MAMBA2, VOCABULARY, build
 
@@ -312,4 +313,4 @@ def test_the_digest_of_the_code_covers_the_files_that_compute() -> None:
     package = Path(provenance.__file__).parents[1]
     assert (package / "models" / "scan_ssd.py").is_file()
     assert len(provenance.code_digest()) == 64
-    assert json.loads(json.dumps(provenance.installed_versions()))["torch"] == torch.__version__
+    assert json.loads(json.dumps(installed_versions()))["torch"] == torch.__version__
