@@ -18,7 +18,7 @@ unless --model says otherwise, and which finds the tasks of this package, too.
   lengthgen harness run --help
 
 Groups: lengthgen_recall, lengthgen_icl (16 demonstrations), lengthgen_icl_8, lengthgen_icl_24, lengthgen_common_sense,
-lengthgen_ruler, lengthgen_longbench_e, lengthgen_pg19. The README of hf_recurrent_lengthgen/harness describes them.
+lengthgen_ruler, lengthgen_longbench_e, lengthgen_pg19. The documentation (docs/harness.md) describes them.
 """
 SUBCOMMANDS = ("run", "ls", "validate")
 

@@ -2,8 +2,6 @@
 
 import json
 import math
-import re
-import shutil
 import string
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -329,17 +327,3 @@ def test_data_that_cannot_be_used_are_told(call: Callable[[Path], object], messa
     write(tmp_path, {"1024/data/cwe/validation": [{"index": 0}]})
     with pytest.raises(ValueError, match=message):
         call(tmp_path)
-
-
-@pytest.mark.slow  # lm_eval indexes all of its tasks
-def test_the_example_of_the_readme_runs(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = (TASKS.parent / "README.md").read_text(encoding="utf-8")
-    [code] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    shutil.copytree(checkpoint, tmp_path / "demo-output" / "cured")
-    (tmp_path / "books").mkdir()
-    (tmp_path / "books" / "one.txt").write_text("A book of letters. " * 900)
-    monkeypatch.chdir(tmp_path)
-    exec(code, {})
-    assert "token_perplexity" in capsys.readouterr().out
