@@ -133,7 +133,7 @@ def test_bars_are_off_in_a_log_and_on_again_afterwards(monkeypatch: pytest.Monke
         return 0
 
     monkeypatch.setattr(demo, "run", run)
-    assert logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()  # a Trainer of another test may have switched them off for good
     assert main(["demo"]) == 0
     assert seen == [False]
     assert logging.is_progress_bar_enabled()
