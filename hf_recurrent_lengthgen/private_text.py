@@ -51,7 +51,7 @@ _PATTERNS = (
     *((str(kind.secret_type), pattern) for kind in _LIBRARY for pattern in kind.denylist),
 )
 _NAMED = re.compile(rf"(?i)(?:{'|'.join(DENYLIST)}|access_?key).{{0,300}}")
-_NEXT_LINE = re.compile(r"([:=])[ \t]*(?:[>|][+-]?)?[ \t]*\n[ \t]+(?=[\"'\w])")
+_NEXT_LINE = re.compile(r"([:=])[ \t]*(?:[>|][+-]?[ \t]*)?\n[ \t]+(?=[\"'\w])")
 _PLACEHOLDER = re.compile(r"(?i)your|[<$%{*]|\.\.\.|x{4}|changeme|placeholder|redacted|pass(?:word)?$|hidden|none$")
 _SECRET_OPTION = re.compile(r"(?i)--?[\w-]*(?:token|key|passwo?r?d|secret)")
 _LONG_RUN = re.compile(r"(?<![\w+/=.:?&~\\-])[\w+/=.:?&~\\-]{3000,}")
@@ -59,8 +59,8 @@ _LONG_RUN = re.compile(r"(?<![\w+/=.:?&~\\-])[\w+/=.:?&~\\-]{3000,}")
 
 _ROOTS = (
     r"home\d*|[Uu]sers?|root|mnt|data\d*|g?scratch\d*|pscratch|tmp|work\w*|content|kaggle|gpfs\w*|lustre\w*|lus|nfs\w*|fsx"
-    r"|afs|beegfs|ceph\w*|weka\w*|media|private|Volumes|opt/ml|var|proj(?:ects?)?|homes|shared|nobackup|ptmp|ssd\d*|nvme\d*|disk\d+|export|storage\d*|raid\d*|net|clusters?|global"
-    r"|[np]|dev/shm|run/user"
+    r"|afs|beegfs|ceph\w*|weka\w*|media|private|Volumes|opt/ml|var|proj(?:ects?)?|homes|shared"
+    r"|nobackup|ptmp|ssd\d*|nvme\d*|disk\d+|export|storage\d*|raid\d*|net|clusters?|global|[np]|dev/shm|run/user"
 )
 _PATHS = (
     rf"(?:(?<![\w./~$}}\\])|(?<=[:-]))(?:~(?:[A-Za-z_][\w.-]*)?|(?:[A-Za-z]:)?[\\/]+(?:{_ROOTS}))[\\/]+"

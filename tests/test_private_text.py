@@ -278,6 +278,7 @@ def test_tokenizers_of_some_megabytes_and_weights_are_harmless_and_quick(tmp_pat
         "tokenizer.json": json.dumps({"model": {"vocab": tokens, "merges": [" ".join(word) for word in words]}}),
         "own.tiktoken": ranks,
         "model.safetensors.index.json": json.dumps({"weight_map": weights}, indent=2),
+        "blanks.md": "token:" + " " * 300_000 + "|",
         "figure.png": b"\x89PNG\r\n\x1a\n\0" + os.urandom(1_000_000),
     }.items():
         begin = time.process_time()

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader
+from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import has_length
@@ -38,6 +38,7 @@ class SameRowsTrainer(PushingTrainer):
     """`Trainer` that trains and evaluates the same rows on any number of processes, and rows that continue."""
 
     _sampler: Any = None
+    _sampler_has_no_seed = False
 
     @cached_property
     def _takes_states(self) -> bool:
@@ -75,6 +76,7 @@ class SameRowsTrainer(PushingTrainer):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         if not isinstance(dataset, ContinuedChunks):
             self._sampler = super()._get_train_sampler(train_dataset)
+            self._sampler_has_no_seed = getattr(self._sampler, "generator", self) is None
             return self._sampler
         stream_rows = self.args.world_size * self._train_batch_size * self.args.gradient_accumulation_steps
         self._sampler = StreamRowSampler(dataset, stream_rows, self._data_seed)
@@ -88,8 +90,8 @@ class SameRowsTrainer(PushingTrainer):
         """Tell the sampler, whose order must be that of the epoch also in a run that is resumed inside it."""
         if isinstance(self._sampler, StreamRowSampler):
             self._sampler.set_epoch(epoch)
-        # by length, or at random without accelerate's seedable sampler, which has an order for each epoch itself
-        elif hasattr(self._sampler, "generator") and not isinstance(self._sampler, SeedableRandomSampler):
+        # by length, or at random; accelerate's seedable sampler, by default in its place, goes by the epoch itself
+        elif self._sampler_has_no_seed:
             self._sampler.generator = torch.Generator().manual_seed(self._data_seed + epoch)
 
     def get_batch_samples(

@@ -23,13 +23,13 @@ lengthgen_ruler, lengthgen_longbench_e, lengthgen_pg19. The documentation (docs/
 SUBCOMMANDS = ("run", "ls", "validate")
 
 
-def _as_lm_eval_spells_it(argument: str) -> str:
+def as_lm_eval_spells_it(argument: str) -> str:
     name, equals, value = argument.partition("=")
     return f"--{name[2:].replace('-', '_')}{equals}{value}" if name.startswith("--") else argument
 
 
 def run(arguments: Sequence[str]) -> int:
-    arguments = [_as_lm_eval_spells_it(argument) for argument in arguments]
+    arguments = [as_lm_eval_spells_it(argument) for argument in arguments]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(DESCRIPTION)
         return 0

@@ -78,6 +78,14 @@ class EvaluationSettings:
     command: str | None = None
     progress: bool = True
 
+    def __post_init__(self) -> None:
+        if not 0 < self.confidence < 1:
+            raise ValueError(f"confidence must lie between 0 and 1, got {self.confidence}.")
+
+    @property
+    def recorded_command(self) -> str:
+        return " ".join(sys.argv) if self.command is None else self.command
+
     @property
     def reading(self) -> dict[str, Any]:
         """Batch size, chunk length and progress, as most metrics take them."""
@@ -222,8 +230,8 @@ def _evaluate(task: Measurement, observer: Observer | None) -> EvaluationResult:
     for partial in partials.values():
         if partial is not None:
             partial.remove()
-    command = " ".join(sys.argv) if settings.command is None else settings.command
-    return dataclasses.replace(found, model=task.label, data=task.data, command=command, seed=settings.seed)
+    command, seed = settings.recorded_command, settings.seed
+    return dataclasses.replace(found, model=task.label, data=task.data, command=command, seed=seed)
 
 
 def _curves(task: Measurement, values: np.ndarray, first: int) -> TwoResolutions:

@@ -5,7 +5,6 @@ Accuracy by depth and length as in "Stuffed Mamba" (arXiv:2410.07145), B.1 and F
 """
 
 import hashlib
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -66,8 +65,6 @@ def retrieval_accuracy(
     """
     if not lengths or len(set(lengths)) < len(lengths) or min(lengths) < 1:
         raise ValueError(f"lengths must be at least one, each once and at least 1, got {list(lengths)}.")
-    if not 0 < settings.confidence < 1:
-        raise ValueError(f"confidence must lie between 0 and 1, got {settings.confidence}.")
     began, record = time.perf_counter(), model_record(model)
     run = _Run(model, grid, sorted(lengths), settings, cache)
     digest = run.look_up(record)
@@ -92,7 +89,7 @@ def retrieval_accuracy(
         data=replace(data, digest=digest),
         device=record["device"],
         versions=installed_versions(),
-        command=" ".join(sys.argv) if settings.command is None else settings.command,
+        command=settings.recorded_command,
         seed=grid.seed,
         wall_seconds=time.perf_counter() - began,
         forgetting=ForgettingRule(**Forgetting.of(getattr(model, "config", None))._asdict()),

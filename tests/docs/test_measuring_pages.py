@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
+from hf_recurrent_lengthgen.cli.harness import as_lm_eval_spells_it
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.recipes.catalogue import CHECKPOINTS
-from tests.test_readme import demo_output
-
-__all__ = ["demo_output"]
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("evaluate", "diagnose", "states", "hybrids", "surgery", "publish", "recipes", "harness")
@@ -59,7 +57,7 @@ def read_only(command: str, arguments: list[str], monkeypatch: pytest.MonkeyPatc
     elif command == "harness":
         from lm_eval._cli import HarnessCLI
 
-        spelled = [re.sub("(?<=[a-z])-", "_", x) if x.startswith("--") else x for x in arguments]
+        spelled = [as_lm_eval_spells_it(argument) for argument in arguments]
         monkeypatch.setattr(sys, "argv", ["lengthgen harness", "run", *spelled])
         HarnessCLI().parse_args()
     else:
@@ -108,26 +106,6 @@ def test_what_a_page_shows_runs(page: str, demo_output: Path, monkeypatch: pytes
         elif language == "bash":
             run_commands(page, block, monkeypatch)
     assert languages & {"python", "bash"}
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_pages_and_headings(page: str) -> None:
-    for link in re.findall(r"\]\(([^)]+)\)", text_of(page)):
-        if link.startswith("https://arxiv.org/abs/"):
-            continue
-        path, _, heading = link.partition("#")
-        target = ROOT / "docs" / path if path else ROOT / "docs" / f"{page}.md"
-        assert target.is_file(), link
-        if heading:
-            titles = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), flags=re.MULTILINE)
-            slugs = [re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles]
-            assert heading in slugs, link
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_code_fits_into_a_column(page: str) -> None:
-    wide = [line for _, block in BLOCK.findall(text_of(page)) for line in block.splitlines() if len(line) > 88]
-    assert wide == []
 
 
 def test_files_that_pages_name_are_there() -> None:

@@ -5,11 +5,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 
 from hf_recurrent_lengthgen.cli.main import main
-from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -19,31 +16,7 @@ def blocks_of(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
-@pytest.fixture
-def small_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder like the one that `make demo` writes, as the working directory sees it."""
-    config = StatefulMamba2Config(
-        hidden_size=16,
-        num_heads=4,
-        head_dim=8,
-        state_size=8,
-        n_groups=1,
-        num_hidden_layers=1,
-        vocab_size=384,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=1,
-        training_length=16,
-    )
-    for name in ("base", "cured"):
-        torch.manual_seed(0)
-        StatefulMamba2ForCausalLM(config).save_pretrained(tmp_path / "demo-output" / name)
-        byte_tokenizer().save_pretrained(tmp_path / "demo-output" / name)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_the_code_of_the_quickstart_runs(small_demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_code_of_the_quickstart_runs(demo_output: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
     training, loading = blocks_of("index.md", "python")
     quick = {
@@ -54,12 +27,12 @@ def test_the_code_of_the_quickstart_runs(small_demo: Path, capsys: pytest.Captur
         assert told in training
         training = training.replace(told, instead)
     exec(training, names)
-    assert (small_demo / "cured" / "config.json").is_file()
+    assert (demo_output / "cured" / "config.json").is_file()
     exec(loading, names)
     assert " sys" in capsys.readouterr().out
 
 
-def test_the_commands_of_the_quickstart_run(small_demo: Path) -> None:
+def test_the_commands_of_the_quickstart_run(demo_output: Path) -> None:
     Path("text.txt").write_text("A line of text, and another.\n" * 200)
     quick = {
         "train": "--max-steps 2 --block-length 16 --report-to none --data text.txt",
@@ -71,9 +44,9 @@ def test_the_commands_of_the_quickstart_run(small_demo: Path) -> None:
     for command in commands:
         arguments = shlex.split(command)[1:]
         assert main([*arguments, *shlex.split(quick[arguments[0]])]) == 0
-    assert (small_demo / "evaluation" / "index.html").is_file()
+    assert (demo_output / "evaluation" / "index.html").is_file()
 
 
-def test_the_code_of_how_it_works_runs(small_demo: Path) -> None:
+def test_the_code_of_how_it_works_runs(demo_output: Path) -> None:
     (code,) = blocks_of("how_it_works.md", "python")
     exec(code, {})

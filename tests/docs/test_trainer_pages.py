@@ -22,7 +22,6 @@ from hf_recurrent_lengthgen.trainers import (
     StateXConfig,
     TbttConfig,
 )
-from tests.test_readme import demo_output  # noqa: F401
 
 DOCS = Path(__file__).parents[2] / "docs"
 TABLES: dict[str, type[InitialStateConfig]] = {
@@ -114,7 +113,7 @@ def commands_of(page: str) -> list[list[str]]:
     "ignore:This sequence already has </s>:UserWarning",  # TRL and ByT5 both end texts
 )
 @pytest.mark.parametrize("page", PAGES)
-def test_the_page_runs(page: str, demo_output: Path) -> None:  # noqa: F811
+def test_the_page_runs(page: str, demo_output: Path) -> None:
     (demo_output / "texts").mkdir()
     (demo_output / "texts" / "one.txt").write_text("Some lines of text.\n" * 400)
     names: dict[str, Any] = {}
@@ -131,25 +130,6 @@ def test_the_page_runs(page: str, demo_output: Path) -> None:  # noqa: F811
 @pytest.mark.parametrize("name", TABLES)
 def test_the_settings_are_those_of_the_config(name: str) -> None:
     assert settings_table(name) in text_of(f"trainers/{name}")
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_pages_and_headings(page: str) -> None:
-    for link in re.findall(r"\]\(([^)]+)\)", text_of(page)):
-        if link.startswith("http"):
-            continue
-        path, _, heading = link.partition("#")
-        target = (DOCS / f"{page}.md").parent / path
-        assert target.is_file()
-        if heading:
-            titles = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), flags=re.MULTILINE)
-            assert heading in {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_code_is_narrow(page: str) -> None:
-    blocks = re.findall(r"```\w*\n(.*?)```", text_of(page), flags=re.DOTALL)
-    assert [line for block in blocks for line in block.splitlines() if len(line) > 88] == []
 
 
 def texts_in(code: ast.AST) -> Iterator[str]:

@@ -236,6 +236,8 @@ def test_prompts_of_many_tokens_are_read_in_several_groups(monkeypatch: pytest.M
 
 def test_wrong_use_is_refused(tmp_path: Path) -> None:
     grid, model = PasskeyGrid(byte_tokenizer(), [0.5], 1), Recaller(0)
+    with pytest.raises(ValueError, match="confidence must lie between 0 and 1, got 95"):
+        EvaluationSettings(confidence=95)
     for lengths in ([], [500, 500], [0]):
         with pytest.raises(ValueError, match="lengths must be at least one, each once and at least 1"):
             measured(model, grid, lengths)

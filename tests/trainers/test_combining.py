@@ -15,6 +15,7 @@ from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from torch.utils.data import WeightedRandomSampler
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
@@ -337,6 +338,25 @@ def test_a_trainer_of_ones_own_goes_with_a_method(toys: ModuleType, tmp_path: Pa
     )
     trainer.train()
     assert 2 * 2.5 < trainer.state.log_history[0]["loss"] < 2 * 3.5  # ln 17 = 2.8
+
+
+def test_an_order_of_rows_of_ones_own_is_kept(toys: ModuleType, tmp_path: Path) -> None:
+    def sampler(data: Any) -> WeightedRandomSampler:
+        weights = [float(row) for row in range(len(data))]
+        return WeightedRandomSampler(weights, len(data), generator=torch.Generator().manual_seed(5))
+
+    class Ordered(Trainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return sampler(self.train_dataset)
+
+    trainer_class, config_class = combine(Ordered, ZeroStateTrainer)
+    items = [{"input_ids": torch.tensor([row + 1, row + 1])} for row in range(12)]
+    settings = toys.QUIET | {"save_strategy": "no", "per_device_train_batch_size": 2, "num_train_epochs": 2}
+    trainer = trainer_class(toys.SumModel(), config_class(str(tmp_path), **settings), train_dataset=items)
+    trainer.train()
+    drawn = sampler(items)
+    expected = [row + 1 for _ in range(2) for row in drawn]
+    assert [ids[0] for _, rows, _, _ in trainer.model.seen for ids in rows] == expected
 
 
 @pytest.mark.parametrize("preferences", ["DPO", "GRPO"])

@@ -3,7 +3,7 @@
 import copy
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -67,7 +67,7 @@ class KeyedRows(Dataset[dict[str, Tensor]], ABC):
     name: str
 
     def __init__(self, length: Lengths, samples: int, seed: int) -> None:
-        bounds = [whole_number("length", bound) for bound in (length if isinstance(length, Iterable) else [length])]
+        bounds = [whole_number("length", bound) for bound in np.array(length, dtype=object, ndmin=1)]
         if len(bounds) not in (1, 2) or not 1 <= bounds[0] <= bounds[-1]:
             raise ValueError(
                 f"The length of {self.name} is {length!r}, but must be a number from 1, or the least and the most."
