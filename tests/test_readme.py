@@ -60,7 +60,7 @@ def test_the_code_with_states_runs(demo_output: Path, capsys: pytest.CaptureFixt
 
 def test_the_commands_run(demo_output: Path) -> None:
     quick = {
-        "train": "--max-steps 2 --block-length 16 --report-to none --per-device-eval-batch-size 64 --eval-strategy no",
+        "train": "--max-steps 2 --training-length 16 --report-to none --eval-strategy no",
         "evaluate": "--sequences 2 --length 512",
         "diagnose": "--sequences 2 --length 512 --patched-heads 0",
     }

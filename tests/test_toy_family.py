@@ -92,7 +92,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     folder = tmp_path_factory.mktemp("toy")
     StatefulToyConfig(**SIZES).save_pretrained(folder / "config")
     options = {"model": folder / "config" / "config.json", "data": text, "output_dir": folder / "trained"}
-    options |= {"use_cpu": True, "block_length": 8, "max_steps": 2, "save_strategy": "no", "tokenizer": "bytes"}
+    options |= {"use_cpu": True, "training_length": 8, "max_steps": 2, "save_strategy": "no", "tokenizer": "bytes"}
     assert main(["train", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]) == 0
     return folder / "trained"
 

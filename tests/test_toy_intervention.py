@@ -87,7 +87,7 @@ def base(tmp_path: Path) -> list[str]:
     model.save_pretrained(tmp_path / "base")
     byte_tokenizer().save_pretrained(tmp_path / "base")
     (tmp_path / "text.txt").write_text(TEXT)
-    command = f"train --model {tmp_path}/base --data {tmp_path}/text.txt --use-cpu --block-length 8 --max-steps 4"
+    command = f"train --model {tmp_path}/base --data {tmp_path}/text.txt --use-cpu --training-length 8 --max-steps 4"
     return f"{command} --per-device-train-batch-size 2 --logging-steps 1 --save-steps 2".split()
 
 

@@ -139,7 +139,7 @@ def _continue(checkpoint: Checkpoint) -> list[str]:
 def _train_further(checkpoint: Checkpoint, place: str) -> str:
     if checkpoint.forgets != Forgetting():
         return "It cannot be trained as it is: train the checkpoint that it was made from, and let that forget again."
-    length = f" --block-length {checkpoint.training_length}" if checkpoint.training_length else ""
+    length = f" --training-length {checkpoint.training_length}" if checkpoint.training_length else ""
     command = f"lengthgen train --model {shlex.quote(place)}{length} --data YOUR_TEXT.txt --output further"
     return f"To train it further, with {code(PACKAGE)}:\n\n{fence(command, 'bash')}"
 

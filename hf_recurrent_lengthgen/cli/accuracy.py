@@ -25,7 +25,7 @@ accuracy.json, accuracy.png and accuracy.svg.
 
   lengthgen accuracy copier
   lengthgen accuracy copier other-copier --lengths 50 100 200 300 --samples 1000
-  lengthgen accuracy my-mamba2 --task recall --task-length 16 --vocabulary 256
+  lengthgen accuracy my-mamba2 --task recall --task-length 16 --task-vocabulary 256
 """
 Curves = dict[str, dict[int, StringAccuracy]]
 
@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--task", choices=STRING_TASKS, help="default: that of the first model's config")
     longest = "longest string in training (default: from the config)"
     add("--task-length", type=positive, metavar="N", help=longest)
-    add("--vocabulary", type=positive, metavar="N", help="number of symbols (default: from the config)")
+    add("--task-vocabulary", type=positive, metavar="N", help="number of symbols (default: from the config)")
     lengths = "lengths of strings; pairs with recall (default: 1, 2 and 4 times the longest in training)"
     add("--lengths", type=positive, nargs="+", metavar="N", help=lengths)
     add("--samples", type=positive, default=256, metavar="N", help="strings of each length (default: %(default)s)")
@@ -73,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _task(options: argparse.Namespace, records: Sequence[Any]) -> tuple[TaskStrings, int | None]:
-    given = {"name": options.task, "length": options.task_length, "vocabulary": options.vocabulary}
+    given = {"name": options.task, "length": options.task_length, "vocabulary": options.task_vocabulary}
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) < 3:
         for model, found in zip(options.models, records, strict=True):
@@ -85,7 +85,7 @@ def _task(options: argparse.Namespace, records: Sequence[Any]) -> tuple[TaskStri
         if other != records[0] and len(given) < 3:
             raise ValueError(
                 f"{options.models[0]} was trained on {_words(records[0])}, {model} on {_words(other)}: measure them "
-                "one by one, or give --task, --task-length and --vocabulary."
+                "one by one, or give --task, --task-length and --task-vocabulary."
             )
     record |= given
     if "name" not in record:
@@ -112,7 +112,7 @@ def _check_record(model: str, record: Any) -> None:
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"The config of {model} has the task {record!r}, which is damaged ({error}): set it right, or give "
-            "--task, --task-length and --vocabulary."
+            "--task, --task-length and --task-vocabulary."
         ) from error
 
 

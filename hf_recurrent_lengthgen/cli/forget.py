@@ -57,7 +57,7 @@ says how it forgets.
 """
 SEARCH_FILE = "forgetting_search.json"
 _NOT_GIVEN = object()
-OF_SEARCH = ("data", "split", "text_column", "tokenizer", "length", "sequences", "device", "results")
+OF_SEARCH = ("data", "split", "text_column", "tokenizer", "length", "sequences", "device", "trials")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument("--sequences", type=positive, default=4, metavar="N", help="texts (default: %(default)s)")
     search.add_argument("--device", default="cpu", help="device to search on, such as cuda (default: %(default)s)")
     search.add_argument(
-        "--results",
+        "--trials",
         metavar="FILE",
         help=f"JSON file to keep the results in after each setting; an interrupted search goes on from it. They are "
         f"also saved with the copy, as {SEARCH_FILE}",
@@ -160,7 +160,7 @@ def _search(options: argparse.Namespace, given: dict[str, list[Any]]) -> Forgett
         portable(options.model),
         DataRecord(stream.source, token_unit=unit),
         EvaluationSettings(progress=sys.stderr.isatty()),
-        file=options.results,
+        file=options.trials,
     )
 
 

@@ -66,14 +66,14 @@ CHOICES = {"intervention": "state_passing", "task": "text", "mimetic": None, "lo
 NOT_CHOSEN = ("none", "no", "false", "f", "n", "0")
 
 OUR_HELP = MOST_USED | {
-    "alignment_length": "Length T in tokens of the two crops that are aligned. Default: block_length; here no other.",
+    "alignment_length": "Length T in tokens of the two aligned crops. Default, and only value here: training_length.",
 }
 DESCRIPTION = """\
 Train or post-train a model that takes initial states. Every option can stand in CONFIG.yaml, as a line
 "option: value", or on the command line, which wins. Defaults follow arXiv:2507.02782, B.2: 500 steps,
 AdamW(0.9, 0.95), cosine to 1e-5 after 10 % warm-up.
 
-  lengthgen train --model demo-output/base --block-length 128 --learning-rate 1e-3 --output cured
+  lengthgen train --model demo-output/base --training-length 128 --learning-rate 1e-3 --output cured
 """
 
 
@@ -291,10 +291,10 @@ def _check(run: RunArguments, training: InitialStateConfig, named: set[str]) -> 
         raise ValueError(f"{resets[0]} does nothing here: it goes with tbtt, which has no share in the mixture.")
     if run.task != "text" and (continues(training) or training.alignment_alpha):
         raise ValueError(f"task {run.task} has rows of its own: it goes with neither tbtt nor alignment_alpha.")
-    if training.alignment_length not in (None, run.block_length):
+    if training.alignment_length not in (None, run.training_length):
         raise ValueError(
-            f"alignment_length is {training.alignment_length}, block_length {run.block_length}: both are the training "
-            "length T. Give block_length alone; rows are lengthened for the shift."
+            f"alignment_length is {training.alignment_length}, training_length {run.training_length}, but both are T: "
+            "give training_length alone. Rows are lengthened for the shift."
         )
     if run.lora_r is not None and isinstance(training, StateXConfig):
         raise ValueError("statex changes the weights that an adapter belongs to: lengthgen expand first, then lora_r.")

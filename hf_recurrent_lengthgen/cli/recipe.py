@@ -163,7 +163,7 @@ def list_table(recipes: Sequence[Recipe]) -> str:
 
 def describe(recipe: Recipe, folder: Path, choices: Choices) -> str:
     """All that is known of a recipe, what follows from it, and the command of every stage."""
-    paper, length = recipe.paper.published, int(recipe.training["block_length"])
+    paper, length = recipe.paper.published, int(recipe.training["training_length"])
     entries = {name: value for name, value in asdict(recipe).items() if value and name not in ("folder", "title")}
     entries["paper"] |= {"name": paper.name, "title": paper.title.replace("{", "").replace("}", "")}
     entries["train"]["settings"] = recipe.training  # those of the file and what differs

@@ -28,7 +28,7 @@ def prepare(recipe: Recipe, folder: Path) -> tuple[Recipe, Choices]:
     task = recipe.training.get("task", "text")
     length = LENGTH if task == "text" else PASSKEY_LENGTH
     train = {
-        "block_length": length,
+        "training_length": length,
         "max_steps": 2,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,

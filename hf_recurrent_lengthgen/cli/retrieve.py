@@ -67,7 +67,7 @@ needles near the end. Tasks:
 
   lengthgen retrieve demo-output/base demo-output/cured --lengths 1k,2k,4k
   lengthgen retrieve my-mamba2 --task niah --lengths 4k,8k,16k,32k,64k --samples 26 --data essays --split train
-  lengthgen retrieve my-mamba2 --task babilong --babi-folder tasks_1-20_v1-2/en-10k --shots 2
+  lengthgen retrieve my-mamba2 --task babilong --task-files tasks_1-20_v1-2/en-10k --shots 2
 
 Copying and recall of many key-value pairs are measured by "lengthgen accuracy". Models whose state is a value read
 what prompts begin with alike once, so that a second sample or depth costs less than a second text. Finished cells are
@@ -100,7 +100,12 @@ def _parser(arguments: Sequence[str] = ("--help",)) -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, metavar="N", help="seed of keys, words and places (default: %(default)s)")
     if "passkey" in tasks:
         styles = tuple(PASSKEY_STYLES)
-        add("--style", choices=styles, default=styles[0], help="passkey: words of the prompt (default: %(default)s)")
+        add(
+            "--task-style",
+            choices=styles,
+            default=styles[0],
+            help="passkey: words of the prompt (default: %(default)s)",
+        )
     if {"passkey", "niah"} & {*tasks}:
         add(
             "--depths",
@@ -121,7 +126,7 @@ def _parser(arguments: Sequence[str] = ("--help",)) -> argparse.ArgumentParser:
         add("--text-column", default="text", help="column that holds the text (default: %(default)s)")
     if "babilong" in tasks:
         add(
-            "--babi-folder",
+            "--task-files",
             required=len(tasks) == 1,
             metavar="FOLDER",
             help="babilong: files of the official archive, qa1_..._test.txt and so on; with shots also .._train.txt",
@@ -208,7 +213,7 @@ def _depths(text: str) -> list[float]:
 def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tuple[RetrievalGrid, DataSource]:
     sizes = {"samples": options.samples, "seed": options.seed, "shots": options.shots}
     if options.task == "passkey":
-        grid = PasskeyGrid(tokenizer, _depths(options.depths), style=options.style, **sizes)
+        grid = PasskeyGrid(tokenizer, _depths(options.depths), style=options.task_style, **sizes)
         return grid, DataSource("repeated sentences")
     split = chosen_split(options.data, options.split, "validation")
     texts = load_documents(options.data, split, options.text_column)
@@ -218,7 +223,7 @@ def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tu
     tasks = _numbers("--babi-tasks", options.babi_tasks)
 
     def questions(part: str) -> dict[str, list[BabiQuestion]]:
-        files = babi_files(options.babi_folder, part, tasks)
+        files = babi_files(options.task_files, part, tasks)
         return {f"qa{task}": read_babi(path) for task, path in zip(tasks, files, strict=True)}
 
     examples = questions("train") if options.shots > 0 else None

@@ -47,7 +47,7 @@ class RunArguments:
     )
     intervention: str = _option("What is done beside plain training: ", "state_passing")  # the parser adds the names
     data: str = _option(f"Training text: {DATA_HELP}", STANDARD_LIBRARY, task=TEXT)
-    data_split: str | None = _option(
+    split: str | None = _option(
         "Split of the data to train on. Default: train, or the only one that there is.", task=TEXT
     )
     eval_data: str | None = _option(
@@ -56,16 +56,14 @@ class RunArguments:
         eval_strategy=MEASURED,
         task=TEXT,
     )
-    eval_data_split: str | None = _option(
-        f"Split of eval_data. Default: {USUAL_SPLIT}.", eval_strategy=MEASURED, task=TEXT
-    )
+    eval_split: str | None = _option(f"Split of eval_data. Default: {USUAL_SPLIT}.", eval_strategy=MEASURED, task=TEXT)
     text_column: str = _option("Column that holds the text.", "text", task=TEXT)
     tokenizer: str | None = _option(
         'Tokenizer folder or name, or "bytes". Default: the model\'s own; bytes from scratch.', task=TOKENS
     )
-    block_length: int = _option("Training length T in tokens.", 2048, task=TOKENS)
+    training_length: int = _option("Training length T in tokens.", 2048, task=TOKENS)
     chunks_before_reset: int = _option(
-        "With tbtt: chunks of block_length after which a state is reset to zero; 0 for never.",
+        "With tbtt: chunks of training_length after which a state is reset to zero; 0 for never.",
         12,
         intervention=_continuing,
     )
@@ -148,12 +146,12 @@ class RunArguments:
     @property
     def chosen_split(self) -> str:
         """The split to train on."""
-        return chosen_split(self.data, self.data_split, "train")
+        return chosen_split(self.data, self.split, "train")
 
     @property
     def chosen_eval_split(self) -> str:
         """The split to evaluate on."""
-        return chosen_split(self.eval_data or STANDARD_LIBRARY, self.eval_data_split, "validation")
+        return chosen_split(self.eval_data or STANDARD_LIBRARY, self.eval_split, "validation")
 
     @property
     def mimetic_choice(self) -> dict[str, bool]:

@@ -74,11 +74,11 @@ def train(
     model = _model(settings)
     tokenizer = None if settings.of_symbols else _tokenizer(settings, model.config.vocab_size)
     if training.alignment_alpha and training.alignment_length is None:
-        training.alignment_length = settings.block_length
+        training.alignment_length = settings.training_length
     rows = training_rows(settings, training, tokenizer)
     eval_rows = evaluation_rows(settings, training, tokenizer) if evaluates(training) else None
     length_before = getattr(model.config, "training_length", None)
-    model.config.training_length = settings.block_length
+    model.config.training_length = settings.training_length
     if isinstance(rows, TaskStrings):
         _record_task(model.config, rows)
     trainer = trainer_class(
@@ -93,7 +93,7 @@ def train(
     trainer.facts = RunFacts(
         lineage_of(settings.model) if trainer.is_world_process_zero() else Lineage(),
         _data(settings),
-        rows.row_length if isinstance(rows, TaskStrings) else settings.block_length,
+        rows.row_length if isinstance(rows, TaskStrings) else settings.training_length,
         tuple(command),
         _initial_weights(settings) if settings.from_scratch else None,
     )
@@ -261,7 +261,7 @@ def _text_to_evaluate(settings: RunArguments, rows: Any, eval_rows: Any, tokeniz
     told = [] if data == STANDARD_LIBRARY else ["--data", data, "--split", split]
     if told and settings.text_column != "text":
         told += ["--text-column", settings.text_column]
-    return [*told, *_fitting(tokens, settings.block_length)]
+    return [*told, *_fitting(tokens, settings.training_length)]
 
 
 def _fitting(tokens: int, length: int) -> list[str]:
@@ -291,8 +291,8 @@ def _next_step(
         command.append(output)
     else:
         command += [settings.model, output, "--roles", f"base,{'cured' if _method(settings, training) else 'control'}"]
-        if length_before not in (None, settings.block_length):
-            command += ["--training-length", str(settings.block_length)]
+        if length_before not in (None, settings.training_length):
+            command += ["--training-length", str(settings.training_length)]
         if settings.tokenizer:
             command += ["--tokenizer", settings.tokenizer]
     command += text
@@ -302,9 +302,9 @@ def _next_step(
     saved = f"Saved to {output}. Next: {shlex.join(['lengthgen', *then])}, then {shlex.join(command)}"
     if settings.task != "passkey":
         return saved
-    retrieve = ["lengthgen", "retrieve", output, "--lengths", str(2 * settings.block_length)]
+    retrieve = ["lengthgen", "retrieve", output, "--lengths", str(2 * settings.training_length)]
     if settings.task_style is not None:
-        retrieve += ["--style", settings.task_style]
+        retrieve += ["--task-style", settings.task_style]
     return f"{saved} for losses on text, and for passkeys {shlex.join(retrieve)}"
 
 

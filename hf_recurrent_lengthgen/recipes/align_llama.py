@@ -32,9 +32,9 @@ class LlamaArguments:
 
     model: str = field(metadata={"help": "Checkpoint of Transformers, folder or Hub name."})
     data: str = field(metadata={"help": "Training text, as for lengthgen train."})
-    data_split: str = field(default="train", metadata={"help": "Split of the data."})
+    split: str = field(default="train", metadata={"help": "Split of the data."})
     text_column: str = field(default="text", metadata={"help": "Column that holds the text."})
-    block_length: int = field(default=4096, metadata={"help": "Training length T in tokens."})
+    training_length: int = field(default=4096, metadata={"help": "Training length T in tokens."})
     rope_type: str = field(
         default="default",
         metadata={"help": "As in Transformers: linear is position interpolation; yarn, dynamic, ..."},
@@ -67,13 +67,13 @@ def scaled_config(settings: LlamaArguments) -> Any:
     before = config.max_position_embeddings
     if factor is not None:
         scaled |= {"factor": factor, "original_max_position_embeddings": before}
-    longest = max(before, settings.block_length)
+    longest = max(before, settings.training_length)
     if factor is not None and settings.rope_type == "yarn":
         longest = int(factor * before)  # Transformers wants the ratio of the two lengths to be the factor
-        if longest < settings.block_length:
+        if longest < settings.training_length:
             raise ValueError(
-                f"rope_factor {factor:g} extends {before} positions to {longest}, fewer than block_length "
-                f"{settings.block_length}: give a larger factor or shorter blocks."
+                f"rope_factor {factor:g} extends {before} positions to {longest}, fewer than training_length "
+                f"{settings.training_length}: give a larger factor or shorter blocks."
             )
     config.rope_parameters = scaled
     config.max_position_embeddings = longest
@@ -106,11 +106,11 @@ def align(settings: LlamaArguments, training: AlignmentConfig) -> AlignmentTrain
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     extra = 0
     if training.alignment_alpha:
-        training.alignment_length = training.alignment_length or settings.block_length
+        training.alignment_length = training.alignment_length or settings.training_length
         extra = training.alignment_max_extra or largest_extra(training.alignment_length)
-    stream = token_stream(load_texts(settings.data, settings.data_split, settings.text_column), tokenizer)
+    stream = token_stream(load_texts(settings.data, settings.split, settings.text_column), tokenizer)
     # a block of n predictions has n + 1 tokens
-    blocks = PackedBlocks(stream, settings.block_length + max(extra - 1, 0))
+    blocks = PackedBlocks(stream, settings.training_length + max(extra - 1, 0))
     trainer = AlignmentTrainer(adapted, training, train_dataset=blocks)
     trainer.train(resume_from_checkpoint=resume)
     if trainer.is_world_process_zero():

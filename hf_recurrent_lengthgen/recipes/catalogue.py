@@ -140,7 +140,7 @@ class Recipe:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.rows * int(self.training["block_length"])
+        return self.rows * int(self.training["training_length"])
 
     @property
     def steps(self) -> int:
@@ -217,7 +217,7 @@ def _check(recipe: Recipe, path: Path) -> None:
     given = recipe.train.options.keys() & {"model", "output_dir"}
     if given:
         raise ValueError(f"{path}: train.options has {', '.join(sorted(given))}, which a run chooses: leave it out.")
-    needed = ("per_device_train_batch_size", "gradient_accumulation_steps", "block_length", "max_steps")
+    needed = ("per_device_train_batch_size", "gradient_accumulation_steps", "training_length", "max_steps")
     if lacking := [name for name in needed if name not in recipe.training]:
         raise ValueError(
             f"{path}: neither {recipe.train.file} nor train.options has {', '.join(lacking)}, which the number of "

@@ -55,7 +55,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
     StatefulMamba2ForCausalLM(StatefulMamba2Config(**SIZES, training_length=8)).save_pretrained(work.base)
     byte_tokenizer().save_pretrained(work.base)
     few = ("--max-steps", 3, "--per-device-train-batch-size", 2, "--logging-steps", 1, "--save-strategy", "no")
-    data = ("--data", work.text, "--block-length", 8, "--use-cpu")
+    data = ("--data", work.text, "--training-length", 8, "--use-cpu")
     assert run("train", "--model", work.base, "--output", work.cured, *data, *few) == 0
     measured = ("--data", work.text, "--split", "train", "--length", 64, "--sequences", 3, "--no-cache")
     pair = (work.base, work.cured, "--roles", "base,cured")

@@ -190,7 +190,7 @@ def test_its_commands_are_understood(cured: Path) -> None:
     for command in (further, made):
         assert command[:2] == ["lengthgen", "train"]
         run, _, _ = read_options(command[2:])
-        assert run.block_length == 8
+        assert run.training_length == 8
     assert measured[:2] == ["lengthgen", "evaluate"]
     assert measured[2:6] == ["base", "cured", "--roles", "base,cured"]
 
@@ -231,7 +231,7 @@ def test_a_checkpoint_without_tokenizer_or_training_length(
     text = made.path.read_text()
     assert "model-index" not in text
     assert "How it was made is not recorded." in text
-    assert "--block-length" not in text
+    assert "--training-length" not in text
     assert not (folder / "figures").exists()
     monkeypatch.chdir(tmp_path)
     assert run_python(text)["tokens"].shape[1] > 3

@@ -176,7 +176,7 @@ def test_what_would_not_work_is_refused(
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"block_length": 64}, "block_length goes with task text or passkey or babilong"),
+        ({"training_length": 64}, "training_length goes with task text or passkey or babilong"),
         ({"tokenizer": "bytes"}, "tokenizer goes with task text"),
         ({"data": "stdlib"}, "data goes with task text or babilong"),
         ({"eval_data": "stdlib", "eval_strategy": "steps"}, "eval_data goes with"),
@@ -252,7 +252,7 @@ def test_a_model_that_knows_three_symbols(tmp_path: Path, monkeypatch: pytest.Mo
     ("record", "arguments", "complaint"),
     [
         ({}, [], "names no task: give --task"),
-        ({}, ["--task", "copying", "--vocabulary", "5"], "longest string in the training of"),
+        ({}, ["--task", "copying", "--task-vocabulary", "5"], "longest string in the training of"),
         ({"name": "copying", "length": [2, 3], "vocabulary": 30}, [], "vocab_size is 12, but copying"),
         ({"name": "recall", "length": [2, 2], "vocabulary": 8}, [], "recalling 8 pairs needs at least 16"),
         ({"name": "copying", "length": [2, 2], "vocabulary": 8}, ["--device", "moon"], "Cannot use the device 'moon'"),
@@ -304,9 +304,9 @@ def test_a_damaged_record_of_a_task_is_refused(
     assert main(arguments) == 1
     shown = capsys.readouterr().err
     assert f"The config of {folder} has the task {config['task']!r}, which is damaged (" in shown
-    assert "give --task, --task-length and --vocabulary" in shown
+    assert "give --task, --task-length and --task-vocabulary" in shown
     if changes in ([], {"samples": 3}):
-        assert main([*arguments, "--task", "copying", "--task-length", "2", "--vocabulary", "8"]) == 0
+        assert main([*arguments, "--task", "copying", "--task-length", "2", "--task-vocabulary", "8"]) == 0
 
 
 def test_models_of_different_tasks_are_not_compared(
@@ -317,7 +317,7 @@ def test_models_of_different_tasks_are_not_compared(
     arguments = ["accuracy", one, other, "--output", str(tmp_path), "--samples", "2"]
     assert main(arguments) == 1
     assert "was trained on copying with length [2, 2] and 8 symbols" in capsys.readouterr().err
-    assert main([*arguments, "--task", "sorting", "--vocabulary", "8", "--task-length", "2"]) == 0
+    assert main([*arguments, "--task", "sorting", "--task-vocabulary", "8", "--task-length", "2"]) == 0
     assert main(["accuracy", one, one]) == 1
     assert "can be given once" in capsys.readouterr().err
 

@@ -43,7 +43,7 @@ def run(*arguments: Any) -> int:
 def train(model: Path, output: Path, text_file: Path, *options: Any) -> int:
     few = ("--max-steps", 2, "--per-device-train-batch-size", 2, "--save-strategy", "no", "--learning-rate", 0.1)
     return run(
-        *("train", "--model", model, "--output", output, "--data", text_file, "--block-length", 16, "--use-cpu"),
+        *("train", "--model", model, "--output", output, "--data", text_file, "--training-length", 16, "--use-cpu"),
         *few,
         *options,
     )
@@ -184,7 +184,7 @@ def test_an_adapter_is_taken_by_the_other_measurements(adapter: Path, text_file:
     for name in (name for name in maps[0].files if maps[0][name].dtype.kind == "f"):
         np.testing.assert_allclose(maps[0][name], maps[1][name], rtol=1e-4, atol=1e-5)
     few = ("--output", tmp_path / "out", "--samples", 2)
-    assert run("accuracy", adapter, "--task", "copying", "--task-length", 3, "--vocabulary", 4, *few) == 0
+    assert run("accuracy", adapter, "--task", "copying", "--task-length", 3, "--task-vocabulary", 4, *few) == 0
     assert run("retrieve", adapter, "--lengths", 400, "--depths", 1, "--no-cache", *few) == 0
     texts = ("--data", text_file, "--split", "train", "--length", 64, "--sequences", 2)
     assert run("diagnose", adapter, *texts, "--output", tmp_path / "page", "--no-cache") == 0

@@ -36,7 +36,7 @@ def test_a_checkpoint_is_expanded_and_can_be_trained(
     torch.testing.assert_close(expanded(TOKENS).logits, base(TOKENS).logits, rtol=0, atol=1e-5)
     assert AutoTokenizer.from_pretrained(out).get_vocab() == AutoTokenizer.from_pretrained(checkpoint).get_vocab()
     assert [path.name for path in out.parent.iterdir()] == ["expanded"]
-    run = ["--data", text_file, "--block-length", 8, "--max-steps", 2, "--use-cpu", "--save-strategy", "no"]
+    run = ["--data", text_file, "--training-length", 8, "--max-steps", 2, "--use-cpu", "--save-strategy", "no"]
     trained = tmp_path / "trained"
     assert main(["train", "--model", str(out), "--output", str(trained), *map(str, run)]) == 0
     assert load_model(str(trained)).config.layer_state_sizes == [4, 12]
@@ -46,7 +46,7 @@ def test_the_trainer_of_the_command_line_expands_too_and_resumes(
     checkpoint: Path, tmp_path: Path, text_file: Path
 ) -> None:
     run = ["train", "--model", checkpoint, "--output", tmp_path / "out", "--data", text_file, "--use-cpu"]
-    run += ["--block-length", 8, "--save-steps", 2, "--intervention", "statex", "--expand-layers", 0]
+    run += ["--training-length", 8, "--save-steps", 2, "--intervention", "statex", "--expand-layers", 0]
     run += ["--expand-factor", 2, "--mixture", '{"state_passing": 1.0}', "--new-weights-lr-multiplier", 3]
     assert main([*map(str, run), "--max-steps", "2"]) == 0
     assert main([*map(str, run), "--max-steps", "4", "--resume"]) == 0
@@ -61,7 +61,7 @@ def test_the_trainer_of_the_command_line_expands_too_and_resumes(
 
 def test_layers_of_the_trainer_may_be_a_list_in_a_file(checkpoint: Path, tmp_path: Path, text_file: Path) -> None:
     lines = {"model": checkpoint, "output_dir": tmp_path / "out", "data": text_file, "intervention": "statex"}
-    lines |= {"expand_layers": [1], "max_steps": 1, "block_length": 8, "use_cpu": True, "save_strategy": "no"}
+    lines |= {"expand_layers": [1], "max_steps": 1, "training_length": 8, "use_cpu": True, "save_strategy": "no"}
     (tmp_path / "run.yaml").write_text("\n".join(f"{name}: {value}" for name, value in lines.items()))
     assert main(["train", str(tmp_path / "run.yaml")]) == 0
     assert load_model(str(tmp_path / "out")).config.layer_state_sizes == [4, 16]

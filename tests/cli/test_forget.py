@@ -161,7 +161,7 @@ def test_a_search_saves_the_best_setting_with_its_results(
     options = ["--data", text, "--split", "train", "--sequences", 3, "--length", 200, "--window", 4, 1, 10_000]
     results = tmp_path / "search.json"
     out = tmp_path / "out"
-    arguments = [harmed_by_the_past, "--output", out, "--search", *options, "--results", results]
+    arguments = [harmed_by_the_past, "--output", out, "--search", *options, "--trials", results]
     assert forget(*arguments) == 0
     shown = capsys.readouterr().out
     assert "Trying 4 settings on 3 texts of 200 bytes" in shown

@@ -33,7 +33,7 @@ def run(*arguments: Any) -> int:
 
 def train(model: Path, output: Path, text_file: Path, *options: Any) -> int:
     few = ("--max-steps", 3, "--per-device-train-batch-size", 2, "--logging-steps", 1, "--save-strategy", "no")
-    data = ("--data", text_file, "--block-length", 8, "--use-cpu")
+    data = ("--data", text_file, "--training-length", 8, "--use-cpu")
     return run("train", "--model", model, "--output", output, *data, *few, *options)
 
 

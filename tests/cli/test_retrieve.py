@@ -87,7 +87,7 @@ def test_babilong_from_local_files(
     monkeypatch.setattr(report, "save_svg", lambda *_: None)  # slow, and tested above
     output = tmp_path / "found"
     arguments = ["--data", str(text_file), "--split", "train", "--lengths", "80,400", "--shots", "1"]
-    arguments += ["--babi-folder", str(babi_folder), "--babi-tasks", "1,2", "--output", str(output)]
+    arguments += ["--task-files", str(babi_folder), "--babi-tasks", "1,2", "--output", str(output)]
     assert main(["retrieve", str(checkpoint), "--task", "babilong", *arguments]) == 0
     (result,) = read_result(output / "retrieval.json", RetrievalComparison).models
     assert (result.rows, result.shots, result.model) == (("qa1", "qa2"), 1, "checkpoint")
@@ -123,7 +123,7 @@ def test_needles_in_a_text(checkpoint: Path, text_file: Path, tmp_path: Path, mo
         (["--depths", "0.5,0.5"], "each row of passkey can be given once"),
         (["--within", "x"], "--within is 'x'"),
         (["--lengths", "400,600", "--within", "100,601"], "--within names 601, but must be at most the longest"),
-        (["--task", "babilong", "--babi-folder", "nowhere"], "nowhere holds 0 files qa1_*_test.txt"),
+        (["--task", "babilong", "--task-files", "nowhere"], "nowhere holds 0 files qa1_*_test.txt"),
         (["--task", "niah", "--lengths", "1m"], "that does not repeat, but the data have"),
         (["--output", "TEXT_FILE"], "is a file, or inside one: give the name of a folder"),
         (["--device", "moon"], "Cannot use the device 'moon'"),
@@ -154,10 +154,10 @@ def test_what_cannot_be_measured_is_refused(
     ("arguments", "complaint"),
     [
         (["--data", "stdlib"], "unrecognized arguments: --data stdlib"),
-        (["--task", "niah", "--style", "pass key"], "unrecognized arguments: --style"),
-        (["--task=babilong", "--babi-folder", "f", "--depths", "3"], "unrecognized arguments: --depths"),
+        (["--task", "niah", "--task-style", "pass key"], "unrecognized arguments: --task-style"),
+        (["--task=babilong", "--task-files", "f", "--depths", "3"], "unrecognized arguments: --depths"),
         (["--babi-tasks", "1"], "unrecognized arguments: --babi-tasks"),
-        (["--task", "babilong"], "the following arguments are required: --babi-folder"),
+        (["--task", "babilong"], "the following arguments are required: --task-files"),
         (["--task"], "argument --task: expected one argument"),
     ],
 )
@@ -172,7 +172,7 @@ def test_a_task_has_its_own_options_only(
 def test_models_must_be_several_and_tasks_known(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["retrieve", str(checkpoint), str(checkpoint)]) == 1
     assert "Each model can be given once" in capsys.readouterr().err
-    for arguments in (["--task", "copying"], ["--style", "key"], ["--samples", "0"]):
+    for arguments in (["--task", "copying"], ["--task-style", "key"], ["--samples", "0"]):
         with pytest.raises(SystemExit):
             main(["retrieve", str(checkpoint), *arguments])
     assert "invalid choice: 'copying'" in capsys.readouterr().err

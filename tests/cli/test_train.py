@@ -30,7 +30,7 @@ from hf_recurrent_lengthgen.trainers import INTERVENTIONS, StatePassingConfig, S
 
 TINY = {
     "use_cpu": True,
-    "block_length": 8,
+    "training_length": 8,
     "max_steps": 2,
     "per_device_train_batch_size": 2,
     "logging_steps": 1,
@@ -169,7 +169,7 @@ def write(path: Path, text: str) -> Path:
 
 def test_a_file_gives_options_and_flags_win(tmp_path: Path) -> None:
     text = """
-        block_length: 16
+        training_length: 16
         learning_rate: 1e-3
         weight_decay: 1.e-2
         max_steps: 7
@@ -183,7 +183,7 @@ def test_a_file_gives_options_and_flags_win(tmp_path: Path) -> None:
     """
     values = parsed("--max-steps", "9", file=write(tmp_path / "c.yaml", text))
     expected = {
-        "block_length": 16,
+        "training_length": 16,
         "learning_rate": 0.001,
         "weight_decay": 0.01,
         "max_steps": 9,
@@ -195,7 +195,7 @@ def test_a_file_gives_options_and_flags_win(tmp_path: Path) -> None:
     }
     assert {name: values[name] for name in expected} == expected
     settings, training, trainer = read_options(["--model", "m.json", "--use-cpu"], str(tmp_path / "c.yaml"))
-    assert (settings.block_length, training.lr_scheduler_kwargs) == (16, {"min_lr": 2e-5})
+    assert (settings.training_length, training.lr_scheduler_kwargs) == (16, {"min_lr": 2e-5})
     assert trainer is StatePassingTrainer
     assert not training.carry_conv_state
 
@@ -261,7 +261,7 @@ def test_defaults_are_the_papers() -> None:
     assert values["lr_scheduler_type"] == "cosine_with_min_lr"
     assert values["lr_scheduler_kwargs"] == {"min_lr": 1e-5}
     run, training, _ = read_options(["--model", "m", "--output", "o", "--use-cpu"])
-    assert run.block_length == 2048
+    assert run.training_length == 2048
     assert isinstance(training, StatePassingConfig)
     assert training.state_drop_probability == 0.1
 
@@ -282,7 +282,7 @@ def test_steps_or_epochs_count(given: str) -> None:
 
 
 def test_epochs_are_recorded_as_such(train: Train, checkpoint: Path, tmp_path: Path) -> None:
-    assert train(model=checkpoint, max_steps=None, num_train_epochs=0.01, block_length=200) == 0
+    assert train(model=checkpoint, max_steps=None, num_train_epochs=0.01, training_length=200) == 0
     assert trained_config(tmp_path / "out")["interventions"] == ["state_passing, 0.01 epochs"]
 
 
@@ -394,7 +394,7 @@ def test_data_from_files(kind: str, train: Train, checkpoint: Path, text_file: P
     else:
         (rows.to_json if kind == "jsonl" else rows.to_parquet)(path)
     column = "text" if kind == "txt" else "body"
-    options = {"eval_data": path, "eval_data_split": "train[:1]", "eval_strategy": "steps", "eval_steps": 2}
+    options = {"eval_data": path, "eval_split": "train[:1]", "eval_strategy": "steps", "eval_steps": 2}
     assert train(model=checkpoint, data=path, text_column=column, **options, per_device_eval_batch_size=64) == 0
     history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
     [eval_loss] = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
@@ -404,10 +404,10 @@ def test_data_from_files(kind: str, train: Train, checkpoint: Path, text_file: P
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"block_length": 5000}, "give more data or a smaller length"),
-        ({"block_length": 0}, "block_length must be at least 1, got 0"),
+        ({"training_length": 5000}, "give more data or a smaller length"),
+        ({"training_length": 0}, "training_length must be at least 1, got 0"),
         ({"text_column": "body"}, "no column 'body'"),
-        ({"data_split": "validation"}, "validation"),
+        ({"split": "validation"}, "validation"),
         ({"data": "nowhere.txt"}, "no file or folder nowhere.txt"),
         ({"eval_strategy": "steps"}, "eval_strategy needs eval_data"),
         ({"state_drop_probability": 1.5}, "between 0 and 1"),
@@ -480,7 +480,7 @@ def test_every_intervention_trains_every_weight(
     assert train(model=checkpoint, **options) == 0
     before, after = load_file(checkpoint / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert [name for name in before if torch.equal(before[name], after[name])] == []
-    assert trained_config(tmp_path / "out")["training_length"] == TINY["block_length"]
+    assert trained_config(tmp_path / "out")["training_length"] == TINY["training_length"]
 
 
 def test_a_learned_state_is_saved_alone(
@@ -559,9 +559,9 @@ def test_a_state_learned_alone_leaves_the_lineage_of_the_checkpoint_in_its_folde
 @pytest.mark.parametrize(
     ("arguments", "length_before", "following"),
     [
-        ("--model m --intervention none --block-length 8", 8, "evaluate m out --roles base,control"),
+        ("--model m --intervention none --training-length 8", 8, "evaluate m out --roles base,control"),
         ("--model m --alignment-alpha 1 --intervention none", None, "evaluate m out --roles base,cured"),
-        ("--model m --block-length 8", 4, "evaluate m out --roles base,cured --training-length 8"),
+        ("--model m --training-length 8", 4, "evaluate m out --roles base,cured --training-length 8"),
         ("--model m --tokenizer bytes", None, "evaluate m out --roles base,cured --tokenizer bytes"),
         ("--model m --trust-remote-code", None, "evaluate m out --roles base,cured --trust-remote-code"),
         ("--model m/config.json", None, "evaluate out"),
@@ -620,7 +620,7 @@ def test_alignment_of_tbtt_reads_ahead(train: Train, checkpoint: Path) -> None:
         ({"task": "babilong"}, "task babilong needs task_files"),
         ({"task": "passkey", "data": None, "alignment_alpha": 0.1}, "goes with neither tbtt nor alignment_alpha"),
         ({"alignment_max_extra": 2}, "need alignment_alpha above 0"),
-        ({"alignment_alpha": 0.1, "alignment_length": 4}, "alignment_length is 4, block_length 8"),
+        ({"alignment_alpha": 0.1, "alignment_length": 4}, "alignment_length is 4, training_length 8"),
         ({"minimum_document_tokens": -1}, "minimum_document_tokens must be at least 0, got -1"),
     ],
 )
@@ -642,17 +642,17 @@ SCRATCH = "--mimetic --model m.json"
         ("noise_sigma 0.1", "", "--intervention random_noise", "intervention random_noise"),
         ("mixture {}", "", """--intervention mixed --mixture {"zero":1.0}""", "intervention mixed or statex"),
         ("data x.txt", PASSKEY, BABILONG, "task text or babilong"),
-        ("data_split train", PASSKEY, BABILONG, "task text or babilong"),
+        ("split train", PASSKEY, BABILONG, "task text or babilong"),
         ("eval_data stdlib", "", "--eval-strategy epoch", "eval_strategy steps or epoch and task text or babilong"),
         ("eval_data stdlib", f"{PASSKEY} --eval-strategy steps", f"{BABILONG} --eval-strategy steps", "eval_strategy"),
-        ("eval_data_split validation", "", "--eval-strategy steps", "eval_strategy steps or epoch"),
+        ("eval_split validation", "", "--eval-strategy steps", "eval_strategy steps or epoch"),
         ("chunks_before_reset 12", "", "--intervention tbtt", "intervention mixed or statex or tbtt"),
         ("reset_at_document", "--intervention none", "--intervention tbtt", "intervention mixed or statex or tbtt"),
         ("minimum_document_tokens 0", BABILONG, "", "task text"),
         ("task_files f", PASSKEY, "--task babilong", "task babilong"),
         ("task_style passkey", "", PASSKEY, "task passkey"),
         ("task_length 5", "", "--task recall", "task copying or"),
-        ("block_length 5", "--task recall", PASSKEY, "task text or passkey or babilong"),
+        ("training_length 5", "--task recall", PASSKEY, "task text or passkey or babilong"),
         ("mimetic_c 8", "", SCRATCH, "mimetic"),
         ("mimetic_offset 0", "--mimetic false", SCRATCH, "mimetic"),
         ("mimetic_layers 0", "", SCRATCH, "mimetic"),
@@ -714,7 +714,7 @@ def rows_of(monkeypatch: pytest.MonkeyPatch, train: Train, **options: Any) -> di
 def test_passkeys_are_trained_on_the_key_alone(
     train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = {"task": "passkey", "data": None, "block_length": 400, "intervention": "fitted_noise"}
+    options = {"task": "passkey", "data": None, "training_length": 400, "intervention": "fitted_noise"}
     assert train(model=checkpoint, **options, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=64) == 0
     history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in history if "eval_loss" in entry] == [2]
@@ -727,7 +727,7 @@ def test_passkeys_are_trained_on_the_key_alone(
 def test_evaluation_has_other_passkeys(
     monkeypatch: pytest.MonkeyPatch, train: Train, checkpoint: Path, tmp_path: Path
 ) -> None:
-    options = {"task": "passkey", "data": None, "block_length": 400, "eval_strategy": "steps"}
+    options = {"task": "passkey", "data": None, "training_length": 400, "eval_strategy": "steps"}
     rows = rows_of(monkeypatch, train, model=checkpoint, **options)
     keys = [
         {tuple(row["labels"][row["labels"] != -100].tolist()) for row in (rows[name][i] for i in range(4))}
@@ -749,7 +749,7 @@ def babi(tmp_path: Path) -> Path:
 
 
 def test_questions_of_babi_are_hidden_in_text(train: Train, checkpoint: Path, babi: Path) -> None:
-    options = {"task": "babilong", "task_files": babi, "block_length": 200, "intervention": "none"}
+    options = {"task": "babilong", "task_files": babi, "training_length": 200, "intervention": "none"}
     assert train(model=checkpoint, **options) == 0
 
 
@@ -761,8 +761,8 @@ def test_evaluation_has_the_test_questions_of_babi_also_in_the_training_text(
     text_file: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    text = {"data": text_file, "eval_data": text_file, "eval_data_split": "train", "eval_strategy": "steps"}
-    options = {"model": checkpoint, "task": "babilong", "task_files": babi, "block_length": 200} | text
+    text = {"data": text_file, "eval_data": text_file, "eval_split": "train", "eval_strategy": "steps"}
+    options = {"model": checkpoint, "task": "babilong", "task_files": babi, "training_length": 200} | text
     assert train(**options, intervention="none") == 1
     assert f"{babi} holds 0 files qa1_*_test.txt" in capsys.readouterr().err
     for task in range(1, 11):
@@ -779,7 +779,7 @@ def test_short_documents_are_left_out_of_the_evaluation_too(
 ) -> None:
     lines = (json.dumps({"text": letter * length}) for letter, length in (("a", 30), ("b", 8), ("c", 40)))
     data = write(tmp_path / "texts.jsonl", "\n".join(lines))
-    text = {"data": data, "eval_data": data, "eval_data_split": "train", "eval_strategy": "steps"}
+    text = {"data": data, "eval_data": data, "eval_split": "train", "eval_strategy": "steps"}
     for least, letters in ((0, set("abc")), (9, set("ac"))):
         rows = rows_of(monkeypatch, train, model=checkpoint, minimum_document_tokens=least, **text)
         for dataset in rows["train_dataset"], rows["eval_dataset"]:

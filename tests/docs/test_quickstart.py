@@ -35,7 +35,7 @@ def test_the_code_of_the_quickstart_runs(demo_output: Path, capsys: pytest.Captu
 def test_the_commands_of_the_quickstart_run(demo_output: Path) -> None:
     Path("text.txt").write_text("A line of text, and another.\n" * 200)
     quick = {
-        "train": "--max-steps 2 --block-length 16 --report-to none --data text.txt",
+        "train": "--max-steps 2 --training-length 16 --report-to none --data text.txt",
         "evaluate": "--sequences 2 --length 512 --data text.txt --split train",
     }
     text = "".join(blocks_of("index.md", "bash")).replace("\\\n", "")

@@ -44,7 +44,7 @@ SHRUNK = {
 """What makes the code of pages quick."""
 TRAINING = "--max-steps 2 --report-to none --per-device-train-batch-size 4"
 QUICK = {
-    "train": f"{TRAINING} --block-length 16 --data texts",
+    "train": f"{TRAINING} --training-length 16 --data texts",
     "evaluate": "--sequences 2 --length 64 --data texts --split train",
     "diagnose": "--sequences 2 --length 64 --patched-heads 0 --data texts --split train",
     "expand": "",
@@ -123,7 +123,7 @@ def test_the_page_runs(page: str, demo_output: Path) -> None:
         exec(code, names)
     for arguments in commands_of(page):
         assert arguments[0] in COMMANDS
-        quick = f"{TRAINING} --block-length 300" if "passkey" in arguments else QUICK[arguments[0]]
+        quick = f"{TRAINING} --training-length 300" if "passkey" in arguments else QUICK[arguments[0]]
         assert main([*(CHECKPOINT.get(word, word) for word in arguments), *shlex.split(quick)]) == 0
 
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is depr
 
 TINY = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
 QUICK = {
-    "block_length": 16,
+    "training_length": 16,
     "max_steps": 2,
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
@@ -127,8 +127,8 @@ def test_transformers_agrees_with_the_yarn_factor(flags: list[str], tmp_path: Pa
         assert "does not match the ratio" in told[0]
     finally:
         logger.removeFilter(listener)
-    settings.block_length = 65
-    with pytest.raises(ValueError, match="rope_factor 8 extends 8 positions to 64, fewer than block_length 65"):
+    settings.training_length = 65
+    with pytest.raises(ValueError, match="rope_factor 8 extends 8 positions to 64, fewer than training_length 65"):
         align_llama.scaled_config(settings)
 
 

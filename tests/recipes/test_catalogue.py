@@ -78,7 +78,7 @@ def test_budgets_rates_and_methods_are_the_papers(name: str) -> None:
             "cosine",
             "0.05",
         )
-        assert (values["block_length"], values["intervention"]) == ("65536", "none")
+        assert (values["training_length"], values["intervention"]) == ("65536", "none")
         assert abs(recipe.tokens - 10e9) < 524_288
         assert (recipe.expand is not None) == name.startswith("statex")
         return
@@ -87,7 +87,7 @@ def test_budgets_rates_and_methods_are_the_papers(name: str) -> None:
     assert (values["lr_scheduler_type"], values["lr_scheduler_kwargs"]) == ("cosine_with_min_lr", {"min_lr": "1e-5"})
     assert (values["warmup_steps"], values["max_grad_norm"]) == ("0.1", "1.0")
     assert (values["adam_beta1"], values["adam_beta2"]) == ("0.9", "0.95")
-    assert int(values["block_length"]) == recipe.source.training_length
+    assert int(values["training_length"]) == recipe.source.training_length
     method = next((word for key, word in WORDS.items() if key in name), "none")
     assert values["intervention"] == method
     assert values.get("state_drop_probability") == {"state_passing": "0.1", "tbtt": "0.0"}.get(method)

@@ -141,7 +141,7 @@ def test_the_snippets_of_the_readme(tmp_path: Path) -> None:
     [arguments] = re.findall(r"torchrun --nproc_per_node 2 -m hf_recurrent_lengthgen.cli.main train (.*)\n", text)
     rows = values_of(arguments)
     per_step = 2 * int(rows["per_device_train_batch_size"]) * int(rows["gradient_accumulation_steps"])
-    assert per_step * int(rows["block_length"]) == TOKENS_PER_STEP
+    assert per_step * int(rows["training_length"]) == TOKENS_PER_STEP
     [measuring] = re.findall(r"lengthgen retrieve (output/.*)\n", text)
     words = shlex.split(measuring)
     options = vars(retrieve._parser(words).parse_args(words))
@@ -221,7 +221,7 @@ def test_batches_learning_rates_and_lengths_are_the_papers(run: str) -> None:
     if run.startswith("alignment"):
         assert rows == 64
         return
-    assert rows * int(values["block_length"]) == TOKENS_PER_STEP
+    assert rows * int(values["training_length"]) == TOKENS_PER_STEP
     if run in TOKENS:
         assert int(values["max_steps"]) == round(TOKENS[run] * 1e9 / TOKENS_PER_STEP)
     if "statex" in run or "vanilla" in run:
@@ -241,7 +241,7 @@ def test_batches_learning_rates_and_lengths_are_the_papers(run: str) -> None:
         assert (values["adam_beta1"], values["adam_beta2"], values["max_grad_norm"]) == ("0.9", "0.95", "1.0")
     contexts = {"gla-70m": "512", "gla-120m": "512", "gla-360m": "512", "rwkv6-70m": "256"}
     if not re.search("1024|warmup|statex|vanilla", run):
-        assert values["block_length"] == contexts.get(name, "2048")
+        assert values["training_length"] == contexts.get(name, "2048")
 
 
 def test_every_pre_training_of_table_2_and_every_intervention_is_there() -> None:

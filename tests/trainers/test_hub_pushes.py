@@ -148,7 +148,7 @@ def test_a_run_with_a_lineage_gets_the_card_of_it(
     toys.tiny_model(vocab_size=384).save_pretrained(tmp_path / "start")
     (tmp_path / "text.txt").write_text("abc" * 2000)
     options = {
-        **{"model": tmp_path / "start", "tokenizer": "bytes", "data": tmp_path / "text.txt", "block_length": 16},
+        **{"model": tmp_path / "start", "tokenizer": "bytes", "data": tmp_path / "text.txt", "training_length": 16},
         **{"max_steps": 1, "output_dir": tmp_path / "out", "use_cpu": True, "per_device_train_batch_size": 2},
         **{"push_to_hub": True, "hub_model_id": "user/run", "hub_token": "hf_test"},
     }

@@ -133,7 +133,7 @@ def test_own_settings_are_taken_or_refused_and_nothing_else(data: st.DataObject,
         assert getattr(made, name) is not None or value is None
 
 
-@pytest.mark.parametrize("name", ["tokenizer", "data", "eval_data_split", "text_column", "task_files"])
+@pytest.mark.parametrize("name", ["tokenizer", "data", "eval_split", "text_column", "task_files"])
 def test_an_empty_text_is_no_value_of_a_run(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is empty: give a value, or leave it out"):
         RunArguments(**{"model": "folder", name: ""})
