@@ -5,8 +5,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+from transformers import MambaConfig, MambaForCausalLM
 
 from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.data import byte_tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -32,7 +34,15 @@ def test_the_code_of_the_quickstart_runs(demo_output: Path, capsys: pytest.Captu
     assert " sys" in capsys.readouterr().out
 
 
+def save_a_stock_model(folder: Path) -> None:
+    """A tiny model in the place of one of the Hub."""
+    sizes = {"vocab_size": 384, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1}
+    MambaForCausalLM(MambaConfig(**sizes, pad_token_id=0, eos_token_id=1)).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+
+
 def test_the_commands_of_the_quickstart_run(demo_output: Path) -> None:
+    save_a_stock_model(demo_output / "state-spaces" / "mamba-130m-hf")
     Path("text.txt").write_text("A line of text, and another.\n" * 200)
     quick = {
         "train": "--max-steps 2 --training-length 16 --report-to none --data text.txt",
