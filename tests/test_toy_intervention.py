@@ -134,11 +134,13 @@ def test_a_mixture_draws_from_it(
     history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
     assert 0.0 < sum(entry.get("zero_states", 0.0) for entry in history) < 4.0
     assert main([*mixed, '{"ones": {"share": 1.0, "noise_sigma": 2.0}}']) == 1
-    assert "noise_sigma is no setting of ones in a mixture. It has ['ones_size']" in capsys.readouterr().err
+    assert (
+        "noise_sigma is not a setting of ones in a mixture. Allowed settings: ['ones_size']" in capsys.readouterr().err
+    )
 
 
 def test_a_name_belongs_to_one_method(ones: type[InitialStateTrainer]) -> None:
-    with pytest.raises(ValueError, match="OtherTrainer calls its method 'ones', as OnesTrainer does"):
+    with pytest.raises(ValueError, match="method name 'ones' of OtherTrainer belongs to OnesTrainer already"):
         type("OtherTrainer", (ones,), {"about": Method("ones", "other")})
     type("Subclass", (ones,), {})
     assert INTERVENTIONS["ones"] is ones

@@ -1,8 +1,8 @@
-"""The output alignment loss inside a Trainer: which crops, and how the loss scales.
+"""The output alignment loss inside a Trainer: how rows are cropped, and how the loss is scaled.
 
-arXiv:2506.11769, section 4.2: l_extra is drawn for each optimizer step, the same in all micro-batches and processes;
-T + l_extra tokens of each row are read as two crops of T tokens, and their outputs are aligned where both have read at
-least T/2 tokens.
+Du et al., 2025 (arXiv:2506.11769), section 4.2. l_extra is drawn once for each optimizer step and is the same in all
+micro-batches and processes. T + l_extra tokens of each row are read as two crops of T tokens. Their outputs are
+aligned at the tokens where both crops have read at least T/2 tokens.
 """
 
 from collections.abc import Callable
@@ -28,14 +28,14 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class CropLoss:
-    """The part of a micro-batch in L* (Eq. 4) of its step, as Trainer calls a `compute_loss_func`.
+    """The share of one micro-batch in L* (Eq. 4) of its step: a `compute_loss_func` for Trainer.
 
     Attributes:
         alpha: Weight of the misalignment.
-        extra: l_extra, tokens between the two crops.
-        overlap: Pairs of outputs of the micro-batch that are aligned.
-        step_overlap: Those of the whole step, of all micro-batches and processes.
-        misalignment: Mean of the micro-batch, once the loss is computed.
+        extra: l_extra, tokens between the starts of the two crops.
+        overlap: Aligned pairs of outputs in the micro-batch.
+        step_overlap: Aligned pairs of outputs in the whole step, over all micro-batches and processes.
+        misalignment: Mean misalignment of the micro-batch; None until the loss is computed.
     """
 
     alpha: float
@@ -48,7 +48,7 @@ class CropLoss:
         """The loss of outputs with logits (2B, T, V) on shifted targets (2B, T).
 
         Args:
-            outputs: Of the model.
+            outputs: Outputs of the model.
             labels: Shifted targets.
             num_items_in_batch: Targets of the whole step, or None where Trainer averages over micro-batches.
         """
@@ -67,7 +67,7 @@ class CropLoss:
 
 @dataclass(frozen=True)
 class AlignmentSettings:
-    """What the alignment loss needs to know of a run.
+    """Settings of the alignment loss for one run.
 
     Attributes:
         alpha: Weight of the misalignment, Eq. 4.
@@ -86,11 +86,13 @@ class AlignmentSettings:
         """From the arguments of a trainer.
 
         Raises:
-            ValueError: for a model or loss function with another loss than next-token cross-entropy, and for shifts
-                that the length does not allow.
+            ValueError: if the model or `own_loss` has a loss other than next-token cross-entropy, or if the length
+                does not allow the shifts.
         """
         if own_loss is not None:
-            raise ValueError("alignment_alpha computes the loss itself: leave compute_loss_func out.")
+            raise ValueError(
+                "compute_loss_func cannot be combined with alignment_alpha, which computes the loss: leave one out."
+            )
         if getattr(getattr(model, "config", None), "output_router_logits", False):
             raise ValueError(
                 "The alignment loss would leave out the model's router loss: set output_router_logits=False."
@@ -112,25 +114,27 @@ class AlignmentSettings:
         low, high = self._range(length)
         if not low <= high <= largest_extra(length):
             raise ValueError(
-                f"{given}, l_extra may lie between 1 and {largest_extra(length)}, so that both "
-                f"crops share tokens with at least T/2 of context; got {low} to {high}."
+                f"{given}, l_extra must lie between 1 and {largest_extra(length)}, so that both crops share tokens "
+                f"with at least T/2 tokens of context; got {low} to {high}."
             )
 
     def __call__(self, *_: Any, **__: Any) -> Tensor:
-        """Trainer only needs to know that there is a loss function: each micro-batch has its own, a `CropLoss`."""
-        raise ValueError("The alignment loss is of InitialStateTrainer.compute_loss: call super().compute_loss(...).")
+        """Not called: Trainer only checks that there is a loss function, and each micro-batch has a `CropLoss`."""
+        raise ValueError(
+            "The alignment loss is computed in InitialStateTrainer.compute_loss: call super().compute_loss(...)."
+        )
 
     def crop(self, inputs: dict[str, Any], place: BatchPlace) -> tuple[dict[str, Any], CropLoss]:
-        """The 2B rows of a micro-batch, first crops, then second crops, with shifted targets; and their loss.
+        """The 2B rows of a micro-batch with shifted targets (all first crops, then all second crops), and their loss.
 
         Raises:
-            ValueError: for rows that are too short, have padding, or no labels.
+            ValueError: if rows are too short, hold padding or have no labels.
         """
         tokens = inputs["input_ids"].shape[1]
         length = self.length
         if length is None:  # the largest T with T + max_extra <= tokens
             length = next((n for n in range(tokens, 0, -1) if n + self._range(n)[1] <= tokens), 0)
-            self._check(length, f"In rows of {tokens} tokens, so crops of {length}")
+            self._check(length, f"With rows of {tokens} tokens, read as crops of {length}")
             logger.warning_once(
                 f"alignment_length is not given: rows of {tokens} tokens are read as crops of T = {length}, up to "
                 f"{self._range(length)[1]} tokens apart."
@@ -143,8 +147,8 @@ class AlignmentSettings:
             )
         if tokens > length + high:
             logger.warning_once(
-                f"Rows have {tokens} tokens, of which the alignment loss reads {length + high} at most: give shorter "
-                "rows, or a larger alignment_length."
+                f"Rows have {tokens} tokens, but the alignment loss reads at most {length + high} of them: give "
+                "shorter rows or a larger alignment_length."
             )
         extra = sample_extra(replace(place, micro_batch=0), low, high)
         crops = two_crops(inputs, length, extra)

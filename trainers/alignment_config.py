@@ -12,7 +12,7 @@ class AlignmentConfig(InitialStateConfig):
     alignment_alpha: float = field(
         default=0.1,
         metadata={
-            "help": "Weight alpha of the output alignment loss (Output Alignment, Eq. 4). In the paper 0.1 to 0.3 are "
-            "good, 0.5 and more hurts. Default 0.1."
+            "help": "Weight alpha of the output alignment loss (Du et al., 2025, Eq. 4). In the paper, 0.1 to 0.3 "
+            "helps; 0.5 or more hurts. Default 0.1."
         },
     )

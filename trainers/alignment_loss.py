@@ -1,9 +1,9 @@
-"""Cross-entropy plus output alignment, L* = L_train + alpha L_misalign: pure functions, no Trainer in sight.
+"""Cross-entropy plus output alignment, L* = L_train + alpha L_misalign: pure functions, without a Trainer.
 
-arXiv:2506.11769, Eq. 4 and section 4.2. A step takes rows of T + l_extra tokens and runs the first T and the last T
-as two crops, 2B rows. Both are trained on, and where both have read at least T/2 tokens of their own, their
-predictions after the same token are pulled together by the symmetric cross-entropy of Eq. 1 (the listing of appendix
-D pairs output 1 with itself, a slip).
+Du et al., 2025 (arXiv:2506.11769), Eq. 4 and section 4.2. A step takes B rows of T + l_extra tokens and runs the first
+T and the last T tokens of each as two crops, 2B rows. Both crops are trained on. Where both have read at least T/2
+tokens, the symmetric cross-entropy of Eq. 1 pulls together their predictions after the same token. (The listing of
+appendix D pairs output 1 with itself by mistake.)
 
 With h = T // 2, the overlap is [h + l_extra, T) in crop 1 and [h, T - l_extra) in crop 2. It has T - h - l_extra
 positions, so l_extra is at most T - h - 1; the paper's T/2 would leave none.
@@ -36,20 +36,20 @@ def largest_extra(length: int) -> int:
 
 
 def overlap_positions(rows: int, length: int, extra: int) -> int:
-    """Pairs of positions that the misalignment averages over: rows (T - T // 2 - l_extra).
+    """Pairs of positions that the misalignment averages over: B (T - T // 2 - l_extra).
 
     Args:
-        rows: B, rows before they become two crops.
+        rows: B, rows before they are cropped.
         length: T, in tokens.
         extra: l_extra, in tokens.
 
     Raises:
-        ValueError: for an l_extra below 1 or one that leaves no overlap.
+        ValueError: if l_extra is below 1 or leaves no overlap.
     """
     if not 1 <= extra <= largest_extra(length):
         raise ValueError(
-            f"l_extra must be between 1 and {largest_extra(length)} for crops of {length} tokens, got {extra}: "
-            "otherwise no token has half a crop before it in both crops."
+            f"l_extra must be between 1 and {largest_extra(length)} for crops of {length} tokens, so that some token "
+            f"has half a crop before it in both crops; got {extra}."
         )
     return rows * (length - length // 2 - extra)
 
@@ -61,7 +61,7 @@ def sample_extra(place: BatchPlace, low: int, high: int) -> int:
         ValueError: unless 1 <= low <= high.
     """
     if not 1 <= low <= high:
-        raise ValueError(f"The range of l_extra must have 1 <= smallest <= largest, got {low} to {high}.")
+        raise ValueError(f"The range of l_extra must satisfy 1 <= smallest <= largest, got {low} to {high}.")
     digest = hashlib.blake2b(f"{place.seed}/{place.step}/{place.micro_batch}/extra".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
     return int(torch.randint(low, high + 1, (), generator=generator))
@@ -70,36 +70,39 @@ def sample_extra(place: BatchPlace, low: int, high: int) -> int:
 def two_crops(inputs: dict[str, Any], length: int, extra: int) -> dict[str, Any]:
     """A batch of B rows of at least T + l_extra tokens as 2B rows of T: tokens [0, T), then [l_extra, T + l_extra).
 
-    Every tensor of shape (B, S, ...) is cropped like `input_ids` (B, S); numbers and other values stay. Labels are
-    cropped, not shifted: without `shift_labels` each crop is scored on its own T - 1 next tokens.
+    Every tensor of shape (B, S, ...) is cropped like `input_ids` (B, S); other values stay. Labels are cropped, not
+    shifted: without `shift_labels` each crop is scored on its own T - 1 next tokens.
 
     Raises:
         ValueError: for rows that are too short, tensors of another shape, an attention_mask with zeros, position_ids,
-            seq_idx or state_resets, and as `overlap_positions`.
+            seq_idx or state_resets, and as in `overlap_positions`.
     """
     rows, available = inputs["input_ids"].shape
     overlap_positions(rows, length, extra)
     if available < length + extra:
         raise ValueError(
-            f"Rows of {available} tokens are too short for crops of {length} tokens that are {extra} apart: "
-            f"give at least {length + extra} tokens in each row."
+            f"Rows of {available} tokens are too short for crops of {length} tokens that start {extra} apart: "
+            f"give rows of at least {length + extra} tokens."
         )
     for name in ("position_ids", "seq_idx", "state_resets"):
         if inputs.get(name) is not None:
-            raise ValueError(f"Both crops start at position 0 and from the same state: leave {name} out of the batch.")
+            raise ValueError(
+                f"The alignment loss takes no {name}, because both crops start at position 0 from the same state: "
+                "remove it from the batch."
+            )
     mask = inputs.get("attention_mask")
     if mask is not None and not bool(mask[:, : length + extra].all()):
         raise ValueError(
-            "attention_mask has zeros, but the alignment loss compares the crops by their position in the row, and "
-            "padding is no context: pack the text into rows without padding."
+            "attention_mask has zeros, but the alignment loss compares crops by position, so padding would count as "
+            "context: pack the text into rows without padding."
         )
     cropped = {}
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.dim() > 0:
             if value.shape[:2] != (rows, available):
                 raise ValueError(
-                    f"{name} of shape {tuple(value.shape)} cannot be cropped: tensors of the batch must begin with "
-                    f"the shape {(rows, available)} of input_ids."
+                    f"{name} of shape {tuple(value.shape)} cannot be cropped: the shape of each tensor must begin "
+                    f"with that of input_ids, {(rows, available)}."
                 )
             value = torch.cat([value[:, :length], value[:, extra : extra + length]])
         cropped[name] = value
@@ -107,22 +110,22 @@ def two_crops(inputs: dict[str, Any], length: int, extra: int) -> dict[str, Any]
 
 
 def shifted_targets(inputs: dict[str, Any]) -> Tensor:
-    """The target of each output, (B, T): `shift_labels`, else `labels` (B, T) moved one to the left.
+    """The target of each output, (B, T): `shift_labels`, else `labels` (B, T) shifted left by one.
 
     Raises:
-        ValueError: without either.
+        ValueError: if the batch has neither.
     """
     for name in ("shift_labels", "labels"):
         if inputs.get(name) is not None:
             return inputs[name] if name == "shift_labels" else F.pad(inputs[name][:, 1:], (0, 1), value=IGNORED)
-    raise ValueError("The batch has neither labels nor shift_labels to be scored on: give one of them.")
+    raise ValueError("The batch has neither labels nor shift_labels: give one of them.")
 
 
 class AlignedLoss(NamedTuple):
-    """`loss` = `cross_entropy` + alpha * `misalignment`, scalars in nats; the last two are for logs, without history.
+    """`loss` = `cross_entropy` + alpha * `misalignment`, scalars in nats; the last two are for logs, without gradient.
 
-    Given `num_items` and `overlap_items`, each is this micro-batch's share: over all micro-batches and processes
-    they add up to the step's means.
+    Given `num_items` and `overlap_items`, each value is the share of this micro-batch: the shares of all micro-batches
+    and processes add up to the means of the step.
     """
 
     loss: Tensor
@@ -131,7 +134,7 @@ class AlignedLoss(NamedTuple):
 
 
 class _AlignedCrossEntropy(torch.autograd.Function):
-    """Keeps the logits and numbers per position; its one tensor of their size is the gradient it returns."""
+    """Saves the logits and a few numbers per position; allocates one tensor of the logits' size, the gradient."""
 
     @staticmethod
     def forward(
@@ -177,7 +180,7 @@ class _AlignedCrossEntropy(torch.autograd.Function):
 
 
 def _overlap(x: Tensor, extra: int) -> tuple[Tensor, Tensor]:
-    """The positions of x (2B, T, ...) in the overlap, as views (B, T - T // 2 - l_extra, ...): crop 1, crop 2."""
+    """The overlap of crop 1 and of crop 2 in x (2B, T, ...), as views (B, T - T // 2 - l_extra, ...)."""
     rows, half = len(x) // 2, x.shape[1] // 2
     return x[:rows, half + extra :], x[rows:, half : x.shape[1] - extra]
 
@@ -194,33 +197,33 @@ def aligned_cross_entropy(
 ) -> AlignedLoss:
     """Cross-entropy of two crops plus alpha times the mean symmetric cross-entropy of their overlap (Eq. 4).
 
-    Memory: the forward pass makes no second tensor of the size of the logits, the backward pass one, the
-    gradient; all else is chunk by chunk or one number per position.
+    Memory: the forward pass allocates no second tensor of the size of the logits, the backward pass one, the
+    gradient. All else is computed in chunks or is one number per position.
 
-    Under gradient accumulation and on several processes both parts are sums over what was counted for the whole
-    step: cross-entropy = sum over targets / num_items, misalignment = sum over overlap / overlap_items. Count
-    `overlap_items` over the same micro-batches and processes as Trainer counts num_items_in_batch, by adding up
-    `overlap_positions`; a factor that Trainer applies to undo its averaging over processes then fits both. Where
-    Trainer gives no num_items_in_batch it divides the loss by the number of micro-batches: leave both None.
+    Under gradient accumulation and on several processes both parts are sums divided by the counts of the whole step:
+    cross-entropy = sum over targets / num_items, misalignment = sum over overlap / overlap_items. Count
+    `overlap_items` by adding up `overlap_positions` over the micro-batches and processes over which Trainer counts
+    num_items_in_batch; Trainer's factor against its averaging over processes then fits both parts. Where Trainer gives
+    no num_items_in_batch, it divides the loss by the number of micro-batches: leave both None.
 
     Args:
         logits: Finite logits (2B, T, V) for the rows of `two_crops`: crop 1 of each row first, then crop 2.
         targets: Shifted targets (2B, T), -100 where nothing is scored (`shifted_targets`).
         extra: l_extra in tokens, 1 to `largest_extra(T)`.
         alpha: Weight of the misalignment, at least 0; the paper finds 0.1 to 0.3 good and 0.5 harmful.
-        num_items: Targets to divide by; None for the scored ones of this call.
-        overlap_items: Overlap positions to divide by; None for those of this call.
-        chunk_size: Positions whose probabilities exist at the same time; by default `LOGITS_PER_CHUNK`.
+        num_items: Number of targets to divide by; None for the scored targets of this call.
+        overlap_items: Number of overlap positions to divide by; None for those of this call.
+        chunk_size: Positions whose probabilities are in memory at once; by default from `LOGITS_PER_CHUNK`.
 
     Returns:
         Scalars in float32, float64 for float64 logits. The gradient has the dtype of the logits.
 
     Raises:
-        ValueError: for shapes that do not fit, alpha < 0, chunk_size < 1, and as `overlap_positions`.
+        ValueError: for shapes that do not fit, alpha < 0, chunk_size < 1, and as in `overlap_positions`.
     """
     if logits.dim() != 3 or len(logits) % 2 or targets.shape != logits.shape[:2]:
         raise ValueError(
-            "The alignment loss takes logits (2B, T, V) of two crops and targets (2B, T), got shapes "
+            "The alignment loss needs logits (2B, T, V) of two crops and targets (2B, T), got shapes "
             f"{tuple(logits.shape)} and {tuple(targets.shape)}."
         )
     if alpha < 0:

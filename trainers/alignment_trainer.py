@@ -8,10 +8,10 @@ from hf_recurrent_lengthgen.trainers.initial_states import ZeroStates
 
 
 class AlignmentTrainer(InitialStateTrainer):
-    """`Trainer` with L_train + alpha L_misalign ("Output Alignment", Eq. 4), for recurrent models and Transformers.
+    """`Trainer` with L_train + alpha L_misalign (Du et al., 2025, Eq. 4), for recurrent models and Transformers.
 
-    Rows hold T + l_extra tokens: PackedBlocks of 1.5 T is enough. The other trainers take `alignment_alpha`, too, so
-    that the loss goes with every source of initial states.
+    Rows must hold T + l_extra tokens; `PackedBlocks` of 1.5 T tokens are enough. The other trainers also take
+    `alignment_alpha`, so the loss can be combined with every source of initial states.
 
         trainer = AlignmentTrainer(model, AlignmentConfig("out"), train_dataset=blocks)
     """

@@ -1,10 +1,10 @@
 """The one place that threads initial states and losses through `transformers.Trainer`.
 
 A method is a source of initial states (`initial_states.py`) and a config. This class puts `initial_state` into the
-inputs of the training batches and shows the outputs' `final_state` to the source. The loss stays Trainer's, or is the
-output alignment loss through Trainer's own `compute_loss_func`. Evaluation uses the zero state, unless a source says
-otherwise. What else differs from Trainer is in the classes below this one: `hub_pushes.py`, `same_rows.py`,
-`resumable_runs.py`.
+inputs of the training batches and shows the `final_state` of the outputs to the source. The loss remains Trainer's, or
+is the output alignment loss through Trainer's own `compute_loss_func`. Evaluation uses the zero state, unless a source
+says otherwise. All other differences from Trainer are in the base classes of this one: `hub_pushes.py`,
+`same_rows.py`, `resumable_runs.py`.
 """
 
 import re
@@ -50,8 +50,8 @@ _NEVER_DECAYED = re.compile(r"(^|\.)(A_log$|learned_state\.)")
 
 @dataclass
 class MicroBatch:
-    """Where a micro-batch stands, how its rows are laid out, its loss where that is of crops, and whether it was
-    computed. (No tuple: Trainer makes tuples anew when it moves a batch to the device.)"""
+    """The place of a micro-batch in the run, the layout of its rows, its loss if rows are cropped, and whether the
+    loss was computed. (Not a tuple: Trainer rebuilds tuples when it moves a batch to the device.)"""
 
     place: BatchPlace
     layout: RowLayout
@@ -60,30 +60,30 @@ class MicroBatch:
 
 
 INTERVENTIONS: dict[str, type["InitialStateTrainer"]] = {}
-"""The trainers by the names of their methods. A class that says what it is (`about`) is entered when it is defined."""
+"""The trainers by the name of their method. A class with an `about` of its own is registered when it is defined."""
 
 
 class InitialStateTrainer(ResumableTrainer, ABC):
     """`Trainer` for models that take `initial_state` and return `final_state`. Takes Trainer's arguments; `model` may
-    also be the folder or name of a checkpoint, for `load_model`.
+    also be a checkpoint folder or Hub name, which `load_model` loads.
 
     Subclasses say where initial states come from (`initial_state_source`) and which config they need
-    (`config_class`). One with an `about` of its own is a method: `lengthgen train --intervention` and mixtures take it
-    by its name, records and cards tell of it. Checkpoints also hold the source's state, so that a resumed run
-    continues bit for bit. SIGINT and SIGTERM end the run after the current step, with a checkpoint.
+    (`config_class`). A subclass with an `about` of its own is a method: `lengthgen train --intervention` and mixtures
+    take it by its name, records and cards describe it. Checkpoints also hold the state of the source, so that a
+    resumed run continues bit for bit. SIGINT and SIGTERM end the run after the current step, with a checkpoint.
 
     Raises:
-        ValueError: at construction, if the model cannot take states, if the arguments are of another class, or for
+        ValueError: at construction, if the model cannot take states, if the arguments are not a `config_class`, or for
             settings under which states would be lost or mixed up.
     """
 
     config_class: type[InitialStateConfig] = InitialStateConfig
-    about: ClassVar[Method] = PLAIN  # what lineages and cards tell of it
+    about: ClassVar[Method] = PLAIN  # what lineages and cards say about the method
     needs_states = True
     needs_shuffled_data = False
     needs_continued_data = False
     learns_state = False
-    gives_states = True  # whether initial states other than zero are all there is to the method
+    gives_states = True  # whether the method consists of nothing but nonzero initial states
     is_mixable = True  # whether mixtures may draw from its source
 
     def __init__(
@@ -122,12 +122,13 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         other = INTERVENTIONS.get(cls.about.name, cls)
         if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(
-                f"{cls.__name__} calls its method {cls.about.name!r}, as {other.__name__} does: rename one."
+                f"The method name {cls.about.name!r} of {cls.__name__} belongs to {other.__name__} already: choose "
+                "another name."
             )
-        INTERVENTIONS[cls.about.name] = cls  # again, where a cell of a notebook runs again
+        INTERVENTIONS[cls.about.name] = cls  # a notebook cell may define it again
 
     def prepared(self, model: Any, args: Any) -> Any:
-        """The model that is trained, made of the one that is given."""
+        """The model to train, made from the model given."""
         return model
 
     @staticmethod
@@ -136,8 +137,8 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         """The source of initial states.
 
         Args:
-            args: Of `config_class`: those of the trainer, or those of the method's share in a mixture.
-            trainer: Whose model it is for.
+            args: A `config_class`: of the trainer, or of the method's share in a mixture.
+            trainer: The trainer whose model gets the states.
         """
 
     def _set_up_alignment(self) -> None:
@@ -162,7 +163,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Trainer's, without parameters of one dimension, Mamba's A_log and a learned state.
 
-        The authors of Mamba decay neither A_log nor D nor biases; Trainer knows biases and norms only.
+        The authors of Mamba do not decay A_log, D and biases; Trainer exempts biases and norms only.
         """
         spared = {name for name, parameter in model.named_parameters() if parameter.ndim < 2}
         names: list[str] = super().get_decay_parameter_names(model)
@@ -172,7 +173,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         """See `ResumableTrainer.train`.
 
         Raises:
-            ValueError: as there, and for a model that is made to forget.
+            ValueError: as in `ResumableTrainer.train`, and for a model that is made to forget.
         """
         check_no_forgetting(self.model)
         try:
@@ -185,7 +186,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
-        """Trainer's micro-batches of a step, laid out before their labels are counted."""
+        """Trainer's micro-batches of a step, laid out before Trainer counts their labels."""
         laid_out = (self._lay_out(batch, micro_batch) for micro_batch, batch in enumerate(epoch_iterator))
         batches, num_items = super().get_batch_samples(laid_out, num_batches, device)
         if self._align is not None:
@@ -199,7 +200,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
 
     def _lay_out(self, batch: dict[str, Any], micro_batch: int) -> dict[str, Any]:
         """The inputs of the model for a micro-batch: labels that are not scored are -100, rows are cut at resets or
-        cropped in pairs, and a `MicroBatch` tells how."""
+        cropped in pairs, and a `MicroBatch` describes the layout."""
         inputs = dict(self._scored(batch))
         rows = token_shape_of(inputs)[0]
         first_row = self.args.process_index * self._train_batch_size
@@ -215,7 +216,9 @@ class InitialStateTrainer(ResumableTrainer, ABC):
                 layout = RowLayout(token_shape_of(inputs)[0], cut.first, cut.last)
             else:
                 if resets is not None and bool(resets[:, 1:].any()):
-                    raise ValueError("The alignment loss compares texts that go on: use it without reset_at_document.")
+                    raise ValueError(
+                        "The alignment loss cannot be computed across resets inside rows: leave reset_at_document out."
+                    )
                 inputs, loss = self._align.crop(inputs, place)
                 place = place if resets is None else replace(place, continues=~resets[:, 0])
                 layout = RowLayout(2 * rows, crops=2)
@@ -227,11 +230,11 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         """Trainer's.
 
         Raises:
-            ValueError: if the loss comes from a `compute_loss` that goes past the method's.
+            ValueError: if the loss comes from a `compute_loss` that does not call the method's.
         """
         try:
             loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
-        except (TypeError, ValueError) as error:  # of a model that got what is for the method
+        except (TypeError, ValueError) as error:  # from a model that got the method's own input
             if MICRO_BATCH not in str(error):
                 raise
             say_passed_by(self, error)
@@ -246,16 +249,16 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Trainer's loss, from the source's initial states in training.
+        """Trainer's loss; in training, from the initial states of the source.
 
         Raises:
-            ValueError: for ids and labels outside the vocabulary, if the training loss is not finite, or a final state
-                is broken and `nonfinite_states` is "stop".
+            ValueError: for ids and labels outside the vocabulary, for a training loss that is not finite, and for a
+                broken final state if `nonfinite_states` is "stop".
         """
         check_batch(self.model, inputs)
         if not model.training:
             if self.args.world_size > 1:
-                num_items_in_batch = None  # the mean of this process: `prediction_step` makes that of all
+                num_items_in_batch = None  # the mean of this process; `prediction_step` averages over processes
             with self._loss_function(None if self._align else self.compute_loss_func):
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         if MICRO_BATCH not in inputs:  # called by hand, outside of `train`
@@ -282,8 +285,8 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         where = f"step {place.step}, micro-batch {place.micro_batch}"
         if not torch.isfinite(loss):
             raise ValueError(
-                f"The loss of {where} is {loss.item()}. {self.resume_hint()} Lower the learning rate or clip "
-                "gradients (max_grad_norm) and look for a batch without labels."
+                f"The loss of {where} is {loss.item()}. {self.resume_hint()} Lower the learning rate, clip gradients "
+                "(max_grad_norm), and look for batches without labels."
             )
         if crop_loss is not None:
             if crop_loss.misalignment is None:
@@ -297,7 +300,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         return found
 
     def _observe(self, micro_batch: MicroBatch, gave_state: bool, where: str) -> None:
-        """Show the final states that the model returned to the source."""
+        """Show the source the final states that the model returned."""
         if gave_state and not self._calls.got_state:
             say_lost(self, "the model got no initial_state", "the initial_state of the inputs")
         if self._calls.final_state is None:
@@ -310,7 +313,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         self.initial_states.observe(micro_batch.place, checked.state, checked.broken)
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items: Any) -> Any:
-        """The training loss of the class that the method is put on."""
+        """The training loss of the trainer that the method is combined with."""
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items)
 
     @contextmanager
@@ -322,7 +325,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             self.compute_loss_func = kept
 
     def describe_method(self) -> str:
-        """The trainer and what it does, for people."""
+        """The method and the class of the trainer, in words."""
         alignment = ["output alignment"] if self._align is not None else []
         methods = alignment if self.about is PLAIN else [self.about.name.replace("_", " "), *alignment]
         return f"{' with '.join(methods) or 'InitialStateTrainer'} ({type(self).__name__})"
@@ -339,14 +342,14 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         """Trainer's, from the source's state for evaluation, without final states, which would count as predictions.
 
         Raises:
-            ValueError: for rows with resets inside, which belong to training.
+            ValueError: for rows with resets inside them, which are for training only.
         """
         inputs = dict(inputs)
         resets = inputs.pop("state_resets", None)
         if resets is not None and bool(resets[:, 1:].any()):
             raise ValueError(
-                "The evaluation data reset states inside rows (reset_at_document), which only training does: evaluate "
-                "on PackedBlocks."
+                "The evaluation data reset states inside rows (reset_at_document), which only training supports: "
+                "evaluate on PackedBlocks."
             )
         if self._takes_states:
             rows = token_shape_of(inputs)[0]
@@ -360,7 +363,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         return super().prediction_step(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Trainer's, with what the method does beside the training loss."""
+        """Trainer's, with the values of the method beside the training loss."""
         if "loss" in logs:
             logs |= self._logs.take(gather_object)
             logs |= self.initial_states.logs()

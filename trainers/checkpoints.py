@@ -1,10 +1,10 @@
 """Which training checkpoints are complete, and the file that keeps initial states in them.
 
-Trainer's own saving is not atomic: a process killed in the middle leaves a folder that it would then try to resume
-from. Here each process writes its file of initial states, in one piece, after everything else of its own, and
+Trainer does not save atomically: a process killed during a save leaves a folder from which Trainer would then try to
+resume. Here each process writes its file of initial states atomically after all its other files, and
 `trainer_state.json` is removed before a save and written when all processes are done. So a folder with a parsable
-`trainer_state.json` and the file of every process is whole. The file of digests, written last, tells whether the
-content of the others is still what was written.
+`trainer_state.json` and the file of every process is complete. The file of digests, written last, tells whether the
+other files still have the content that was written.
 """
 
 import copy
@@ -33,10 +33,10 @@ logger = logging.get_logger(__name__)
 TRAINER_STATE_FILE = "trainer_state.json"
 DIGESTS_FILE = "digests.sha256"  # as `sha256sum --check` reads it
 EDITED = {".json", ".md", ".py", ".txt"}
-"""Texts, which may be changed by hand or by a card; of these only `trainer_state.json` has a digest."""
+"""Text files, which people and cards may edit; only `trainer_state.json` among them has a digest."""
 FORMAT, FORMAT_VERSION = "initial_states", 1
 NOT_IN_OLD_CHECKPOINTS = {"start", "train_dataset.record"}
-"""What files of the first versions do not say of their run: not compared then."""
+"""Entries that files of the first versions lack; a missing one is not compared."""
 
 
 def initial_states_file(checkpoint: str | os.PathLike[str], process_index: int) -> Path:
@@ -45,7 +45,7 @@ def initial_states_file(checkpoint: str | os.PathLike[str], process_index: int) 
 
 
 def save_initial_states(path: Path, tensors: dict[str, Tensor], run: dict[str, str | int]) -> None:
-    """Write named tensors and what they depend on (source, processes, batch size) in one piece."""
+    """Write named tensors and what they depend on (source, processes, batch size) atomically."""
     header = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "run": json.dumps(run)}
     with replacing(path) as temporary:
         save_file(tensors, temporary, header)
@@ -55,12 +55,12 @@ def load_initial_states(path: Path, run: dict[str, str | int]) -> dict[str, Tens
     """Read what `save_initial_states` wrote.
 
     Raises:
-        ValueError: if the file is missing or damaged, of a newer format, or from a run that differs in `run`.
+        ValueError: if the file is missing, damaged, of a newer format, or from a run that differs in `run`.
     """
     if not path.is_file():
         raise ValueError(
-            f"{path} is missing, so this run cannot continue exactly. It may come from another trainer or more "
-            "processes: load its weights with from_pretrained and start a new run instead."
+            f"{path} is missing, so this run cannot be resumed exactly. The checkpoint may be from another trainer or "
+            "from fewer processes: load its weights with from_pretrained and start a new run instead."
         )
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
@@ -71,8 +71,8 @@ def load_initial_states(path: Path, run: dict[str, str | int]) -> dict[str, Tens
     version = header.get("format_version", "")
     if header.get("format") != FORMAT or not version.isdecimal() or int(version) > FORMAT_VERSION:
         raise ValueError(
-            f"{path} has format {header.get('format')!r} version {version!r}, "
-            f"this code reads {FORMAT!r} up to version {FORMAT_VERSION}."
+            f"{path} has format {header.get('format')!r} version {version!r}; "
+            f"this version of the package reads {FORMAT!r} up to version {FORMAT_VERSION}."
         )
     saved = json.loads(header.get("run", "{}"))
     known = {key: value for key, value in run.items() if key in saved or key not in NOT_IN_OLD_CHECKPOINTS}
@@ -80,21 +80,21 @@ def load_initial_states(path: Path, run: dict[str, str | int]) -> dict[str, Tens
     if changed:
         told = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in changed.items())
         raise ValueError(
-            f"Cannot resume exactly from {path.parent}: {told}. Set it back, or load the weights with "
+            f"Cannot resume exactly from {path.parent}: {told}. Restore the old value, or load the weights with "
             "from_pretrained and start a new run."
         )
     return tensors
 
 
 def saved_run(path: Path) -> dict[str, Any]:
-    """What `save_initial_states` was told of the run, from a file that `load_initial_states` reads."""
+    """The `run` that `save_initial_states` wrote into a file."""
     with safe_open(os.fspath(path), framework="pt") as file:
         run: dict[str, Any] = json.loads((file.metadata() or {}).get("run", "{}"))
     return run
 
 
 def begin_save(checkpoint: str | os.PathLike[str]) -> None:
-    """Mark a folder that is about to be written over as incomplete, and clear what an interrupted save left in it."""
+    """Mark a folder as incomplete before a save, and remove the leftovers of an interrupted one."""
     folder = Path(checkpoint)
     for name in (TRAINER_STATE_FILE, DIGESTS_FILE):
         (folder / name).unlink(missing_ok=True)
@@ -103,7 +103,7 @@ def begin_save(checkpoint: str | os.PathLike[str]) -> None:
 
 
 def save_digests(checkpoint: str | os.PathLike[str]) -> None:
-    """Write the SHA-256 of every file of a whole checkpoint, of all processes, that resuming reads."""
+    """Write the SHA-256 of every file, of all processes, that resuming from a complete checkpoint reads."""
     folder = Path(checkpoint)
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != DIGESTS_FILE]
     kept = [path for path in files if path.suffix not in EDITED or path.name == TRAINER_STATE_FILE]
@@ -113,9 +113,9 @@ def save_digests(checkpoint: str | os.PathLike[str]) -> None:
 
 
 def what_has_changed(checkpoint: str | os.PathLike[str]) -> str | None:
-    """The files of a checkpoint that are not what was written, or None; reads all of them.
+    """Which files of a checkpoint differ from what was written, in words, or None; reads all of them.
 
-    Checkpoints of earlier versions have no digests: that is logged, and nothing is found wrong with them.
+    Checkpoints of earlier versions have no digests: that is logged, and they count as unchanged.
     """
     folder = Path(checkpoint)
     path = folder / DIGESTS_FILE
@@ -142,7 +142,7 @@ _READERS: dict[str, Callable[[Path], bool]] = {
     ".pt": zipfile.is_zipfile,
     ".pth": zipfile.is_zipfile,
 }
-"""Whether a file of this kind is whole: its header, or the directory at the end of a zip archive."""
+"""Whether a file of this kind is complete, from its header or from the directory at the end of a zip archive."""
 
 
 def what_is_missing(checkpoint: str | os.PathLike[str]) -> str | None:
@@ -153,7 +153,7 @@ def what_is_missing(checkpoint: str | os.PathLike[str]) -> str | None:
     try:
         TrainerState.load_from_json(os.fspath(folder / TRAINER_STATE_FILE))
     except FileNotFoundError:
-        return f"{TRAINER_STATE_FILE} is missing: the save was interrupted, or this is no checkpoint of a Trainer"
+        return f"{TRAINER_STATE_FILE} is missing: the save was interrupted, or this is not a checkpoint of a Trainer"
     except (ValueError, TypeError) as error:
         return f"{TRAINER_STATE_FILE} cannot be read ({error}): the save was interrupted"
     first = initial_states_file(folder, 0)
@@ -171,7 +171,7 @@ def what_is_missing(checkpoint: str | os.PathLike[str]) -> str | None:
     names += [f"rng_state_{index}.pth" for index in range(processes)] if processes > 1 else ["rng_state.pth"]
     names.append("scheduler.pt")
     missing = [name for name in names if not (folder / name).is_file()]
-    if not any(folder.glob("optimizer*")) and not any(folder.glob("global_step*")):  # the latter is DeepSpeed's
+    if not any(folder.glob("optimizer*")) and not any(folder.glob("global_step*")):  # global_step*: DeepSpeed
         missing.append("optimizer.pt")
     if missing:
         return f"missing: {', '.join(missing)}"
@@ -180,7 +180,7 @@ def what_is_missing(checkpoint: str | os.PathLike[str]) -> str | None:
 
 
 def complete_checkpoints(output_dir: str | os.PathLike[str]) -> Iterator[Path]:
-    """The checkpoint folders that `what_is_missing` finds nothing wrong with, that with the highest step first."""
+    """The complete checkpoint folders (see `what_is_missing`), highest step first."""
     prefix = f"{PREFIX_CHECKPOINT_DIR}-"
     folders = [path for path in Path(output_dir).glob(f"{prefix}*") if path.name.removeprefix(prefix).isdecimal()]
     for folder in sorted(folders, key=lambda path: int(path.name.removeprefix(prefix)), reverse=True):
@@ -194,10 +194,10 @@ def newest_complete_checkpoint(output_dir: str | os.PathLike[str]) -> Path | Non
 
 
 def checkpoint_to_resume(asked: str | os.PathLike[str] | Literal[True], output_dir: str | os.PathLike[str]) -> str:
-    """The checkpoint folder that was asked for, or the newest one that is complete and unchanged.
+    """The checkpoint folder `asked` for, or with True the newest one that is complete and unchanged.
 
     Raises:
-        ValueError: if there is none, or that which was asked for is not complete and unchanged.
+        ValueError: if there is none, or if the one asked for is incomplete or changed.
     """
     if asked is not True:
         wrong = what_is_missing(asked) or what_has_changed(asked)
@@ -212,21 +212,21 @@ def checkpoint_to_resume(asked: str | os.PathLike[str] | Literal[True], output_d
         if changed is None:
             logger.info(f"Resuming from {folder}.")
             return os.fspath(folder)
-        logger.warning(f"{folder} is left out, its files are {changed}.")
+        logger.warning(f"{folder} is skipped: its files are {changed}.")
     raise ValueError(f"There is no complete checkpoint in {output_dir}: train without resume_from_checkpoint.")
 
 
 def load_converted_weights(model: nn.Module, checkpoint: str | os.PathLike[str]) -> bool:
-    """Load weights that the files of a checkpoint name otherwise than the model, in place.
+    """Load, in place, weights of a checkpoint whose names in the files are not those of the model.
 
-    Transformers writes several models (most with experts, Nemotron-H whole) in the layout that they were published
-    in, which `from_pretrained` reads and `Trainer`, which goes by the names of the model, skips with a warning.
+    Transformers writes several models (most with experts, all of Nemotron-H) in the layout in which they were
+    published. `from_pretrained` reads that layout; `Trainer` goes by names of the model and skips it, with a warning.
 
     Returns:
-        Whether the files were of this kind; if not, nothing was loaded.
+        Whether the checkpoint has such a layout; if not, nothing was loaded.
 
     Raises:
-        ValueError: if they do not fit the model.
+        ValueError: if the weights do not fit the model.
     """
     names: set[str] = set()
     for path in Path(checkpoint).glob("model*.safetensors"):
@@ -239,6 +239,6 @@ def load_converted_weights(model: nn.Module, checkpoint: str | os.PathLike[str])
     load: Any = type(model).from_pretrained
     loaded, found = load(checkpoint, config=copy.deepcopy(model.config), **loading)
     if found["missing_keys"] or found["unexpected_keys"] or found["mismatched_keys"]:
-        raise ValueError(f"The weights in {checkpoint} are not those of a {type(model).__name__} like this: {found}.")
+        raise ValueError(f"The weights in {checkpoint} do not fit this {type(model).__name__}: {found}.")
     model.load_state_dict(loaded.state_dict(), strict=False)  # a learned state has a file of its own
     return True

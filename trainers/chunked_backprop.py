@@ -1,12 +1,13 @@
 """Training on a sequence longer than memory allows: in chunks, with exact gradients through the state.
 
-The sequence is cut into chunks of C tokens and the state goes from one to the next. Only the states between chunks are
-kept; the activations of a chunk are computed again when the backward pass reaches it (arXiv:1604.06174, with a whole
-chunk as the segment). Loss, final state and gradients are those of one forward pass over all S tokens, at the memory
-of about one chunk and the time of one more forward pass.
+The sequence is cut into chunks of C tokens and the state is carried from each chunk to the next. Only the states
+between chunks are kept; the activations of a chunk are recomputed in the backward pass (Chen et al., 2016,
+arXiv:1604.06174, with a whole chunk as the segment). Loss, final state and gradients are those of one forward pass
+over all S tokens. The cost is the memory of about one chunk and the time of one more forward pass.
 
-With a window of w chunks the gradient is stopped after every w of them: a loss reaches back to the beginning of its
-window, between 1 and w chunks. A window of 1 is TBTT (arXiv:2507.02782, section 4.5) inside the sequence.
+With a window of w chunks the gradient is stopped after every w chunks: the gradient of a loss reaches back to the
+beginning of its window, between 1 and w chunks. A window of 1 is TBTT (Buitrago Ruiz and Gu, 2025, section 4.5) inside
+the sequence.
 
 Shape legend: B batch, S tokens of the sequence, C tokens of a chunk.
 """
@@ -45,17 +46,17 @@ def chunked_forward(
     """The loss and final state of one long sequence, with the memory of about one chunk.
 
     Args:
-        forward: Forward of a causal language model with the state contract. Its loss must be a sum over targets
-            divided by `num_items_in_batch`, as the one of Transformers is.
-        inputs: `input_ids` (B, S), `labels` or `shift_labels` (B, S), and if wanted `attention_mask` (B, S),
+        forward: Forward method of a causal language model with the state contract. Its loss must be a sum over
+            targets divided by `num_items_in_batch`, as in Transformers.
+        inputs: `input_ids` (B, S), `labels` or `shift_labels` (B, S), and optionally `attention_mask` (B, S),
             `initial_state`, `num_items_in_batch` and `output_final_state`, with the meaning that they have for the
-            model. Padding may stand on the left or right, also as whole chunks.
+            model. Padding may be on the left or right and may fill whole chunks.
         chunk_length: C. The last chunk may be shorter.
         window: Chunks after which the gradient through the state is stopped; None for never. The gradient into
             `initial_state` comes from the first window.
 
     Returns:
-        `loss` and `final_state`. There are no logits, (B, S, V) being what does not fit into memory.
+        `loss` and `final_state`. There are no logits, because (B, S, V) would not fit into memory.
 
     Raises:
         ValueError: for a chunk length or window below 1, missing labels, other inputs, and padding inside a row
@@ -73,7 +74,7 @@ def chunked_forward(
         chunk_targets = targets[:, chunk].contiguous()  # the loss of Transformers makes a view of them
         output = forward(
             input_ids=input_ids[:, chunk],
-            labels=chunk_targets,  # stock models compute no loss without them; shift_labels win
+            labels=chunk_targets,  # stock models compute no loss without labels; shift_labels take precedence
             shift_labels=chunk_targets,
             initial_state=state,
             output_final_state=True,
@@ -81,8 +82,8 @@ def chunked_forward(
             return_dict=True,
             **({} if mask is None else {"attention_mask": mask[:, chunk]}),
         )
-        # Autocast keeps its copies of the weights while its outermost context lasts. One copy for all chunks would
-        # sum their gradients in its low precision.
+        # Autocast keeps its low-precision copies of the weights until its outermost context ends. A copy shared by
+        # all chunks would sum their gradients in that precision.
         torch.clear_autocast_cache()
         return output["loss"], output["final_state"]
 
@@ -92,7 +93,7 @@ def chunked_forward(
     for index, start in enumerate(starts):
         if window is not None and index and index % window == 0:
             state = detach_state(state)
-        # The backward pass begins with the last chunk, at once: nothing is gained by computing it again.
+        # The backward pass begins with the last chunk, so checkpointing it would save no memory.
         is_last = start == starts[-1]
         loss, state = run(start, state) if is_last else checkpoint(run, start, state, use_reentrant=False)
         losses.append(loss)
@@ -104,23 +105,23 @@ def chunked_forward(
 def forward_in_chunks(model: nn.Module, chunk_length: int, window: int | None = None) -> Iterator[None]:
     """Within the `with` block, a call of the model is `chunked_forward` of its inputs.
 
-    Made for `compute_loss` of a Trainer. What wraps the model (DDP, PEFT, FSDP2, autocast of accelerate) sees one
-    call: the innermost model's own forward is what runs in chunks, also when the backward pass computes chunks again
-    after the block has ended.
+    For use in `compute_loss` of a Trainer. Wrappers of the model (DDP, PEFT, FSDP2, autocast of accelerate) see a
+    single call: only the forward method of the innermost model runs in chunks, also when the backward pass recomputes
+    chunks after the block has ended.
 
     Args:
         model: A causal language model with the state contract, alone or in PEFT and DistributedDataParallel.
-        chunk_length: Tokens of a chunk.
+        chunk_length: Tokens per chunk.
         window: As in `chunked_forward`.
 
     Raises:
-        ValueError: for a chunk length or window below 1, a model without the state contract or in another wrapper, one
-            with attention layers, and one that is compiled as a whole (its layers may be compiled).
+        ValueError: for a chunk length or window below 1, a model without the state contract or in another wrapper, a
+            model with attention layers, and one that is compiled as a whole (its layers may be compiled).
     """
     check_chunks(chunk_length, window)
     inner: Any = innermost_model(model)
     check_chunkable(inner)
-    forward = inner.forward  # the class's own, or what stands on the object: autocast of accelerate, for one
+    forward = inner.forward  # the method of the class, or one set on the object, such as accelerate's autocast
     on_object = "forward" in vars(inner)
 
     def in_chunks(input_ids: Tensor | None = None, **inputs: Any) -> StatefulCausalLMOutput:
@@ -137,26 +138,26 @@ def forward_in_chunks(model: nn.Module, chunk_length: int, window: int | None = 
 
 
 def check_chunks(chunk_length: int, window: int | None) -> None:
-    """Raise a `ValueError` for a chunk length or window that is no whole number from 1."""
+    """Raise a `ValueError` for a chunk length or window that is not an integer of at least 1."""
     for name, value in (("chunk_length", chunk_length), ("window", window)):
         if not (isinstance(value, int) and value >= 1) and not (name == "window" and value is None):
             allowed = "a number of tokens" if name == "chunk_length" else "None for no limit, or a number of chunks"
-            raise ValueError(f"{name} must be {allowed} from 1, got {value!r}.")
+            raise ValueError(f"{name} must be {allowed}, at least 1; got {value!r}.")
 
 
 def innermost_model(model: nn.Module) -> nn.Module:
     """The model itself, without DistributedDataParallel and PEFT.
 
     Raises:
-        ValueError: if it or what wraps it is compiled.
+        ValueError: if the model or one of its wrappers is compiled.
     """
     outer: Any = model
     while True:
         if is_compiled_module(outer) or outer._compiled_call_impl is not None:
             raise ValueError(
-                "A sequence cannot go in chunks through a model that is compiled as a whole: the compiled code would "
-                "not see the chunks. Compile its layers instead (for layer in model.backbone.layers: "
-                "layer.compile()), or leave torch_compile off."
+                "A model that is compiled as a whole cannot read a sequence in chunks, because its compiled code "
+                "would not see the chunks. Compile its layers instead (for layer in model.backbone.layers: "
+                "layer.compile()), or set torch_compile=False."
             )
         if isinstance(outer, DistributedDataParallel):
             outer = outer.module
@@ -175,14 +176,14 @@ def check_chunkable(model: nn.Module) -> None:
         missing |= {"shift_labels", "num_items_in_batch"} - set(parameters)
     if missing:
         raise ValueError(
-            f"{type(model).__name__} takes no {sorted(missing)}, so a sequence cannot go through it in chunks. Give a "
-            "causal language model of this package or stateful(model), alone or in PEFT and DistributedDataParallel; "
-            "other wrappers than these and FSDP2 (fully_shard) are not supported."
+            f"{type(model).__name__} does not take {sorted(missing)}, so it cannot read a sequence in chunks. Give a "
+            "causal language model of this package or stateful(model), alone or in PEFT, DistributedDataParallel or "
+            "FSDP2 (fully_shard); other wrappers are not supported."
         )
     if getattr(model, "attends", False):
         raise ValueError(
-            f"{type(model).__name__} has attention layers, which would see their own chunk only: the loss would not "
-            "be that of the whole sequence. Train with sequences that fit into memory, or with TBTT."
+            f"{type(model).__name__} has attention layers, which would see only their own chunk, so the loss would "
+            "not be that of the whole sequence. Train on sequences that fit into memory, or with TBTT."
         )
 
 
@@ -190,19 +191,22 @@ def _check_inputs(inputs: Mapping[str, Any]) -> None:
     given = [name for name, value in inputs.items() if isinstance(value, Tensor) or value not in (None, False, 0)]
     if inputs.get("input_ids") is None or inputs.get("inputs_embeds") is not None:
         raise ValueError(
-            "Chunks are cut from input_ids: give them and no inputs_embeds, which take memory for the whole sequence."
+            "Chunks are cut from input_ids: give input_ids, and no inputs_embeds, which would take memory for the "
+            "whole sequence."
         )
     if inputs.get("labels") is None and inputs.get("shift_labels") is None:
-        raise ValueError("A sequence in chunks returns no logits, only its loss: give labels or shift_labels.")
+        raise ValueError(
+            "A forward pass in chunks returns a loss and no logits, so it needs labels: give labels or shift_labels."
+        )
     other = sorted(set(given) - set(TAKEN))
     if other or inputs.get("return_dict") is False:
         raise ValueError(
-            f"A sequence in chunks takes no {other or 'return_dict=False'}: leave it out. Allowed are "
+            f"A forward pass in chunks does not take {other or 'return_dict=False'}: leave it out. Allowed inputs are "
             f"{', '.join(TAKEN)}."
         )
     shape = tuple(inputs["input_ids"].shape)
     if len(shape) != 2 or 0 in shape:
-        raise ValueError(f"input_ids must be (B, S) with at least one row and token, got shape {shape}.")
+        raise ValueError(f"input_ids must be (B, S) with at least one row and one token, got shape {shape}.")
     for name in ("labels", "shift_labels", "attention_mask"):
         value = inputs.get(name)
         if value is not None and tuple(value.shape) != shape:
@@ -210,17 +214,17 @@ def _check_inputs(inputs: Mapping[str, Any]) -> None:
 
 
 def _targets(inputs: Mapping[str, Any]) -> Tensor:
-    """Position t holds the target of output t, (B, S): over a border, the first token of the next chunk."""
+    """The target of output t at position t, (B, S); at the end of a chunk, the first token of the next chunk."""
     shifted = inputs.get("shift_labels")
     return F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED) if shifted is None else shifted
 
 
 def _scored(targets: Tensor, mask: Tensor, chunk_length: int) -> Tensor:
-    """The targets without those of outputs before the first real token of a row, as the model does on a whole row.
+    """Targets with -100 before the first real token of a row, as the model has them on a whole row.
 
     Raises:
         ValueError: if padding at the beginning of a later chunk has targets. Its output is that of the last real
-            token, which the chunk does not know.
+            token, which is not in the chunk.
     """
     nothing_seen = mask.cumsum(1) == 0
     targets = targets.masked_fill(nothing_seen, IGNORED)

@@ -1,10 +1,11 @@
-"""A method of this package on another trainer: its loss and its data, our initial states.
+"""A method of this package combined with another trainer: the other's loss and data, our initial states.
 
     SFT, Config = combine(StatePassingTrainer, trl.SFTTrainer)
     SFT(model, Config("out", packing=True, state_drop_probability=0.1), train_dataset=chats).train()
 
-The method's class comes before the other one, so that what it puts into a batch reaches the other's loss, which is
-computed once. The config has the fields of both, with the defaults of the other trainer where both have one.
+The class of the method comes first among the bases, so that what it puts into a batch reaches the loss of the other
+trainer, which is computed once. The config has the fields of both; where both have a default, the other trainer's
+applies.
 """
 
 import copyreg
@@ -24,21 +25,22 @@ from hf_recurrent_lengthgen.trainers.initial_states import ZeroStates
 def combine(
     first: type[Trainer], second: type[Trainer], config: type[TrainingArguments] | None = None
 ) -> tuple[type[Any], type[Any]]:
-    """A trainer that is both, and its config class; of the same two classes always the same.
+    """A trainer class that is both, and its config class; the same two classes always give the same result.
 
     Args:
-        first: A method's trainer, `StatePassingTrainer` for one, or another subclass of `Trainer`.
-        second: The other of the two: their order does not matter.
-        config: Config class of the other trainer; None for what its `args` are annotated with.
+        first: The trainer of a method, such as `StatePassingTrainer`, or another subclass of `Trainer`.
+        second: The other of the two; the order does not matter.
+        config: Config class of the other trainer; None for the annotation of its `args`.
 
     Raises:
-        ValueError: unless exactly one is of a method; for a trainer of TRL that does not train on plain texts, and a
-            method that needs data which TRL does not take.
+        ValueError: unless exactly one is the trainer of a method; for a TRL trainer that does not train on single
+            texts, and for a method that needs data which TRL does not take.
     """
     methods = [cls for cls in (first, second) if issubclass(cls, InitialStateTrainer)]
     if len(methods) != 1:
         raise ValueError(
-            f"combine takes one trainer of a method and another one, got {first.__name__} and {second.__name__}."
+            "combine takes the trainer of one method of this package and one other trainer, got "
+            f"{first.__name__} and {second.__name__}."
         )
     (method,) = methods
     other: Any = second if method is first else first
@@ -53,13 +55,13 @@ def _combined(method: Any, other: Any, config: Any) -> tuple[type[Any], type[Any
     from_trl = [base.__name__ for base in other.__mro__ if base.__module__.startswith("trl.")]
     if from_trl and "SFTTrainer" not in from_trl:
         raise ValueError(
-            f"{other.__name__} does not train on single texts, so there is no sequence to begin from a state: train "
-            "with SFTTrainer and a method first, then the saved model with this trainer as it is."
+            f"{other.__name__} does not train on single texts, so no sequence could start from a state: train with "
+            "SFTTrainer and a method first, then train the saved model with this trainer alone."
         )
     if from_trl and method.needs_continued_data is True:
         raise ValueError(
             f"{method.__name__} needs rows that continue one another (ContinuedChunks), which {other.__name__} does "
-            "not take: use it alone, or another method (StatePassingTrainer)."
+            f"not take: use {method.__name__} alone, or combine another method (StatePassingTrainer)."
         )
     made_config = _combined_config(method.config_class, config)
     bases = (_OnTexts, method, other) if from_trl else (method, other)
@@ -69,12 +71,12 @@ def _combined(method: Any, other: Any, config: Any) -> tuple[type[Any], type[Any
 
 
 def _config_of(trainer: type[Trainer]) -> type[TrainingArguments]:
-    """The most special config class in the annotation of a trainer's `args`."""
+    """The most specific config class in the annotation of a trainer's `args`."""
     annotation = get_type_hints(trainer.__init__).get("args", TrainingArguments)
     found = [one for one in (annotation, *get_args(annotation)) if inspect.isclass(one)]
     configs = [one for one in found if issubclass(one, TrainingArguments)]
     if not configs:
-        raise ValueError(f"{trainer.__name__} does not say which class its args have: give config.")
+        raise ValueError(f"The args of {trainer.__name__} have no annotation with a config class: give config.")
     return max(configs, key=lambda one: len(one.__mro__))
 
 
@@ -85,9 +87,11 @@ def _combined_config(method: Any, other: Any) -> Any:
     stock = {item.name for item in fields(TrainingArguments)}
     both = {item.name for item in fields(method)} & {item.name for item in fields(other)} - stock
     if both:
-        raise ValueError(f"{method.__name__} and {other.__name__} both have fields {sorted(both)} of their own.")
+        raise ValueError(
+            f"{method.__name__} and {other.__name__} cannot be combined: both define the fields {sorted(both)}."
+        )
     name = method.__name__.removesuffix("Config") + other.__name__
-    # The other's defaults win: those of the method's class stand for all of TrainingArguments.
+    # The other's defaults take precedence: the method's config has defaults for all of TrainingArguments.
     made: Any = dataclass(type(name, (other, method), {"__doc__": f"{method.__doc__}", "__module__": __name__}))
     copyreg.pickle(made, lambda args: (_restored, (method, other, vars(args))))  # Trainer pickles its arguments
     return made
@@ -101,15 +105,17 @@ def _restored(method: Any, other: Any, values: dict[str, Any]) -> Any:
 
 
 class _OnTexts(InitialStateTrainer):
-    """What TRL's SFTTrainer needs beside a method: every packed text is a sequence with a state of its own."""
+    """What a method needs with TRL's SFTTrainer: every packed text is a sequence with a state of its own."""
 
     _total_train_tokens: int
 
     def __init__(self, model: Any = None, args: Any = None, *positional: Any, **keyword: Any) -> None:
         if getattr(args, "bptt_chunk_length", None) is not None:
-            raise ValueError("bptt_chunk_length returns no token losses, which SFTTrainer needs: leave it out.")
+            raise ValueError("bptt_chunk_length gives no losses per token, which SFTTrainer needs: leave it out.")
         if getattr(args, "alignment_alpha", 0) and args.loss_type == "dft":
-            raise ValueError("The alignment loss goes with cross-entropy, not with loss_type='dft': leave one out.")
+            raise ValueError(
+                "alignment_alpha works with cross-entropy only, not with loss_type='dft': leave one of them out."
+            )
         if self.learns_state and keyword.get("peft_config") is not None:
             raise ValueError(
                 "peft_config would freeze the learned state: give a model with adapters (get_peft_model) instead."
@@ -117,19 +123,19 @@ class _OnTexts(InitialStateTrainer):
         super().__init__(model, args, *positional, **keyword)
         given: Any = self.args
         if self._align is not None and given.packing and given.packing_strategy == "wrapped":
-            rows: Any = self.train_dataset  # what is left over of each thousand texts is a shorter row, so padded
+            rows: Any = self.train_dataset  # the rest of each thousand texts is a shorter row, which would be padded
             self.train_dataset = rows.filter(lambda row: len(row["input_ids"]) == given.max_length)
 
     @property
     def tokens_read(self) -> int:
-        """Real tokens of all runs of this trainer, over all processes; 0 where TRL does not count them."""
+        """Real tokens of all runs of this trainer, over all processes; 0 if TRL does not count them."""
         read: int = self._total_train_tokens
         return read
 
     def _lay_out(self, batch: dict[str, Any], micro_batch: int) -> dict[str, Any]:
         texts = self._with_states(batch)
         inputs = super()._lay_out(texts, micro_batch)
-        if texts is not batch:  # as many rows as texts: the number of rows before those of this process is unknown
+        if texts is not batch:  # one row per text: the number of rows on the processes before this one is unknown
             facts = inputs[MICRO_BATCH]
             facts.place = replace(facts.place, first_row=self.args.process_index << 20)
         return inputs
@@ -137,23 +143,23 @@ class _OnTexts(InitialStateTrainer):
     def _loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items: Any) -> Any:
         if self._align is None:
             return super()._loss(model, inputs, return_outputs, num_items)
-        # SFTTrainer would run the model a second time for its metrics, on labels that are shifted already.
+        # SFTTrainer would run the model again for its metrics, on labels that are shifted already.
         return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch=num_items)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Trainer's, with a row for each packed text."""
+        """Trainer's, with one row per packed text."""
         return super().prediction_step(model, self._with_states(inputs), *args, **kwargs)
 
     def _with_states(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Packed texts as rows; models run them at once from the zero state, but take only one state for a row."""
+        """Packed texts as rows: a model takes one state per row. From the zero state it runs them packed."""
         from_zero = isinstance(self.initial_states, ZeroStates) and self._align is None
         return batch if from_zero else unpacked(batch)
 
 
 def unpacked(batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch of texts in one row, whose positions restart at each, with a padded row for each; others as they are.
+    """One padded row per text of a batch that packs texts into one row, where positions restart; others unchanged.
 
     Args:
         batch: `input_ids`, `labels` and `position_ids` (1, N), without an `attention_mask`.

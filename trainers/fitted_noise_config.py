@@ -7,7 +7,7 @@ from hf_recurrent_lengthgen.trainers.initial_state_config import NoiseConfig
 
 @dataclass
 class FittedNoiseConfig(NoiseConfig):
-    """`TrainingArguments` and the settings of fitted noise (arXiv:2507.02782, section 4.3)."""
+    """`TrainingArguments` and the settings of fitted noise (Buitrago Ruiz and Gu, 2025, section 4.3)."""
 
     fitted_noise_beta: float = field(
         default=0.1,
@@ -16,7 +16,7 @@ class FittedNoiseConfig(NoiseConfig):
     fitted_noise_groups: int | None = field(
         default=None,
         metadata={
-            "help": "Groups of heads of a layer that share statistics. Default: every head has its own; Mamba-1 has "
-            "channels in the place of heads."
+            "help": "Number of groups of heads in a layer that share statistics (of channels in Mamba-1). Default: "
+            "each head has its own."
         },
     )

@@ -11,11 +11,13 @@ from hf_recurrent_lengthgen.trainers.noise_states import FittedNoise
 
 
 class FittedNoiseTrainer(InitialStateTrainer):
-    """`Trainer` from noise with mean and variance of final states (arXiv:2507.02782, section 4.3).
+    """`Trainer` from noise with the mean and variance of final states (Buitrago Ruiz and Gu, 2025, section 4.3).
 
-    trainer = FittedNoiseTrainer(model, FittedNoiseConfig("out"), train_dataset=blocks)
-    trainer.train()
-    trainer.initial_states.statistics[0].mean  # of layer 0, one for each head
+    The statistics of each layer are read from the source:
+
+        trainer = FittedNoiseTrainer(model, FittedNoiseConfig("out"), train_dataset=blocks)
+        trainer.train()
+        trainer.initial_states.statistics[0].mean  # of layer 0, one per head
     """
 
     config_class = FittedNoiseConfig

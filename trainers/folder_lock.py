@@ -1,8 +1,8 @@
 """One training at a time in an output folder.
 
-The folder itself is locked (flock), so no file is left behind, and the lock ends with its process, however that ends.
-Network file systems keep such a lock between the processes of one machine at least; where there is none, a line of the
-log says so.
+The folder itself is locked (flock), so no file is left behind, and the lock ends with its process in every case.
+Network file systems keep such a lock at least between the processes of one machine; where a folder cannot be locked, a
+warning says so.
 """
 
 import os
@@ -23,7 +23,7 @@ _held: set[int] = set()
 
 @contextmanager
 def locked(folder: str | os.PathLike[str]) -> Iterator[bool]:
-    """Hold a folder, made if need be, until the block ends. Yields False, and holds nothing, if another one does."""
+    """Lock a folder, made if missing, until the block ends. Yields False, without a lock, if another run holds it."""
     os.makedirs(folder, exist_ok=True)
     try:
         descriptor = os.open(folder, os.O_RDONLY)
@@ -38,7 +38,7 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[bool]:
                 yield False
                 return
             except OSError as error:
-                logger.warning(f"{folder} cannot be locked ({error}): see that no other run writes to it.")
+                logger.warning(f"{folder} cannot be locked ({error}): make sure that no other run writes to it.")
         yield True
     finally:
         if descriptor is not None:
@@ -47,7 +47,7 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[bool]:
 
 
 def _let_go() -> None:
-    """In a forked process, a data worker for one, which may outlive this one and would keep the lock."""
+    """Release the lock in a forked process, such as a data worker, which may outlive this one."""
     while _held:
         os.close(_held.pop())
 

@@ -1,8 +1,7 @@
-"""What Trainer's pushes to the Hub lack, and what they should not hold.
+"""Pushes to the Hub during training: with the code that loads the model, without secrets.
 
-Trainer uploads its output folder. In the middle of training it copies weights and config into that from the newest
-checkpoint, but not the code that loads them; and it writes its arguments there as a pickle, with the token of
-`hub_token` in it.
+Trainer uploads its output folder. During training it copies weights and config there from the newest checkpoint, but
+not the code that loads them. It also writes its arguments there as a pickle, which holds the token in `hub_token`.
 """
 
 import os
@@ -25,7 +24,7 @@ TRAINERS_TAG = "generated_from_trainer"
 
 
 class PushingTrainer(Trainer):
-    """`Trainer` whose pushes hold code and card of the model, and no secrets."""
+    """`Trainer` whose pushes hold the code and the card of the model, and no secrets."""
 
     @property
     def output_dir(self) -> str:
@@ -41,13 +40,13 @@ class PushingTrainer(Trainer):
         super()._push_from_checkpoint(checkpoint_folder)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's, without the pickle of its arguments, in which a token may be."""
+        """Trainer's, without the pickle of its arguments, which may hold a token."""
         if self.is_world_process_zero():
             leave_out_pickles(self.output_dir)
         return super().push_to_hub(*args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """The card of `lengthgen card` where a lineage tells of the run and nothing is asked for; else Trainer's.
+        """The card of `lengthgen card` if a lineage records the run and no arguments are given; else Trainer's.
 
         A card from elsewhere stays.
         """
@@ -63,14 +62,14 @@ class PushingTrainer(Trainer):
 
 
 def copy_code(checkpoint: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
-    """Copy the Python files of a checkpoint; those of PEFT and of models of Transformers have none."""
+    """Copy the Python files of a checkpoint; PEFT adapters and models of Transformers have none."""
     for path in sorted(Path(checkpoint).glob("*.py")):
         with replacing(Path(output) / path.name) as temporary:
             shutil.copyfile(path, temporary)
 
 
 def leave_out_pickles(output: str | os.PathLike[str]) -> None:
-    """Name the pickle in the folder's .gitignore, which the Hub goes by when files are offered to it."""
+    """List the pickle in the folder's .gitignore, by which the Hub filters uploads."""
     path = Path(output) / ".gitignore"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     if NOT_PUSHED not in lines:
@@ -80,17 +79,16 @@ def leave_out_pickles(output: str | os.PathLike[str]) -> None:
 
 
 def check_texts(folder: str | os.PathLike[str], token: str | None) -> None:
-    """Refuse to upload passwords and keys, and warn of paths of this machine, in the small texts of a folder.
+    """Refuse to upload passwords and keys, and warn about paths of this machine, in the small text files of a folder.
 
-    Adapters (adapter_config.json and PEFT's card) and trainer_state.json name models by where they are here, and need
-    that here.
+    Local paths are not refused: adapters (adapter_config.json and PEFT's card) and trainer_state.json need them here.
 
     Args:
-        folder: What is uploaded; its subfolders are not looked at.
-        token: The token of the Hub in use.
+        folder: The folder to upload; its subfolders are not checked.
+        token: The Hub token in use.
 
     Raises:
-        ValueError: for secrets, naming file and line.
+        ValueError: for secrets, with file and line.
     """
     secrets, paths = [], []
     for path in sorted(Path(folder).iterdir()):
@@ -99,9 +97,9 @@ def check_texts(folder: str | os.PathLike[str], token: str | None) -> None:
             secrets += [f"{path.name}, {one}" for one in found]
             paths += [f"{path.name}, {one}" for one in places]
     if secrets:
-        raise ValueError(f"{folder} is not uploaded: {'; '.join(secrets)}.")
+        raise ValueError(f"{folder} is not uploaded, because it holds secrets: {'; '.join(secrets)}. Remove them.")
     if paths:
-        logger.warning(f"What is uploaded of {folder} tells of this machine: {'; '.join(paths)}.")
+        logger.warning(f"The upload of {folder} holds paths of this machine: {'; '.join(paths)}.")
 
 
 def has_card_of_another(output: str | os.PathLike[str]) -> bool:
@@ -114,7 +112,7 @@ def has_card_of_another(output: str | os.PathLike[str]) -> bool:
 
 
 def write_own_card(output: str | os.PathLike[str], repo_id: str | None) -> bool:
-    """Write the card of `lengthgen card`, if the folder holds a checkpoint with a lineage: it says what of.
+    """Write the card of `lengthgen card` if the folder holds a checkpoint with a lineage.
 
     Returns:
         Whether there is a card that Trainer's must not replace: ours, or one from elsewhere.
@@ -127,8 +125,8 @@ def write_own_card(output: str | os.PathLike[str], repo_id: str | None) -> bool:
     try:
         kept = write_card(output, settings=CardSettings(repo_id), overwrite=not elsewhere).kept
     except ValueError as error:
-        logger.warning(f"{output} gets no card of its lineage: {error}")
+        logger.warning(f"{output} gets no card from its lineage: {error}")
         return elsewhere
     if kept is not None:
-        logger.warning(f"The README.md of {output} is replaced by a card of its lineage, and kept as {kept.name}.")
+        logger.warning(f"The README.md of {output} was replaced by a card from its lineage and kept as {kept.name}.")
     return True

@@ -11,25 +11,25 @@ from hf_recurrent_lengthgen.trainers.settings import check_settings
 
 @dataclass
 class InitialStateConfig(TrainingArguments):
-    """`TrainingArguments` and what goes with every source of initial states.
+    """`TrainingArguments` and the settings that every method shares.
 
     Raises:
-        ValueError: for values out of range and for options that do not go together.
+        ValueError: for values out of range and for options that cannot be combined.
     """
 
-    # Parameters that control the loss of arXiv:2506.11769
+    # Parameters that control output alignment
     alignment_alpha: float = field(
         default=0.0,
         metadata={
-            "help": "Weight alpha of the output alignment loss (Output Alignment, Eq. 4). In the paper 0.1 to 0.3 are "
-            "good, 0.5 and more hurts. Default 0: off."
+            "help": "Weight alpha of the output alignment loss (Du et al., 2025, Eq. 4). In the paper, 0.1 to 0.3 "
+            "helps; 0.5 or more hurts. Default 0: off."
         },
     )
     alignment_length: int | None = field(
         default=None,
         metadata={
-            "help": "Length T in tokens of the two crops that are aligned. The rows must hold T + alignment_max_extra "
-            "tokens. Default: as long as the rows allow, about two thirds of them."
+            "help": "Length T, in tokens, of the two crops that are aligned. Rows must hold T + alignment_max_extra "
+            "tokens. Default: as long as the rows allow, about two thirds of a row."
         },
     )
     alignment_min_extra: int = field(
@@ -44,27 +44,27 @@ class InitialStateConfig(TrainingArguments):
     bptt_chunk_length: int | None = field(
         default=None,
         metadata={
-            "help": "Run each row in chunks of so many tokens and recompute their activations in the backward pass: "
-            "rows may be longer than memory allows, gradients through the state stay exact. Default: rows at once."
+            "help": "Run each row in chunks of this many tokens and recompute their activations in the backward pass: "
+            "rows may be longer than memory allows, and gradients through the state stay exact. Default: whole rows."
         },
     )
     bptt_window: int | None = field(
         default=None,
-        metadata={"help": "Chunks after which the gradient through the state is cut. Default: never."},
+        metadata={"help": "Number of chunks after which the gradient through the state is stopped. Default: never."},
     )
 
-    # Parameters that control what happens to states that break
+    # Parameters that control what happens to broken states
     nonfinite_states: Literal["stop", "reset"] = field(
         default="stop",
         metadata={
-            "help": "What to do with final states that hold NaN or infinite values, or exceed max_state_rms: stop the "
-            "run, or reset these rows to zero and warn. A loss that is not finite always stops the run. Default: stop."
+            "help": "What to do when final states hold NaN or infinite values, or exceed max_state_rms: stop the run, "
+            "or reset the rows to zero and warn. A loss that is not finite always stops the run. Default: stop."
         },
     )
     max_state_rms: float | None = field(
         default=None,
         metadata={
-            "help": "Root mean square of a layer's recurrent state, per row, above which it counts as exploded. "
+            "help": "Root mean square of a layer's recurrent state in a row above which the state counts as exploded. "
             "Default: no limit."
         },
     )
@@ -76,10 +76,10 @@ class InitialStateConfig(TrainingArguments):
         super().__post_init__()
 
     def check(self) -> None:
-        """Check what goes beyond type and range of single settings; methods extend it.
+        """Check combinations of settings, after the type and range of each; methods extend it.
 
         Raises:
-            ValueError: as this class says.
+            ValueError: for the reasons given on this class.
         """
         if self.output_dir == "":
             raise ValueError("output_dir is empty: give the name of a folder.")
@@ -89,25 +89,25 @@ class InitialStateConfig(TrainingArguments):
             if getattr(self, name) != _default(name)
         ]
         if not self.alignment_alpha and unused:
-            raise ValueError(f"{unused} need alignment_alpha above 0, for instance 0.1.")
+            raise ValueError(f"{unused} have no effect without alignment_alpha: set it above 0, for instance to 0.1.")
         if self.alignment_max_extra is not None and self.alignment_max_extra < self.alignment_min_extra:
             raise ValueError(
-                f"alignment_max_extra is {self.alignment_max_extra}, below alignment_min_extra "
-                f"{self.alignment_min_extra}."
+                f"alignment_max_extra must be at least alignment_min_extra, {self.alignment_min_extra}, got "
+                f"{self.alignment_max_extra}."
             )
         if self.bptt_window is not None and self.bptt_chunk_length is None:
-            raise ValueError("bptt_window counts chunks: give bptt_chunk_length, too.")
+            raise ValueError("bptt_window counts chunks, so it needs bptt_chunk_length: set it, too.")
         if self.bptt_chunk_length is not None and self.alignment_alpha:
-            raise ValueError("bptt_chunk_length keeps no logits, which alignment_alpha needs: use one of them.")
+            raise ValueError("bptt_chunk_length keeps no logits, which alignment_alpha needs: set only one of them.")
         if self.bptt_chunk_length is not None and self.torch_compile:
-            raise ValueError("bptt_chunk_length does not work with torch_compile: use one of them.")
+            raise ValueError("bptt_chunk_length does not work with torch_compile: set only one of them.")
 
     @classmethod
     def alone(cls, **settings: Any) -> Self:
-        """The settings of the method without those of a run, which `TrainingArguments` would set up anew.
+        """A config with the settings of the method only, without the set-up of a run by `TrainingArguments`.
 
         Raises:
-            ValueError: as this class says.
+            ValueError: for the reasons given on this class.
         """
         made = object.__new__(cls)
         defaults = {item.name: item.default for item in fields(cls) if item.default_factory is MISSING}
@@ -119,7 +119,7 @@ class InitialStateConfig(TrainingArguments):
 
     @classmethod
     def method_fields(cls) -> set[str]:
-        """The settings that the method's config classes have and `TrainingArguments` does not."""
+        """Names of the settings that the method's config classes add to `TrainingArguments`."""
         stock = {item.name for item in fields(TrainingArguments)}
         classes = [base for base in cls.__mro__ if issubclass(base, InitialStateConfig)]
         return {name for base in classes for name in get_annotations(base)} - stock
@@ -135,20 +135,20 @@ class CarriedStateConfig(InitialStateConfig):
     """What state passing and TBTT share.
 
     Raises:
-        ValueError: if `state_drop_probability` is not between 0 and 1, and as `InitialStateConfig`.
+        ValueError: if `state_drop_probability` is not between 0 and 1, and as in `InitialStateConfig`.
     """
 
     state_drop_probability: float = field(
         default=0.0,
         metadata={
             "help": "Probability that a training sequence starts from the zero state instead of a carried one, drawn "
-            "for each sequence on its own. Default 0."
+            "independently for each sequence. Default 0."
         },
     )
     carry_conv_state: bool = field(
         default=True,
         metadata={
-            "help": "Whether the short-convolution part of the state is carried, too (else it starts from zero). "
+            "help": "Whether to carry the short-convolution part of the state, too; otherwise it starts from zero. "
             "Default: true."
         },
     )
@@ -161,8 +161,8 @@ class NoiseConfig(InitialStateConfig):
     noise_at_evaluation: bool = field(
         default=False,
         metadata={
-            "help": "Start evaluation from noise, too: an ablation, which hurts the first tokens (arXiv:2507.02782, "
-            "section 4.2)."
+            "help": "Also start evaluation from noise. An ablation that hurts the first tokens (Buitrago Ruiz and Gu, "
+            "2025, section 4.2). Default: false."
         },
     )
 

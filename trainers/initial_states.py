@@ -1,11 +1,10 @@
-"""Where the initial state of a training sequence comes from: small value classes, no Trainer in sight.
+"""Where the initial state of a training sequence comes from: small value classes, without a Trainer.
 
-"Understanding and Improving Length Generalization in Recurrent Models" (arXiv:2507.02782), section 4: every
-intervention only chooses h_{-1} during training. A source is asked for the states of a batch before the forward
-pass and shown the final states after it.
+Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), section 4: every intervention only chooses h_{-1} during training. A
+source gives the initial states of a batch before the forward pass and sees the final states after it.
 
-Random choices are keyed by (seed, step, micro-batch, global row), never by how rows are spread over processes: two
-processes with two rows each make the choices of one process with four.
+Random choices are keyed by (seed, step, micro-batch, global row), independent of the distribution of rows over
+processes: two processes with two rows each make the choices of one process with four.
 """
 
 import hashlib
@@ -40,7 +39,7 @@ def keyed_generator(*key: int | str, device: torch.device | str = "cpu") -> torc
 
 @dataclass(frozen=True)
 class BatchPlace:
-    """Where a micro-batch stands in the run.
+    """The place of a micro-batch in the run.
 
     Attributes:
         seed: Seed of the run.
@@ -48,8 +47,8 @@ class BatchPlace:
         micro_batch: Micro-batch within the step under gradient accumulation, from 0.
         first_row: Global number of the first row: process index times rows per process.
         rows: Rows in this micro-batch.
-        continues: Rows that go on with the text of the step before, (rows,) bool; None for all of them. The states of
-            the others are not carried.
+        continues: Rows that continue the text of the previous step, (rows,) bool; None for all rows. The other rows do
+            not start from carried states.
     """
 
     seed: int
@@ -60,7 +59,7 @@ class BatchPlace:
     continues: Tensor | None = field(default=None, compare=False)
 
     def row_generator(self, row: int, purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
-        """A generator for one row (0 to rows - 1) and purpose, the same on every process layout."""
+        """A generator for one row (0 to rows - 1) and purpose, the same for any number of processes."""
         return keyed_generator(self.seed, self.step, self.micro_batch, self.first_row + row, purpose, device=device)
 
     def uniform(self, purpose: str) -> Tensor:
@@ -69,9 +68,9 @@ class BatchPlace:
 
 
 class InitialStateSource(ABC):
-    """Gives the initial states of training batches and learns from their final states.
+    """Gives the initial states of training batches and sees their final states.
 
-    Public attributes are its settings, plain numbers and words that a resumed run must share.
+    Its public attributes are its settings: numbers and strings that a resumed run must share.
     """
 
     sum_over_processes: Callable[[Tensor], Tensor] = staticmethod(lambda tensor: tensor)
@@ -85,13 +84,13 @@ class InitialStateSource(ABC):
         """Initial states for the rows of a micro-batch; None is the zero state."""
 
     def evaluation_state(self, place: BatchPlace) -> RecurrentState | None:
-        """Initial states for the rows of a batch of an evaluation: the zero state, unless a source says otherwise."""
+        """Initial states for the rows of an evaluation batch; by default None, the zero state."""
         return None
 
     def observe(  # noqa: B027
         self, place: BatchPlace, final_state: RecurrentState, broken: Tensor | None = None
     ) -> None:
-        """See the final states of the micro-batch at `place`, without gradient history. By default nothing is kept.
+        """Called with the final states of the micro-batch at `place`, without gradients. By default keeps nothing.
 
         Args:
             place: The micro-batch.
@@ -100,20 +99,20 @@ class InitialStateSource(ABC):
         """
 
     def end_step(self) -> None:  # noqa: B027
-        """The optimizer step is over: what was observed in its micro-batches may be put together."""
+        """Called after the optimizer step, when all of its micro-batches were observed."""
 
     def reset(self) -> None:  # noqa: B027
-        """Back to how it was before the first batch."""
+        """Return to the state before the first batch."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything that must survive a checkpoint, as named tensors. By default nothing."""
+        """Everything that a checkpoint must keep, as named tensors. By default nothing."""
         return {}
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:  # noqa: B027
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
 
     def logs(self) -> dict[str, float]:
-        """What is worth a line in the training log."""
+        """Values for the training log, by name."""
         return {}
 
 
@@ -125,18 +124,18 @@ class ZeroStates(InitialStateSource):
 
 
 class PassedStates(InitialStateSource):
-    """The final state of the same row of the previous step.
+    """The final state of the same row in the previous step.
 
-    With shuffled rows that is state passing (section 4.4), the state of a different sequence; with rows that continue
-    one another it is truncated backpropagation through time (section 4.5).
+    With shuffled rows, this is the state of a different sequence: state passing (section 4.4). With rows that continue
+    one another, it is truncated backpropagation through time (section 4.5).
 
-    Each micro-batch of gradient accumulation carries its own states, so that a step's states come from the
-    step before. A smaller batch uses and replaces the states of its first rows; the other rows keep theirs.
+    Each micro-batch of gradient accumulation carries its own states, so that all states of a step come from the
+    previous step. A smaller batch uses and replaces the states of its first rows; the other rows keep theirs.
 
     Args:
-        drop_probability: Probability to start a sequence from zero, drawn for every sequence on its own (the paper
-            uses 0.1), so that the model stays good without context.
-        carry_conv_state: Whether the states of the short convolutions are passed too.
+        drop_probability: Probability that a sequence starts from zero, drawn independently for each sequence (0.1 in
+            the paper), so that the model stays good without context.
+        carry_conv_state: Whether the states of the short convolutions are carried, too.
     """
 
     def __init__(self, drop_probability: float = 0.1, carry_conv_state: bool = True) -> None:
@@ -147,7 +146,7 @@ class PassedStates(InitialStateSource):
         self._carried: dict[int, RecurrentState] = {}
 
     def initial_state(self, place: BatchPlace) -> RecurrentState | None:
-        """The carried states, some rows dropped to zero; None before the micro-batch's first batch."""
+        """The carried states, with some rows dropped to zero; None if the micro-batch has none yet."""
         carried = self._carried.get(place.micro_batch)
         if carried is None:
             return None
@@ -170,7 +169,7 @@ class PassedStates(InitialStateSource):
         self._carried = {}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Carried states as `micro-batches.{micro_batch}.layers.{layer}.{part}`."""
+        """Carried states as `micro_batches.{micro_batch}.layers.{layer}.{part}`."""
         return {
             f"micro_batches.{micro_batch}.layers.{index}.{part_name}": part.cpu().contiguous()
             for micro_batch, state in self._carried.items()
@@ -179,7 +178,7 @@ class PassedStates(InitialStateSource):
         }
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
-        """Take back what `state_dict` gave.
+        """Restore what `state_dict` returned.
 
         Raises:
             ValueError: if a part is missing or unknown.
@@ -189,7 +188,7 @@ class PassedStates(InitialStateSource):
         for key, value in tensors.items():
             found = re.fullmatch(rf"micro_batches\.(\d+)\.layers\.(\d+)\.({'|'.join(names)})", key)
             if found is None:
-                raise ValueError(f"These are not carried states: {sorted(tensors)[:4]}.")
+                raise ValueError(f"These tensors are not carried states: {sorted(tensors)[:4]}.")
             layers.setdefault((int(found[1]), int(found[2])), {})[found[3]] = value.to(device)
         carried: dict[int, RecurrentState] = {}
         for (micro_batch, index), parts in sorted(layers.items()):
@@ -197,13 +196,13 @@ class PassedStates(InitialStateSource):
             place = f"micro_batches.{micro_batch}.layers.{len(before)}"
             missing = names if index > len(before) else [name for name in names if name not in parts]
             if missing:
-                raise ValueError(f"Carried states lack {[f'{place}.{name}' for name in missing]}.")
+                raise ValueError(f"The carried states lack {[f'{place}.{name}' for name in missing]}.")
             carried[micro_batch] = (*before, LayerState(**parts))
         self._carried = carried
 
 
 def _resize_rows(state: RecurrentState, rows: int) -> RecurrentState:
-    """The first `rows` rows of a state, filled up with zero rows."""
+    """The first `rows` rows of a state, padded with zero rows."""
     missing = rows - state_batch_size(state)
     if missing <= 0:
         return take_rows(state, slice(rows))

@@ -16,7 +16,7 @@ class InterruptCallback(TrainerCallback):
     """Ends training after the step in which a signal arrived, with a checkpoint.
 
     Args:
-        any_process: Whether a condition holds in any process, so that all of them stop after the same step.
+        any_process: Tells whether a condition holds in any process, so that all processes stop after the same step.
 
     Attributes:
         received: The signal that arrived in this process, or None.
@@ -29,13 +29,13 @@ class InterruptCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._any_process(self.received is not None):
             control.should_save = control.should_training_stop = True
-            args.save_only_model = False  # or else there would be nothing to resume from
+            args.save_only_model = False  # otherwise the run could not be resumed
 
     on_evaluate = on_step_end
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take over SIGINT and SIGTERM once; a second signal does what it did before. Only in the main thread."""
+        """Handle the first SIGINT or SIGTERM; a second one goes to the previous handler. Only in the main thread."""
         self.received = None
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -52,7 +52,8 @@ class InterruptCallback(TrainerCallback):
             for each, handler in before.items():
                 signal.signal(each, handler)
             print(
-                "\nInterrupted: finishing this step and writing a checkpoint. Once more to stop at once.", flush=True
+                "\nInterrupted: finishing this step and writing a checkpoint. Interrupt again to stop at once.",
+                flush=True,
             )
 
         for number in SIGNALS:

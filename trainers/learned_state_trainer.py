@@ -23,15 +23,15 @@ LEARNED_STATE_FILE = "learned_state.safetensors"
 
 
 class LearnedStateTrainer(InitialStateTrainer):
-    """`Trainer` that learns the initial state of all sequences, by default with the model's weights frozen.
+    """`Trainer` that learns one initial state for all sequences, by default with the model's weights frozen.
 
-    `save_model` writes `learned_state.safetensors`, one row that `load_state` reads:
+    `save_model` writes `learned_state.safetensors`, a state with one row for `load_state`:
 
         state, _ = load_state("out/learned_state.safetensors")
         model.generate(**prompt, initial_state=state)
 
     Raises:
-        ValueError: with `model_init` or under FSDP, and as `InitialStateTrainer`.
+        ValueError: with `model_init` or under FSDP, and as in `InitialStateTrainer`.
     """
 
     config_class = LearnedStateConfig
@@ -42,20 +42,21 @@ class LearnedStateTrainer(InitialStateTrainer):
     )
     learns_state = True
     is_mixable = False
-    gives_states = False  # beside them, it trains one, which is zero at first
+    gives_states = False  # it also trains the state, which is zero at first
     args: LearnedStateConfig
 
     def __init__(self, *positional: Any, **keyword: Any) -> None:
         super().__init__(*positional, **keyword)
         if self.is_fsdp_enabled:
-            raise ValueError("A learned state is used outside of the layers that FSDP gathers: use DDP.")
+            raise ValueError(
+                "LearnedStateTrainer does not work with FSDP, because the learned state is used outside the layers "
+                "that FSDP gathers: use DDP."
+            )
 
     def prepared(self, model: Any, args: LearnedStateConfig) -> Any:
-        """The model with the state as a part, so that optimizer, DDP and clipping see it; its file is its own."""
+        """The model with the state as a submodule for optimizer, DDP and clipping; it is saved in its own file."""
         if model is None:
-            raise ValueError(
-                "LearnedStateTrainer attaches the state to the model it is given: give model, not model_init."
-            )
+            raise ValueError("LearnedStateTrainer attaches the state to a given model: give model, not model_init.")
         check_model(model)
         if not args.train_model:
             model.requires_grad_(False)
@@ -71,7 +72,7 @@ class LearnedStateTrainer(InitialStateTrainer):
         return LearnedStates(trainer._learned)
 
     def learned_state(self) -> RecurrentState:
-        """The state as it is now, one row without gradient history."""
+        """The current state, one row without gradients."""
         return clone_state(detach_state(self._learned()))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:

@@ -14,7 +14,7 @@ class LearnedState(nn.Module):
 
     Args:
         shapes: Shapes of the model's state.
-        dtype: Of the state, float32 or in a float64 model float64.
+        dtype: Dtype of the state: float32, or float64 in a float64 model.
         learn_conv: Whether the states of short convolutions and token shifts are learned, too, or stay zero.
     """
 
@@ -32,14 +32,14 @@ class LearnedState(nn.Module):
 
     @torch.no_grad()
     def set(self, state: RecurrentState) -> None:
-        """Take over a state with one row."""
+        """Copy the values of a state with one row."""
         for own, given in zip(self(), state, strict=True):
             for parameter, value in zip(own, given, strict=True):
                 parameter.copy_(value)
 
 
 class LearnedStates(InitialStateSource):
-    """Every sequence starts from the same learned state, in evaluation, too.
+    """Every sequence starts from the same learned state, also in evaluation.
 
     Args:
         learned: The parameters.
@@ -60,5 +60,5 @@ class LearnedStates(InitialStateSource):
         return {name: value.cpu() for name, value in self._learned.state_dict().items()}
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._learned.load_state_dict(tensors)

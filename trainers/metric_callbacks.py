@@ -1,9 +1,9 @@
-"""Metrics of length while a model trains, beside the loss: in the log and in whatever `report_to` names.
+"""Length metrics during training: in the log and in the trackers of `report_to`.
 
     metrics = [context_harm(tokens, 2048), effective_remembrance_at(tokens, 2048)]
     MetricCallback(metrics, every_steps=50).attach(trainer)
 
-Any function from a model to a number, to several by name, or to a result of `evaluation` is a metric.
+A metric is any function from a model to a number, to several numbers by name, or to a result of `evaluation`.
 """
 
 import math
@@ -41,9 +41,9 @@ MetricFunction = Callable[[Any], Any]
 
 
 class Metric(NamedTuple):
-    """A name, and a function from a model to a number, a mapping of names to such, or a typed result.
+    """A name, and a function from a model to a number, a mapping from names to numbers, or a typed result.
 
-    `greater_is_better` says which of its values `metric_for_best_model` wants; None for unknown.
+    `greater_is_better` is for `metric_for_best_model`; None for unknown.
     """
 
     name: str
@@ -52,28 +52,28 @@ class Metric(NamedTuple):
 
 
 class MetricCallback(TrainerCallback):
-    """Measures the model during training, and logs what it finds as Trainer logs its own evaluation.
+    """Measures the model during training, and logs the values as Trainer logs its own evaluation.
 
-    Evaluations measure, too, and have the values in their result, so that `metric_for_best_model` can name one. The
-    trainers of this package take it in `callbacks=[...]`; others by `attach`, since a stock Trainer does not tell its
-    callbacks of itself, by which they could log.
+    Each evaluation measures, too, and its result holds the values, so that `metric_for_best_model` can name one. The
+    trainers of this package take it in `callbacks=[...]`. A stock Trainer needs `attach`, because it does not pass
+    itself to its callbacks, which log through it.
 
     Metrics run on the model without its wrappers (DDP, torch.compile; a PEFT model stays one), in evaluation mode,
-    without gradients and autocast, in the dtype of the weights. Modes and random numbers are put back: a run trains
-    bit for bit what it would without this callback.
+    without gradients and autocast, in the dtype of the weights. Modes and random states are restored: a run trains
+    bit for bit as it would without this callback.
 
     With several processes the main one measures and the others wait for its results, so a measurement must take less
-    than `ddp_timeout`. All of them log the same and, if a metric fails, all end.
+    than `ddp_timeout`. All processes log the same values, and all end if a metric fails.
 
     Args:
         metrics: Metrics, or functions by name.
         every_steps: Optimizer steps between measurements.
-        at_start: Measure before the first step, too: a metric that fails does so at once, not after hours.
-        at_end: Measure after the last step, whatever its number.
-        prefix: Put before every name; "eval_" is a group of its own in most trackers.
+        at_start: Also measure before the first step, so that a failing metric fails at once, not after hours.
+        at_end: Also measure after the last step, whatever its number.
+        prefix: Prefix of every name; most trackers group names by "eval_".
 
     Raises:
-        ValueError: for no metrics, names that are empty or doubled, and every_steps < 1.
+        ValueError: for no metrics, empty or duplicate names, and every_steps < 1.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class MetricCallback(TrainerCallback):
         self.metrics = [Metric(*metric) for metric in given]
         names = [metric.name for metric in self.metrics]
         if not names or not all(names) or len(set(names)) < len(names):
-            raise ValueError(f"metrics must be at least one, with different names, got {names}.")
+            raise ValueError(f"metrics must hold at least one metric, with different names, got {names}.")
         if every_steps < 1:
             raise ValueError(f"every_steps must be at least 1, got {every_steps}.")
         self.every_steps, self.at_start, self.at_end, self.prefix = every_steps, at_start, at_end, prefix
@@ -98,23 +98,23 @@ class MetricCallback(TrainerCallback):
         self._found: dict[str, float] = {}
 
     def attach(self, trainer: Trainer) -> "MetricCallback":
-        """Add this callback, unless it is there, to a trainer, in whose log the values go.
+        """Add this callback, unless it is there already, to the trainer that logs the values.
 
         Raises:
-            ValueError: if it belongs to another trainer, under FSDP and DeepSpeed, where no process can run the model
-                alone, and if `metric_for_best_model` names a metric of which the trainer would keep the worst value.
+            ValueError: if it is attached already; under FSDP and DeepSpeed, where no process can run the model alone;
+                and if `metric_for_best_model` names a metric whose worst value the trainer would keep.
         """
         if self._trainer is not None:
             raise ValueError("This MetricCallback is attached to a trainer already: make another one.")
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             raise ValueError(
-                "MetricCallback runs the whole model in the main process, which holds only a part of it under FSDP or "
-                "DeepSpeed. Evaluate the checkpoints afterwards (`lengthgen evaluate`)."
+                "MetricCallback runs the whole model in the main process, which under FSDP or DeepSpeed holds only a "
+                "part of it. Evaluate the checkpoints afterwards (`lengthgen evaluate`)."
             )
         self._check_direction(trainer.args)
         self._trainer = trainer
         others: list[Any] = [callback for callback in trainer.callback_handler.callbacks if callback is not self]
-        # early stopping reads what an evaluation found
+        # early stopping reads the values of the evaluation, so it must come after this callback
         stops = (i for i, callback in enumerate(others) if isinstance(callback, EarlyStoppingCallback))
         others.insert(next(stops, len(others)), self)
         trainer.callback_handler.callbacks = others
@@ -129,10 +129,10 @@ class MetricCallback(TrainerCallback):
                 continue
             if getattr(args, "greater_is_better_given", True):
                 raise ValueError(
-                    f"metric_for_best_model is {best!r}, of which the best value is the "
-                    f"{'highest' if metric.greater_is_better else 'lowest'}, but greater_is_better is "
-                    f"{args.greater_is_better} (where it is not given, Transformers takes True for all names but "
-                    f"losses): give greater_is_better={metric.greater_is_better}."
+                    f"greater_is_better is {args.greater_is_better}, but the best value of metric_for_best_model="
+                    f"{best!r} is the {'highest' if metric.greater_is_better else 'lowest'} (without a value, "
+                    "Transformers takes True for every metric but a loss): set "
+                    f"greater_is_better={metric.greater_is_better}."
                 )
             args.greater_is_better = metric.greater_is_better
 
@@ -140,14 +140,14 @@ class MetricCallback(TrainerCallback):
         self._measured_at, self._training = None, True
         if self._trainer is None:
             raise ValueError(
-                "A MetricCallback logs through its trainer, which a stock Trainer does not tell it of: call "
-                "MetricCallback(...).attach(trainer) instead of giving it in callbacks=[...]."
+                "MetricCallback is not attached to a trainer, and a stock Trainer does not pass itself to its "
+                "callbacks: call MetricCallback(...).attach(trainer) instead of giving it in callbacks=[...]."
             )
         if self.at_start:
             self._measure(state, control)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        # The end of training is too late for some trackers, which have closed their files.
+        # At the end of training, some trackers have closed their files already.
         if state.global_step % self.every_steps == 0 or (self.at_end and control.should_training_stop):
             self._measure(state, control)
 
@@ -168,7 +168,7 @@ class MetricCallback(TrainerCallback):
             return
         if not self._training or self._measured_at != state.global_step:
             self._measure(state, control)
-        metrics.update(self._found)  # it is what evaluate returns
+        metrics.update(self._found)  # `evaluate` returns this mapping
 
     def _measure(self, state: TrainerState, control: TrainerControl) -> None:
         assert self._trainer is not None
@@ -181,24 +181,26 @@ class MetricCallback(TrainerCallback):
         if isinstance(found[0], Exception):
             raise found[0]
         self._found = dict(found[0])
-        should_log = control.should_log  # logging puts it off, and the loss of this step is not logged yet
+        should_log = control.should_log  # logging resets it, but the loss of this step is not logged yet
         model = self._trainer.model
         assert model is not None
-        training, model.training = model.training, False  # TRL adds its metrics of training to what is logged in it
+        training, model.training = model.training, False  # in training mode, TRL would add its training metrics
         self._trainer.log(dict(found[0]))
         model.training = training
         control.should_log = should_log
         self._measured_at = state.global_step
 
     def _values(self, model: nn.Module, step: int) -> dict[str, float] | Exception:
-        """What is logged, or the error of the first metric that fails."""
+        """The values to log, or the error of the first metric that fails."""
         values: dict[str, float] = {}
         for name, function, _ in self.metrics:
             try:
                 with undisturbed(model):
                     found = numbers_of(f"{self.prefix}{name}", function(model))
                 if not found or found.keys() & values.keys():
-                    raise ValueError("it gave no number" if not found else f"{sorted(found)} are there already")
+                    raise ValueError(
+                        "it returned no number" if not found else f"another metric has the names {sorted(found)}, too"
+                    )
             except Exception as error:
                 kind = ValueError if isinstance(error, ValueError) else RuntimeError
                 failure = kind(f"The metric {name!r} failed at step {step}: {type(error).__name__}: {error}")
@@ -210,9 +212,9 @@ class MetricCallback(TrainerCallback):
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients and autocast; afterwards all is as before, random numbers, too."""
+    """Evaluation mode without gradients and autocast; afterwards modes and random states are restored."""
     training = [(module, module.training) for module in model.modules()]
-    forward = vars(model).get("forward")  # with mixed precision, accelerate's, beside what it had before
+    forward = vars(model).get("forward")  # accelerate's, with mixed precision; it keeps the original beside it
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     try:
@@ -233,12 +235,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 def numbers_of(name: str, value: Any) -> dict[str, float]:
     """The numbers in a metric's value, by name.
 
-    An `Estimate` has the name of its mean, and its bounds "_low" and "_high"; entries of a mapping and fields of a
-    dataclass or named tuple have their names behind an underscore. What is no number in a typed result (curves, text,
-    None) is left out: for the whole of it, write the result to a file.
+    An `Estimate` gives its mean under the name itself, and its bounds with "_low" and "_high" appended. Entries of a
+    mapping and fields of a dataclass or named tuple are appended by name after an underscore. Fields of a typed result
+    that are not numbers (curves, text, None) are left out.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for a value of another type.
     """
     if isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) == 1:
         value = value.item()
@@ -255,14 +257,14 @@ def numbers_of(name: str, value: Any) -> dict[str, float]:
         parts = value._asdict()
     else:
         raise ValueError(
-            f"a metric must give a number, a mapping of names to numbers or a result, got {type(value).__name__}"
+            f"a metric must return a number, a mapping from names to numbers or a result, got {type(value).__name__}"
         )
     kept = {part: item for part, item in parts.items() if isinstance(item, Real | Estimate) or is_dataclass(item)}
     return numbers_of(name, kept)
 
 
 def nll_by_length(tokens: Tokens, training_length: int, name: str = "nll") -> Metric:
-    """Loss inside the training length and beyond, with intervals over sequences; tokens (S, L + 1)."""
+    """Mean NLL inside and beyond the training length, with intervals over sequences; tokens (S, L + 1)."""
 
     def measure(model: nn.Module) -> dict[str, Estimate]:
         _check_reach(tokens, training_length)
@@ -274,9 +276,9 @@ def nll_by_length(tokens: Tokens, training_length: int, name: str = "nll") -> Me
 
 
 def context_harm(tokens: Tokens, training_length: int, name: str = "context_harm") -> Metric:
-    """What context beyond the training length costs, mean over the last octave of positions; tokens (S, L + 1).
+    """Harm of context beyond the training length, mean over the last octave of positions; tokens (S, L + 1).
 
-    As `EvaluationResult.harm.last`: three forward passes per token.
+    The value of `EvaluationResult.harm.last`. Costs three forward passes per token.
     """
     check_training_length(training_length)
 
@@ -303,8 +305,8 @@ def effective_remembrance_at(
         tokens: Token ids.
         training_length: Tokens per training sequence.
         length: T; by default 4 training lengths.
-        starts: By default the one a training length before the end: what lies further back should make no difference.
-        name: Of the metric; each start's number is put behind it.
+        starts: Start points t. By default one training length before the end: earlier tokens should not matter.
+        name: Name of the metric; the number of each start is appended.
     """
     end = LENGTHS_OF_TRAINING * training_length if length is None else length
     chosen = [end - training_length] if starts is None else list(starts)
@@ -319,7 +321,7 @@ def effective_remembrance_at(
 def misalignment(
     tokens: Tokens, training_length: int, samples: int = 8, seed: int = 0, name: str = "misalignment"
 ) -> Metric:
-    """Long-short misalignment; tokens (S, at least `training_length`), the same pairs of contexts each time."""
+    """Long-short misalignment over the same context pairs each time; tokens (S, at least `training_length`)."""
 
     def measure(model: nn.Module) -> Estimate:
         return long_short_misalignment(model, tokens, training_length, samples=samples, seed=seed, progress=False)

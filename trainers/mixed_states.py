@@ -1,4 +1,4 @@
-"""Initial states from several sources, drawn for every sequence on its own."""
+"""Initial states from several sources, drawn independently for each sequence."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,25 +15,28 @@ class MixedStates(InitialStateSource):
 
     Args:
         sources: Sources by name.
-        probabilities: Share of each source by the same names; at least 0, with sum 1.
+        probabilities: Probability of each source by name; at least 0, with sum 1.
     """
 
     def __init__(self, sources: Mapping[str, InitialStateSource], probabilities: Mapping[str, float]) -> None:
         check_probabilities(probabilities)
         if set(sources) != set(probabilities):
-            raise ValueError(f"Sources {sorted(sources)} and probabilities {sorted(probabilities)} must share names.")
+            raise ValueError(
+                "Sources and probabilities must have the same names, got "
+                f"{sorted(sources)} and {sorted(probabilities)}."
+            )
         self.probabilities = {name: float(probabilities[name]) for name in sorted(probabilities)}
         self._sources = {name: sources[name] for name in sorted(sources)}
 
     def settings(self) -> dict[str, Any]:
-        """The settings of all sources, by `source.setting`, and the probabilities."""
+        """The probabilities, and the settings of all sources as `source.setting`."""
         inner = {f"{name}.{key}": value for name, s in self._sources.items() for key, value in s.settings().items()}
         return super().settings() | inner
 
     def initial_state(self, place: BatchPlace) -> RecurrentState | None:
-        """Rows of the sources' states; None if all that were drawn are zero states."""
+        """Rows from the sources' states; None if all sources give the zero state."""
         bounds = torch.tensor(list(self.probabilities.values()), dtype=torch.float64).cumsum(0)
-        bounds[-1] = 1.0  # whatever the sum is rounded to
+        bounds[-1] = 1.0  # the sum may be rounded
         chosen = torch.bucketize(place.uniform("mixture").double(), bounds, right=True)
         mixed: RecurrentState | None = None
         for index, source in enumerate(self._sources.values()):
@@ -62,19 +65,19 @@ class MixedStates(InitialStateSource):
             source.reset()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the sources keep, as `{source}.{name}`."""
+        """The tensors of the sources, as `{source}.{name}`."""
         kept = {name: source.state_dict() for name, source in self._sources.items()}
         return {f"{name}.{key}": value for name, tensors in kept.items() for key, value in tensors.items()}
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
-        """Take back what `state_dict` gave.
+        """Restore what `state_dict` returned.
 
         Raises:
-            ValueError: for what belongs to none of the sources.
+            ValueError: for tensors of unknown sources.
         """
         unknown = [key for key in tensors if key.partition(".")[0] not in self._sources]
         if unknown:
-            raise ValueError(f"{unknown[:4]} belong to none of the sources {list(self._sources)}.")
+            raise ValueError(f"The tensors {unknown[:4]} belong to none of the sources {list(self._sources)}.")
         for name, source in self._sources.items():
             own = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
             source.load_state_dict(own, device)
@@ -87,9 +90,7 @@ def check_probabilities(probabilities: Mapping[str, float]) -> None:
     """Raise a `ValueError` unless probabilities are at least 0 and add up to 1."""
     numbers = [value for value in probabilities.values() if isinstance(value, int | float) and 0.0 <= value <= 1.0]
     if not numbers or len(numbers) < len(probabilities) or abs(sum(numbers) - 1.0) > 1e-6:
-        raise ValueError(
-            f"The probabilities of a mixture must be at least 0 and add up to 1, got {dict(probabilities)}."
-        )
+        raise ValueError(f"The shares of a mixture must be at least 0 and add up to 1, got {dict(probabilities)}.")
 
 
 def _rows_where(rows: Tensor, given: RecurrentState, other: RecurrentState) -> RecurrentState:

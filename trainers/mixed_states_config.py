@@ -10,7 +10,7 @@ from hf_recurrent_lengthgen.trainers.mixed_states import check_probabilities
 
 SHARE = "share"
 _OF_THE_MIXTURE = {"state_drop_probability": "give zero a share", "noise_at_evaluation": "leave it out"}
-"""Settings of single methods that a mixture has others for, and what to do instead."""
+"""Settings of single methods that a mixture does not take, and what to do instead."""
 
 
 def mixable() -> dict[str, type[InitialStateTrainer]]:
@@ -21,18 +21,20 @@ def mixable() -> dict[str, type[InitialStateTrainer]]:
 
 @dataclass
 class MixedStatesConfig(InitialStateConfig):
-    """`TrainingArguments` and a mixture: the share of each source of initial states, and the settings of the source.
+    """`TrainingArguments` and a mixture: for each source of initial states its share and its settings.
 
     Raises:
-        ValueError: for unknown sources and settings, shares that do not add up to 1, and as the sources' configs.
+        ValueError: for unknown sources and settings, shares that do not add up to 1, and as in the configs of the
+            sources.
     """
 
     mixture: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "Share of each source of initial states, drawn for every sequence, alone or beside settings of "
-            'the source: {"zero": 0.1, "tbtt": 0.4, "random_noise": {"share": 0.5, "noise_sigma": 3.0}}. Sources are '
-            "zero and the interventions that draw or pass states. Required in mixed; default in statex: zero alone."
+            "help": "JSON object with the share of each source of initial states, or its share and settings: "
+            '{"zero": 0.1, "tbtt": 0.4, "random_noise": {"share": 0.5, "noise_sigma": 3.0}}. A source is drawn for '
+            "each sequence. Sources are zero and the interventions that draw or pass states. Required for mixed; "
+            "default for statex: only zero."
         },
     )
 
@@ -42,20 +44,23 @@ class MixedStatesConfig(InitialStateConfig):
             try:
                 self.mixture = json.loads(self.mixture)
             except ValueError as error:
-                raise ValueError(f"mixture must be a mapping from sources to shares, got {self.mixture!r}.") from error
+                raise ValueError(
+                    f"mixture must be a JSON object with the share of each source, got {self.mixture!r}."
+                ) from error
         if not isinstance(self.mixture, dict):
             raise ValueError(
                 f"mixture must give shares to some of {known}, for instance "
                 f"{{'zero': 0.1, 'state_passing': 0.45, 'fitted_noise': 0.45}}; got {self.mixture!r}."
             )
         if unknown := sorted(set(self.mixture) - set(known)):
-            raise ValueError(f"mixture must give shares to some of {known}; unknown are {unknown}.")
+            raise ValueError(f"mixture must give shares to some of {known}, got {unknown}.")
         check_probabilities(self.shares())
         shuffled = [name for name in self.mixture if mixable()[name].needs_shuffled_data is True]
         continued = [name for name in self.mixture if mixable()[name].needs_continued_data is True]
         if shuffled and continued:
             raise ValueError(
-                f"mixture: {shuffled[0]} needs shuffled rows and {continued[0]} rows that continue; take one of them."
+                f"A mixture cannot hold both {shuffled[0]}, which needs shuffled rows, and {continued[0]}, which "
+                "needs rows that continue one another: leave one of them out."
             )
         self.source_configs()
         super().check()
@@ -66,10 +71,10 @@ class MixedStatesConfig(InitialStateConfig):
         return {name: given.get(SHARE) if isinstance(given, dict) else given for name, given in self.mixture.items()}
 
     def source_configs(self) -> dict[str, InitialStateConfig]:
-        """The config of each source's own trainer, with the settings of the source.
+        """For each source the config of its own trainer, with the settings of the source.
 
         Raises:
-            ValueError: for a setting that is not the source's, and as that config.
+            ValueError: for a setting that the source does not have, and as in that config.
         """
         assert isinstance(self.mixture, dict)
         made = {}
@@ -81,7 +86,9 @@ class MixedStatesConfig(InitialStateConfig):
                 if key not in own or key in _OF_THE_MIXTURE:
                     allowed = sorted(own - _OF_THE_MIXTURE.keys()) or "none"
                     hint = f": {_OF_THE_MIXTURE[key]}" if key in own else ""
-                    raise ValueError(f"mixture: {key} is no setting of {name} in a mixture{hint}. It has {allowed}.")
+                    raise ValueError(
+                        f"{key} is not a setting of {name} in a mixture{hint}. Allowed settings: {allowed}."
+                    )
             if "state_drop_probability" in own:
                 settings["state_drop_probability"] = 0.0
             made[name] = config.alone(**settings)
@@ -89,5 +96,5 @@ class MixedStatesConfig(InitialStateConfig):
 
     @property
     def assume_shuffled(self) -> bool:
-        """Whether the settings of a source say that the data are shuffled."""
+        """Whether the settings of some source say that the data are shuffled."""
         return any(getattr(config, "assume_shuffled", False) for config in self.source_configs().values())

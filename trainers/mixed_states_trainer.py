@@ -1,4 +1,4 @@
-"""Training from a mixture of initial states."""
+"""Post-training from a mixture of initial states."""
 
 from typing import Any
 
@@ -12,8 +12,10 @@ from hf_recurrent_lengthgen.trainers.mixed_states_config import MixedStatesConfi
 class MixedStatesTrainer(InitialStateTrainer):
     """`Trainer` in which each sequence takes its initial state from one of several sources.
 
-    arguments = MixedStatesConfig("out", mixture={"zero": 0.1, "state_passing": 0.45, "fitted_noise": 0.45})
-    trainer = MixedStatesTrainer(model, arguments, train_dataset=blocks)
+    The shares of the sources add up to 1:
+
+        args = MixedStatesConfig("out", mixture={"zero": 0.1, "state_passing": 0.45, "fitted_noise": 0.45})
+        trainer = MixedStatesTrainer(model, args, train_dataset=blocks)
     """
 
     config_class = MixedStatesConfig

@@ -1,7 +1,8 @@
-"""What a model was given and what it returned, seen at the model itself.
+"""What a model was given and what it returned, observed at the model itself.
 
-A trainer puts a state into the inputs; every `compute_loss` between it and the model may lose it, call another part of
-the model, or return outputs of its own. Only the model's own calls tell whether a sequence started from a state.
+A trainer puts a state into the inputs, but any `compute_loss` between the trainer and the model may drop it, call
+another part of the model, or return outputs of its own. Only the calls of the model tell whether a sequence started
+from a state.
 """
 
 from collections.abc import Mapping
@@ -13,11 +14,11 @@ from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, detach
 
 
 class ModelCalls:
-    """Watches the calls in training mode of a model and of its backbone, which some losses call alone.
+    """Watches the training-mode calls of a model, and of its backbone, which some losses call alone.
 
     Attributes:
         got_state: Whether a call got an `initial_state`.
-        final_state: Of the last call that returned one, without gradient history.
+        final_state: Final state of the last call that returned one, without gradients.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class ModelCalls:
         self._hooks: list[Any] = []
 
     def watch(self, model: nn.Module) -> None:
-        """Forget what was seen, and watch a model without wrappers."""
+        """Reset the attributes, and watch a model without wrappers."""
         if model is not self._model:
             self.stop()
             self._model = model
@@ -38,12 +39,12 @@ class ModelCalls:
         self.got_state, self.final_state = False, None
 
     def stop(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
         self._model, self._hooks, self.final_state = None, [], None
 
-    # Values are set and never read here: torch.compile would compile anew for each value.
+    # The hooks set values and never read them: torch.compile would recompile for each value.
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if module.training and kwargs.get("initial_state") is not None:
             self.got_state = True
@@ -57,23 +58,23 @@ class ModelCalls:
 
 
 def say_lost(trainer: Any, what: str, needed: str) -> NoReturn:
-    """Raise a `ValueError`: a loss below the method's lost what it puts into the inputs."""
+    """Raise a `ValueError`: the loss dropped what the method puts into the inputs."""
     raise ValueError(
-        f"{trainer.describe_method()} took no part in step {trainer.state.global_step}: {what}. "
-        f"{_first_with(type(trainer), 'compute_loss')}, or another one that it calls, must use {needed}."
+        f"{trainer.describe_method()} had no effect in step {trainer.state.global_step}: {what}. "
+        f"{_first_with(type(trainer), 'compute_loss')}, or a compute_loss that it calls, must use {needed}."
     )
 
 
 def say_passed_by(trainer: Any, error: Exception | None = None) -> NoReturn:
-    """Raise a `ValueError`: a loss was computed without the method."""
+    """Raise a `ValueError`: the loss was computed without the method."""
     raise ValueError(
-        f"{trainer.describe_method()} took no part in step {trainer.state.global_step}: the training loss came from "
+        f"{trainer.describe_method()} had no effect in step {trainer.state.global_step}: the training loss came from "
         f"{_first_with(type(trainer), 'compute_loss')}, which does not call the compute_loss of InitialStateTrainer. "
-        "Call super().compute_loss(...) in it; where it is of another trainer, let "
-        "hf_recurrent_lengthgen.trainers.combine(method, trainer) join the two."
+        "Call super().compute_loss(...) in it, or, if it belongs to another trainer, join the two with "
+        "hf_recurrent_lengthgen.trainers.combine(method, trainer)."
     ) from error
 
 
 def _first_with(cls: type[Any], name: str) -> str:
-    """The method that an object of a class has by a name, as "Class.name"."""
+    """The method that a class resolves a name to, as "Class.name"."""
     return next(f"{base.__name__}.{name}" for base in cls.__mro__ if name in vars(base))

@@ -1,7 +1,7 @@
-"""Initial states drawn from Gaussians (arXiv:2507.02782, sections 4.2 and 4.3).
+"""Initial states drawn from Gaussians (Buitrago Ruiz and Gu, 2025, sections 4.2 and 4.3).
 
-Every row has a generator of its own, so that its noise depends on (seed, step, micro-batch, global row) only. The
-states of short convolutions and token shifts start from zero. CPU and GPU generators give different numbers.
+Each row has its own generator, so its noise depends on (seed, step, micro-batch, global row) only. The states of short
+convolutions and token shifts start from zero. CPU and GPU generators give different numbers.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ ZeroState = Callable[[int], RecurrentState]
 
 
 def standard_normal(place: BatchPlace, zero: RecurrentState) -> RecurrentState:
-    """The zero state `zero`, its recurrent parts replaced by independent standard normal numbers."""
+    """The zero state `zero` with its recurrent parts replaced by independent standard normal numbers."""
     device, dtype = zero[0].recurrent.device, zero[0].recurrent.dtype
     sizes = [layer.recurrent[0].numel() for layer in zero]
     rows = [
@@ -35,7 +35,7 @@ class _Noise(InitialStateSource):
 
     Args:
         zero_state: Makes the zero state of the model.
-        at_evaluation: Start evaluation from noise, too: an ablation, which the paper found to hurt the first tokens.
+        at_evaluation: Also start evaluation from noise. In the paper this ablation hurts the first tokens.
     """
 
     def __init__(self, zero_state: ZeroState, at_evaluation: bool) -> None:
@@ -43,7 +43,7 @@ class _Noise(InitialStateSource):
         self._zero_state = zero_state
 
     def evaluation_state(self, place: BatchPlace) -> RecurrentState | None:
-        """Noise if the ablation is on, else the zero state."""
+        """Noise if `at_evaluation`, else the zero state."""
         return self.initial_state(place) if self.at_evaluation else None
 
 
@@ -53,7 +53,7 @@ class RandomNoise(_Noise):
     Args:
         sigma: Standard deviation, above 0. The paper sweeps it for each model, so it has no default.
         zero_state: Makes the zero state of the model.
-        at_evaluation: Start evaluation from noise, too.
+        at_evaluation: Also start evaluation from noise.
     """
 
     def __init__(self, sigma: float, zero_state: ZeroState, at_evaluation: bool = False) -> None:
@@ -74,15 +74,15 @@ class FittedNoise(_Noise):
         mean     <- (1 - beta) Mean(h_T)     + beta mean
         variance <- (1 - beta) Variance(h_T) + beta variance
 
-    Mean and (population) variance are taken over the sequences of a step, of all micro-batches and processes, the
-    head dim and the state dim. The first step starts from zero, and its states initialize the statistics.
+    Mean and (population) variance are taken over the sequences of a step, in all micro-batches and processes, over the
+    head dim and over the state dim. The first step starts from zero, and its states initialize the statistics.
 
     Args:
         zero_state: Makes the zero state of the model.
         beta: Weight of the past, 0.1 in the paper.
-        groups: Groups of heads that share statistics, a divisor of their number; by default every head has its own.
+        groups: Groups of heads that share statistics, a divisor of their number; by default each head has its own.
             Mamba-1 has no heads: its channels take their place.
-        at_evaluation: Start evaluation from noise, too.
+        at_evaluation: Also start evaluation from noise.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class FittedNoise(_Noise):
 
     @property
     def statistics(self) -> tuple[LayerStatistics, ...] | None:
-        """Mean and variance of every layer, (groups,) each in float32; None before the first step is over.
+        """Mean and variance of every layer, (groups,) each in float32; None before the end of the first step.
 
         (0,) for layers without a recurrent part.
         """
         return self._statistics
 
     def initial_state(self, place: BatchPlace) -> RecurrentState | None:
-        """Fresh noise for every row; the zero state before the first step is over."""
+        """Fresh noise for every row; the zero state before the end of the first step."""
         if self._statistics is None:
             return None
         state = []
@@ -118,7 +118,7 @@ class FittedNoise(_Noise):
         return tuple(state)
 
     def observe(self, place: BatchPlace, final_state: RecurrentState, broken: Tensor | None = None) -> None:
-        """Add the states to those of the step, but for broken rows."""
+        """Add the states to the sums of the step, except for broken rows."""
         if broken is not None:
             final_state = take_rows(final_state, ~broken)
         sums = [_sums(layer.recurrent, self.groups) for layer in final_state]
@@ -156,21 +156,21 @@ class FittedNoise(_Noise):
         }
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
-        """Take back what `state_dict` gave.
+        """Restore what `state_dict` returned.
 
         Raises:
-            ValueError: if a layer's statistics are missing or something else is there.
+            ValueError: if the statistics of a layer are missing or a tensor is unknown.
         """
         self.reset()
         layers = len(tensors) // 2
         names = [[f"layers.{index}.{name}" for name in LayerStatistics._fields] for index in range(layers)]
         if {name for layer in names for name in layer} != set(tensors):
-            raise ValueError(f"These are not the statistics of fitted noise: {sorted(tensors)[:4]}.")
+            raise ValueError(f"These tensors are not the statistics of fitted noise: {sorted(tensors)[:4]}.")
         if tensors:
             self._statistics = tuple(LayerStatistics(*(tensors[name].to(device) for name in layer)) for layer in names)
 
     def logs(self) -> dict[str, float]:
-        """Root mean square of the means, and mean and largest of the standard deviations, over layers and heads."""
+        """Root mean square of the means, and mean and maximum of the standard deviations, over layers and heads."""
         if self._statistics is None:
             return {}
         means = torch.cat([layer.mean for layer in self._statistics])
@@ -180,7 +180,7 @@ class FittedNoise(_Noise):
 
 
 def _by_group(recurrent: Tensor, groups: int | None) -> Tensor:
-    """The numbers of every group of heads, (B, groups, n); (B, 0, 1) for a layer without a recurrent part."""
+    """The elements of each group of heads, (B, groups, n); (B, 0, 1) for a layer without a recurrent part."""
     heads = recurrent.shape[1]
     if not heads:
         return recurrent[..., None]
@@ -191,7 +191,7 @@ def _by_group(recurrent: Tensor, groups: int | None) -> Tensor:
 
 
 def _sums(recurrent: Tensor, groups: int | None) -> Tensor:
-    """Count, sum and sum of squares of every group of heads, (groups, 3) in float64."""
+    """Count, sum and sum of squares of each group of heads, (groups, 3) in float64."""
     values = _by_group(recurrent, groups).transpose(0, 1).flatten(1).double()
     count = values.new_full(values.shape[:1], values.shape[1])
     return torch.stack([count, values.sum(1), values.square().sum(1)], 1)

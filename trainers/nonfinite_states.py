@@ -1,4 +1,4 @@
-"""States that hold NaN, are infinite, or exploded."""
+"""Broken states: with NaN or infinite values, or exploded."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -13,7 +13,7 @@ logger = logging.get_logger(__name__)
 
 
 class CheckedStates(NamedTuple):
-    """Final states whose broken rows are zero, which rows these are, (B,) bool or None for none, and what to log."""
+    """Final states with zeros in broken rows, a mask of these rows ((B,) bool, None for none), and values to log."""
 
     state: RecurrentState
     broken: Tensor | None
@@ -27,14 +27,14 @@ def checked_states(
     told: str,
     hint: Callable[[], str],
 ) -> CheckedStates:
-    """Replace broken rows of final states by zero, or end the run.
+    """Replace broken rows of final states by zero, or stop the run.
 
     Args:
         state: Final states of a micro-batch.
         max_rms: Root mean square of a layer's recurrent state above which it counts as exploded; None for no limit.
         otherwise: What to do with broken rows.
-        told: What the states are, for the message.
-        hint: Says how a run that ends here goes on.
+        told: Beginning of the message: which states these are.
+        hint: Says how to continue a run that stops here.
 
     Raises:
         ValueError: for broken rows with "stop".
@@ -45,8 +45,8 @@ def checked_states(
     if found:
         told += describe_nonfinite(state, norms, max_rms)
         if otherwise == "stop":
-            raise ValueError(f"{told}. {hint()} nonfinite_states='reset' would go on from zero.")
-        logger.warning(f"{told}. The states of these rows are replaced by zero.")
+            raise ValueError(f"{told}. {hint()} To go on from zero in these rows, set nonfinite_states='reset'.")
+        logger.warning(f"{told}. The states of these rows are reset to zero.")
         state = keep_rows(state, ~broken)
     rms = recurrent_rms(state, norms)
     if found:
@@ -64,12 +64,12 @@ def part_norms(state: RecurrentState) -> Tensor:
 
 
 def recurrent_layers(state: RecurrentState) -> list[int]:
-    """The layers that have a recurrent part; attention, feed-forward layers and bare convolutions have none."""
+    """Indices of the layers with a recurrent part; attention, feed-forward and convolution-only layers have none."""
     return [index for index, layer in enumerate(state) if layer.recurrent.shape[1:].numel()]
 
 
 def recurrent_rms(state: RecurrentState, norms: Tensor) -> Tensor:
-    """Root mean square of the recurrent part per layer that has one and row, (L, B), from the state's `part_norms`."""
+    """Root mean square per row of the L layers with a recurrent part, (L, B), from the `part_norms` of the state."""
     layers = recurrent_layers(state)
     sizes = [state[index].recurrent.shape[1:].numel() for index in layers]
     return norms[layers, 0] / norms.new_tensor(sizes).sqrt()[:, None]
@@ -84,7 +84,7 @@ def nonfinite_rows(state: RecurrentState, norms: Tensor, max_rms: float | None) 
 
 
 def describe_nonfinite(state: RecurrentState, norms: Tensor, max_rms: float | None) -> str:
-    """What is wrong with the first broken layer, and in which rows."""
+    """The first broken layer, its defect and the rows, in words."""
     rms = dict(zip(recurrent_layers(state), recurrent_rms(state, norms), strict=True))
     for index in range(len(state)):
         for part, name in enumerate(LayerState._fields):
@@ -94,7 +94,7 @@ def describe_nonfinite(state: RecurrentState, norms: Tensor, max_rms: float | No
         if max_rms is not None and index in rms and bool((rms[index] > max_rms).any()):
             rows = (rms[index] > max_rms).nonzero().flatten().tolist()
             return (
-                f"layer {index} has exploded in rows {rows}: its recurrent state has a root mean square of "
-                f"{float(rms[index].max()):.3g}, max_state_rms is {max_rms:g}"
+                f"layer {index} has exploded in rows {rows}: the root mean square of its recurrent state is "
+                f"{float(rms[index].max()):.3g}, above max_state_rms {max_rms:g}"
             )
     raise AssertionError("no broken state to describe")

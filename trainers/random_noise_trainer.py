@@ -1,4 +1,4 @@
-"""Post-training from noise of one given size."""
+"""Post-training from random noise of a given size."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from hf_recurrent_lengthgen.trainers.random_noise_config import RandomNoiseConfi
 
 
 class RandomNoiseTrainer(InitialStateTrainer):
-    """`Trainer` in which every sequence starts from N(0, sigma^2) (arXiv:2507.02782, section 4.2).
+    """`Trainer` in which every sequence starts from N(0, sigma^2) (Buitrago Ruiz and Gu, 2025, section 4.2).
 
         trainer = RandomNoiseTrainer(model, RandomNoiseConfig("out", noise_sigma=0.3), train_dataset=blocks)
 
     Raises:
-        ValueError: without `noise_sigma`, and as `InitialStateTrainer`.
+        ValueError: without `noise_sigma`, and as in `InitialStateTrainer`.
     """
 
     config_class = RandomNoiseConfig
@@ -33,7 +33,7 @@ class RandomNoiseTrainer(InitialStateTrainer):
     def initial_state_source(args: RandomNoiseConfig, trainer: Any) -> RandomNoise:
         if args.noise_sigma is None:
             raise ValueError(
-                "noise_sigma is missing: give the standard deviation of the initial states. The size that a model's "
-                "states have in use is logged as state_rms: compare some values around it."
+                "noise_sigma is missing: give the standard deviation of the initial states. Every training logs the "
+                "root mean square of the model's states as state_rms: try values around it."
             )
         return RandomNoise(args.noise_sigma, zero_state_of(trainer), args.noise_at_evaluation)

@@ -1,7 +1,7 @@
-"""A run that survives its end: one at a time in a folder, interrupted with a checkpoint, resumed bit for bit.
+"""Runs that can be interrupted: one at a time in a folder, stopped with a checkpoint, resumed bit for bit.
 
-Checkpoints also hold the state of the source of initial states, a description of what a resumed run must share, and
-the record of what was trained so far.
+Checkpoints also hold the state of the source of initial states, the settings that a resumed run must share, and the
+record of the training so far.
 """
 
 import hashlib
@@ -57,11 +57,11 @@ class ResumableTrainer(SameRowsTrainer):
     """`Trainer` whose runs can be interrupted and resumed, and that records what was trained.
 
     Attributes:
-        initial_states: Where initial states come from.
-        run_record: What the run was trained with.
-        given_scheduler: Class of the schedule that was given, or None.
-        facts: What `save_model` writes into the lineage, where a command knows more than the trainer.
-        data_description: What it is trained on, in the lineage.
+        initial_states: Source of the initial states.
+        run_record: Settings, tokens and time of the run.
+        given_scheduler: Class name of the schedule that was given, or None.
+        facts: Facts for the lineage that a command knows and the trainer does not, or None.
+        data_description: Description of the training data for the lineage, or None.
     """
 
     initial_states: InitialStateSource
@@ -83,17 +83,17 @@ class ResumableTrainer(SameRowsTrainer):
     # --- running ---
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train; `resume_from_checkpoint=True` takes the newest checkpoint that is complete and unchanged.
+        """Train; `resume_from_checkpoint=True` resumes from the newest checkpoint that is complete and unchanged.
 
-        A run that has all its steps is not trained further: its weights are loaded, and that is all.
+        For a run that has all its steps, only the weights are loaded.
 
         Raises:
-            ValueError: if there is none, or the given folder is not complete and unchanged; while another run trains
-                in the output folder; and for data that make no step.
+            ValueError: if there is no such checkpoint, or the given folder is incomplete or changed; while another
+                run trains in the output folder; and for data that make no step.
             KeyboardInterrupt: after SIGINT, when the current step is done and a checkpoint is written.
-            SystemExit: likewise after SIGTERM.
+            SystemExit: after SIGTERM, likewise.
         """
-        # trials may run at the same time, in folders of their own
+        # trials may run at the same time, each in its own folder
         is_trial = (args[0] if args else kwargs.get("trial")) is not None
         with nullcontext() if is_trial else self._only_run_here():
             try:
@@ -106,11 +106,11 @@ class ResumableTrainer(SameRowsTrainer):
 
     @contextmanager
     def _only_run_here(self) -> Iterator[None]:
-        """Hold the output folder; the main process does so for all of the run."""
+        """Lock the output folder; the main process does so for the whole run."""
         with locked(self.output_dir) if self.is_world_process_zero() else nullcontext(True) as free:
             if self.any_process(not free):
                 raise ValueError(
-                    f"Another run trains in {self.output_dir}: give this one another output_dir, or wait for its end."
+                    f"Another run is training in {self.output_dir}: set another output_dir, or wait for that run."
                 )
             yield
 
@@ -156,7 +156,7 @@ class ResumableTrainer(SameRowsTrainer):
             print(f"\nInterrupted after step {self.state.global_step}. {self.resume_hint()}", flush=True)
 
     def resume_hint(self) -> str:
-        """From where a run that ends now can be continued."""
+        """How to continue a run that ends now, in a sentence."""
         newest = newest_complete_checkpoint(self.output_dir)
         if newest is None:
             return f"There is no complete checkpoint in {self.output_dir} yet."
@@ -165,9 +165,9 @@ class ResumableTrainer(SameRowsTrainer):
     # --- saving ---
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Trainer's; after `train`, lineage.json also tells of which checkpoint the model was made, and how.
+        """Trainer's; after `train`, also lineage.json, which tells from which checkpoint the model was made, and how.
 
-        Beside an adapter, adapter_base.json says to which weights it belongs.
+        With an adapter, adapter_base.json names the weights that it belongs to.
         """
         super().save_model(output_dir, _internal_call)
         if _internal_call or not self.is_world_process_zero():
@@ -196,7 +196,7 @@ class ResumableTrainer(SameRowsTrainer):
         }
 
     def _rows_left_out(self) -> dict[str, int]:
-        """How many, where there are any: checkpoints of before such rows were left out say nothing of them."""
+        """Their number, if any; checkpoints of versions that did not leave out rows have no entry."""
         data: Any = self.train_dataset
         if isinstance(data, ContinuedChunks) or not has_length(data):
             return {}
@@ -212,8 +212,8 @@ class ResumableTrainer(SameRowsTrainer):
         if self.args.should_save and not self.args.save_only_model:
             save_digests(folder)
 
-    # Trainer writes the random state of a process last of its own files; the initial states follow it. Nothing marks
-    # the folder complete, and no older one is deleted, before every process has written its files.
+    # The last file that Trainer writes for a process is its random state; the initial states follow. The folder is
+    # marked as complete, and older ones are deleted, only after every process has written its files.
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         path = initial_states_file(output_dir, self.args.process_index)
@@ -224,7 +224,7 @@ class ResumableTrainer(SameRowsTrainer):
     # --- resuming ---
 
     def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
-        """The folder to resume from, looked for by the main process for all of the run; None for a new run."""
+        """The folder to resume from, chosen by the main process for all processes; None for a new run."""
         if not asked:
             return None
         found: list[str | None] = [None, None]
@@ -236,7 +236,7 @@ class ResumableTrainer(SameRowsTrainer):
         checkpoint, refused = broadcast_object_list(found)
         if refused is not None:
             raise ValueError(refused)
-        # Before Trainer, so that what changed is named and no weights are loaded into another model.
+        # Checked before Trainer loads, so that the error names what changed and no weights reach another model.
         load_initial_states(initial_states_file(checkpoint, self.args.process_index), self._run_description())
         return str(checkpoint)
 
@@ -268,7 +268,7 @@ class ResumableTrainer(SameRowsTrainer):
 
 
 def _digest_of(start: Lineage) -> str | None:
-    """Of the weights that training starts from, wherever they are; None for random ones."""
+    """Digest of the weights that training starts from, independent of their path; None for random weights."""
     if start.source is None:
         return None
     made = [start.source.files, [to_plain(step) for step in start.steps]]
@@ -281,7 +281,7 @@ def is_finished(state: TrainerState) -> bool:
 
 
 class RunCallback(TrainerCallback):
-    """Tells a trainer when epochs begin and steps end, and ends a finished run that is resumed."""
+    """Tells a trainer when epochs begin and steps end, and ends a resumed run that is finished."""
 
     def __init__(self, trainer: ResumableTrainer) -> None:
         self._trainer = trainer
@@ -292,10 +292,10 @@ class RunCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         if is_finished(state):
-            logger.warning(f"Nothing is left to train: the run has all its {state.max_steps} steps.")
+            logger.warning(f"Nothing is left to train: the run has completed all of its {state.max_steps} steps.")
         elif changes:
             told = "; ".join(f"{name} {before} -> {now}" for name, (before, now) in changes.items())
-            logger.warning(f"From step {state.global_step} on, other settings apply than before: {told}.")
+            logger.warning(f"From step {state.global_step} on, these settings differ from before: {told}.")
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer.begin_epoch(int(state.epoch or 0))

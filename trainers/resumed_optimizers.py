@@ -1,9 +1,9 @@
-"""What an optimizer and its schedule do at a resume: their state is the checkpoint's, their settings those given now.
+"""Optimizers and schedules at a resume: their state is that of the checkpoint, their settings are the new ones.
 
-Loading the state of an optimizer or of a schedule also brings back the settings that they were saved with. Here those
-that the optimizer is now made with another value of are set to it, so that arguments that change at a resume
-(learning rate, betas, weight decay) apply from there on. The others stay as loaded: a schedule or a callback may have
-moved them since, as OneCycleLR moves betas.
+Loading the state of an optimizer or a schedule also restores the settings that it was saved with. Here every setting
+whose argument changed is set to the new value, so that arguments that change at a resume (learning rate, betas, weight
+decay) apply from then on. The other settings stay as loaded, because a schedule or a callback may have moved them, as
+OneCycleLR moves betas.
 """
 
 import json
@@ -20,32 +20,32 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 _NOT_SETTINGS = ("params", "param_names", "lr", "foreach", "fused", "capturable", "differentiable")
-"""Of the groups of an optimizer; the last four belong to the tensors of its state."""
+"""Entries of an optimizer's groups that are not settings; the last four belong to the tensors of its state."""
 
 
 _MADE_WITH: WeakKeyDictionary[Any, list[dict[str, Any]]] = WeakKeyDictionary()
-"""Beside the optimizers, as their groups keep only what the settings have become."""
+"""Kept outside the optimizers, whose groups only hold the current values of the settings."""
 
 
 def remember_settings(optimizer: Any, new_run: bool) -> None:
-    """Note the settings that an optimizer starts with; a resume leaves those that were noted before."""
+    """Note the settings that an optimizer starts with; a resume keeps those noted before."""
     if new_run or optimizer not in _MADE_WITH:
         _MADE_WITH[optimizer] = _settings(optimizer)
 
 
 def made_with(optimizer: Any) -> list[dict[str, Any]]:
-    """The settings that each group started with (initial_lr, betas, weight_decay, ...); if not noted, those of now."""
+    """The settings that each group started with (initial_lr, betas, weight_decay, ...); if not noted, the current."""
     return _MADE_WITH.get(optimizer) or _settings(optimizer)
 
 
 def made_before(optimizer: Any, scheduler: Any, recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The settings that each group of a saved optimizer, which is loaded, had started with.
+    """The settings that each group of an optimizer started with in the run that saved it.
 
     Args:
-        optimizer: As loaded.
+        optimizer: The optimizer, as loaded.
         scheduler: Its schedule.
-        recorded: What `made_with` gave then. For what is not recorded (older checkpoints) the loaded values stand,
-            except betas and momentum under a schedule that moves them, which count as unchanged.
+        recorded: What `made_with` returned in that run. Settings without a record (older checkpoints) have the loaded
+            values, except betas and momentum under a schedule that moves them, which count as unchanged.
     """
     moved = ("betas", "momentum") if getattr(scheduler, "cycle_momentum", False) else ()
     loaded, now = _settings(optimizer), made_with(optimizer)
@@ -63,7 +63,7 @@ def _settings(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def check_same_kind(checkpoint: str | os.PathLike[str], optimizer: Any, scheduler: Any, args: Any) -> None:
-    """Raise a `ValueError` if the optimizer or schedule saved in a checkpoint has other settings, by name."""
+    """Raise a `ValueError` if the names of the settings of a saved optimizer or schedule differ."""
     path = Path(checkpoint) / "optimizer.pt"
     if path.is_file():  # else it is sharded, by FSDP
         groups = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["param_groups"]
@@ -79,23 +79,23 @@ def _check_names(checkpoint: Any, argument: str, value: Any, saved: dict[str, An
     lost, new = sorted(saved.keys() - own.keys()), sorted(own.keys() - saved.keys())
     if lost and new:
         raise ValueError(
-            f"Cannot resume from {checkpoint} with {argument} {getattr(value, 'value', value)}: what is saved there "
-            f"has {', '.join(lost)}, this one {', '.join(new)}. Give the {argument} of that run, or load the weights "
-            "with from_pretrained and start a new run."
+            f"Cannot resume from {checkpoint} with {argument} {getattr(value, 'value', value)}: the saved state has "
+            f"{', '.join(lost)}, but this one has {', '.join(new)}. Give the {argument} of that run, or load the "
+            "weights with from_pretrained and start a new run."
         )
 
 
 def apply_changes(optimizer: Any, scheduler: Any, before: list[dict[str, Any]], rates_changed: bool) -> None:
-    """Set what an optimizer is made with another value of than before, and the learning rates of the schedule.
+    """Apply the settings of an optimizer that differ from those before, and the learning rates of the schedule.
 
     Args:
-        optimizer: As loaded.
-        scheduler: Likewise.
+        optimizer: The optimizer, as loaded.
+        scheduler: Its schedule, as loaded.
         before: From `made_before`.
         rates_changed: Whether the learning rate or the schedule changed.
 
     Raises:
-        ValueError: if the learning rate or the schedule changed and it is no function of the step.
+        ValueError: if the learning rate or the schedule changed and the schedule is not a function of the step.
     """
     groups = made_with(optimizer)
     for group, old, new in zip(optimizer.param_groups, before, groups, strict=True):
@@ -112,21 +112,21 @@ def apply_changes(optimizer: Any, scheduler: Any, before: list[dict[str, Any]], 
         scheduler._last_lr = rates
     elif rates_changed:
         raise ValueError(
-            f"{type(scheduler).__name__} keeps its own learning rate, so a resume cannot change it: give the "
+            f"{type(scheduler).__name__} keeps its own learning rate, so a resume cannot change it: set the "
             "learning_rate and schedule of the first part, or load the weights with from_pretrained and start a new "
             "run."
         )
 
 
 def _changed(held: Any, before: Any, now: Any) -> Any:
-    """`now` if it is not what was `before`, else what is held; each element of a sequence by itself."""
+    """`now` if it differs from `before`, else the value `held`; for sequences, element by element."""
     if all(isinstance(value, list | tuple) for value in (held, before, now)) and len(held) == len(before) == len(now):
         return type(now)(map(_changed, held, before, now))
     return held if as_json(before) == as_json(now) else now
 
 
 def as_json(value: Any) -> Any:
-    """A setting as a file gives it back: tensors are numbers, tuples are lists, anything else is text."""
+    """A setting as it comes back from JSON: tensors as numbers, tuples as lists, other types as strings."""
     return json.loads(
         json.dumps(value, default=lambda other: other.tolist() if torch.is_tensor(other) else str(other))
     )

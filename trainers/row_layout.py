@@ -1,7 +1,7 @@
 """How the rows of a batch become the rows that the model sees, and back.
 
 Truncated backpropagation resets states at given tokens; the alignment loss runs two crops of every row. Both only
-change which rows there are, so a source of initial states still sees one state for each row of the batch.
+change the rows of the model, so a source of initial states still sees one state per row of the batch.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class RowLayout:
         rows: R.
         first: Row of the model that starts row i of the batch, (B,); None if the rows are the same.
         last: Row of the model that ends row i of the batch, (B,).
-        crops: How often the rows are repeated with the same initial state; the final states are those of the first.
+        crops: Number of crops of each row, with the same initial state; final states are those of the first crop.
     """
 
     rows: int
@@ -56,7 +56,7 @@ class RowLayout:
 
 
 def without_padding(collator: Any) -> Any:
-    """The collator, or one that pads nothing for Trainer's default one with a tokenizer that has no pad token."""
+    """The collator; one without padding instead of Trainer's default if the tokenizer has no pad token."""
     lacks = isinstance(collator, DataCollatorWithPadding) and collator.tokenizer.pad_token is None
     return _collate_equal_rows if lacks else collator
 
@@ -65,8 +65,8 @@ def _collate_equal_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
     lengths = sorted({len(row["input_ids"]) for row in rows})
     if len(lengths) > 1:
         raise ValueError(
-            f"The rows of a batch have {lengths} tokens, and the tokenizer has no pad token to fill them up with: "
-            "give rows of one length, or a data_collator and a pad token (tokenizer.pad_token = tokenizer.eos_token)."
+            f"The rows of a batch have {lengths} tokens, and the tokenizer has no pad token to pad them with: give "
+            "rows of one length, or a data_collator and a pad token (tokenizer.pad_token = tokenizer.eos_token)."
         )
     batch: dict[str, Any] = default_data_collator(rows)
     return batch

@@ -1,7 +1,8 @@
 """The rows of training and evaluation, the same on any number of processes.
 
-Training leaves out rows that fill no batch of all processes: accelerate would fill it up with rows of the first one.
-An evaluation counts each row once, though accelerate repeats rows in its last batch, to give every process as many.
+Training leaves out the rows that do not fill a batch over all processes; accelerate would complete it with rows of the
+first batch. Evaluation counts each row once, although accelerate repeats rows in its last batch to give all processes
+the same number.
 """
 
 from collections.abc import Iterator
@@ -49,16 +50,16 @@ class SameRowsTrainer(PushingTrainer):
         """Raise a `ValueError` for data whose rows do not suit the method."""
 
     def _scored(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A batch whose labels are those that the model scores; one without states is left to Trainer."""
+        """A batch with only the labels that the model scores; unchanged for a model without states."""
         return with_scored_labels(base_of(self.model), batch) if self._takes_states else batch
 
     # --- training ---
 
     def get_train_dataloader(self) -> DataLoader:
-        """Trainer's, without the rows at the end of an epoch that fill no batch of all processes.
+        """Trainer's, without the rows at the end of an epoch that do not fill a batch over all processes.
 
         Raises:
-            ValueError: for data that make no batch.
+            ValueError: for data that do not fill one batch.
         """
         if self.train_dataset is not None:  # it may have been replaced
             self._check_train_data()
@@ -87,20 +88,20 @@ class SameRowsTrainer(PushingTrainer):
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     def begin_epoch(self, epoch: int) -> None:
-        """Tell the sampler, whose order must be that of the epoch also in a run that is resumed inside it."""
+        """Give the sampler the order of the epoch, also when a run is resumed inside it."""
         if isinstance(self._sampler, StreamRowSampler):
             self._sampler.set_epoch(epoch)
-        # by length, or at random; accelerate's seedable sampler, by default in its place, goes by the epoch itself
+        # Sorts by length, or is random. Accelerate's seedable sampler, the default, sets its own order by the epoch.
         elif self._sampler_has_no_seed:
             self._sampler.generator = torch.Generator().manual_seed(self._data_seed + epoch)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
-        """Trainer's micro-batches of a step; those at the end of a stream that would never become one are left out.
+        """Trainer's micro-batches of a step; those at the end of a stream that do not fill a step are left out.
 
         Raises:
-            ValueError: for a stream that makes no step.
+            ValueError: for a stream that does not fill one step.
         """
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if len(batches) == num_batches or has_length(self.train_dataset):
@@ -108,14 +109,14 @@ class SameRowsTrainer(PushingTrainer):
         if self.state.global_step == 0:
             rows = self._train_batch_size * self.args.world_size
             raise ValueError(
-                f"The training data ended after {len(batches)} batches of {rows} rows, before the first step of "
-                f"{num_batches} of them: give more data, or a smaller per_device_train_batch_size or "
+                f"The training data ended after {len(batches)} batches of {rows} rows, but one step needs "
+                f"{num_batches}: give more data, or a smaller per_device_train_batch_size or "
                 "gradient_accumulation_steps."
             )
         return [], None
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | int | None:
-        """Trainer's, counting `shift_labels` where they are; before 5.23 it would count the `labels` beside them."""
+        """Trainer's, counting `shift_labels` where present; Transformers before 5.23 would count `labels` instead."""
         counted = [{**b, "labels": b["shift_labels"]} if "shift_labels" in b else b for b in batch_samples]
         num_items: Tensor | int | None = super()._get_num_items_in_batch(counted, device)
         return num_items
@@ -130,7 +131,7 @@ class SameRowsTrainer(PushingTrainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Trainer's; on several processes with the mean loss over the targets of all of them."""
+        """Trainer's; on several processes, with the mean loss over the targets of all processes."""
         inputs = self._scored(dict(inputs))
         if self.args.world_size == 1:
             return super().prediction_step(model, inputs, *args, **kwargs)
@@ -147,24 +148,24 @@ class SameRowsTrainer(PushingTrainer):
 
 
 def check_batches(trainer: Any, batches: int) -> None:
-    """Raise a `ValueError` if an epoch has no batch, and tell of the rows that it leaves out."""
+    """Raise a `ValueError` if an epoch has no batch, and warn about the rows that it leaves out."""
     dataset: Any = trainer.train_dataset
     rows = trainer._train_batch_size * trainer.args.world_size
     if not batches:
         raise ValueError(
-            f"The training data have {len(dataset)} rows, which make no batch of {rows} "
-            f"({trainer._train_batch_size} on each of {trainer.args.world_size} processes): nothing would be trained. "
-            "Give a smaller per_device_train_batch_size or more data."
+            f"The training data have {len(dataset)} rows, fewer than one batch of {rows} rows "
+            f"({trainer._train_batch_size} on each of {trainer.args.world_size} processes): give a smaller "
+            "per_device_train_batch_size or more data."
         )
     dropped = len(dataset) - batches * rows
     ends = not 0 < trainer.args.max_steps * trainer.args.gradient_accumulation_steps <= batches
     if dropped and ends and trainer.is_world_process_zero():
-        logger.warning(f"Each epoch leaves out {dropped} of {len(dataset)} rows, which fill no batch of {rows}.")
+        logger.warning(f"Each epoch leaves out {dropped} of {len(dataset)} rows, which do not fill a batch of {rows}.")
 
 
 def stream_loader(trainer: Any, stream: IterableDataset[Any]) -> DataLoader:
-    """Batches of a stream, read by one process as the batch of all and dealt out; a `ContinuedStream`
-    already gives the rows of this process only."""
+    """Batches of a stream: one process reads the batch of all processes and distributes it. A `ContinuedStream` gives
+    only the rows of its own process already."""
     processes = trainer.args.world_size
     if isinstance(stream, ContinuedStream):
         stream, processes = stream.in_micro_batches(trainer.args.gradient_accumulation_steps), 1
@@ -197,7 +198,7 @@ def is_filled_up(accelerator: Any) -> bool:
 
 
 def present_rows(accelerator: Any, rows: int) -> int:
-    """How many of the `rows` of this process are not repeated ones; they come first."""
+    """How many of the `rows` of this process are not repeated; these come first."""
     if not is_filled_up(accelerator):
         return rows
     left = accelerator.gradient_state.remainder - accelerator.process_index * rows  # counted over all processes
@@ -207,14 +208,15 @@ def present_rows(accelerator: Any, rows: int) -> int:
 def without_repeated_rows(
     model: nn.Module, inputs: dict[str, Any], present: int, device: torch.device
 ) -> tuple[dict[str, Any], Tensor | None]:
-    """A batch without targets in repeated rows, and how many are left: tokens, or rows for other labels, which stay
-    as they are; None without labels.
+    """A batch without targets in repeated rows, and how many targets are left; None without labels.
+
+    Labels that are not tokens stay as they are; then rows are counted.
 
     Args:
-        model: Without wrappers.
+        model: The model without wrappers.
         inputs: The batch of this process.
         present: See `present_rows`.
-        device: Of the count.
+        device: Device of the count.
     """
     if all(inputs.get(name) is None for name in ("labels", "shift_labels")):
         return inputs, None

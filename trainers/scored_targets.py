@@ -1,4 +1,4 @@
-"""Which labels of a batch are targets of its loss, so that a trainer divides by as many as the model scores."""
+"""Which labels of a batch are targets of the loss, so that a trainer divides by the number that the model scores."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +10,11 @@ from hf_recurrent_lengthgen.models.token_inputs import real_tokens, scored_label
 
 
 def token_labels(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
-    """The names of labels that hold a token for each token of `inputs`; none for a model without a language head.
+    """The names of labels with one token per token of `inputs`; none for a model without a language modeling head.
 
     Args:
-        model: Without wrappers. One that does not tell its head (`get_output_embeddings`) has one.
-        inputs: A batch of it.
+        model: The model without wrappers. Without `get_output_embeddings` it counts as one with such a head.
+        inputs: A batch of inputs for the model.
     """
     head = getattr(model, "get_output_embeddings", None)
     if head is not None and head() is None:
@@ -25,17 +25,17 @@ def token_labels(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
 
 
 def with_scored_labels(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """A batch with -100 in the labels that a model with states does not score, see `scored_labels`.
+    """A batch with -100 in the labels that a model with states does not score (see `scored_labels`).
 
     Raises:
-        ValueError: for a mask and positions that such a model refuses.
+        ValueError: for an attention mask or positions that such a model refuses.
     """
     names = token_labels(model, inputs)
     if not names:
         return inputs
     shape, mask = token_shape_of(inputs), inputs.get("attention_mask")
     if mask is not None and mask.shape != shape:
-        return inputs  # the model says which masks it takes
+        return inputs  # the model itself refuses such a mask
     packing = {name: inputs[name] for name in PACKING_KEYS if name in inputs}
     starts = starts_inside_rows(packing, shape, real_tokens(mask))
     scored = {name: scored_labels(inputs[name], mask, starts, shifted=name == "shift_labels") for name in names}

@@ -1,4 +1,4 @@
-"""Settings checked against the types that their dataclass says, in one place for all fields."""
+"""Checks of settings against the type annotations of their dataclass, in one place for all fields."""
 
 import math
 import types
@@ -8,14 +8,14 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-# Other numbers are at least 0, or at least their default where that is negative, as -1 for "not given".
+# Other numbers must be at least 0, or at least their default if that is negative, such as -1 for "not given".
 AT_LEAST_ONE = (
     *("alignment_length", "alignment_max_extra", "alignment_min_extra", "training_length", "bptt_chunk_length"),
     *("bptt_window", "eval_accumulation_steps", "expand_count", "expand_num_heads", "expand_state_size"),
     *("fitted_noise_groups", "gradient_accumulation_steps", "lora_alpha", "lora_r", "per_device_eval_batch_size"),
     *("per_device_train_batch_size", "task_vocabulary"),
 )
-MAY_BE_NONE = ("max_grad_norm",)  # by Trainer, though not by its annotation
+MAY_BE_NONE = ("max_grad_norm",)  # Trainer takes None, although the annotation does not say so
 PROBABILITIES = ("state_drop_probability",)
 ABOVE_ZERO = ("expand_factor", "max_state_rms", "mimetic_c", "new_weights_lr_multiplier", "noise_sigma")
 
@@ -23,11 +23,11 @@ ABOVE_ZERO = ("expand_factor", "max_state_rms", "mimetic_c", "new_weights_lr_mul
 def check_settings(settings: Any) -> None:
     """Check all fields of a dataclass: types by their annotations, and the ranges of this module.
 
-    Fields that may be lists are checked for numbers that are not finite, and otherwise by who reads them. Values that
-    are made of a setting (enumerations, parsed configs) pass, so that `dataclasses.replace` works.
+    Fields that may be lists are only checked for numbers that are not finite. Values that were made from a setting
+    (enumerations, parsed configs) pass, so that `dataclasses.replace` works.
 
     Raises:
-        ValueError: naming the field, what is allowed and what was given.
+        ValueError: with the field, what is allowed and what was given.
     """
     hints = get_type_hints(type(settings))
     for item in fields(settings):
@@ -68,7 +68,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind is int or kind is float:
         return isinstance(value, Integral if kind is int else Real)
     if kind is str or (isinstance(kind, type) and issubclass(kind, Enum)):
-        return not isinstance(value, Real)  # also paths, and what Trainer makes of names
+        return not isinstance(value, Real)  # also paths, and the objects that Trainer makes from names
     return kind is not type(None) and not isinstance(value, str | Real)
 
 

@@ -7,19 +7,19 @@ from hf_recurrent_lengthgen.trainers.initial_state_config import CarriedStateCon
 
 @dataclass
 class StatePassingConfig(CarriedStateConfig):
-    """`TrainingArguments` and the settings of state passing (arXiv:2507.02782, section 4.4)."""
+    """`TrainingArguments` and the settings of state passing (Buitrago Ruiz and Gu, 2025, section 4.4)."""
 
     state_drop_probability: float = field(
         default=0.1,
         metadata={
             "help": "Probability that a training sequence starts from the zero state instead of a passed one, drawn "
-            "for each sequence on its own. Default 0.1 in state passing, as in section 4.4, else 0."
+            "independently for each sequence. Default 0.1 for state passing, as in the paper (section 4.4), else 0."
         },
     )
     assume_shuffled: bool = field(
         default=False,
         metadata={
-            "help": "State that the training data arrive shuffled, for streams and samplers that cannot be checked. "
-            "Passed states must come from other sequences."
+            "help": "Declare that the training data are shuffled, for streams and samplers that cannot be checked: "
+            "passed states must come from other sequences. Default: false."
         },
     )

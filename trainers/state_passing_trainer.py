@@ -10,9 +10,9 @@ from hf_recurrent_lengthgen.trainers.state_passing_config import StatePassingCon
 
 
 class StatePassingTrainer(InitialStateTrainer):
-    """`Trainer` in which sequences start from the final state of another sequence (arXiv:2507.02782, section 4.4).
+    """`Trainer` in which sequences start from final states of others (Buitrago Ruiz and Gu, 2025, section 4.4).
 
-    A drop-in for `Trainer` and `TrainingArguments`:
+    A drop-in replacement for `Trainer` and `TrainingArguments`:
 
         trainer = StatePassingTrainer(model, StatePassingConfig("out"), train_dataset=blocks)
     """

@@ -14,18 +14,18 @@ from hf_recurrent_lengthgen.trainers.statex_config import StateXConfig
 
 
 class StateXTrainer(MixedStatesTrainer):
-    """`Trainer` that expands the states of some layers and then trains, from any source (arXiv:2509.22630).
+    """`Trainer` that expands the states of some layers and then trains, from any source (Shen et al., 2025).
 
         trainer = StateXTrainer(model, StateXConfig("out", expand_count=4), train_dataset=blocks)
         trainer.train()
         trainer.model  # the expanded model; the given one stays as it is
 
-    A model whose config says that it was expanded (`lengthgen expand`, `expand_state`) is trained as it is. To resume,
-    give the model of the first run and the same settings: it is expanded alike and gets the checkpoint's weights.
+    A model whose config records an expansion (`lengthgen expand`, `expand_state`) is trained as it is. To resume, give
+    the model of the first run and the same settings: it is expanded again and gets the weights of the checkpoint.
 
     Raises:
-        ValueError: with `model_init` or an optimizer, with settings of an expansion for a model that has one, and as
-            `expand_state` and `InitialStateTrainer`.
+        ValueError: with `model_init` or an optimizer, with settings of an expansion for a model that is expanded
+            already, and as in `expand_state` and `InitialStateTrainer`.
     """
 
     config_class = StateXConfig
@@ -43,14 +43,14 @@ class StateXTrainer(MixedStatesTrainer):
         super().__init__(*positional, **keyword)
         if self.optimizer is not None:
             raise ValueError(
-                "The optimizer given holds the weights of the model before its expansion: leave optimizers out, or "
-                "train a model of expand_state with another trainer."
+                "The given optimizer holds the weights of the model before its expansion: leave optimizers out, or "
+                "expand the model with expand_state and train it with another trainer."
             )
 
     def prepared(self, model: Any, args: StateXConfig) -> Any:
-        """The model, expanded unless its config says that it was."""
+        """The model, expanded unless its config records an expansion."""
         if model is None:
-            raise ValueError("StateXTrainer expands the model it is given: give model, not model_init.")
+            raise ValueError("StateXTrainer expands a given model: give model, not model_init.")
         check_model(model)
         recorded, expansion = recorded_expansions(base_of(model).config), args.expansion()
         if not recorded:
@@ -61,13 +61,13 @@ class StateXTrainer(MixedStatesTrainer):
         if given:
             raise ValueError(
                 f"The model was expanded already ({'; '.join(base_of(model).config.interventions)}), so the settings "
-                f"{sorted(given)} of another expansion would do nothing: leave them out. To resume a run, give the "
-                "model that it began with, or to expand further, call expand_state."
+                f"{sorted(given)} would have no effect: leave them out. To resume a run, give the model that it "
+                "started from; to expand further, call expand_state."
             )
         return model
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Trainer's, with groups of their own for parameters that hold new values, at `new_weights_lr_multiplier`."""
+        """Trainer's, with separate groups for parameters that hold new values, at `new_weights_lr_multiplier`."""
         made = self.optimizer is None
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
         if made and self.args.new_weights_lr_multiplier != 1.0:

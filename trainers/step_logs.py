@@ -1,4 +1,4 @@
-"""Means, over the micro-batches since the last line of the log and over processes, of what a method does."""
+"""Means of a method's log values over processes and over the micro-batches since the last log entry."""
 
 from collections.abc import Callable
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 
 class StepLogs:
-    """Collects scalars without reading them from the device, until they are logged.
+    """Collects scalars and reads them from the device only when they are logged.
 
-    A name that ends in "_max" is a maximum, the others are means.
+    A name that ends in "_max" is logged as a maximum, other names as means.
     """
 
     def __init__(self) -> None:
         self._values: dict[str, tuple[Tensor, int]] = {}
 
     def add(self, **values: Tensor) -> None:
-        """One scalar for each name."""
+        """Add one scalar per name."""
         for name, value in values.items():
             value = value.detach().float()
             total, count = self._values.get(name, (value, 0))
@@ -25,7 +25,7 @@ class StepLogs:
             self._values[name] = total, count + 1
 
     def take(self, gather: Callable[[list[dict[str, float]]], list[dict[str, float]]]) -> dict[str, float]:
-        """What was collected, over all processes; `gather` joins the lists of all of them. Values may lack in some."""
+        """Values over all processes, whose lists `gather` joins; a value may be missing in some processes."""
         own = {name: float(total if _is_max(name) else total / count) for name, (total, count) in self._values.items()}
         self._values = {}
         everyone = gather([own])

@@ -7,8 +7,8 @@ from hf_recurrent_lengthgen.trainers.initial_state_config import CarriedStateCon
 
 @dataclass
 class TbttConfig(CarriedStateConfig):
-    """`TrainingArguments` and the settings of TBTT (arXiv:2507.02782, section 4.5).
+    """`TrainingArguments` and the settings of TBTT (Buitrago Ruiz and Gu, 2025, section 4.5).
 
-    How texts are laid out in rows, and after how many chunks states are reset, are settings of the data
+    The layout of texts in rows and the number of chunks before a reset are settings of the data
     (`hf_recurrent_lengthgen.data.ContinuedChunks`).
     """

@@ -1,4 +1,4 @@
-"""Training on texts cut into chunks, with the state carried from chunk to chunk."""
+"""Post-training on texts cut into chunks, with the state carried from chunk to chunk."""
 
 from typing import Any
 
@@ -10,9 +10,10 @@ from hf_recurrent_lengthgen.trainers.tbtt_config import TbttConfig
 
 
 class TbttTrainer(InitialStateTrainer):
-    """`Trainer` with truncated backpropagation through time (arXiv:2507.02782, section 4.5; Stuffed Mamba, F).
+    """`Trainer` with truncated backpropagation through time.
 
-    Row i of a step continues row i of the step before; gradients stop between them:
+    Row i of a step continues row i of the previous step; gradients stop between them (Buitrago Ruiz and Gu, 2025,
+    section 4.5; Chen et al., 2024, appendix F):
 
         chunks = ContinuedChunks(stream, length=2048)
         trainer = TbttTrainer(model, TbttConfig("out"), train_dataset=chunks)

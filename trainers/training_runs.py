@@ -1,4 +1,4 @@
-"""What was trained, with what, and how much of it: the record of a finished training."""
+"""The record of a finished training: model, data, settings and cost."""
 
 import json
 import math
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 RATES = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
-"""The settings that the rates of a run follow from."""
+"""The settings that determine the learning rates of a run."""
 _NO_EFFECT = ("assume_shuffled", "nonfinite_states", "max_state_rms")
-"""Settings that refuse or allow, and change nothing of what is trained."""
+"""Settings that only control what is refused, so they do not change the result."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a lineage tells of a training, and its trainer cannot know.
+    """Facts about a training for its lineage that the trainer cannot know.
 
     Args:
-        start: Lineage of the model that was given to it.
-        data: What is trained on.
-        training_length: Tokens of a row, T.
-        command: Program and arguments; empty from Python.
-        initial_weights: For a training from scratch.
+        start: Lineage of the model given to the trainer.
+        data: The training data.
+        training_length: Tokens per row, T.
+        command: Program and arguments; empty for a training from Python.
+        initial_weights: Initial weights of a training from scratch.
     """
 
     start: Lineage
@@ -58,12 +58,12 @@ class RunFacts:
 
 
 def record_lineage(trainer: "InitialStateTrainer", output: TrainOutput, folder: str | os.PathLike[str]) -> None:
-    """Write the lineage of a model that a trainer was given, trained and saved.
+    """Write the lineage of a model that a trainer trained and saved.
 
-    Nothing is written for learned states, and where nobody told the trainer (`facts`) of a model that does not say
-    which checkpoint it was loaded from.
+    Nothing is written for learned states alone, or if neither `trainer.facts` nor the model names the checkpoint that
+    the model was loaded from.
     """
-    if not getattr(trainer.args, "train_model", True):  # what lies there was not trained
+    if not getattr(trainer.args, "train_model", True):  # the weights in the folder were not trained
         return
     if not (holds_adapter(folder) or (Path(folder) / "config.json").is_file()):
         return
@@ -78,7 +78,7 @@ def record_lineage(trainer: "InitialStateTrainer", output: TrainOutput, folder: 
 
 
 def _facts_of(trainer: "InitialStateTrainer") -> RunFacts | None:
-    """What trainer and model say of themselves; None for a model of nowhere."""
+    """Facts known to trainer and model; None for a model that was not loaded from a checkpoint."""
     model: Any = trainer.model
     start = str(getattr(model, "adapter_folder", "") or getattr(model.config, "_name_or_path", "") or "")
     if not start:
@@ -97,12 +97,12 @@ def _facts_of(trainer: "InitialStateTrainer") -> RunFacts | None:
 
 
 def methods_of(trainer: Trainer, weights: InitialWeights | None = None) -> tuple[Method, ...]:
-    """What a trainer did, the main method first: plain training, also if no state was ever given."""
+    """The methods that a trainer applied, the main one first: plain training if no state was ever given."""
     about: Method = getattr(trainer, "about", PLAIN)
     if about is not PLAIN and trainer.gives_states and not trainer.run_record.given:  # type: ignore[attr-defined]
         logger.warning(
-            f"No sequence of the {trainer.state.global_step} steps started from another state than zero: the lineage "
-            f"tells of plain training, not of {about.name}."
+            f"All sequences of the {trainer.state.global_step} steps started from the zero state: the lineage records "
+            f"plain training, not {about.name}."
         )
         about = PLAIN
     beside = {
@@ -113,12 +113,12 @@ def methods_of(trainer: Trainer, weights: InitialWeights | None = None) -> tuple
 
 
 def training_run(trainer: Trainer, output: TrainOutput, facts: RunFacts) -> TrainingRun:
-    """The record of a training that is finished.
+    """The record of a finished training.
 
     Args:
         trainer: Any Trainer after `train`.
         output: What `train` returned.
-        facts: What it cannot know.
+        facts: Facts that the trainer cannot know.
     """
     args, state = trainer.args, trainer.state
     record = getattr(trainer, "run_record", None) or RunRecord()
@@ -145,12 +145,12 @@ def training_run(trainer: Trainer, output: TrainOutput, facts: RunFacts) -> Trai
 
 
 class RunRecord:
-    """What a run was trained with, over all the parts between its resumes; checkpoints keep it.
+    """The record of a run over all its parts, from resume to resume; checkpoints keep it.
 
     Attributes:
-        given: Sequences of this process that started from a state other than zero.
-        groups: Settings that the groups of the optimizer started with in the part before; empty if not recorded.
-        seconds_before: What the parts before took.
+        given: Number of sequences of this process that started from a nonzero state.
+        groups: Settings that the optimizer's groups started with in the previous part; empty if not recorded.
+        seconds_before: Seconds of training in the previous parts.
     """
 
     def __init__(self) -> None:
@@ -163,39 +163,39 @@ class RunRecord:
         self._start = 0
 
     def begin(self, trainer: Trainer, saved: dict[str, Any] | None = None, step: int = 0) -> None:
-        """A new run of a trainer, or one that goes on at a step of another, whose record is `saved`."""
+        """Begin a new run of a trainer, or continue at `step` the run whose record is `saved`."""
         saved = saved or {}
         try:
-            self._tokens = int(saved.get("tokens", 0)) - _tokens_read(trainer)  # a trainer counts over all of its runs
+            self._tokens = int(saved.get("tokens", 0)) - _tokens_read(trainer)  # a trainer counts over all its runs
             self.seconds_before, self._began = float(saved.get("seconds", 0.0)), time.monotonic()
             self.groups = list(saved.get("groups", []))
             self.given, self._start = float(saved.get("given", 0.0)), step
             self._before = tuple(from_plain(part, Settings) for part in saved.get("settings", ()))
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(
-                f"The record of the run in the checkpoint is damaged, or of a newer version ({error}): resume from "
-                "another checkpoint, or with that version."
+                f"The run record in the checkpoint is damaged or from a newer version of the package ({error}): "
+                "resume from another checkpoint or with that version."
             ) from error
 
     def found_unrecorded(self, trainer: Trainer, groups: list[dict[str, Any]]) -> None:
-        """The settings that a trainer and the groups have now are those of an earlier run which kept no record."""
+        """Take the current settings of a trainer and the groups for those of a previous part without a record."""
         if self._start and not self._before:
-            # Trainer has not set the steps of this run yet
+            # Trainer has not set max_steps for this run yet
             self._before = (replace(settings(trainer, groups), max_steps=None),)
 
     def saved(self, trainer: Trainer) -> dict[str, Any]:
-        """What `begin` takes."""
+        """The record as `begin` takes it."""
         groups = as_json([] if trainer.optimizer is None else made_with(trainer.optimizer))
         seconds = self.seconds_before + time.monotonic() - self._began
         done = {"given": float(self.given), "tokens": self.tokens(trainer), "seconds": seconds}
         return done | {"settings": [to_plain(part) for part in self.settings(trainer)], "groups": groups}
 
     def tokens(self, trainer: Trainer) -> int:
-        """Real tokens of all steps, where the trainer counts them; else 0."""
+        """Real tokens of all steps if the trainer counts them, else 0."""
         return self._tokens + _tokens_read(trainer)
 
     def changes(self, trainer: Trainer) -> dict[str, tuple[Any, Any]]:
-        """The settings that differ from the part before, by name: what they were, and are."""
+        """The settings that differ from the previous part, by name: old and new value."""
         if not self._before:
             return {}
         old, new = ({**asdict(one), **one.method, **one.others} for one in (self._before[-1], settings(trainer)))
@@ -206,7 +206,7 @@ class RunRecord:
         return {name: pair for name, pair in pairs.items() if name in kept and pair[0] != pair[1]}
 
     def settings(self, trainer: Trainer) -> tuple[Settings, ...]:
-        """Those of all parts that trained, a new one wherever they changed."""
+        """The settings of the run, with a new entry wherever they changed."""
         if self._before and (trainer.state.global_step <= self._start or not self.changes(trainer)):
             return self._before
         return (*self._before, replace(settings(trainer), from_step=self._start))
@@ -217,14 +217,14 @@ def _tokens_read(trainer: Trainer) -> int:
 
 
 def rows_seen(steps: int, rows: int, accumulation: int, batches: int | None, dataset: int | None) -> int:
-    """Rows of all steps together: the last step of an epoch may have fewer.
+    """Total number of rows over all steps; the last step of an epoch may have fewer rows.
 
     Args:
         steps: Optimizer steps.
-        rows: Rows of a whole step, over accumulation steps and processes.
-        accumulation: Micro-batches of a whole step.
+        rows: Rows of a full step, over micro-batches and processes.
+        accumulation: Micro-batches of a full step.
         batches: Micro-batches of an epoch; None for data without a length.
-        dataset: Rows of the data, of which an epoch leaves out those that fill no batch; None if that is unknown.
+        dataset: Rows of the data, including those that an epoch leaves out; None if unknown.
     """
     if not batches or dataset is None:
         return steps * rows
@@ -239,7 +239,7 @@ def _rows_seen(trainer: Trainer, rows: int) -> int:
 
 
 def mean_loss(log: list[dict[str, float]], otherwise: float) -> float:
-    """Mean of the logged training losses, each over the steps since the one before; `otherwise` without any."""
+    """Mean of the logged training losses, weighted by steps since the previous entry; `otherwise` for an empty log."""
     total, last = 0.0, 0
     for entry in log:
         if "loss" in entry:
@@ -257,11 +257,11 @@ def _hardware(args: TrainingArguments) -> Hardware:
 
 
 def settings(trainer: Trainer, groups: list[dict[str, Any]] | None = None) -> Settings:
-    """The settings that a repetition needs.
+    """The settings that a repetition of the training needs.
 
     Args:
-        trainer: Whose they are.
-        groups: Settings of the groups of the optimizer; by default those that it started with, if it is made.
+        trainer: The trainer.
+        groups: Settings of the optimizer's groups; by default those that it started with, if it exists.
     """
     args = trainer.args
     if groups is None:
@@ -294,7 +294,7 @@ def _of_optimizer(args: TrainingArguments, optimizer: Any, groups: list[dict[str
     }
     if optimizer is not None:
         kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
-        name = name if kind.lower() in name.replace("_", "") else kind  # one of the user's own
+        name = name if kind.lower() in name.replace("_", "") else kind  # an optimizer given by the user
         told = groups[0] | {"weight_decay": max(group.get("weight_decay", 0) for group in groups)}
     adam = "betas" in told
     return {
@@ -307,14 +307,14 @@ def _of_optimizer(args: TrainingArguments, optimizer: Any, groups: list[dict[str
 
 
 def _of_method(args: InitialStateConfig) -> dict[str, Value]:
-    """Settings of the method that are on."""
+    """Settings of the method that have an effect."""
     left_out = {*_NO_EFFECT, *(() if args.alignment_alpha else ("alignment_alpha", "alignment_min_extra"))}
     given = {name: value for name, value in args.method_settings().items() if name not in left_out}
     return {name: _plain(value) for name, value in given.items() if value is not None}
 
 
 def _of_other(args: TrainingArguments) -> dict[str, Value]:
-    """Settings of the trainer that a method was put on, SFTTrainer for one, which are not its defaults."""
+    """Settings, other than defaults, of the trainer that a method is combined with, such as SFTTrainer."""
     known = {item.name for item in fields(TrainingArguments)}
     if isinstance(args, InitialStateConfig):
         known |= set(args.method_settings())

@@ -55,11 +55,9 @@ CHECKPOINT = {"first/checkpoint-10": "first/checkpoint-2"}
 """What two steps write instead."""
 LAUNCHERS = ("torchrun", "accelerate")
 CITED = {
-    "arXiv:2507.02782, section": "[Buitrago Ruiz and Gu (2025)](https://arxiv.org/abs/2507.02782), section",
-    "(Output Alignment,": "([Du et al. (2025)](https://arxiv.org/abs/2506.11769),",
-    "(StateX, 4.4)": "([Shen et al. (2025)](https://arxiv.org/abs/2509.22630), 4.4)",
-    "(the paper's choice, 4.3)": "(the choice of Shen et al., 4.3)",
-    "as in section 4.4, else 0": "as in the paper, else 0",
+    "Buitrago Ruiz and Gu, 2025": "[Buitrago Ruiz and Gu (2025)](https://arxiv.org/abs/2507.02782)",
+    "Du et al., 2025": "[Du et al. (2025)](https://arxiv.org/abs/2506.11769)",
+    "Shen et al., 2025": "[Shen et al. (2025)](https://arxiv.org/abs/2509.22630)",
 }
 """Papers, in help texts and in pages."""
 

@@ -255,12 +255,12 @@ def test_evaluation_is_plain_cross_entropy_on_whole_rows(toys: ModuleType, tmp_p
     [
         ({"alignment_alpha": -0.1}, "alignment_alpha must be a finite number of at least 0"),
         ({"alignment_alpha": float("nan")}, "alignment_alpha must be a finite number of at least 0"),
-        ({"alignment_alpha": 0.0, "alignment_length": 8}, "need alignment_alpha above 0"),
+        ({"alignment_alpha": 0.0, "alignment_length": 8}, "have no effect without alignment_alpha"),
         ({"alignment_length": 0}, "alignment_length must be at least 1"),
         ({"alignment_min_extra": 0}, "alignment_min_extra must be at least 1"),
         (
             {"alignment_min_extra": 3, "alignment_max_extra": 2},
-            "alignment_max_extra is 2, below alignment_min",
+            "alignment_max_extra must be at least alignment_min_extra, 3, got 2",
         ),
         ({"bptt_chunk_length": 4}, "bptt_chunk_length keeps no logits"),
     ],
@@ -272,7 +272,7 @@ def test_settings_out_of_range_are_refused(tmp_path: Path, fields: dict[str, Any
 
 def test_a_shift_that_leaves_no_overlap_is_refused(toys: ModuleType, tmp_path: Path) -> None:
     config = AlignmentConfig(str(tmp_path), **toys.QUIET, alignment_length=8, alignment_max_extra=4)
-    with pytest.raises(ValueError, match=r"l_extra may lie between 1 and 3.*got 1 to 4"):
+    with pytest.raises(ValueError, match=r"l_extra must lie between 1 and 3.*got 1 to 4"):
         AlignmentTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4))
 
 
@@ -280,8 +280,8 @@ def test_a_shift_that_leaves_no_overlap_is_refused(toys: ModuleType, tmp_path: P
     ("fields", "tokens", "told"),
     [
         ({"alignment_length": 9}, 12, "Rows have 12 tokens, but crops of 9 that start up to 4 tokens apart need 13"),
-        ({}, 3, "l_extra may lie between 1 and 0"),
-        ({"alignment_max_extra": 12}, 12, "l_extra may lie between 1 and"),
+        ({}, 3, "l_extra must lie between 1 and 0"),
+        ({"alignment_max_extra": 12}, 12, "l_extra must lie between 1 and"),
     ],
 )
 def test_rows_that_are_too_short_are_refused(
@@ -295,7 +295,7 @@ def test_rows_that_are_too_short_are_refused(
 
 def test_another_loss_is_refused(toys: ModuleType, tmp_path: Path) -> None:
     config = AlignmentConfig(str(tmp_path), **toys.QUIET)
-    with pytest.raises(ValueError, match="leave compute_loss_func out"):
+    with pytest.raises(ValueError, match="compute_loss_func cannot be combined with alignment_alpha"):
         AlignmentTrainer(
             toys.tiny_model(),
             config,

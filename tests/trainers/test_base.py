@@ -337,13 +337,13 @@ def test_the_base_class_cannot_be_used_on_its_own(toys: ModuleType, tmp_path: Pa
 def test_a_model_that_takes_no_state_is_refused(toys: ModuleType, make_config: MakeConfig) -> None:
     sizes = {"vocab_size": 17, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 1}
     stock = Mamba2ForCausalLM(Mamba2Config(num_heads=2, head_dim=8, n_groups=1, **sizes))
-    with pytest.raises(ValueError, match=r"Mamba2ForCausalLM takes no .*initial_state.*load_model"):
+    with pytest.raises(ValueError, match=r"Mamba2ForCausalLM does not take .*initial_state.*load_model"):
         StatePassingTrainer(stock, make_config(), train_dataset=toys.sequences(4))
 
 
 def test_plain_training_arguments_are_refused(toys: ModuleType, tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), **toys.QUIET)
-    with pytest.raises(ValueError, match=r"needs its arguments as StatePassingConfig.*got TrainingArguments"):
+    with pytest.raises(ValueError, match=r"needs args of class StatePassingConfig.*got TrainingArguments"):
         StatePassingTrainer(toys.tiny_model(), args, train_dataset=toys.sequences(4))
 
 
@@ -396,7 +396,7 @@ def test_a_stream_needs_the_word_that_it_is_shuffled(
     toys: ModuleType, make_config: MakeConfig, kind: type[Stream]
 ) -> None:
     data = kind(toys.sequences(8))
-    with pytest.raises(ValueError, match="Shuffle it and set assume_shuffled=True"):
+    with pytest.raises(ValueError, match="shuffle it and set assume_shuffled=True"):
         StatePassingTrainer(toys.tiny_model(), make_config(max_steps=2), train_dataset=data)
     config = make_config(max_steps=2, assume_shuffled=True)
     trainer = StatePassingTrainer(toys.tiny_model(), config, train_dataset=data)

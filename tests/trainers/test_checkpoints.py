@@ -55,12 +55,12 @@ def test_no_states_at_all_can_be_saved(tmp_path: Path) -> None:
 
 def test_states_of_another_run_are_refused_with_what_changed(tmp_path: Path) -> None:
     save_initial_states(tmp_path / "states.safetensors", TENSORS, RUN)
-    with pytest.raises(ValueError, match=r"num_processes was 1 and is 2\. Set it back, or load the weights"):
+    with pytest.raises(ValueError, match=r"num_processes was 1 and is 2\. Restore the old value, or load the weights"):
         load_initial_states(tmp_path / "states.safetensors", RUN | {"num_processes": 2})
 
 
 def test_a_missing_file_of_states_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is missing, so this run cannot continue exactly"):
+    with pytest.raises(ValueError, match="is missing, so this run cannot be resumed exactly"):
         load_initial_states(tmp_path / "states.safetensors", RUN)
 
 

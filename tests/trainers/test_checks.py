@@ -89,11 +89,11 @@ class SizedStream(Stream):
 @pytest.mark.parametrize(
     ("rows", "streamed", "settings", "told"),
     [
-        (3, False, {}, r"have 3 rows, which make no batch of 4 \(4 on each of 1 processes\)"),
-        (3, False, {"max_steps": 5}, "have 3 rows, which make no batch of 4"),
-        (3, False, {"dataloader_drop_last": True}, "have 3 rows, which make no batch of 4"),
-        (3, "sized", {"max_steps": 5}, "have 3 rows, which make no batch of 4"),
-        (3, True, {"max_steps": 5}, "ended after 0 batches of 4 rows, before the first step of 1"),
+        (3, False, {}, r"have 3 rows, fewer than one batch of 4 rows \(4 on each of 1 processes\)"),
+        (3, False, {"max_steps": 5}, "have 3 rows, fewer than one batch of 4"),
+        (3, False, {"dataloader_drop_last": True}, "have 3 rows, fewer than one batch of 4"),
+        (3, "sized", {"max_steps": 5}, "have 3 rows, fewer than one batch of 4"),
+        (3, True, {"max_steps": 5}, "ended after 0 batches of 4 rows, but one step needs 1"),
         (11, True, {"max_steps": 5, "gradient_accumulation_steps": 3}, "ended after 2 batches of 4 rows"),
     ],
 )
@@ -121,9 +121,15 @@ PLAIN = {
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"average_tokens_across_devices": False}, "would weigh a token by the others on its process"),
+        (
+            {"average_tokens_across_devices": False},
+            "would make the weight of a token depend on the other tokens of its process",
+        ),
         ({"train_sampling_strategy": "group_by_length"}, "orders rows by the batches of one process"),
-        ({"accelerator_config": SimpleNamespace(even_batches=False)}, "even_batches=False would give 2 processes"),
+        (
+            {"accelerator_config": SimpleNamespace(even_batches=False)},
+            "even_batches=False in accelerator_config would give 2 processes",
+        ),
     ],
     ids=str,
 )
@@ -136,7 +142,7 @@ def test_what_depends_on_the_number_of_processes_is_refused(given: dict[str, Any
 def test_processes_that_do_not_see_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_arguments(SimpleNamespace(**PLAIN, world_size=2))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"2 processes were started, but each sees itself alone.*use_cpu=True"):
+    with pytest.raises(ValueError, match=r"2 processes were started, but each one runs by itself.*use_cpu=True"):
         check_arguments(SimpleNamespace(**PLAIN, world_size=1))  # type: ignore[arg-type]
 
 
@@ -181,5 +187,5 @@ def test_ids_that_are_no_integers_are_refused(toys: ModuleType, tmp_path: Path) 
 def test_empty_data_are_refused(name: str, toys: ModuleType, tmp_path: Path) -> None:
     args = InitialStateConfig(str(tmp_path), report_to="none", use_cpu=True)
     for empty in ([], {"one": toys.sequences(2), "two": []}) if name == "eval_dataset" else ([],):
-        with pytest.raises(ValueError, match=f"{name} holds no row"):
+        with pytest.raises(ValueError, match=f"{name} has no rows"):
             ZeroStateTrainer(toys.tiny_model(), args, **{name: empty})

@@ -263,24 +263,26 @@ def test_wrapped_stock_models_go_in_chunks_unless_they_attend() -> None:
         chunks = model(input_ids=ids, labels=ids, initial_state=state)
     torch.testing.assert_close(chunks.loss, whole.loss)
     close(backward(model, chunks, state), backward(model, whole, state), torch.float32)
-    with pytest.raises(ValueError, match="FalconH1ForCausalLM has attention layers, which would see their own chunk"):
+    with pytest.raises(
+        ValueError, match="FalconH1ForCausalLM has attention layers, which would see only their own chunk"
+    ):
         forward_in_chunks(stateful(tiny_model("falcon_h1")), CHUNK_LENGTH).__enter__()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"chunk_length": 0}, "chunk_length must be a number of tokens from 1, got 0"),
-        ({"chunk_length": 2.5}, "chunk_length must be a number of tokens from 1, got 2.5"),
-        ({"window": 0}, "window must be None for no limit, or a number of chunks from 1, got 0"),
+        ({"chunk_length": 0}, "chunk_length must be a number of tokens, at least 1; got 0"),
+        ({"chunk_length": 2.5}, "chunk_length must be a number of tokens, at least 1; got 2.5"),
+        ({"window": 0}, "window must be None for no limit, or a number of chunks, at least 1; got 0"),
         ({"labels": None}, "give labels or shift_labels"),
         ({"input_ids": None}, "Chunks are cut from input_ids"),
         ({"inputs_embeds": torch.ones(2, LENGTH, 16)}, "Chunks are cut from input_ids"),
-        ({"use_cache": True}, r"takes no \['use_cache'\]: leave it out"),
-        ({"logits_to_keep": torch.tensor([0])}, r"takes no \['logits_to_keep'\]"),
-        ({"return_dict": False}, "takes no return_dict=False"),
+        ({"use_cache": True}, r"does not take \['use_cache'\]: leave it out"),
+        ({"logits_to_keep": torch.tensor([0])}, r"does not take \['logits_to_keep'\]"),
+        ({"return_dict": False}, "does not take return_dict=False"),
         ({"labels": torch.ones(2, 4)}, r"labels must have the shape of input_ids, \(2, 23\), got \(2, 4\)"),
-        ({"input_ids": torch.ones(2, 0)}, r"at least one row and token, got shape \(2, 0\)"),
+        ({"input_ids": torch.ones(2, 0)}, r"at least one row and one token, got shape \(2, 0\)"),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
@@ -294,5 +296,5 @@ def test_what_cannot_go_in_chunks_is_refused_with_the_reason(changes: dict[str, 
 
 @pytest.mark.parametrize("wrapper", [lambda model: nn.Linear(2, 2), nn.DataParallel], ids=["no model", "wrapper"])
 def test_models_without_the_state_contract_and_other_wrappers_are_refused(wrapper: Any) -> None:
-    with pytest.raises(ValueError, match=r"(Linear|DataParallel) takes no \['initial_state'.*other wrappers"):
+    with pytest.raises(ValueError, match=r"(Linear|DataParallel) does not take \['initial_state'.*other wrappers"):
         forward_in_chunks(wrapper(build(MAMBA2)), CHUNK_LENGTH).__enter__()

@@ -294,7 +294,7 @@ def test_the_config_has_the_fields_of_both_and_the_defaults_of_trl(tmp_path: Pat
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"bptt_chunk_length": 4}, "bptt_chunk_length returns no token losses"),
+        ({"bptt_chunk_length": 4}, "bptt_chunk_length gives no losses per token"),
         ({"alignment_alpha": 0.1, "loss_type": "dft"}, "loss_type='dft'"),
         ({"alignment_alpha": 0.1, "alignment_length": 8}, "padding"),
     ],
@@ -315,8 +315,11 @@ def test_a_learned_state_and_adapters_of_trl_are_refused(tmp_path: Path) -> None
         (lambda: (TbttTrainer, trl.SFTTrainer), "TbttTrainer needs rows that continue"),
         (lambda: (StatePassingTrainer, trl.DPOTrainer), "DPOTrainer does not train on single texts"),
         (lambda: (trl.GRPOTrainer, StatePassingTrainer), "GRPOTrainer does not train on single texts"),
-        (lambda: (StatePassingTrainer, TbttTrainer), "one trainer of a method and another one"),
-        (lambda: (trl.SFTTrainer, Trainer), "one trainer of a method and another one"),
+        (
+            lambda: (StatePassingTrainer, TbttTrainer),
+            "the trainer of one method of this package and one other trainer",
+        ),
+        (lambda: (trl.SFTTrainer, Trainer), "the trainer of one method of this package and one other trainer"),
         (lambda: (StatePassingTrainer, Trainer), "is a Trainer already"),
     ],
 )

@@ -47,7 +47,7 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
     with locked(tmp_path) as free:
         assert free
     assert told == [
-        f"{tmp_path} cannot be locked ([Errno 37] No locks available): see that no other run writes to it."
+        f"{tmp_path} cannot be locked ([Errno 37] No locks available): make sure that no other run writes to it."
     ]
 
 
@@ -58,7 +58,7 @@ def test_a_second_run_in_a_folder_is_refused_before_it_touches_anything(toys: Mo
 
     def start_second() -> None:
         before = sorted(path.name for path in tmp_path.iterdir())
-        with pytest.raises(ValueError, match=r"Another run trains in .*give this one another output_dir"):
+        with pytest.raises(ValueError, match=r"Another run is training in .*set another output_dir"):
             second.train()
         assert sorted(path.name for path in tmp_path.iterdir()) == before
         found.append(before)

@@ -67,7 +67,7 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
     assert trainer.state.global_step == step + 1
     assert [folder.name for folder in tmp_path.iterdir()] == [f"checkpoint-{step + 1}"]
     told = capsys.readouterr().out
-    assert "finishing this step and writing a checkpoint. Once more to stop at once." in told
+    assert "finishing this step and writing a checkpoint. Interrupt again to stop at once." in told
     assert f"Interrupted after step {step + 1}." in told
     assert f"{tmp_path / f'checkpoint-{step + 1}'}: train(resume_from_checkpoint=True) continues from it" in told
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

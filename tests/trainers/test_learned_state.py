@@ -224,7 +224,9 @@ def test_a_state_is_learned_with_or_instead_of_adapters(
 
 
 def test_weights_alone_or_model_init_are_refused(toys: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="load_best_model_at_end looks for weights, which are not trained"):
+    with pytest.raises(
+        ValueError, match="load_best_model_at_end needs checkpoints with weights, but only the state is trained"
+    ):
         LearnedStateConfig(str(tmp_path), load_best_model_at_end=True)
     config = LearnedStateConfig(str(tmp_path), **toys.QUIET)
     with pytest.raises(ValueError, match="give model, not model_init"):

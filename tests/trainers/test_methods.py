@@ -219,6 +219,8 @@ def test_a_changed_setting_is_refused_at_resume(
         monkeypatch.setitem(toys.METHODS, method, chosen._replace(data=lambda _: chunks))
     trainer = toys.resumable_trainer(tmp_path, method=method, **change)
     before = toys.weights(trainer.model)
-    with pytest.raises(ValueError, match=f"Cannot resume exactly from .*{told}.*Set it back, or load the weights"):
+    with pytest.raises(
+        ValueError, match=f"Cannot resume exactly from .*{told}.*Restore the old value, or load the weights"
+    ):
         trainer.train(resume_from_checkpoint=str(checkpoints[method]))
     toys.assert_same_weights(toys.weights(trainer.model), before)

@@ -130,7 +130,7 @@ def test_weights_of_another_model_are_not_taken(toys: ModuleType, tmp_path: Path
     other = stateful(tiny_model("nemotron_h", intermediate_size=32))
     tiny_model("nemotron_h", intermediate_size=80).save_pretrained(tmp_path / "checkpoint-1")
     trainer.model = other
-    with pytest.raises(ValueError, match="checkpoint-1 are not those of a NemotronHForCausalLM like this"):
+    with pytest.raises(ValueError, match="checkpoint-1 do not fit this NemotronHForCausalLM"):
         trainer._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
 
 

@@ -147,14 +147,17 @@ def test_rows_of_a_training_run_start_where_the_mixture_says(toys: ModuleType, t
     [
         ({}, "mixture must give shares to some of"),
         ({"mixture": {"zero": 0.5, "dreams": 0.5}}, "mixture must give shares to some of .*dreams"),
-        ({"mixture": {"zero": 0.5, "mixed": 0.5}}, r"unknown are \['mixed'\]"),
+        ({"mixture": {"zero": 0.5, "mixed": 0.5}}, r", got \['mixed'\]"),
         ({"mixture": {"zero": 0.5, "state_passing": 0.4}}, "add up to 1"),
         ({"mixture": {"zero": 1.5, "state_passing": -0.5}}, "at least 0 and add up to 1"),
-        ({"mixture": {"tbtt": 0.5, "state_passing": 0.5}}, "take one of them"),
-        ({"mixture": {"zero": {"share": 1.0, "noise_sigma": 0.1}}}, "noise_sigma is no setting of zero.* It has none"),
+        ({"mixture": {"tbtt": 0.5, "state_passing": 0.5}}, "leave one of them out"),
+        (
+            {"mixture": {"zero": {"share": 1.0, "noise_sigma": 0.1}}},
+            "noise_sigma is not a setting of zero.* Allowed settings: none",
+        ),
         (
             {"mixture": {"random_noise": {"share": 1.0, "fitted_noise_beta": 0.1}}},
-            r"fitted_noise_beta is no setting of random_noise in a mixture. It has \['noise_sigma'\]",
+            r"fitted_noise_beta is not a setting of random_noise in a mixture. Allowed settings: \['noise_sigma'\]",
         ),
         ({"mixture": {"random_noise": {"share": 1.0, "noise_sigma": -1.0}}}, "noise_sigma must be"),
         ({"mixture": {"random_noise": {"noise_sigma": 1.0}}}, "add up to 1"),
@@ -174,11 +177,11 @@ def test_data_must_suit_the_sources(toys: ModuleType, tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="needs rows that continue"):
         make({"zero": 0.1, "tbtt": 0.9}, toys.sequences(8))
-    with pytest.raises(ValueError, match="train on it with TbttTrainer"):
+    with pytest.raises(ValueError, match="use TbttTrainer"):
         make({"zero": 0.1, "state_passing": 0.9}, toys.chunks(8))
     make({"zero": 0.1, "tbtt": 0.9}, toys.chunks(8)).train()
 
 
 def test_sources_and_probabilities_share_names() -> None:
-    with pytest.raises(ValueError, match="must share names"):
+    with pytest.raises(ValueError, match="must have the same names"):
         MixedStates({"a": ZeroStates()}, {"b": 1.0})

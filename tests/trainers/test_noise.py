@@ -335,7 +335,7 @@ def test_a_sigma_that_is_no_size_is_refused(sigma: float) -> None:
 
 
 def test_a_missing_sigma_is_asked_for(toys: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"noise_sigma is missing: .*state_rms: compare"):
+    with pytest.raises(ValueError, match=r"noise_sigma is missing: .*state_rms: try"):
         trained(toys, tmp_path, "random", noise_sigma=None)
 
 

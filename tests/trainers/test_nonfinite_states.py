@@ -51,7 +51,7 @@ def test_layers_without_a_recurrent_part_have_no_root_mean_square() -> None:
     assert recurrent_rms((empty,), part_norms((empty,))).shape == (0, 2)
     assert found(state, 2.0) == (
         [False, True],
-        "layer 1 has exploded in rows [1]: its recurrent state has a root mean square of 3, max_state_rms is 2",
+        "layer 1 has exploded in rows [1]: the root mean square of its recurrent state is 3, above max_state_rms 2",
     )
     state[2].conv[0, 4] = math.nan
     assert found(state, 2.0) == ([True, True], found(state, 2.0)[1])
@@ -88,7 +88,7 @@ def test_an_explosion_is_named_by_layer_rows_and_size() -> None:
     broken, told = found(state, 20.0)
     assert broken == [False, True, False]
     assert told == (
-        "layer 1 has exploded in rows [1]: its recurrent state has a root mean square of 30, max_state_rms is 20"
+        "layer 1 has exploded in rows [1]: the root mean square of its recurrent state is 30, above max_state_rms 20"
     )
     state[1].conv[:] = 1e6
     assert found(state, 40.0)[0] == [False] * 3  # the conv part holds inputs, not sums
@@ -131,7 +131,7 @@ def test_the_policy_stop_names_where_it_happened(run: Callable[..., StatePassing
     with pytest.raises(
         ValueError,
         match=r"final_state of step 2, micro-batch 1: layer 0, part 'recurrent' has NaN or infinite values in rows "
-        r"\[1\]\. The newest complete checkpoint is .*checkpoint-2.*nonfinite_states='reset' would go on from zero",
+        r"\[1\]\. The newest complete checkpoint is .*checkpoint-2.*set nonfinite_states='reset'",
     ):
         trainer.train()
 
@@ -148,7 +148,7 @@ def test_the_policy_reset_goes_on_from_zero_in_that_row_only(
     told = [message for message in caplog.messages if "NaN" in message]
     assert len(told) == 1
     assert "step 2, micro-batch 1: layer 0, part 'recurrent'" in told[0]
-    assert "rows [1]. The states of these rows are replaced by zero." in told[0]
+    assert "rows [1]. The states of these rows are reset to zero." in told[0]
     logged = [entry["reset_states"] for entry in trainer.state.log_history if "loss" in entry]
     assert logged == [0.0, 0.0, 0.25, 0.0]
     zeros = [entry["zero_states"] for entry in trainer.state.log_history if "loss" in entry]
@@ -167,7 +167,9 @@ def test_states_above_the_limit_start_from_zero_again(
         resets += sum(end > 2000 for end in before[1])
         assert after[0] == expected
     assert 0 < resets < 24
-    assert any("has exploded in rows" in message and "max_state_rms is 2000" in message for message in caplog.messages)
+    assert any(
+        "has exploded in rows" in message and "above max_state_rms 2000" in message for message in caplog.messages
+    )
     with pytest.raises(ValueError, match=r"step \d, micro-batch \d: layer 0 has exploded in rows"):
         run(max_state_rms=2000.0, max_steps=8).train()
 

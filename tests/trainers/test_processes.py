@@ -80,5 +80,5 @@ def test_a_checkpoint_of_two_processes_is_refused_by_one(
     toys: ModuleType, two_processes: Path, tmp_path: Path
 ) -> None:
     trainer = toys.resumable_trainer(tmp_path, **RUN)
-    with pytest.raises(ValueError, match=r"num_processes was 2 and is 1\. Set it back"):
+    with pytest.raises(ValueError, match=r"num_processes was 2 and is 1\. Restore the old value"):
         trainer.train(resume_from_checkpoint=str(two_processes / "whole" / "checkpoint-2"))

@@ -313,7 +313,7 @@ def test_a_changed_batch_is_refused_with_what_to_do(
     toys: ModuleType, whole_run: tuple[Path, Outcome], tmp_path: Path, changes: dict[str, int], told: str
 ) -> None:
     trainer = toys.resumable_trainer(tmp_path, **changes)
-    with pytest.raises(ValueError, match=f"{told}. Set it back, or load the weights with from_pretrained"):
+    with pytest.raises(ValueError, match=f"{told}. Restore the old value, or load the weights with from_pretrained"):
         trainer.train(resume_from_checkpoint=str(whole_run[0] / "checkpoint-5"))
 
 

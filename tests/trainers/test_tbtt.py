@@ -282,16 +282,19 @@ def test_data_whose_rows_do_not_continue_are_refused(toys: ModuleType, tbtt: Cal
 
 def test_state_passing_refuses_rows_that_continue(toys: ModuleType, tmp_path: Path) -> None:
     config = StatePassingConfig(str(tmp_path), **toys.QUIET, assume_shuffled=True)
-    with pytest.raises(ValueError, match="train on it with TbttTrainer"):
+    with pytest.raises(ValueError, match="use TbttTrainer"):
         StatePassingTrainer(toys.tiny_model(), config, train_dataset=toys.chunks(8))
 
 
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"ignore_data_skip": True}, "ignore_data_skip would continue carried states with other texts"),
+        ({"ignore_data_skip": True}, "ignore_data_skip would let carried states go on with other texts"),
         ({"alignment_alpha": 0.1}, "alignment_length must be the length of the chunks, 9"),
-        ({"alignment_alpha": 0.1, "alignment_length": 9}, r"lookahead=0, this run needs 4 \(alignment_max_extra\)"),
+        (
+            {"alignment_alpha": 0.1, "alignment_length": 9},
+            r"lookahead=0, but this run needs 4 \(alignment_max_extra\)",
+        ),
     ],
 )
 def test_settings_that_part_rows_are_refused(
@@ -302,14 +305,14 @@ def test_settings_that_part_rows_are_refused(
 
 
 def test_a_lookahead_that_nothing_reads_is_refused(toys: ModuleType, tbtt: Callable[..., TbttTrainer]) -> None:
-    with pytest.raises(ValueError, match="lookahead=3, this run needs 0: only the alignment loss reads ahead"):
+    with pytest.raises(ValueError, match="lookahead=3, but this run needs 0: only the alignment loss reads ahead"):
         tbtt(toys.tiny_model(), toys.chunks(8, lookahead=3))
 
 
 @pytest.mark.parametrize(
     ("rows", "fields", "told"),
     [
-        (3, {"max_steps": 2}, r"made with \{'rows': 3\}, but this run needs \{'rows': 2\}"),
+        (3, {"max_steps": 2}, r"has \{'rows': 3\}, but this run needs \{'rows': 2\}"),
         (2, {"max_steps": 2, "gradient_accumulation_steps": 2}, r"needs \{'rows': 4\}"),
         (2, {}, "max_steps has to be specified"),
     ],
@@ -325,5 +328,5 @@ def test_resets_inside_rows_are_refused_with_the_alignment_loss(
     toys: ModuleType, tbtt: Callable[..., TbttTrainer]
 ) -> None:
     data = toys.chunks(8, reset_at_document=True, separator_id=SEPARATOR, lookahead=4)
-    with pytest.raises(ValueError, match="use it without reset_at_document"):
+    with pytest.raises(ValueError, match="leave reset_at_document out"):
         tbtt(toys.tiny_model(), data, alignment_alpha=0.1, alignment_length=9, num_train_epochs=1)
