@@ -11,13 +11,10 @@ from torch.nn.functional import logsigmoid, pad
 
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
-from hf_recurrent_lengthgen.models.forgetting_recurrences import (
-    GatedRecurrence,
-    Recurrence,
-    SelectiveRecurrence,
-    SSDRecurrence,
-)
-from hf_recurrent_lengthgen.models.forgetting_scans import forgetful_scan
+from hf_recurrent_lengthgen.models.forgetting_gated import GatedRecurrence
+from hf_recurrent_lengthgen.models.forgetting_scans import Recurrence, forgetful_scan
+from hf_recurrent_lengthgen.models.forgetting_selective import SelectiveRecurrence
+from hf_recurrent_lengthgen.models.forgetting_ssd import SSDRecurrence
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, WindowedLayerState
 from hf_recurrent_lengthgen.models.scan_gla import scan_gla
 from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6

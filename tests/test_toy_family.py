@@ -19,6 +19,7 @@ from hf_recurrent_lengthgen.models import FAMILIES, register_family
 from hf_recurrent_lengthgen.models.causal_lm import StatefulForCausalLM
 from hf_recurrent_lengthgen.models.configuration_fla import FlaConfigMixin
 from hf_recurrent_lengthgen.models.forgetting import forgetting
+from hf_recurrent_lengthgen.models.forgetting_gated import GatedRecurrence
 from hf_recurrent_lengthgen.models.layers_fla import MixerMLPBackbone
 from hf_recurrent_lengthgen.models.padding import zero_past_end
 from hf_recurrent_lengthgen.models.recurrent_state import LayerShape, LayerState
@@ -38,6 +39,7 @@ class StatefulToyMixer(ScanMixer):
     """One head with a learned decay that no token changes."""
 
     scan = staticmethod(scan_gla)
+    recurrence = GatedRecurrence
 
     def __init__(self, config: StatefulToyConfig, layer: int) -> None:
         super().__init__(config)
@@ -146,19 +148,16 @@ def test_it_is_in_no_layout_of_others(trained: Path, tmp_path: Path, capsys: pyt
     assert "flash-linear-attention cannot hold a model of type stateful_toy" in capsys.readouterr().err
 
 
-def test_a_recurrence_that_is_known_forgets_and_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixer_that_says_how_forgets_and_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = toy(), torch.arange(3, 15)[None]
     plain = model(tokens).logits
     with forgetting(model, window=4):
         assert not torch.allclose(model(tokens).logits, plain)
 
-    def scan_of_mine(*inputs: Any, **options: Any) -> Any:
-        return scan_gla(*inputs, **options)
-
-    monkeypatch.setattr(StatefulToyMixer, "scan", staticmethod(scan_of_mine))
+    monkeypatch.setattr(StatefulToyMixer, "recurrence", None)
     torch.testing.assert_close(model(tokens).logits, plain)
     for rule in ({"window": 4}, {"retention": 0.9}):
-        with forgetting(model, **rule), pytest.raises(ValueError, match="this one has scan_of_mine"):
+        with forgetting(model, **rule), pytest.raises(ValueError, match="StatefulToyMixer cannot forget"):
             model(tokens)
 
 

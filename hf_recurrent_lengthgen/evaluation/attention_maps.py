@@ -243,6 +243,12 @@ def _read_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *_: Tensor) -> _Scan:
     return _Scan(kind, len(q_HTN), part, (q_HTN @ k_HTN.mT).mean(0))
 
 
+def _read_linear(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> _Scan:
+    """Linear attention among Mamba layers: q and k (1, 1, T, N)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return _read_gla(q, k, v, torch.zeros_like(k))
+
+
 def _read_attention(q: Tensor, k: Tensor, *_: Tensor) -> Tensor:
     """Weights of causal softmax attention with one head, (T, T), from q and k (1, 1, T, N)."""
     scores = q[0, 0].double() @ k[0, 0].double().T * q.shape[-1] ** -0.5
@@ -253,5 +259,6 @@ _READERS: dict[str, Callable[..., _Scan | Tensor]] = {
     "scan_selective": _read_selective,
     "scan_ssd": _read_ssd,
     "scan_gla": _read_gla,
+    "linear_attention": _read_linear,
     "scaled_dot_product_attention": _read_attention,
 }

@@ -88,11 +88,18 @@ def sums_of_gated(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *_: Tensor) -> Sca
     return ScanSums(_sum(g), g[:, 0].double(), _norms(k), _norms(v), None)
 
 
+def sums_of_linear(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> ScanSums:
+    """Linear attention among Mamba layers: k (B, H, T, N), v (B, H, T, P)."""
+    k, v = (x.transpose(1, 2) for x in (k, v))
+    return sums_of_gated(q, k, v, torch.zeros_like(k))
+
+
 SUMS: dict[str, Callable[..., ScanSums]] = {
     "scan_selective": sums_of_selective,
     "scan_ssd": sums_of_ssd,
     "scan_gla": sums_of_gated,
     "scan_rwkv6": sums_of_gated,
+    "linear_attention": sums_of_linear,
 }
 
 

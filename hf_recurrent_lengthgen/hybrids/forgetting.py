@@ -15,10 +15,10 @@ from torch import Tensor
 from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, SCAN, STEP, exchanged
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
-from hf_recurrent_lengthgen.models.forgetting_scans import scan_with_forgetting, window_shape
+from hf_recurrent_lengthgen.models.forgetting_selective import SelectiveRecurrence
+from hf_recurrent_lengthgen.models.forgetting_ssd import SSDRecurrence
 from hf_recurrent_lengthgen.models.recurrent_state import LayerShape, WindowedLayerShape, layer_state
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
-from hf_recurrent_lengthgen.models.scan_selective import scan_selective
 from hf_recurrent_lengthgen.models.scan_ssd import mamba_chunk_scan_combined, scan_ssd
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
@@ -31,10 +31,10 @@ def _mixers(model: HybridModel) -> dict[int, Any]:
 
 def window_shapes(model: HybridModel, window: int) -> tuple[LayerShape, ...]:
     """Shapes of the state of every layer; a window keeps tokens in layers with a Mamba mixer only."""
-    scans = {layer: scan_selective if mixer.A_log.ndim > 1 else scan_ssd for layer, mixer in _mixers(model).items()}
+    kinds = {i: SelectiveRecurrence if mixer.A_log.ndim > 1 else SSDRecurrence for i, mixer in _mixers(model).items()}
     empty: Any = WindowedLayerShape
     return tuple(
-        window_shape(window, scans[layer], shape) if layer in scans else empty(*shape, (0,))
+        kinds[layer].window_shape(window, shape) if layer in kinds else empty(*shape, (0,))
         for layer, shape in enumerate(model._layout.shapes)
     )
 
@@ -102,7 +102,9 @@ def _scan_of(rule: Forgetting, state_cache: StateCache | None) -> Callable[..., 
         backend = resolve_backend("auto", x.device.type, mamba_chunk_scan_combined is not None)
         inputs = (x.to(A.dtype), dt, A, B.to(A.dtype), C.to(A.dtype), D)
         sizes = {"chunk_size": chunk_size if backend == "kernel" else 64}
-        y, state = scan_with_forgetting(rule, scan_ssd, inputs, layer_state(parts), None, backend=backend, **sizes)
+        y, state = SSDRecurrence.with_forgetting(
+            rule, scan_ssd, inputs, layer_state(parts), None, backend=backend, **sizes
+        )
         if state_cache is not None:
             state_cache.keep_window(state)
         return (y, state.recurrent) if return_final_states else y

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
-from hf_recurrent_lengthgen.models.forgetting_scans import scan_with_forgetting
+from hf_recurrent_lengthgen.models.forgetting_selective import SelectiveRecurrence
 from hf_recurrent_lengthgen.models.recurrent_state import layer_state, state_dtype
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
 from hf_recurrent_lengthgen.models.scan_selective import scan_selective, selective_scan_fn
@@ -159,7 +159,9 @@ def _scan_of(state_cache: Mamba1StateCache, rule: Forgetting, stock: Any) -> Any
         backend = resolve_backend("auto", x.device.type, selective_scan_fn is not None)
         parts = [state, state.new_empty(len(x), 0)] + ([] if rule.window is None else [state_cache.window()])
         inputs = (x.mT, dt.mT, A, B.mT, C.mT, D)
-        y, final = scan_with_forgetting(rule, scan_selective, inputs, layer_state(parts), None, backend=backend)
+        y, final = SelectiveRecurrence.with_forgetting(
+            rule, scan_selective, inputs, layer_state(parts), None, backend=backend
+        )
         state_cache.keep_window(final)
         return (y.mT * F.silu(z)).to(x.dtype), final.recurrent
 

@@ -7,12 +7,14 @@ The inputs before the first token are the convolution state: the last K-1 inputs
 Shape suffixes: B batch, T time, C channels, K taps.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from .padding import last_inputs
 from .scan_backends import ScanBackend
 
 try:
@@ -78,26 +80,20 @@ def causal_conv(
     return y, final_state
 
 
-def last_inputs(x: Tensor, initial_state: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """The state after x: the last K-1 real inputs, (B, C, K-1); arguments as in `causal_conv`."""
-    state_columns = initial_state.shape[2]
-    if lengths is None and x.shape[1] >= state_columns:
-        final_state = x[:, x.shape[1] - state_columns :].mT
-    else:
-        columns = torch.cat([initial_state.mT, x.to(initial_state.dtype)], dim=1)
-        ends = lengths if lengths is not None else torch.full((x.shape[0],), x.shape[1], device=x.device)
-        index = ends[:, None] + torch.arange(state_columns, device=x.device)
-        final_state = columns.gather(1, index[..., None].expand(-1, -1, x.shape[2])).mT
-    # a copy: a view would keep the whole input alive as long as the state
-    return final_state.to(initial_state.dtype, copy=True)
-
-
-def token_shift(x: Tensor, initial_state: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The input before each token, x_{t-1}, of RWKV (arXiv:2404.05892, section 3.1), and the state after the last.
-
-    Arguments as in `causal_conv`; the state is (B, C, 1), as with two taps.
-    """
-    return torch.cat([initial_state.mT.to(x.dtype), x[:, :-1]], dim=1), last_inputs(x, initial_state, lengths)
+def short_convolutions(
+    convolutions: Sequence[CausalConv1d],
+    inputs: list[Tensor],
+    state: Tensor,
+    lengths: Tensor | None,
+    backend: ScanBackend,
+) -> tuple[list[Tensor], Tensor]:
+    """Convolve several inputs; their states stand one below the other in `state`, (B, C, K-1)."""
+    states = state.split([x.shape[2] for x in inputs], dim=1)
+    results = [
+        convolution(x, part, lengths, backend)
+        for convolution, x, part in zip(convolutions, inputs, states, strict=True)
+    ]
+    return [y for y, _ in results], torch.cat([part for _, part in results], dim=1)
 
 
 def _convolve_with_kernel(

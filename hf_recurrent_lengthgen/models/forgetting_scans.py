@@ -17,11 +17,15 @@ summed up from them, or, cheaper in short pieces, is h^(r) minus what leaves. Th
 of what the window has held in the meantime; it is done for at most r tokens on end, so that errors do not pile up, and
 not where what leaves is so large beside what stays that its rounding would show.
 
+A token is its keys, values and log decays (k, v, g), also of recurrences that name them otherwise: in Mamba-1 and
+Mamba-2, k is B, v is x, and g holds the step sizes, and one more channel: the negative logarithm of a decay that all
+states share. `Recurrence` is what a family says of itself, in a file `forgetting_*.py` beside its scan.
+
 Shape suffixes as in scan_backends.py; r tokens in the window, F features of a token.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,14 +34,108 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .forgetting import Forgetting
-from .forgetting_recurrences import GatedRecurrence, Recurrence, SelectiveRecurrence, SSDRecurrence
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState, WindowedLayerShape, layer_state
 
-# What is known here; a scan goes by its name.
-SCANS = ("scan_gla", "scan_rwkv6", "scan_selective", "scan_ssd")
+CHUNK = 64  # tokens of one step of a sum over tokens that leave
+LOG2_E = math.log2(math.e)
 # Error of a state, in units of the last place, at which it is summed up anew: 1e-5 in float32.
 _MAX_ERROR = 100.0
+
+
+class Recurrence:
+    """A recurrence that can forget. Mixers name theirs as `recurrence`; `forgetting_*.py` have one for each scan.
+
+    Attributes:
+        scan: From q, k, v, g and a state to outputs and the final state.
+    """
+
+    scan: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+    @classmethod
+    def with_forgetting(
+        cls,
+        rule: Forgetting,
+        scan: Callable[..., tuple[Tensor, Tensor]],
+        inputs: Sequence[Tensor],
+        state: LayerState,
+        lengths: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, LayerState]:
+        """Run a scan with forgetting around it: outputs, and the state after the last token.
+
+        Args:
+            rule: What to forget.
+            scan: The scan.
+            inputs: Its inputs, before the state.
+            state: Before the first token, with a `window` part if the rule has one.
+            lengths: Number of real tokens of each row, (B,), None for all.
+            options: Its keywords.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def features(cls, shape: LayerShape) -> int:
+        """F, for states of this shape."""
+        raise NotImplementedError
+
+    @classmethod
+    def window_shape(cls, window: int, shape: LayerShape) -> LayerShape:
+        """The shape of a layer's state with the `window` part for so many tokens."""
+        windowed: Any = WindowedLayerShape(*shape, (1 + window, cls.features(shape)))
+        return windowed
+
+    def with_shared_decay(self, g: Tensor, log_decay_BT1: Tensor) -> Tensor:
+        """g of recurrences that decay more, by a factor that all states share."""
+        raise NotImplementedError
+
+    def collect(self, old: Sequence[Tensor], after: Tensor) -> Tensor:
+        """The state that tokens (k, v, g) make up, with `after` (B, ...) the sum of g over those after them."""
+        raise NotImplementedError
+
+    def with_leaving(self, y: Tensor, q: Tensor, g: Tensor, old: Sequence[Tensor], after: Tensor) -> Tensor:
+        """Outputs y of new tokens (q, g), with what as many old tokens (k, v, g) add; `after` as in `collect`.
+
+        Old token i is in the windows of the new ones before the i-th.
+        """
+        raise NotImplementedError
+
+
+class SteppedRecurrence(Recurrence):
+    """What the recurrences of Mamba share: g (B, T, H + 1) has step sizes, and a shared negative log decay.
+
+    Args:
+        scan: From x, dt, A, B, C, D and a state to outputs and the final state.
+        A: Negative decay rates, one or several for each head or channel.
+        D: Skip weights.
+        retention: The shared decay of a token.
+    """
+
+    def __init__(self, scan: Callable[..., tuple[Tensor, Tensor]], A: Tensor, D: Tensor, retention: float) -> None:
+        self._scan, self.A, self.D, self.retention = scan, A, D, retention
+
+    @classmethod
+    def with_forgetting(
+        cls,
+        rule: Forgetting,
+        scan: Callable[..., tuple[Tensor, Tensor]],
+        inputs: Sequence[Tensor],
+        state: LayerState,
+        lengths: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, LayerState]:
+        x, dt, A, B, C, D = inputs
+        dt = dt * rule.delta_scale
+        if not rule.in_recurrence:
+            y, recurrent = scan(x, dt, A, B, C, D, state.recurrent, **options)
+            return y, state._replace(recurrent=recurrent)
+        wide = state.recurrent.dtype
+        recurrence = cls(partial(scan, **options), A.to(wide), D.to(wide), rule.retention)
+        C, B, x = (part.to(wide) for part in (C, B, x))
+        return forgetful_scan(rule, recurrence, C, B, x, pad(dt, (0, 1)), state, lengths)
+
+    def with_shared_decay(self, g: Tensor, log_decay_BT1: Tensor) -> Tensor:
+        return torch.cat([g[..., :-1], g[..., -1:] - log_decay_BT1], dim=-1)
 
 
 def forgetful_scan(
@@ -77,81 +175,6 @@ def forgetful_scan(
             outputs.append(y)
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return y, layer_state((recurrent, conv, _packed(marks, old)))
-
-
-def scan_with_forgetting(
-    rule: Forgetting,
-    scan: Callable[..., tuple[Tensor, Tensor]],
-    inputs: Sequence[Tensor],
-    state: LayerState,
-    lengths: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, LayerState]:
-    """Run a scan of `SCANS` with forgetting around it: outputs, and the state after the last token.
-
-    Args:
-        rule: What to forget.
-        scan: The scan; raises a `ValueError` for another one.
-        inputs: Its inputs, before the state.
-        state: Before the first token, with a `window` part if the rule has one.
-        lengths: Number of real tokens of each row, (B,), None for all.
-        options: Its keywords.
-    """
-    name, wide = _name(scan), state.recurrent.dtype
-    if name in ("scan_gla", "scan_rwkv6"):
-        q, k, v, g, *bonus = inputs
-        # a bonus reads the current token past the state: a weaker insertion leaves it as it is
-        bonus = [u / rule.insertion for u in bonus]
-
-        def gated(q: Tensor, k: Tensor, v: Tensor, g: Tensor, recurrent: Tensor) -> tuple[Tensor, Tensor]:
-            return scan(q, k, v, g, *bonus, recurrent, **options)
-
-        recurrence = GatedRecurrence(gated, reads_before=name == "scan_rwkv6")
-        dtype = q.dtype
-        q, k, v, g = (part.to(wide) for part in (q, k, v, g))
-        y, state = forgetful_scan(rule, recurrence, q, k, v, g, state, lengths)
-        return y.to(dtype), state
-    x, dt, A, B, C, D = inputs
-    dt = dt * rule.delta_scale
-    if not rule.in_recurrence:
-        y, recurrent = scan(x, dt, A, B, C, D, state.recurrent, **options)
-        return y, state._replace(recurrent=recurrent)
-    kind = SelectiveRecurrence if name == "scan_selective" else SSDRecurrence
-    stepped = kind(partial(scan, **options), A.to(wide), D.to(wide), rule.retention)
-    C, B, x = (part.to(wide) for part in (C, B, x))
-    return forgetful_scan(rule, stepped, C, B, x, pad(dt, (0, 1)), state, lengths)
-
-
-def window_shape(window: int, scan: Callable[..., Any], shape: LayerShape) -> LayerShape:
-    """The shape of a layer's state whose recurrence is `scan`, with the `window` part for so many tokens.
-
-    Of each token it keeps keys, values and log decays; in Mamba B, x, step sizes and a decay that all states share.
-
-    Raises:
-        ValueError: for a scan that `scan_with_forgetting` does not know.
-    """
-    name = _name(scan)
-    if name == "scan_selective":
-        channels, states = shape.recurrent
-        features = states + 2 * channels + 1
-    else:
-        heads, values, keys = shape.recurrent
-        features = heads * (2 * keys + values)
-        if name == "scan_ssd":
-            inner = heads * values
-            features = (shape.conv[0] - inner) // 2 + inner + heads + 1  # B has half of the other channels
-    windowed: Any = WindowedLayerShape(*shape, (1 + window, features))
-    return windowed
-
-
-def _name(scan: Callable[..., Any]) -> str:
-    name = getattr(scan, "__name__", repr(scan))
-    if name not in SCANS:
-        raise ValueError(
-            f"Models with {', '.join(SCANS)} can be made to forget, and this one has {name}: set the forgetting of "
-            "its config to None."
-        )
-    return name
 
 
 def _piece_with_window(
@@ -218,3 +241,56 @@ def _last_tokens(old: Tensor, new: Tensor, lengths: Tensor | None) -> Tensor:
     index = torch.arange(r, device=old.device) + lengths[:, None]
     index = index.reshape(*index.shape, *[1] * (old.ndim - 2)).expand(-1, -1, *old.shape[2:])
     return torch.cat([old, new], dim=1).gather(1, index)
+
+
+def fast_exp(x: Tensor) -> Tensor:
+    """exp; the exp of a CPU takes many times as long where it underflows."""
+    return torch.exp2(x * LOG2_E)
+
+
+def times(new: Tensor, factor: Tensor | float) -> Tensor:
+    """Product with a tensor that nobody else needs: in place, unless gradients do."""
+    kept = new.requires_grad or (isinstance(factor, Tensor) and factor.requires_grad)
+    return new * factor if kept else new.mul_(factor)
+
+
+def chunks(size: int, g: Tensor, before: bool, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Chunks of the sums of g up to each token, or up to the token before it, and of tensors; all (B, T, ...)."""
+    found, total = [], torch.zeros_like(g[:, :1])
+    for g_chunk, *parts in zip(*(t.split(size, dim=1) for t in (g, *tensors)), strict=True):
+        sums = torch.cat([total, g_chunk], dim=1).cumsum(1)
+        found.append((sums[:, :-1] if before else sums[:, 1:], *parts))
+        total = sums[:, -1:]
+    return found
+
+
+def reversed_chunks(size: int, g: Tensor, after: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Chunks, the last first, of the sums of g over the tokens after each, and of tensors; all (B, T, ...).
+
+    `after` (B, ...) is the sum over what follows the tokens.
+    """
+    total = after[:, None]
+    for g_chunk, *parts in reversed(list(zip(*(t.split(size, dim=1) for t in (g, *tensors)), strict=True))):
+        sums = torch.cat([g_chunk, total], dim=1).flip(1).cumsum(1).flip(1)
+        yield sums[:, 1:], *parts
+        total = sums[:, :1]
+
+
+def plus(y: Tensor, more: Tensor) -> Tensor:
+    """Outputs of a chunk, which nobody else has, with more; in place where no gradients are taken."""
+    return y + more if torch.is_grad_enabled() else y.add_(more)
+
+
+def later_attention(q: Tensor, k: Tensor, v: Tensor, later: Tensor | None, strictly: bool) -> tuple[Tensor, Tensor]:
+    """y_j = sum over i > j (or i >= j) of (q_j . k_i) v_i, and over the chunks after this one; and their new sum.
+
+    q and k are (B, G, Q, N), v and y (B, G, Q, M), sums (B*G, N, M).
+    """
+    shape = v.shape
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    y = (q @ k.mT).triu(int(strictly)) @ v
+    if later is None:
+        return y.view(shape), k.mT @ v
+    if torch.is_grad_enabled():
+        return torch.baddbmm(y, q, later).view(shape), torch.baddbmm(later, k.mT, v)
+    return y.baddbmm_(q, later).view(shape), later.baddbmm_(k.mT, v)

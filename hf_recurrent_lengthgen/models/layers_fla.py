@@ -3,20 +3,17 @@
 Shapes: B batch, T tokens, D hidden size, H heads, N key dim, P value dim.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from .causal_conv import CausalConv1d
 from .configuration_fla import FlaConfigMixin
 from .modeling_stateful import StatefulBackbone
 from .norms import RMSNorm
 from .packed_rows import over_groups
 from .recurrent_state import LayerState
-from .scan_backends import ScanBackend
 from .scan_mixer import MixerLayer, ScanMixer
 
 
@@ -56,22 +53,6 @@ class MixerMLPBlock(MixerLayer):
         output, state = self.attn(self.attn_norm(hidden_states), state, lengths, *inputs)
         hidden_states = hidden_states + output
         return hidden_states + self.mlp(self.mlp_norm(hidden_states)), state
-
-
-def short_convolutions(
-    convolutions: Sequence[CausalConv1d],
-    inputs: list[Tensor],
-    state: Tensor,
-    lengths: Tensor | None,
-    backend: ScanBackend,
-) -> tuple[list[Tensor], Tensor]:
-    """Convolve q, k and v; their states stand one below the other in `state`, (B, C, K-1)."""
-    states = state.split([x.shape[2] for x in inputs], dim=1)
-    results = [
-        convolution(x, part, lengths, backend)
-        for convolution, x, part in zip(convolutions, inputs, states, strict=True)
-    ]
-    return [y for y, _ in results], torch.cat([part for _, part in results], dim=1)
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -21,8 +21,9 @@ from .norms import RMSNorm
 from .packed_rows import over_groups
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState, state_dtype
-from .scan_gla import chunk_gla, scan_gla
 from .scan_mixer import MixerLayer, ScanMixer
+
+_CHUNK = 64  # tokens of linear attention at once
 
 
 class MixerBlock(MixerLayer):
@@ -85,11 +86,30 @@ class AttentionProjection(nn.Linear):
             self.weight *= self.scale
 
 
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """y_t = S_t q_t with S_t = S_{t-1} + v_t k_t^T, in chunks of Q tokens.
+
+    Args:
+        q: Queries, already scaled, (B, 1, T, N).
+        k: Keys, (B, 1, T, N).
+        v: Values, (B, 1, T, P).
+        state: S before the first token, (B, 1, P, N).
+
+    Returns:
+        Outputs (B, 1, T, P), and S after the last token.
+    """
+    outputs = []
+    for q_Q, k_Q, v_Q in zip(*(t.split(_CHUNK, dim=2) for t in (q, k, v)), strict=True):
+        outputs.append((q_Q @ k_Q.mT).tril() @ v_Q + q_Q @ state.mT)
+        state = state + v_Q.mT @ k_Q
+    return torch.cat(outputs, dim=2), state
+
+
 class _AttentionMixer(ScanMixer):
-    """Projections q, k, v and o, named as in Transformers' attention layers."""
+    """One head of causal attention: projections q, k, v and o, named as in Transformers' attention layers."""
 
     def __init__(self, config: Any, head_dim: int, value_dim: int) -> None:
-        super().__init__(config, self.scan is not scan_gla or chunk_gla is not None)
+        super().__init__(config, kernel_available=True)  # matrix products need none
         self.head_dim, self.value_dim = head_dim, value_dim
         D, scale = config.hidden_size, config.num_hidden_layers**-0.5 if config.rescale_prenorm_residual else 1.0
         self.q_proj = AttentionProjection(D, head_dim)
@@ -119,7 +139,7 @@ class SoftmaxAttentionMixer(_AttentionMixer):
 class LinearAttentionMixer(_AttentionMixer):
     """One head of causal linear attention, with values of D channels."""
 
-    scan = staticmethod(scan_gla)
+    scan = staticmethod(linear_attention)
 
     @property
     def state_shape(self) -> LayerShape:
@@ -130,13 +150,12 @@ class LinearAttentionMixer(_AttentionMixer):
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
-        backend = self.backend_for(hidden_states)
-        q, k, v = (projection(hidden_states)[:, :, None] for projection in (self.q_proj, self.k_proj, self.v_proj))
-        k = zero_past_end(k, lengths)
-        no_decay = torch.zeros_like(k, dtype=state.recurrent.dtype)
-        q = q * self.head_dim**-0.5
-        y, state = self.advance(q, k, v, no_decay, state=state, lengths=lengths, backend=backend)
-        return self.o_proj(y[:, :, 0]), state
+        q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        q, k, dtype = q * self.head_dim**-0.5, zero_past_end(k, lengths), q.dtype
+        with torch.autocast(q.device.type, enabled=False):
+            q, k, v = (part[:, None].to(state.recurrent.dtype) for part in (q, k, v))
+            y, recurrent = self.scan(q, k, v, state.recurrent)
+        return self.o_proj(y[:, 0].to(dtype)), state._replace(recurrent=recurrent)
 
 
 class MixerBackbone(StatefulBackbone):

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .forgetting import Forgetting
-from .forgetting_scans import window_shape
 from .packed_rows import Packing
 from .padding import Padding
 from .recurrent_cache import RecurrentCache
@@ -90,7 +89,7 @@ class StatefulPreTrainedModel(PreTrainedModel):
         mixers = [layer.scan_mixer for layer in self._backbone.layers]
         if (window := Forgetting.of(self.config).window) is None:
             return tuple(mixer.state_shape for mixer in mixers)
-        return tuple(window_shape(window, mixer.scan, mixer.state_shape) for mixer in mixers)
+        return tuple(mixer.forgetful().window_shape(window, mixer.state_shape) for mixer in mixers)
 
     @property
     def stateless_layers(self) -> list[int]:

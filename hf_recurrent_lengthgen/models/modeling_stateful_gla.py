@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, logsigmoid, relu, silu
 
-from .causal_conv import CausalConv1d, causal_conv1d_fn
+from .causal_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_gla import StatefulGLAConfig
-from .layers_fla import MixerMLPBackbone, RMSNorm, repeat_heads, short_convolutions
+from .forgetting_gated import GatedRecurrence
+from .layers_fla import MixerMLPBackbone, RMSNorm, repeat_heads
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
 
@@ -42,6 +43,7 @@ class StatefulGLAMixer(ScanMixer):
     """Projections, optional short convolutions, gated recurrence, norm per head, output gate."""
 
     scan = staticmethod(scan_gla)
+    recurrence = GatedRecurrence
     grows = "num_heads"
 
     def __init__(self, config: StatefulGLAConfig, layer: int) -> None:

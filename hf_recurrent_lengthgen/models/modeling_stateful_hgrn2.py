@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, silu
 from transformers import initialization as init
 
-from .causal_conv import CausalConv1d, causal_conv1d_fn
+from .causal_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_hgrn2 import StatefulHGRN2Config
-from .layers_fla import MixerMLPBackbone, RMSNorm, short_convolutions
+from .forgetting_gated import GatedRecurrence
+from .layers_fla import MixerMLPBackbone, RMSNorm
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState, state_dtype
 
@@ -33,6 +34,7 @@ class StatefulHGRN2Mixer(ScanMixer):
     """Projections, optional short convolutions, gated recurrence, norm."""
 
     scan = staticmethod(scan_gla)
+    recurrence = GatedRecurrence
     grows = "num_heads"
 
     def __init__(self, config: StatefulHGRN2Config, layer: int) -> None:

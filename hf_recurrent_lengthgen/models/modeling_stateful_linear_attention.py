@@ -14,6 +14,7 @@ from torch.nn.functional import elu, relu, softmax
 
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_linear_attention import StatefulLinearAttentionConfig
+from .forgetting_gated import GatedRecurrence
 from .layers_fla import MixerMLPBackbone, RMSNorm, repeat_heads
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
@@ -83,6 +84,7 @@ class StatefulLinearAttentionMixer(ScanMixer):
     """Projections, feature maps, recurrence without decay, norm per head."""
 
     scan = staticmethod(scan_gla)
+    recurrence = GatedRecurrence
     grows = "num_heads"
 
     def __init__(self, config: StatefulLinearAttentionConfig, layer: int) -> None:

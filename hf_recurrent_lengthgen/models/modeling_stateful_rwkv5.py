@@ -5,7 +5,7 @@ time_decay, u -> time_faaaa, wkv -> state.recurrent (transposed), heads H of N =
 recurrence of RWKV-6 with a decay exp(-exp(time_decay)) that no token changes.
 
 Different from the official layer: state as a value, right-padded rows by their lengths, decays and recurrence in full
-precision. The conv part of the state is as in RWKV-6.
+precision.
 
 Shapes: B batch, T tokens, D hidden size, A inner size.
 """
@@ -15,20 +15,18 @@ from torch import Tensor, nn
 from torch.nn.functional import relu, silu
 from transformers import initialization as init
 
-from .causal_conv import token_shift
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_rwkv5 import StatefulRWKV5Config
+from .layers_rwkv import HeadNorm, RWKVTimeMixing, token_shift
 from .modeling_stateful import StatefulBackbone
-from .norms import HeadNorm
 from .packed_rows import over_groups
 from .padding import zero_past_end
-from .recurrent_state import LayerShape, LayerState
+from .recurrent_state import LayerState
 
 # for people who have a checkpoint and not the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
-from .scan_mixer import MixerLayer, ScanMixer
-from .scan_rwkv6 import chunk_rwkv6, scan_rwkv6
+from .scan_mixer import MixerLayer
 from .sequence_classification import StatefulForSequenceClassification
 
 
@@ -37,18 +35,15 @@ def _mix(x: Tensor, shifted: Tensor, time_mix: Tensor) -> Tensor:
     return torch.addcmul(shifted, x - shifted, time_mix)
 
 
-class StatefulRWKV5TimeMixing(ScanMixer):
+class StatefulRWKV5TimeMixing(RWKVTimeMixing):
     """Token shifts, projections, recurrence with decay and bonus, norm per head, gate."""
 
-    scan = staticmethod(scan_rwkv6)
-    grows = "num_heads"
-    convolves = False
-
     def __init__(self, config: StatefulRWKV5Config, layer: int) -> None:
-        super().__init__(config, chunk_rwkv6 is not None)
+        super().__init__(config)
         self.depth = layer / max(1, config.num_hidden_layers - 1), 1 - layer / config.num_hidden_layers
         D, A = config.hidden_size, config.inner_size
-        self.heads, self.head_size = head_shape = config.heads_of(layer)
+        self.heads, self.key_dim = head_shape = config.heads_of(layer)
+        self.value_dim = self.key_dim
         self.time_decay = nn.Parameter(torch.empty(head_shape))
         self.time_faaaa = nn.Parameter(torch.empty(head_shape))
         self.time_mix_key = nn.Parameter(torch.empty(1, 1, D))
@@ -61,16 +56,6 @@ class StatefulRWKV5TimeMixing(ScanMixer):
         self.gate = nn.Linear(D, A, bias=False)
         self.output = nn.Linear(A, D, bias=False)
         self.ln_x = HeadNorm(A, 1e-5 * config.head_size_divisor**2)  # official code: whatever layer_norm_epsilon
-
-    @property
-    def state_shape(self) -> LayerShape:
-        """(H, P, N) and (2*D, 1): `conv_parts`."""
-        return LayerShape((self.heads, self.head_size, self.head_size), (2 * self.config.hidden_size, 1))
-
-    @property
-    def conv_parts(self) -> dict[str, int]:
-        """The last inputs of this mixer and of the channel mixing after it."""
-        return dict.fromkeys(("time mixing", "channel mixing"), self.config.hidden_size)
 
     def forward(self, x: Tensor, state: LayerState, lengths: Tensor | None = None) -> tuple[Tensor, LayerState]:
         """Run T tokens; arguments as in `StatefulBackbone`, with the time mixing's part of the state."""

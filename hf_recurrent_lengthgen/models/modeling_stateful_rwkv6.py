@@ -7,7 +7,6 @@ and P values.
 Different from fla's layer: the mixers take and return their part of a `LayerState`, take right-padded rows by their
 lengths, the norm of the heads has its own epsilon, and decays and recurrence are in full precision.
 
-The conv part of the state is (B, 2D, 1): the last normed input of time mixing, below it that of channel mixing.
 Shapes: B batch, T tokens, D hidden size, R rank of the token shifts.
 """
 
@@ -18,20 +17,18 @@ from torch import Tensor, nn
 from torch.nn.functional import relu, silu
 from transformers import initialization as init
 
-from .causal_conv import token_shift
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_rwkv6 import StatefulRWKV6Config
+from .layers_rwkv import HeadNorm, RWKVTimeMixing, token_shift
 from .modeling_stateful import StatefulBackbone
-from .norms import HeadNorm
 from .packed_rows import over_groups
 from .padding import zero_past_end
-from .recurrent_state import LayerShape, LayerState
+from .recurrent_state import LayerState
 
 # for people who have a checkpoint and not the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
-from .scan_mixer import MixerLayer, ScanMixer
-from .scan_rwkv6 import chunk_rwkv6, scan_rwkv6
+from .scan_mixer import MixerLayer
 from .sequence_classification import StatefulForSequenceClassification
 
 
@@ -65,18 +62,14 @@ class LowRank(nn.Module):
         return self.lora(x)
 
 
-class StatefulRWKV6TimeMixing(ScanMixer):
+class StatefulRWKV6TimeMixing(RWKVTimeMixing):
     """Data-dependent token shifts, projections, recurrence with decay and bonus, norm per head, gate."""
 
-    scan = staticmethod(scan_rwkv6)
-    grows = "num_heads"
-    convolves = False
-
     def __init__(self, config: StatefulRWKV6Config, layer: int) -> None:
-        super().__init__(config, chunk_rwkv6 is not None)
+        super().__init__(config)
         D, R = config.hidden_size, config.proj_low_rank_dim
-        self.heads, key_dim, value_dim = self.sizes = config.heads_of(layer)
-        keys, values = self.heads * key_dim, self.heads * value_dim
+        self.heads, self.key_dim, self.value_dim = config.heads_of(layer)
+        keys, values = self.heads * self.key_dim, self.heads * self.value_dim
         # the order of the five is r, w, k, v, g
         self.x_proj = nn.Sequential(
             ShiftedLinear(nn.Linear(D, 5 * R, bias=False), D), nn.Tanh(), nn.Linear(5 * R, D, bias=False)
@@ -87,21 +80,10 @@ class StatefulRWKV6TimeMixing(ScanMixer):
         self.k_proj = ShiftedLinear(nn.Linear(D, keys, bias=False))
         self.v_proj = ShiftedLinear(nn.Linear(D, values, bias=False))
         self.g_proj = ShiftedLinear(nn.Linear(D, values, bias=False))
-        self.bonus = nn.Parameter(torch.empty(self.heads, key_dim))
+        self.bonus = nn.Parameter(torch.empty(self.heads, self.key_dim))
         eps = config.norm_eps if config.group_norm_eps is None else config.group_norm_eps
         self.g_norm = HeadNorm(values, eps)
         self.o_proj = nn.Linear(values, D, bias=False)
-
-    @property
-    def state_shape(self) -> LayerShape:
-        """(H, P, N) and (2*D, 1): `conv_parts`."""
-        heads, keys, values = self.sizes
-        return LayerShape((heads, values, keys), (2 * self.config.hidden_size, 1))
-
-    @property
-    def conv_parts(self) -> dict[str, int]:
-        """The last inputs of this mixer and of the channel mixing after it."""
-        return dict.fromkeys(("time mixing", "channel mixing"), self.config.hidden_size)
 
     def forward(self, x: Tensor, state: LayerState, lengths: Tensor | None = None) -> tuple[Tensor, LayerState]:
         """Run T tokens; arguments as in `StatefulBackbone`, with the time mixing's part of the state."""

@@ -41,3 +41,17 @@ def zero_past_end(x: Tensor, lengths: Tensor | None) -> Tensor:
         return x
     past_end = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
     return x.masked_fill(past_end.reshape(*past_end.shape, *[1] * (x.ndim - 2)), 0.0)
+
+
+def last_inputs(x: Tensor, initial_state: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """The last K real inputs, from x (B, T, C) and the K before it, (B, C, K), to (B, C, K)."""
+    state_columns = initial_state.shape[2]
+    if lengths is None and x.shape[1] >= state_columns:
+        final_state = x[:, x.shape[1] - state_columns :].mT
+    else:
+        columns = torch.cat([initial_state.mT, x.to(initial_state.dtype)], dim=1)
+        ends = lengths if lengths is not None else torch.full((x.shape[0],), x.shape[1], device=x.device)
+        index = ends[:, None] + torch.arange(state_columns, device=x.device)
+        final_state = columns.gather(1, index[..., None].expand(-1, -1, x.shape[2])).mT
+    # a copy: a view would keep the whole input alive as long as the state
+    return final_state.to(initial_state.dtype, copy=True)

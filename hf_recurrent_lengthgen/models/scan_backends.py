@@ -6,16 +6,12 @@ and a GPU kernel, all behind one function. Shape suffixes of all scans: B batch,
 G groups, D inner channels, N state (key) dim, Q chunk; a state is (B, H, P, N) or (B, D, N).
 """
 
-import importlib
-import importlib.util
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from .configuration_stateful import SCAN_BACKEND_SETTINGS
@@ -37,33 +33,6 @@ def check_backend_setting(setting: str, kernel_available: bool) -> None:
         raise ValueError(
             f'scan_backend="kernel" needs kernels that are not installed: {INSTALL_HINT}, or use "auto" or "torch".'
         )
-
-
-def fla_kernel(module: str, name: str) -> Callable[..., Any] | None:
-    """A function of flash-linear-attention (fla), or None where fla or triton is not installed.
-
-    fla is imported by the first call only: that takes seconds, warns, and registers fla's classes for Transformers'
-    own `mamba` and `mamba2`, which is undone here.
-    """
-    if any(importlib.util.find_spec(package) is None for package in ("fla", "triton")):
-        return None
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        return _import_from_fla(module, name)(*args, **kwargs)
-
-    return kernel
-
-
-@cache
-def _import_from_fla(module: str, name: str) -> Callable[..., Any]:
-    registered = CONFIG_MAPPING._extra_content
-    before = set(registered)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    for model_type in (set(registered) - before) & set(CONFIG_MAPPING._mapping):
-        del registered[model_type]
-    return function
 
 
 @cache

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .forgetting import Forgetting
-from .forgetting_scans import scan_with_forgetting
+from .forgetting_scans import Recurrence
 from .recurrent_state import LayerShape, LayerState
 from .scan_backends import ScanBackend, check_backend_setting, resolve_backend
 
@@ -19,8 +19,8 @@ from .scan_backends import ScanBackend, check_backend_setting, resolve_backend
 class ScanMixer(nn.Module):
     """Base of mixers with one recurrence.
 
-    A subclass sets `scan`, gives `state_shape`, and runs its recurrence by `advance`. What depends on the recurrence
-    alone (how it forgets, what it retains, its attention map) goes by the scan's name.
+    A subclass sets `scan` and `recurrence`, gives `state_shape`, and runs its recurrence by `advance`. Measurements of
+    a recurrence (what it retains, its attention map) go by the name of its scan.
 
     Args:
         config: The configuration of the model.
@@ -29,12 +29,14 @@ class ScanMixer(nn.Module):
     Attributes:
         scan: The function of a file `scan_*.py`, as a static method: it takes the inputs of the recurrence and the
             recurrent part of a state, and gives outputs and the recurrent part after the last token.
+        recurrence: How the scan forgets (`Forgetting`), a class of a file `forgetting_*.py`; None where it cannot.
         grows: What makes its state larger (StateX, arXiv:2509.22630): "state_size", N of each head or channel, or
             "num_heads", fewer and larger heads; None where no one has said.
         convolves: Whether the convolution part of the state is that of short convolutions, which have kernels.
     """
 
     scan: Callable[..., Any]
+    recurrence: ClassVar[type[Recurrence] | None] = None
     grows: ClassVar[str | None] = None
     convolves: ClassVar[bool] = True
 
@@ -77,6 +79,15 @@ class ScanMixer(nn.Module):
         limit = self.kernel_limit(x.dtype)
         return resolve_backend(self.config.scan_backend, x.device.type, self.kernel_available, limit)
 
+    def forgetful(self) -> type[Recurrence]:
+        """The `recurrence`; a `ValueError` where there is none."""
+        if self.recurrence is None:
+            raise ValueError(
+                f"{type(self).__name__} cannot forget, since it names no `recurrence`: set `forgetting` in the config "
+                "to None."
+            )
+        return self.recurrence
+
     def advance(
         self, *inputs: Tensor, state: LayerState, lengths: Tensor | None, **options: Any
     ) -> tuple[Tensor, LayerState]:
@@ -87,7 +98,7 @@ class ScanMixer(nn.Module):
         """
         rule = Forgetting.of(self.config)
         if rule != Forgetting():
-            return scan_with_forgetting(rule, self.scan, inputs, state, lengths, **options)
+            return self.forgetful().with_forgetting(rule, self.scan, inputs, state, lengths, **options)
         y, recurrent = self.scan(*inputs, state.recurrent, **options)
         return y, state._replace(recurrent=recurrent)
 

@@ -6,18 +6,16 @@ row and head, with the bonus u of the current token:
     y_t = (S_{t-1} + v_t (u * k_t)^T) r_t             (P,)
     S_t = S_{t-1} diag(exp(w_t)) + v_t k_t^T          (P, N)
 
-Behind one function, `scan_rwkv6`, are the definition as a loop, the chunked form of scan_gla.py in plain torch, and
-fla's `chunk_rwkv6` on a GPU with the limits named there. fla's `fused_recurrent_rwkv6` is not used: it ignores the
-gradient of the final state. Shape suffixes as in scan_backends.py.
+Behind one function, `scan_rwkv6`, are the definition as a loop, the chunked form of chunked_gated_scan.py in plain
+torch, and fla's `chunk_rwkv6` on a GPU with the limits named there. fla's `fused_recurrent_rwkv6` is not used: it
+ignores the gradient of the final state. Shape suffixes as in scan_backends.py.
 """
-
-from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .scan_backends import ScanBackend, fla_kernel, missing_kernel, run_scan
-from .scan_gla import ChunkedGatedScan, scan_with_fla
+from .chunked_gated_scan import ChunkedGatedScan, fla_kernel, scan_with_fla
+from .scan_backends import ScanBackend, missing_kernel, run_scan
 
 chunk_rwkv6 = fla_kernel("fla.ops.rwkv6", "chunk_rwkv6")
 

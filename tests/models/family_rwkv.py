@@ -122,7 +122,7 @@ RWKV6 = Family(
         *(f"{name}.linear" for name in ("r_proj", "k_proj", "v_proj", "g_proj", "x_proj.0", "key", "receptance")),
         *("x_proj.2", "lora.0", "lora.2", "o_proj", "ffn.value"),
     },
-    kernel=("modeling_stateful_rwkv6", "chunk_rwkv6"),
+    kernel=("layers_rwkv", "chunk_rwkv6"),
     autocast_error=0.2,  # its decays are exponentials of exponentials of bfloat16
 )
 RWKV5 = Family(
@@ -141,5 +141,5 @@ RWKV5 = Family(
         *(f"attention.{name}" for name in ("key", "value", "receptance", "gate", "output")),
         *(f"feed_forward.{name}" for name in ("key", "value", "receptance")),
     },
-    kernel=("modeling_stateful_rwkv5", "chunk_rwkv6"),
+    kernel=("layers_rwkv", "chunk_rwkv6"),
 )

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
-from hf_recurrent_lengthgen.models.forgetting_recurrences import GatedRecurrence, SelectiveRecurrence, SSDRecurrence
+from hf_recurrent_lengthgen.models.forgetting_gated import GatedRecurrence
 from hf_recurrent_lengthgen.models.forgetting_scans import forgetful_scan
+from hf_recurrent_lengthgen.models.forgetting_selective import SelectiveRecurrence
+from hf_recurrent_lengthgen.models.forgetting_ssd import SSDRecurrence
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, WindowedLayerState
 from hf_recurrent_lengthgen.models.scan_gla import scan_gla
 from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6

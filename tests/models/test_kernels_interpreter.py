@@ -132,7 +132,7 @@ def compare_selective() -> None:
         check(with_kernel, module.scan_selective_reference, with_state, 4e-6, make)
 
 
-def compare_gated(module: Any, scan: Any, reference: Any, names: str, **more: tuple[int, ...]) -> None:
+def compare_gated(scan: Any, reference: Any, names: str, **more: tuple[int, ...]) -> None:
     """`names` are the queries, keys and log decays: without keys and decay, padding leaves the state as it is."""
     _, key, decay = names
 
@@ -152,6 +152,8 @@ def compare_gated(module: Any, scan: Any, reference: Any, names: str, **more: tu
     compare(70, 1e-5)
     compare(70, 1e-5, padding=20, scale=1 / 16)
     compare(37, 5e-5, scale=8.0)  # gates add up to hundreds: fla takes differences of their sums
+    from hf_recurrent_lengthgen.models import chunked_gated_scan as module
+
     module._KERNEL_MAX_TOKENS, module._KERNEL_MAX_HEADS = 64, FLA_H  # two pieces in time, one row at a time
     compare(70, 1e-5, padding=3)
 
@@ -159,14 +161,13 @@ def compare_gated(module: Any, scan: Any, reference: Any, names: str, **more: tu
 def compare_gla() -> None:
     from hf_recurrent_lengthgen.models import scan_gla as module
 
-    compare_gated(module, module.scan_gla, module.scan_gla_reference, "qkg")
+    compare_gated(module.scan_gla, module.scan_gla_reference, "qkg")
 
 
 def compare_rwkv6() -> None:
-    from hf_recurrent_lengthgen.models import scan_gla
     from hf_recurrent_lengthgen.models import scan_rwkv6 as module
 
-    compare_gated(scan_gla, module.scan_rwkv6, module.scan_rwkv6_reference, "rkw", u=(FLA_H, FLA_N))
+    compare_gated(module.scan_rwkv6, module.scan_rwkv6_reference, "rkw", u=(FLA_H, FLA_N))
 
 
 def compare_model(family: str, **fields: Any) -> None:

@@ -32,6 +32,27 @@ checkpoint, data = sys.argv[1:3]
 """
 
 
+# The code that a checkpoint carries, without ".py": of every family, and of each beside that.
+SHARED_FILES = {
+    *("atomic_files", "causal_lm", "configuration_stateful", "forgetting", "forgetting_scans", "modeling_stateful"),
+    *("packed_rows", "padding", "recurrent_cache", "recurrent_generation", "recurrent_state", "scan_backends"),
+    *("scan_mixer", "sequence_classification", "token_inputs"),
+}
+MAMBA_FILES = {"causal_conv", "configuration_reference", "layers_mamba_block", "norms"}
+GATED_FILES = {"chunked_gated_scan", "forgetting_gated"}
+FLA_FILES = GATED_FILES | {"configuration_fla", "layers_fla", "norms", "scan_gla"}
+RWKV_FILES = GATED_FILES | {"layers_rwkv", "scan_rwkv6"}
+FILES_OF = {
+    "mamba": MAMBA_FILES | {"forgetting_selective", "scan_selective"},
+    "mamba2": MAMBA_FILES | {"forgetting_ssd", "gated_norm", "scan_ssd"},
+    "gla": FLA_FILES | {"causal_conv"},
+    "hgrn2": FLA_FILES | {"causal_conv"},
+    "linear_attention": FLA_FILES,
+    "rwkv6": RWKV_FILES | {"configuration_fla"},
+    "rwkv5": RWKV_FILES,
+}
+
+
 def clean_process(folder: Path, code: str, *arguments: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
     folder.mkdir(exist_ok=True)
     result = subprocess.run(
@@ -75,6 +96,17 @@ def test_the_folder_holds_weights_configuration_and_every_file_of_the_code(check
         assert {f"{sibling}.py" for sibling in imported} <= code, name
         source = Path(sys.modules[type(model).__module__].__file__ or "").parent / name
         assert (folder / name).read_bytes() == source.read_bytes()
+
+
+def test_the_code_is_that_of_the_family_and_no_other(checkpoint: tuple[Any, Path]) -> None:
+    model, folder = checkpoint
+    family = model.config.model_type.removeprefix("stateful_")
+    own = FILES_OF[family] | {f"{kind}_stateful_{family}" for kind in ("configuration", "modeling")}
+    assert {file.stem for file in folder.glob("*.py")} == SHARED_FILES | own
+    scans = {name for name in own if name.startswith("scan_")}
+    others = {name for names in FILES_OF.values() for name in names if name.startswith("scan_")} - scans
+    for file in folder.glob("*.py"):
+        assert not set(re.findall(r"\w+", file.read_text())) & others, file.name
 
 
 def test_a_process_without_our_package_gets_the_same_model(checkpoint: tuple[Any, Path], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hf_recurrent_lengthgen.models import chunked_gated_scan as chunked_module
 from hf_recurrent_lengthgen.models import scan_gla as gla_module
 from hf_recurrent_lengthgen.models import scan_rwkv6 as rwkv6_module
 from hf_recurrent_lengthgen.models import scan_ssd as ssd_module
@@ -421,7 +422,7 @@ def test_large_inputs_go_through_the_kernels_of_fla_in_rows_and_pieces(
 
     monkeypatch.setattr(gla_module if scan is GLA else rwkv6_module, scan.kernel, kernel)
     for name, value in limits.items():
-        monkeypatch.setattr(gla_module, name, value)
+        monkeypatch.setattr(chunked_module, name, value)
     inputs = scan.make_inputs(65)
     actual = run(scan, scan.scan, inputs, backend="kernel")
     assert seen == calls
@@ -431,9 +432,9 @@ def test_large_inputs_go_through_the_kernels_of_fla_in_rows_and_pieces(
 @pytest.mark.parametrize("scan", [GLA, RWKV6], ids=lambda scan: scan.name)
 def test_many_chunks_at_once_and_one_by_one_are_the_same(scan: Scan, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = scan.make_inputs(200)
-    monkeypatch.setattr(gla_module, "_TOGETHER", 3 * 8 * 4 * 5 * 2)  # three chunks of eight
+    monkeypatch.setattr(chunked_module, "_TOGETHER", 3 * 8 * 4 * 5 * 2)  # three chunks of eight
     few = run(scan, scan.scan, inputs, chunk_size=8)
-    monkeypatch.setattr(gla_module, "_TOGETHER", 1)
+    monkeypatch.setattr(chunked_module, "_TOGETHER", 1)
     assert_equal_up_to(1e-14, few, run(scan, scan.scan, inputs, chunk_size=8))
     assert_equal_up_to(1e-12, few, run(scan, scan.reference, inputs))
 
