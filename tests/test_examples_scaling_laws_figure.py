@@ -150,7 +150,7 @@ def test_says_why_there_is_no_fit() -> None:
     law = fit_law("forget", forgotten("<<=>"), "twice the loss")
     assert law.fit is None
     assert law.why_no_fit is not None
-    assert "at least 2 state sizes with exact thresholds, got 1" in law.why_no_fit
+    assert "exact thresholds of at least 2 different state sizes, got 1" in law.why_no_fit
     assert from_json(to_json(law), Law) == law
 
 

@@ -1,12 +1,12 @@
 """Attention maps of recurrent layers, and the correlation of their key and query projections.
 
-"Mimetic Initialization Helps State Space Models Learn to Recall" (Trockman et al. 2024, arXiv:2410.11135), section 2.
-Channel d of a layer's scan is Y_d = M_d X_d with (Eq. 8; the indicator is printed the wrong way round)
+Trockman et al., 2024 (arXiv:2410.11135), section 2. Channel d of a layer's scan is Y_d = M_d X_d with (Eq. 8, whose
+indicator is printed the wrong way round)
 
     M_d[i, j] = C_i^T (prod_{k = j+1..i} diag(A_dk)) B_dj  for j <= i, else 0,
 
-where B_dj = Delta_dj B_j; D x is not part of it. A head of Mamba-2, GLA and their kin has one map: in GLA C are the
-scaled queries, B the keys, A the gates. (Delta, B, C) are those that the model hands to its scan.
+where B_dj = Delta_dj B_j; D x is not included. In Mamba-2, GLA and similar families each head has one map. In GLA, C
+are the scaled queries, B the keys and A the gates. (Delta, B, C) are the values that the model passes to its scan.
 
 Shapes: T tokens, D channels or heads, N states (keys).
 """
@@ -24,7 +24,7 @@ from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.mixer_layouts import key_and_query_weights, known_mixers
 
 MAP_ELEMENTS = 2**22
-"""Most entries of the maps that are made at once, 32 MiB."""
+"""Maximum number of map entries in memory at once, 32 MiB."""
 
 
 class Correlation(NamedTuple):
@@ -42,10 +42,10 @@ class Correlation(NamedTuple):
 
 
 class _Scan(NamedTuple):
-    """What a layer scanned, in one form for all families, in float64.
+    """The inputs of a layer's scan in one form for all families, in float64.
 
-    `part` gives, for a slice of c of the D `channels`, queries and keys (c, T, N) and the sums of the log decays
-    (c, T, N), or (c, T, 1) where all states share them; `linear` (T, T) is the mean over channels of C_i . B_j.
+    For a slice of c of the D `channels`, `part` returns queries and keys (c, T, N) and the cumulative log decays
+    (c, T, N), or (c, T, 1) if all states share them. `linear` (T, T) is the mean over channels of C_i . B_j.
     """
 
     kind: str
@@ -65,21 +65,21 @@ def attention_maps(
     """Channel average and average mask of the layers of a model on one text, from the zero state.
 
     Args:
-        model: A model of this package, also with the code of its checkpoint; see Raises.
+        model: A model of this package, also one loaded with the code of its checkpoint.
         input_ids: (T,) or (1, T).
         tokens: T words for the tokens; None for their ids.
-        layers: Which layers, counted from 0; None for all.
+        layers: Layer indices, from 0; None for all.
         label: Name of the model.
 
     Raises:
-        ValueError: for more than one text, words of another number, a layer that is not there or whose scan has no
-            such map (RWKV's current token has a weight of its own), and a model whose recurrence is made to
-            forget (`retention`, `insertion` or `window`; a `delta_scale` is in the steps, and so in the maps).
+        ValueError: for more than one text, a number of words other than T, a layer that does not exist or whose scan
+            has no such map (RWKV gives the current token its own weight), and a model whose recurrence is made to
+            forget (`retention`, `insertion` or `window`; a `delta_scale` is part of the steps, so of the maps).
     """
     tokens_1T = _one_text(input_ids)
     words = tuple(map(str, tokens_1T[0].tolist())) if tokens is None else tuple(tokens)
     if len(words) != tokens_1T.shape[1]:
-        raise ValueError(f"tokens must have a word for each of the {tokens_1T.shape[1]} tokens, got {len(words)}.")
+        raise ValueError(f"tokens must have one word per token, {tokens_1T.shape[1]}, got {len(words)}.")
     correlations = projection_correlations(model)
     results = []
     for layer, scan in _scans(model, tokens_1T, layers).items():
@@ -106,17 +106,16 @@ def attention_maps(
 
 @torch.no_grad()
 def channel_maps(model: nn.Module, input_ids: Tensor, layer: int, channels: slice) -> Tensor:
-    """M_d (Eq. 8) of some channels (heads) of a layer, (c, T, T) in float64, all at once; arguments as
-    `attention_maps`.
-    """
+    """M_d (Eq. 8) of some channels (heads) of a layer, (c, T, T) in float64; arguments as in `attention_maps`."""
     scan = _scans(model, _one_text(input_ids), [layer])[layer]
     return scan[None] if isinstance(scan, Tensor) else _maps(*scan.part(channels))[0]
 
 
 @torch.no_grad()
 def projection_correlations(model: nn.Module) -> dict[int, Correlation]:
-    """Correlation of W_B and W_C of each layer with a mixer of Mamba-1, Mamba-2 or GLA, where these are W_K and W_Q;
-    the mean over groups or heads. Models of Transformers are covered, too; empty for one without such mixers.
+    """Correlation of W_B and W_C for each layer with a Mamba-1, Mamba-2 or GLA mixer, mean over groups or heads.
+
+    In GLA these are W_K and W_Q. Works for models of Transformers, too; empty for a model without such mixers.
     """
     try:
         mixers = known_mixers(model)
@@ -126,7 +125,7 @@ def projection_correlations(model: nn.Module) -> dict[int, Correlation]:
     for mixer in mixers:
         W_B, W_C = (weight.double() for weight in key_and_query_weights(mixer))
         inner = (W_B * W_C).sum((1, 2))  # also the trace of W_C^T W_B
-        # ||W_C^T W_B||^2 is the trace of (W_B W_B^T)(W_C W_C^T): no (D, D) product is needed
+        # ||W_C^T W_B||^2 is the trace of (W_B W_B^T)(W_C W_C^T), which needs no (D, D) product
         product = ((W_B @ W_B.mT) * (W_C @ W_C.mT)).sum((1, 2)).sqrt()
         cosine = inner / (W_B.flatten(1).norm(dim=1) * W_C.flatten(1).norm(dim=1))
         identity = inner / (product * W_B.shape[2] ** 0.5)
@@ -142,7 +141,7 @@ def _one_text(input_ids: Tensor) -> Tensor:
 
 
 def _averages(scan: _Scan) -> tuple[Tensor, Tensor]:
-    """Means over all channels of the maps and of the masks, (T, T) each; a few channels are made at once."""
+    """Means of the maps and of the masks over all channels, (T, T) each; computed a few channels at a time."""
     length = scan.linear.shape[0]
     average, mask = scan.linear.new_zeros(2, length, length)
     at_once = max(1, MAP_ELEMENTS // length**2)
@@ -154,7 +153,7 @@ def _averages(scan: _Scan) -> tuple[Tensor, Tensor]:
 
 
 def _maps(q_cTN: Tensor, k_cTN: Tensor, s_cTN: Tensor) -> tuple[Tensor, Tensor]:
-    """Eq. 8 and its decays averaged over the states, (c, T, T) each; one state at a time."""
+    """Eq. 8, and its decays averaged over the states, (c, T, T) each; computed one state at a time."""
     length, states = q_cTN.shape[1:]
     future = torch.ones(length, length, dtype=torch.bool, device=q_cTN.device).triu(1)
 
@@ -176,12 +175,12 @@ def _maps(q_cTN: Tensor, k_cTN: Tensor, s_cTN: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scans(model: Any, tokens_1T: Tensor, layers: Sequence[int] | None) -> dict[int, _Scan | Tensor]:
-    """What each of `layers` scans; of softmax attention the weights themselves."""
+    """The scan of each of `layers`; for softmax attention, its weights."""
     blocks = layers_of(model)
     if Forgetting.of(model.config).in_recurrence:
         raise ValueError(
-            "The maps are those of a model that forgets as it has learned to: give the checkpoint that this one was "
-            "made from, or switch forgetting off."
+            f"The model is made to forget ({model.config.forgetting}), so its maps are not those that it learned: "
+            "give the checkpoint that it was made from, or switch forgetting off."
         )
     wanted = list(range(len(blocks)) if layers is None else layers)
     if not wanted or not set(wanted) <= set(range(len(blocks))):
@@ -201,8 +200,8 @@ def _scans(model: Any, tokens_1T: Tensor, layers: Sequence[int] | None) -> dict[
         model.base_model(tokens_1T.to(device), output_final_state=False)
     if unknown := [layer for layer in wanted if layer not in record]:
         raise ValueError(
-            f"The layers {unknown} of {type(model).__name__} have no such map: there are maps of Mamba, GLA, HGRN-2 "
-            "and linear attention, and of softmax attention among them."
+            f"The layers {unknown} of {type(model).__name__} have no attention maps. Layers of Mamba, GLA, HGRN-2 and "
+            "linear attention have them, and softmax attention in models of these families."
         )
     return {layer: record[layer] for layer in sorted(set(wanted))}
 

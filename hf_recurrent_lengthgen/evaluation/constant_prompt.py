@@ -1,7 +1,7 @@
-"""Loss on a prompt of one repeated token: does a model that has read nothing new for long still predict it?
+"""Loss on a prompt of one repeated token: does a model still predict it after reading nothing new for a long time?
 
-"Stuffed Mamba" (Chen et al. 2024, arXiv:2410.07145), section 4 and Appendix I, reads the "newlines" prompt: newlines
-and nothing else. There is nothing to draw, so one text is enough, and there are no intervals.
+Chen et al., 2024 (arXiv:2410.07145), section 4 and Appendix I, read the "newlines" prompt, which holds nothing but
+newlines. The prompt is not random, so one text is enough, and there are no intervals.
 """
 
 from itertools import pairwise
@@ -20,8 +20,8 @@ BINS_PER_OCTAVE = 4
 
 
 def newline_token(tokenizer: Any) -> int | None:
-    """The id of the token that is one newline and nothing else, as it stands inside a text, if there is one."""
-    # where a space stands before every text, a newline alone is two tokens: then the one after a letter is taken
+    """The id of the token that is exactly one newline inside a text; None if there is none."""
+    # a tokenizer that puts a space before every text encodes a lone newline as two tokens: use the one after a letter
     alone, letter, inside = (tokenizer.encode(text, add_special_tokens=False) for text in ("\n", "a", "a\n"))
     for ids in (alone, inside[len(letter) :] if inside[: len(letter)] == letter else []):
         if len(ids) == 1 and tokenizer.decode(ids) == "\n":
@@ -38,23 +38,24 @@ def constant_prompt(
     chunk_length: int | None = None,
     progress: bool = True,
 ) -> ConstantPrompt:
-    """NLL by position of a text of `token` alone, and whether it rises beyond the training length: whether a bin is
-    above `FAILURE_FACTOR` times the highest bin inside, the first left out (the rule of section 4.2 for ordinary
-    texts).
+    """NLL by position of a text that repeats `token`, and whether it rises beyond the training length.
+
+    It rises if a bin is above `FAILURE_FACTOR` times the highest bin inside, without the first bin: the rule of
+    section 4.2 for ordinary texts.
 
     Args:
-        model, chunk_length, progress: As for `stream_nll`.
-        token: What is repeated; `newline_token(tokenizer)` for the paper's prompt.
+        model, chunk_length, progress: As in `stream_nll`.
+        token: The repeated token; `newline_token(tokenizer)` for the paper's prompt.
         training_length: Tokens per training sequence, at least 2.
         length: Positions to score, above `training_length`.
 
     Raises:
-        ValueError: for a token outside the vocabulary, lengths that are not possible, and as `stream_nll`.
+        ValueError: for a token outside the vocabulary, impossible lengths, and as in `stream_nll`.
     """
     if training_length < 2 or length <= training_length:
         raise ValueError(
-            f"training_length must be at least 2 and length above it, got {training_length} and {length}: the prompt "
-            "shows what happens beyond the training length."
+            "training_length must be at least 2 and length above it, because the prompt shows what happens beyond "
+            f"the training length; got {training_length} and {length}."
         )
     prompt = np.broadcast_to(np.int64(token), (1, length + 1))
     nll = stream_nll(model, prompt, chunk_length=chunk_length, progress=progress).nll

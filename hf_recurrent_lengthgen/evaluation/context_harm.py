@@ -1,14 +1,14 @@
-"""Context harm: what the context beyond the training length costs, on the very same tokens.
+"""Context harm: the cost of context beyond the training length, measured on the same tokens.
 
-Harm at position t is the NLL given the whole context minus the NLL of the same token given only the last tokens of it,
-at most as many as the model was trained on: the difficulty of the text cancels. It is zero for a model that reaches no
-further back than the kept context.
+Harm at position t is the NLL given the whole context minus the NLL of the same token given only its last tokens, at
+most as many as the model was trained on. The difficulty of the text cancels. Harm is zero for a model that uses no
+tokens before the kept context.
 
 Windows, with T the training length and h = T // 2: a window starts at every multiple w of h and runs from the zero
 state over the inputs tokens[w : w + T]. It scores the positions [w, w + T) with 1 to T tokens of context (indexing of
-`streaming`). Its last h positions, with T - h + 1 to T tokens of context, are the truncated-context NLLs of those
-positions: the windows tile [T - h, L), each position once. Harm is defined on [T, L). When L cuts the last window,
-that window is shorter. Full windows also give the NLL by position inside [0, T), averaged over many windows of each
+`streaming`). Its last h positions, with T - h + 1 to T tokens of context, give the truncated-context NLLs of those
+positions: the windows tile [T - h, L), each position once. Harm is defined on [T, L). If L cuts the last window, that
+window is shorter. Full windows also give the NLL by position inside [0, T), averaged over many windows of each
 sequence.
 """
 
@@ -29,7 +29,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import (
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 
 SHORTEST_TRAINING_LENGTH = 4
-"""Below this there is no room for the two bands of `context_use`."""
+"""Shorter training lengths leave no room for the two bands of `context_use`."""
 
 
 class WindowNll(NamedTuple):
@@ -56,13 +56,13 @@ def window_nll(
     """Run all windows of the module's definition; about two forward passes per token.
 
     Args:
-        model, tokens, progress: As for `stream_nll`, with L > T.
+        model, tokens, progress: As in `stream_nll`, with L > T.
         training_length: T in tokens.
         batch_size, chunk_length: Windows, and tokens of each, per forward pass; by default what memory limits allow.
-        partial: Where to keep what there is so far, and to go on from; the caller removes it.
+        partial: Where to keep partial results, and to resume from; the caller removes it.
 
     Raises:
-        ValueError: as `stream_nll`, and for L <= training_length or training_length < 4.
+        ValueError: as in `stream_nll`, and for L <= training_length or training_length < 4.
     """
     check_training_length(training_length)
     reader, half = reader_of(model), training_length // 2
@@ -107,7 +107,7 @@ def window_nll(
 def _window_rows(
     reader: Reader, array: np.ndarray, origins: list[tuple[int, int]], width: int, chunk_length: int | None
 ) -> np.ndarray:
-    """NLL (B, width) of windows that begin at (sequence, position)."""
+    """NLL (B, width) of windows that start at (sequence, position)."""
     rows = np.stack([array[sequence, start : start + width + 1] for sequence, start in origins])
     _, chunk = reading_plan(reader, len(rows), width, len(rows), chunk_length)
     pieces = [piece.nll.cpu().numpy() for piece in stream_chunks(reader, rows, chunk, None, origins)]
@@ -120,13 +120,14 @@ def check_training_length(training_length: int) -> None:
 
 
 def last_octave(length: int, training_length: int) -> tuple[int, int]:
-    """The positions [L/2, L) without those inside the training length: the default range of a summary."""
+    """The positions [L/2, L) without those inside the training length: the range of a summary."""
     return max(length // 2, training_length), length
 
 
 def context_use_bands(training_length: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Positions [T/4 - w, T/4 + w) and [T - 2w, T) with w = max(1, T // 16), T/4 rounded down: a model uses its
-    context when its in-window NLL falls from the first to the second.
+    """Positions [T/4 - w, T/4 + w) and [T - 2w, T) with w = max(1, T // 16) and T/4 rounded down.
+
+    A model uses its context if its in-window NLL falls from the first band to the second.
     """
     width, quarter = max(1, training_length // 16), training_length // 4
     return (quarter - width, quarter + width), (training_length - 2 * width, training_length)

@@ -1,6 +1,6 @@
-"""What single diagnoses found, as typed values with a strict JSON form; pictures and pages read only this.
+"""Results of the diagnoses, as typed values with a strict JSON form, which figures and pages are made from.
 
-Units and intervals are those of `results`. Which model and data a value belongs to is said by what holds it.
+Units and intervals are those of `results`. A value does not name its model and data; the result that holds it does.
 """
 
 from collections.abc import Iterable
@@ -25,10 +25,10 @@ Found = TypeVar("Found", bound=PartResult)
 @document("remembrance")
 @dataclass(frozen=True)
 class Remembrance(PartResult):
-    """Effective Remembrance (arXiv:2507.02782, Definition 3.3) at the end of texts of `length` tokens.
+    """Effective Remembrance (Buitrago Ruiz and Gu, 2025, Definition 3.3) at the end of texts of `length` tokens.
 
-    Entry i of each distance is that between the predictions after all tokens and after those from `starts[i]` on,
-    which are the last `length - starts[i]`: 0 where the tokens before make no difference, at most 1.
+    Entry i of each distance compares the prediction after all tokens with the prediction after the last
+    `length - starts[i]` tokens. It is 0 if the tokens before `starts[i]` make no difference, and at most 1.
     """
 
     training_length: int
@@ -43,10 +43,12 @@ class Remembrance(PartResult):
     def __post_init__(self) -> None:
         starts = self.starts
         if not starts or starts != tuple(sorted({*starts})) or starts[0] < 0 or starts[-1] >= self.length:
-            raise ValueError(f"Starts must increase strictly inside [0, {self.length}), got {starts}.")
+            raise ValueError(f"starts must increase strictly within [0, {self.length}), got {starts}.")
         for name in ("total_variation", "jensen_shannon", "cosine"):
             if len(getattr(self, name)) != len(starts):
-                raise ValueError(f"{len(starts)} starts have {len(getattr(self, name))} values in '{name}'.")
+                raise ValueError(
+                    f"'{name}' must have one value per start, {len(starts)}, got {len(getattr(self, name))}."
+                )
 
     def at(self, start: int) -> Estimate:
         """Total variation for one of `starts`."""
@@ -57,7 +59,7 @@ class Remembrance(PartResult):
 
     @property
     def beyond_training(self) -> Estimate | None:
-        """Total variation by what lies further back than the training length; None if that was not measured."""
+        """Total variation due to tokens further back than the training length; None if not measured."""
         start = self.length - self.training_length
         return self.at(start) if start in self.starts else None
 
@@ -65,9 +67,9 @@ class Remembrance(PartResult):
 @document("misalignment")
 @dataclass(frozen=True)
 class Misalignment(Estimate, PartResult):
-    """Long-short misalignment ("Output Alignment", Eq. 2) in nats, inside the training length; that of each sequence.
+    """Long-short misalignment (Du et al., 2025, Eq. 2) in nats, inside the training length, also by sequence.
 
-    It is not 0 for equal predictions: it is compared between models on the same text.
+    It is not 0 for equal predictions, so compare it only between models on the same text.
     """
 
     by_sequence: tuple[float, ...]
@@ -76,11 +78,11 @@ class Misalignment(Estimate, PartResult):
 @document("constant_prompt")
 @dataclass(frozen=True)
 class ConstantPrompt(PartResult):
-    """NLL of a prompt of one repeated token (the "newlines" prompt of arXiv:2410.07145, section 4).
+    """NLL of a prompt of one repeated token (the "newlines" prompt of Chen et al., 2024, section 4).
 
-    `inside` is the highest bin within the training length, the first bin left out, `beyond` the highest after it.
-    `exceeded_from` is the start of the first bin beyond the training length above `factor` times `inside`; None if
-    there is none: then the model is said to have forgotten the prompt's beginning.
+    `inside` is the highest bin inside the training length without the first bin, `beyond` the highest bin beyond it.
+    `exceeded_from` is the start of the first bin beyond the training length above `factor` times `inside`. If there is
+    none, it is None, and the model is said to have forgotten the beginning of the prompt.
     """
 
     token: int
@@ -101,9 +103,9 @@ class RankCorrelation:
     Attributes:
         metric, score: Names of the two numbers.
         coefficient: From -1 to 1; equal values share the mean of their ranks.
-        p_value: Two-sided: the share of pairings that are at least as far from 0, of all pairings of the two sets of
-            values (`exact`), or of `pairings` random ones.
-        least_p_value: The least that p_value can be for so many models without equal values.
+        p_value: Two-sided: the share of pairings whose coefficient is at least as far from 0, among all pairings of
+            the two sets of values (`exact`) or among `pairings` random ones.
+        least_p_value: The smallest possible p_value for this number of models without equal values.
     """
 
     metric: str
@@ -120,9 +122,9 @@ class RankCorrelation:
 
 @dataclass(frozen=True)
 class DiagnosedModel:
-    """What was found about one model.
+    """The results for one model.
 
-    `parts` are by the name of the part; `refused` says of those that could not be measured why.
+    `parts` holds results by the name of the part, `refused` the reason for each part that could not be measured.
     """
 
     role: Role
@@ -131,16 +133,17 @@ class DiagnosedModel:
     refused: dict[str, str]
 
     def found(self, kind: type[Found]) -> Found | None:
-        """The first part of that type; None where there is none."""
+        """The first part of the given type, or None."""
         return next((part for part in self.parts.values() if isinstance(part, kind)), None)
 
 
 @document("diagnosis", version=2)
 @dataclass(frozen=True)
 class Diagnosis:
-    """Models diagnosed on the same data, in the order they are shown.
+    """Models diagnosed on the same data, in the order in which they are shown.
 
-    `correlation` is that of misalignment and loss at long context over the models; None for fewer than three.
+    `correlation` is the rank correlation of misalignment and long-context loss over the models; None for fewer than
+    three.
     """
 
     title: str
@@ -148,9 +151,9 @@ class Diagnosis:
     correlation: RankCorrelation | None
 
     def __post_init__(self) -> None:
-        _ = self.comparison  # its checks are those of the models together
+        _ = self.comparison  # checks that the models can be compared
 
     @property
     def comparison(self) -> Comparison:
-        """The evaluations alone."""
+        """The evaluations without the parts."""
         return Comparison(self.title, tuple(ComparedModel(m.role, m.evaluation, None) for m in self.models))

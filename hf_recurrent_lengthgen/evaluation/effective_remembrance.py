@@ -1,14 +1,14 @@
-"""Effective Remembrance: how much of a prediction the tokens far back make.
+"""Effective Remembrance: how much distant tokens change a prediction.
 
-"Unexplored states" (Buitrago & Gu 2025, arXiv:2507.02782), Definition 3.3: EffRem_T(t) = d(q(.|x_{0:T}), q(.|x_{t:T}))
-for a distance d of probability distributions, averaged over texts x. Glossary: `length` is T, `starts` are the t, q
-is the prediction of the next token. d is the total variation (Eq. 3), the Jensen-Shannon distance (square root, base
-2) or one minus the cosine similarity (Appendix G: where the paper plots the similarity). All lie in [0, 1].
+Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), Definition 3.3: EffRem_T(t) = d(q(.|x_{0:T}), q(.|x_{t:T})) for a
+distance d of probability distributions, averaged over texts x. Glossary: `length` is T, `starts` are the t, q is the
+prediction of the next token. d is the total variation (Eq. 3), the Jensen-Shannon distance (square root, base 2) or
+one minus the cosine similarity (Appendix G, where the paper plots the similarity). All lie in [0, 1].
 
 t = T is refused: without any token there is no prediction.
 
 One sweep reads all start points: at each t a row in the zero state joins the batch, and all rows read the same next
-tokens. A model that carries keys and values, or nothing at all, reads each start point on its own.
+tokens. With a model that carries keys and values, or nothing, each start point is read separately.
 """
 
 import math
@@ -40,15 +40,15 @@ from hf_recurrent_lengthgen.models.recurrent_state import map_state
 
 START_POINTS = 64
 LENGTHS_OF_TRAINING = 4
-"""T in training lengths, unless the caller chooses, as in the paper's figures."""
+"""Default T in training lengths, as in the paper's figures."""
 Row = tuple[int, int]
 """Start point and sequence."""
 
 
 def start_points(length: int, training_length: int, count: int = START_POINTS) -> tuple[int, ...]:
-    """`count` points evenly spaced from 0, the one a training length before the end, and some close to the end.
+    """`count` evenly spaced points from 0, one a training length before the end, and some close to the end.
 
-    The last are 1, 2, 4, ... tokens before the end, as far as that is less than the even spacing.
+    The points close to the end are 1, 2, 4, ... tokens before it, as long as that is less than the even spacing.
     """
     if length < 1 or count < 1:
         raise ValueError(f"length and count must be at least 1, got {length} and {count}.")
@@ -78,10 +78,10 @@ def effective_remembrance(
     """Effective Remembrance at `length` for all start points and distances, with intervals over sequences.
 
     Args:
-        model: A causal language model (`reader_of` says which).
+        model: A causal language model, see `reader_of`.
         tokens: Token ids (S, at least `length`); the first `length` of each sequence are read.
         training_length: Tokens per training sequence.
-        settings: Confidence, progress, rows (a sequence from a start point on) and tokens of a row in a forward pass.
+        settings: Confidence, progress, and rows (a sequence from one start point) and tokens per forward pass.
         length: T; by default 4 training lengths.
         starts: The t, in any order, from 0 to T - 1; by default those of `start_points`.
 
@@ -120,8 +120,8 @@ def remembrance_values(
         raise ValueError(f"length must be at least 1 token, got {length}.")
     if len(starts) == 0 or len({*starts}) < len(starts) or min(starts) < 0 or max(starts) >= length:
         raise ValueError(
-            f"starts must be different positions from 0 to {length - 1}, at least one, got {tuple(starts)}: after no "
-            f"token at all (t = {length}) there is no prediction."
+            f"starts must be one or more different positions from 0 to {length - 1}, got {tuple(starts)}; without any "
+            f"token (t = {length}) there is no prediction."
         )
     reader = reader_of(model)
     array = check_tokens(tokens, reader.vocabulary, length - 1)[:, :length]
@@ -136,7 +136,7 @@ def remembrance_values(
             whole: Tensor | None = None
             for rows in row_batches(read, group, batch, reader.carried_by_row):
                 predictions = final_predictions(reader, array, rows, chunk, budget, bar)
-                # The first rows start at 0, all sequences of the group among them.
+                # The first rows start at 0, one per sequence of the group.
                 whole = predictions[: len(group)] if whole is None else whole
                 for prediction, (start, sequence) in zip(predictions, rows, strict=True):
                     distances = prediction_distances(whole[sequence - first], prediction)
@@ -147,12 +147,12 @@ def remembrance_values(
 def sweep_plan(
     reader: Reader, length: int, starts: int, batch_size: int | None, chunk_length: int | None
 ) -> tuple[int, int, int]:
-    """Most rows, most tokens of a row and most tokens of all rows in one forward pass."""
+    """Maximum rows, tokens per row and tokens of all rows in one forward pass."""
     check_pieces(batch_size, chunk_length)
     limit = TOKENS_PER_FORWARD if reader.keeps else LOGITS_PER_FORWARD // reader.vocabulary
     tokens = max(1, min(TOKENS_PER_FORWARD, limit))
     if batch_size is None:
-        # Rows join after every length / starts tokens: more rows than fill a pass of so many tokens do not help.
+        # Rows join after every length / starts tokens, so rows beyond a full pass of that many tokens do not help.
         piece = min(SHORTEST_CHUNK, max(1, length // starts)) if reader.carried_by_row else length
         shapes = reader.model.state_shapes() if hasattr(reader.model, "state_shapes") else ()
         state = max(1, sum(math.prod(part) for shape in shapes for part in shape))
@@ -161,7 +161,8 @@ def sweep_plan(
 
 
 def row_batches(starts: Sequence[int], sequences: range, batch_size: int, joined: bool) -> Iterator[list[Row]]:
-    """All pairs of start and sequence by start, at most `batch_size` at once; of one start only, unless `joined`."""
+    """All (start, sequence) pairs ordered by start, in batches of at most `batch_size`; unless `joined`, one start per
+    batch."""
     rows = [(start, sequence) for start in starts for sequence in sequences]
     parts = [rows] if joined else [list(part) for _, part in groupby(rows, key=lambda row: row[0])]
     for part in parts:
@@ -174,8 +175,8 @@ def final_predictions(
 ) -> Tensor:
     """q(.|x_{start:T}) of each row, (R, V) float64 on the CPU: the sweep of this module.
 
-    `array` (S, T) holds the tokens; `chunk` and `budget` are the most of a row, and of all rows, in a forward pass.
-    Rows are by start, of one start only unless what the reader carries is `carried_by_row`.
+    `array` (S, T) holds the tokens. `chunk` and `budget` limit the tokens per row and of all rows in a forward pass.
+    Rows are ordered by start, and have the same start unless the reader is `carried_by_row`.
     """
     cache = None
     for begin, end in pairwise([*sorted({start for start, _ in rows}), array.shape[1]]):
@@ -184,7 +185,7 @@ def final_predictions(
             cache = add_rows(reader, cache, sum(start == begin for start, _ in reading))
         sequences = [sequence for _, sequence in reading]
         most = max(1, min(chunk, budget // len(reading))) if reader.carries else end - begin
-        step = math.ceil((end - begin) / math.ceil((end - begin) / most))  # equal pieces: no short one is left over
+        step = math.ceil((end - begin) / math.ceil((end - begin) / most))  # equal pieces, without a short last one
         for at in range(begin, end, step):
             ids = array[sequences, at : min(at + step, end)].astype(np.int64)
             logits, cache = reader.read(torch.from_numpy(ids).to(reader.device), cache, logits_to_keep=1)
@@ -194,13 +195,13 @@ def final_predictions(
 
 
 def add_rows(reader: Reader, cache: Any, count: int) -> Any:
-    """What is carried, with `count` more rows at the end that have read nothing."""
+    """The cache with `count` more rows at the end that have read nothing."""
     shaped = reader.take_rows(cache, torch.zeros(count, dtype=torch.long))
     return reader.join_rows([cache, reader.begin(map_state(torch.zeros_like, reader.state(shaped)))])
 
 
 def check_logits(logits: Tensor, rows: Sequence[Row], stop: int) -> None:
-    """Raise a `ValueError` that names the first row whose logits (R, 1, V) make no prediction."""
+    """Raise a `ValueError` that names the first row whose logits (R, 1, V) give no prediction."""
     broken = (logits.isnan() | (logits == math.inf)).flatten(1).any(1) | (logits == -math.inf).flatten(1).all(1)
     if bool(broken.any()):
         start, sequence = rows[int(broken.nonzero()[0])]

@@ -44,33 +44,33 @@ HARM_THRESHOLD = 0.05
 EXACT_UNTIL, FINE_PER_OCTAVE = 256, 16
 COARSE_PER_OCTAVE = 4
 VERDICT_PER_OCTAVE = 2
-"""Few, wide bins: the noise of each of them enters the verdict."""
+"""Few, wide bins, because the noise of each bin enters the verdict."""
 
 
 BY_MEMORY = "(default: 4,096 tokens in all, fewer with many logits)"
 
 
 def option(default: Any, help: str) -> Any:
-    """A field of settings that is an option of the command line, too."""
+    """A field of settings that is also a command-line option."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """How a model is measured; fields with a help are options of `lengthgen evaluate`.
+    """How a model is measured; fields with a help text are options of `lengthgen evaluate`.
 
     Attributes:
         batch_size, chunk_length: Rows, and tokens of each, per forward pass; None for what memory limits allow.
-        harm_threshold: Nats per token; context is called harmful in a bin whose lower bound lies above.
-        tolerance: Of the verdict, as a fraction of perplexity.
-        confidence: Two-sided, of all intervals.
-        seed: Of random draws; recorded.
-        command: How the evaluation was started, which is recorded; None for this process' command line.
+        harm_threshold: Nats per token; context is called harmful in a bin whose lower bound is above it.
+        tolerance: Tolerance of the verdict, as a fraction of perplexity.
+        confidence: Two-sided confidence of all intervals.
+        seed: Seed of random draws; recorded.
+        command: Recorded command of the evaluation; None for the command line of this process.
         progress: Show progress bars.
     """
 
-    batch_size: int | None = option(None, f"texts or windows in a forward pass {BY_MEMORY}")
-    chunk_length: int | None = option(None, f"tokens of each in a forward pass {BY_MEMORY}")
+    batch_size: int | None = option(None, f"texts or windows per forward pass {BY_MEMORY}")
+    chunk_length: int | None = option(None, f"tokens of each text per forward pass {BY_MEMORY}")
     harm_threshold: float = HARM_THRESHOLD
     tolerance: float = TOLERANCE
     confidence: float = CONFIDENCE
@@ -96,15 +96,16 @@ DEFAULTS, NOT_SAID = EvaluationSettings(), DataRecord()
 
 
 class Readings(NamedTuple):
-    """What the metrics of an evaluation are made of: NLL in the stream (S, L), and in windows."""
+    """The data of all metrics of an evaluation: NLL in the stream (S, L), and in windows."""
 
     stream: np.ndarray
     windows: WindowNll
 
 
 class Measurement:
-    """One model on checked token ids (S, L + 1): what every metric is computed from, and where its result is kept by
-    `key`, what every result depends on.
+    """One model on checked token ids (S, L + 1), which every metric is computed from.
+
+    Results are cached by `key`, which holds everything that they depend on.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Measurement:
         self._evaluation: EvaluationResult | None = None
 
     def kept(self, name: str, kind: type[Document], compute: Callable[[], Document], **depends_on: Any) -> Document:
-        """A result from the cache, or computed and kept; it depends on `key` and on what is named here."""
+        """A result from the cache, or computed and kept; it depends on `key` and `depends_on`."""
         if self.cache is None:
             return compute()
         key = {"result": name, **self.key, **depends_on}
@@ -148,7 +149,7 @@ class Measurement:
         return None if self.cache is None else self.cache.partial({"result": name, **self.key, **depends_on})
 
     def evaluate(self, observer: Observer | None = None) -> EvaluationResult:
-        """The evaluation, made once; an observer has seen the stream of the texts then, for which it is read again."""
+        """The evaluation, made once; with an observer, the texts are read again, so that it sees the stream."""
         if self._evaluation is None or observer is not None:
             self._evaluation = _evaluate(self, observer)
         return self._evaluation
@@ -167,22 +168,22 @@ def evaluate_model(
 ) -> EvaluationResult:
     """Position-wise NLL, context harm, in-window NLL and the length verdict; three forward passes per token.
 
-    The verdict judges positions inside the training length by their mean over all windows, which is many times more
-    precise than the one beginning of each sequence, and later positions by the stream.
+    The verdict judges later positions by the stream, and positions inside the training length by their mean over all
+    windows, which is many times more precise than the single beginning of each sequence.
 
     Args:
-        model: As for `stream_nll`.
+        model: As in `stream_nll`.
         tokens: Token ids (S, L + 1): S held-out sequences, L > training_length positions each. Intervals need S >= 2,
             and a last octave of harm at 32 to 64 training lengths needs L = 64 * training_length.
         training_length: Tokens per training sequence, T.
         label: Name of the model in tables and figures.
-        data: What the tokens are, for people; the digest is that of `tokens`, whatever is given.
-        settings: How it is measured.
-        observer: Sees the stream, also of a result in the cache; entered around it if it is a context manager.
-        cache: Where results are kept by their content, and what there is of one after an interrupt.
+        data: Description of the tokens; the digest is always computed from `tokens`.
+        settings: How the model is measured.
+        observer: Sees the stream, also if the result is cached; a context manager is entered around the stream.
+        cache: Where results are kept, and partial results after an interrupt.
 
     Raises:
-        ValueError: as `stream_nll` and `window_nll`.
+        ValueError: as in `stream_nll` and `window_nll`.
     """
     return Measurement(model, tokens, training_length, label, data, settings, cache).evaluate(observer)
 
@@ -196,7 +197,7 @@ def _evaluate(task: Measurement, observer: Observer | None) -> EvaluationResult:
     }
 
     def read_stream() -> np.ndarray:
-        # what an observer records while it is entered belongs to the stream, not to the windows
+        # an observer records the stream only, not the windows
         with observer if isinstance(observer, AbstractContextManager) else nullcontext():
             return stream_nll(
                 task.model, task.tokens, observer=observer, partial=partials["stream"], **settings.reading
@@ -300,6 +301,6 @@ def estimate(values: np.ndarray, confidence: float) -> Estimate:
 
 
 def binned_curve(values: np.ndarray, edges: Sequence[int], first: int, confidence: float) -> Curve:
-    """The curve of values (S, n), whose first column is position `first`, on the edges from `first` on."""
+    """The curve of values (S, n), whose first column is position `first`, on the edges from `first`."""
     kept = [edge for edge in edges if edge >= first]
     return make_curve(kept, bin_means(values, [edge - first for edge in kept]), confidence)

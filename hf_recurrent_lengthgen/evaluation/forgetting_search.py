@@ -1,8 +1,8 @@
-"""Search for the forgetting at inference under which a model predicts long texts best.
+"""Search for the forgetting at inference with which a model predicts long texts best.
 
-"Stuffed Mamba" (Chen et al. 2024, arXiv:2410.07145), section 3.2.2, chooses the multipliers of retention and insertion
-(RRI) "by validation using average loss on pre-training data with 32K context length". Here any setting of `Forgetting`
-is a candidate, and no forgetting always is one of them.
+Chen et al., 2024 (arXiv:2410.07145), section 3.2.2, choose the multipliers of retention and insertion (RRI) "by
+validation using average loss on pre-training data with 32K context length". Here any setting of `Forgetting` can be a
+candidate, and no forgetting always is one.
 """
 
 import os
@@ -24,12 +24,12 @@ from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, pr
 from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
 
 SEARCH_LENGTH = 32 * 1024
-"""Tokens of context of the paper's search."""
+"""Context length of the paper's search, in tokens."""
 RETENTIONS = (1.0, 0.9999, 0.999, 0.99)
-"""Halve what is in the state within 6,931, 693 and 69 tokens, beyond what the model has learned to forget."""
+"""Those below 1 halve the state within 6,931, 693 and 69 tokens, in addition to learned forgetting."""
 INSERTIONS = (1.0, 0.9, 0.75, 0.5)
 PAPER = Forgetting(retention=0.9999, insertion=0.75)
-"""What the paper's search gave for its Mamba-2 of 370M parameters, trained on 8k tokens."""
+"""The result of the paper's search for its Mamba-2 with 370M parameters, trained on 8k tokens."""
 
 
 def forgetting_grid(
@@ -46,7 +46,7 @@ def forgetting_grid(
 
 
 def in_words(rule: Forgetting) -> str:
-    """What differs from no forgetting: "retention 0.9999, insertion 0.75", "window 4,096"."""
+    """The settings that differ from no forgetting: "retention 0.9999, insertion 0.75", "window 4,096"."""
     changed = [(name, value) for name, value in rule._asdict().items() if value != Forgetting._field_defaults[name]]
     words = [f"{name.replace('_', ' ')} {value:{',' if name == 'window' else ''}}" for name, value in changed]
     return ", ".join(words) or "no forgetting"
@@ -65,19 +65,19 @@ def search_forgetting(
     """Measure the mean loss of texts under each rule, one forward pass per token and rule.
 
     Args:
-        model: A model of this package, or one that `stateful` wrapped. What its own config says about forgetting
-            counts for no rule; it is left as it was.
-        tokens: Token ids (S, L + 1): S texts of L positions each, other ones than those that a result is reported on.
+        model: A model of this package, or one wrapped by `stateful`. The forgetting in its own config is replaced
+            during the search.
+        tokens: Token ids (S, L + 1): S texts of L positions each. Use other texts for results that are reported.
         rules: Candidates; by default those of `forgetting_grid`. No forgetting is added at the front.
         label: Name of the model in the result.
-        data: What the tokens are, for people; the digest is that of `tokens`, whatever is given.
+        data: Description of the tokens; the digest is always computed from `tokens`.
         settings: Confidence, rows and tokens per forward pass, progress.
-        file: JSON file that is written after each rule, and continued if it is there and of the same model and
-            tokens. None for no file.
+        file: JSON file that is written after each rule. An existing file of the same model and tokens is continued.
+            None for no file.
 
     Raises:
-        ValueError: as `stream_nll`, with the rule; for rules out of range or that the model cannot honor, before
-            anything is measured; and for a `file` of another search.
+        ValueError: as in `stream_nll`, with the rule; before any measurement, for rules that are out of range or that
+            the model cannot apply; and for a `file` of another search.
     """
     array = check_tokens(tokens, vocabulary_size(model))
     candidates = list(dict.fromkeys([Forgetting(), *(forgetting_grid() if rules is None else rules)]))
@@ -100,7 +100,7 @@ def search_forgetting(
             if rule not in losses:
                 losses[rule] = _losses(model, array, rule, settings)
                 if file is not None:
-                    write_result(file, result(losses))  # with what an earlier search of other settings found
+                    write_result(file, result(losses))  # includes the rules of an earlier search
             bar.update(array[:, 1:].size)
     return result(candidates)
 
@@ -129,6 +129,6 @@ def _known(file: str | os.PathLike[str], measured: dict[str, Any], data: DataRec
     if kept.data.digest != data.digest or any(getattr(kept, name) != value for name, value in measured.items()):
         raise ValueError(
             f"{os.fspath(file)} holds a search of another model or on other texts ({kept.model}, {kept.sequences} "
-            f"texts of {kept.length} tokens of {kept.data.description}): give another file, or remove it."
+            f"texts of {kept.length} tokens from {kept.data.description}): give another file, or remove it."
         )
     return {rule_of(trial): np.asarray(trial.losses) for trial in kept.trials}

@@ -1,8 +1,8 @@
-"""Typed values with a strict JSON form: what results and records are written as, and read back from.
+"""Typed values with a strict JSON form, in which results and records are written and read.
 
-A document is a frozen dataclass of plain types: dataclasses of such, tuples, `dict[str, ...]`, `Literal`, `None`,
-int, float, str and bool. `@document("kind")` gives it a name in its file. Where one document holds others of which
-only a base class on `AnyDocument` is known, each of them says its kind and version.
+A document is a frozen dataclass of plain types: int, float, str, bool, `None`, `Literal`, tuples, `dict[str, ...]`,
+and dataclasses of these. `@document("kind")` gives it a name in its file. A document in a field whose type is a base
+class on `AnyDocument` is written with its own kind and version.
 """
 
 import json
@@ -24,7 +24,7 @@ _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, ser_json_
 
 
 class AnyDocument:
-    """Base of base classes: a field of such a class holds any document that is made on it."""
+    """Base of base classes: a field of such a class holds any document that is a subclass of it."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
@@ -37,15 +37,15 @@ class AnyDocument:
 def document(kind: str, version: int = 1) -> Callable[[type[Document]], type[Document]]:
     """Give a dataclass a file form.
 
-    A field that is added later has a default, so that older files are read; one that is taken away would make them
-    unreadable. `version` is raised with every field that is added, here or in what it holds.
+    A field added later needs a default, so that older files can be read; removing a field would make them unreadable.
+    Raise `version` with every field that is added, here or in the dataclasses that it holds.
     """
 
     def register(cls: type[Document]) -> type[Document]:
         for other in [other for other, (known, _) in _SCHEMAS.items() if known == kind]:
             if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-                raise ValueError(f"There is a document of kind {kind!r} already.")
-            del _SCHEMAS[other]  # a cell of a notebook runs again
+                raise ValueError(f"{other.__name__} is a document of kind {kind!r} already: choose another kind.")
+            del _SCHEMAS[other]  # a notebook cell may define it again
         _SCHEMAS[cls] = (kind, version)
         return cls
 
@@ -56,29 +56,29 @@ def to_json(document: Any) -> str:
     """The JSON text of a document, with its kind and schema version.
 
     Raises:
-        ValueError: naming all values that are NaN, infinite or of a wrong type.
+        ValueError: for values that are NaN, infinite or of a wrong type, with the path of each.
     """
     text = json.dumps(_tagged(document), indent=1)
-    # lists of numbers on one line: a newline in JSON stands between values only
+    # put lists of numbers on one line; newlines in JSON occur only between values
     return re.sub(r"\[\n([^\[\]{}\"]*)\n *\]", lambda match: f"[{' '.join(match[1].split())}]", text)
 
 
 def from_json(text: str, kind: type[Document]) -> Document:
-    """Read what `to_json` wrote, in this version or an earlier one, whose missing fields take their defaults.
+    """Read what this version or an earlier one of `to_json` wrote; fields that it lacks take their defaults.
 
     Raises:
-        ValueError: for text that is not JSON, another kind, a newer schema version, and for every missing, unknown,
-            doubled or wrongly typed entry or value that is not finite, by its path.
+        ValueError: for text that is not JSON, another kind, a newer schema version, and missing, unknown, duplicate,
+            wrongly typed or not finite entries, with the path of each.
     """
     try:
         found: Document = _untagged(json.loads(text, object_pairs_hook=_unique), kind)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"This is not JSON ({error}); the file may be cut off.") from error
+        raise ValueError(f"The text is not JSON ({error}); the file may be truncated.") from error
     return found
 
 
 def to_plain(value: Any) -> Any:
-    """A dataclass as what JSON knows, or a `ValueError` for what `from_plain` would refuse."""
+    """A dataclass as plain JSON types, or a `ValueError` for what `from_plain` would refuse."""
     adapter = _adapter(type(value))  # type: ignore[arg-type]  # a class can be hashed
     plain = json.loads(adapter.dump_json((value,), warnings=False))[0]
     from_plain(plain, type(value))
@@ -86,7 +86,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(plain: Any, kind: type[Document]) -> Document:
-    """A dataclass of what `to_plain` gave, or a `ValueError` with all that is missing, unknown or of a wrong type."""
+    """A dataclass from plain JSON types, or a `ValueError` with all missing, unknown or wrongly typed entries."""
     try:
         (found,) = _adapter(kind).validate_json(json.dumps([plain]))  # type: ignore[arg-type]
     except ValidationError as error:
@@ -97,7 +97,7 @@ def from_plain(plain: Any, kind: type[Document]) -> Document:
 
 @cache
 def _adapter(kind: type) -> TypeAdapter[Any]:
-    return TypeAdapter(tuple[kind], config=_STRICT)  # type: ignore[valid-type]  # a tuple gives its config to `kind`
+    return TypeAdapter(tuple[kind], config=_STRICT)  # type: ignore[valid-type]  # a tuple passes its config to `kind`
 
 
 def _tagged(document: Any) -> dict[str, Any]:
@@ -116,10 +116,11 @@ def _untagged(plain: Any, kind: type) -> Any:
         raise ValueError(f"Expected a document of kind {' or '.join(map(repr, known))}, got {name!r}{newer}.")
     (cls, reads), version = known[name], plain.get("schema_version")
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise ValueError(f"The schema version must be a whole number from 1 on, got {version!r}.")
+        raise ValueError(f"The schema version must be an integer of at least 1, got {version!r}.")
     if version > reads:
         raise ValueError(
-            f"The document has schema version {version}, this code reads up to {reads}: update hf_recurrent_lengthgen."
+            f"The document has schema version {version}, but this version of the package reads up to {reads}: update "
+            "hf_recurrent_lengthgen."
         )
     return from_plain({key: value for key, value in plain.items() if key not in ("kind", "schema_version")}, cls)
 
@@ -136,5 +137,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"Doubled entries: {sorted({key for key in keys if keys.count(key) > 1})}.")
+        raise ValueError(f"Duplicate entries: {sorted({key for key in keys if keys.count(key) > 1})}.")
     return entries

@@ -1,8 +1,8 @@
-"""Up to which length a model generalizes.
+"""The length up to which a model generalizes.
 
-Definition 3.2 of "Unexplored states" (Buitrago & Gu 2025, arXiv:2507.02782): with p* the lowest perplexity inside the
-training length, reached at t*, a model generalizes to T if ppl(t) <= p* for all t in [t*, T] (the paper prints T_train
-there; T is meant). Here on logarithmic bins, with a tolerance, by the means alone, and by what the sequences prove.
+Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), Definition 3.2: with p* the lowest perplexity inside the training
+length, reached at t*, a model generalizes to T if ppl(t) <= p* for all t in [t*, T] (the paper prints T_train there,
+but T is meant). Here the definition is applied to logarithmic bins with a tolerance, to the means and to their bounds.
 """
 
 import math
@@ -38,7 +38,7 @@ def length_verdict(
         nll: Mean NLL of each sequence in each bin, (S, n), nats per token.
         training_length: T_train in tokens; p* is sought in the bins below it.
         tolerance: Fraction by which perplexity may exceed p*.
-        confidence: Of the paired intervals.
+        confidence: Two-sided confidence of the paired intervals.
     """
     if training_length not in edges[1:]:
         raise ValueError(f"The training length {training_length} must be one of the bin edges {tuple(edges)}.")

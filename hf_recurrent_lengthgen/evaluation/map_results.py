@@ -1,4 +1,4 @@
-"""Attention maps of a recurrent model as values with a file form; pictures of them read only this."""
+"""Attention maps of a recurrent model as values with a file form, which figures are made from."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from hf_recurrent_lengthgen.models.atomic_files import replacing
 
 @dataclass(frozen=True, eq=False)
 class LayerMaps:
-    """What one layer mixes on one text, and how its projections are correlated (arXiv:2410.11135).
+    """The maps of one layer on one text, and the correlation of its projections (Trockman et al., 2024).
 
     Attributes:
         layer: Number of the layer, from 0.
@@ -20,11 +20,11 @@ class LayerMaps:
             "softmax attention".
         linear_distance: ||average - L|| / ||L|| for the linear attention L = tril(C^T B) of Eq. 12, which has the same
             B and C, steps of 1 and no decay; None for softmax attention.
-        cosine: Cosine of W_B and W_C as vectors; None where there are none.
-        identity: Cosine of W_C^T W_B and the identity, at most sqrt(N / D); None where there are none.
+        cosine: Cosine of W_B and W_C as vectors; None for a layer without them.
+        identity: Cosine of W_C^T W_B and the identity, at most sqrt(N / D); None for a layer without them.
         average: (T, T) float32, the mean of the maps M_d over the channels (section 2): entry (i, j) is the weight of
             token j in the output at token i, 0 for j > i.
-        mask: (T, T) float32, the mean over channels and states of what is left at i of what was written at j: 1 where
+        mask: (T, T) float32, the share that is left at i of what was written at j, mean over channels and states: 1 if
             nothing is forgotten.
     """
 
@@ -47,8 +47,9 @@ class AttentionMaps:
 
 
 def save_maps(path: str | os.PathLike[str], maps: AttentionMaps) -> None:
-    """Write maps as an .npz file: `average` and `mask` (layers, T, T), and everything else as JSON in `header`, where
-    a number that is not finite, as the cosine of weights that are 0, is null.
+    """Write maps as an .npz file: `average` and `mask` (layers, T, T), and everything else as JSON in `header`.
+
+    A number that is not finite, such as the cosine of zero weights, is null there.
     """
     arrays = {name: np.stack([getattr(layer, name) for layer in maps.layers]) for name in ("average", "mask")}
     numbers = [

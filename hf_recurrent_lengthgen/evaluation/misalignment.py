@@ -1,11 +1,10 @@
 """Long-short misalignment: how far predictions move when the same context is cut a little shorter.
 
-arXiv:2506.11769, section 4.1. Glossary: a, b logits (..., V);
-p = softmax(a), q = softmax(b); normalizer = log sum exp of the logits, so log p = a - normalizer;
-expected (2, ...) = (E_p[log q], E_q[log p]).
+Du et al., 2025 (arXiv:2506.11769), section 4.1. Glossary: a, b logits (..., V); p = softmax(a), q = softmax(b);
+normalizer = log sum exp of the logits, so log p = a - normalizer; expected (2, ...) = (E_p[log q], E_q[log p]).
 
-The symmetric cross-entropy of a distribution with itself is twice its entropy, not zero: a misalignment is
-compared between models on the same text, never with zero. It also falls when a model becomes more certain.
+The symmetric cross-entropy of a distribution with itself is twice its entropy, not zero. So a misalignment is compared
+between models on the same text, never with zero. It also falls when a model becomes more certain.
 """
 
 import inspect
@@ -24,11 +23,11 @@ from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, pr
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 
 LOGITS_PER_CHUNK = {"cpu": 2**19, "accelerator": 2**25}
-"""Most logits worked on at once unless the caller chooses: a CPU's cache, and enough to fill an accelerator."""
+"""Default number of logits per chunk: what fits into a CPU's cache, and what fills an accelerator."""
 
 
 def chunk_positions(logits: Tensor, chunk_size: int | None) -> int:
-    """Positions worked on at once: the caller's, or as many as `LOGITS_PER_CHUNK` allows, at least 1."""
+    """Positions per chunk: `chunk_size`, or as many as `LOGITS_PER_CHUNK` allows, at least 1."""
     if chunk_size is None:
         limit = LOGITS_PER_CHUNK["cpu" if logits.device.type == "cpu" else "accelerator"]
         return max(1, limit // logits.shape[-1])
@@ -67,9 +66,9 @@ def expected_logs(a: Tensor, b: Tensor, normalizer_a: Tensor, normalizer_b: Tens
 
 
 def sce_gradients(log_p: Tensor, log_q: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of Eq. 1 for the logits a and b of some positions.
+    """Gradients of Eq. 1 with respect to the logits a and b of some positions.
 
-    For a it is p - q - p (log q - E_p[log q]); for b the same with the roles exchanged.
+    For a it is p - q - p (log q - E_p[log q]); for b the roles are exchanged.
 
     Args:
         log_p, log_q: Log-probabilities (..., V), overwritten.
@@ -82,7 +81,7 @@ def sce_gradients(log_p: Tensor, log_q: Tensor, expected: Tensor) -> tuple[Tenso
 
 
 class _SymmetricCrossEntropy(torch.autograd.Function):
-    """Keeps the logits and numbers per position; probabilities are made again in the backward pass."""
+    """Saves the logits and a few numbers per position; the backward pass recomputes the probabilities."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, chunk: int) -> Tensor:
@@ -112,10 +111,10 @@ def symmetric_cross_entropy(logits_a: Tensor, logits_b: Tensor, chunk_size: int 
 
     Args:
         logits_a, logits_b: Finite logits (..., V) of one shape and dtype.
-        chunk_size: Positions whose probabilities exist at the same time; by default `LOGITS_PER_CHUNK`.
+        chunk_size: Positions whose probabilities are in memory at once; by default from `LOGITS_PER_CHUNK`.
 
     Returns:
-        (...), float64 for float64 logits and float32 for others; gradients have the dtype of the logits.
+        (...), float64 for float64 logits, else float32; gradients have the dtype of the logits.
 
     Raises:
         ValueError: for different shapes or dtypes, an empty vocabulary, integers, or chunk_size < 1.
@@ -128,7 +127,7 @@ def symmetric_cross_entropy(logits_a: Tensor, logits_b: Tensor, chunk_size: int 
             )
     if logits_a.shape != logits_b.shape or logits_a.dtype != logits_b.dtype:
         raise ValueError(
-            "logits_a and logits_b must have one shape and dtype, got "
+            "logits_a and logits_b must have the same shape and dtype, got "
             f"{tuple(logits_a.shape)} {logits_a.dtype} and {tuple(logits_b.shape)} {logits_b.dtype}."
         )
     return _SymmetricCrossEntropy.apply(logits_a, logits_b, chunk_positions(logits_a, chunk_size))
@@ -142,10 +141,10 @@ class ContextPair(NamedTuple):
 
 
 def context_pairs(available: int, training_length: int, samples: int, seed: int, sequence: int) -> list[ContextPair]:
-    """The random draws of `long_short_misalignment` for one sequence, keyed by seed and number of the sequence.
+    """The random draws of `long_short_misalignment` for one sequence, keyed by seed and index of the sequence.
 
     The end of x is uniform among the positions with at least T = training_length of the `available` tokens before
-    them, and l1, l2 among the pairs of different integers in [T/2, T]: section 5.3 takes their distance from 1 on.
+    them. (l1, l2) is uniform among the pairs of different integers in [T/2, T]; section 5.3 uses distances from 1.
     """
     generator = np.random.default_rng((seed, sequence))
     lengths = np.arange((training_length + 1) // 2, training_length + 1)
@@ -171,21 +170,22 @@ def long_short_misalignment(
 ) -> Misalignment:
     """E over x, l1, l2 of the symmetric cross-entropy of the predictions after x[-l1:] and after x[-l2:] (Eq. 2).
 
-    The paper leaves open how x is cut from a text: see `context_pairs`. Each context is a forward pass of its own,
-    without padding and from the zero state: so it is exact for any causal model, also where position encodings depend
-    on the length.
+    The paper does not say how x is cut from a text; see `context_pairs`. Each context is read in a separate forward
+    pass from the zero state, without padding, which is exact for any causal model, also with position encodings that
+    depend on the length.
 
     Args:
         model: A causal language model: `model(input_ids)` has `logits` (1, T, V).
         tokens: Token ids (S, L) with L >= training_length.
         training_length: T, the longest context of training, in tokens.
-        samples: Pairs of contexts for each sequence; their mean is the sequence's value.
-        seed, confidence: Of the draws, and of the interval over sequences.
+        samples: Context pairs per sequence; their mean is the value of the sequence.
+        seed, confidence: Seed of the draws, and confidence of the interval over sequences.
         progress: Show a progress bar.
 
     Raises:
-        ValueError: for T < 2, samples < 1, a negative seed, tokens too short, outside the vocabulary or of a wrong
-            type, and where it is not finite. Tokens that both contexts rule out (logits of -inf) count 0.
+        ValueError: for T < 2, samples < 1, a negative seed, tokens that are too few, outside the vocabulary or of a
+            wrong type, and a misalignment that is not finite. Tokens that both contexts rule out (logits of -inf)
+            count 0.
     """
     for name, value, least in (("training_length", training_length, 2), ("samples", samples, 1), ("seed", seed, 0)):
         if value < least:

@@ -1,4 +1,4 @@
-"""What a result is the result of: digests of data and weights, versions."""
+"""The origin of a result: digests of data, weights, config and code."""
 
 import functools
 import hashlib
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 ADAPTER_SETTINGS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling", "use_dora", "use_rslora")
-"""What of an adapter's layer (PEFT) is in no weight and no config of the model, but in its predictions."""
+"""Attributes of an adapter layer (PEFT) that change predictions and are in neither weights nor config of the model."""
 
 
 def token_digest(tokens: np.ndarray) -> str:
@@ -37,7 +37,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def model_record(model: Any) -> dict[str, str]:
-    """What the predictions of a model depend on: its class, weights, config, adapters, code and kind of device."""
+    """Everything that the predictions of a model depend on: class, weights, config, adapters, code and device type."""
     config = model.config
     plain = config.to_dict() if hasattr(config, "to_dict") else vars(config)
     settings = {key: repr(value) for key, value in plain.items() if key != "_name_or_path"}
@@ -61,7 +61,7 @@ def _digest_of(value: dict[str, Any]) -> str:
 
 
 def _foreign_code(model: nn.Module) -> dict[str, str]:
-    """Digests of the files of a model's classes that belong to no installed package, such as a checkpoint's code."""
+    """Digests of the source files of a model's classes outside installed packages, such as a checkpoint's code."""
     installed = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))
     files = {getattr(sys.modules.get(type(module).__module__), "__file__", None) for module in model.modules()}
     return {

@@ -1,14 +1,14 @@
 """Rank correlation of a metric with long-context scores over a set of models.
 
-arXiv:2506.11769, Table 1: over 7 models, how well do the long-short misalignment and the training loss tell which
-model is better at long contexts? The coefficients there are Spearman's (from the table's own columns: 0.67, 0.88 and
--0.95 as printed, and -0.56 where -0.59 is printed).
+Du et al., 2025 (arXiv:2506.11769), Table 1, asks over 7 models how well long-short misalignment and training loss tell
+which model is better at long contexts. Its coefficients are Spearman's (computed from the table's columns: 0.67, 0.88
+and -0.95 as printed, and -0.56 where -0.59 is printed).
 
     misalignment = {name: long_short_misalignment(model, tokens, 2048).mean for name, model in models.items()}
     rank_correlation(misalignment, accuracies, "misalignment", "accuracy at 16k")
 
-The p-value counts how many ways of pairing the two columns give as strong a correlation. With n models it cannot be
-below 2 / n!, so 4 models (0.083) never suffice for 5 %.
+The p-value is the share of pairings of the two columns with at least as strong a correlation. With n models it is at
+least 2 / n!, so 4 models (0.083) never suffice for 5 %.
 """
 
 import math
@@ -21,7 +21,7 @@ from hf_recurrent_lengthgen.evaluation.diagnosis_results import RankCorrelation
 
 FEWEST_MODELS = 3
 RANDOM_PAIRINGS = 99_999
-"""Pairings drawn where there are more of them: above 8 models."""
+"""Number of random pairings if there are more than this: above 8 models."""
 
 
 def rank_correlation(
@@ -31,19 +31,20 @@ def rank_correlation(
     score_name: str = "score",
     seed: int = 0,
 ) -> RankCorrelation:
-    """Spearman's coefficient of two numbers of each model, and how often chance gives as strong a one.
+    """Spearman's coefficient of two numbers per model, and how often chance gives as strong a correlation.
 
     Args:
-        metric, score: Model -> number, of the same models.
-        metric_name, score_name: For people.
-        seed: Of the random pairings, which are drawn for more than 8 models.
+        metric, score: Model -> number, for the same models.
+        metric_name, score_name: Names of the two numbers in the result and in errors.
+        seed: Seed of the random pairings, which are drawn for more than 8 models.
 
     Raises:
-        ValueError: for different models, fewer than 3, numbers that are not finite, or all equal.
+        ValueError: for different models, fewer than 3, and numbers that are not finite or all equal.
     """
     if set(metric) != set(score):
         raise ValueError(
-            f"{metric_name} and {score_name} need the same models; one alone has {sorted(set(metric) ^ set(score))}."
+            f"{metric_name} and {score_name} must have the same models, but only one has "
+            f"{sorted(set(metric) ^ set(score))}."
         )
     models = tuple(metric)
     if len(models) < FEWEST_MODELS:
@@ -54,14 +55,14 @@ def rank_correlation(
         if not np.isfinite(column).all():
             raise ValueError(f"{name} must be finite for all models, got {dict(values)}.")
         if np.ptp(column) == 0:
-            raise ValueError(f"{name} is {column[0]:g} for all models, so it puts them in no order.")
+            raise ValueError(f"{name} is {column[0]:g} for all models, so it does not rank them.")
         columns.append(column)
     first, second = (_unit_ranks(column) for column in columns)
     every = math.factorial(len(models))
     exact = every <= RANDOM_PAIRINGS
     test = permutation_test(
         (second,),
-        lambda values, axis: np.abs(values @ first).round(9),  # equal ones differ by rounding
+        lambda values, axis: np.abs(values @ first).round(9),  # equal coefficients differ by rounding errors
         permutation_type="pairings",
         vectorized=True,
         n_resamples=RANDOM_PAIRINGS,
@@ -83,7 +84,7 @@ def rank_correlation(
 
 
 def _unit_ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks with the mean of equal ones, shifted and scaled to mean 0 and norm 1: their product is the coefficient."""
+    """Ranks (equal values share their mean rank) scaled to mean 0 and norm 1: their product is the coefficient."""
     ranks = rankdata(values)
     ranks -= ranks.mean()
     unit: np.ndarray = ranks / np.linalg.norm(ranks)

@@ -1,12 +1,11 @@
 """Reading texts piece by piece with any causal language model.
 
-From one piece to the next, models of this package's contract (ours, `stateful(model)`, checkpoints with our code)
-carry a state, which is a value; hybrids carry the keys and values of their attention, too. Other models of
-Transformers carry a cache of keys and values, which is changed by reading on. Models that can do neither read a text
-as a whole.
+Models with the state contract (ours, `stateful(model)`, checkpoints with our code) carry a state from one piece to the
+next; the state is a value. Hybrids also carry the keys and values of their attention. Other models of Transformers
+carry a cache of keys and values, which the next piece changes in place. Models without either read a text as a whole.
 
-Whether a cache is used rightly is tried out once on a short text: Transformers' Mamba-1 and Jamba, for example, take a
-cache and drop the recurrent state that it holds.
+A short text tests once whether a model uses its cache correctly. Transformers' Mamba-1 and Jamba, for example, take a
+cache and drop the recurrent state in it.
 """
 
 import copy
@@ -22,20 +21,20 @@ from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, concatenate_rows, take_rows
 
 PROBE_LENGTH = 24
-"""Tokens on which a cache is tried out."""
+"""Length of the text that tests a cache, in tokens."""
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-"""Rotary encodings that turn all keys anew when a text gets longer, which those in a cache are not."""
+"""Rotary encodings that rotate all keys anew when a text gets longer, which does not reach the keys in a cache."""
 
 
 class Reader:
-    """Reads with a model that carries nothing; what other models carry is for the subclasses.
+    """Reads with a model that carries nothing from piece to piece; subclasses are for models that do.
 
     Attributes:
         model: The model, without a PEFT wrapper.
-        vocabulary: Number of tokens it knows.
+        vocabulary: Vocabulary size of the model.
         carries: Whether a text can be read in pieces.
-        carried_by_row: Whether what is carried is a value of constant size that `take_rows` and `join_rows` work on
-            and reading does not change.
+        carried_by_row: Whether the cache is a value of constant size, which `take_rows` and `join_rows` work on and
+            reading does not change.
         keeps: Whether the model computes only the logits that `logits_to_keep` asks for.
     """
 
@@ -57,7 +56,7 @@ class Reader:
         return type(self.model).__name__
 
     def begin(self, initial_state: RecurrentState | None = None) -> Any:
-        """The cache of the first piece of a text that begins from a state."""
+        """The cache for the first piece of a text that starts from a state."""
         if initial_state is not None:
             raise ValueError(self.refusal("an initial state"))
         return None
@@ -67,33 +66,33 @@ class Reader:
 
         Args:
             input_ids: (B, C) int64 on the model's device.
-            cache: What reading the tokens before has returned; None at the beginning of a text. One that is not
-                `carried_by_row` is used up.
-            logits_to_keep: Only the last so many; 0 for all.
+            cache: The cache that reading the previous tokens returned; None at the beginning of a text. Unless
+                `carried_by_row`, it cannot be used again.
+            logits_to_keep: Return only this many last logits; 0 for all.
 
         Returns:
-            Logits (B, C or `logits_to_keep`, V), and the cache to go on with.
+            Logits (B, C or `logits_to_keep`, V), and the cache for the next piece.
 
         Raises:
-            ValueError: for a cache where `carries` is False, and positions that the model does not have.
+            ValueError: for a cache if `carries` is False, and for positions beyond those of the model.
         """
         if cache is not None:
             raise ValueError(self.refusal("reading a text in pieces"))
         return self._forward(input_ids, logits_to_keep, **self._without_cache()), None
 
     def take_rows(self, cache: Any, rows: Tensor | slice) -> Any:
-        raise ValueError(self.refusal("taking rows of what it carries"))
+        raise ValueError(self.refusal("taking rows of its cache"))
 
     def join_rows(self, caches: Sequence[Any]) -> Any:
-        raise ValueError(self.refusal("joining rows of what it carries"))
+        raise ValueError(self.refusal("joining rows of its caches"))
 
     def state(self, cache: Any) -> RecurrentState:
-        """The recurrent state in what is carried; empty for a model that has none."""
+        """The recurrent state in a cache; empty for a model without states."""
         return ()
 
     def refusal(self, wanted: str) -> str:
         return (
-            f"{self.name} carries no state that is a value, which {wanted} needs"
+            f"{self.name} does not carry a recurrent state by value, which {wanted} needs"
             f"{f' ({self._why})' if self._why else ''}. Models of recurrent families do: load them with "
             "hf_recurrent_lengthgen.load_model(...), or wrap them with stateful(model)."
         )
@@ -106,17 +105,17 @@ class Reader:
             arguments["logits_to_keep"] = logits_to_keep
         try:
             logits: Tensor = self.model(input_ids=input_ids, **arguments).logits
-        except IndexError as error:  # learned position embeddings, read past their end
+        except IndexError as error:  # positions beyond the learned position embeddings
             positions = getattr(_text_config(self.model), "max_position_embeddings", None)
             raise ValueError(
-                f"{self.name} cannot read so far ({error}): its config gives it {positions} positions. "
+                f"{self.name} cannot read a text of this length ({error}): its config has {positions} positions. "
                 "Choose a shorter length."
             ) from error
         return logits[:, -logits_to_keep:] if logits_to_keep else logits
 
 
 class StateReader(Reader):
-    """Reads with a model of this package's contract; carries (state, cache of the attention layers or None)."""
+    """Reads with a model that has the state contract; carries (state, cache of the attention layers or None)."""
 
     carries = True
 
@@ -153,7 +152,7 @@ class StateReader(Reader):
 
 
 class CacheReader(Reader):
-    """Reads with a model of Transformers that keeps keys and values; carries its cache."""
+    """Reads with a model of Transformers that caches keys and values; carries this cache."""
 
     carries = True
 
@@ -163,7 +162,7 @@ class CacheReader(Reader):
         return logits, cache
 
     def take_rows(self, cache: Any, rows: Tensor | slice) -> Any:
-        """A copy, so that `cache` can still be read on with."""
+        """A copy, so that `cache` itself can be used for the next piece."""
         chosen = copy.deepcopy(cache)
         if isinstance(rows, slice):
             rows = torch.arange(chosen.layers[0].keys.shape[0])[rows]
@@ -175,8 +174,8 @@ def reader_of(model: Any) -> Reader:
     """A reader for a causal language model: `model(input_ids=...)` has `logits` (B, C, V).
 
     Raises:
-        ValueError: for a model that looks ahead, or whose predictions change from call to call, and for PEFT methods
-            that put virtual tokens before the text.
+        ValueError: for a model that sees later tokens, for one whose predictions change from call to call, and for
+            PEFT methods that put virtual tokens before the text.
     """
     if hasattr(model, "get_base_model"):
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
@@ -187,7 +186,7 @@ def reader_of(model: Any) -> Reader:
     parameters = inspect.signature(model.forward).parameters
     config = _text_config(model)
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(model).__name__} has an encoder and a decoder: it is no causal language model.")
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder: give a causal language model.")
     if "initial_state" in parameters:
         try:
             getattr(model, "check_has_states", lambda: None)()
@@ -201,12 +200,11 @@ def reader_of(model: Any) -> Reader:
         at_once, _ = whole.read(ids)
         if not _equal(at_once, whole.read(ids)[0]):
             raise ValueError(
-                f"{whole.name} predicts something else when it reads the same text again: it keeps something from "
-                "call to call, so that it cannot be evaluated."
+                f"{whole.name} cannot be evaluated: its predictions for the same text change from call to call."
             )
         changed = torch.cat([ids[:, :-1], (ids[:, -1:] + 1) % whole.vocabulary], dim=1)
         if not _equal(at_once[:, :-1], whole.read(changed)[0][:, :-1]):
-            raise ValueError(f"{whole.name} looks at later tokens, so that it is no causal language model.")
+            raise ValueError(f"{whole.name} attends to later tokens: give a causal language model.")
         if "past_key_values" not in parameters or positions < 2:
             return whole
         if changing := _rope_types(config) & LENGTH_DEPENDENT_ROPE:
@@ -219,7 +217,7 @@ def reader_of(model: Any) -> Reader:
         except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             return Reader(model, f"its cache does not work in pieces: {error}")
         if not _equal(at_once, torch.cat([first, second], dim=1)):
-            return Reader(model, "with its cache it predicts something else than without")
+            return Reader(model, "its predictions with a cache differ from those without")
         return reader
 
 
@@ -230,12 +228,12 @@ def vocabulary_size(model: nn.Module) -> int:
 def _text_config(model: Any) -> Any:
     config = getattr(model, "config", None)
     if config is None:
-        raise ValueError(f"{type(model).__name__} has no config, so it is no language model of Transformers.")
+        raise ValueError(f"{type(model).__name__} has no config: give a language model of Transformers.")
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _rope_types(config: Any) -> set[str]:
-    """The kinds of rotary position encoding that a config names, for all kinds of layers."""
+    """The types of rotary position encoding in a config, for all layer types."""
     found, waiting = set(), [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
     while waiting:
         if isinstance(settings := waiting.pop(), dict):

@@ -1,5 +1,6 @@
-"""What the layers of a model hand to their scans, read while the model runs, also where code came with a checkpoint:
-the `scan` of every mixer (`models/scan_mixer.py`) is exchanged for the time of a `with` block.
+"""The inputs of the scans of a model's layers, recorded while the model runs, also with the code of a checkpoint.
+
+The `scan` of every mixer (`models/scan_mixer.py`) is replaced within a `with` block.
 
 Shapes: B rows, T tokens of a call, H heads (channels in Mamba-1), N states (keys), P values, G groups.
 """
@@ -14,11 +15,11 @@ from torch import Tensor, nn
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:
-    """The layers of a model of this package, also with the code of its checkpoint; a `ValueError` for others."""
+    """The layers of a model of this package, also with the code of its checkpoint; a `ValueError` for other models."""
     blocks = getattr(getattr(model, "base_model", model), "layers", None)
     if blocks is None or not hasattr(model, "zero_state"):
         raise ValueError(
-            f"{type(model).__name__} has no layers that are known here: load it with "
+            f"The layers of {type(model).__name__} are not known to this package: load the model with "
             "hf_recurrent_lengthgen.load_model(...)."
         )
     return blocks
@@ -26,8 +27,8 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 
 @contextmanager
 def recorded_scans(model: nn.Module, readers: Mapping[str, Callable[..., None]]) -> Iterator[None]:
-    """Call `readers[name](layer, *arguments)` whenever a layer calls its scan of that name, before it runs."""
-    before: list[tuple[Any, Any]] = []  # mixers, and what other blocks around this one have put in place of the scan
+    """Call `readers[name](layer, *arguments)` before a layer runs its scan of that name."""
+    before: list[tuple[Any, Any]] = []  # mixers, and the scans that enclosing blocks have put in place
 
     def recording(layer: int, function: Any, read: Any) -> Any:
         @wraps(function)
@@ -56,10 +57,10 @@ class ScanSums(NamedTuple):
     """Sums over the tokens of a call, per row and head, float64.
 
     Attributes:
-        log_decay, first_log_decay: Of the log decays, and that of the first token alone, (B, H, n): n = N in Mamba-1,
-            GLA, HGRN-2 and RWKV, where each state (key channel) has a decay of its own, else 1.
-        key, value: Of the norms of B_t (keys) before Delta, and of x_t (values), (B, H).
-        step: Of Delta_t, (B, H); None where a family has none.
+        log_decay, first_log_decay: Sum of the log decays, and the log decay of the first token, (B, H, n): n = N in
+            Mamba-1, GLA, HGRN-2 and RWKV, where each state (key channel) has its own decay, else 1.
+        key, value: Sums of the norms of B_t (keys) before Delta, and of x_t (values), (B, H).
+        step: Sum of Delta_t, (B, H); None for families without steps.
     """
 
     log_decay: Tensor

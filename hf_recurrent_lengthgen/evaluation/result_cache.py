@@ -1,7 +1,7 @@
-"""Results kept by their content: what was computed once, or in part, is not computed again.
+"""A cache of results, complete or partial, so that nothing is computed twice.
 
-A key is a dictionary of plain JSON values that says everything the value depends on: digests of weights, config and
-data, settings, versions. Files are written completely or not at all, with a checksum of what they hold; a damaged one
+A key is a dictionary of plain JSON values with everything that the value depends on: digests of weights, config and
+data, settings, versions. Files are written completely or not at all, with a checksum of their content. A damaged file
 counts as absent, with a warning.
 """
 
@@ -26,7 +26,7 @@ from hf_recurrent_lengthgen.versions import installed_versions
 
 SECONDS_BETWEEN_SAVES = 30.0
 MOST_TIME_SAVING = 0.02
-"""Share of the time of a run that may go into saving what it has so far."""
+"""Maximum share of a run's time that is spent on saving partial results."""
 
 
 def default_cache_folder() -> Path:
@@ -38,11 +38,11 @@ def default_cache_folder() -> Path:
 
 @contextmanager
 def _going_on(path: Path) -> Iterator[None]:
-    """Turn a disk that is full or may not be written into a warning: the computation is worth more than the file."""
+    """Warn instead of failing if a file cannot be written: the computation is worth more than the file."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        warnings.warn(f"Cannot keep {path} ({error}): going on without.", stacklevel=4)
+        warnings.warn(f"Cannot write {path} ({error}): continuing without it.", stacklevel=4)
 
 
 def _sha256(body: bytes) -> bytes:
@@ -60,8 +60,8 @@ def _digest_of(arrays: Mapping[str, np.ndarray]) -> str:
 class ResultCache:
     """A folder of values, each in a file named by the SHA-256 of its key.
 
-    The key of a file is the caller's with the versions of the packages and a digest of this package's code. `found`
-    counts the values that were there.
+    The key of a file is the caller's key, the versions of the packages and a digest of this package's code. `found`
+    counts the values that were read from the cache.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -71,12 +71,12 @@ class ResultCache:
         self._code = {"code": code_digest(), "versions": installed_versions()}
 
     def get(self, key: Mapping[str, Any], kind: type[Any] | None = None) -> Any:
-        """The value, as a document where a `kind` is given; None where there is none."""
+        """The value, as a document if a `kind` is given; None if it is not in the cache."""
         path, full = self._file(key, "json")
         try:
             digest, _, body = path.read_bytes().partition(b"\n")
             if digest != _sha256(body):
-                raise ValueError("its checksum is that of something else")
+                raise ValueError("its checksum does not match")
             kept = json.loads(body)
             if kept["key"] != full:
                 raise ValueError("it belongs to another key")
@@ -84,13 +84,13 @@ class ResultCache:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            warnings.warn(f"The kept result {path} is damaged ({error}): computing it again.", stacklevel=3)
+            warnings.warn(f"The cached result {path} is damaged ({error}): computing it again.", stacklevel=3)
             return None
         self.found += 1
         return value
 
     def put(self, key: Mapping[str, Any], value: Any) -> None:
-        """Keep a value of plain JSON types; where that fails, say so and go on."""
+        """Keep a value of plain JSON types; if writing fails, warn and continue."""
         path, full = self._file(key, "json")
         with _going_on(path), replacing(path) as temporary:
             body = json.dumps({"key": full, "value": value}).encode()
@@ -106,7 +106,7 @@ class ResultCache:
 
 
 class PartialResult:
-    """Arrays that a computation keeps now and then, to go on from after an interrupt."""
+    """Arrays that a computation saves from time to time, to resume from after an interrupt."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -117,16 +117,16 @@ class PartialResult:
             with safe_open(self.path, framework="numpy") as file:
                 arrays = {name: file.get_tensor(name) for name in file.keys()}
                 if (file.metadata() or {}).get("sha256") != _digest_of(arrays):
-                    raise ValueError("its checksum is that of something else")
+                    raise ValueError("its checksum does not match")
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, ValueError) as error:
-            warnings.warn(f"What was kept in {self.path} is damaged ({error}): starting again.", stacklevel=2)
+            warnings.warn(f"The partial result {self.path} is damaged ({error}): starting again.", stacklevel=2)
             return None
         return arrays
 
     def due(self) -> bool:
-        """Whether enough time has gone by to save again."""
+        """Whether enough time has passed to save again."""
         waited = time.monotonic() - self._last
         return waited >= SECONDS_BETWEEN_SAVES and self._cost <= waited * MOST_TIME_SAVING
 

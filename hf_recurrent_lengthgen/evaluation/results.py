@@ -1,8 +1,8 @@
-"""What an evaluation found, as typed values with a strict JSON form; pictures and pages read only this.
+"""Results of evaluations, as typed values with a strict JSON form, which figures and pages are made from.
 
 Units: NLL, loss and harm in nats per token, positions and lengths in tokens, time in seconds. Position t is scored
 with t + 1 tokens of context. Every interval is the two-sided t-interval over sequences at the confidence of the
-result, paired where it belongs to a difference; bounds are None with fewer than two sequences.
+result, paired for differences. Bounds are None with fewer than two sequences.
 """
 
 from collections.abc import Iterable
@@ -37,9 +37,9 @@ class Curve:
         for name in ("mean", "low", "high"):
             values = getattr(self, name)
             if values is not None and len(values) != bins:
-                raise ValueError(f"A curve with {bins} bins has {len(values)} values in '{name}'.")
+                raise ValueError(f"A curve with {bins} bins needs {bins} values in '{name}', got {len(values)}.")
         if (self.low is None) != (self.high is None):
-            raise ValueError("A curve has either both bounds, low and high, or none.")
+            raise ValueError("A curve needs both bounds, low and high, or neither.")
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class ContextHarm:
 
 @dataclass(frozen=True)
 class InWindow:
-    """NLL from the zero state by position inside the training length, over windows laid across the sequences.
+    """NLL from the zero state by position inside the training length, over windows that cover the sequences.
 
-    `loss` is its mean; `context_use` the NLL in `early_band` minus that in `late_band` (positions [start, stop)):
+    `loss` is its mean. `context_use` is the NLL in `early_band` minus that in `late_band` (positions [start, stop)):
     above zero for a model that predicts better with more context.
     """
 
@@ -83,12 +83,12 @@ class InWindow:
 
 @dataclass(frozen=True)
 class LengthVerdict:
-    """Length generalization by Definition 3.2 of "Unexplored states" (arXiv:2507.02782), on logarithmic bins.
+    """Length generalization by Definition 3.2 of Buitrago Ruiz and Gu, 2025, on logarithmic bins.
 
     The best bin inside the training length is `best_bin` (t*), with NLL `best_nll` (log p*). `excess` is the NLL
-    of every bin minus that of t*, paired by sequence. The model holds to `holds_to`, the largest bin edge up to
-    which every bin from t* on has perplexity at most p* (1 + tolerance), in the means. `violated_from` is the
-    start of the first later bin in which the excess is above log(1 + tolerance) with its lower bound.
+    of every bin minus that of t*, paired by sequence. `holds_to` is the largest bin edge up to which the mean
+    perplexity of every bin from t* is at most p* (1 + tolerance). `violated_from` is the start of the first later bin
+    in which the lower bound of the excess is above log(1 + tolerance).
     """
 
     best_bin: tuple[int, int]
@@ -101,8 +101,10 @@ class LengthVerdict:
 
 @dataclass(frozen=True)
 class DataSource:
-    """Where texts are from: the data set ("owner/texts", "text.txt", "passkey prompts"), and which part of it, or what
-    is made of it (`selection`: "documents of at least 100 tokens").
+    """The source of texts.
+
+    It is the dataset (`name`: "owner/texts", "text.txt", "passkey prompts"), its split, and the part that is used or
+    what is made from it (`selection`: "documents of at least 100 tokens").
     """
 
     name: str
@@ -116,7 +118,7 @@ class DataSource:
 
     @property
     def description(self) -> str:
-        """All of it on one line."""
+        """All fields on one line."""
         name = f"{self.name}; {self.sizes}" if self.sizes else self.name
         return ", ".join([name, *([f"split {self.split}"] if self.split else []), *filter(None, [self.selection])])
 
@@ -126,7 +128,7 @@ NO_SOURCE = DataSource("")
 
 @dataclass(frozen=True)
 class DataRecord:
-    """What was read: where it is from, the SHA-256 of the token ids, and what one token is."""
+    """The texts read: their source, the SHA-256 of the token ids, and the name of one token ("byte")."""
 
     source: DataSource = NO_SOURCE
     digest: str = ""
@@ -139,7 +141,7 @@ class DataRecord:
 
 @dataclass(frozen=True)
 class ForgettingRule:
-    """Forgetting at inference, as in `models.forgetting.Forgetting`; the defaults are none."""
+    """Forgetting at inference, as in `models.forgetting.Forgetting`; the defaults mean none."""
 
     retention: float = 1.0
     insertion: float = 1.0
@@ -155,7 +157,7 @@ NO_FORGETTING = ForgettingRule()
 class EvaluationResult:
     """One model on one set of sequences.
 
-    `weights` is the SHA-256 of its parameters, `forgetting` what its config says of it.
+    `weights` is the SHA-256 of its parameters, `forgetting` the forgetting in its config.
     """
 
     model: str
@@ -178,21 +180,21 @@ class EvaluationResult:
 
 
 class PartResult(AnyDocument):
-    """Base of what a part of a diagnosis found: a document, of one model, that says neither which nor on what data."""
+    """Base of the results of a diagnosis part: a document about one model, which does not name model and data."""
 
     left_out: tuple[str, ...] = ()
-    """What of it could not be measured and why, in sentences."""
+    """What could not be measured, and why, in sentences."""
 
     def bins(self) -> Iterable[tuple[int, int, Estimate]]:
-        """Values of the range of positions [start, stop), for tables; none unless a part has some."""
+        """Values by range of positions [start, stop), for tables; by default none."""
         return ()
 
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """How a model came about: titles of the methods, steps, wall-clock seconds, mean training loss, and settings.
+    """How a model was trained: titles of the methods, steps, wall-clock seconds, mean training loss, and settings.
 
-    `state_drop_probability` is None for methods without it, `learning_rate` where it is not known.
+    `state_drop_probability` is None for methods without it, `learning_rate` if unknown.
     """
 
     methods: tuple[str, ...]
@@ -209,7 +211,7 @@ Role = Literal["base", "cured", "control", "other"]
 
 @dataclass(frozen=True)
 class ComparedModel:
-    """One model of a comparison; `training` is None when we did not train it."""
+    """One model of a comparison; `training` is None if its training is not recorded."""
 
     role: Role
     evaluation: EvaluationResult
@@ -219,7 +221,7 @@ class ComparedModel:
 @document("comparison", version=3)
 @dataclass(frozen=True)
 class Comparison:
-    """Models evaluated on the same data, in the order they are shown."""
+    """Models evaluated on the same data, in the order in which they are shown."""
 
     title: str
     models: tuple[ComparedModel, ...]
@@ -232,14 +234,14 @@ class Comparison:
             raise ValueError(f"The models of a comparison need different labels, got {labels}.")
         for name in ("digest", "token_unit"):
             if len(found := {getattr(model.evaluation.data, name) for model in self.models}) > 1:
-                raise ValueError(f"The models of a comparison must share one data {name}, got {sorted(found)}.")
+                raise ValueError(f"The models of a comparison must have the same data {name}, got {sorted(found)}.")
 
 
 @dataclass(frozen=True)
 class ForgettingTrial:
-    """One setting of forgetting at inference (`models.forgetting.Forgetting`) and the mean loss under it.
+    """One setting of forgetting at inference (`models.forgetting.Forgetting`) and the mean loss with it.
 
-    `losses` are those of each text; `gain` is the loss without forgetting minus this one, paired by text.
+    `losses` holds the loss of each text. `gain` is the loss without forgetting minus this one, paired by text.
     """
 
     retention: float
@@ -254,7 +256,7 @@ class ForgettingTrial:
 @document("forgetting_search", version=2)
 @dataclass(frozen=True)
 class ForgettingSearch:
-    """Mean loss of whole texts of `length` positions under each setting; the first setting is no forgetting.
+    """Mean loss of whole texts of `length` positions with each setting; the first setting is no forgetting.
 
     `weights` is the SHA-256 of the model's parameters.
     """
@@ -274,9 +276,9 @@ class ForgettingSearch:
         if (first.retention, first.insertion, first.window, first.delta_scale) != (1, 1, None, 1):
             raise ValueError(f"The first setting of a search must be no forgetting, got {first}.")
         if any(len(trial.losses) != self.sequences for trial in self.trials):
-            raise ValueError(f"Each setting of a search must have the losses of all {self.sequences} texts.")
+            raise ValueError(f"Each setting of a search needs the losses of all {self.sequences} texts.")
 
     @property
     def best(self) -> ForgettingTrial:
-        """The setting of the least mean loss; the first of equals, so no forgetting rather than one without effect."""
+        """The setting with the lowest mean loss; of equal ones the first, so none rather than an ineffective one."""
         return min(self.trials, key=lambda trial: trial.loss.mean)

@@ -1,7 +1,7 @@
-"""How often a model finds what stands far back in a text: passkeys, needles, facts.
+"""How often a model retrieves what was far back in a text: passkeys, needles, facts.
 
-Accuracy by depth and length as in "Stuffed Mamba" (arXiv:2410.07145), B.1 and Figure 2, "Unexplored states"
-(arXiv:2507.02782), B.3 and B.4, and StateX (arXiv:2509.22630), C.4. Decoding is greedy (`greedy_hits`).
+Accuracy by depth and length as in Chen et al., 2024 (arXiv:2410.07145), B.1 and Figure 2, Buitrago Ruiz and Gu, 2025
+(arXiv:2507.02782), B.3 and B.4, and Shen et al., 2025 (arXiv:2509.22630), C.4. Decoding is greedy (`greedy_hits`).
 """
 
 import hashlib
@@ -25,11 +25,11 @@ from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.versions import installed_versions
 
 TOKENS_AT_ONCE = 2**25
-"""Most tokens of prompts in memory at a time, 4 bytes each, unless one cell has more."""
+"""Maximum number of prompt tokens in memory at once, 4 bytes each, unless a single cell has more."""
 
 
 class _Cell(NamedTuple):
-    """Its place (row, column), and the prompts with their answers as (n,) int32."""
+    """A cell: its place (row, column), and the prompts with their answers as (n,) int32."""
 
     place: tuple[int, int]
     digest: str
@@ -51,26 +51,26 @@ def retrieval_accuracy(
     """Accuracy of greedy answers for each row of a grid of prompts and each length.
 
     Args:
-        model: Any causal language model; of models whose state is a value, prompts share what they begin with.
+        model: Any causal language model. With a state that is a value, shared beginnings of prompts are read once.
         grid: `PasskeyGrid`, `NeedleGrid` or `BabilongGrid`.
-        lengths: Tokens of prompt and answer, each once.
-        label: Name of the model for people.
-        data: What the prompts are made of, for people; the digest is that of all prompts, whatever is given.
-        training_length: Tokens that the model was trained on, if known.
+        lengths: Different numbers of tokens of prompt and answer.
+        label: Name of the model in tables and figures.
+        data: Description of the prompts' source; the digest is always computed from all prompts.
+        training_length: Training length of the model in tokens, if known.
         settings: Confidence, prompts and tokens of each per forward pass, progress, and the command that is recorded.
-        cache: Where cells are kept when they are complete; those that are there are not computed again.
+        cache: Where complete cells are kept; cells in it are not computed again.
 
     Raises:
-        ValueError: as the grid for lengths without a prompt, and as `greedy_hits`; in both cases before any reading.
+        ValueError: as in the grid for lengths without a prompt, and as in `greedy_hits`; both before any reading.
     """
     if not lengths or len(set(lengths)) < len(lengths) or min(lengths) < 1:
-        raise ValueError(f"lengths must be at least one, each once and at least 1, got {list(lengths)}.")
+        raise ValueError(f"lengths must be one or more different lengths of at least 1, got {list(lengths)}.")
     began, record = time.perf_counter(), model_record(model)
     run = _Run(model, grid, sorted(lengths), settings, cache)
     digest = run.look_up(record)
     if not any(cell.samples for cell in run.cells.values()) and not run.missing:
         raise ValueError(
-            f"No question fits into {max(lengths)} {data.token_unit}s with its facts: give larger lengths."
+            f"No question fits into {max(lengths)} {data.token_unit}s together with its facts: give larger lengths."
         )
     run.measure()
     rows, columns = range(len(grid.rows)), range(len(lengths))
@@ -97,7 +97,7 @@ def retrieval_accuracy(
 
 
 class _Run:
-    """The cells of a grid that are found, by their places, and the keys of those that are missing."""
+    """The measured cells of a grid, by place, and the cache keys of those that are missing."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class _Run:
         self.missing: dict[tuple[int, int], Any] = {}
 
     def look_up(self, record: dict[str, str]) -> str:
-        """Make all prompts, before the first is read, which may take long; their digest."""
+        """Make all prompts before the first is read, and return their digest; may take long."""
         every = hashlib.sha256()
         for column in range(len(self.lengths)):
             for row in range(len(self.grid.rows)):
@@ -132,7 +132,7 @@ class _Run:
     def _cell(self, place: tuple[int, int]) -> _Cell:
         row, column = place
         tasks = self.grid.tasks(row, self.lengths[column])
-        # the period after an answer is not asked for
+        # the period after an answer is not scored
         texts = [np.concatenate([task.prompt, task.answer[: task.scored]]).astype("<i4") for task in tasks]
         digest = hashlib.sha256()
         for task, text in zip(tasks, texts, strict=True):
@@ -160,7 +160,7 @@ class _Run:
                     self._keep(cell, sum(right[cell.place]))
 
     def _groups(self) -> Iterator[list[_Cell]]:
-        """The missing cells, as many as may be in memory at a time."""
+        """The missing cells in groups that fit into memory."""
         group: list[_Cell] = []
         size = 0
         for place in self.missing:

@@ -1,4 +1,4 @@
-"""How often models find what stands far back in a text, by where it stands and how long the text is."""
+"""How often models retrieve what was far back in a text, by depth and length, as typed values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.results import NO_FORGETTING, DataRecord, ForgettingRule
 
 RECALL_ACCURACY = 0.95
-"""Accuracy up to which a model recalls ("Stuffed Mamba", arXiv:2410.07145, section 4.3)."""
+"""Least accuracy that counts as recall (Chen et al., 2024, section 4.3)."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Right answers among `samples`."""
+    """Number of right answers among `samples`."""
 
     right: int
     samples: int
 
     def __post_init__(self) -> None:
         if not 0 <= self.right <= self.samples:
-            raise ValueError(f"{self.right} of {self.samples} answers cannot be right.")
+            raise ValueError(f"The number of right answers must be from 0 to {self.samples}, got {self.right}.")
 
     @property
     def accuracy(self) -> float | None:
@@ -29,7 +29,7 @@ class Share:
         return self.right / self.samples if self.samples else None
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float]:
-        """Wilson's score interval (1927), which is inside [0, 1]; all of it without samples."""
+        """Wilson's score interval (1927), inside [0, 1]; without samples (0, 1)."""
         if not self.samples:
             return 0.0, 1.0
         found = binomtest(self.right, self.samples).proportion_ci(confidence, method="wilson")
@@ -38,10 +38,10 @@ class Share:
 
 @dataclass(frozen=True)
 class RetrievalCell:
-    """The right answers of greedy decoding at one depth (or to one bAbI task) and length.
+    """The right answers of greedy decoding at one depth (or for one bAbI task) and length.
 
-    `samples` are fewer, or none, in BABILong where facts do not fit. `distance` is the number of tokens between the
-    last one of the needle (or of the first fact that is needed) and the answer, the most among the samples.
+    BABILong has fewer `samples`, or none, where facts do not fit. `distance` is the number of tokens from the last
+    token of the needle (or of the first fact needed) to the answer, the maximum over the samples.
     """
 
     right: int
@@ -58,14 +58,14 @@ class RetrievalResult:
     """One model on one task.
 
     Attributes:
-        weights: SHA-256 of its parameters.
-        training_length: Tokens; None where it is not known.
-        task: "passkey", "niah" or "babilong", with the prompt's `style`, and `shots` solved examples before it.
+        weights: SHA-256 of the model's parameters.
+        training_length: In tokens; None if unknown.
+        task: "passkey", "niah" or "babilong", with the `style` of the prompt and `shots` solved examples before it.
         rows: Names of the rows: depths in percent, or bAbI tasks.
-        depths: Share of the text before the needle, for each row; None in BABILong.
+        depths: Share of the text before the needle, per row; None in BABILong.
         lengths: Tokens of prompt and answer, ascending.
-        cells: For each row the cell of each length.
-        data: What the prompts were made of; the digest is that of all prompts.
+        cells: One row of cells per row, one cell per length.
+        data: The source of the prompts; the digest is that of all prompts.
     """
 
     model: str
@@ -89,24 +89,26 @@ class RetrievalResult:
 
     def __post_init__(self) -> None:
         if not self.rows or len(self.cells) != len(self.rows):
-            raise ValueError(f"There are {len(self.rows)} rows, but {len(self.cells)} rows of cells.")
+            raise ValueError(
+                f"A retrieval result needs one row of cells per row, got {len(self.cells)} for {len(self.rows)} rows."
+            )
         if self.depths is not None and len(self.depths) != len(self.rows):
-            raise ValueError(f"There are {len(self.rows)} rows, but {len(self.depths)} depths.")
+            raise ValueError(f"A retrieval result needs one depth per row, {len(self.rows)}, got {len(self.depths)}.")
         if not self.lengths or list(self.lengths) != sorted(set(self.lengths)):
-            raise ValueError(f"Lengths must ascend, and be at least one, got {self.lengths}.")
+            raise ValueError(f"lengths must be one or more lengths in ascending order, got {self.lengths}.")
         if any(len(row) != len(self.lengths) for row in self.cells):
-            raise ValueError(f"Each row of cells must have {len(self.lengths)}, one for each length.")
+            raise ValueError(f"Each row needs one cell per length, {len(self.lengths)}.")
 
     @property
     def by_length(self) -> tuple[Share, ...]:
-        """All rows together, for each length."""
+        """All rows together, per length."""
         return tuple(map(_together, zip(*self.cells, strict=True)))
 
     def within(self, distance: int) -> tuple[Share, ...]:
-        """For each length, the cells whose needles all stand within the last `distance` tokens of the prompt.
+        """For each length, the cells whose needles are all within the last `distance` tokens of the prompt.
 
-        "Stuffed Mamba" (arXiv:2410.07145), Figures 13 and 14. The tokens are those after the needle's last one: those
-        of the question count, the answer's do not.
+        As in Chen et al., 2024, Figures 13 and 14. The distance counts the tokens after the needle's last one, with
+        those of the question and without those of the answer.
         """
         near = [
             [cell for cell in column if cell.distance is not None and cell.distance <= distance]
@@ -117,8 +119,8 @@ class RetrievalResult:
     def recall_length(self, accuracy: float = RECALL_ACCURACY) -> int | None:
         """T_recall: the longest length up to which the accuracy over all rows is at least `accuracy`.
 
-        "Stuffed Mamba" (arXiv:2410.07145), section 4.3. None if it is lower at the shortest length. A model that
-        recalls at the longest length measured has that one, which is then a lower bound.
+        As in Chen et al., 2024, section 4.3. None if the accuracy is lower at the shortest length. For a model that
+        recalls at the longest length measured, that length is a lower bound.
         """
         longest = None
         for length, share in zip(self.lengths, self.by_length, strict=True):
@@ -132,7 +134,7 @@ class RetrievalResult:
 @document("retrieval_comparison", version=2)
 @dataclass(frozen=True)
 class RetrievalComparison:
-    """Several models on the same prompts, in the order they are shown."""
+    """Several models on the same prompts, in the order in which they are shown."""
 
     models: tuple[RetrievalResult, ...]
 
@@ -140,7 +142,9 @@ class RetrievalComparison:
         if not self.models:
             raise ValueError("A comparison needs at least one model, got none.")
         if len({result.model for result in self.models}) < len(self.models):
-            raise ValueError(f"The models need different names, got {[result.model for result in self.models]}.")
+            raise ValueError(
+                f"The models of a comparison need different labels, got {[result.model for result in self.models]}."
+            )
         for name in ("task", "style", "shots", "rows", "lengths", "data"):
             if any(getattr(result, name) != getattr(self.models[0], name) for result in self.models):
                 raise ValueError(f"The models of a comparison must have the same {name}.")

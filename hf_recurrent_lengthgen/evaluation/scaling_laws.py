@@ -1,10 +1,9 @@
-"""How long to train, and how far to recall: thresholds of length, and their laws in the size of the state.
+"""How long to train, and how far a model recalls: length thresholds, and their scaling laws in the state size.
 
-"Stuffed Mamba" (Chen et al., arXiv:2410.07145), sections 4.2, 4.3 and 5. A law belongs to a family of models: each
-state size N_S has one T_forget, the least of the training lengths from which on models do not fail on longer texts,
-and one T_recall, the greatest length of accurate recall over its training lengths. The paper finds
-T_forget = 5.172 N_S - 4.469 and T_recall = 4.756 (1.365^N_S - 1) - 0.742 for Mamba-2 (N_S in millions of state
-elements, T in thousands of tokens).
+Chen et al., 2024 (arXiv:2410.07145), sections 4.2, 4.3 and 5. A law belongs to a family of models. Each state size N_S
+has one T_forget, the shortest training length from which on models do not fail on longer texts, and one T_recall, the
+longest length of accurate recall over its training lengths. The paper finds T_forget = 5.172 N_S - 4.469 and
+T_recall = 4.756 (1.365^N_S - 1) - 0.742 for Mamba-2 (N_S in millions of state elements, T in thousands of tokens).
 """
 
 import math
@@ -22,11 +21,11 @@ from hf_recurrent_lengthgen.evaluation.retrieval_results import RECALL_ACCURACY
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
 
 FAILURE_FACTOR = 2.0
-"""A model fails where its loss is above this times the greatest loss inside the training length (section 4.2)."""
+"""A model fails where its loss exceeds this factor times the largest loss inside the training length (section 4.2)."""
 STEEPEST = 30.0
 """The exponential is searched up to c^(range of sizes) = e^30 and e^-30."""
 LARGEST_EXPONENT = 300.0
-"""Of c and c^N, so that squares of them are numbers."""
+"""Largest exponent of c and c^N, so that their squares are finite."""
 MILLION, THOUSAND = 1_000_000, 1_000  # the paper's units of state sizes and lengths
 Form = Literal["linear", "exponential"]
 Relation = Literal["=", "<=", "<", ">=", ">"]
@@ -34,10 +33,10 @@ Relation = Literal["=", "<=", "<", ">=", ">"]
 
 @dataclass(frozen=True)
 class Threshold:
-    """T_forget or T_recall of one state size N_S (elements), or what is known of it.
+    """T_forget or T_recall of one state size N_S (elements), or a bound on it.
 
-    `relation` stands between the threshold and `length` (tokens); all but "=" are bounds, where the lengths tried did
-    not reach far enough. `tried` are the training lengths behind it, ascending.
+    The threshold is in `relation` to `length` (tokens). Relations other than "=" are bounds, for which the lengths
+    tried did not suffice. `tried` holds the training lengths behind the threshold, ascending.
     """
 
     size: int
@@ -47,14 +46,16 @@ class Threshold:
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.length < 1:
-            raise ValueError(f"A threshold needs a state and a length from 1 on, got {self.size} and {self.length}.")
+            raise ValueError(
+                f"A threshold needs a size and a length of at least 1, got {self.size} and {self.length}."
+            )
         if not self.tried or list(self.tried) != sorted(set(self.tried)):
             raise ValueError(f"A threshold needs different training lengths in ascending order, got {self.tried}.")
 
 
 @dataclass(frozen=True)
 class LawLine:
-    """The law at some state sizes, in tokens; pointwise bounds, None without any degree of freedom."""
+    """The law at some state sizes, in tokens, with pointwise bounds, which are None without degrees of freedom."""
 
     sizes: tuple[float, ...]
     mean: tuple[float, ...]
@@ -68,10 +69,10 @@ class LawFit:
 
     Attributes:
         size_unit, length_unit: Elements and tokens in the units of N and T.
-        coefficients: a, b or a, c, b with intervals, whose bounds are None without any degree of freedom.
+        coefficients: a, b or a, c, b with intervals, whose bounds are None without degrees of freedom.
         r_squared: 1 - (sum of squared residuals) / (sum of squared deviations from the mean).
-        points: How many were fitted.
-        confidence: Two-sided, of all intervals.
+        points: Number of fitted points.
+        confidence: Two-sided confidence of all intervals.
         line: The law from the smallest to the largest size.
     """
 
@@ -86,13 +87,13 @@ class LawFit:
 
 
 def state_elements(model: Any) -> int:
-    """Numbers in the recurrent state of one text: recurrent parts and convolution columns of all layers.
+    """Number of elements in the recurrent state of one text: recurrent parts and convolution columns of all layers.
 
-    With K - 1 columns for K taps, this is the "state size" of arXiv:2410.07145, Table 2. The tokens that a window of
+    With K - 1 columns for K taps, this is the "state size" of Chen et al., 2024, Table 2. The tokens that a window of
     forgetting keeps do not count.
 
     Raises:
-        ValueError: for a model without `state_shapes()`, which those of this package and of `stateful` have.
+        ValueError: for a model without `state_shapes()`, which models of this package and of `stateful` have.
     """
     if not hasattr(model, "state_shapes"):
         raise ValueError(
@@ -103,8 +104,9 @@ def state_elements(model: Any) -> int:
 
 
 def fails(curve: Curve, training_length: int, factor: float = FAILURE_FACTOR, skip: float | None = None) -> bool:
-    """Whether the loss beyond the training length is ever above `factor` times the greatest one inside it (4.2):
-    `loss_ratio` above `factor`, which is above 1. The paper averages 128 texts of 1M tokens.
+    """Whether the loss beyond the training length ever exceeds `factor` times the largest one inside it (4.2).
+
+    That is, `loss_ratio` above `factor`, which must be above 1. The paper averages 128 texts of 1M tokens.
     """
     if not factor > 1:
         raise ValueError(f"factor must be above 1, got {factor}.")
@@ -112,29 +114,29 @@ def fails(curve: Curve, training_length: int, factor: float = FAILURE_FACTOR, sk
 
 
 def loss_ratio(curve: Curve, training_length: int, skip: float | None = None) -> float:
-    """The greatest loss beyond the training length over the greatest one inside it.
+    """The largest loss beyond the training length divided by the largest one inside it.
 
-    The loss of the very first tokens, which have no context, must not set the limit: the first bin is left out.
+    The first tokens have no context, so their loss must not set the limit: the first bin is left out.
 
     Args:
         curve: Loss by position, from position 0 to well beyond the training length, averaged over texts.
         training_length: T, one of the edges; see `position_edges`.
-        skip: Leave out the bins that begin in this share of the training length; None for the first bin only, which
-            has to be wide enough then.
+        skip: Leave out the bins that start within this share of the training length; None for the first bin only,
+            which then must be wide enough.
 
     Raises:
-        ValueError: for a training length that is no edge, no bin left inside it or beyond it, losses that are NaN or
-            negative, and shares that are not possible.
+        ValueError: for a training length that is not an edge, no bin left inside or beyond it, losses that are NaN or
+            negative, and an impossible share.
     """
     if skip is not None and not 0 <= skip < 1:
-        raise ValueError(f"skip must be a share of the training length from 0 to below 1, or None; got {skip}.")
+        raise ValueError(f"skip must be None or a share of the training length, at least 0 and below 1; got {skip}.")
     if training_length not in curve.edges or curve.edges[0] != 0:
         raise ValueError(
             f"The curve must begin at 0 and have an edge at the training length {training_length}, but its edges are "
-            f"{_some(curve.edges)}; position_edges(length, training_length) gives such."
+            f"{_some(curve.edges)}. Take the edges from position_edges(length, training_length)."
         )
     if any(math.isnan(loss) or loss < 0 for loss in curve.mean):
-        raise ValueError(f"Losses must be numbers of at least 0, got {_some(curve.mean)}.")
+        raise ValueError(f"Losses must be at least 0 and not NaN, got {_some(curve.mean)}.")
     first = curve.edges[1] if skip is None else skip * training_length
     bins = list(zip(pairwise(curve.edges), curve.mean, strict=True))
     inside = [loss for (start, stop), loss in bins if first <= start and stop <= training_length]
@@ -152,17 +154,18 @@ def loss_ratio(curve: Curve, training_length: int, skip: float | None = None) ->
 def forget_threshold(
     size: int, curves: Mapping[int, Curve], factor: float = FAILURE_FACTOR, skip: float | None = None
 ) -> Threshold:
-    """T_forget of a state size: the least training length from which on models do not fail.
+    """T_forget of a state size: the shortest training length from which on models do not fail.
 
-    A length that holds below one that fails does not count. If none fails, T_forget is at most the shortest ("<="); if
-    the longest fails, it is above that (">").
+    A length that does not fail but is shorter than one that fails does not count. If none fails, T_forget is at most
+    the shortest length ("<="). If the longest fails, T_forget is above it (">").
 
     Args:
         size: N_S, `state_elements(model)`.
-        curves: Training length -> loss by position of the model trained with it; the others as for `fails`.
+        curves: Training length -> loss by position of the model trained with it.
+        factor, skip: As in `fails`.
 
     Raises:
-        ValueError: for no curves, and as `fails`.
+        ValueError: for no curves, and as in `fails`.
     """
     if not curves:
         raise ValueError("T_forget needs the curve of at least one training length, got none.")
@@ -177,26 +180,27 @@ def forget_threshold(
 def recall_threshold(
     size: int, accuracies: Mapping[int, Mapping[int, float]], least: float = RECALL_ACCURACY
 ) -> Threshold:
-    """T_recall of a state size: up to which length recall is accurate, the most over training lengths (4.3).
+    """T_recall of a state size: the length up to which recall is accurate, the maximum over training lengths (4.3).
 
-    If no model recalls at its shortest length, T_recall is below that ("<"); if one does up to its longest, it is at
-    least what was found (">=").
+    If no model recalls at its shortest length, T_recall is below that length ("<"). If a model recalls up to its
+    longest length, T_recall is at least the length found (">=").
 
     Args:
         size: N_S, `state_elements(model)`.
         accuracies: Training length -> length of the prompt -> share of right answers, as `RetrievalResult.by_length`.
-        least: Accuracy from which on recall counts as accurate.
+        least: Lowest accuracy that counts as accurate recall.
 
     Raises:
-        ValueError: for no training length, one without lengths, shares outside [0, 1], and a `least` outside (0, 1].
+        ValueError: for no training length, a training length without prompt lengths, shares outside [0, 1], and a
+            `least` outside (0, 1].
     """
     if not 0 < least <= 1:
         raise ValueError(f"least must be above 0 and at most 1, got {least}.")
     if not accuracies or not all(accuracies.values()):
-        raise ValueError("T_recall needs at least one training length, and at least one length measured for each.")
+        raise ValueError("T_recall needs at least one training length, and at least one measured length for each.")
     shares = [share for found in accuracies.values() for share in found.values()]
     if not all(0 <= share <= 1 for share in shares):
-        raise ValueError(f"Accuracies must be shares from 0 to 1, got {_some(shares)}.")
+        raise ValueError(f"Accuracies must be from 0 to 1, got {_some(shares)}.")
     longest = {trained: _recalled(found, least) for trained, found in accuracies.items()}
     length, tried = max(longest.values()), tuple(sorted(accuracies))
     if length == 0:
@@ -223,13 +227,13 @@ def fit_linear_law(
     """T = a N + b by least squares, with t-intervals of n - 2 degrees of freedom.
 
     Args:
-        sizes, size_unit: State elements, and how many of them are the unit of N.
-        lengths, length_unit: Tokens, and how many of them are the unit of T.
+        sizes, size_unit: State elements, and the number of elements in a unit of N.
+        lengths, length_unit: Tokens, and the number of tokens in a unit of T.
         confidence: Two-sided.
 
     Raises:
         NoFitError: a `ValueError`, for fewer than two different sizes, or lengths that are all equal.
-        ValueError: for points that are not finite, and a confidence or units that are not possible.
+        ValueError: for points that are not finite, and an impossible confidence or unit.
     """
     points = _points(sizes, lengths, 2, confidence, size_unit, length_unit)
     (a, b), *_ = np.linalg.lstsq(np.stack([points.n, np.ones_like(points.n)], 1), points.t, rcond=None)
@@ -245,19 +249,20 @@ def fit_exponential_law(
 ) -> LawFit:
     """T = a (c^N - 1) + b by least squares, with linearized t-intervals of n - 3 degrees of freedom.
 
-    For a given c the law is linear in a and b, so that only c is searched: log c on a grid, then to full precision.
-    Points that are nearly on a line leave a and c open: the intervals say so, and are only as good as the
-    linearization. All points count alike, so the greatest lengths decide; the intervals hold if thresholds are equally
-    uncertain at all sizes, and are far too narrow if that grows with the length. Below c = 1 the law saturates.
+    For a given c the law is linear in a and b, so only c is searched: log c on a grid, then to full precision. Points
+    that are nearly on a line do not determine a and c; the intervals show that, as far as the linearization holds. All
+    points have equal weight, so the largest lengths dominate. The intervals hold if thresholds are equally uncertain
+    at all sizes, and are far too narrow if the uncertainty grows with the length. Below c = 1 the law saturates.
 
     Args:
-        size_unit: It should be about the range of sizes, for c is per unit; the others as for `fit_linear_law`.
+        sizes, lengths, confidence, length_unit: As in `fit_linear_law`.
+        size_unit: As in `fit_linear_law`; choose about the range of sizes, because c is per unit.
 
     Raises:
-        NoFitError: a `ValueError`, for fewer than three different sizes, lengths that are all equal, and points that
-            no c fits best: on a straight line, or with a step that gets better the steeper the law.
-        ValueError: for points that are not finite, a confidence or units that are not possible, and a unit of sizes
-            in which c is too large for a number.
+        NoFitError: a `ValueError`, for fewer than three different sizes, lengths that are all equal, and points for
+            which no c is best: on a straight line, or with a step that a steeper law always fits better.
+        ValueError: for points that are not finite, an impossible confidence or unit, and a size unit in which c is
+            too large for a number.
     """
     points = _points(sizes, lengths, 3, confidence, size_unit, length_unit)
     n, t = points.n, points.t
@@ -265,7 +270,7 @@ def fit_exponential_law(
     share = (n - n.min()) / span  # (n,), from 0 to 1
 
     def solution(growth: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Slope and start (G,) of the best T = slope grown + start for each growth (G,), and residuals (G, n)."""
+        """Slope and start (G,) of the best fit T = slope grown + start for each growth (G,), and residuals (G, n)."""
         grown = _grown(growth[:, None], share)
         centered = grown - grown.mean(1, keepdims=True)
         slope = centered @ t / np.square(centered).sum(1)
@@ -279,12 +284,12 @@ def fit_exponential_law(
     bounds, tolerances = (grid[best - 1], grid[best + 1]), {"xtol": 1e-15, "ftol": 1e-15, "gtol": 1e-15}
     growth = float(least_squares(lambda x: solution(x)[2][0], [grid[best]], bounds=bounds, **tolerances).x[0])
     if abs(growth) < 1e-6:
-        raise NoFitError("The points are on a straight line: a and c of an exponential law are not determined.")
+        raise NoFitError("The points are on a straight line, which does not determine a and c of an exponential law.")
     slope, start = (float(found[0]) for found in solution(np.array([growth]))[:2])
     if abs(growth) / span * max(1.0, n.max()) > LARGEST_EXPONENT:
         raise ValueError(
-            f"c^N is too large for a number, with N in units of {size_unit:,} elements and sizes from "
-            f"{min(sizes):,} to {max(sizes):,}: give a size_unit of about their range, {max(sizes) - min(sizes):,}."
+            f"c^N overflows with N in units of {size_unit:,} elements and sizes from {min(sizes):,} to "
+            f"{max(sizes):,}: give a size_unit of about their range, {max(sizes) - min(sizes):,}."
         )
     a = slope / growth * math.exp(-growth / span * n.min())
     coefficients = {"a": a, "c": math.exp(growth / span), "b": start - slope / growth + a}
@@ -299,7 +304,7 @@ def _grown(growth: np.ndarray, share: np.ndarray) -> np.ndarray:
 
 
 class _Points(NamedTuple):
-    """Sizes N and lengths T in their units, (n,) float64 each, and how they are fitted."""
+    """Sizes N and lengths T in their units, (n,) float64 each, and the settings of the fit."""
 
     n: np.ndarray
     t: np.ndarray
@@ -317,15 +322,15 @@ def _points(
         raise ValueError(f"size_unit and length_unit must be at least 1, got {size_unit} and {length_unit}.")
     n, t = np.asarray(sizes, np.float64) / size_unit, np.asarray(lengths, np.float64) / length_unit
     if n.ndim != 1 or n.shape != t.shape or not (np.isfinite(n).all() and np.isfinite(t).all()):
-        raise ValueError(f"A law needs one finite size and length for each point, got {list(sizes)}, {list(lengths)}.")
+        raise ValueError(f"A law needs one finite size and length per point, got {list(sizes)}, {list(lengths)}.")
     different = len(np.unique(n))
     if different < least:
         raise NoFitError(
-            f"A law of {least} coefficients needs points of at least {least} state sizes with exact thresholds, got "
+            f"A law with {least} coefficients needs exact thresholds of at least {least} different state sizes, got "
             f"{different}."
         )
     if np.ptp(t) == 0:
-        raise NoFitError(f"All thresholds are {lengths[0]:g} tokens: there is nothing that a law could explain.")
+        raise NoFitError(f"All thresholds are {lengths[0]:g} tokens, so there is nothing to fit.")
     return _Points(n, t, confidence, size_unit, length_unit)
 
 
@@ -362,7 +367,7 @@ def _law_fit(form: Form, coefficients: dict[str, float], points: _Points) -> Law
 
 
 def law_value(form: Form, coefficients: Sequence[float], sizes: np.ndarray) -> np.ndarray:
-    """T of a law (a, b) or (a, c, b) at sizes N of any shape, both in its units."""
+    """T of a law with coefficients (a, b) or (a, c, b) at sizes N of any shape, both in the units of the law."""
     if form == "linear":
         a, b = coefficients
         return np.asarray(a * sizes + b)
@@ -371,7 +376,7 @@ def law_value(form: Form, coefficients: Sequence[float], sizes: np.ndarray) -> n
 
 
 def _jacobian(form: Form, coefficients: Sequence[float], sizes: np.ndarray) -> np.ndarray:
-    """Derivatives of `law_value` by its coefficients, (n, k)."""
+    """Derivatives of `law_value` with respect to its coefficients, (n, k)."""
     ones = np.ones_like(sizes)
     if form == "linear":
         return np.stack([sizes, ones], 1)

@@ -1,11 +1,11 @@
-"""What a model predicts in many texts that begin alike: what they share is read once.
+"""Predictions for many texts with common prefixes, each prefix read once.
 
-The texts go into a tree of token prefixes, which is walked from the root: every branch continues from the state at the
-branching point. Nodes are read in batches, without padding where their state is needed and with padding after the end
-where it is not. A model whose state is no value reads each text from its beginning, with others that are as long.
+The texts form a tree of token prefixes, which is walked from the root: every branch continues from the state at the
+branching point. Nodes are read in batches, without padding if their state is needed, and with padding on the right
+otherwise. A model whose state is not a value reads each text from its beginning, with texts of equal length.
 
-A batch waits as a reference to the states of its parents: there are never more states than the depth of the tree plus
-one, times the rows of a batch.
+A waiting batch only holds references to the states of its parents: there are never more states than the depth of the
+tree plus one, times the rows of a batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,18 +29,18 @@ from hf_recurrent_lengthgen.evaluation.streaming import (
 )
 
 WORTH_A_CALL = 64
-"""A shared prefix is read apart if this saves at least so many tokens; otherwise the call costs more than it saves."""
+"""A shared prefix is read separately if that saves at least this many tokens; below it, the call costs more."""
 ROWS = 16
-"""Texts read together unless the caller chooses."""
+"""Default number of texts in a batch."""
 NOWHERE = 2**62
-"""Beyond the end of all texts."""
+"""A position beyond the end of all texts."""
 
 Ids = Sequence[int] | np.ndarray
 
 
 @dataclass(eq=False)
 class Node:
-    """The tokens [start, stop) of the texts that share them, the nodes that continue them, the texts that end here."""
+    """The tokens [start, stop) that some texts share, the nodes that continue them, and the texts that end here."""
 
     start: int
     tokens: np.ndarray
@@ -53,13 +53,13 @@ class Node:
 
 
 def prefix_tree(texts: Sequence[Ids], worth: int = WORTH_A_CALL) -> Node:
-    """The texts as a tree whose root has no tokens; `ends` are indices into `texts`, token ids below 2^31.
+    """The texts (token ids below 2^31) as a tree whose root has no tokens; `ends` are indices into `texts`.
 
-    A shared prefix is a node of its own if reading it once saves at least `worth` tokens.
+    A shared prefix becomes a node if reading it once saves at least `worth` tokens.
     """
     arrays = [np.asarray(text, np.int32) for text in texts]
     root = Node(0, np.empty(0, np.int32))
-    path, previous = [root], root.tokens  # the nodes of the text before, from the root to its end
+    path, previous = [root], root.tokens  # the nodes of the previous text, from the root to its end
     for index in sorted(range(len(texts)), key=lambda index: arrays[index].astype(">i4").tobytes()):
         text = arrays[index]
         shared = _shared(previous, text)
@@ -83,7 +83,7 @@ def _shared(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def _split(parent: Node, node: Node, position: int) -> Node:
-    """Put a node with the tokens before `position` between `parent` and its last child `node`."""
+    """Insert a node with the tokens before `position` between `parent` and its last child `node`."""
     middle = Node(node.start, node.tokens[: position - node.start], [node])
     node.start, node.tokens = position, node.tokens[position - node.start :]
     parent.children[-1] = middle
@@ -91,7 +91,7 @@ def _split(parent: Node, node: Node, position: int) -> Node:
 
 
 def _dissolve_small(root: Node, worth: int) -> None:
-    """Give the tokens of nodes that save less than `worth` to each of their children."""
+    """Remove nodes that save fewer than `worth` tokens, and prepend their tokens to each child."""
     nodes = list(walk(root))
     for node in reversed(nodes):  # children before parents
         kept: list[Node] = []
@@ -117,20 +117,20 @@ def walk(root: Node) -> Iterator[Node]:
 
 
 def tokens_to_read(root: Node, states: bool) -> int:
-    """Tokens that are read of a tree: without `states`, the last one of a leaf is not."""
+    """Number of tokens read for a tree; without `states`, the last token of a leaf is not read."""
     return sum(len(node.tokens) - (not states and not node.children) for node in walk(root) if len(node.tokens))
 
 
 class Branch:
-    """A node that is read, after its parent.
+    """A node that is read after its parent.
 
     Attributes:
-        node, parent: Its tokens, and what was read before; None at the root.
-        carry: What is carried after it, as one row; None at the root and at leaves whose state nobody wants.
-        last: The logits after its last token, (V,); None where they are not wanted.
-        first: The position of its first token that is scored; its end if none is.
-        log_probability, likeliest: Of each token from there on given all before, (n,) float64, and whether it is the
-            most likely one.
+        node, parent: The node, and the branch before it; None at the root.
+        carry: The cache after the node, as one row; None at the root and at leaves whose state is not needed.
+        last: The logits after its last token, (V,); None if not needed.
+        first: The position of its first scored token; its end if none is scored.
+        log_probability, likeliest: For each token from there, its log-probability given all tokens before it, (n,)
+            float64, and whether it is the most likely one.
     """
 
     def __init__(self, node: Node, parent: "Branch | None" = None, first: int = NOWHERE) -> None:
@@ -142,7 +142,7 @@ class Branch:
         self.likeliest = np.zeros(node.stop - self.first, bool)
 
     def scores(self, start: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of each token of the text from position `start` on, the log-probability in nats and whether it is greedy."""
+        """For each token of the text from position `start`, its log-probability in nats and whether it is greedy."""
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         branch: Branch | None = self
         while branch is not None and branch.node.stop > start:
@@ -152,7 +152,7 @@ class Branch:
         return np.concatenate([part for part, _ in parts]), np.concatenate([part for _, part in parts])
 
     def observe(self, place: int, log_probability: np.ndarray, likeliest: np.ndarray) -> None:
-        """Take up the log-probabilities of the node's tokens from a place on, and which tokens are likeliest."""
+        """Store the log-probabilities of the node's tokens from `place`, and which tokens are the most likely."""
         unscored, tokens = self.first - self.node.start, self.node.tokens
         begin, stop = max(place, unscored), min(place + len(likeliest), len(tokens))
         if begin < stop:
@@ -174,16 +174,16 @@ def read_tree(
     """Read a tree of texts, each node once, depth first.
 
     Args:
-        reader: Its carries must be values (`carried_by_row`) unless all nodes are leaves.
-        root: Of `prefix_tree`.
-        batch_size, chunk_length: Most rows of one forward pass, and tokens of each; None chooses by memory, at most 16
-            rows.
-        scored_from: For each text, from which of its tokens on they are scored, at least 1; the last token of a text
-            is then not read. None to score nothing, and to have what is carried after each text.
-        title: Of the progress bar; empty for none.
+        reader: Must be `carried_by_row` unless all nodes are leaves.
+        root: A tree from `prefix_tree`.
+        batch_size, chunk_length: Maximum rows, and tokens of each, per forward pass; None chooses by memory, with at
+            most 16 rows.
+        scored_from: For each text, the index of its first scored token, at least 1; the last token of a text is then
+            not read. None to score nothing and to keep the cache after each text.
+        title: Title of the progress bar; empty for none.
 
     Yields:
-        The index of each text and the branch that it ends with.
+        The index of each text, and the branch at its end.
     """
     total = tokens_to_read(root, scored_from is None)
     with evaluation_mode(reader.model), progress_bar(total, title, bool(title)) as bar:
@@ -200,29 +200,29 @@ def greedy_hits(
     names: Sequence[str] = (),
     title: str = "",
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Whether each token at the end of texts is the most likely one, given all before it.
+    """Whether each token at the end of texts is the most likely one given all tokens before it.
 
-    Greedy decoding gives an answer if and only if no token on the way differs.
+    Greedy decoding gives an answer if and only if each of its tokens is the most likely one.
 
     Args:
-        reader: Of any causal language model.
+        reader: A reader of any causal language model.
         texts: Token ids (n,) each.
-        starts: The first token of each text that is asked about, at least 1.
-        batch_size, chunk_length, title: As for `read_tree`.
-        names: What each text is called in errors.
+        starts: For each text, the index of the first token in question, at least 1.
+        batch_size, chunk_length, title: As in `read_tree`.
+        names: Names of the texts in errors.
 
     Yields:
-        The index of each text and (n - start,) truth values, in no particular order.
+        The index of each text and (n - start,) booleans, in no particular order.
 
     Raises:
-        ValueError: for token ids that the model does not know, impossible batch sizes and chunk lengths, texts that a
-            model which carries nothing cannot read at once, and predictions that are not finite.
+        ValueError: for token ids outside the vocabulary, impossible batch sizes and chunk lengths, texts that a model
+            without a cache cannot read at once, and predictions that are not finite.
     """
     for text in texts:
         check_tokens(text[None], reader.vocabulary)
     check_pieces(batch_size, chunk_length)
     if chunk_length is not None and not reader.carries:
-        raise ValueError(f"{reader.refusal(f'reading {chunk_length} tokens at a time')} Else give no chunk length.")
+        raise ValueError(f"{reader.refusal(f'reading {chunk_length} tokens at a time')} Or leave chunk_length out.")
     root = prefix_tree(texts, WORTH_A_CALL if reader.carried_by_row else NOWHERE)
     options: dict[str, Any] = {"batch_size": batch_size, "chunk_length": chunk_length, "title": title}
     for index, branch in read_tree(reader, root, scored_from=starts, **options):
@@ -257,11 +257,11 @@ class _Walk:
             self.first[node] = min([*own, *(self.first[child] for child in node.children)], default=NOWHERE)
 
     def branches(self) -> Iterator[tuple[int, Branch]]:
-        """Read all nodes; leaves of several parents together, so that few of them make a batch, too."""
+        """Read all nodes; leaves of several parents share batches, so that parents with few leaves fill them, too."""
         top = Branch(self.root)
         yield from ((index, top) for index in self.root.ends)
         inner: list[list[Branch]] = []
-        leaves: dict[tuple[bool, int], list[Branch]] = {}  # by what may stand in one batch
+        leaves: dict[tuple[bool, int], list[Branch]] = {}  # keyed by what may share a batch
         self._wait([top], inner, leaves)
         while inner or leaves:
             key = next((key for key, group in leaves.items() if len(group) >= self.rows), None)
@@ -281,7 +281,7 @@ class _Walk:
     def _wait(
         self, parents: Sequence[Branch], inner: list[list[Branch]], leaves: dict[tuple[bool, int], list[Branch]]
     ) -> None:
-        """Let the children of nodes wait, the longest first; those whose state is wanted in batches of their own."""
+        """Queue the children of nodes, longest first; those whose state is needed are in separate batches."""
         children = [Branch(node, parent, self.first[node]) for parent in parents for node in parent.node.children]
         children.sort(key=lambda branch: -len(branch.node.tokens))
         kept = [branch for branch in children if branch.node.children or self.all_states]
@@ -299,7 +299,7 @@ class _Walk:
         return reading_plan(self.reader, len(group), len(group[0].node.tokens), self.asked, self.chunk_length)[0]
 
     def _read(self, batch: Sequence[Branch], states: bool) -> None:
-        """Read nodes after their parents, the longest first, and take up their scores and states."""
+        """Read nodes, longest first, after their parents, and store their scores and states."""
         parents = [branch.parent for branch in batch if branch.parent is not None]
         for branch, parent in zip(batch, parents, strict=True):
             if branch.first == branch.node.start and parent.last is not None:
@@ -319,7 +319,7 @@ class _Walk:
             for number, row in enumerate(rows[:left]):
                 ids[number, : max(0, len(row) - place)] = row[place:stop]
             kept = max(0, stop - keep_from)
-            # 0 would ask for all logits
+            # logits_to_keep=0 would return all logits
             logits, carry = self.reader.read(torch.from_numpy(ids).to(self.reader.device), carry, max(kept, 1))
             if kept:
                 self._observe(batch[:left], stop - kept, logits)
@@ -331,7 +331,7 @@ class _Walk:
         self.bar.update(sum(lengths))
 
     def _stop(self, place: int, lengths: Sequence[int], keep_from: int, padding: int) -> int:
-        """Where a forward pass ends: as far as memory or the caller allows, and rows need little padding."""
+        """The end of a forward pass: as far as memory and the caller allow, and with little padding."""
         limit = lengths[0]
         if self.chunk_length is not None:
             limit = min(limit, place + self.chunk_length)
@@ -346,7 +346,7 @@ class _Walk:
         return carry if carry is None or wanted in (0, there) else self.reader.take_rows(carry, slice(wanted))
 
     def _observe(self, branches: Sequence[Branch], place: int, logits: Tensor) -> None:
-        """Take up logits (rows, n, V) at the places [place, place + n) of nodes."""
+        """Store what follows from logits (rows, n, V) at the places [place, place + n) of nodes."""
         count = logits.shape[1]
         targets = np.zeros((len(branches), count), np.int64)
         for row, branch in zip(targets, branches, strict=True):

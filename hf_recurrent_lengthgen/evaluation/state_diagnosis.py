@@ -1,6 +1,7 @@
-"""The diagnosis of a model's states in one go, or from what an observer of an evaluation has seen.
+"""The diagnosis of a model's states, by itself or from the observer of an evaluation.
 
-"Unexplored states" (arXiv:2507.02782), section 3.5, appendix C; "Stuffed Mamba" (arXiv:2410.07145), sections 3.2, 3.3.
+Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), section 3.5 and appendix C; Chen et al., 2024 (arXiv:2410.07145),
+sections 3.2 and 3.3.
 """
 
 import dataclasses
@@ -44,9 +45,9 @@ from hf_recurrent_lengthgen.evaluation.streaming import Tokens, stream_nll
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 
 PATCHED_HEADS = 8
-"""Heads that are exchanged one by one unless told otherwise."""
+"""Default number of heads that are exchanged one by one."""
 DETAILED_HEADS = 64
-"""Heads of which means, extremes and inputs are kept in results, too: those of the largest distances."""
+"""Number of heads whose means, extremes and inputs are also kept in results: those with the largest distances."""
 DIGITS = 4
 """Significant digits of curves in results."""
 
@@ -63,17 +64,17 @@ def diagnose_states(
     """Statistics, distances, inputs and patching of the states of a model; about two forward passes per token.
 
     Args:
-        model: A recurrent model of this package, of remote code of ours, or wrapped by `stateful`.
-        tokens: Token ids (S, L + 1): S >= 2 texts of L > training_length positions; from `FEWEST_SEQUENCES` texts on
-            heads are said to drift.
+        model: A recurrent model of this package, loaded with or without its remote code, or wrapped by `stateful`.
+        tokens: Token ids (S, L + 1): S >= 2 texts of L > training_length positions. Heads can be said to drift with
+            `FEWEST_SEQUENCES` texts or more.
         training_length: Tokens per training sequence, T.
         settings: Confidence, rows and tokens per forward pass, progress.
-        positions: Numbers of tokens read at which to look; by default `sample_positions`.
-        patched_heads: So many heads are exchanged one by one, those of the largest distances first; 0 for no patching.
+        positions: Numbers of tokens read at which states are taken; by default `sample_positions`.
+        patched_heads: Number of heads that are exchanged one by one, largest distance first; 0 for no patching.
 
     Raises:
-        ValueError: for models without states, and as `stream_nll` and `state_drift`. Why heads could not be patched is
-            in `left_out` of the result.
+        ValueError: for models without states, and as in `stream_nll` and `state_drift`. If heads could not be patched,
+            `left_out` of the result says why.
     """
     check_training_length(training_length)
     if patched_heads < 0:
@@ -92,12 +93,12 @@ def describe_states(
     training_length: int,
     confidence: float = CONFIDENCE,
 ) -> StateDiagnosis:
-    """The diagnosis without patching, from the trajectory of the states; arguments as for `diagnose_states`."""
+    """The diagnosis without patching, from the trajectory of the states; arguments as in `diagnose_states`."""
     recurrent = [layer for layer in trajectory.layers if layer.recurrent is not None]
     if not recurrent:
         raise ValueError(
-            f"{type(model).__name__} carries inputs of convolutions only, which hold its last tokens: there is no "
-            "state that could drift."
+            f"{type(model).__name__} has no recurrent state that could drift: it only carries the inputs of "
+            "convolutions, which hold its last tokens."
         )
     drifts = state_drift(trajectory, training_length, confidence=confidence)
     order = ranked(drifts)
@@ -127,14 +128,14 @@ def with_patching(
     patched_heads: int = PATCHED_HEADS,
     settings: EvaluationSettings = DEFAULTS,
 ) -> StateDiagnosis:
-    """The diagnosis by `describe_states` with the exchange of heads, or the reason why that could not be measured."""
+    """The diagnosis of `describe_states` with patching, or the reason why heads could not be patched."""
     if not patched_heads:
         return states
     order = [(layer.layer, head.head) for layer, head in states.ranking]
     groups = patched_groups(order, len(states.drifting), patched_heads)
     try:
         if getattr(model, "attends", False):
-            raise ValueError("what the attention layers keep of the text cannot be exchanged.")
+            raise ValueError("the keys and values of attention layers cannot be exchanged.")
         reading: Any = {"batch_size": settings.batch_size, "progress": settings.progress}
         found = patch_heads(model, tokens, states.training_length, list(groups.values()), **reading)
     except ValueError as error:
@@ -143,7 +144,7 @@ def with_patching(
 
 
 def ranked(drifts: Sequence[Drift | None]) -> list[tuple[int, int]]:
-    """All heads as (layer, head): those that drift first, each kind by falling distance in the last octave."""
+    """All heads as (layer, head): drifting heads first, both kinds by decreasing distance in the last octave."""
     keys = [
         (not drift.drifts[head], -float(drift.late[head]), layer, head)
         for layer, drift in enumerate(drifts)
@@ -154,8 +155,9 @@ def ranked(drifts: Sequence[Drift | None]) -> list[tuple[int, int]]:
 
 
 def patched_groups(order: Sequence[tuple[int, int]], drift: int, alone: int) -> dict[str, Heads]:
-    """What to exchange of the heads (layer, head): the first `drift`, which drift, together, all others together, and
-    the first `alone` one by one.
+    """The groups of heads (layer, head) to exchange.
+
+    They are the first `drift` together, which drift, all others together, and the first `alone` one by one.
     """
     drifting, others = order[:drift], order[drift:]
     groups: dict[str, Heads] = {}
@@ -182,15 +184,15 @@ def _left_out(model: nn.Module, layers: Sequence[LayerTrajectory], sequences: in
     told = []
     if sequences < FEWEST_SEQUENCES:
         told.append(
-            f"No head is said to drift: {sequences} texts do not tell a drift from other texts, "
-            f"{FEWEST_SEQUENCES} and more may."
+            f"No head is said to drift: {sequences} texts cannot tell a drift from differences between texts; "
+            f"{FEWEST_SEQUENCES} or more texts can."
         )
     unread = sum(layer.inputs is None for layer in layers)
     if not unread:
         return told
-    reason = "their scans are in code that is not known here"
+    reason = "their scans are not known to this package"
     if Forgetting.of(model.config).in_recurrence:
-        reason = "the model is made to forget, so that its scans get other inputs than it has computed"
+        reason = "the model is made to forget, so its scans get other inputs than its layers computed"
     inputs = f"Inputs of the recurrence and retention were not read in {unread} of {len(layers)} layers: {reason}."
     return [*told, inputs]
 
@@ -246,7 +248,7 @@ def _moments(statistics: PartStatistics, unit: int) -> tuple[Values, Values]:
 
 
 def _extremes(statistics: PartStatistics, unit: int) -> Extremes:
-    """The largest magnitude over sequences."""
+    """The value of the largest magnitude over sequences, and its index."""
     values = statistics.extreme[:, :, unit]
     rows = np.abs(values).argmax(1)[:, None]
     index = np.take_along_axis(statistics.extreme_index[:, :, unit], rows, 1)[:, 0]

@@ -1,32 +1,33 @@
 """How far the states at a position are from those inside the training length, head by head.
 
-"Unexplored states" (Buitrago & Gu 2025, arXiv:2507.02782), section 3.5 and appendix C, shows that models fail where
-the distribution of some heads' states leaves what training has seen. Here that is one number per head and position:
+Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), section 3.5 and appendix C, show that models fail where the states of
+some heads leave the distribution seen in training. Here that is one number per head and position:
 
     distance(n) = W2(D_n, D_ref) / std(D_ref)
 
 D_n is the distribution of the elements of the head's state after n tokens, over sequences, head dim and state dim.
-D_ref pools those at the sampled positions in (T/2, T] (T: training length). W2 is the 2-Wasserstein distance: between
-normal distributions it is the root of (difference of means)^2 + (difference of stds)^2. So 1 means: as far as if all
-elements had moved by one standard deviation of training, or as if the standard deviation had doubled.
+D_ref pools the sampled positions in (T/2, T] (T: training length). W2 is the 2-Wasserstein distance; between normal
+distributions it is the root of (difference of means)^2 + (difference of stds)^2. The distance is 1 if all elements
+move by one standard deviation of training, or if the standard deviation doubles.
 
-The null level of a head is the largest distance between one half of the sequences at one of the reference positions,
-and the other half pooled over all of them, over several random halves. It is too small for a head that changes more
-slowly than over T/2 tokens. So a head drifts if its mean distance over the last octave of positions is
+The null level of a head compares one half of the sequences at one reference position with the other half pooled over
+all reference positions. It is the largest such distance over positions and several random halves. It is too small for
+a head that changes more slowly than over T/2 tokens. So a head drifts if its mean distance over the last octave of
+positions is
 
 - above its null level;
 - above 1, which is the distance of a head whose state had become a constant, its mean in training;
-- not due to a few texts: the distances of the single sequences from D_ref rise from the reference positions to the
-  last octave, with the lower bound of their paired t-interval over sequences, at a confidence that is that of all
-  intervals of the model together (Bonferroni).
+- not due to a few texts: the distances of single sequences from D_ref rise from the reference positions to the last
+  octave, with the lower bound of their paired t-interval over sequences. The confidence is shared by all intervals of
+  the model (Bonferroni).
 
-Fewer than FEWEST_SEQUENCES cannot tell the last of these: no head is said to drift then. Of stationary heads that
-forget within 6 T tokens, in models of 12 heads, less than 1 in 100 are taken for drifting with 4 to 16 texts.
+Fewer than FEWEST_SEQUENCES sequences cannot decide the last condition, so no head is said to drift then. In models of
+12 stationary heads that forget within 6 T tokens, less than 1 in 100 heads is taken for drifting with 4 to 16 texts.
 
 Standard deviations count as at least SMALLEST_STD of the magnitude of a head's elements in training, so that rounding
-is no drift. States that are exchanged inside a head do not change the distance. Models that were trained with carried
-states have seen more than (T/2, T]; for them the distance is an upper bound of what is new. Whether a head that drifts
-does harm is answered by `state_patching.py`.
+is not a drift. Permuting elements inside a head does not change the distance. Models trained with carried states have
+seen more than (T/2, T]; for them the distance is an upper bound of what is new. Whether a drifting head does harm is
+measured by `state_patching.py`.
 """
 
 import functools
@@ -40,13 +41,13 @@ from hf_recurrent_lengthgen.evaluation.state_trajectory import LayerTrajectory, 
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE, t_interval
 
 SMALLEST_DRIFT = 1.0
-"""Distance below which nothing is called a drift: that of a head whose state had become a constant, its mean."""
+"""Least distance that counts as a drift: that of a head whose state had become a constant, its mean."""
 SMALLEST_STD = 1e-5
 """Least standard deviation, relative to the root mean square of a head's elements: about 100 roundings of float32."""
 HALVES = 8
-"""Random halves of the sequences that the null level is taken over."""
+"""Number of random halves of the sequences for the null level."""
 LEVELS = 64
-"""Shares of the elements that two distributions are compared on; half of them in the outer 8 % at each end."""
+"""Number of quantile intervals on which two distributions are compared; half of them in the outer 8 % at each end."""
 
 
 class Drift(NamedTuple):
@@ -56,12 +57,12 @@ class Drift(NamedTuple):
         distance: (n, U), in standard deviations of the reference.
         null: (U,): the largest distance among training positions.
         late: (U,): mean distance over the last octave of positions.
-        drifts: (U,): see the description of this module.
-        leaves_at: For each unit that drifts the first position beyond the training length from which on the distance
-            stays above `null` and the smallest drift; None if it does not.
-        log_std_ratio: (n, U): log of the standard deviation over that of the reference.
-        growth: (U,): by how many octaves the standard deviation grows per doubling of the position, over the last
-            octave: 0 once it has settled, 1 where it is proportional to the position.
+        drifts: (U,): whether the unit drifts, as defined in this module.
+        leaves_at: For each drifting unit, the first position beyond the training length from which on the distance
+            stays above `null` and the smallest drift; None if there is none.
+        log_std_ratio: (n, U): log of the standard deviation divided by that of the reference.
+        growth: (U,): octaves by which the standard deviation grows per doubling of the position, over the last octave:
+            0 if it is constant, 1 if it is proportional to the position.
     """
 
     distance: np.ndarray
@@ -74,12 +75,12 @@ class Drift(NamedTuple):
 
 
 def reference_positions(positions: tuple[int, ...], training_length: int) -> list[int]:
-    """Indices of the positions in (T/2, T]; a `ValueError` where there are none, or none beyond T."""
+    """Indices of the positions in (T/2, T]; a `ValueError` if there are none, or none beyond T."""
     inside = [index for index, position in enumerate(positions) if training_length / 2 < position <= training_length]
     if not inside or positions[-1] <= training_length:
         raise ValueError(
-            f"The positions {positions[:3]} to {positions[-1]} must have some in ({training_length / 2:g}, "
-            f"{training_length}], to compare with, and some beyond; see sample_positions."
+            f"positions must have some in ({training_length / 2:g}, {training_length}], to compare with, and some "
+            f"beyond, got {positions[:3]} to {positions[-1]}; see sample_positions."
         )
     return inside
 
@@ -93,13 +94,13 @@ def state_drift(
     """Distances of all layers; None for a layer without a recurrent part.
 
     Args:
-        trajectory: What a `StateObserver` saw.
+        trajectory: From a `StateObserver`.
         training_length: T.
-        smallest: Distance up to which nothing is called a drift.
-        confidence: Two-sided, of the intervals over sequences of all heads together.
+        smallest: Distance above which a head can drift.
+        confidence: Two-sided confidence of the intervals over sequences, of all heads together.
 
     Raises:
-        ValueError: as `reference_positions`, and for fewer than two sequences.
+        ValueError: as in `reference_positions`, and for fewer than two sequences.
     """
     inside = reference_positions(trajectory.positions, training_length)
     heads = sum(layer.recurrent.mean.shape[2] for layer in trajectory.layers if layer.recurrent is not None)
@@ -125,7 +126,9 @@ def _drift(
     mean, variance = (values.astype(np.float64) for values in layer.recurrent[:2])
     sequences = mean.shape[1]
     if sequences < 2:
-        raise ValueError("Distances of states need at least two sequences, to tell a drift from another text.")
+        raise ValueError(
+            f"State distances need at least two sequences, to tell a drift from a different text, got {sequences}."
+        )
     std = pooled_std(mean, variance)
     scale = pooled_std(mean[inside].reshape(1, -1, mean.shape[2]), variance[inside].reshape(1, -1, mean.shape[2]))[0]
     magnitude = np.sqrt((mean[inside] ** 2 + variance[inside]).mean((0, 1)))
@@ -187,8 +190,8 @@ def pooled_std(mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
 def pooled_levels(atoms: np.ndarray, masses: np.ndarray, edges: np.ndarray | None = None) -> np.ndarray:
     """Means of the quantile function between levels, (U, pieces), of distributions pooled from equally weighted parts.
 
-    `atoms` (U, ..., G) are values of each part, `masses` (G,) their shares, `edges` the levels, from 0 to 1; by
-    default LEVELS pieces that are fine at the ends.
+    `atoms` (U, ..., G) are the values of each part, `masses` (G,) their shares, `edges` the levels from 0 to 1. By
+    default there are LEVELS pieces, narrower at the ends.
     """
     edges = _edges() if edges is None else edges
     weights = np.broadcast_to(masses, atoms.shape[1:]).reshape(-1)
@@ -205,7 +208,7 @@ def pooled_levels(atoms: np.ndarray, masses: np.ndarray, edges: np.ndarray | Non
 
 @functools.cache
 def _edges() -> np.ndarray:
-    """0 to 1 with LEVELS pieces: geometric at the ends, from 1/1024 to 1/12, and even between them."""
+    """Edges from 0 to 1 of LEVELS pieces: geometric at the ends, from 1/1024 to 1/12, and even between them."""
     tail = np.geomspace(1 / 1024, 1 / 12, LEVELS // 4)
     return np.concatenate(
         [[0.0], tail, np.linspace(tail[-1], 1 - tail[-1], LEVELS // 2 + 1)[1:-1], 1 - tail[::-1], [1.0]]

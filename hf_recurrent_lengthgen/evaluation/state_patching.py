@@ -1,13 +1,13 @@
-"""Which heads do the harm: states of some heads are exchanged for others of the same text.
+"""Which heads do the harm: the states of some heads are exchanged for other states of the same text.
 
-At position n of a long text the whole context has left the state h, its last tokens alone leave the state h'. The next
-W tokens are read from h and from h', with n' + W <= T tokens of context for h', so that nothing beyond the training
-length T happens there. Harm is the NLL from h minus that from h'. Then, for some heads at a time:
+At position n of a long text, the whole context gives the state h, and its last n' tokens alone give the state h'. The
+next W tokens are read from h and from h', with n' + W <= T, so that the context of h' stays within the training length
+T. Harm is the NLL from h minus the NLL from h'. Then, for some heads at a time:
 
-    restored = NLL from h, minus NLL from h with these heads taken from h'     (what they do harm)
-    broken   = NLL from h' with these heads taken from h, minus NLL from h'    (what harm they do alone)
+    restored = NLL from h, minus NLL from h with these heads taken from h'     (the harm that goes with them)
+    broken   = NLL from h' with these heads taken from h, minus NLL from h'    (the harm that they do alone)
 
-Where several heads fail at once, mending one may mend little, while breaking one shows what it does: shares of the
+If several heads fail at once, restoring one may change little, while breaking one shows its effect. So shares of the
 harm need not add up to 1. Only the recurrent part is exchanged head by head. Models with attention are refused.
 """
 
@@ -37,8 +37,8 @@ Heads = Sequence[tuple[int, int]]
 class Patching(NamedTuple):
     """NLL in nats per token over the W = `width` tokens after the exchange, for each of S sequences.
 
-    `full` (S,) is from h after `position` tokens, `short` (S,) from h' after `kept`; `restored` and `broken`
-    (groups, S) are of the groups of heads.
+    `full` (S,) is from h after `position` tokens, `short` (S,) from h' after `kept` tokens; `restored` and `broken`
+    (groups, S) are for each group of heads.
     """
 
     position: int
@@ -71,14 +71,14 @@ def patch_heads(
         model: A model whose state is a value.
         tokens: Token ids (S, L + 1).
         training_length: Tokens per training sequence, T.
-        groups: The heads that are exchanged together; each group is a measurement.
-        position: Tokens read before; by default as many as leave `width` of them.
-        width: Tokens that are scored; by default half the training length, or what the texts have beyond it if that is
-            less. h' has read the T - `width` before them.
-        batch_size, progress: As for `stream_nll`.
+        groups: Groups of heads that are exchanged together; each group is one measurement.
+        position: Tokens read before the exchange; by default all but the last `width`.
+        width: Tokens that are scored; by default half the training length, or the length of the texts beyond it if
+            that is less. h' has read the T - `width` tokens before them.
+        batch_size, progress: As in `stream_nll`.
 
     Raises:
-        ValueError: for models without a state that is a value, heads that are not there, a width not below T (so also
+        ValueError: for models without a state that is a value, heads that do not exist, a width not below T (so also
             for T = 1), and texts or positions that are too short.
     """
     reader = reader_of(model)
@@ -88,13 +88,13 @@ def patch_heads(
     length = array.shape[1] - 1
     width = max(1, min(training_length // 2, length - training_length)) if width is None else width
     if not 1 <= width < training_length:
-        raise ValueError(f"width must be from 1 to {training_length - 1}, below the training length; got {width}.")
+        raise ValueError(f"width must be at least 1 and below the training length {training_length}, got {width}.")
     kept = training_length - width
     position = length - width if position is None else position
     if not training_length <= position <= length - width:
         raise ValueError(
-            f"position must lie between the training length {training_length} and {length - width}, which leaves "
-            f"{width} tokens to score; got {position}."
+            f"position must be from the training length {training_length} to {length - width}, which leaves {width} "
+            f"tokens to score; got {position}."
         )
     _check_groups(groups, reader.model.zero_state(1))
     after = array[:, position : position + width + 1]
@@ -131,11 +131,11 @@ def _check_groups(groups: Sequence[Heads], state: RecurrentState) -> None:
     for layer, unit in (head for group in groups for head in group):
         if not 0 <= layer < len(units) or not 0 <= unit < units[layer]:
             raise ValueError(
-                f"There is no head {unit} in layer {layer}: the layers 0 to {len(units) - 1} have {units} heads or "
+                f"There is no head {unit} in layer {layer}: layers 0 to {len(units) - 1} have {units} heads or "
                 "channel groups."
             )
     if not groups or not all(groups):
-        raise ValueError("groups must have at least one group of at least one head (layer, head).")
+        raise ValueError("groups must hold at least one group, and each group at least one head (layer, head).")
 
 
 def _state_after(reader: Reader, rows: np.ndarray, batch_size: int | None, bar: object) -> RecurrentState:
@@ -153,7 +153,7 @@ def _state_after(reader: Reader, rows: np.ndarray, batch_size: int | None, bar: 
 def _nll_from(
     reader: Reader, state: RecurrentState, rows: np.ndarray, batch_size: int | None, bar: object
 ) -> np.ndarray:
-    """Mean NLL of each of rows (S, W + 1) from a state, (S,)."""
+    """Mean NLL of each row (S, W + 1), read from a state, (S,)."""
     batch, chunk = reading_plan(reader, len(rows), rows.shape[1] - 1, batch_size, None)
     found = []
     for first in range(0, len(rows), batch):

@@ -1,8 +1,8 @@
-"""What a diagnosis of a model's states found, as typed values with a strict JSON form; pictures read only this.
+"""Results of the diagnosis of a model's states, as typed values with a strict JSON form, which figures are made from.
 
 Positions are numbers of tokens read. Every curve has one value per position of the diagnosis. A unit is a head, or a
-group of neighbouring channels where a layer has no heads. Statistics are over all sequences and all elements of a
-unit. How distances are defined is said in `state_distance.py`, how patching is done in `state_patching.py`.
+group of neighbouring channels if a layer has no heads. Statistics are over all sequences and all elements of a unit.
+`state_distance.py` defines distances, `state_patching.py` patching.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from hf_recurrent_lengthgen.evaluation.results import Estimate, PartResult
 
 Values = tuple[float, ...]
 FEWEST_SEQUENCES = 4
-"""Sequences that are needed to call something a drift."""
+"""Minimum number of sequences for calling something a drift."""
 
 
 @dataclass(frozen=True)
 class Extremes:
-    """The value of the largest magnitude at each position, and where in the flattened unit it is."""
+    """The value of the largest magnitude at each position, and its index in the flattened unit."""
 
     value: Values
     index: tuple[int, ...]
@@ -25,7 +25,7 @@ class Extremes:
 
 @dataclass(frozen=True)
 class RecurrenceInputs:
-    """What a head's recurrence was fed: `state_trajectory.InputStatistics`, as means over sequences."""
+    """Inputs of a head's recurrence: `state_trajectory.InputStatistics`, as means over sequences."""
 
     log_retention: Values
     log_decay: Values
@@ -39,10 +39,10 @@ class HeadStates:
     """One unit of the recurrent part over time.
 
     Attributes:
-        std, mean, extremes: Of the state.
+        std, mean, extremes: Statistics of the state.
         distance, late_distance, null, drifts, leaves_at, growth: See `state_distance.Drift`.
-        mean, extremes, inputs: None for heads that are not among those in detail.
-        inputs: None also where the layer's scan is not known.
+        mean, extremes, inputs: None for heads without details.
+        inputs: None also if the layer's scan is not known.
     """
 
     head: int
@@ -70,9 +70,9 @@ class ConvStates:
 
 @dataclass(frozen=True)
 class LayerStates:
-    """One layer: std of its whole recurrent part, its units (`unit` says what they are), its convolution parts.
+    """One layer: std of its whole recurrent part, its units (`unit` is their kind), its convolution parts.
 
-    `shape` is the shape of a unit: (P, N) of a head. A layer without recurrent part has no `std` and no units.
+    `shape` is the shape of a unit, (P, N) for a head. A layer without recurrent part has no `std` and no units.
     """
 
     layer: int
@@ -87,8 +87,8 @@ class LayerStates:
 class PatchedHeads:
     """An exchange of some heads, given as (layer, head).
 
-    `restored` is the NLL that goes away if they alone are taken from the short context, `broken` that which comes if
-    they alone are taken from the long one.
+    `restored` is the decrease of the NLL if only they are taken from the short context, `broken` the increase if only
+    they are taken from the long one.
     """
 
     name: str
@@ -101,7 +101,7 @@ class PatchedHeads:
 class HeadPatching:
     """Heads exchanged between the states after `position` tokens (`full`) and after the last `kept` of them (`short`).
 
-    NLL is that of the `width` tokens after the exchange; `harm` is `full` minus `short`, paired.
+    The NLL is over the `width` tokens after the exchange; `harm` is `full` minus `short`, paired.
     """
 
     position: int
@@ -114,24 +114,24 @@ class HeadPatching:
 
     @property
     def harmful(self) -> bool:
-        """Whether the harm is above zero with its lower bound; only then do shares of it mean something."""
+        """Whether the lower bound of the harm is above zero; only then do shares of it have a meaning."""
         return self.harm.low is not None and self.harm.low > 0
 
     def share(self, estimate: Estimate) -> float | None:
-        """Part of the harm that `restored` or `broken` of a group makes up; None where there is no harm."""
+        """`restored` or `broken` of a group as a share of the harm; None if there is no harm."""
         return estimate.mean / self.harm.mean if self.harmful else None
 
 
 @document("state_diagnosis", version=2)
 @dataclass(frozen=True)
 class StateDiagnosis(PartResult):
-    """The states of one model on one set of sequences, looked at after so many tokens (`positions`).
+    """The states of one model on one set of sequences, after the numbers of tokens in `positions`.
 
     Attributes:
-        smallest_drift: Distance below which nothing is called a drift.
+        smallest_drift: Least distance that counts as a drift.
         std: Standard deviation of the whole recurrent state, all layers together.
-        layers: Those that have a state.
-        patching: None where it was not done.
+        layers: Layers that have a state.
+        patching: None if heads were not patched.
     """
 
     training_length: int
@@ -147,7 +147,7 @@ class StateDiagnosis(PartResult):
     def __post_init__(self) -> None:
         positions = self.positions
         if not positions or positions != tuple(sorted({*positions})) or positions[0] < 1:
-            raise ValueError(f"Positions must rise from 1 on, got {positions}.")
+            raise ValueError(f"positions must increase strictly and be at least 1, got {positions}.")
         curves = {"std": self.std}
         for layer in self.layers:
             if layer.std is not None:
@@ -157,7 +157,7 @@ class StateDiagnosis(PartResult):
                 curves |= {f"std of {name}": head.std, f"distance of {name}": head.distance}
         for name, curve in curves.items():
             if len(curve) != len(positions):
-                raise ValueError(f"{len(positions)} positions have {len(curve)} values of {name}.")
+                raise ValueError(f"{name} must have one value per position, {len(positions)}, got {len(curve)}.")
 
     @property
     def names_heads(self) -> bool:
@@ -166,16 +166,16 @@ class StateDiagnosis(PartResult):
 
     @property
     def ranking(self) -> tuple[tuple[LayerStates, HeadStates], ...]:
-        """All heads with their layers: those that drift first, each kind by falling distance in the last octave."""
+        """All heads with their layers: drifting heads first, both kinds by decreasing distance in the last octave."""
         heads = [(layer, head) for layer in self.layers for head in layer.heads]
         return tuple(sorted(heads, key=lambda pair: (not pair[1].drifts, -pair[1].late_distance)))
 
     @property
     def drifting(self) -> tuple[tuple[LayerStates, HeadStates], ...]:
-        """The heads that drift, by falling distance."""
+        """The heads that drift, by decreasing distance."""
         return tuple(pair for pair in self.ranking if pair[1].drifts)
 
 
 def head_name(layer: LayerStates, head: HeadStates) -> str:
-    """ "layer 3, head 5": how a head is called in texts."""
+    """Name of a head in texts: "layer 3, head 5"."""
     return f"layer {layer.layer}, {layer.unit} {head.head}"

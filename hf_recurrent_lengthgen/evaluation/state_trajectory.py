@@ -1,20 +1,20 @@
-"""Statistics of the state at chosen positions of long streams, and of what the recurrence is fed there.
+"""Statistics of the state at chosen positions of long streams, and of the inputs of the recurrence.
 
-"Unexplored states" (Buitrago & Gu 2025, arXiv:2507.02782), section 3.5 and appendix C: mean and standard deviation of
-each layer and head over time. "Stuffed Mamba" (Chen et al. 2024, arXiv:2410.07145), section 3.2 and appendix G: the
-same of the convolution part, outlier channels, Delta_t, B_t and x_t over time, and the retention of the first token,
-alpha_{2:t} (Eq. 6; its product begins after the token itself).
+Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), section 3.5 and appendix C: mean and standard deviation of each layer
+and head over time. Chen et al., 2024 (arXiv:2410.07145), section 3.2 and appendix G: the same for the convolution
+part, outlier channels, Delta_t, B_t and x_t over time, and the retention of the first token, alpha_{2:t} (Eq. 6, whose
+product starts after the token itself).
 
-States are read from `final_state` where a chunk ends, so that the statistics ride along with `stream_nll`:
+States are read from `final_state` at the end of a chunk, so `stream_nll` collects the statistics on its way:
 
     observer = StateObserver(model, len(tokens), positions)
     with observer:
         nll = stream_nll(model, tokens, observer=observer).nll
     trajectory = observer.trajectory()
 
-Position n is after n tokens were read. A unit is what statistics are taken of: a head, or where the recurrent part has
-channels instead, (B, D, N) in Mamba-1, a group of neighbouring channels. Shapes: n positions, S sequences, U units, E
-elements of a unit.
+Position n is after n tokens were read. Statistics are taken per unit: a head, or a group of neighbouring channels if
+the recurrent part has channels instead, (B, D, N) in Mamba-1. Shapes: n positions, S sequences, U units, E elements of
+a unit.
 """
 
 import math
@@ -34,16 +34,18 @@ from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.mixer_layouts import known_mixers
 
 CHANNEL_GROUPS = 16
-"""Most groups that the channels of a layer without heads are put into."""
+"""Maximum number of channel groups in a layer without heads."""
 SKETCHED_ELEMENTS = 256
-"""Elements of a unit that its distribution is estimated from; moments and extremes are those of all."""
+"""Number of elements from which the distribution of a unit is estimated; moments and extremes use all elements."""
 SKETCH_SIZES = (1, 1, 2, 4, 8, *[16] * 14, 8, 4, 2, 1, 1)
-"""So many neighbours of the sorted elements have their mean kept: fine at the ends, where outliers are."""
+"""Sizes of the groups of sorted elements whose means are kept: smaller at the ends, where outliers are."""
 
 
 def sample_positions(length: int, training_length: int) -> tuple[int, ...]:
-    """Positions to look at: powers of two up to half of the training length T, the multiples of T / 8 from there to
-    T, and beyond it two per doubling; the last is `length`.
+    """Positions at which states are taken.
+
+    Powers of two up to half of the training length T, multiples of T / 8 from there to T, two per doubling beyond T,
+    and `length` as the last.
     """
     if length < 1 or training_length < 1:
         raise ValueError(f"length and training_length must be at least 1, got {length} and {training_length}.")
@@ -55,9 +57,9 @@ def sample_positions(length: int, training_length: int) -> tuple[int, ...]:
 
 
 class PartStatistics(NamedTuple):
-    """Mean and population variance over the elements of a unit of one part of a layer's state, (n, S, U) each.
+    """Mean and population variance over the elements of each unit, for one part of a layer's state, (n, S, U) each.
 
-    `extreme` is the value of the largest magnitude, at `extreme_index` of the flattened unit.
+    `extreme` is the value of the largest magnitude, at index `extreme_index` of the flattened unit.
     """
 
     mean: np.ndarray
@@ -67,14 +69,14 @@ class PartStatistics(NamedTuple):
 
 
 class InputStatistics(NamedTuple):
-    """What a layer fed its recurrence, (n, S, U) each; means are over the tokens since the position before.
+    """Inputs of a layer's recurrence, (n, S, U) each; means are over the tokens since the previous position.
 
     Attributes:
-        log_retention: log of the mean over a unit's states of alpha_{2:n}, what is left after n tokens of what the
-            first one wrote. A sum of log decays, so that it does not underflow.
+        log_retention: log of the mean over a unit's states of alpha_{2:n}, the share that is left after n tokens of
+            what the first token wrote. Computed from sums of log decays, so that it does not underflow.
         log_decay: Mean of log alpha_t.
         key, value: Mean norms of B_t (keys), before Delta, and of x_t (values); mean magnitude in Mamba-1.
-        step: Mean of Delta_t; None where the family has none.
+        step: Mean of Delta_t; None for families without steps.
     """
 
     log_retention: np.ndarray
@@ -85,14 +87,16 @@ class InputStatistics(NamedTuple):
 
 
 class LayerTrajectory(NamedTuple):
-    """One layer over time, in units ("head", or "channel group") of a shape.
+    """One layer over time, in units ("head" or "channel group") of a shape.
 
     Attributes:
-        recurrent: Of the recurrent part; None for a layer without one.
-        sketch: (n, S, U, G), None as `recurrent`: means of G groups of neighbours among the sorted elements of a unit.
-        masses: (G,): the shares of the elements that the groups have.
-        conv_parts, conv: Names of the parts of the convolution state, its units, and of these; None without one.
-        inputs: None where the layer keeps its scan in code that is not known here.
+        recurrent: Statistics of the recurrent part; None for a layer without one.
+        sketch: (n, S, U, G): means of G groups of neighbours among the sorted elements of a unit; None if `recurrent`
+            is.
+        masses: (G,): the share of the elements in each group.
+        conv_parts, conv: Names of the parts of the convolution state, which are its units, and their statistics; None
+            without such a state.
+        inputs: None if the layer's scan is not known to this package.
     """
 
     unit: str
@@ -122,8 +126,9 @@ def as_units(recurrent: Tensor) -> Tensor:
 
 
 def conv_parts(model: nn.Module) -> dict[int, dict[str, int]]:
-    """Names and channels of the parts of the convolution states, by layer: our mixers tell them; in models of
-    Transformers they follow from the parameters of Mamba-2 mixers.
+    """Names and channels of the parts of the convolution states, by layer.
+
+    Our mixers name them; for models of Transformers they follow from the parameters of Mamba-2 mixers.
     """
     blocks = getattr(getattr(model, "base_model", model), "layers", ())
     mixers = {layer: getattr(block, "scan_mixer", None) for layer, block in enumerate(blocks)}
@@ -143,11 +148,11 @@ def conv_parts(model: nn.Module) -> dict[int, dict[str, int]]:
 class StateObserver:
     """Takes the statistics of a stream, as the `observer` of `stream_nll`.
 
-    As a context manager around the reading, it also records the inputs of the recurrence, where the layers' scans are
-    known; without, `inputs` of the layers are None.
+    As a context manager around the reading, it also records the inputs of the recurrence if the layers' scans are
+    known; otherwise `inputs` of the layers are None.
 
     Raises:
-        ValueError: for positions that do not rise from 1, no sequences, or a model without states.
+        ValueError: for positions that do not increase from 1 or more, no sequences, or a model without states.
     """
 
     def __init__(self, model: nn.Module, sequences: int, positions: Sequence[int]) -> None:
@@ -155,13 +160,13 @@ class StateObserver:
         self._model: Any = given.get_base_model() if hasattr(given, "get_base_model") else given
         if not hasattr(self._model, "zero_state"):
             raise ValueError(
-                f"{type(model).__name__} carries no state that is a value: there is nothing to take statistics of. "
+                f"{type(model).__name__} has no recurrent state that is passed by value, so there are no statistics. "
                 "Load a recurrent model with hf_recurrent_lengthgen.load_model(...), or wrap one with stateful(model)."
             )
         if sequences < 1:
             raise ValueError(f"sequences must be at least 1, got {sequences}.")
         if not positions or positions[0] < 1 or sorted(set(positions)) != list(positions):
-            raise ValueError(f"positions must be numbers of tokens from 1 on that rise, got {positions}.")
+            raise ValueError(f"positions must increase strictly and be at least 1, got {positions}.")
         self.positions = tuple(positions)
         self._places = {position: place for place, position in enumerate(positions)}
         parts = conv_parts(self._model)
@@ -175,7 +180,7 @@ class StateObserver:
 
     def __enter__(self) -> "StateObserver":
         known = hasattr(getattr(self._model, "base_model", None), "layers")
-        # where a recurrence forgets, its scans get other inputs than what the layers computed
+        # a recurrence that is made to forget gets other inputs than its layer computed
         if known and not Forgetting.of(self._model.config).in_recurrence:
             readers = {name: self._reading(sums) for name, sums in SUMS.items()}
             self._recording.enter_context(recorded_scans(self._model, readers))
@@ -223,7 +228,7 @@ class StateObserver:
             self._kept.setdefault(f"{part}.{name}", np.zeros(size, array.dtype))[place, rows] = array
 
     def _add_calls(self, begins: bool, tokens: int) -> None:
-        """Add up what the layers scanned in a chunk."""
+        """Add up the recorded inputs of the scans in a chunk."""
         if begins:
             self._running = {}
         for layer, calls in self._calls.items():
@@ -269,12 +274,12 @@ class StateObserver:
         }
 
     def trajectory(self) -> StateTrajectory:
-        """What was seen; a `ValueError` if not all positions of all sequences were."""
+        """The statistics; a `ValueError` unless all positions of all sequences were seen."""
         if not self._seen.all():
             place, sequence = np.argwhere(~self._seen)[0]
             raise ValueError(
-                f"Sequence {sequence} was not read to position {self.positions[place]}: give stream_nll this "
-                "observer, and as many sequences of that length."
+                f"Sequence {sequence} was not read to position {self.positions[place]}: pass this observer to "
+                "stream_nll, with as many sequences of at least this length."
             )
         layers = []
         for layer, layout in enumerate(self._layouts):
@@ -303,10 +308,10 @@ class StateObserver:
 
 
 class _Layout(NamedTuple):
-    """How a layer's state is looked at: what its `units` are, none without a recurrent part, and their shape.
+    """The units of a layer's state: their kind, number (0 without a recurrent part) and shape.
 
-    `sketched` are the elements of a unit that its distribution is estimated from, `groups` (sketched, G) averages
-    neighbours among them, `conv` has the channels of the parts of the convolution state.
+    `sketched` are the elements from which the distribution of a unit is estimated, `groups` (sketched, G) averages
+    neighbours among them, and `conv` has the channels of the parts of the convolution state.
     """
 
     unit: str
@@ -338,7 +343,7 @@ def _statistics(units_BUE: Tensor) -> dict[str, Tensor]:
 
 
 def _sketch_of(elements: int) -> tuple[Tensor, Tensor]:
-    """Which of a unit's elements are sketched, and the matrix that averages them in groups when they are sorted."""
+    """The sketched elements of a unit, and the matrix that averages them by group once they are sorted."""
     chosen = torch.randperm(elements, generator=torch.Generator().manual_seed(0))[:SKETCHED_ELEMENTS]
     ends = np.cumsum((0, *SKETCH_SIZES)) / SKETCHED_ELEMENTS
     borders = sorted({round(len(chosen) * end) for end in ends})

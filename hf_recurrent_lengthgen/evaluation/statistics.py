@@ -1,8 +1,7 @@
 """Position bins and confidence intervals over sequences.
 
-A sequence is the unit of sampling everywhere: a value is first averaged inside each sequence, and the
-interval is the t-interval of those averages. Tokens of one sequence are not independent, so they never
-count as samples.
+The unit of sampling is always a sequence: a value is first averaged inside each sequence, and the interval is the
+t-interval of these averages. Tokens of one sequence are not independent, so they never count as samples.
 """
 
 import math
@@ -13,11 +12,11 @@ import numpy as np
 from scipy import stats
 
 CONFIDENCE = 0.95
-"""Two-sided confidence of every interval unless told otherwise."""
+"""Default two-sided confidence of intervals."""
 
 
 class Interval(NamedTuple):
-    """Means over sequences and their two-sided t-interval, (...) each; no bounds below 2 sequences."""
+    """Means over sequences and their two-sided t-intervals, (...) each; no bounds for fewer than 2 sequences."""
 
     mean: np.ndarray
     low: np.ndarray | None
@@ -25,8 +24,9 @@ class Interval(NamedTuple):
 
 
 def t_interval(values: np.ndarray, confidence: float = CONFIDENCE) -> Interval:
-    """Mean over the first axis of values (S, ...), one per sequence, and its t-interval: mean +- t_{(1 +
-    confidence)/2, S - 1} * s / sqrt(S).
+    """Mean over the first axis of values (S, ...), one per sequence, and its t-interval.
+
+    The interval is mean +- t_{(1 + confidence)/2, S - 1} * s / sqrt(S).
     """
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence}.")
@@ -46,10 +46,10 @@ def position_edges(
 ) -> tuple[int, ...]:
     """Edges of disjoint bins over the positions [0, length): of width 1 below `exact_until`, then logarithmic.
 
-    Bin i holds the positions edges[i] <= t < edges[i + 1]. The logarithmic edges are round(training_length * 2^(k /
-    bins_per_octave)), so that the training length is always an edge; equal ones after rounding are one edge. A last
-    bin that `length` cuts below half of its width is joined to the one before, unless it begins at the training
-    length.
+    Bin i holds the positions edges[i] <= t < edges[i + 1]. The logarithmic edges are
+    round(training_length * 2^(k / bins_per_octave)), without duplicates, so the training length is always an edge. If
+    `length` cuts the last bin to less than half of its width, the bin is merged with the previous one, unless it
+    starts at the training length.
     """
     for name, value, least in (
         ("length", length, 1),

@@ -1,7 +1,7 @@
-"""Position-wise negative log-likelihood of long streams, in chunks with the state carried.
+"""Position-wise negative log-likelihood of long streams, read in chunks with carried states.
 
-"Unexplored states" (Buitrago & Gu 2025, arXiv:2507.02782), Definition 3.1 reports perplexity by position.
-Here the quantity is the negative log-likelihood (NLL) in nats per token; perplexity is its exponential.
+Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), Definition 3.1, report perplexity by position. Here the quantity is the
+negative log-likelihood (NLL) in nats per token; perplexity is its exponential.
 
 Indexing, used in the whole package: tokens (S, L + 1) give NLLs (S, L), and entry t is the NLL of
 tokens[:, t + 1] given tokens[:, : t + 1]. Position t is thus scored with t + 1 tokens of context, and a model
@@ -31,18 +31,18 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
 )
 
 TOKENS_PER_FORWARD = 4096
-"""Most tokens in one forward pass (rows x chunk) unless the caller chooses; bounds the activations."""
+"""Default limit of tokens in one forward pass (rows x chunk), which bounds the activations."""
 LOGITS_PER_FORWARD = 2**25
-"""Most logits in one forward pass (rows x chunk x vocabulary) unless the caller chooses: 128 MiB."""
+"""Default limit of logits in one forward pass (rows x chunk x vocabulary): 128 MiB."""
 STATES_PER_FORWARD = 2**28
-"""Most numbers in the windows of states that forget (rows x state) unless the caller chooses: 1 GiB."""
+"""Default limit of elements in the windows of states that forget (rows x state): 1 GiB."""
 LOGITS_AT_ONCE = 2**29
-"""Most logits in one forward pass of a model that must read a text at once: 2 GiB."""
+"""Limit of logits in one forward pass of a model that must read a text at once: 2 GiB."""
 SHORTEST_CHUNK = 64
 """Rows are split into batches before a chunk gets shorter than this many tokens."""
 
 Tokens = np.ndarray | Tensor
-"""Integer token ids, (S, L + 1), of any integer dtype; cast chunk by chunk, so a memory map stays one."""
+"""Token ids, (S, L + 1), of any integer dtype; cast chunk by chunk, so a memory map is not loaded as a whole."""
 
 
 def check_pieces(batch_size: int | None, chunk_length: int | None) -> None:
@@ -53,7 +53,7 @@ def check_pieces(batch_size: int | None, chunk_length: int | None) -> None:
 
 
 class StreamNll(NamedTuple):
-    """NLL in nats per token, (S, L) float32, and the state after tokens[:, :L], () of a model without states."""
+    """NLL in nats per token, (S, L) float32, and the state after tokens[:, :L], () for a model without states."""
 
     nll: np.ndarray
     final_state: RecurrentState
@@ -68,7 +68,7 @@ class Chunk(NamedTuple):
 
 
 def check_tokens(tokens: Tokens, vocabulary: int, shortest: int = 1) -> np.ndarray:
-    """Token ids (S, L + 1) as an array of their own integer dtype, without a copy of CPU data.
+    """Token ids (S, L + 1) as an array of the same integer dtype, without a copy of CPU data.
 
     Raises:
         ValueError: for another shape or dtype, no sequence, L < `shortest`, or ids outside the vocabulary.
@@ -80,22 +80,22 @@ def check_tokens(tokens: Tokens, vocabulary: int, shortest: int = 1) -> np.ndarr
         )
     if len(array) < 1 or array.shape[1] < shortest + 1:
         raise ValueError(
-            f"tokens of shape {array.shape} are too few: needed are at least one sequence and {shortest + 1} "
-            "tokens in each (one more than positions to score)."
+            f"tokens of shape {array.shape} are too few: give at least one sequence, and {shortest + 1} tokens in "
+            "each (one more than positions to score)."
         )
     lowest, highest = int(array.min()), int(array.max())
     if lowest < 0 or highest >= vocabulary:
         row, position = np.argwhere((array < 0) | (array >= vocabulary))[0]
         raise ValueError(
-            f"Token ids run from {lowest} to {highest}, the model's vocabulary from 0 to {vocabulary - 1} (first "
-            f"{array[row, position]}, row {row}, position {position}): "
-            "tokenize with the model's own tokenizer, without a label mask such as -100."
+            f"Token ids must be from 0 to {vocabulary - 1}, the model's vocabulary, got {lowest} to {highest} (first "
+            f"{array[row, position]}, row {row}, position {position}): use the model's own tokenizer, and no label "
+            "mask such as -100."
         )
     return array
 
 
 def window_elements(model: Any) -> int:
-    """Numbers in the state of a row if it holds a window of tokens (`Forgetting`), which makes it large; else 0."""
+    """Elements in the state of a row if a window of tokens (`Forgetting`) makes it large; else 0."""
     if not hasattr(model, "state_shapes") or Forgetting.of(model.config).window is None:
         return 0
     return sum(math.prod(part) for shape in model.state_shapes() for part in shape)
@@ -104,7 +104,7 @@ def window_elements(model: Any) -> int:
 def forward_plan(
     rows: int, length: int, vocabulary: int, batch_size: int | None, chunk_length: int | None, state: int = 0
 ) -> tuple[int, int]:
-    """Rows and tokens of one forward pass: the caller's, or the most within the three limits of this module.
+    """Rows and tokens of one forward pass: as given, or the most within the three limits of this module.
 
     `state` is the `window_elements` of a row.
     """
@@ -127,25 +127,25 @@ def stream_chunks(
     stops: Sequence[int] = (),
     start: int = 0,
 ) -> Iterator[Chunk]:
-    """Run checked rows (B, L + 1) chunk by chunk, in the mode the model has; one chunk's logits exist at a time.
+    """Run checked rows (B, L + 1) chunk by chunk, in the current mode of the model, with one chunk's logits in memory.
 
     Args:
-        reader: Of the model; one that carries nothing reads everything at once.
+        reader: A reader of the model; one that carries nothing reads everything at once.
         rows: Token ids.
         chunk_length: Tokens per forward pass.
-        initial_state: State before the first token, with B rows; zero when None.
-        origins: The sequence and the position in it at which each row begins, named in errors.
-        stops: Numbers of tokens after which a chunk ends, too, so that the state there can be seen.
-        start: Position to go on from, where a chunk has ended, with the state there as `initial_state`.
+        initial_state: State before the first token, with B rows; None for zero.
+        origins: The sequence of each row and its start position in it, named in errors.
+        stops: Numbers of tokens after which a chunk also ends, so that the state there can be seen.
+        start: Position to continue from, at the end of a chunk; `initial_state` is then the state there.
 
     Raises:
-        ValueError: at the first NaN or infinite NLL or state, naming its position and sequence.
+        ValueError: at the first NaN or infinite NLL or state, with position and sequence.
     """
     length = rows.shape[1] - 1
     origins = origins or [(row, 0) for row in range(len(rows))]
     cache = reader.begin(initial_state)
     for begin, stop in chunk_borders(length, chunk_length if reader.carries else length, stops, start):
-        # One token more than is fed: the last target of a chunk is the first input of the next.
+        # One token more than the model reads: the last target of a chunk is the first input of the next.
         ids = torch.from_numpy(rows[:, begin : stop + 1].astype(np.int64)).to(reader.device)
         logits, cache = reader.read(ids[:, :-1], cache)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -159,7 +159,7 @@ def stream_chunks(
 def chunk_borders(
     length: int, chunk_length: int, stops: Sequence[int] = (), start: int = 0
 ) -> Iterator[tuple[int, int]]:
-    """Start and stop of pieces of at most `chunk_length` of [start, length), which also end at each of `stops`."""
+    """Start and stop of pieces of [start, length) of at most `chunk_length` tokens, which also end at `stops`."""
     ends = iter(sorted({stop for stop in stops if start < stop < length} | {length}))
     end = next(ends)
     while start < length:
@@ -196,8 +196,10 @@ def _check_finite(
 def reading_plan(
     reader: Reader, rows: int, length: int, batch_size: int | None, chunk_length: int | None
 ) -> tuple[int, int]:
-    """`forward_plan` for a reader; one that carries nothing reads one whole text, or as many as were asked for; a
-    `ValueError` for a text that does not fit into one forward pass of such a model.
+    """`forward_plan` for a reader; one that carries nothing reads whole texts.
+
+    Raises:
+        ValueError: for a text that does not fit into one forward pass of such a model.
     """
     if reader.carries:
         state = window_elements(reader.model)
@@ -216,9 +218,9 @@ def progress_bar(total: int, description: str, enabled: bool) -> Any:
 
 
 class Observer(Protocol):
-    """Sees the chunks of a stream, which also end after each of `positions` tokens, by their first sequence.
+    """Sees the chunks of a stream, which also end after each of `positions` tokens, with their first sequence.
 
-    What it has gathered can be kept as arrays, and restored in another process.
+    Its data can be kept as arrays and restored in another process.
     """
 
     @property
@@ -242,30 +244,30 @@ def stream_nll(
     partial: PartialResult | None = None,
     progress: bool = True,
 ) -> StreamNll:
-    """Position-wise NLL of whole streams ("Unexplored states", Definition 3.1), of any length.
+    """Position-wise NLL of whole streams of any length (Buitrago Ruiz and Gu, 2025, Definition 3.1).
 
-    With a recurrent model memory grows by 4 bytes per token; models with attention keep keys and values, too.
+    With a recurrent model memory grows by 4 bytes per token; models with attention also keep keys and values.
 
     Args:
-        model: A causal language model (`reader_of` says which); left in the mode it had.
+        model: A causal language model, see `reader_of`; its mode is restored.
         tokens: Token ids (S, L + 1).
-        initial_state: State before the first token, with S rows on the model's device; zero when None.
+        initial_state: State before the first token, with S rows on the model's device; None for zero.
         batch_size, chunk_length: Sequences, and tokens of each, per forward pass; by default what memory allows.
         observer: Sees each chunk.
-        partial: Where to keep what there is so far, and to go on from; the caller removes it. A model with attention
-            goes on after the last whole text.
+        partial: Where to keep partial results, and to resume from; the caller removes it. A model with attention
+            resumes after the last complete text.
         progress: Show a progress bar.
 
     Raises:
-        ValueError: for unusable models or tokens, a state of another number of rows, a text too long for a model that
-            must read it at once, and at the first NaN or infinite NLL or state.
+        ValueError: for unusable models or tokens, a state with another number of rows, a text too long for a model
+            that must read it at once, and at the first NaN or infinite NLL or state.
     """
     reader = reader_of(model)
     array = check_tokens(tokens, reader.vocabulary)
     sequences, length = array.shape[0], array.shape[1] - 1
     if initial_state is not None and state_batch_size(initial_state) != sequences:
         raise ValueError(
-            f"initial_state has {state_batch_size(initial_state)} rows, the tokens {sequences} sequences."
+            f"initial_state must have one row per sequence, {sequences}, got {state_batch_size(initial_state)}."
         )
     batch, chunk = reading_plan(reader, sequences, length, batch_size, chunk_length)
     stops = () if observer is None else observer.positions
@@ -288,12 +290,12 @@ def stream_nll(
                 if reader.carried_by_row and stop < length:
                     done.keep(first, stop, piece.state)
             done.finished(rows.stop, piece.state)
-    # Joined outside inference mode, which makes them ordinary tensors that one may train from.
+    # Joined outside inference mode, so that they are ordinary tensors, from which training can start.
     return StreamNll(nll, concatenate_rows(done.final_states))
 
 
 class _Done:
-    """What a stream has read so far: sequences [0, row) wholly, the batch from `row` on up to `position`."""
+    """What a stream has read so far: all of sequences [0, row), and the batch from `row` up to `position`."""
 
     def __init__(
         self, partial: PartialResult | None, nll: np.ndarray, observer: Observer | None, device: torch.device

@@ -16,8 +16,8 @@ class StringAccuracy(NamedTuple):
     """Shares from 0 to 1.
 
     Attributes:
-        character: Right symbols among those asked for, each given the right ones before it.
-        sequence: Rows in which all of them are right, which is what greedy decoding gets right.
+        character: Right symbols among the scored ones, each given the right symbols before it.
+        sequence: Rows in which all scored symbols are right, which greedy decoding gets right.
     """
 
     character: float
@@ -27,19 +27,19 @@ class StringAccuracy(NamedTuple):
 def string_accuracy(
     model: nn.Module, dataset: TaskStrings, batch_size: int = 64, chunk_length: int | None = None
 ) -> StringAccuracy:
-    """How many symbols, and how many whole answers, a causal language model gets right in all rows of `dataset`.
+    """The shares of symbols and of whole answers that a causal language model gets right in all rows of `dataset`.
 
-    The model reads the right answer along with the prompt; the end token is not scored, as in the code of Jelassi et
-    al. (arXiv:2402.01032). `batch_size` rows are in a forward pass, with `chunk_length` tokens of each.
+    The model reads the right answer with the prompt. The end token is not scored, as in the code of Jelassi et al.,
+    2024 (arXiv:2402.01032). A forward pass has `batch_size` rows, with `chunk_length` tokens of each.
 
     Raises:
-        ValueError: for a model that knows fewer tokens than the task has, and as `greedy_hits`.
+        ValueError: for a model whose vocabulary is smaller than that of the task, and as in `greedy_hits`.
     """
     reader = reader_of(model)
     if reader.vocabulary < dataset.vocab_size:
         raise ValueError(
-            f"The model's vocab_size is {reader.vocabulary}, but {dataset.name} with vocabulary {dataset.vocabulary} "
-            f"has {dataset.vocab_size} tokens."
+            f"The model's vocab_size {reader.vocabulary} is too small: {dataset.name} with vocabulary "
+            f"{dataset.vocabulary} has {dataset.vocab_size} tokens."
         )
     rows = dataset.__getitems__(range(len(dataset)))
     labels = [row["labels"].numpy() for row in rows]
@@ -67,15 +67,15 @@ def accuracy_by_length(
     """`string_accuracy` at several lengths of a task's strings.
 
     Args:
-        task: The data that the model was trained on, or such.
-        lengths: Symbols (pairs for recall) of a string; by default 1, 2 and 4 times the longest of `task`.
-        samples, seed: Rows for each length, and their seed, which should not be that of the training data.
-        batch_size, chunk_length: As for `string_accuracy`.
+        task: Data like those that the model was trained on.
+        lengths: Symbols (pairs for recall) per string; by default 1, 2 and 4 times the longest of `task`.
+        samples, seed: Rows per length, and their seed, which should differ from that of the training data.
+        batch_size, chunk_length: As in `string_accuracy`.
 
     Raises:
-        ValueError: as `string_accuracy`, and for a length that is not possible with the task's vocabulary.
+        ValueError: as in `string_accuracy`, and for a length that is impossible with the task's vocabulary.
     """
     if lengths is None:
         lengths = [multiple * task.longest for multiple in (1, 2, 4)]
-    data = {length: task.resized(length, samples, seed) for length in lengths}  # all checked before the first is run
+    data = {length: task.resized(length, samples, seed) for length in lengths}  # checks all before the first run
     return {length: string_accuracy(model, rows, batch_size, chunk_length) for length, rows in data.items()}

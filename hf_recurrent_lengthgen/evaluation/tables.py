@@ -27,21 +27,21 @@ def read_rows(path: str | os.PathLike[str]) -> list[Row]:
     """The rows of a result file, see `rows_of`.
 
     Raises:
-        ValueError: naming the file, for one that is damaged or has no table.
+        ValueError: for a file that is damaged or has no table, with its name.
     """
     return rows_of(read_result(path, WITH_ROWS))
 
 
 def rows_of(result: Any) -> list[Row]:
-    """A result as rows, all with the same columns: plain values, None where there is none.
+    """A result as rows with the same columns: plain values, None for missing ones.
 
-    Evaluations and diagnoses have a row for each model, metric and bin of positions [start, stop): `nll` (nats per
+    Evaluations and diagnoses have one row per model, metric and bin of positions [start, stop): `nll` (nats per
     token), `harm` (nats), `in_window_nll`, and in diagnoses `remembrance`, the total variation of predictions without
-    the tokens before `start`. Retrieval has a row for each model, depth or bAbI task, and length (tokens), with
-    Wilson's interval; a search of forgetting one for each setting.
+    the tokens before `start`. Retrieval has one row per model, depth or bAbI task, and length (tokens), with Wilson's
+    interval; a search of forgetting has one row per setting.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for other types.
     """
     if isinstance(result, Comparison | Diagnosis | RetrievalComparison):
         return [row for model in result.models for row in rows_of(model)]
@@ -68,7 +68,7 @@ def rows_of(result: Any) -> list[Row]:
 
 
 def write_csv(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
-    """Write rows as a CSV file with a header; None is an empty cell. An old file is replaced as a whole."""
+    """Write rows as a CSV file with a header; None becomes an empty cell. An existing file is replaced as a whole."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()

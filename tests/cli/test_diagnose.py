@@ -86,12 +86,14 @@ def test_models_of_all_kinds_side_by_side(
     assert ["states" in model.parts for model in found.models] == [True, True, False]
     assert all(states is None or states.patching is None for states in map(states_of, found.models))
     reason = found.models[2].refused["states"]
-    assert "LlamaForCausalLM carries no state that is a value" in reason
+    assert "LlamaForCausalLM does not carry a recurrent state by value" in reason
     assert f"{llama.parent.name}/{llama.name}, states: {reason}" in capsys.readouterr().out
     assert found.correlation is not None
     names = tuple(f"{folder.parent.name}/{folder.name}" for folder in (checkpoint, stock_checkpoint, llama))
     assert found.correlation.models == names
-    assert "LlamaForCausalLM carries no state" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert "LlamaForCausalLM does not carry a recurrent state" in (tmp_path / "out" / "index.html").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_parts_can_be_chosen(diagnose: Diagnose, checkpoint: Path, tmp_path: Path) -> None:
@@ -136,7 +138,7 @@ def test_reasons_for_what_is_left_out_of_states_are_shown(
     assert diagnose(checkpoint, "--parts", "states", "--patched-heads", 0) == 0
     shown = capsys.readouterr().out
     assert "not told from 3 texts" in shown
-    assert f"{checkpoint.name}, states: No head is said to drift: 3 texts do not tell" in shown
+    assert f"{checkpoint.name}, states: No head is said to drift: 3 texts cannot tell" in shown
 
 
 def test_texts_a_little_beyond_training(diagnose: Diagnose, checkpoint: Path, tmp_path: Path) -> None:

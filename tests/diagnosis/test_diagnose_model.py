@@ -84,7 +84,7 @@ def test_what_cannot_be_measured_is_said(tokens: np.ndarray) -> None:
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
     found = diagnosed(model, tokens)
-    assert "LlamaForCausalLM carries no state that is a value" in found.refused["states"]
+    assert "LlamaForCausalLM does not carry a recurrent state by value" in found.refused["states"]
     assert "no single token for a line break" in found.refused["constant prompt"]
     assert found.found(Remembrance) == effective_remembrance(model, tokens, T, QUIET_EVALUATION)
     alone = diagnosed(build(MAMBA2).eval(), tokens[:1], repeated_token=3)

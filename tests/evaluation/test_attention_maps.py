@@ -443,16 +443,20 @@ def test_smaller_steps_are_in_the_maps() -> None:
             {"input_ids": torch.ones(2, 3, dtype=torch.long)},
             r"must be one text, \(T,\) or \(1, T\), got \(2, 3\)",
         ),
-        (mamba, {"tokens": ["a"]}, "a word for each of the 7 tokens, got 1"),
+        (mamba, {"tokens": ["a"]}, "one word per token, 7, got 1"),
         (mamba, {"layers": [2]}, r"some of 0 to 1, got \[2\]"),
         (mamba, {"layers": []}, "some of 0 to 1"),
         (lambda: mamba(forgetting={"window": 3}), {}, "switch forgetting off"),
         (
             lambda: StatefulRWKV6ForCausalLM(StatefulRWKV6Config(**SIZES, num_heads=2, intermediate_size=8)),
             {},
-            r"layers \[0, 1\] of StatefulRWKV6ForCausalLM have no such map",
+            r"layers \[0, 1\] of StatefulRWKV6ForCausalLM have no attention maps",
         ),
-        (lambda: MambaForCausalLM(MambaConfig(**SIZES)), {}, "MambaForCausalLM has no layers that are known here"),
+        (
+            lambda: MambaForCausalLM(MambaConfig(**SIZES)),
+            {},
+            "layers of MambaForCausalLM are not known to this package",
+        ),
     ],
     ids=["texts", "words", "layer", "no layer", "forgetting", "RWKV", "stock"],
 )

@@ -101,7 +101,7 @@ def test_errors_in_windows_name_sequence_and_position(counter_model: Any, random
 
 
 def test_lengths_that_leave_nothing_to_compare_are_refused(counter_model: Any, random_tokens: np.ndarray) -> None:
-    with pytest.raises(ValueError, match="too few: needed are at least one sequence and 132 tokens"):
+    with pytest.raises(ValueError, match="too few: give at least one sequence, and 132 tokens"):
         window_nll(counter_model(fading), random_tokens, 130, progress=False)
     with pytest.raises(ValueError, match="training_length must be at least 4, got 3"):
         window_nll(counter_model(fading), random_tokens, 3, progress=False)

@@ -239,10 +239,10 @@ def test_broken_predictions_are_named(counter_model: type, random_tokens: np.nda
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"starts": [100]}, r"positions from 0 to 99, at least one, got \(100,\): after no token at all \(t = 100\)"),
+        ({"starts": [100]}, r"different positions from 0 to 99, got \(100,\); without any token \(t = 100\)"),
         ({"starts": [-1]}, "positions from 0 to 99"),
         ({"starts": [3, 3]}, "different positions"),
-        ({"starts": []}, "at least one"),
+        ({"starts": []}, "one or more different positions"),
         ({"length": 0}, "length must be at least 1|length and count must be at least 1"),
         ({"length": 132}, r"\(3, 131\) are too few"),
         ({"training_length": 0}, "training_length must be at least 1, got 0"),
@@ -261,7 +261,7 @@ def test_unusable_arguments_are_refused(
 
 def test_a_damaged_result_is_refused() -> None:
     value = Estimate(0.5, None, None)
-    with pytest.raises(ValueError, match=r"Starts must increase strictly inside \[0, 8\), got \(3, 1\)"):
+    with pytest.raises(ValueError, match=r"starts must increase strictly within \[0, 8\), got \(3, 1\)"):
         Remembrance(2, 8, 1, 0.95, (3, 1), *[(value, value)] * 3)
-    with pytest.raises(ValueError, match="2 starts have 1 values in 'cosine'"):
+    with pytest.raises(ValueError, match="'cosine' must have one value per start, 2, got 1"):
         Remembrance(2, 8, 1, 0.95, (1, 3), (value, value), (value, value), (value,))

@@ -138,8 +138,8 @@ def test_no_probability_tensor_is_kept_or_made(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("a", "b", "chunk_size", "message"),
     [
-        (torch.zeros(2, 3), torch.zeros(3, 3), None, r"one shape and dtype, got \(2, 3\)"),
-        (torch.zeros(3), torch.zeros(3).double(), None, "one shape and dtype"),
+        (torch.zeros(2, 3), torch.zeros(3, 3), None, r"same shape and dtype, got \(2, 3\)"),
+        (torch.zeros(3), torch.zeros(3).double(), None, "same shape and dtype"),
         (torch.zeros(()), torch.zeros(()), None, "floating-point logits"),
         (torch.zeros(3).long(), torch.zeros(3).long(), None, "floating-point logits"),
         (torch.zeros(3, 0), torch.zeros(3, 0), None, "floating-point logits"),

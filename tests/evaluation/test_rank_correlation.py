@@ -95,7 +95,7 @@ def test_models_are_matched_by_name_and_the_result_has_a_file_form(tmp_path: Any
     ("metric", "score", "message"),
     [
         ({"a": 1, "b": 2}, {"a": 1, "b": 2}, r"at least 3 models, got 2: \('a', 'b'\)"),
-        ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "d": 3}, r"one alone has \['c', 'd'\]"),
+        ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "d": 3}, r"only one has \['c', 'd'\]"),
         ({"a": 1, "b": 2, "c": 3}, {"a": 4, "b": 4, "c": 4}, "score is 4 for all models"),
         ({"a": 1, "b": 2, "c": float("nan")}, {"a": 1, "b": 2, "c": 3}, "metric must be finite"),
     ],

@@ -115,7 +115,7 @@ def test_rows_of_a_cache_are_copies_in_any_order(tokens: np.ndarray) -> None:
         logits, _ = reader.read(ids[[2, 0, 2], 20:25], chosen)
         again, _ = reader.read(ids[:, 20:25], carry)
     torch.testing.assert_close(logits, again[[2, 0, 2]], atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="joining rows of what it carries needs"):
+    with pytest.raises(ValueError, match="joining rows of its caches needs"):
         reader.join_rows([carry, carry])
 
 
@@ -147,7 +147,7 @@ def test_states_are_values_that_reading_on_does_not_change(tokens: np.ndarray) -
                     **SIZES, **HEADS, num_experts=2, num_experts_per_tok=1, attn_layer_period=2, attn_layer_offset=1
                 )
             ),
-            "with its cache it predicts something else than without|its cache does not work in pieces",
+            "its predictions with a cache differ from those without|its cache does not work in pieces",
         ),
     ],
     ids=["bigram", "stock mamba", "stock jamba"],
@@ -177,14 +177,14 @@ def test_a_text_too_long_to_read_at_once_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_model_that_remembers_calls_is_refused() -> None:
-    with pytest.raises(ValueError, match="Remembering predicts something else when it reads the same text again"):
+    with pytest.raises(ValueError, match="Remembering cannot be evaluated: its predictions for the same text change"):
         reader_of(Remembering())
 
 
 def test_a_model_that_looks_ahead_is_refused() -> None:
     torch.manual_seed(0)
     config = BertConfig(vocab_size=29, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-    with pytest.raises(ValueError, match="BertLMHeadModel looks at later tokens"):
+    with pytest.raises(ValueError, match="BertLMHeadModel attends to later tokens"):
         reader_of(BertLMHeadModel(config))
 
 
@@ -211,7 +211,7 @@ def test_short_learned_positions_can_be_read() -> None:
 
 def test_encoder_decoders_are_refused() -> None:
     model = T5ForConditionalGeneration(T5Config(vocab_size=29, d_model=16, num_layers=1, d_kv=8, num_heads=2, d_ff=16))
-    with pytest.raises(ValueError, match="has an encoder and a decoder"):
+    with pytest.raises(ValueError, match="is an encoder-decoder"):
         reader_of(model)
 
 
@@ -219,7 +219,7 @@ def test_positions_that_a_model_does_not_have_are_named(tokens: np.ndarray) -> N
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=29, n_embd=32, n_layer=1, n_head=2, n_positions=64))
     assert isinstance(reader_of(model), CacheReader)
-    with pytest.raises(ValueError, match=r"GPT2LMHeadModel cannot read so far .* gives it 64 positions"):
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel cannot read a text of this length .* has 64 positions"):
         stream_nll(model, tokens, chunk_length=16, progress=False)
 
 

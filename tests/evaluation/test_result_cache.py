@@ -162,10 +162,10 @@ def test_a_disk_that_is_full_costs_no_result(
         yield
 
     monkeypatch.setattr(result_cache, "replacing", full)
-    with pytest.warns(UserWarning, match="No space left on device.*going on without"):
+    with pytest.warns(UserWarning, match="No space left on device.*continuing without"):
         found = evaluate_model(build(MAMBA2), tokens, 16, settings=QUIET, cache=cache)
     assert found.evaluated_length == 90
-    with pytest.warns(UserWarning, match="going on without"):
+    with pytest.warns(UserWarning, match="continuing without"):
         cache.partial(KEY).save({"a": np.arange(3)})
 
 

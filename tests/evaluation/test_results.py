@@ -112,7 +112,7 @@ def test_the_json_says_what_it_is(comparison: Comparison) -> None:
         ),
         (
             lambda d: d["position_wise"]["fine"]["mean"].append(1.0),
-            r"position_wise\.fine: A curve with 2 bins has 3 values in 'mean'",
+            r"position_wise\.fine: A curve with 2 bins needs 2 values in 'mean', got 3",
         ),
         (lambda d: d["position_wise"]["fine"].update(edges=[0, 8, 1]), r"position_wise\.fine: .*strictly increasing"),
         (lambda d: d["position_wise"]["fine"].update(low=None), r"position_wise\.fine: .*both bounds"),
@@ -141,7 +141,10 @@ def test_a_file_of_an_earlier_version_lacks_what_came_later(result: EvaluationRe
 
 def test_a_file_of_a_newer_version_is_refused_with_both_versions(result: EvaluationResult) -> None:
     text = edited(to_json(result), lambda plain: plain.update(schema_version=4, later=1))
-    with pytest.raises(ValueError, match="schema version 4, this code reads up to 3: update hf_recurrent_lengthgen"):
+    with pytest.raises(
+        ValueError,
+        match="schema version 4, but this version of the package reads up to 3: update hf_recurrent_lengthgen",
+    ):
         from_json(text, EvaluationResult)
 
 
@@ -178,7 +181,7 @@ def test_text_that_is_not_a_document_is_refused() -> None:
         from_json('{"kind": "evalua', EvaluationResult)
     with pytest.raises(ValueError, match="got 'list'"):
         from_json("[]", EvaluationResult)
-    with pytest.raises(ValueError, match=r"Doubled entries: \['a'\]"):
+    with pytest.raises(ValueError, match=r"Duplicate entries: \['a'\]"):
         from_json('{"a": 1, "a": 2}', EvaluationResult)
 
 
@@ -194,7 +197,7 @@ def test_a_comparison_needs_different_labels_and_the_same_data(comparison: Compa
     with pytest.raises(ValueError, match="different labels"):
         Comparison("", (base, base))
     elsewhere = dataclasses.replace(cured.evaluation, data=DataRecord(DataSource("made up"), "1" * 64, "byte"))
-    with pytest.raises(ValueError, match="share one data digest"):
+    with pytest.raises(ValueError, match="have the same data digest"):
         Comparison("", (base, ComparedModel("cured", elsewhere, None)))
 
 
@@ -207,5 +210,5 @@ def test_files_are_replaced_whole_and_errors_name_them(tmp_path: Path, result: E
     assert read_result(path, EvaluationResult) == result
     assert os.listdir(tmp_path) == ["result.json"]
     path.write_text(path.read_text()[:100])
-    with pytest.raises(ValueError, match=r"result\.json: This is not JSON .*cut off"):
+    with pytest.raises(ValueError, match=r"result\.json: The text is not JSON .*truncated"):
         read_result(path, EvaluationResult)

@@ -239,7 +239,7 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="confidence must lie between 0 and 1, got 95"):
         EvaluationSettings(confidence=95)
     for lengths in ([], [500, 500], [0]):
-        with pytest.raises(ValueError, match="lengths must be at least one, each once and at least 1"):
+        with pytest.raises(ValueError, match="lengths must be one or more different lengths of at least 1"):
             measured(model, grid, lengths)
     with pytest.raises(ValueError, match="length is 200, but a passkey prompt without filler has 2"):
         measured(model, grid, [900, 200])
@@ -249,7 +249,7 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="predictions for passkey, depth 50 %, 500 tokens are NaN or infinite"):
         measured(broken, grid, [500])
     model.config.vocab_size = 100
-    with pytest.raises(ValueError, match="vocabulary from 0 to 99"):
+    with pytest.raises(ValueError, match="Token ids must be from 0 to 99"):
         measured(model, grid, [500])
     for arguments, complaint in (
         (([], 1), "at least 1 depth"),
@@ -311,13 +311,13 @@ def test_files_keep_results(tmp_path: Path) -> None:
     comparison = RetrievalComparison((result, replace(result, model="other", weights="x")))
     write_result(tmp_path / "r.json", comparison)
     assert read_result(tmp_path / "r.json", RetrievalComparison) == comparison
-    with pytest.raises(ValueError, match="need different names"):
+    with pytest.raises(ValueError, match="need different labels"):
         RetrievalComparison((result, result))
     with pytest.raises(ValueError, match="must have the same data"):
         RetrievalComparison((result, replace(result, model="o", data=DataRecord(DataSource("text"), "1", "token"))))
-    with pytest.raises(ValueError, match="3 of 2 answers cannot be right"):
+    with pytest.raises(ValueError, match="right answers must be from 0 to 2, got 3"):
         RetrievalCell(3, 2, None)
-    with pytest.raises(ValueError, match="must have 3, one for each length"):
+    with pytest.raises(ValueError, match="one cell per length, 3"):
         result_of([[(1, 2, 5)]])
-    with pytest.raises(ValueError, match="Lengths must ascend"):
+    with pytest.raises(ValueError, match="lengths must be one or more lengths in ascending order"):
         result_of([[(1, 2, 5)] * 3], lengths=(10, 40, 20))

@@ -111,16 +111,22 @@ class TestFails:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"training_length": 7}, r"edge at the training length 7, but its edges are 0, 2, 4, 8, 16, 32, 64;"),
+            ({"training_length": 7}, r"edge at the training length 7, but its edges are 0, 2, 4, 8, 16, 32, 64"),
             ({"training_length": 64}, "leave no bin beyond the training length 64"),
             ({"training_length": 2}, "no bin to set the limit inside the training length 2"),
             ({"training_length": 8, "skip": 0.9}, "no bin to set the limit inside the training length 8"),
-            ({"training_length": 8, "skip": 1}, "share of the training length from 0 to below 1, or None; got 1"),
+            ({"training_length": 8, "skip": 1}, "share of the training length, at least 0 and below 1; got 1"),
             ({"training_length": 8, "factor": 1}, "factor must be above 1, got 1"),
             ({"training_length": 8, "factor": math.nan}, "factor must be above 1, got nan"),
             ({"curve": curve((4, 8, 16), (1, 1)), "training_length": 8}, "must begin at 0"),
-            ({"curve": curve((0, 4, 8, 16), (1, 1, math.nan)), "training_length": 8}, "at least 0, got 1, 1, nan"),
-            ({"curve": curve((0, 4, 8, 16), (1, -1, 1)), "training_length": 8}, "at least 0, got 1, -1, 1"),
+            (
+                {"curve": curve((0, 4, 8, 16), (1, 1, math.nan)), "training_length": 8},
+                "at least 0 and not NaN, got 1, 1, nan",
+            ),
+            (
+                {"curve": curve((0, 4, 8, 16), (1, -1, 1)), "training_length": 8},
+                "at least 0 and not NaN, got 1, -1, 1",
+            ),
         ],
     )
     def test_unusable_input_is_refused(self, change: dict[str, object], message: str) -> None:
@@ -156,7 +162,7 @@ class TestForgetThreshold:
     def test_no_models_and_impossible_sizes_are_refused(self) -> None:
         with pytest.raises(ValueError, match="at least one training length, got none"):
             forget_threshold(1500, {})
-        with pytest.raises(ValueError, match="a state and a length from 1 on, got 0 and 8"):
+        with pytest.raises(ValueError, match="a size and a length of at least 1, got 0 and 8"):
             forget_threshold(0, family("x."))
 
 
@@ -184,12 +190,12 @@ class TestRecallThreshold:
 
     @pytest.mark.parametrize("accuracies", [{}, {64: {}}, {64: {32: 1}, 128: {}}])
     def test_nothing_measured_is_refused(self, accuracies: dict[int, dict[int, float]]) -> None:
-        with pytest.raises(ValueError, match="at least one training length, and at least one length"):
+        with pytest.raises(ValueError, match="at least one training length, and at least one measured length"):
             recall_threshold(500, accuracies)
 
     @pytest.mark.parametrize("share", [95.0, -0.1, math.nan])
     def test_what_is_no_share_is_refused(self, share: float) -> None:
-        with pytest.raises(ValueError, match="shares from 0 to 1"):
+        with pytest.raises(ValueError, match="must be from 0 to 1"):
             recall_threshold(500, {64: {32: 1, 64: share}})
         with pytest.raises(ValueError, match="least must be above 0 and at most 1"):
             recall_threshold(500, {64: {32: 1}}, least=95 if share > 1 else share)
@@ -304,11 +310,11 @@ class TestFits:
     @pytest.mark.parametrize(
         ("fit", "sizes", "lengths", "message"),
         [
-            (fit_linear_law, [1], [5], "at least 2 state sizes with exact thresholds, got 1"),
-            (fit_linear_law, [1, 1, 1], [5, 6, 7], "at least 2 state sizes with exact thresholds, got 1"),
-            (fit_linear_law, [], [], "at least 2 state sizes with exact thresholds, got 0"),
-            (fit_exponential_law, [1, 2], [5, 6], "at least 3 state sizes with exact thresholds, got 2"),
-            (fit_exponential_law, [1, 1, 2, 2], [5, 6, 7, 8], "at least 3 state sizes"),
+            (fit_linear_law, [1], [5], "exact thresholds of at least 2 different state sizes, got 1"),
+            (fit_linear_law, [1, 1, 1], [5, 6, 7], "exact thresholds of at least 2 different state sizes, got 1"),
+            (fit_linear_law, [], [], "exact thresholds of at least 2 different state sizes, got 0"),
+            (fit_exponential_law, [1, 2], [5, 6], "exact thresholds of at least 3 different state sizes, got 2"),
+            (fit_exponential_law, [1, 1, 2, 2], [5, 6, 7, 8], "at least 3 different state sizes"),
             (fit_linear_law, [1, 2, 3], [64, 64, 64], "All thresholds are 64 tokens"),
             (fit_exponential_law, [1, 2, 3], [64, 64, 64], "All thresholds are 64 tokens"),
             (fit_exponential_law, [1, 2, 3, 4], [64, 128, 192, 256], "on a straight line"),
@@ -325,5 +331,5 @@ class TestFits:
     @pytest.mark.parametrize(("sizes", "lengths"), [([1, 2, math.nan], [1, 2, 3]), ([1, 2], [1, 2, 3])])
     def test_points_that_are_none_are_refused(self, sizes: list[float], lengths: list[float]) -> None:
         for fit in (fit_linear_law, fit_exponential_law):
-            with pytest.raises(ValueError, match="one finite size and length for each point"):
+            with pytest.raises(ValueError, match="one finite size and length per point"):
                 fit(sizes, lengths)

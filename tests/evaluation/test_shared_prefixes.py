@@ -266,7 +266,7 @@ def test_wrong_use_is_refused(family: tuple[list[np.ndarray], list[int]]) -> Non
 
     refused("batch_size must be at least 1", batch_size=0)
     refused("chunk_length must be at least 1", chunk_length=0)
-    refused("vocabulary from 0 to 39", texts=[text + 9 for text in texts])
-    refused("give no chunk length", model=Whole(), chunk_length=8)
+    refused("Token ids must be from 0 to 39", texts=[text + 9 for text in texts])
+    refused("leave chunk_length out", model=Whole(), chunk_length=8)
     torch.nn.init.constant_(model.backbone.norm_f.weight, float("nan"))  # type: ignore[union-attr, arg-type]
     refused("The predictions for text [0-9]+ are NaN or infinite")

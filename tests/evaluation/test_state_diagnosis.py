@@ -100,9 +100,9 @@ def test_a_document_is_read_as_it_was_written(diagnosis: StateDiagnosis, tmp_pat
     assert read_result(tmp_path / "states.json", StateDiagnosis) == diagnosis
     assert (tmp_path / "states.json").stat().st_size < 1000 * len(diagnosis.positions) * len(diagnosis.ranking)
     layer = replace(diagnosis.layers[0], heads=(replace(diagnosis.layers[0].heads[0], std=(1.0,) * 17),))
-    with pytest.raises(ValueError, match="positions have 17 values of std of layer 0, head 0"):
+    with pytest.raises(ValueError, match=r"std of layer 0, head 0 must have one value per position, .*got 17"):
         replace(diagnosis, layers=(layer,))
-    with pytest.raises(ValueError, match="Positions must rise"):
+    with pytest.raises(ValueError, match="positions must increase strictly"):
         replace(diagnosis, positions=diagnosis.positions[::-1])
 
 
@@ -129,8 +129,8 @@ def test_what_is_left_out_is_said() -> None:
     with forgetting(model, retention=0.99):
         found = diagnosed(model, patched_heads=0)
     assert found.left_out == (
-        "Inputs of the recurrence and retention were not read in 2 of 2 layers: the model is made to forget, so that "
-        "its scans get other inputs than it has computed.",
+        "Inputs of the recurrence and retention were not read in 2 of 2 layers: the model is made to forget, so "
+        "its scans get other inputs than its layers computed.",
     )
     assert all(head.inputs is None for _, head in found.ranking)
 
@@ -160,7 +160,7 @@ def test_texts_a_little_beyond_training_are_patched_with_what_they_have(beyond: 
 def test_few_texts_are_said_to_tell_no_drift() -> None:
     found = diagnose_states(one_head_keeps_all(), random_tokens(3, LENGTH + 1), T, QUIET, patched_heads=0)
     assert found.left_out == (
-        "No head is said to drift: 3 texts do not tell a drift from other texts, 4 and more may.",
+        "No head is said to drift: 3 texts cannot tell a drift from differences between texts; 4 or more texts can.",
     )
     assert found.drifting == ()
     assert found.ranking[0][1].late_distance > 5

@@ -102,10 +102,10 @@ def test_channels_are_exchanged_in_groups_and_nothing_given_changes() -> None:
         ({"groups": [[(0, 4)]]}, "no head 4 in layer 0"),
         ({"groups": [[(0, -1)]]}, "no head -1 in layer 0"),
         ({"groups": []}, "at least one group"),
-        ({"groups": [[]]}, "at least one group of at least one head"),
-        ({"width": 16}, "width must be from 1 to 15"),
-        ({"position": 38}, "position must lie between the training length 16 and 32"),
-        ({"position": 3}, "position must lie between"),
+        ({"groups": [[]]}, "at least one group, and each group at least one head"),
+        ({"width": 16}, "width must be at least 1 and below"),
+        ({"position": 38}, "position must be from the training length 16 to 32"),
+        ({"position": 3}, "position must be from the training length"),
         ({"training_length": 60}, "too few"),
     ],
 )
@@ -125,5 +125,7 @@ def test_models_without_states_are_refused() -> None:
         def forward(self, input_ids: Tensor) -> SimpleNamespace:
             return SimpleNamespace(logits=self.head(input_ids))
 
-    with pytest.raises(ValueError, match="Plain carries no state that is a value, which an exchange of heads needs"):
+    with pytest.raises(
+        ValueError, match="Plain does not carry a recurrent state by value, which an exchange of heads needs"
+    ):
         patch_heads(Plain(), random_tokens(2, 41), 16, [[(0, 0)]])

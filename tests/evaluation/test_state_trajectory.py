@@ -315,9 +315,9 @@ def test_positions(length: int, training_length: int, expected: tuple[int, ...])
 
 def test_bad_arguments_are_refused() -> None:
     model, tokens = made(MAMBA2), random_tokens(2, 9)
-    with pytest.raises(ValueError, match="rise, got"):
+    with pytest.raises(ValueError, match="positions must increase strictly"):
         StateObserver(model, 2, (4, 4))
-    with pytest.raises(ValueError, match="rise, got"):
+    with pytest.raises(ValueError, match="positions must increase strictly"):
         StateObserver(model, 2, ())
     with pytest.raises(ValueError, match="sequences must be at least 1"):
         StateObserver(model, 0, (4,))
@@ -331,7 +331,7 @@ def test_bad_arguments_are_refused() -> None:
             num_key_value_heads=2,
         )
     )
-    with pytest.raises(ValueError, match="LlamaForCausalLM carries no state that is a value"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no recurrent state that is passed by value"):
         StateObserver(llama, 2, (4,))
     observer = StateObserver(model, 2, (4, 9))
     stream_nll(model, tokens, observer=observer, chunk_length=20, progress=False)

@@ -49,7 +49,7 @@ def test_two_calls_with_the_state_between_equal_one_call(counter_model: Any, ran
     first = stream_nll(model, random_tokens[:, :51], progress=False)
     second = stream_nll(model, random_tokens[:, 50:], initial_state=first.final_state, batch_size=2, progress=False)
     np.testing.assert_array_equal(np.concatenate([first.nll, second.nll], 1), whole.nll)
-    with pytest.raises(ValueError, match="initial_state has 2 rows, the tokens 3 sequences"):
+    with pytest.raises(ValueError, match="initial_state must have one row per sequence, 3, got 2"):
         stream_nll(model, random_tokens, initial_state=take_rows(first.final_state, slice(0, 2)), progress=False)
 
 
@@ -141,8 +141,8 @@ def test_what_is_no_language_model_is_refused(random_tokens: np.ndarray) -> None
         (np.zeros((2, 5)), "got float64"),
         (np.zeros((0, 5), np.int64), "at least one sequence"),
         (np.zeros((2, 1), np.int64), "2 tokens in each"),
-        (np.array([[0, 7]]), "run from 0 to 7, the model's vocabulary from 0 to 6"),
-        (np.array([[-100, 3]]), "run from -100 to 3"),
+        (np.array([[0, 7]]), "must be from 0 to 6, the model's vocabulary, got 0 to 7"),
+        (np.array([[-100, 3]]), "got -100 to 3"),
     ],
 )
 def test_unusable_tokens_are_refused(counter_model: Any, tokens: np.ndarray, message: str) -> None:

@@ -282,7 +282,7 @@ def test_models_without_a_state_are_refused() -> None:
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=384, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     )
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM carries no state.*lm_eval's own model hf"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM does not carry a recurrent state.*lm_eval's own model hf"):
         StateLM(model, tokenizer=byte_tokenizer())
 
 
