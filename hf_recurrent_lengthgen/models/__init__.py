@@ -53,10 +53,10 @@ STATEFUL_CLASSES: dict[str, Any] = {}
 
 
 def register_family(causal_lm_class: Any, classifier_class: Any = None) -> None:
-    """Make a family known to the Auto classes of Transformers, and to all that goes by `FAMILIES` here.
+    """Make a family known to the Auto classes of Transformers, and to the whole package by way of `FAMILIES`.
 
     Raises:
-        ValueError: for a model type that does not begin with "stateful_", or that another family has.
+        ValueError: for a model type that does not begin with "stateful_", or that belongs to another family.
     """
     config_class = causal_lm_class.config_class
     own = config_class.model_type

@@ -1,4 +1,4 @@
-"""Files that are either the old one or the new one, never half of the new one."""
+"""Files that are replaced as a whole: never half of the new one."""
 
 import os
 import tempfile

@@ -27,7 +27,7 @@ _BLOCK_ELEMENTS = 2**20  # 4 MiB in float32
 
 
 class CausalConv1d(nn.Conv1d):
-    """`causal_conv` on the parameter names of `nn.Conv1d`; called as a module, so that offloading hooks run."""
+    """`causal_conv` on the parameter names of `nn.Conv1d`; called as a module, so that the hooks of offloading run."""
 
     activation = True
 

@@ -1,4 +1,4 @@
-"""The next token, from the output at each: the language model of every family.
+"""The language model of every family: logits of the next token, at each token.
 
 Shapes: B batch, T tokens, D hidden size, V vocabulary.
 """
@@ -18,7 +18,7 @@ from .token_inputs import TokenInputs, read_inputs, scored_labels
 
 @dataclass
 class StatefulCausalLMOutput(ModelOutput):
-    """Output of the language model: `loss` (scalar), `logits` (B, T, V) in float32, others as in the backbone's."""
+    """Output of the language model: `loss` (scalar), `logits` (B, T, V) in float32, others as of the backbone."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -43,13 +43,13 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
             token of a row has nothing before it and is not scored, nor is the first token of a sequence in a packed
             row.
         logits_to_keep: Compute only the last so many logits, or those at the given positions; 0 for all.
-        num_items_in_batch: Tokens to divide the summed loss by, as Trainer passes it. Transformers' own Trainer also
-            counts labels that are not scored, which makes loss and gradients too small: for it, set them to -100 in
-            the data. The trainers of hf_recurrent_lengthgen count what is scored.
-        others: `shift_labels` (B, T), labels that are shifted already, as Transformers' losses know them: the target
-            of output t stands at t, so that a piece of a text can be scored on the token after it. `labels` are not
-            used then. Outputs before the first real token of a row are not scored. (By a name in the signature,
-            Trainer would take them for labels that every batch has.) And those of the backbone.
+        num_items_in_batch: Number of tokens that the summed loss is divided by, as Trainer passes it. Transformers'
+            own Trainer also counts labels that are not scored, which makes loss and gradients too small: set those
+            labels to -100 in the data. The trainers of hf_recurrent_lengthgen count scored labels only.
+        others: `shift_labels` (B, T), labels that the caller has shifted, as in the losses of Transformers: the
+            target of output t is at t, so that a piece of a sequence is also scored on the token after it. They
+            replace `labels`. Outputs before the first real token of a row are not scored. (In the signature,
+            Trainer would expect them in every batch.) Also those of the backbone.
     """
 
     _auto_class = "AutoModelForCausalLM"  # type: ignore[assignment]

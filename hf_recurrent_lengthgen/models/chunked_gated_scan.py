@@ -3,7 +3,7 @@
 Chunked linear attention with decays per channel is section 4 of Yang et al. 2023 (arXiv:2312.06635). fla's kernels
 carry a float32 state from call to call, but multiply float32 matrices in TF32, below float32 round the states between
 their chunks to the dtype of the inputs, and take differences of cumulated gates: gates of hundreds blur the weak ones
-after them in their chunk of 64.
+after them in a chunk of 64.
 
 Shape suffixes as in scan_backends.py, and Z = chunks * B * H.
 """
@@ -66,7 +66,7 @@ def _import_from_fla(module: str, name: str) -> Callable[..., Any]:
 def scan_with_fla(
     scan: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Call a scan of fla, whose states are (B, H, N, P), with at most as much at once as it can take."""
+    """Call a scan of fla, whose states are (B, H, N, P), in pieces that it can take."""
     (_, length, heads, state_dim), head_dim = q.shape, v.shape[3]
 
     def piece(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ class FlaConfigMixin(StatefulConfigMixin):
         hidden_size: Width D of the residual stream.
         num_hidden_layers: Number of layers.
         num_heads: Heads H of each layer.
-        layer_num_heads: Heads of each layer, where they differ (post-training state expansion, arXiv:2509.22630); None
+        layer_num_heads: Heads of each layer, where they differ (StateX, Shen et al. 2025); None
             for `num_heads` in all.
         hidden_ratio: Width of the channel mixing over D, where `intermediate_size` is None.
         intermediate_size: Width of the channel mixing.
@@ -26,8 +26,8 @@ class FlaConfigMixin(StatefulConfigMixin):
 
     Token ids are None unless given. What fla offers beside the recurrence is refused: attention layers (`attn`),
     attention residuals (`attnres_block_size`), an extra loss (`use_l2warp`). fla's flags that choose an
-    implementation (`attn_mode`, `fuse_*`, `use_gk`, `use_gv`) are kept and change nothing, but for the parameter name
-    that GLA derives from `fuse_norm`.
+    implementation (`attn_mode`, `fuse_*`, `use_gk`, `use_gv`) are kept and change nothing, except that GLA derives
+    a parameter name from `fuse_norm`.
     """
 
     activations: ClassVar[tuple[str, ...]] = ("swish", "silu")
@@ -58,7 +58,7 @@ class FlaConfigMixin(StatefulConfigMixin):
             raise ValueError(f"hidden_act must be one of {self.activations}, got {self.hidden_act!r}.")
 
     def parts(self, name: str, total: float, heads: int) -> int:
-        """The size of one of `heads` equal heads of `total` channels in all."""
+        """Channels of each of `heads` equal heads that share `total` channels."""
         if heads < 1 or total < heads or total % heads:
             raise ValueError(f"{name} gives {total:g} channels, which {heads} heads cannot share evenly.")
         return int(total) // heads
@@ -103,8 +103,8 @@ class GatedLinearAttentionConfig(ExpandedHeadsConfig):
         heads = self.layer_num_heads
         if heads is not None and self.num_kv_heads is not None:
             raise ValueError(
-                f"layer_num_heads excludes num_kv_heads, got {heads} and num_kv_heads={self.num_kv_heads}: leave one "
-                "of them None."
+                f"layer_num_heads and num_kv_heads exclude each other, got {heads} and {self.num_kv_heads}: "
+                "leave one of them None."
             )
         if self.num_kv_heads is not None:
             self.parts("num_heads", self.num_heads, self.num_kv_heads)

@@ -1,4 +1,4 @@
-"""What the configurations of the Mamba families share: sizes of each layer, attention in some (arXiv:2410.11135)."""
+"""What the configurations of the Mamba families share: per-layer sizes, and attention in some layers."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,21 +9,23 @@ from .forgetting import Forgetting
 
 @dataclass(init=False, repr=False, eq=False)
 class ReferenceLayersConfigMixin(StatefulConfigMixin):
-    """Fields beside those of Transformers: attention in the place of some mixers, and sizes of each layer.
+    """Fields beside those of Transformers: attention in place of some mixers, and per-layer sizes.
 
-    In Figures 2, 4 and 5 of arXiv:2410.11135, layer 4 of 8 is one head of softmax attention (`attention_layers=[3]`),
-    or of linear attention with a head dim of 8, 32 or 1024 (`attention_kind="linear", attention_head_dim=32`).
+    In Figures 2, 4 and 5 of Trockman et al. (2024, arXiv:2410.11135), layer 4 of 8 is one head of softmax attention
+    (`attention_layers=[3]`), or of linear attention with a head dim of 8, 32 or 1024 (`attention_kind="linear",
+    attention_head_dim=32`).
 
     Args:
         attention_layers: Layers, counted from 0, with one head of causal attention in place of the mixer; None for
             none. No positions are encoded: the recurrent layers before it can do that.
         attention_kind: "softmax", or "linear" for y_t = sum_{j <= t} (q_t . k_j) v_j / sqrt(head dim) without feature
-            map or normalizer. A model with softmax attention runs whole texts only: it has no state of fixed size that
-            could be given, carried or cached.
-        attention_head_dim: Width of queries and keys, in softmax attention of values, too; those of linear attention
-            have `hidden_size` channels. None for `hidden_size` with softmax and `state_size` with linear attention.
-        layer_state_sizes: State dim N of each layer, where they differ (post-training state expansion,
-            arXiv:2509.22630); None for `state_size` in all.
+            map or normalizer. A model with softmax attention reads whole sequences only: it has no state of fixed
+            size to give, carry or cache.
+        attention_head_dim: Width of queries and keys, and of the values of softmax attention; values of linear
+            attention have `hidden_size` channels. None means `hidden_size` for softmax and `state_size` for linear
+            attention.
+        layer_state_sizes: State dim N of each layer, where they differ (StateX, Shen et al. 2025); None for
+            `state_size` in all.
     """
 
     attention_kinds: ClassVar[tuple[str, ...]] = ("softmax", "linear")
@@ -59,14 +61,14 @@ class ReferenceLayersConfigMixin(StatefulConfigMixin):
             raise ValueError(f"attention_head_dim must be None or at least 1, an integer, got {width!r}.")
         if not chosen and (self.attention_kind != "softmax" or self.attention_head_dim is not None):
             raise ValueError(
-                "attention_kind and attention_head_dim do nothing without attention_layers: give the layers, too."
+                "attention_kind and attention_head_dim do nothing without attention_layers: set attention_layers, too."
             )
 
     def check_forgetting(self) -> None:
-        """See `StatefulConfigMixin.check_forgetting`; attention keeps all, so models with some are refused."""
+        """See `StatefulConfigMixin.check_forgetting`; refused beside attention layers, which keep all tokens."""
         super().check_forgetting()
         if self.attention_layers and Forgetting.of(self) != Forgetting():
             raise ValueError(
-                f"forgetting changes Mamba layers, and the layers {self.attention_layers} (attention_layers) are "
-                "attention, which would go on keeping all tokens: leave it out."
+                f"forgetting changes Mamba layers only, and the layers {self.attention_layers} (attention_layers) "
+                "would go on keeping all tokens: leave forgetting out."
             )

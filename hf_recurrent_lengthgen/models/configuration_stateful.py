@@ -13,7 +13,7 @@ from .forgetting import Forgetting
 
 CODE_FORMAT_VERSION = 1
 SCAN_BACKEND_SETTINGS = ("auto", "torch", "kernel")
-# Numbers of all families by their range; what a family lacks, or has as None, is passed over.
+# Numeric fields of all families by their range; a field that a family lacks, or that is None, is skipped.
 COUNT_FIELDS = (
     *("attention_hidden_size", "chunk_size", "conv_kernel", "conv_size", "expand", "expand_ratio"),
     *("gate_low_rank_dim", "head_dim", "head_size", "head_size_divisor", "hidden_size", "intermediate_size"),
@@ -28,23 +28,23 @@ NOT_NEGATIVE_FIELDS = (
     *("group_norm_eps", "initializer_range", "layer_norm_epsilon", "mixer_rms_eps", "norm_eps"),
     *("code_format_version", "rescale_every", "time_step_floor"),
 )
-# of the families that have them: one entry per layer, where layers differ
+# one entry per layer, where layers differ, in the families that have them
 PER_LAYER_FIELDS = ("layer_num_heads", "layer_state_sizes")
 LAYER_FIELDS = (*PER_LAYER_FIELDS, "attention_layers")
 
 
 @dataclass(init=False, repr=False, eq=False)
 class StatefulConfigMixin:
-    """Fields and checks of every family; stands before the upstream configuration among the bases.
+    """Fields and checks of every family; comes before the upstream configuration among the bases.
 
     Args:
         scan_backend: "torch" for the plain torch scan, "kernel" for the family's GPU kernels, "auto" for the
             kernels on a GPU where they are installed and take the sizes and dtype, and torch elsewhere.
-        training_length: Tokens per training sequence (T_train), which evaluation starts from; None if unknown.
-        forgetting: What the model forgets at inference beyond what it has learned to, a mapping with some of the
-            fields of `Forgetting`; None for nothing.
+        training_length: Tokens per training sequence (T_train); None if unknown. Evaluations compare with it.
+        forgetting: What the model forgets at inference beyond what it has learned to forget, a mapping with some of
+            the fields of `Forgetting`; None for nothing more.
         interventions: What was done to the model after its first training, in order, in words.
-        expanded_layers: The layers whose states were expanded (StateX), by number, and how each was initialized last.
+        expanded_layers: The layers whose states were expanded (StateX), by number, each with its last initialization.
         code_format_version: Version of the checkpoint's code format. A checkpoint of a newer version than
             this code is refused.
     """
@@ -68,15 +68,15 @@ class StatefulConfigMixin:
     code_format_version: int = CODE_FORMAT_VERSION
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As in Transformers, which checks some types only, and raises what is no `ValueError`."""
+        """As in Transformers, but every wrong type or range is a `ValueError`."""
         kind = _annotations(type(self)).get(name, object)  # type: ignore[arg-type]
         if not isinstance(value, bool | int) and isinstance(value, Integral):
-            value = int(value)  # of NumPy's
+            value = int(value)  # from NumPy's
         if not _fits(value, kind):
             raise ValueError(f"{name} must be {_in_words(kind)}, got {value!r:.80}.")
         if (name, value) != ("time_step_rank", "auto"):  # of which the upstream configuration makes a number
             _check_range(name, value)
-        # JSON's 0, which the strict classes of Transformers refuse
+        # a 0 from JSON, which the strict classes of Transformers refuse
         if kind is float:
             value = float(value)
         elif isinstance(value, (list, tuple)) and any(
@@ -85,7 +85,7 @@ class StatefulConfigMixin:
             try:
                 value = type(value)(map(float, value))
             except OverflowError as error:
-                raise ValueError(f"{name} holds a number that no float is, got {value!r:.80}.") from error
+                raise ValueError(f"{name} holds a number too large for a float, got {value!r:.80}.") from error
         super().__setattr__(name, value)
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -94,7 +94,7 @@ class StatefulConfigMixin:
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As in Transformers, which would warn of a file of an upstream model type; it is read as one of this type."""
+        """As in Transformers; a file of an upstream model type is read as one of this type, without a warning."""
         config_dict, kwargs = super().get_config_dict(*args, **kwargs)  # type: ignore[misc]
         return cls.from_upstream(config_dict), kwargs
 
@@ -124,11 +124,11 @@ class StatefulConfigMixin:
         return super().from_dict(config_dict | {"model_type": own}, **kwargs)  # type: ignore[misc]
 
     def check(self) -> None:
-        """Refuse what the stateful classes cannot honor; models call it too, since fields may be set after."""
-        vars(self).pop("model_type", None)  # of the upstream config whose to_dict() was given: PEFT goes by it
+        """Refuse fields that the stateful classes cannot honor; models call it too, since fields may be set later."""
+        vars(self).pop("model_type", None)  # from the to_dict() of an upstream config; PEFT reads it
         if self.code_format_version > CODE_FORMAT_VERSION:
             raise ValueError(
-                f"This checkpoint has code format version {self.code_format_version}, the code at hand reads up to "
+                f"This checkpoint has code format version {self.code_format_version}, this code reads up to "
                 f"{CODE_FORMAT_VERSION}: update hf_recurrent_lengthgen."
             )
         if self.scan_backend not in SCAN_BACKEND_SETTINGS:
@@ -182,7 +182,7 @@ def _fits(value: Any, kind: Any, finite: bool = True) -> bool:
 
 
 def _in_words(kind: Any) -> str:
-    """A type as a person says it."""
+    """A type in words."""
     if get_origin(kind) in (Union, UnionType):
         return " or ".join(dict.fromkeys(_in_words(part) for part in get_args(kind)))
     if get_origin(kind) in (list, tuple):
@@ -199,9 +199,9 @@ def _check_range(name: str, value: Any) -> None:
 
 
 _RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
-    # as a tensor's sizes
+    # like the sizes of a tensor
     (COUNT_FIELDS, "an integer above 0", lambda value: type(value) is int and 0 < value < 2**63),
-    (("num_hidden_layers",), "at most 65536", lambda value: value <= 2**16),  # upstream lists them all
+    (("num_hidden_layers",), "at most 65536", lambda value: value <= 2**16),  # upstream makes a list of them
     (POSITIVE_FIELDS, "a finite number above 0", lambda value: _fits(value, float) and value > 0),
     (NOT_NEGATIVE_FIELDS, "a finite number of at least 0", lambda value: _fits(value, float) and value >= 0),
 )

@@ -12,16 +12,16 @@ class StatefulRWKV5Config(StatefulConfigMixin, PreTrainedConfig):
         hidden_size: Width D of the residual stream.
         attention_hidden_size: Width A of time mixing; None for D.
         head_size: Keys and values of each head, N = P.
-        layer_num_heads: Heads of each layer, where they differ (post-training state expansion, arXiv:2509.22630), of
-            A / heads channels each; None for `head_size` in all.
-        num_attention_heads: None, A / head_size, or head_size, as early official files say; it changes nothing.
-        head_size_divisor: What outputs are divided by before the norm of each head: as an epsilon
-            1e-5 * head_size_divisor**2. Official code before March 2024 lacks the division, training had it.
+        layer_num_heads: Heads of each layer, where they differ (StateX, Shen et al. 2025), of A / heads channels each;
+            None for `head_size` in all.
+        num_attention_heads: None, A / head_size, or head_size as in early official files. It changes nothing.
+        head_size_divisor: Outputs are divided by it before the norm of each head, which is an epsilon of
+            1e-5 * head_size_divisor**2. Official code before March 2024 lacks this division of the training code.
         intermediate_size: Width of channel mixing; None for 3.5 * D, rounded down to a multiple of 32.
         layer_norm_epsilon: Added to the variances of the norms before time and channel mixing and of pre_ln. The
             norm of each head and the last one have 1e-5 of their own, as in the official code.
-        rescale_every: Without effect. Official code halves half precision activations by it, which changes no result
-            but for rounding.
+        rescale_every: Without effect. Official code halves half-precision activations every so many layers, which
+            changes results by rounding only.
         initializer_range: Standard deviation of initial weights.
     """
 

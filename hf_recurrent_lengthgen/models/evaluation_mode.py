@@ -1,4 +1,4 @@
-"""Models in evaluation mode for a while."""
+"""Models in evaluation mode, for the time of a `with` block."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from .stateful_model import StatefulModel
 
 @contextmanager
 def evaluation_mode(model: nn.Module | StatefulModel) -> Iterator[None]:
-    """Put all modules into evaluation mode, and exactly those back that were in training mode."""
+    """Put all modules into evaluation mode, and afterwards back those that were in training mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

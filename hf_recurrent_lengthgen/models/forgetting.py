@@ -1,7 +1,7 @@
-"""Forgetting that is induced at inference, without training: what a configuration says about it.
+"""Forgetting that is induced at inference, without training: its settings in a configuration.
 
 "Stuffed Mamba" (Chen et al. 2024, arXiv:2410.07145), section 3.2.2, weakens what a model keeps; "LongMamba" (see its
-appendix C) shrinks the steps. forgetting_scans.py does both.
+appendix C) shrinks the step sizes. forgetting_scans.py does both.
 """
 
 import copy
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 
 class Forgetting(NamedTuple):
-    """How a model forgets more than it has learned to.
+    """How a model forgets more than it has learned to forget.
 
     Attributes:
         retention: Factor on the decays alpha_t (Eq. 2), above 0 and at most 1; the paper takes 0.9999.
         insertion: Factor on what is written into the state, that is on B_t or the keys, above 0; the paper takes
             0.75. Both together are its "reduced memory retention and insertion" (RRI).
-        window: The last r tokens that the state of each layer holds (Eq. 8); None for all. Exact per layer, on that
-            layer's inputs: through the inputs, a model of several layers sees further back.
+        window: Number r of last tokens that the state of each layer holds (Eq. 8); None for all. Exact for each layer
+            and its inputs; through these inputs, a model of several layers sees further back.
         delta_scale: Factor on the step sizes of Mamba-1 and Mamba-2, above 0 and at most 1; LongMamba takes 0.5.
     """
 
@@ -31,7 +31,7 @@ class Forgetting(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> "Forgetting":
-        """What the `forgetting` of a configuration says; nothing if it has none."""
+        """The rule in the `forgetting` of a configuration; one that changes nothing if it has none."""
         given = getattr(config, "forgetting", None)
         if given is None:
             return cls()
@@ -57,7 +57,7 @@ class Forgetting(NamedTuple):
 
 
 class _Block:
-    """A `with` block that goes on: its thread, and the configuration of the model before and inside."""
+    """An open `with` block: its thread, and the configuration of the model before and inside."""
 
     def __init__(self, thread: int, before: Any, inside: Any) -> None:
         self.thread, self.before, self.inside = thread, before, inside
@@ -70,21 +70,21 @@ _BLOCKS: list[_Block] = []
 def forgetting(model: Any, **settings: Any) -> Iterator[Any]:
     """Switch forgetting on in a loaded model, for the time of a `with` block.
 
-    Inside, the configuration of the model is a copy that says so: `save_pretrained` there writes a checkpoint that
-    forgets by itself. States with another `window` do not fit. Call `backward` inside, too, if layers are recomputed
-    in it (activation checkpointing).
+    Inside, the model has a copy of its configuration with these settings, and `save_pretrained` writes a checkpoint
+    that forgets by itself. States with another `window` do not fit. With activation checkpointing, call `backward`
+    inside as well, since it recomputes layers.
 
     Args:
         model: A model of this package, or one that `stateful` wrapped; also with PEFT adapters.
-        settings: Those of `Forgetting`; what is not given is off, so none at all switches everything off.
+        settings: Fields of `Forgetting`. Fields that are not given are off, so no settings switch all forgetting off.
 
     Raises:
-        ValueError: for a model that cannot forget so, and settings out of range.
+        ValueError: for a model that cannot forget in this way, and settings out of range.
     """
     config = getattr(model, "config", None)
     if config is None or not (hasattr(config, "check_forgetting") or hasattr(model, "check_forgetting")):
         raise ValueError(
-            f"{type(model).__name__} cannot be made to forget: give a model of this package, or one of load_model or "
+            f"{type(model).__name__} cannot be made to forget: give a model of this package, of load_model or of "
             "stateful."
         )
     thread = threading.get_ident()
@@ -93,7 +93,7 @@ def forgetting(model: Any, **settings: Any) -> Iterator[Any]:
     changed = copy.copy(config)
     changed.forgetting = dict(settings) or None
     this = _Block(thread, config, changed)
-    # in their own names: a wrapper that passes on what it is asked for would keep what it is given
+    # vars: a wrapper that passes attributes on would keep the one that is set on it
     owners = [module for module in model.modules() if vars(module).get("config") is config]
     _BLOCKS.append(this)
     try:
@@ -103,7 +103,7 @@ def forgetting(model: Any, **settings: Any) -> Iterator[Any]:
         yield model
     finally:
         _BLOCKS.remove(this)
-        for later in _BLOCKS:  # that began inside this block, and goes on
+        for later in _BLOCKS:  # begun inside this block, and still open
             if later.before is changed:
                 later.before = this.before
         for module in owners:

@@ -1,11 +1,11 @@
-"""Scans whose state forgets: weaker retention and insertion, and a state that holds the last r tokens only.
+"""Scans whose state forgets: weaker retention and insertion, and a state of the last r tokens only.
 
 "Stuffed Mamba" (Chen et al. 2024, arXiv:2410.07145), Eq. 8: h_t^(r) = h_t - alpha_{t-r+1:t} h_{t-r}. (In its Eq. 6
 the product should begin with alpha_{i+1}, and its sum over Delta has one term too many.)
 
-The difference of Eq. 8 loses digits where h_t is much larger than what the window holds, and both of its terms go on
-growing. So the window is taken as two sums without a difference. A call is cut into pieces of at most r tokens. With
-the last r tokens before a piece at hand (keys, values, log decays; "old" below), for token j of a piece:
+The difference of Eq. 8 loses digits where h_t is much larger than what the window holds, and both of its terms keep
+growing. So the window is computed as two sums, without a difference. A call is cut into pieces of at most r tokens.
+With the last r tokens before a piece at hand (keys, values, log decays; "old" below), for token j of a piece:
 
     h_j^(r) = [state from the old tokens that stay for the whole piece, scanned on to j]
             + sum over old tokens i > j of those that leave within the piece: alpha_{i+1:j} k_i v_i
@@ -13,9 +13,9 @@ the last r tokens before a piece at hand (keys, values, log decays; "old" below)
 The first term is the plain scan from another initial state. In the second, alpha_{i+1:j} is that from i to the start
 of the piece times that from there to j: both are exponentials of sums of log decays, at most 1 and without
 cancellation, so that a window of thousands of tokens is safe in float32. The state from the staying tokens is
-summed up from them, or, cheaper in short pieces, is h^(r) minus what leaves. The latter is right up to the rounding
-of what the window has held in the meantime; it is done for at most r tokens on end, so that errors do not pile up, and
-not where what leaves is so large beside what stays that its rounding would show.
+summed up from them, or, cheaper in short pieces, is h^(r) minus what leaves. The latter is exact up to the rounding of
+what the window has held in the meantime. It is done for at most r tokens in a row, so that errors do not accumulate,
+and not where what leaves is so much larger than what stays that its rounding would show.
 
 A token is its keys, values and log decays (k, v, g), also of recurrences that name them otherwise: in Mamba-1 and
 Mamba-2, k is B, v is x, and g holds the step sizes, and one more channel: the negative logarithm of a decay that all
@@ -150,8 +150,8 @@ def forgetful_scan(
 ) -> tuple[Tensor, LayerState]:
     """Run a recurrence that forgets as `rule` says over T tokens: outputs, and the state after the last.
 
-    The class of `recurrence` says the shapes of q, k, v, g and the recurrent part. Past the end of a row, g is zero,
-    and k or the step sizes are. The state has a `window` part if the rule has one.
+    The class of `recurrence` gives the shapes of q, k, v, g and the recurrent part. Past the end of a row, g is zero,
+    and so are k or the step sizes. The state has a `window` part if the rule has one.
     """
     with torch.autocast(q.device.type, enabled=False):
         if rule.insertion != 1:
@@ -244,12 +244,12 @@ def _last_tokens(old: Tensor, new: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def fast_exp(x: Tensor) -> Tensor:
-    """exp; the exp of a CPU takes many times as long where it underflows."""
+    """exp by way of exp2: on a CPU, exp is many times slower where it underflows."""
     return torch.exp2(x * LOG2_E)
 
 
 def times(new: Tensor, factor: Tensor | float) -> Tensor:
-    """Product with a tensor that nobody else needs: in place, unless gradients do."""
+    """Product with a tensor that nothing else uses: in place, unless gradients are needed."""
     kept = new.requires_grad or (isinstance(factor, Tensor) and factor.requires_grad)
     return new * factor if kept else new.mul_(factor)
 
@@ -277,7 +277,7 @@ def reversed_chunks(size: int, g: Tensor, after: Tensor, *tensors: Tensor) -> It
 
 
 def plus(y: Tensor, more: Tensor) -> Tensor:
-    """Outputs of a chunk, which nobody else has, with more; in place where no gradients are taken."""
+    """Sum with outputs of a chunk that nothing else uses: in place where no gradients are taken."""
     return y + more if torch.is_grad_enabled() else y.add_(more)
 
 

@@ -18,7 +18,7 @@ from .scan_mixer import MixerLayer, ScanMixer
 
 
 class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`; the width is rounded up to a multiple of 256 where it is not given."""
+    """`down(silu(gate(x)) * up(x))`; a width that is not given is rounded up to a multiple of 256."""
 
     def __init__(self, config: FlaConfigMixin) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class MixerMLPBlock(MixerLayer):
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """(B, T, H_kv, N) to (B, T, H, N): each head stands for H / H_kv heads that follow one another."""
+    """(B, T, H_kv, N) to (B, T, H, N): each head is repeated for H / H_kv consecutive heads."""
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
 
 

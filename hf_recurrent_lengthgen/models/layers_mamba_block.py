@@ -1,8 +1,9 @@
-"""What the Mamba families share: their block, their initialization, and attention in the place of a mixer.
+"""What the Mamba families share: their block, their initialization, and attention in place of a mixer.
 
-The last is that of the reference models of arXiv:2410.11135 (Figures 2, 4 and 5): one head, no positions. Linear
-attention is unkernelized, y_t = sum_{j <= t} (q_t . k_j) v_j / sqrt(N): what Eq. 12 says of a Mamba layer that forgets
-nothing, with projections to values and outputs. Softmax attention has no state of fixed size: its parts are empty.
+The attention is that of the reference models of Trockman et al. (2024, arXiv:2410.11135, Figures 2, 4 and 5): one
+head, no positions. Linear attention has no feature map, y_t = sum_{j <= t} (q_t . k_j) v_j / sqrt(N), which is Eq. 12
+for a Mamba layer that forgets nothing, with projections to values and outputs. Softmax attention has no state of fixed
+size: its parts are empty.
 
 Shapes: B batch, T tokens, D hidden size, N head dim.
 """
@@ -48,7 +49,7 @@ class MixerBlock(MixerLayer):
 
 @torch.no_grad()
 def init_mamba_mixer(mixer: Any, config: Any, steps: nn.Parameter) -> None:
-    """What Transformers does alike in Mamba-1 and Mamba-2: D = 1, log-uniform steps, Kaiming weights.
+    """The initialization that Mamba-1 and Mamba-2 share in Transformers: D = 1, log-uniform steps, Kaiming weights.
 
     Args:
         mixer: With D, conv1d and out_proj.
@@ -69,9 +70,9 @@ def init_mamba_mixer(mixer: Any, config: Any, steps: nn.Parameter) -> None:
 
 
 class AttentionProjection(nn.Linear):
-    """A linear layer without bias that starts from Kaiming weights times `scale`, as the mixers' `out_proj` does.
+    """A linear layer without bias, initialized with Kaiming weights times `scale` like `out_proj` of the mixers.
 
-    The initialization is here and not in the mixer, because Transformers passes over modules without own parameters.
+    The initialization is here and not in the mixer, because Transformers skips modules without own parameters.
     """
 
     def __init__(self, inputs: int, outputs: int, scale: float = 1.0) -> None:
@@ -131,7 +132,7 @@ class SoftmaxAttentionMixer(_AttentionMixer):
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:
-        """See `StatefulBackbone`; what is past the length of a row comes after all that could attend to it."""
+        """See `StatefulBackbone`; padding is at the end of a row, where no real token attends to it."""
         q, k, v = (projection(hidden_states)[:, None] for projection in (self.q_proj, self.k_proj, self.v_proj))
         return self.o_proj(self.scan(q, k, v, is_causal=True)[:, 0]), state
 
@@ -159,7 +160,7 @@ class LinearAttentionMixer(_AttentionMixer):
 
 
 class MixerBackbone(StatefulBackbone):
-    """The backbone of the Mamba families, with attention where `config.attention_layers` says so.
+    """The backbone of the Mamba families, with attention in `config.attention_layers`.
 
     A family sets `config_class` and `mixer_class`.
     """

@@ -1,8 +1,8 @@
-"""Where the mixers of Mamba-1, Mamba-2 and GLA keep what is their key and query projection.
+"""Where the mixers of Mamba-1, Mamba-2 and GLA keep their key and query projections.
 
-A layer with decays and steps near 1 is linear attention (arXiv:2410.11135, Eq. 12): B are the keys, C the queries.
-Mixers are told by their parameters, not by their class: those of Transformers and fla and of code that came with a
-checkpoint have the same names and layouts as ours.
+A layer with decays and steps near 1 is linear attention (Trockman et al. 2024, arXiv:2410.11135, Eq. 12): B are the
+keys, C the queries. Mixers are recognized by their parameters, not by their class: those of Transformers, of fla and
+of the code of a checkpoint have the same names and layouts as ours.
 
 Shapes: G groups (in GLA heads), N state (key) dim, D width of what the projections read.
 """
@@ -16,7 +16,7 @@ Kind = Literal["Mamba-1", "Mamba-2", "GLA"]
 
 
 class KnownMixer(NamedTuple):
-    """A mixer, the kind that it is, and the layer of the model that it belongs to."""
+    """A mixer, its kind, and its layer in the model."""
 
     layer: int
     kind: Kind
@@ -47,8 +47,8 @@ def key_and_query_weights(mixer: KnownMixer) -> tuple[Tensor, Tensor]:
     """W_B and W_C, (G, N, D) each: rows of `x_proj` [dt, B, C] in Mamba-1, of `in_proj` [z, x, B, C, dt] in Mamba-2,
     `k_proj` and `q_proj` in GLA.
 
-    W_C is a view that may be written to; so is W_B, but in GLA with fewer heads of keys than of queries, where each
-    stands for several.
+    W_C is a view that may be written to. So is W_B, except in GLA with fewer key heads than query heads, where each
+    key head serves several.
     """
     module = mixer.module
     if mixer.kind == "GLA":

@@ -5,7 +5,7 @@ this file supplies the contract:
 
 - `initial_state` in, `final_state` out, gradients through both; no state given is the zero state, exactly.
 - Padding never touches the state; the output at a padding position is that of the last real token before it.
-- Several sequences in a row, as positions tell them: each from a state of its own.
+- Packed rows: each sequence of a row, told apart by positions, runs from its own state.
 
 Shapes: B batch, T tokens, D hidden size, V vocabulary.
 """
@@ -44,9 +44,9 @@ class StatefulModelOutput(ModelOutput):
         last_hidden_state: (B, T, D), after the final norm.
         final_state: State after the last real token of each row.
         past_key_values: The generation cache, if asked for.
-        hidden_states: Embeddings and the output of every block, the last one after the final norm; (B, T, D) each, on
-            the way of gradients. So do most models of Transformers; its Mamba classes leave the embeddings out and
-            have the output of the last block both before and after the norm.
+        hidden_states: Embeddings and the output of every block, the last one after the final norm; (B, T, D) each.
+            Gradients flow through them. Most models of Transformers return the same; its Mamba classes leave out the
+            embeddings and return the output of the last block both before and after the norm.
     """
 
     last_hidden_state: Tensor | None = None
@@ -79,7 +79,7 @@ class StatefulPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As in Transformers; a layer with an initialization of its own has a method `init_weights`."""
+        """As in Transformers; a module with its own initialization has a method `init_weights`."""
         super()._init_weights(module)
         if not isinstance(module, PreTrainedModel) and hasattr(module, "init_weights"):
             module.init_weights()  # type: ignore[operator]
@@ -93,7 +93,7 @@ class StatefulPreTrainedModel(PreTrainedModel):
 
     @property
     def stateless_layers(self) -> list[int]:
-        """Layers of softmax attention: they have no state of fixed size that could be given, carried or cached."""
+        """Layers of softmax attention, which have no state of fixed size to give, carry or cache."""
         return [layer for layer, shape in enumerate(self.state_shapes()) if 0 in shape.recurrent]
 
     def check_has_states(self) -> None:
@@ -101,7 +101,7 @@ class StatefulPreTrainedModel(PreTrainedModel):
         if self.stateless_layers:
             raise ValueError(
                 f"The layers {self.stateless_layers} of this model are softmax attention, which has no state of fixed "
-                "size, so the model runs whole texts only: give no initial_state and no past_key_values, generate "
+                "size, so the model reads whole sequences only: give no initial_state or past_key_values, generate "
                 "with use_cache=False, and train without carried or random states."
             )
 
@@ -165,20 +165,20 @@ class StatefulBackbone(StatefulPreTrainedModel):
         initial_state: State before the first token; None is the zero state.
         output_final_state: Whether to return `final_state`.
         inputs_embeds: (B, T, D).
-        past_key_values: Generation cache; it holds a state, so it excludes `initial_state`. The first token goes
-            on from that state, also at position 0.
-        use_cache: Whether to return a cache; None is the configuration's `use_cache` in evaluation and False in
-            training, in models that have a layer without state, and without `output_final_state`.
+        past_key_values: Generation cache. It holds a state, so it excludes `initial_state`. The first token
+            continues from that state, even at position 0.
+        use_cache: Whether to return a cache. None means `config.use_cache`, but False in training, in models with
+            a stateless layer, and without `output_final_state`.
         output_hidden_states: Whether to return `hidden_states`.
-        return_dict: False for a plain tuple of what is not None.
-        position_ids: (B, T) or (1, T). Positions that count up say nothing to a recurrent model. Where they start
-            anew, at 0 or at the first position of the row, a new sequence begins from the zero state, so that
-            packed rows are exactly what their sequences are alone. The first sequence of a row takes the initial
-            state, and `final_state` is that of the last one. Under torch.compile the graph breaks where positions
-            are read.
-        token_type_ids: (B, T), 0 at all tokens, as tokenizers give them.
-        others: `seq_idx` (B, T), numbers of sequences that go up, another form of `position_ids` from collators for
-            packed rows. Nothing else is taken.
+        return_dict: False for a plain tuple of the entries that are not None.
+        position_ids: (B, T) or (1, T). A recurrent model ignores positions that count up. Where they restart, at 0
+            or at the first position of the row, a new sequence begins from the zero state, so that packed
+            sequences give exactly what each gives alone. The first sequence of a row starts from the initial
+            state, and `final_state` is that of the last one. Under torch.compile, reading positions breaks the
+            graph.
+        token_type_ids: (B, T), all 0, as tokenizers return them.
+        others: `seq_idx` (B, T), the number of each token's sequence, which some collators for packed rows give in
+            place of `position_ids`. Other arguments are refused.
     """
 
     _auto_class = "AutoModel"  # type: ignore[assignment]
@@ -208,7 +208,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         raise NotImplementedError
 
     def layer_inputs(self) -> list[tuple[Tensor, ...]]:
-        """What a layer takes beside hidden states, state and lengths; nothing for most families."""
+        """Further inputs of each layer, beside hidden states, state and lengths; none in most families."""
         return [()] * len(self.layers)
 
     def forward(
@@ -229,7 +229,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         """Run T tokens from a state; arguments as in the class.
 
         Raises:
-            ValueError: for arguments that contradict each other, do not fit, or that no recurrent model has.
+            ValueError: for arguments that contradict each other, do not fit, or do not apply to recurrent models.
         """
         inputs = read_inputs(input_ids, inputs_embeds, attention_mask, past_key_values, position_ids, others)
         batch_size, length = inputs.shape

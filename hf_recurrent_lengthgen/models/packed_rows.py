@@ -1,8 +1,8 @@
-"""Several sequences in one row: where each begins, and a state that is zero there.
+"""Packed rows: where each sequence of a row begins, and a zero state there.
 
-The sequences of packed rows become rows of their own, padded on the right. Rows of like length (within a factor of 2)
-are a group, so that padding is less than half of a group, however unequal the sequences are; a layer runs one group
-after the other. All is within one call of each layer, so that processes that shard layers stay in step.
+The sequences of packed rows become rows of their own, padded on the right. Rows of similar length (within a factor of
+2) form a group, so that padding is less than half of a group however unequal the sequences are. A layer runs one group
+after the other within one call, so that processes that shard layers stay in step.
 
 Shapes: B rows, T tokens, N sequences, L tokens of the longest sequence of a group, D channels.
 """
@@ -113,10 +113,10 @@ def over_groups(forward: Callable[..., tuple[Tensor, LayerState]]) -> Callable[.
 
 @torch.compiler.disable
 def sequence_starts(given: dict[str, Any], shape: tuple[int, int], real: Tensor | None) -> Tensor | None:
-    """Where new sequences begin inside rows, from what collators for packed rows give.
+    """Where new sequences begin inside rows, from the positions that collators for packed rows give.
 
-    Positions that count up say nothing, wherever they start; those that start anew mark a new sequence. Padding is
-    passed over. The first real token of a row begins nothing: it goes on from the row's initial state.
+    Positions that count up are ignored, wherever they start; where they restart, a new sequence begins. Padding is
+    skipped. The first real token of a row begins no new sequence: it continues from the row's initial state.
 
     Args:
         given: Some of `PACKING_KEYS`, (B, T) or (1, T).
@@ -155,7 +155,7 @@ def _previous(values: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tens
 
 
 def _restarts(positions: Tensor, real: Tensor | None) -> Tensor:
-    """Where positions start anew: at 0, or where the row started."""
+    """Where positions restart: at 0, or at the first position of the row."""
     previous, distance, followed = _previous(positions, real)
     step = positions - previous
     starts = followed & (step != 1) & (step != distance)  # padding may be counted or not
@@ -165,7 +165,7 @@ def _restarts(positions: Tensor, real: Tensor | None) -> Tensor:
         row, place = wrong[0].tolist()
         raise ValueError(
             f"position_ids goes from {int(previous[row, place])} to {int(positions[row, place])} at token {place} of "
-            f"row {row}: a recurrent model reads tokens in order, so positions must count up by one, or start anew "
+            f"row {row}: a recurrent model reads tokens in order, so positions must count up by one, or restart "
             "for a new sequence, at 0 or at the first position of the row."
         )
     return starts
@@ -175,5 +175,5 @@ def _changes(numbers: Tensor, real: Tensor | None) -> Tensor:
     """Where the numbers of sequences go up."""
     previous, _, followed = _previous(numbers, real)
     if bool((followed & (numbers < previous)).any()):
-        raise ValueError("seq_idx goes down: a recurrent model cannot come back to an earlier sequence of the row.")
+        raise ValueError("seq_idx goes down: a recurrent model cannot return to an earlier sequence of the row.")
     return followed & (numbers > previous)

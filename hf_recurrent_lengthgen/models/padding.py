@@ -1,4 +1,4 @@
-"""Padding anywhere in a row: real tokens move to the front, layers skip what is past the end, and back.
+"""Padding anywhere in a row: real tokens move to the front, layers skip what follows, outputs move back.
 
 Shapes: B batch, T tokens, D channels.
 """

@@ -7,7 +7,7 @@ from .recurrent_state import RecurrentState, map_state, state_batch_size, take_r
 
 
 class RecurrentCache(Cache):
-    """Holds the state after the tokens seen so far; every update replaces it, the old value is never changed.
+    """The state after the tokens seen so far. Every update replaces it; the old value is never changed.
 
     Args:
         state: State to start from; None for zero.
@@ -33,7 +33,7 @@ class RecurrentCache(Cache):
             return self.state
         if self.tokens_seen == 0 and batch_size % rows == 0:
             return map_state(lambda part: part.repeat_interleave(batch_size // rows, dim=0), self.state)
-        raise ValueError(f"The cached state has {rows} rows, the batch has {batch_size}.")
+        raise ValueError(f"The cached state has {rows} rows, the batch has {batch_size}: give the same rows to both.")
 
     def advance(self, state: RecurrentState, tokens: int) -> None:
         """Replace the state by the one after `tokens` more tokens."""
@@ -64,9 +64,9 @@ class RecurrentCache(Cache):
         return -1
 
     def crop(self, max_length: int) -> None:
-        """A recurrent state cannot be cut back."""
+        """Refuse to crop: a recurrent state holds no earlier token."""
         raise ValueError(
-            "A recurrent state cannot be cropped to an earlier token, as assisted generation asks: "
+            "A recurrent state cannot be cropped to an earlier token, as assisted generation needs: "
             "keep the state of that token instead."
         )
 

@@ -14,7 +14,7 @@ from .recurrent_cache import RecurrentCache
 from .recurrent_state import RecurrentState, check_finite_state, check_state, state_dtype
 from .token_inputs import check_cache, check_token_ids
 
-# of what `generate` hands on, what says which tokens are unread: the cache knows that
+# arguments of `generate` that tell which tokens are unread, which the cache knows
 _BOOKKEEPING = ("cache_position", "is_first_iteration", "labels", "next_sequence_length")
 _PER_TOKEN = ("attention_mask", "position_ids", "token_type_ids")
 
@@ -29,12 +29,12 @@ class RecurrentGenerationMixin(GenerationMixin):
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """The cache is a state, of the same size for texts of any length."""
+        """The cache is a state, of one size for sequences of any length."""
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation must be left out, got {kind!r}: the cache of a recurrent model is its state, "
-                "whose size no text changes."
+                "of one size for all sequences."
             )
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = RecurrentCache()
@@ -42,7 +42,7 @@ class RecurrentGenerationMixin(GenerationMixin):
     def _prefill(
         self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Transformers'; with `prefill_chunk_size`, the cache first reads all chunks but the last."""
+        """As in Transformers; with `prefill_chunk_size`, the cache first reads all chunks but the last."""
         model: Any = self
         prefill: Any = super()._prefill  # type: ignore[misc]
         size, cache = generation_config.prefill_chunk_size, model_kwargs.get("past_key_values")
@@ -118,12 +118,13 @@ class RecurrentGenerationMixin(GenerationMixin):
             initial_state: State with B rows that has read what comes before the prompt. It is not changed.
 
         The state after generation is in `past_key_values.state` of the output with
-        `return_dict_in_generate=True`; it has read everything but the last token. With `prefill_chunk_size` a prompt
-        takes the memory of so many tokens.
+        `return_dict_in_generate=True`; it has read everything but the last token. With `prefill_chunk_size`, a prompt
+        of any length takes the memory of that many tokens.
 
         Raises:
-            ValueError: if the state does not fit the prompt, holds NaN, or is given with a cache or without one; for a
-                `cache_implementation`, since the cache is a state; for ids outside the vocabulary.
+            ValueError: if the state does not fit the prompt, holds NaN, or comes with `past_key_values` or
+                `use_cache=False`; for a `cache_implementation`, since the cache is a state; for ids outside the
+                vocabulary.
         """
         model: Any = self
         check_cache(kwargs.get("past_key_values"))

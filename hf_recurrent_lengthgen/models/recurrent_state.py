@@ -44,9 +44,9 @@ class LayerState(NamedTuple):
 
 
 class WindowedLayerState(NamedTuple):
-    """What a layer carries whose state is made to hold the last r tokens only (`Forgetting.window`).
+    """What one layer carries between tokens when its state holds only the last r of them (`Forgetting.window`).
 
-    `window` (B, 1 + r, F) has what those tokens wrote (forgetting_scans.py); it and `recurrent` belong together.
+    `window` (B, 1 + r, F) holds what those tokens wrote (forgetting_scans.py) and belongs to `recurrent`.
     """
 
     recurrent: Tensor
@@ -54,7 +54,7 @@ class WindowedLayerState(NamedTuple):
     window: Tensor
 
 
-RecurrentState = tuple[LayerState, ...]  # or of WindowedLayerState, whose third part forgetting_scans.py alone uses
+RecurrentState = tuple[LayerState, ...]  # or WindowedLayerState; only forgetting_scans.py uses its third part
 
 
 class LayerShape(NamedTuple):
@@ -201,8 +201,8 @@ def check_state(
     if any(len(layer) != len(shape) for layer, shape in zip(state, shapes, strict=False)):
         asked = "with" if len(shapes[0]) > len(LayerState._fields) else "without"
         raise ValueError(
-            f"{name} does not fit a model {asked} a window (its config's `forgetting`): what such a state holds "
-            "of the tokens before cannot be made afterwards. Read them again, from no state."
+            f"{name} does not fit a model {asked} a window (`forgetting` in its config), and cannot be converted: "
+            "read the earlier tokens again, without a state."
         )
     if len(state) != len(shapes):
         raise ValueError(f"{name} has {len(state)} layers, the model has {len(shapes)}.")
@@ -224,7 +224,7 @@ def check_state(
 
 
 def _outside_inference_mode(part: Tensor) -> Tensor:
-    """A copy of what was made under `torch.inference_mode()`, where autograd could not save it; else the same."""
+    """A copy of a tensor made under `torch.inference_mode()`, which autograd cannot save; others as they are."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not part.is_inference():
         return part
     return part.clone()
@@ -236,7 +236,7 @@ def save_state(path: str | os.PathLike[str], state: RecurrentState, metadata: Ma
     Args:
         path: File to write; replaced only when the new one is complete.
         state: State to write; must be finite.
-        metadata: Free text fields kept beside it, for instance the model it belongs to.
+        metadata: Text fields stored in the file, for example the name of the model.
     """
     check_finite_state(state, "state")
     tensors = {
@@ -257,7 +257,7 @@ def save_state(path: str | os.PathLike[str], state: RecurrentState, metadata: Ma
 def read_state_file(
     path: str | os.PathLike[str], device: torch.device | str, kind: str, newest: int
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Header and tensors of a safetensors file of one kind, of a format version up to `newest`."""
+    """Header and tensors of a safetensors file of one kind, up to the format version `newest`."""
     name = kind.replace("_", " ")
     if os.path.isdir(path):
         raise ValueError(f"{path} is a folder: give a file that holds a {name}.")
@@ -295,7 +295,7 @@ def load_state(
     """
     header, tensors = read_state_file(path, device, STATE_FORMAT, STATE_FORMAT_VERSION)
     layers = header.get("num_layers", "")
-    count = min(int(layers), len(tensors)) if layers.isdecimal() else 0  # a damaged number must not take memory
+    count = min(int(layers), len(tensors)) if layers.isdecimal() else 0  # a damaged number must not allocate memory
     parts = WindowedLayerState._fields if "layers.0.window" in tensors else LayerState._fields
     expected = {f"layers.{index}.{part}" for index in range(count) for part in parts}
     if not expected or set(tensors) != expected:

@@ -1,4 +1,4 @@
-"""What every scan shares: which implementation runs, its dtype, and how it is cut into pieces.
+"""What all scans share: the choice of the implementation, its dtype, and cutting into pieces.
 
 A scan is a recurrence over time with any initial state and a final state. Every file `scan_*.py` has the definition
 as a loop (`scan_*_reference`), a chunked form in plain torch whose backward pass recomputes what is inside a chunk,
@@ -44,9 +44,9 @@ def _log_choice(setting: str, device_type: str, backend: ScanBackend, limit: str
 def resolve_backend(setting: str, device_type: str, kernel_available: bool, limit: str = "") -> ScanBackend:
     """Turn the setting "auto", "torch" or "kernel" into the backend for a device type.
 
-    "auto" takes the kernel if it is installed, the tensors are on a GPU and the model has what the kernels need:
-    `limit` is what it lacks, in words. The choice never depends on the sequence length. Raises a `ValueError` for
-    "kernel" where it cannot run.
+    "auto" takes the kernel if it is installed, the tensors are on a GPU and the model meets the kernel's limits:
+    `limit` is what it does not meet, in words. The choice never depends on the sequence length. Raises a `ValueError`
+    for "kernel" where it cannot run.
     """
     check_backend_setting(setting, kernel_available)
     if setting == "kernel" and device_type != "cuda":
@@ -99,7 +99,7 @@ def even_pieces(length: int, size: int) -> list[slice]:
 def keeps_poison(state: Tensor) -> bool:
     """Whether a state, and so an input before it, may have NaN or infinite entries; only on a CPU, uncompiled.
 
-    Elsewhere the answer is no: a GPU would have to be waited for, and a compiled graph cannot branch.
+    Elsewhere the answer is no: on a GPU it would cost a synchronization, and a compiled graph cannot branch.
     """
     return state.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(state.sum().isfinite())
 
@@ -129,5 +129,5 @@ def _join(parts: list[Tensor], dim: int) -> Tensor:
 
 
 def missing_kernel(package: str) -> ValueError:
-    """What a scan raises when its kernel is asked for and `package` is not installed."""
+    """The error of a scan whose kernel is asked for while `package` is not installed."""
     return ValueError(f'scan backend "kernel" needs {package} and a CUDA GPU: {INSTALL_HINT}, or use "torch".')

@@ -30,8 +30,8 @@ class ScanMixer(nn.Module):
         scan: The function of a file `scan_*.py`, as a static method: it takes the inputs of the recurrence and the
             recurrent part of a state, and gives outputs and the recurrent part after the last token.
         recurrence: How the scan forgets (`Forgetting`), a class of a file `forgetting_*.py`; None where it cannot.
-        grows: What makes its state larger (StateX, arXiv:2509.22630): "state_size", N of each head or channel, or
-            "num_heads", fewer and larger heads; None where no one has said.
+        grows: What makes its state larger (StateX, Shen et al. 2025): "state_size", N of each head or channel, or
+            "num_heads", fewer and larger heads; None where it cannot be expanded.
         convolves: Whether the convolution part of the state is that of short convolutions, which have kernels.
     """
 
@@ -57,7 +57,7 @@ class ScanMixer(nn.Module):
         return {"x": channels} if channels else {}
 
     def kernel_limit(self, dtype: torch.dtype) -> str:
-        """What the kernels need and this layer does not have, in words; empty if they can run it."""
+        """What the kernels need and this layer lacks, in words; empty if they can run it."""
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return f"float32, float16 or bfloat16, got {dtype}"
         channels, *history = self.state_shape.conv
@@ -73,8 +73,8 @@ class ScanMixer(nn.Module):
         for name, module in self.named_children():
             if name.endswith("conv1d") and hasattr(module, "base_layer"):
                 raise ValueError(
-                    f"An adapter on {name} has no effect, since it knows nothing of the state: take {name} out of "
-                    "the adapter's targets, or train it whole (modules_to_save)."
+                    f"An adapter on {name} has no effect, since it takes no state: leave {name} out of its "
+                    "target_modules, or train the whole module (modules_to_save)."
                 )
         limit = self.kernel_limit(x.dtype)
         return resolve_backend(self.config.scan_backend, x.device.type, self.kernel_available, limit)
@@ -93,8 +93,8 @@ class ScanMixer(nn.Module):
     ) -> tuple[Tensor, LayerState]:
         """Outputs, and the state with the recurrent part after T tokens.
 
-        `inputs` are those of `scan` before the state, `options` its keywords. They write nothing past the `lengths`
-        (B,) of the rows, if these are given.
+        `inputs` are those of `scan` before the state, `options` its keywords. Inputs past the `lengths` (B,) of the
+        rows, if given, must write nothing.
         """
         rule = Forgetting.of(self.config)
         if rule != Forgetting():

@@ -39,7 +39,7 @@ _OPERATORS = re.sub(r"\W", "_", __name__)
 _BLOCK_ELEMENTS = 2**16  # of a state: 256 KiB in float32
 # Half of what 32-bit addresses reach.
 _KERNEL_MAX_ELEMENTS = 2**30
-# A power of two, so that to divide and multiply by it is exact, and so small that nothing decays meanwhile.
+# A power of two, so that dividing and multiplying by it is exact, and so small that nothing decays during the step.
 _VIRTUAL_STEP = 2.0**-40
 
 
@@ -94,8 +94,8 @@ def _scan_with_torch(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, dt, A, B, C, initial_state))
-    # .mT: a state that comes from here goes on without a copy
-    # without gradients there is no graph to build, and one token at a time goes faster
+    # .mT: a state from this scan continues without a copy
+    # without gradients no graph is needed, and one token at a time is faster
     scan = _scan if keep or torch.compiler.is_compiling() else _loop
     y, final_state, _ = scan(x, dt, A.mT, B, C, initial_state.mT, chunk_size, keep)
     return torch.addcmul(y, x, D), final_state.mT
@@ -252,7 +252,7 @@ def _scan_with_kernel(
     """mamba-ssm's kernel, in float32, with N virtual tokens before and after the T real ones.
 
     Token n before has a tiny step d, B = e_n and the input h_n / d: it adds h_n to state n and decays nothing. Token
-    n after has the step 0 and C = e_n: its output is state n. So both states have their gradients.
+    n after has the step 0 and C = e_n: its output is state n. So both states get their gradients.
     """
     if selective_scan_fn is None:
         raise missing_kernel("mamba-ssm")

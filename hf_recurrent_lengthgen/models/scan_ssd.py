@@ -185,7 +185,7 @@ class _ChunkedSSD(torch.autograd.Function):
             torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, B, C, dt)
         )
         grad_A, grad_D = torch.zeros_like(A), torch.zeros_like(D)
-        grad_out = grad_out.contiguous()  # an expanded gradient, as of a sum, would send products through a slow loop
+        grad_out = grad_out.contiguous()  # an expanded gradient, as of a sum, would make matrix products slow
         grad_state = _to_inner(grad_final, B.shape[2])  # of the state after the current chunk
         for index, piece in reversed(list(enumerate(ctx.pieces))):
             chunk = _Chunk(x[:, piece], dt[:, piece], A, B[:, piece], C[:, piece])
@@ -206,7 +206,7 @@ class _ChunkedSSD(torch.autograd.Function):
             grad_u.mul_(chunk.decay_out_BQH[..., None]).add_(grad_u_inside)
             through = (grad_state * states[index]).sum(1).view(*dt[:, 0].shape, -1).sum(-1)
             weighted_u = chunk.groups_of(weighted_u)
-            # (N, Q): products with the large factor on the left go faster
+            # (N, Q): products with the large factor on the left are faster
             grad_B_ZNQ = torch.bmm(chunk.C_ZQN.mT, grad_CB).baddbmm_(grad_state, weighted_u.mT)
             grad_C_ZNQ = torch.bmm(chunk.B_ZQN.mT, grad_CB.mT).baddbmm_(states[index], grad_y_decayed.mT)
             grad_B[:, piece], grad_C[:, piece] = chunk.ungroup(grad_B_ZNQ.mT), chunk.ungroup(grad_C_ZNQ.mT)
@@ -268,7 +268,7 @@ class _Chunk:
 
     def L_BHQQ(self) -> Tensor:
         """exp(s_i - s_j) for j <= i, else 0. Above the diagonal exp may be infinite, tril drops it."""
-        # contiguous, else the heads come innermost, and matrix products crawl
+        # contiguous, else heads are the last dimension and matrix products are slow
         s_BHQ, rest_BHQ = (s.transpose(1, 2).contiguous() for s in (self.s_BQH, self.s_rest_BQH))
         s_BHQQ = s_BHQ[..., :, None] - s_BHQ[..., None, :]
         return s_BHQQ.add_(rest_BHQ[..., :, None]).sub_(rest_BHQ[..., None, :]).exp_().tril_()

@@ -1,4 +1,4 @@
-"""A label for a text, from the output at its last token.
+"""Sequence classification, from the output at the last real token.
 
 Shapes: B batch, T tokens, D hidden size, L labels.
 """
@@ -51,17 +51,19 @@ class StatefulForSequenceClassification(StatefulModelWithHead):
         """Run T tokens from a state; arguments as in `StatefulBackbone`, and:
 
         Args:
-            attention_mask: (B, T), tells the last real token of each row. Without one all tokens are real, whatever
-                their ids: a padding token is often also the end of a text.
-            labels: (B,) of classes; (B,) or (B, L) of numbers for a regression; (B, L) of 0 and 1 as floats for any
-                number of labels each. `config.problem_type` says which, or it is inferred as in Transformers.
+            attention_mask: (B, T), marks the last real token of each row. Without a mask all tokens are real,
+                whatever their ids, since the padding token is often also the end-of-sequence token.
+            labels: (B,) class indices; (B,) or (B, L) floats for regression; (B, L) floats 0 and 1 for multi-label
+                classification. `config.problem_type` chooses; None infers it as Transformers does.
 
         Raises:
             ValueError: for packed rows, and as in `StatefulBackbone.forward`.
         """
         inputs = read_inputs(input_ids, inputs_embeds, attention_mask, past_key_values, position_ids, others)
         if inputs.starts is not None:
-            raise ValueError("A row is one text with one label here, but its positions begin several: unpack rows.")
+            raise ValueError(
+                "Sequence classification takes one sequence per row, and positions begin several: unpack rows."
+            )
         output = self._backbone(
             input_ids,
             attention_mask=inputs.real,

@@ -1,4 +1,4 @@
-"""What functions ask of a model that has states: one of this package, of a checkpoint's code, or `stateful(model)`."""
+"""What functions need of a model with states: one of this package, of a checkpoint's code, or `stateful(model)`."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol

@@ -1,4 +1,4 @@
-"""What a model is given beside its state: tokens, masks, positions, and checks of them.
+"""The inputs of a model beside its state (tokens, masks, positions), and their checks.
 
 Shapes: B batch, T tokens, D hidden size.
 """
@@ -15,7 +15,7 @@ from .recurrent_cache import RecurrentCache
 
 
 class TokenInputs(NamedTuple):
-    """What a call of a model says of its tokens.
+    """The tokens of one call of a model.
 
     Attributes:
         shape: (B, T).
@@ -40,7 +40,7 @@ def read_inputs(
     given = sorted(name for name, x in others.items() if x is not None and x is not False and name != "seq_idx")
     if given:
         raise ValueError(
-            f"A recurrent model has no use for the arguments {given}: remove them. There are no attentions to return."
+            f"A recurrent model does not take the arguments {given}: remove them. It has no attentions to return."
         )
     check_cache(cache)
     shape = token_shape(input_ids, inputs_embeds)
@@ -53,7 +53,7 @@ def check_cache(cache: Any) -> None:
     """Raise a `ValueError` for a cache of another model."""
     if cache is not None and not isinstance(cache, RecurrentCache):
         raise ValueError(
-            f"past_key_values must be a RecurrentCache, got {type(cache).__name__}; a state goes in as initial_state."
+            f"past_key_values must be a RecurrentCache, got {type(cache).__name__}; give a state as initial_state."
         )
 
 
@@ -62,11 +62,11 @@ def check_token_types(token_type_ids: Tensor | None, real: Tensor | None) -> Non
     if token_type_ids is None or torch.compiler.is_compiling():
         return
     if bool((token_type_ids if real is None else token_type_ids.masked_fill(~real, 0)).any()):
-        raise ValueError("token_type_ids must be 0 at all tokens: a recurrent language model has no kinds of tokens.")
+        raise ValueError("token_type_ids must be 0 at all tokens: a recurrent language model has no token types.")
 
 
 def check_token_ids(ids: Tensor, vocabulary: int, name: str = "input_ids", ignored: int | None = None) -> None:
-    """Check ids (B, T) that an embedding or a loss would index with, which fails without a place, or not at all."""
+    """Check ids (B, T) before an embedding or a loss indexes with them and fails without a position, or not at all."""
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"{name} must be integers, got {ids.dtype} of shape {tuple(ids.shape)}.")
     if not ids.numel():
@@ -93,14 +93,14 @@ def token_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple
         raise ValueError("Give exactly one of input_ids and inputs_embeds.")
     batch_size, length = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]  # type: ignore[union-attr]
     if 0 in (batch_size, length):
-        raise ValueError(f"The input has no tokens, but {batch_size} rows of {length}: give at least one of each.")
+        raise ValueError(f"The input has no tokens ({batch_size} rows of {length}): give at least one of each.")
     return batch_size, length
 
 
 def mask_of_new_tokens(
     attention_mask: Tensor | None, cache: RecurrentCache | None, shape: tuple[int, int]
 ) -> Tensor | None:
-    """The last T columns of a mask (B, T), or (B, tokens_seen + T) with those of what the cache has read."""
+    """The last T columns of a mask, (B, T), or (B, tokens_seen + T) with the tokens that the cache has read."""
     if attention_mask is None or attention_mask.shape == shape:
         return attention_mask
     seen = 0 if cache is None else cache.tokens_seen
@@ -126,7 +126,7 @@ def real_tokens(attention_mask: Tensor | None) -> Tensor | None:
 
 
 def starts_inside_rows(packing: Mapping[str, Any], shape: tuple[int, int], real: Tensor | None) -> Tensor | None:
-    """See `sequence_starts`; without any of what it reads, nothing is done, so that compilation goes on."""
+    """See `sequence_starts`, which breaks compiled graphs and is called only with something to read."""
     given = {name: x for name, x in packing.items() if x is not None}
     return sequence_starts(given, shape, real) if given else None
 
@@ -137,8 +137,8 @@ def scored_labels(
     """Labels (B, T) with -100 where a language model has nothing to predict them from.
 
     That is the first real token of a row behind padding, and the first token of a sequence inside a packed row. The
-    label of the first column, which a shift leaves out, stays as it is. If `shifted`, the target of output t stands at
-    t, as in `shift_labels`, whose borders are the caller's: only outputs before the first real token are not scored.
+    label of the first column, which a shift leaves out, stays as it is. If `shifted`, the target of output t is at t,
+    as in `shift_labels`: borders are up to the caller, and only outputs before the first real token are not scored.
     """
     if attention_mask is not None:
         unread = attention_mask.long().cumsum(1) == 0

@@ -98,7 +98,7 @@ def test_infinite_step_limits_survive_saving(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"code_format_version": 2}, "code format version 2, the code at hand reads up to 1: update"),
+        ({"code_format_version": 2}, "code format version 2, this code reads up to 1: update"),
         ({"scan_backend": "triton"}, "scan_backend must be one of ('auto', 'torch', 'kernel'), got 'triton'"),
         ({"hidden_act": "gelu"}, "hidden_act must be \"silu\", got 'gelu'"),
         ({"n_groups": 3}, "num_heads (4) must be a multiple of n_groups (3)"),
@@ -233,7 +233,7 @@ JSON_VALUES = st.recursive(
 
 @pytest.mark.parametrize("limit", [[10**400], [0.1, 10**400]])
 def test_numbers_that_no_float_is_are_refused_in_lists(limit: list[float]) -> None:
-    with pytest.raises(ValueError, match="time_step_limit holds a number that no float is"):
+    with pytest.raises(ValueError, match="time_step_limit holds a number too large for a float"):
         mamba2_config(time_step_limit=limit)
 
 

@@ -60,7 +60,7 @@ def test_a_damaged_number_of_layers_is_refused_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
 def test_inputs_without_rows_or_tokens_are_refused(shape: tuple[int, int]) -> None:
     model = HGRN2.causal_lm_class(HGRN2.config())
-    with pytest.raises(ValueError, match=f"no tokens, but {shape[0]} rows of {shape[1]}"):
+    with pytest.raises(ValueError, match=rf"no tokens \({shape[0]} rows of {shape[1]}\)"):
         model(torch.zeros(shape, dtype=torch.long))
 
 

@@ -222,9 +222,9 @@ def test_positions_go_on_from_a_cache(family: Family) -> None:
             {"seq_idx": [[0, 0, 0, 1, 1]], "position_ids": [[0, 1, 0, 1, 2]]},
             "position_ids and seq_idx begin sequences",
         ),
-        ({"cu_seq_lens_q": [0, 2, 5]}, "no use for the arguments ['cu_seq_lens_q']"),
+        ({"cu_seq_lens_q": [0, 2, 5]}, "does not take the arguments ['cu_seq_lens_q']"),
         ({"token_type_ids": [[0, 0, 1, 1, 1]] * 2}, "token_type_ids must be 0 at all tokens"),
-        ({"sequence_ids": [[0, 0, 0, 1, 1]]}, "no use for the arguments ['sequence_ids']"),
+        ({"sequence_ids": [[0, 0, 0, 1, 1]]}, "does not take the arguments ['sequence_ids']"),
     ],
 )
 def test_positions_that_no_recurrent_model_has_are_refused(given: dict[str, Any], message: str) -> None:

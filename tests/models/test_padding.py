@@ -128,7 +128,7 @@ def test_arguments_that_do_not_fit_together_are_refused(family: Family) -> None:
             run()
         with pytest.raises(ValueError, match="no tokens"):
             run(tokens[:, :0])
-        with pytest.raises(ValueError, match=r"no use for the arguments \['output_attentions', 'past_states'\]"):
+        with pytest.raises(ValueError, match=r"does not take the arguments \['output_attentions', 'past_states'\]"):
             run(tokens, past_states=torch.arange(5)[None], output_attentions=True, head_mask=None)
     with pytest.raises(ValueError, match="labels need all logits"):
         model(tokens, labels=tokens, logits_to_keep=1)

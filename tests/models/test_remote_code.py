@@ -195,7 +195,7 @@ def test_a_newer_code_format_is_refused(family: Family, tmp_path: Path) -> None:
     build(family).save_pretrained(tmp_path / "new")
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     (tmp_path / "new" / "config.json").write_text(json.dumps(config | {"code_format_version": 99}))
-    message = "code format version 99, the code at hand reads up to 1: update"
+    message = "code format version 99, this code reads up to 1: update"
     with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(tmp_path / "new")
     load = "AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)"

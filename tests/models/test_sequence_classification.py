@@ -75,7 +75,7 @@ def test_packed_rows_are_refused(family: Family) -> None:
     counted = torch.arange(6)[None]
     assert torch.equal(model(tokens, position_ids=counted).logits, model(tokens).logits)
     for run in ({"position_ids": counted % 3}, {"seq_idx": counted // 3}):
-        with pytest.raises(ValueError, match="A row is one text with one label here, but its positions begin several"):
+        with pytest.raises(ValueError, match="takes one sequence per row, and positions begin several"):
             model(tokens, **run)
 
 
