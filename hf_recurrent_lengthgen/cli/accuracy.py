@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_recurrent_lengthgen.cli.inputs import make_output_folder
-from hf_recurrent_lengthgen.cli.measuring import add_csv_option, on_device
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
+from hf_recurrent_lengthgen.cli.measuring import on_device
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, positive
 from hf_recurrent_lengthgen.cli.report import draw
+from hf_recurrent_lengthgen.cli.shared_options import MODELS, add_shared
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, STRING_TASKS, TaskStrings, string_task
 from hf_recurrent_lengthgen.evaluation.string_accuracy import StringAccuracy, accuracy_by_length
 from hf_recurrent_lengthgen.evaluation.tables import write_csv
@@ -19,44 +20,38 @@ from hf_recurrent_lengthgen.plotting.accuracy import accuracy_figure
 from hf_recurrent_lengthgen.versions import installed_versions
 
 DESCRIPTION = """\
-Measure how many symbols models copy, recall or sort right (arXiv:2410.11135): of all symbols, and of whole answers
-by greedy decoding. Checkpoints of "lengthgen train --task copying" and the like know their task. Writes
-accuracy.json, accuracy.png and accuracy.svg.
-
-  lengthgen accuracy copier
-  lengthgen accuracy copier other-copier --lengths 50 100 200 300 --samples 1000
-  lengthgen accuracy my-mamba2 --task recall --task-length 16 --task-vocabulary 256
+Measure how many symbols models copy, recall or sort right, as in "Mimetic initialization" (Trockman et al., 2024): of
+all symbols, and of whole answers by greedy decoding. Checkpoints of `lengthgen train --task copying` and the like know
+their task. Writes accuracy.json, accuracy.png and accuracy.svg.
+"""
+EXAMPLES = """\
+lengthgen accuracy copier
+lengthgen accuracy copier other-copier --lengths 50,100,200,300 --samples 1000
+lengthgen accuracy my-mamba2 --task recall --task-length 16 --task-vocabulary 256
 """
 Curves = dict[str, dict[int, StringAccuracy]]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser("lengthgen accuracy", description=DESCRIPTION)
-    add = parser.add_argument
-    add("models", nargs="+", metavar="MODEL", help="checkpoint folder or Hub name")
-    add("--output", default="accuracy", help="folder for the results (default: %(default)s)")
-    add("--task", choices=STRING_TASKS, help="default: that of the first model's config")
+def command_parser() -> CommandParser:
+    parser = CommandParser("lengthgen accuracy", DESCRIPTION, EXAMPLES, method="task")
+    parser.model.add_argument("models", **MODELS)
+    add = parser.method.add_argument
+    add("--task", choices=STRING_TASKS, help="what the models do (default: from the config of the first)")
+    lengths = "lengths of strings; pairs with recall (default: 1, 2 and 4 times the longest in training)"
+    add("--lengths", type=counts, metavar="N,...", help=lengths)
+    add("--samples", type=positive, default=256, metavar="N", help="strings of each length (default: %(default)s)")
     longest = "longest string in training (default: from the config)"
     add("--task-length", type=positive, metavar="N", help=longest)
     add("--task-vocabulary", type=positive, metavar="N", help="number of symbols (default: from the config)")
-    lengths = "lengths of strings; pairs with recall (default: 1, 2 and 4 times the longest in training)"
-    add("--lengths", type=positive, nargs="+", metavar="N", help=lengths)
-    add("--samples", type=positive, default=256, metavar="N", help="strings of each length (default: %(default)s)")
-    add("--batch-size", type=positive, default=64, metavar="N", help="strings at once (default: %(default)s)")
-    pieces = "tokens of a string in one forward pass (default: by memory)"
-    add("--chunk-length", type=positive, metavar="N", help=pieces)
-    add("--seed", type=int, default=EVALUATION_SEED, metavar="N", help="seed of the strings (default: %(default)s)")
-    add_csv_option(parser)
-    add("--device", default="cpu", help="device to run on, such as cuda (default: %(default)s)")
-    add("--trust-remote-code", action="store_true", help="run the code that checkpoints carry")
+    run_options = "--csv", "--device", "--batch-size", "--chunk-length", "--seed", "--trust-remote-code"
+    add_shared(parser, "--output", *run_options, output="accuracy")
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     if len(set(options.models)) < len(options.models):
         raise ValueError(f"Each model can be given once, got {' '.join(options.models)}.")
-    lengths = sorted(set(options.lengths)) if options.lengths else None
     models = [load_model(name, options.trust_remote_code, merge=True) for name in options.models]
     records = [getattr(model.config, "task", None) for model in models]
     task, training_length = _task(options, records)
@@ -64,9 +59,8 @@ def run(arguments: Sequence[str]) -> int:
     found: Curves = {}
     for name, model in zip(options.models, models, strict=True):
         placed = on_device(model, options.device)
-        found[name] = accuracy_by_length(
-            placed, task, lengths, options.samples, options.batch_size, options.seed, options.chunk_length
-        )
+        pieces, seed = (options.batch_size, options.chunk_length), EVALUATION_SEED + options.seed
+        found[name] = accuracy_by_length(placed, task, options.lengths, options.samples, pieces[0], seed, pieces[1])
     print(_table(found, task))
     print(f"\nResults: {_write(output, found, task, training_length, options)}")
     return 0

@@ -1,6 +1,5 @@
 """`lengthgen convert`: a checkpoint of another library becomes one of this package."""
 
-import argparse
 import math
 import re
 import shlex
@@ -9,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
+from hf_recurrent_lengthgen.cli.parsing import CommandParser
+from hf_recurrent_lengthgen.cli.shared_options import HOW, add_new_folder, add_shared, help_of
 from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.conversion.tensor_files import FLOATS, TensorFiles
@@ -21,48 +21,39 @@ from hf_recurrent_lengthgen.records import read_lineage
 
 DESCRIPTION = """\
 Convert a checkpoint of another library into one of this package, which takes and returns states, can be post-trained,
-and loads in Transformers anywhere, as its code travels with it. Weights are copied bit for bit, tensor by tensor, so
-little memory is needed; the source stays as it is. What it was made of is written to lineage.json.
+and loads in Transformers anywhere, because its code travels with it. Weights are copied bit for bit, tensor by tensor,
+so little memory is needed. The source stays unchanged; lineage.json names it. The format is detected:
 
-  lengthgen convert state-spaces/mamba2-130m --output mamba2 --tokenizer EleutherAI/gpt-neox-20b
-  lengthgen convert tiiuae/falcon-mamba-7b --output falcon --revision main
-  lengthgen convert my-training-run/model.pth --output converted
-
-Formats, which are detected:
+"""
+EXAMPLES = """\
+lengthgen convert state-spaces/mamba2-130m --output mamba2 --tokenizer EleutherAI/gpt-neox-20b
+lengthgen convert tiiuae/falcon-mamba-7b --output falcon --revision main
+lengthgen convert my-training-run/model.pth --output converted
 """
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> CommandParser:
     formats = "\n".join(f"  {name:<14}{format.title}" for name, format in FORMATS.items())
-    parser = CommandParser("lengthgen convert", description=DESCRIPTION + formats)
-    parser.add_argument(
+    parser = CommandParser("lengthgen convert", DESCRIPTION + formats, EXAMPLES, method="conversion")
+    parser.model.add_argument(
         "source",
         metavar="SOURCE",
-        help="checkpoint folder, one .pth file, or a name on the Hub: owner/name, or owner/name/file.pth",
+        help="checkpoint folder, .pth file, or Hub name: owner/name, or owner/name/file.pth for one file",
     )
-    parser.add_argument("--output", metavar="FOLDER", required=True, help="folder for the result, new or empty")
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit on the Hub (default: main)")
-    parser.add_argument("--format", metavar="NAME", help="the layout of SOURCE (default: detected)")
-    parser.add_argument(
-        "--dtype", choices=FLOATS, help="of all weights in the result (default: that of each tensor in SOURCE)"
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="NAME",
-        help='folder or name on the Hub to copy a tokenizer from, or "bytes" (default: that of SOURCE)',
-    )
-    parser.add_argument(
-        "--training-length",
-        type=positive,
-        metavar="T",
-        help="tokens per sequence that the model was trained on, which evaluation starts from (default: known for "
-        "official Mamba and Mamba-2 checkpoints, else left open)",
-    )
+    known = "known for official Mamba and Mamba-2 checkpoints, else left open"
+    for name, default in (("--tokenizer", "that of SOURCE"), ("--training-length", known)):
+        parser.model.add_argument(name, **HOW[name] | {"help": help_of(name, default)})
+    add_shared(parser, "--revision")
+    what = "format of SOURCE (default: detected)"
+    parser.method.add_argument("--format", choices=FORMATS, metavar="FORMAT", help=what)
+    what = "dtype of all weights in the result (default: that of each tensor in SOURCE)"
+    parser.method.add_argument("--dtype", choices=FLOATS, help=what)
+    add_new_folder(parser)
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     output = Path(options.output)
     try:
         convert_checkpoint(

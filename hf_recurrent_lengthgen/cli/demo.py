@@ -20,6 +20,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from hf_recurrent_lengthgen.cli.inputs import Stream, load_stream, quiet_libraries
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
+from hf_recurrent_lengthgen.cli.shared_options import add_shared
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
 from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison, DataRecord, Role, TrainingRecord
@@ -62,25 +63,28 @@ STAGES: tuple[tuple[Role, str], ...] = (
 )
 LABELS: dict[Role, str] = {"base": "base", "cured": "state passing", "control": "control"}
 DESCRIPTION = """\
-Train a small Mamba-2 on the sources of the Python standard library, see it break beyond its training length,
-cure it with state passing, and compare with equally many plain steps. Takes about five minutes on two cores,
-downloads nothing. Writes into the output folder:
+Train a small Mamba-2 on the sources of the Python standard library, see it fail beyond its training length, cure it
+with state passing, and compare with equally many plain steps. Takes about five minutes on two cores and downloads
+nothing. The output folder holds:
 
-  index.html               page with figures and numbers: open it in a browser
-  result.json              the numbers; position_wise, context_harm, in_window as .png and .svg
-  base/ cured/ control/    checkpoints that load with trust_remote_code=True
+  index.html   page with figures and numbers: open it in a browser
+  result.json  the numbers; position_wise, context_harm and in_window also as .png and .svg
+  base/        the model that fails; with cured/ and control/ a checkpoint that loads with trust_remote_code=True
+"""
+EXAMPLES = """\
+lengthgen demo
+lengthgen demo --output second-demo --seed 1
 """
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser("lengthgen demo", description=DESCRIPTION)
-    parser.add_argument("--output", default="demo-output", help="folder for everything (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of initialization and data order (default: 0)")
+def command_parser() -> CommandParser:
+    parser = CommandParser("lengthgen demo", DESCRIPTION, EXAMPLES)
+    add_shared(parser, "--output", "--seed", output="demo-output")
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     run_demo(Path(options.output), options.seed)
     return 0
 

@@ -1,6 +1,5 @@
 """`lengthgen diagnose`: how checkpoints generalize in length, and why."""
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,29 +26,29 @@ from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.tables import rows_of, write_csv
 
 DESCRIPTION = f"""\
-Measure how language models generalize in length, and see why they fail: everything of `lengthgen evaluate`, and
+Measure how language models generalize in length, and why they fail: everything that `lengthgen evaluate` measures, and
 
 {chr(10).join(f"  {part.name:<16} {part.summary}" for part in PARTS.values())}
 
-  lengthgen diagnose demo-output/base demo-output/cured --roles base,cured --output diagnosis
-  lengthgen diagnose my-mamba2 --data book.txt --split train --training-length 2048 --length 16384 --sequences 8
-
-Each token is read four times, and the first 4 T of each text 32 times more (Effective Remembrance; --parts leaves it
-out). Four texts or fewer seldom show anything: intervals are over texts.
-
-Writes result.json, index.html and figures. Any causal language model will do; what one cannot be measured on is left
-out, with the reason. An interrupted command goes on where it was.
+Writes result.json, index.html and figures. What cannot be measured on a model is left out, with the reason. Each token
+is read four times, and the first 4 T tokens of each text 32 times more for Effective Remembrance; --parts leaves it
+out. Intervals are over texts, so four texts or fewer seldom show anything. Results are cached by content: an
+interrupted command continues where it was.
+"""
+EXAMPLES = """\
+lengthgen diagnose demo-output/base demo-output/cured --roles base,cured
+lengthgen diagnose my-mamba2 --data book.txt --training-length 2048 --length 16384 --sequences 8
 """
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser("lengthgen diagnose", description=DESCRIPTION)
+def command_parser() -> CommandParser:
+    parser = CommandParser("lengthgen diagnose", DESCRIPTION, EXAMPLES)
     add_options(parser, DiagnosisSettings, output="diagnosis", sequences=16)
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     settings = settings_of(DiagnosisSettings, options, ["lengthgen", "diagnose", *arguments])
     chosen_parts(settings)
     inputs = load_inputs(options)

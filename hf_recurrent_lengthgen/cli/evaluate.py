@@ -1,6 +1,5 @@
 """`lengthgen evaluate`: position-wise loss, context harm and the length verdict of one or more checkpoints."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,28 +21,28 @@ from hf_recurrent_lengthgen.lineage import last_training
 from hf_recurrent_lengthgen.records import read_lineage
 
 DESCRIPTION = """\
-Measure language models beyond their training length T: loss by position, what the context beyond T does to
+Measure language models beyond their training length T: loss by position, how much the context beyond T harms
 predictions (context harm), and how far each model holds. Writes result.json, index.html and figures.
 
-  lengthgen evaluate demo-output/base demo-output/cured --roles base,cured --output comparison
-  lengthgen evaluate my-mamba2 --data book.txt --split train --training-length 2048 --length 65536 --sequences 4
-  lengthgen evaluate state-spaces/mamba2-1.3b-hf --training-length 2048 --data books --device cuda --dtype bfloat16
-
-Each token is read three times: once in its whole text, twice in windows of T. Any causal language model of
-Transformers will do. Recurrent ones read texts of any length in constant memory, others with a cache of keys and
-values that grows, or at once. Results are kept by their content: what was measured before is not measured again, and
-an interrupted command goes on where it was. `lengthgen diagnose` also says why.
+Any causal language model of Transformers can be measured. Recurrent models read texts of any length in constant
+memory, others with a growing cache of keys and values. Each token is read three times: once in its whole text, twice
+in windows of T. Results are cached by content: an interrupted command continues where it was.
+"""
+EXAMPLES = """\
+lengthgen evaluate demo-output/base demo-output/cured --roles base,cured
+lengthgen evaluate my-mamba2 --data book.txt --training-length 2048 --length 65536 --sequences 4
+lengthgen evaluate state-spaces/mamba2-1.3b-hf --training-length 2048 --dtype bfloat16
 """
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser("lengthgen evaluate", description=DESCRIPTION)
+def command_parser() -> CommandParser:
+    parser = CommandParser("lengthgen evaluate", DESCRIPTION, EXAMPLES)
     add_options(parser, EvaluationSettings, output="evaluation", sequences=32)
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     settings = settings_of(EvaluationSettings, options, ["lengthgen", "evaluate", *arguments])
     inputs = load_inputs(options)
     compared = []

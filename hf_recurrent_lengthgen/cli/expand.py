@@ -1,6 +1,5 @@
 """`lengthgen expand`: larger recurrent states in some layers of a checkpoint, to be post-trained."""
 
-import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from hf_recurrent_lengthgen.adapters import refuse_adapter
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
+from hf_recurrent_lengthgen.cli.shared_options import HOW, add_new_folder, add_shared, help_of
 from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
 from hf_recurrent_lengthgen.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.loading import load_model, read_config
@@ -16,56 +16,59 @@ from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.surgery import expand_state, expansion_report
 
 DESCRIPTION = """\
-Expand the recurrent states of some layers of a trained model (StateX, arXiv:2509.22630): Mamba gets a larger state
-size N, GLA and the like fewer and larger heads. The result is a checkpoint to post-train, whose config says what was
-done; the model given stays as it is. Weights are saved in float32, which post-training needs.
-
-  lengthgen expand AntonV/mamba2-1.3b-hf --output expanded              4 layers, 4 times the state
-  lengthgen expand my-gla --output expanded --layers 0 12 --num-heads 1
-  lengthgen expand my-mamba2/config.json --factor 4 --count 8 --report      sizes only, no weights are read
-  lengthgen train --model expanded --output trained --intervention none
+Expand the recurrent states of some layers of a trained model (StateX; Shen et al., 2025): Mamba gets a larger state
+size N; GLA and its kin get fewer, larger heads. The result is a checkpoint to post-train, whose config records the
+change. The source stays unchanged. Weights are saved in float32, which post-training needs.
+"""
+EXAMPLES = """\
+lengthgen expand AntonV/mamba2-1.3b-hf --output expanded  # 4 layers, 4 x the state
+lengthgen expand my-gla --output expanded --layers 0 12 --num-heads 1
+lengthgen expand my-mamba2/config.json --factor 4 --count 8 --report
+lengthgen train --model expanded --output trained --intervention none
 """
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser("lengthgen expand", description=DESCRIPTION)
-    parser.add_argument(
+def command_parser() -> CommandParser:
+    parser = CommandParser("lengthgen expand", DESCRIPTION, EXAMPLES, method="expansion")
+    parser.model.add_argument(
         "model",
         metavar="MODEL",
         help="checkpoint folder or Hub name: ours, a stock one of these families, or a hybrid with Mamba-2 layers; "
-        "for --report also a config.json",
+        "with --report also a config.json",
     )
-    parser.add_argument("--output", metavar="FOLDER", help="folder for the expanded model, new or empty (required)")
-    parser.add_argument(
+    add = parser.method.add_argument
+    add(
         "--layers",
         nargs="+",
         metavar="LAYER",
-        help='layers to expand, counted from 0, or "all", which hybrids need (default: --count of them)',
+        help='layers to expand, from 0, or "all", which hybrids need (default: --count of them)',
     )
-    parser.add_argument("--count", type=int, metavar="N", help="layers, one in every m from the first (default: 4)")
-    size = parser.add_mutually_exclusive_group()
+    add("--count", type=int, metavar="N", help="number of layers, one in every m from the first (default: 4)")
+    size = parser.method.add_mutually_exclusive_group()
     size.add_argument(
         "--factor",
         type=float,
         metavar="X",
-        help="how many times larger their states become (default: 4 in Mamba; else all heads become one)",
+        help="how many times larger their states become (default: 4 in Mamba; in others all heads become one)",
     )
-    size.add_argument("--state-size", type=int, metavar="N", help="state size N instead (Mamba)")
-    size.add_argument("--num-heads", type=int, metavar="N", help="heads instead (GLA and the like)")
-    parser.add_argument(
+    size.add_argument("--state-size", type=int, metavar="N", help="instead of --factor: state size N of Mamba")
+    size.add_argument("--num-heads", type=int, metavar="N", help="instead of --factor: heads of GLA and its kin")
+    add(
         "--initialization",
         choices=("reinit", "inherit"),
-        help="reinit starts the recurrence of these layers anew, inherit keeps what was trained; in Mamba the outputs "
-        "are unchanged then (default: reinit, as in the paper)",
+        help="reinit starts the recurrence of these layers anew; inherit keeps the trained weights, and with them the "
+        "outputs of Mamba (default: reinit, as in the paper)",
     )
-    parser.add_argument("--seed", type=int, help="seed of the new weights (default: 0)")
-    parser.add_argument("--report", action="store_true", help="only print parameters and state elements")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that a checkpoint carries")
+    add_new_folder(parser, required=False)
+    what = "only print parameters and state elements: needs no --output and reads no weights"
+    parser.run.add_argument("--report", action="store_true", help=what)
+    parser.run.add_argument("--seed", **HOW["--seed"] | {"default": None, "help": help_of("--seed", "0")})
+    add_shared(parser, "--trust-remote-code")
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     refuse_adapter(options.model)
     expansion = {
         "layers": _layers(options.layers),

@@ -1,39 +1,44 @@
 """`lengthgen export`: a checkpoint of this package becomes one of another library."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
+from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
 from hf_recurrent_lengthgen.conversion.export import code_note, export_checkpoint
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
 
 DESCRIPTION = """\
 Write a checkpoint of this package in the layout of another library, which then loads it by itself. Weights are copied
-bit for bit; the checkpoint stays as it is. What the other library has no name for is refused: states expanded in some
-layers, forgetting, attention layers. Carried states and lineage stay behind. For rwkv-hf no library has the class:
-its config.json names the code of the repository that the checkpoint was converted from; for one that comes from
-elsewhere, the authors' .py files and auto_map are to be added, or fla takes an RWKV-6 for its own.
+bit for bit, and the checkpoint stays unchanged. What the other library has no name for is refused: states expanded in
+some layers, forgetting, attention layers. Carried states and lineage are not exported.
 
-  lengthgen export trained --format mamba-ssm --output for-mamba-ssm
-  lengthgen export trained/checkpoint-500 --format transformers --output stock
-
+For rwkv-hf no library has the class: config.json names the code of the repository that the checkpoint was converted
+from. For a checkpoint from elsewhere, add the .py files and the auto_map of the authors, or export an RWKV-6 for fla.
 Formats:
+
+"""
+EXAMPLES = """\
+lengthgen export trained --format mamba-ssm --output for-mamba-ssm
+lengthgen export trained/checkpoint-500 --format transformers --output stock
 """
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> CommandParser:
     formats = "\n".join(f"  {name:<14}{format.title}" for name, format in FORMATS.items())
-    parser = CommandParser("lengthgen export", description=DESCRIPTION + formats)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder of this package, or Hub name")
-    parser.add_argument("--format", choices=FORMATS, required=True, help="the layout to write")
-    parser.add_argument("--output", metavar="FOLDER", required=True, help="folder for the result, new or empty")
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit on the Hub (default: main)")
+    parser = CommandParser("lengthgen export", DESCRIPTION + formats, EXAMPLES, method="conversion")
+    parser.model.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="checkpoint folder or Hub name, of this package"
+    )
+    add_shared(parser, "--revision")
+    what = "layout to write, see above"
+    parser.method.add_argument("--format", choices=FORMATS, required=True, metavar="FORMAT", help=what)
+    add_new_folder(parser)
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     layout, output = FORMATS[options.format], Path(options.output)
     try:
         export_checkpoint(options.checkpoint, output, options.format, revision=options.revision)

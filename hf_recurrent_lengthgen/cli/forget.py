@@ -13,9 +13,6 @@ from transformers import PreTrainedConfig
 
 from hf_recurrent_lengthgen.adapters import refuse_adapter
 from hf_recurrent_lengthgen.cli.inputs import (
-    DATA_HELP,
-    STANDARD_LIBRARY,
-    USUAL_SPLIT,
     chosen_split,
     load_stream,
     token_unit,
@@ -24,6 +21,7 @@ from hf_recurrent_lengthgen.cli.measuring import on_device
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.cli.report import estimate_text, in_columns
+from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
 from hf_recurrent_lengthgen.data import evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.files import write_result
@@ -43,68 +41,57 @@ from hf_recurrent_lengthgen.models.stateful_model import StatefulModel
 from hf_recurrent_lengthgen.private_text import portable
 
 DESCRIPTION = """\
-Make a copy of a checkpoint that forgets at inference, without training (arXiv:2410.07145): its states hold the last
-tokens only (--window), or keep and take in less (--retention and --insertion; the paper takes 0.9999 and 0.75), or
-its steps are smaller (--delta-scale, as LongMamba; Mamba only). The weights stay as they are; the config of the copy
-says how it forgets.
+Make a copy of a checkpoint that forgets at inference, without training (Chen et al., 2024): its states hold the last
+tokens only (--window), keep and take in less (--retention and --insertion; the paper takes 0.9999 and 0.75), or take
+smaller steps (--delta-scale, as LongMamba; Mamba only). The weights stay unchanged; the config of the copy says how it
+forgets.
 
-  lengthgen forget demo-output/base --output forgets --window 128
-  lengthgen forget my-mamba2 --output forgets --retention 0.9999 --insertion 0.75
-  lengthgen forget my-mamba2 --output forgets --search --data book.txt --split train
-  lengthgen evaluate my-mamba2 forgets
-
---search takes that setting under which long texts have the least loss. Search on other texts than you report on.
+--search takes the setting with the least loss on long texts. Search on other texts than those you report on.
+"""
+EXAMPLES = """\
+lengthgen forget demo-output/base --output forgets --window 128
+lengthgen forget my-mamba2 --output forgets --retention 0.9999 --insertion 0.75
+lengthgen forget my-mamba2 --output forgets --search --data book.txt --split train
+lengthgen evaluate my-mamba2 forgets
 """
 SEARCH_FILE = "forgetting_search.json"
 _NOT_GIVEN = object()
 OF_SEARCH = ("data", "split", "text_column", "tokenizer", "length", "sequences", "device", "trials")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser("lengthgen forget", description=DESCRIPTION)
-    parser.add_argument(
+def command_parser() -> CommandParser:
+    parser = CommandParser("lengthgen forget", DESCRIPTION, EXAMPLES, method="forgetting")
+    parser.model.add_argument(
         "model",
         metavar="MODEL",
         help="checkpoint folder or Hub name: ours, a stock one of these families, or a hybrid with Mamba layers",
     )
-    parser.add_argument("--output", metavar="FOLDER", help="for the copy, new or empty; --search may go without")
-    setting = parser.add_argument_group("how to forget (with --search: what to try; several values each)")
+    add = parser.method.add_argument
+    add("--window", type=positive, nargs="+", metavar="N", help="tokens that the state of each layer holds")
     scale: dict[str, Any] = {"type": float, "nargs": "+", "metavar": "X"}
-    setting.add_argument(
-        "--window", type=positive, nargs="+", metavar="N", help="tokens that each layer's state holds"
-    )
-    setting.add_argument("--retention", help="factor on the decays, above 0 and at most 1", **scale)
-    setting.add_argument("--insertion", help="factor on what is written into the state", **scale)
-    setting.add_argument("--delta-scale", help="factor on the steps of Mamba, at most 1", **scale)
-    search = parser.add_argument_group("search")
-    search.add_argument(
+    add("--retention", help="factor on the decays, above 0 and at most 1", **scale)
+    add("--insertion", help="factor on what is written into the state", **scale)
+    add("--delta-scale", help="factor on the step sizes of Mamba, at most 1", **scale)
+    add(
         "--search",
         action="store_true",
-        help="choose by loss. Without values above: all pairs of retentions "
-        f"{', '.join(f'{x:g}' for x in RETENTIONS)} and insertions 1, 0.9, 0.75, 0.5; windows of 0.5, 1, 2 and 4 "
-        "training lengths; delta_scale 0.5",
+        help="try all pairs of the values given, several for each option, and take the best; without values: "
+        f"retention {', '.join(f'{x:g}' for x in RETENTIONS)} with insertion 1, 0.9, 0.75, 0.5; windows of 0.5, 1, 2 "
+        "and 4 training lengths; delta scale 0.5",
     )
-    text = f"text to search on (default: {STANDARD_LIBRARY}): {DATA_HELP}"
-    search.add_argument("--data", default=STANDARD_LIBRARY, metavar="DATA", help=text)
-    search.add_argument("--split", help=f"split of the data (default: {USUAL_SPLIT})")
-    search.add_argument("--text-column", default="text", help="column that holds the text (default: %(default)s)")
-    search.add_argument("--tokenizer", help='tokenizer folder or name, or "bytes" (default: the model\'s own)')
-    length = "tokens per text (default: %(default)s, the paper's)"
-    search.add_argument("--length", type=positive, default=SEARCH_LENGTH, metavar="N", help=length)
-    search.add_argument("--sequences", type=positive, default=4, metavar="N", help="texts (default: %(default)s)")
-    search.add_argument("--device", default="cpu", help="device to search on, such as cuda (default: %(default)s)")
-    search.add_argument(
-        "--trials",
-        metavar="FILE",
-        help=f"JSON file to keep the results in after each setting; an interrupted search goes on from it. They are "
-        f"also saved with the copy, as {SEARCH_FILE}",
-    )
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that a checkpoint carries")
+    what = "keep the trials in this JSON file, from which an interrupted search continues; they are also saved with "
+    add("--trials", metavar="FILE", help=f"{what}the copy, as {SEARCH_FILE} [--search]")
+    add_new_folder(parser, required=False)
+    add_shared(parser, "--data", "--split", "--text-column", "--tokenizer", "--device", "--trust-remote-code")
+    length = "tokens per text (default: %(default)s, as in the paper)"
+    parser.data.add_argument("--length", type=positive, default=SEARCH_LENGTH, metavar="N", help=length)
+    what = "number of sequences (default: %(default)s)"
+    parser.data.add_argument("--sequences", type=positive, default=4, metavar="N", help=what)
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    parser = _parser()
+    parser = command_parser()
     options = parser.parse_args(arguments)
     given = {name: getattr(options, name) for name in Forgetting._fields if getattr(options, name) is not None}
     refuse_adapter(options.model)

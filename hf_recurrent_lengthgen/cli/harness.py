@@ -6,19 +6,26 @@ from collections.abc import Sequence
 
 import torch
 
+from hf_recurrent_lengthgen.cli.parsing import CommandParser
+
 DESCRIPTION = """\
 Run lm-evaluation-harness (pip install "hf_recurrent_lengthgen[eval]") with models that carry a state: long prompts are
-read in pieces, and what prompts share is read once. Everything is passed on to lm_eval, whose model is "lengthgen"
-unless --model says otherwise, and which finds the tasks of this package, too.
+read in pieces, and what prompts share is read once. All options are those of lm_eval, and its subcommands run, ls and
+validate; see `lengthgen harness run --help`. The model is "lengthgen" unless --model names another one, and the tasks
+of this package are known. Their groups, which the page on the harness of the documentation describes:
 
-  lengthgen harness --tasks lengthgen_common_sense --model-args pretrained=MODEL --batch-size 16
-  lengthgen harness --tasks lengthgen_recall --model-args pretrained=MODEL --metadata data_dir=FOLDER
-  lengthgen harness --tasks lengthgen_pg19 --model-args pretrained=MODEL --metadata data_dir=BOOKS
-  lengthgen harness ls groups
-  lengthgen harness run --help
-
-Groups: lengthgen_recall, lengthgen_icl (16 demonstrations), lengthgen_icl_8, lengthgen_icl_24, lengthgen_common_sense,
-lengthgen_ruler, lengthgen_longbench_e, lengthgen_pg19. The documentation (docs/harness.md) describes them.
+  lengthgen_recall        answers from a document that is read twice
+  lengthgen_icl           learning in context from 16 demonstrations; lengthgen_icl_8 and lengthgen_icl_24
+  lengthgen_common_sense  multiple choice: PIQA, HellaSwag, WinoGrande, ARC, SIQA
+  lengthgen_ruler         the 13 tasks of RULER, by length
+  lengthgen_longbench_e   the 13 tasks of LongBench-E
+  lengthgen_pg19          perplexity of books
+"""
+EXAMPLES = """\
+lengthgen harness --tasks lengthgen_common_sense --model-args pretrained=MODEL --batch-size 16
+lengthgen harness --tasks lengthgen_recall --model-args pretrained=MODEL --metadata data_dir=FOLDER
+lengthgen harness --tasks lengthgen_pg19 --model-args pretrained=MODEL --metadata data_dir=BOOKS
+lengthgen harness ls groups
 """
 SUBCOMMANDS = ("run", "ls", "validate")
 
@@ -28,10 +35,14 @@ def as_lm_eval_spells_it(argument: str) -> str:
     return f"--{name[2:].replace('-', '_')}{equals}{value}" if name.startswith("--") else argument
 
 
+def command_parser() -> CommandParser:
+    return CommandParser("lengthgen harness", DESCRIPTION, EXAMPLES)
+
+
 def run(arguments: Sequence[str]) -> int:
     arguments = [as_lm_eval_spells_it(argument) for argument in arguments]
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(DESCRIPTION)
+        command_parser().print_help()
         return 0
     try:
         from lm_eval._cli import HarnessCLI

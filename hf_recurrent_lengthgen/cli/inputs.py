@@ -16,11 +16,6 @@ from hf_recurrent_lengthgen.loading import quiet_transformers
 from hf_recurrent_lengthgen.private_text import portable
 
 STANDARD_LIBRARY = "stdlib"
-DATA_HELP = (
-    f'"{STANDARD_LIBRARY}" (the source files of the Python standard library, split by file), a .txt, .jsonl or '
-    ".parquet file, a folder of them or of datasets.save_to_disk, or the name of a data set on the Hub."
-)
-USUAL_SPLIT = "validation, or the only one that there is"
 
 
 class Stream(NamedTuple):

@@ -11,48 +11,55 @@ from safetensors import SafetensorError
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, suggestion
 from hf_recurrent_lengthgen.versions import installed_versions
 
-# Names of modules beside this one, too, which are imported when they are run: that takes long.
-COMMANDS = {
-    "demo": "train a small model, see it fail, cure it, get a report (about five minutes)",
-    "train": "train or post-train a checkpoint, from a YAML file or flags",
-    "evaluate": "measure checkpoints beyond their training length",
-    "diagnose": "the same, and why they fail: which states drift, what is remembered",
-    "accuracy": "measure checkpoints that copy, recall or sort symbols",
-    "expand": "give some layers of a checkpoint larger states, to be post-trained",
-    "forget": "make a copy of a checkpoint that forgets more, without training",
-    "merge": "make a checkpoint of an adapter (LoRA) and its base",
-    "maps": "show what the layers of a checkpoint look at",
-    "retrieve": "measure whether checkpoints find what stands far back in a text",
-    "harness": "run the tasks of lm-evaluation-harness, and groups of them from the papers",
-    "convert": "make a checkpoint of mamba-ssm, fla, RWKV or Transformers one that takes states",
-    "export": "write a checkpoint in the layout of another library",
-    "verify": "check a checkpoint: without this package, in pieces, against its source",
-    "card": "write the model card of a checkpoint, from its records and results",
-    "push": "push a checkpoint to the Hub as one commit",
-    "pull": "get a checkpoint from the Hub, at a commit, checked",
-    "recipe": "post-trained checkpoints of the papers: convert, train, measure, publish in one command",
+PURPOSES = {
+    "Train and change models": {
+        "demo": "train a small model, see it fail, cure it (about five minutes)",
+        "train": "train or post-train a checkpoint, from flags or a YAML file",
+        "expand": "give layers of a checkpoint larger states, to be post-trained",
+        "forget": "make a checkpoint forget more at inference, without training",
+        "merge": "make a checkpoint of an adapter (LoRA) and its base",
+    },
+    "Measure": {
+        "evaluate": "loss and harm of context beyond the training length",
+        "diagnose": "the same, and why: which states drift, what is remembered",
+        "retrieve": "whether models find what stands far back in a text",
+        "accuracy": "how many symbols models copy, recall or sort right",
+        "maps": "what the layers of a model look at",
+        "harness": "tasks of lm-evaluation-harness, and of the papers",
+    },
+    "Convert and publish": {
+        "convert": "make a checkpoint of another library one that takes states",
+        "export": "write a checkpoint in the layout of another library",
+        "verify": "check a checkpoint by itself, and against its source",
+        "card": "write the model card of a checkpoint",
+        "push": "push a checkpoint to the Hub as one commit",
+        "pull": "download a checkpoint from the Hub, and check it",
+        "recipe": "reproduce a checkpoint of a paper, from conversion to push",
+    },
 }
-GOES_ON = ("push", "pull", "recipe")
+COMMANDS = {name: what for commands in PURPOSES.values() for name, what in commands.items()}
+"""Modules beside this one, which take long to import, so that only the one that runs is imported."""
+CONTINUED = ("push", "pull", "recipe")
 """Commands that keep what they have done when they are interrupted, and do not say so themselves."""
-DESCRIPTION = """\
-Recurrent language models that keep working far beyond the length they were trained on.
-
-{commands}
-
-lengthgen COMMAND --help lists the options of a command. A first session:
-
-  lengthgen demo --output demo-output
-  lengthgen evaluate demo-output/base demo-output/cured --output comparison
-""".format(commands="\n".join(f"  lengthgen {name:<10} {what}" for name, what in COMMANDS.items()))
+DESCRIPTION = "\n\n".join(
+    ["Recurrent language models that keep working far beyond the length they were trained on."]
+    + [
+        "\n".join([f"{purpose}:", *(f"  {name:<10}  {what}" for name, what in commands.items())])
+        for purpose, commands in PURPOSES.items()
+    ]
+)
+EXAMPLES = """\
+lengthgen demo
+lengthgen evaluate demo-output/base demo-output/cured --roles base,cured
+lengthgen evaluate --help
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = CommandParser("lengthgen", description=DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error (before COMMAND)")
-    parser.add_argument("--version", action="version", version=_versions(), help="show versions, for bug reports")
-    parser.add_argument("command", metavar="COMMAND", help=" | ".join(COMMANDS))
+    parser = command_parser()
+    parser.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
     own = next((index for index, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
     parsed = parser.parse_args(arguments[: own + 1])
     if (name := parsed.command) not in COMMANDS:
@@ -71,9 +78,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lengthgen {name}: {message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        hint = ": the same command goes on with what is left" if name in GOES_ON else ""
+        hint = ": the same command continues with what is left" if name in CONTINUED else ""
         print(f"lengthgen {name}: interrupted{hint}", file=sys.stderr)
         return 130
+
+
+def command_parser() -> CommandParser:
+    parser = CommandParser("lengthgen", DESCRIPTION, EXAMPLES, usage="lengthgen [options] COMMAND ...")
+    parser.run.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.run.add_argument("--version", action="version", version=_versions(), help="show versions, for bug reports")
+    return parser
 
 
 def _versions() -> str:

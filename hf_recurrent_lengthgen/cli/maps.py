@@ -8,6 +8,7 @@ import torch
 
 from hf_recurrent_lengthgen.cli.inputs import make_output_folder
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
+from hf_recurrent_lengthgen.cli.shared_options import MODEL, add_shared
 from hf_recurrent_lengthgen.evaluation.attention_maps import attention_maps
 from hf_recurrent_lengthgen.evaluation.map_results import AttentionMaps, save_maps
 from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
@@ -16,31 +17,30 @@ from hf_recurrent_lengthgen.plotting.images import save_png
 
 MOST_TOKENS = 1024
 DESCRIPTION = """\
-Show what each layer looks at on a text (attention maps, arXiv:2410.11135), how far back it can look (mask), and how
-its B and C projections are correlated. Writes maps.png and maps.npz.
-
-  lengthgen maps demo-output/base --text "def f(x): return f(x"
-  lengthgen maps my-copying-model --token-ids 3 7 5 1 3 7 5 --layers 3
+Show what each layer of a model looks at on a text (attention maps of Trockman et al., 2024), how far back it can look
+(mask), and how its B and C projections are correlated. Writes maps.png and maps.npz.
+"""
+EXAMPLES = """\
+lengthgen maps demo-output/base --text "def f(x): return f(x"
+lengthgen maps my-copying-model --token-ids 3 7 5 1 3 7 5 --layers 3
 """
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser("lengthgen maps", description=DESCRIPTION)
-    parser.add_argument("model", metavar="MODEL", help="checkpoint folder or Hub name of Mamba, GLA or their kin")
-    text = parser.add_mutually_exclusive_group(required=True)
-    text.add_argument(
-        "--text", help=f"text to run, up to {MOST_TOKENS} tokens; some dozens can be read in the picture"
-    )
-    text.add_argument("--token-ids", type=int, nargs="+", metavar="ID", help="tokens instead of a text")
-    parser.add_argument("--output", default="maps", help="folder for the results (default: %(default)s)")
-    parser.add_argument("--layers", type=int, nargs="+", metavar="N", help="layers, counted from 0 (default: all)")
-    parser.add_argument("--tokenizer", help='tokenizer folder or name, or "bytes" (default: the model\'s own)')
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the checkpoint carries")
+def command_parser() -> CommandParser:
+    parser = CommandParser("lengthgen maps", DESCRIPTION, EXAMPLES)
+    parser.model.add_argument("model", **MODEL)
+    add_shared(parser, "--tokenizer")
+    parser.model.add_argument("--layers", type=int, nargs="+", metavar="N", help="layers, from 0 (default: all)")
+    text = parser.data.add_mutually_exclusive_group(required=True)
+    what = f"text to read, of up to {MOST_TOKENS} tokens; the picture shows single tokens of some dozens"
+    text.add_argument("--text", metavar="TEXT", help=what)
+    text.add_argument("--token-ids", type=int, nargs="+", metavar="ID", help="token ids instead of a text")
+    add_shared(parser, "--output", "--trust-remote-code", output="maps")
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     ids, words = _tokens(options)
     model: Any = load_model(options.model, options.trust_remote_code, merge=True)
     if not 0 < len(ids) <= MOST_TOKENS:

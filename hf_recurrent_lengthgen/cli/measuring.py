@@ -13,15 +13,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.cli.inputs import (
-    DATA_HELP,
-    USUAL_SPLIT,
     check_given_once,
     chosen_split,
     load_stream,
     make_output_folder,
     token_unit,
 )
-from hf_recurrent_lengthgen.cli.parsing import positive
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
+from hf_recurrent_lengthgen.cli.shared_options import DTYPES, HOW, MODELS, add_shared
 from hf_recurrent_lengthgen.data import evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
@@ -35,7 +34,11 @@ from hf_recurrent_lengthgen.plotting.names import short_names
 from hf_recurrent_lengthgen.records import read_lineage
 
 Settings = TypeVar("Settings", bound=EvaluationSettings)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MODEL_OPTIONS = (
+    *("--tokenizer", "--training-length"),
+    *("--device", "--dtype", "--cache", "--no-cache", "--trust-remote-code"),
+)
+"""How models are loaded and run, and where results are kept."""
 
 
 class Subject(NamedTuple):
@@ -57,33 +60,27 @@ class Inputs(NamedTuple):
     cache: ResultCache | None
 
 
-def add_options(
-    parser: argparse.ArgumentParser, settings: type[EvaluationSettings], output: str, sequences: int
-) -> None:
+def add_options(parser: CommandParser, settings: type[EvaluationSettings], output: str, sequences: int) -> None:
     """Add the options that `load_inputs` reads, and those of the settings."""
-    parser.add_argument(
-        "models", nargs="+", metavar="MODEL", help="checkpoint folder or Hub name of any causal language model"
-    )
-    parser.add_argument(
+    parser.model.add_argument("models", **MODELS)
+    parser.model.add_argument(
         "--roles",
         metavar="ROLE,...",
-        help=f"what each model is, of {', '.join(get_args(Role))}: the page judges cured and control by the base",
+        help=f"what each model is, of {', '.join(get_args(Role))}: the page compares cured and control with the base",
     )
-    parser.add_argument("--output", default=output, help="folder for the results (default: %(default)s)")
-    parser.add_argument("--data", default="stdlib", help=f"text to evaluate on (default: %(default)s): {DATA_HELP}")
-    parser.add_argument("--split", help=f"split of the data (default: {USUAL_SPLIT})")
-    parser.add_argument("--text-column", default="text", help="column that holds the text (default: %(default)s)")
-    parser.add_argument("--length", type=positive, metavar="N", help="tokens per sequence (default: 64 T)")
-    parser.add_argument(
+    add_shared(parser, "--data", "--split", "--text-column")
+    parser.data.add_argument("--length", type=positive, metavar="N", help="tokens per sequence (default: 64 T)")
+    parser.data.add_argument(
         "--sequences", type=positive, default=sequences, metavar="N", help="number of sequences (default: %(default)s)"
     )
-    add_csv_option(parser)
-    add_model_options(parser)
-    for field in _options_of(settings):
-        kinds: dict[Any, Any] = {int: int, int | None: positive}
-        kind: Any = kinds.get(field.type)
-        name, metavar = f"--{field.name.replace('_', '-')}", "N" if kind else "NAME,..."
-        parser.add_argument(name, type=kind, default=field.default, metavar=metavar, **field.metadata)
+    fields = {f"--{field.name.replace('_', '-')}": field for field in _options_of(settings)}
+    add_shared(parser, *MODEL_OPTIONS, "--output", "--csv", *HOW.keys() & fields.keys(), output=output)
+    for name, field in fields.items():
+        if name not in HOW:
+            number = field.type is int
+            metavar = "N" if number else "NAME,..."
+            kind: Any = int if number else None
+            parser.method.add_argument(name, type=kind, default=field.default, metavar=metavar, **field.metadata)
 
 
 def _options_of(settings: type[EvaluationSettings]) -> list[Field[Any]]:
@@ -97,27 +94,6 @@ def settings_of(settings: type[Settings], options: argparse.Namespace, command: 
         if isinstance(value, str):
             given[name] = tuple(filter(None, (one.strip() for one in value.split(","))))
     return settings(**given, command=shlex.join(command), progress=sys.stderr.isatty())
-
-
-def add_csv_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--csv", action="store_true", help="write the numbers as a table for spreadsheets, too")
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of how models are loaded and run, and where what was found is kept."""
-    parser.add_argument("--tokenizer", help='tokenizer folder or name, or "bytes" (default: the models\' own)')
-    parser.add_argument(
-        "--training-length", type=positive, metavar="T", help="training length (default: from the models' configs)"
-    )
-    parser.add_argument("--device", default="cpu", help="device to run on, such as cuda (default: %(default)s)")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="of the weights; states stay float32 (default: %(default)s)"
-    )
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that checkpoints carry")
-    parser.add_argument(
-        "--cache", metavar="FOLDER", help=f"where results are kept (default: {default_cache_folder()})"
-    )
-    parser.add_argument("--no-cache", action="store_true", help="keep nothing, and compute everything anew")
 
 
 def load_inputs(options: argparse.Namespace) -> Inputs:

@@ -1,6 +1,5 @@
 """`lengthgen merge`: a checkpoint of an adapter and its base."""
 
-import argparse
 import os
 import shlex
 from collections.abc import Sequence
@@ -12,34 +11,38 @@ from torch import Tensor, nn
 from hf_recurrent_lengthgen.adapters import adapter_of, base_of_adapter, holds_adapter
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
+from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
 from hf_recurrent_lengthgen.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.verification.comparing import TOLERANCE, difference
 
 DESCRIPTION = """\
-Add the weights of an adapter (LoRA of PEFT) to those of its base, and save a whole checkpoint: with code, tokenizer
-and the lineage of both. It is read again and must give the logits of adapter and base. Weights are saved in float32.
-
-  lengthgen train --model base --lora-r 8 --output adapter     trains an adapter
-  lengthgen merge adapter --output merged                      makes a checkpoint of it
-  lengthgen merge adapter --base elsewhere/base --output merged
+Add the weights of an adapter (LoRA of PEFT) to its base model and save a whole checkpoint: with code, tokenizer and
+the lineage of both. The checkpoint is loaded again and must give the logits of adapter and base. Weights are saved in
+float32.
+"""
+EXAMPLES = """\
+lengthgen train --model base --lora-r 8 --output adapter
+lengthgen merge adapter --output merged
+lengthgen merge adapter --base elsewhere/base --output merged
 """
 
 _READ = 32
 """Tokens that are read to compare logits."""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser("lengthgen merge", description=DESCRIPTION)
-    parser.add_argument("adapter", metavar="ADAPTER", help="adapter folder: of lengthgen train, a trainer or PEFT")
-    parser.add_argument("--output", required=True, metavar="FOLDER", help="folder for the checkpoint, new or empty")
-    parser.add_argument("--base", metavar="MODEL", help="the base, where it is not what the adapter names")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the base carries")
+def command_parser() -> CommandParser:
+    parser = CommandParser("lengthgen merge", DESCRIPTION, EXAMPLES)
+    what = "adapter folder of lengthgen train, a trainer or PEFT"
+    parser.model.add_argument("adapter", metavar="ADAPTER", help=what)
+    parser.model.add_argument("--base", metavar="MODEL", help="base model (default: the one that the adapter names)")
+    add_new_folder(parser)
+    add_shared(parser, "--trust-remote-code")
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     adapter, output, trust = options.adapter, Path(options.output), options.trust_remote_code
     if not holds_adapter(adapter):
         raise ValueError(f"{adapter} holds no adapter_config.json, so there is nothing to merge.")

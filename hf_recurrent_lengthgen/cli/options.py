@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser
 
+from hf_recurrent_lengthgen.cli.parsing import HelpFormatter, add_headings, examples_text
 from hf_recurrent_lengthgen.cli.run_arguments import RunArguments, chosen, goes_with
+from hf_recurrent_lengthgen.cli.shared_options import HOW
 from hf_recurrent_lengthgen.trainers import (
     INTERVENTIONS,
     InitialStateConfig,
@@ -29,7 +31,7 @@ from hf_recurrent_lengthgen.trainers import (
 )
 from hf_recurrent_lengthgen.trainers.mixed_states_config import mixable
 
-# "Unexplored states" (arXiv:2507.02782), B.2 and Figure 1: post-training of Mamba-2
+# Buitrago Ruiz & Gu, 2025 (arXiv:2507.02782), B.2 and Figure 1: post-training of Mamba-2
 PAPER_STEPS = 500
 PAPER_SCHEDULE, PAPER_SCHEDULE_SETTINGS = "cosine_with_min_lr", {"min_lr": 1e-5}
 DEFAULTS: dict[str, Any] = {
@@ -41,26 +43,32 @@ DEFAULTS: dict[str, Any] = {
     "logging_steps": 10,
 }
 
-MOST_USED = {
-    "output_dir": "Folder for the model and the checkpoints on the way (default: trainer_output).",
-    "learning_rate": "Peak learning rate; in post-training a tenth of that of pre-training.",
-    "max_steps": f"Optimizer steps (default: {PAPER_STEPS}, unless num_train_epochs is given).",
-    "num_train_epochs": "Passes over the data, instead of max_steps (default: none).",
-    "per_device_train_batch_size": "Sequences per forward pass.",
-    "gradient_accumulation_steps": "Forward passes per optimizer step.",
-    "lr_scheduler_type": "Learning-rate schedule; cosine_with_min_lr falls to 1e-5.",
-    "warmup_steps": "Steps of warm-up, or a fraction of all steps if below 1.",
-    "weight_decay": "Weight decay of AdamW.",
-    "logging_steps": "Steps between two printed losses.",
-    "eval_strategy": "When to measure eval_loss.",
-    "eval_steps": "Steps between two measurements (default: logging_steps).",
-    "save_strategy": "When to save a checkpoint to --resume from.",
-    "save_steps": "Steps between two checkpoints.",
-    "save_total_limit": "How many checkpoints to keep (default: all).",
-    "bf16": "Compute in bfloat16 where it is safe; states stay float32.",
-    "seed": "Seed of initialization, data order and state passing.",
-    "use_cpu": "Do not use an accelerator.",
+TRAINING = {
+    "learning_rate": "peak learning rate; in post-training a tenth of that of pre-training",
+    "max_steps": f"optimizer steps (default: {PAPER_STEPS}, unless num_train_epochs is given)",
+    "num_train_epochs": "passes over the data, instead of max_steps (default: none)",
+    "per_device_train_batch_size": "sequences in a forward pass",
+    "gradient_accumulation_steps": "forward passes per optimizer step",
+    "lr_scheduler_type": "learning-rate schedule; cosine_with_min_lr falls to 1e-5",
+    "warmup_steps": "warm-up steps, or a fraction of all steps if below 1",
+    "weight_decay": "weight decay of AdamW",
+    "bf16": "compute in bfloat16 where it is safe; states stay float32",
 }
+RUN = {
+    "output_dir": "folder for the model, and for the checkpoints of --save-strategy (default: trainer_output)",
+    "resume": None,
+    "logging_steps": "steps between two printed losses",
+    "eval_strategy": "when to measure eval_loss",
+    "eval_steps": "steps between two measurements (default: logging_steps)",
+    "save_strategy": "when to save a checkpoint to --resume from",
+    "save_steps": "steps between two checkpoints",
+    "save_total_limit": "number of checkpoints to keep (default: all)",
+    "seed": HOW["--seed"]["help"],
+    "use_cpu": "use no accelerator",
+}
+MOST_USED = {name: text for name, text in (TRAINING | RUN).items() if text}
+"""Options of transformers.TrainingArguments that --help lists, with their help."""
+HEADINGS = ("model", "data", "method", "training", "run")
 CHOICES = {"intervention": "state_passing", "task": "text", "mimetic": None, "lora_r": None, "eval_strategy": "no"}
 """The options that decide which others there are, and their defaults."""
 NOT_CHOSEN = ("none", "no", "false", "f", "n", "0")
@@ -68,12 +76,17 @@ NOT_CHOSEN = ("none", "no", "false", "f", "n", "0")
 OUR_HELP = MOST_USED | {
     "alignment_length": "Length T in tokens of the two aligned crops. Default, and only value here: training_length.",
 }
-DESCRIPTION = """\
-Train or post-train a model that takes initial states. Every option can stand in CONFIG.yaml, as a line
-"option: value", or on the command line, which wins. Defaults follow arXiv:2507.02782, B.2: 500 steps,
+DESCRIPTION = f"""\
+Train or post-train a model that takes initial states. Each option can also stand in CONFIG.yaml, as a line
+"option: value"; the command line wins. The defaults are those of Buitrago Ruiz & Gu, 2025 (B.2): {PAPER_STEPS} steps,
 AdamW(0.9, 0.95), cosine to 1e-5 after 10 % warm-up.
 
-  lengthgen train --model demo-output/base --training-length 128 --learning-rate 1e-3 --output cured
+An option whose help ends with [task passkey] exists with this choice of --task only, and so on.
+"""
+EXAMPLES = """\
+lengthgen train --model demo-output/base --training-length 128 --learning-rate 1e-3 --output cured
+lengthgen train --model demo-output/base --data my-texts --intervention none --output control
+lengthgen train config.yaml --max-steps 1000
 """
 
 
@@ -155,14 +168,16 @@ class RunParser(HfArgumentParser):
         self, configs: Iterable[type[Any]], choices: dict[str, str] | None = None, everything: bool = False
     ) -> None:
         self._choices, self._everything = choices, everything
-        self._sections: dict[str, Any] = {}
+        self._groups: dict[str, Any] = {}
         super().__init__(
             (RunArguments, *configs),  # type: ignore[arg-type]
             prog="lengthgen train",
-            usage="lengthgen train [CONFIG.yaml] [--model MODEL] [--output FOLDER] [--OPTION VALUE ...]",
+            usage="lengthgen train [CONFIG.yaml] [options]",
             description=DESCRIPTION,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog=examples_text(EXAMPLES),
+            formatter_class=HelpFormatter,
             allow_abbrev=False,
+            add_help=False,
         )
         # torch warns of pinned memory there, the default of Transformers
         pinned = {} if torch.accelerator.is_available() else {"dataloader_pin_memory": False}
@@ -170,26 +185,26 @@ class RunParser(HfArgumentParser):
         self.set_defaults(**DEFAULTS, **quiet, **pinned, max_steps=None, num_train_epochs=None)
 
     def add_argument(self, *flags: str, **options: Any) -> Any:
-        """As in argparse, in the section of the help that the option belongs to, and if there is such an option."""
+        """As in argparse, under the heading that the option belongs to, and if there is such an option."""
         name, conditions = options.get("dest", flags[0].lstrip("-")), options.pop("goes_with", {})
-        title = _title(name)
-        if title is None:
-            return super().add_argument(*flags, **options)
+        options.pop("heading", None)
+        if not self._groups:
+            self._groups = dict(zip(HEADINGS, add_headings(self, *HEADINGS), strict=True))
+            self._groups["other"] = self.add_argument_group("other options of transformers.TrainingArguments")
+        heading = _heading(name)
         if flags[0] in self._option_string_actions or not self._is_there(conditions):
             return None
         if name == "intervention":
             options["choices"] = sorted(INTERVENTIONS)
         options["help"] = _help(name, flags[0], options)
-        if title.startswith("other") and not self._everything:
+        if heading == "other" and not self._everything:
             options["help"] = argparse.SUPPRESS
-        if "type" in options and len(options.get("choices", ())) not in range(1, 5):
+        if "type" in options and "metavar" not in options and len(options.get("choices", ())) not in range(1, 5):
             known = {int: "N", float: "X", str: "TEXT"}
             options["metavar"] = "BOOL" if "const" in options else known.get(options["type"], "NAME")
-        if title not in self._sections:
-            self._sections[title] = self.add_argument_group(title)
         if name == "output_dir":  # as in the other commands
-            flags, options["dest"] = ("--output", *flags), name
-        action = self._sections[title].add_argument(*flags, **options)
+            flags, options["dest"], options["metavar"] = ("--output", *flags), name, "FOLDER"
+        action = self._groups[heading].add_argument(*flags, **options)
         action.option_strings = [flags[0].replace("_", "-")]  # other spellings are understood, too, but not listed
         return action
 
@@ -210,36 +225,34 @@ class RunParser(HfArgumentParser):
         super().error(message + hint)
 
 
-def help_parser(everything: bool = False) -> RunParser:
+def command_parser(everything: bool = False) -> RunParser:
     """The parser of all options that there may be, for the help."""
     configs = [trainer.config_class for _, trainer in sorted(INTERVENTIONS.items())]
     parser = RunParser(configs, None, everything)
-    parser.add_argument(
-        "--help-all", action="help", help="show the other options of transformers.TrainingArguments, too"
-    )
+    what = "also show the other options of transformers.TrainingArguments"
+    parser._groups["run"].add_argument("--help-all", action="help", help=what)
+    order = [*TRAINING, *RUN]
+    for group in parser._action_groups:  # those of TrainingArguments come after the others, --output among them
+        group._group_actions.sort(key=lambda action: order.index(action.dest) if action.dest in order else len(order))
     return parser
 
 
-def _title(name: str) -> str | None:
-    """The section of the help that an option belongs to."""
-    if name in _names(RunArguments):
-        return "what to train"
-    if name in InitialStateConfig.method_fields():
-        return "options of all interventions"
-    if goes_with(name):
-        return "options of interventions"
-    if name in MOST_USED:
-        return "training (most used options of transformers.TrainingArguments)"
-    return "other options of transformers.TrainingArguments" if name in _names(TrainingArguments) else None
+def _heading(name: str) -> str:
+    """The heading of the help that an option belongs to."""
+    if (own := {item.name: item for item in fields(RunArguments)}.get(name)) is not None:
+        return str(own.metadata["heading"])
+    if name in InitialStateConfig.method_fields() or goes_with(name):
+        return "method"
+    return "training" if name in TRAINING else "run" if name in RUN else "other"
 
 
 def _help(name: str, flag: str, options: dict[str, Any]) -> str:
     """The help of an option, with its default and what it goes with."""
     if flag == f"--no_{name}":
-        return f"The same as --{name.replace('_', '-')} false."
+        return f"the same as --{name.replace('_', '-')} false"
     text, default = str(OUR_HELP.get(name, options.get("help"))), DEFAULTS.get(name, options.get("default"))
     if name == "intervention":
-        text += "; ".join(f"{key} ({INTERVENTIONS[key].about.title})" for key in options["choices"])
+        text += ", ".join(f"{key} ({INTERVENTIONS[key].about.title})" for key in options["choices"])
     if not (re.search("[Dd]efault|Required", text) or default is None or default is False):
         text = f"{text} (default: {default})"
     return f"{text} [{goes_with(name)}]" if goes_with(name) else text

@@ -1,10 +1,14 @@
-"""The parser of commands: values are checked here for all options, and mistyped options get a suggestion."""
+"""The parser of commands: their help, checks of values, and suggestions for mistyped options."""
 
 import argparse
 import difflib
+import re
 import sys
+import textwrap
 from collections.abc import Iterable
 from typing import Any, NoReturn
+
+_SIZES = {"k": 2**10, "m": 2**20}
 
 
 def not_negative(text: str) -> int:
@@ -28,24 +32,97 @@ def _whole(text: str, least: int) -> int:
     return number
 
 
+def counts(text: str) -> list[int]:
+    """Different whole numbers from 1 on, such as "512,1k,1.5k,1m", ascending."""
+    numbers = []
+    for part in text.lower().split(","):
+        digits, size = (part.strip()[:-1], _SIZES[part.strip()[-1]]) if part.strip()[-1:] in _SIZES else (part, 1)
+        try:
+            number = float(digits) * size
+        except ValueError:
+            number = 0.0
+        if not 1 <= number < 2**40 or number != int(number):
+            message = f"must be whole numbers with commas between, such as 512,1k,2k, got {text!r:.80}"
+            raise argparse.ArgumentTypeError(message)
+        numbers.append(int(number))
+    if len(set(numbers)) < len(numbers):
+        raise argparse.ArgumentTypeError(f"must have each number once, got {text!r:.80}")
+    return sorted(numbers)
+
+
 def _text(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("is empty: give a value, or leave the option out")
     return text
 
 
+class HelpFormatter(argparse.HelpFormatter):
+    """Help that fits the terminal: usage without optional arguments, paragraphs filled, columns and commands kept."""
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
+        """As in argparse, with [options] for what may be left out, which follows by headings."""
+        needed = [group for group in groups if group.required]
+        either = [action for group in needed for action in group._group_actions]
+        shown = [one for one in actions if not one.option_strings or one.required or one in either]
+        super().add_usage(usage, [argparse.Action(["options"], "options", nargs=0), *shown], needed, prefix)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip("\n").split("\n\n")
+        return "\n\n".join(
+            "\n".join(_in_column(line, width) for line in paragraph.splitlines())
+            if "\n  " in f"\n{paragraph}"
+            else super(HelpFormatter, self)._fill_text(paragraph, width, indent)
+            for paragraph in paragraphs
+        )
+
+
+def _in_column(line: str, width: int) -> str:
+    """A line "  name  what it is" whose second column is wrapped; other lines as they are."""
+    column = re.match(r" *\S+ {2,}", line)
+    return textwrap.fill(line, width, subsequent_indent=" " * column.end()) if column else line
+
+
+def examples_text(examples: str) -> str:
+    """The end of a help: commands, one a line, which continue before an option where they are long."""
+    lines = []
+    for line in examples.splitlines():
+        words = re.sub(r" (?!--)", "\0", line)
+        parts = textwrap.wrap(words, 74, break_long_words=False, break_on_hyphens=False)
+        lines.append("  " + " \\\n    ".join(parts).replace("\0", " "))
+    return "\n".join(["examples:", *lines]) if lines else ""
+
+
+def add_headings(parser: argparse.ArgumentParser, *headings: str) -> list[Any]:
+    """The groups of a parser, in their order; those without options are not shown. The last one gets --help."""
+    groups = [parser.add_argument_group(heading) for heading in headings]
+    groups[-1].add_argument("-h", "--help", action="help", help="show this help and exit")
+    return groups
+
+
 class CommandParser(argparse.ArgumentParser):
-    """As in argparse, with the line breaks of the description kept, and with the option that was probably meant.
+    """The parser of a command: options under the same headings as in all others, and examples at the end.
 
     Whole numbers are at least 0 unless an option says otherwise (`positive`), and no text is empty. Names of options
-    may be written with "-" or with "_".
+    may be written with "-" or with "_". An error names the option that was probably meant.
+
+    Args:
+        prog: "lengthgen COMMAND".
+        description: Paragraphs, and lines "  name  what it is".
+        examples: Commands, one a line.
+        method: The heading of what the command does, where "method" is not the word for it.
+
+    Attributes:
+        model, data, method, run: The groups of options: what is loaded; what is read; what is done; where and how it
+            runs. An option of several commands comes from `shared_options.py`.
     """
 
     def __init__(
-        self, *given: Any, formatter_class: Any = argparse.RawDescriptionHelpFormatter, **options: Any
+        self, prog: str, description: str = "", examples: str = "", method: str = "method", **options: Any
     ) -> None:
         self._arguments: list[str] = []
-        super().__init__(*given, **options | {"formatter_class": formatter_class})
+        options |= {"formatter_class": HelpFormatter, "add_help": False, "epilog": examples_text(examples)}
+        super().__init__(prog, description=description, **options)
+        self.model, self.data, self.method, self.run = add_headings(self, "model", "data", method, "run")
         self.register("type", int, not_negative)
         self.register("type", None, _text)
 

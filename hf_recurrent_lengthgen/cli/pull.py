@@ -1,39 +1,40 @@
 """`lengthgen pull`: a checkpoint from the Hub into a new folder."""
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
+from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
 from hf_recurrent_lengthgen.hub.pull import pull_checkpoint
 from hf_recurrent_lengthgen.loading import differing_code
 from hf_recurrent_lengthgen.records import unverified
 
 DESCRIPTION = """\
-Get a checkpoint from the Hugging Face Hub, at one commit, into a new folder: config, code, weights as safetensors,
-tokenizer, card, results and records, no pickles. The folder is checked against its own verification. Code in it that
-differs from the installed package is named; names of files that Python would run by chance, or that some system cannot
-write, are refused.
+Download a checkpoint from the Hugging Face Hub, at one commit, into a new folder: config, code, weights as
+safetensors, tokenizer, card, results and records, but no pickles. The folder is checked against its own verification.
+Code that differs from the installed package is named. Refused are files that Python would run by chance, or whose
+names some system cannot write.
 
-  lengthgen pull owner/name --output my-checkpoint
-  lengthgen pull owner/name --revision 1a2b3c4 --output my-checkpoint
-
-The folder is there completely or not at all. If the command stops, run it again: files that were downloaded are kept
-in the cache of the Hub's client. Checkpoints of mamba-ssm, fla, RWKV and others: lengthgen convert.
+The folder is written completely or not at all. If the command stops, run it again: downloaded files stay in the cache
+of the Hub's client. For checkpoints of mamba-ssm, fla, RWKV and others there is `lengthgen convert`.
+"""
+EXAMPLES = """\
+lengthgen pull owner/name --output my-checkpoint
+lengthgen pull owner/name --revision 1a2b3c4 --output my-checkpoint
 """
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser("lengthgen pull", description=DESCRIPTION)
-    parser.add_argument("repo_id", metavar="OWNER/NAME", help="name on the Hub")
-    parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit (default: main)")
-    parser.add_argument("--output", required=True, metavar="FOLDER", help="folder to make, new or empty")
+def command_parser() -> CommandParser:
+    parser = CommandParser("lengthgen pull", DESCRIPTION, EXAMPLES)
+    parser.model.add_argument("repo_id", metavar="OWNER/NAME", help="repository on the Hub")
+    add_shared(parser, "--revision")
+    add_new_folder(parser)
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     output = Path(options.output)
     commit = pull_checkpoint(options.repo_id, options.revision, output)
     files = [path for path in output.rglob("*") if path.is_file()]

@@ -1,6 +1,5 @@
 """`lengthgen push`: a checkpoint folder to the Hub, as one commit."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -10,44 +9,42 @@ from hf_recurrent_lengthgen.hub.push import PushPlan, do_push, plan_push
 
 DESCRIPTION = """\
 Push a checkpoint folder to the Hugging Face Hub as one commit: code, weights, tokenizer, card, figures, results,
-lineage, verification, and states in the folder states/. A new repository is private unless --public is given.
+lineage, verification, and the states in states/. A new repository is private unless --public is given. The token is
+that of `hf auth login`, or HF_TOKEN.
 
-  lengthgen verify my-checkpoint                       what is pushed has been verified
-  lengthgen card my-checkpoint --results result.json   and has a card
-  lengthgen push my-checkpoint owner/name --dry-run    what would happen
-  lengthgen push my-checkpoint owner/name
+Large files are uploaded first; then everything is committed at once, on the commit that was the newest at the
+beginning, so a commit of somebody else is never overwritten. If the command stops, run it again: it sends what is
+missing. Files of the repository that the folder lacks stay there, but are refused where they would be loaded:
+--overwrite deletes those of a checkpoint.
 
-Large files go up first, then all is committed at once, on the commit that was there at the beginning: what somebody
-else commits meanwhile is not overwritten. If the command stops, run it again: it sends what is missing. Files that
-are there and not in the folder stay, and are an error where they would be loaded; --overwrite deletes those of a
-checkpoint.
-
-Not pushed, and listed: what Trainer keeps for itself, pickles, and whatever is no part of a checkpoint. Refused:
-secrets, paths of your machine in texts, links that lead out of the folder, adapters that are not merged, and what
-lengthgen verify has not passed or what has changed since. The token is that of `hf auth login`, or HF_TOKEN.
+Left out, and listed: what Trainer keeps for itself, pickles, and whatever is no part of a checkpoint. Refused:
+secrets, paths of your machine in texts, links that lead out of the folder, adapters that are not merged, and a
+checkpoint that `lengthgen verify` has not passed, or that has changed since.
+"""
+EXAMPLES = """\
+lengthgen verify my-checkpoint  # only a verified checkpoint is pushed
+lengthgen card my-checkpoint --results result.json  # its card
+lengthgen push my-checkpoint owner/name --dry-run  # shows what would happen
+lengthgen push my-checkpoint owner/name
 """
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser("lengthgen push", description=DESCRIPTION)
-    parser.add_argument("folder", metavar="FOLDER", help="checkpoint folder")
-    parser.add_argument("repo_id", metavar="OWNER/NAME", help="where to; a name alone is one of your account")
-    parser.add_argument("--public", action="store_true", help="make a new repository public; push to a public one")
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="delete files of a checkpoint on the Hub that are not in the folder, such as other weights or results",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="only show the files, the card and what is refused, also without a token or a connection",
-    )
+def command_parser() -> CommandParser:
+    parser = CommandParser("lengthgen push", DESCRIPTION, EXAMPLES)
+    parser.model.add_argument("folder", metavar="FOLDER", help="checkpoint folder")
+    what = "repository on the Hub; a name without owner is one of your account"
+    parser.model.add_argument("repo_id", metavar="OWNER/NAME", help=what)
+    add = parser.run.add_argument
+    what = "only show the files, the card and what is refused; needs neither token nor connection"
+    add("--dry-run", action="store_true", help=what)
+    add("--public", action="store_true", help="make a new repository public, or push to a public one")
+    what = "delete files of a checkpoint on the Hub that the folder lacks, such as other weights or results"
+    add("--overwrite", action="store_true", help=what)
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     plan = plan_push(
         options.folder,
         options.repo_id,

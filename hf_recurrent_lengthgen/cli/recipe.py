@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import yaml
@@ -15,82 +16,96 @@ from hf_recurrent_lengthgen.cli.recipe_run import run_stages
 from hf_recurrent_lengthgen.cli.recipe_smoke import prepare
 from hf_recurrent_lengthgen.cli.recipe_stages import RESULT, Choices, check_commands, check_text, stages
 from hf_recurrent_lengthgen.cli.report import in_columns
+from hf_recurrent_lengthgen.cli.shared_options import add_shared
 from hf_recurrent_lengthgen.hub.push import look_through
 from hf_recurrent_lengthgen.recipes import copy_recipes
 from hf_recurrent_lengthgen.recipes.catalogue import Options, Recipe, in_words, load_recipe, recipe_names
 
 DESCRIPTION = """\
-The post-trained checkpoints of the papers, one recipe each: which checkpoint to start from, how to train it, what to
-measure, what the paper says of it. A run converts the official checkpoint, checks it, trains, verifies, measures,
-writes the card, and pushes where --push says so; each stage is a command of its own, in its own folder.
+Post-trained checkpoints of the papers, one recipe each: from which checkpoint to start, how to train, what to measure,
+and what the paper says. A run converts the official checkpoint, checks it, trains, verifies, measures, writes the
+card, and pushes with --push. Each stage is a command of its own, in its own folder.
 
-  lengthgen recipe list
-  lengthgen recipe show mamba2-130m-state-passing
-  lengthgen recipe run mamba2-130m-state-passing --output cured --data pile --device cuda
-  lengthgen recipe run mamba2-130m-state-passing --output cured --data pile --device cuda --push me/my-mamba2
-  lengthgen recipe smoke mamba2-130m-state-passing       the same stages on a tiny random stand-in, seconds on a CPU
-  lengthgen recipe copy my-recipes                       YAML files to change; run my-recipes/checkpoints/NAME.yaml
-
-None of the recipes has been run by us at full size.
+We have run none of the recipes at full size.
+"""
+EXAMPLES = """\
+lengthgen recipe list
+lengthgen recipe show mamba2-130m-state-passing
+lengthgen recipe smoke mamba2-130m-state-passing
+lengthgen recipe run mamba2-130m-state-passing --data pile --push me/my-mamba2
+lengthgen recipe copy my-recipes
 """
 RUN = """\
-Run the stages of a recipe. The same command goes on where a run was stopped: stages that are marked done are skipped,
-a training resumes exactly, measurements keep what they have. What was done with other options is refused: delete the
-folder of that stage, or give another one.
+Run the stages of a recipe. The same command continues a run that was stopped: stages that are marked done are skipped,
+a training resumes exactly, and measurements keep what they have. A stage that was done with other options is refused:
+delete its folder, or give another --output.
 
-  lengthgen recipe run NAME --data pile --until check                             convert, and check the conversion
-  lengthgen recipe run NAME --data pile --set train.max_steps=200 --set evaluate.length=65536
-
-Batches are written for one GPU, the first that is visible (CUDA_VISIBLE_DEVICES). On several, run --until the stage
-before the training, start the train command that "show" prints with accelerate or torchrun, its accumulation steps
-divided by their number, and go on with --from verify.
+Batches are written for one GPU, the first visible one (CUDA_VISIBLE_DEVICES). On several, run --until the stage before
+the training, start the train command that `lengthgen recipe show` prints with accelerate or torchrun, divide its
+accumulation steps by their number, and continue with --from verify.
+"""
+RUN_EXAMPLES = """\
+lengthgen recipe run mamba2-130m-state-passing --data pile --output cured
+lengthgen recipe run mamba2-130m-state-passing --data pile --until check
+lengthgen recipe run mamba2-130m-state-passing --data pile --set train.max_steps=200 --set evaluate.length=65536
 """
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser("lengthgen recipe", description=DESCRIPTION)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    actions.add_parser("list", help="all recipes")
-    show = actions.add_parser("show", help="all that is known of one, with the command of every stage")
-    run = actions.add_parser("run", help="run one", description=RUN)
-    smoke = actions.add_parser("smoke", help="run one on a tiny random stand-in")
-    copy = actions.add_parser("copy", help="copy the YAML files to a folder")
-    copy.add_argument("folder", metavar="FOLDER", help="a folder that does not exist yet")
+def command_parser() -> CommandParser:
+    parser = CommandParser("lengthgen recipe", DESCRIPTION, EXAMPLES)
+    actions = parser.add_subparsers(
+        title="actions", prog="lengthgen recipe", dest="action", required=True, metavar="ACTION"
+    )
+
+    def add_action(name: str, what: str, description: str = "", examples: str = "") -> CommandParser:
+        told: dict[str, Any] = {"help": what, "description": description or f"{what[0].upper()}{what[1:]}."}
+        return actions.add_parser(name, examples=examples or f"lengthgen recipe {name}", **told)
+
+    name = "mamba2-130m-state-passing"
+    add_action("list", "list all recipes")
+    what = "show all that is known of a recipe, with the command of every stage"
+    show = add_action("show", what, examples=f"lengthgen recipe show {name}")
+    run = add_action("run", "run a recipe", RUN, RUN_EXAMPLES)
+    what = "run the stages of a recipe on a tiny random model, in seconds on a CPU"
+    smoke = add_action("smoke", what, examples=f"lengthgen recipe smoke {name}")
+    what = "copy the YAML files of all recipes into a new folder"
+    copy = add_action("copy", what, examples="lengthgen recipe copy my-recipes")
+    copy.run.add_argument("folder", metavar="FOLDER", help="folder to make")
     for action in (show, run, smoke):
-        action.add_argument("name", metavar="NAME", help="name of a recipe, or a YAML file")
-    smoke.add_argument("--output", metavar="FOLDER", help="new folder to keep the results in (default: not kept)")
+        action.model.add_argument("name", metavar="NAME", help="name of a recipe, or a YAML file")
+    smoke.run.add_argument("--output", metavar="FOLDER", help="new folder for the results (default: not kept)")
     for action in (show, run):
         _add_run_options(action)
-    run.add_argument("--from", dest="first", metavar="STAGE", help="the first stage to do; earlier ones you have done")
-    run.add_argument("--until", metavar="STAGE", help="the last stage to do")
+    run.run.add_argument("--from", dest="first", metavar="STAGE", help="first stage to do; you have done those before")
+    run.run.add_argument("--until", metavar="STAGE", help="last stage to do")
     return parser
 
 
-def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", metavar="FOLDER", help="folder of the run (default: output/NAME)")
-    parser.add_argument(
-        "--data", help="the text, with train and validation splits (default: as the training file says)"
+def _add_run_options(parser: CommandParser) -> None:
+    parser.model.add_argument(
+        "--source", metavar="MODEL", help="folder, file or Hub name instead of the recipe's source"
     )
-    parser.add_argument("--source", metavar="MODEL", help="folder, file or Hub name in place of the recipe's source")
-    parser.add_argument("--tokenizer", help="folder or Hub name in place of the recipe's tokenizer")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="to work on (default: cuda if there is one)")
-    parser.add_argument("--push", metavar="OWNER/NAME", help="push the result to the Hub, privately")
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run the code that the source carries (tokenizers of RWKV)",
-    )
-    parser.add_argument(
+    what = "tokenizer folder or Hub name instead of the recipe's tokenizer"
+    parser.model.add_argument("--tokenizer", metavar="NAME", help=what)
+    what = "text with train and validation splits (default: as in the training file)"
+    parser.data.add_argument("--data", metavar="DATA", help=what)
+    parser.method.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="STAGE.OPTION=VALUE",
-        help="option of a stage's command, which wins over the recipe's; can be repeated",
+        help="set an option of a stage, in place of the recipe's value; can be repeated",
     )
+    add = parser.run.add_argument
+    add("--output", metavar="FOLDER", help="folder of the run (default: output/NAME)")
+    what = "device to run on (default: cuda if available, else cpu)"
+    add("--device", choices=("cpu", "cuda"), help=what)
+    add("--push", metavar="OWNER/NAME", help="push the result to the Hub, privately")
+    add_shared(parser, "--trust-remote-code")
 
 
 def run(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     if options.action == "list":
         print(list_table([load_recipe(name) for name in recipe_names()]))
     elif options.action == "copy":

@@ -158,9 +158,9 @@ def check_commands(planned: Sequence[Stage]) -> None:
                 if stage.name == "train":
                     read_options(arguments[1:], arguments[0])
                 elif stage.name == "retrieve":  # has the options of its task
-                    stage.module._parser(arguments).parse_args(arguments)
+                    stage.module.command_parser(arguments).parse_args(arguments)
                 else:
-                    stage.module._parser().parse_args(arguments)
+                    stage.module.command_parser().parse_args(arguments)
         except SystemExit as error:
             wrong = said.getvalue().strip().splitlines()[-1:] or [str(error)]
             raise ValueError(f"Stage {stage.name}: {wrong[0]}") from error

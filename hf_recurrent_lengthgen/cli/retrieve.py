@@ -11,9 +11,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.cli.inputs import (
-    DATA_HELP,
-    STANDARD_LIBRARY,
-    USUAL_SPLIT,
     check_given_once,
     chosen_split,
     data_source,
@@ -22,17 +19,16 @@ from hf_recurrent_lengthgen.cli.inputs import (
     token_unit,
 )
 from hf_recurrent_lengthgen.cli.measuring import (
-    DTYPES,
-    add_csv_option,
-    add_model_options,
+    MODEL_OPTIONS,
     model_label,
     on_device,
     open_cache,
     resumable,
     shared_tokenizer,
 )
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, positive
 from hf_recurrent_lengthgen.cli.report import draw
+from hf_recurrent_lengthgen.cli.shared_options import DTYPES, MODELS, add_shared
 from hf_recurrent_lengthgen.data.tasks import (
     PASSKEY_STYLES,
     BabilongGrid,
@@ -55,98 +51,90 @@ from hf_recurrent_lengthgen.plotting.retrieval import heat_map_figure, retrieval
 from hf_recurrent_lengthgen.plotting.style import short_number
 
 DESCRIPTION = """\
-Measure whether models find what stands far back in a text, by where it stands and how long the text is. Answers count
-if greedy decoding gives them. Writes retrieval.json and figures: accuracy by depth and length, by length, and for
-needles near the end. Tasks:
+Measure whether models find what stands far back in a text, by its depth and the length of the text. An answer counts
+if greedy decoding gives it. Writes retrieval.json and figures. Tasks:
 
-  passkey    a number of 5 digits in repeated sentences. Styles: "pass key" (arXiv:2507.02782), "passkey"
-             (arXiv:2410.07145), "infinity-bench" (arXiv:2509.22630)
-  niah       a number of 7 digits in running text: NIAH-single-2 of RULER, in the words of arXiv:2509.22630. The papers
-             hide it in essays; here it is --data, from its beginning
-  babilong   the questions qa1 to qa10 of bAbI, whose facts are spread through --data
+  passkey   a number of 5 digits in repeated sentences; --task-style takes the wording of Buitrago Ruiz & Gu, 2025 \
+("pass key"), Chen et al., 2024 ("passkey") or Shen et al., 2025 ("infinity-bench")
+  niah      a number of 7 digits in running text (NIAH-single-2 of RULER in the wording of Shen et al., 2025); the \
+papers hide it in essays, this command in --data, from its beginning
+  babilong  the questions qa1 to qa10 of bAbI, whose facts are spread through --data
 
-  lengthgen retrieve demo-output/base demo-output/cured --lengths 1k,2k,4k
-  lengthgen retrieve my-mamba2 --task niah --lengths 4k,8k,16k,32k,64k --samples 26 --data essays --split train
-  lengthgen retrieve my-mamba2 --task babilong --task-files tasks_1-20_v1-2/en-10k --shots 2
-
-Copying and recall of many key-value pairs are measured by "lengthgen accuracy". Models whose state is a value read
-what prompts begin with alike once, so that a second sample or depth costs less than a second text. Finished cells are
-kept, and an interrupted command goes on where it was.
+Prompts share what they begin with in models whose state is a value, so a second sample or depth costs less than a
+second text. Results are cached by content: an interrupted command continues where it was. `lengthgen accuracy`
+measures copying and the recall of many key-value pairs.
+"""
+EXAMPLES = """\
+lengthgen retrieve demo-output/base demo-output/cured --lengths 1k,2k,4k
+lengthgen retrieve my-mamba2 --task niah --lengths 4k,8k,16k,32k --data essays --split train
+lengthgen retrieve my-mamba2 --task babilong --task-files tasks_1-20_v1-2/en-10k --shots 2
 """
 DEFAULT_LENGTHS = "1k,2k,4k,8k,16k"
 DEFAULT_DEPTHS = "10"
 MOST_DEPTHS = 1000
 TASKS = ("passkey", "niah", "babilong")
-_SIZES = {"k": 2**10, "m": 2**20}
 
 
-def _parser(arguments: Sequence[str] = ("--help",)) -> argparse.ArgumentParser:
+def command_parser(arguments: Sequence[str] = ("--help",)) -> CommandParser:
     """The parser of the task that is asked for, which knows no options of other tasks; with --help of all."""
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--task", nargs="?", default=TASKS[0])
     tasks = TASKS if {"-h", "--help"} & {*arguments} else [first.parse_known_args(arguments)[0].task]
-    parser = CommandParser("lengthgen retrieve", description=DESCRIPTION)
-    add = parser.add_argument
-    add("models", nargs="+", metavar="MODEL", help="checkpoint folder or Hub name of any causal language model")
-    add("--task", choices=TASKS, default=TASKS[0], help="default: %(default)s")
+    parser = CommandParser("lengthgen retrieve", DESCRIPTION, EXAMPLES, method="task")
+    add = parser.method.add_argument
+    parser.model.add_argument("models", **MODELS)
+    if {"niah", "babilong"} & {*tasks}:
+        add_shared(parser, "--data", "--split", "--text-column")
+    for action in parser.data._group_actions:
+        action.help += " [task niah or babilong]"
+    add("--task", choices=TASKS, default=TASKS[0], help="what is to be found, see above (default: %(default)s)")
     add(
         "--lengths",
+        type=counts,
         default=DEFAULT_LENGTHS,
         metavar="N,...",
         help="tokens of prompt and answer; 1k is 1024 (default: %(default)s)",
     )
-    add("--samples", type=positive, default=10, metavar="N", help="prompts in each cell (default: %(default)s)")
-    add("--shots", type=int, default=0, metavar="N", help="solved examples before a prompt (default: %(default)s)")
-    add("--seed", type=int, default=0, metavar="N", help="seed of keys, words and places (default: %(default)s)")
-    if "passkey" in tasks:
-        styles = tuple(PASSKEY_STYLES)
-        add(
-            "--task-style",
-            choices=styles,
-            default=styles[0],
-            help="passkey: words of the prompt (default: %(default)s)",
-        )
     if {"passkey", "niah"} & {*tasks}:
         add(
             "--depths",
             default=DEFAULT_DEPTHS,
             metavar="N | X,...",
-            help="passkey, niah: number of depths, evenly from 0 (start of the text) to 1 (its end), or the depths "
-            "themselves (default: %(default)s)",
+            help="number of depths, evenly from 0 (start of the text) to 1 (its end), or the depths themselves "
+            "(default: %(default)s) [task passkey or niah]",
         )
-        add(
-            "--within",
-            metavar="N,...",
-            help="passkey, niah: the r of accuracy for needles within the last r tokens, at most the longest length "
-            "(default: the first four lengths)",
-        )
-    if {"niah", "babilong"} & {*tasks}:
-        add("--data", default=STANDARD_LIBRARY, help=f"niah, babilong: the text (default: %(default)s): {DATA_HELP}")
-        add("--split", help=f"split of the data (default: {USUAL_SPLIT})")
-        add("--text-column", default="text", help="column that holds the text (default: %(default)s)")
+    add("--samples", type=positive, default=10, metavar="N", help="prompts in each cell (default: %(default)s)")
+    add("--shots", type=int, default=0, metavar="N", help="solved examples before a prompt (default: %(default)s)")
+    if "passkey" in tasks:
+        styles, what = tuple(PASSKEY_STYLES), "wording of the prompt (default: %(default)s) [task passkey]"
+        add("--task-style", choices=styles, default=styles[0], help=what)
     if "babilong" in tasks:
         add(
             "--task-files",
             required=len(tasks) == 1,
             metavar="FOLDER",
-            help="babilong: files of the official archive, qa1_..._test.txt and so on; with shots also .._train.txt",
+            help="required: folder with the files of bAbI, qa1_..._test.txt and so on; --shots also needs "
+            "qa1_..._train.txt [task babilong]",
         )
-        numbers = "1,2,3,4,5,6,7,8,9,10"
-        add("--babi-tasks", default=numbers, metavar="N,...", help="babilong: which of them (default: %(default)s)")
-    add("--output", default="retrieval", help="folder for the results (default: %(default)s)")
-    add("--batch-size", type=positive, metavar="N", help="prompts read together (default: by memory, at most 16)")
-    add("--chunk-length", type=positive, metavar="N", help="tokens of each in a forward pass (default: by memory)")
-    add_csv_option(parser)
-    add_model_options(parser)
+        what = "which questions of bAbI (default: %(default)s) [task babilong]"
+        add("--babi-tasks", type=counts, default="1,2,3,4,5,6,7,8,9,10", metavar="N,...", help=what)
+    if {"passkey", "niah"} & {*tasks}:
+        add(
+            "--within",
+            type=counts,
+            metavar="N,...",
+            help="also draw the accuracy for needles within the last N tokens, at most the longest length (default: "
+            "the first four lengths) [task passkey or niah]",
+        )
+    run_options = "--output", "--csv", "--batch-size", "--chunk-length", "--seed"
+    add_shared(parser, *MODEL_OPTIONS, *run_options, output="retrieval")
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    options = _parser(arguments).parse_args(arguments)
+    options = command_parser(arguments).parse_args(arguments)
     check_given_once(options.models)
-    lengths = _numbers("--lengths", options.lengths)
-    asked = getattr(options, "within", None)
-    within = None if asked is None else _numbers("--within", asked)
+    lengths, within = options.lengths, getattr(options, "within", None)
     if within is not None and within[-1] > lengths[-1]:
         raise ValueError(f"--within names {within[-1]}, but must be at most the longest of --lengths, {lengths[-1]}.")
     output = make_output_folder(options.output)
@@ -171,27 +159,6 @@ def run(arguments: Sequence[str]) -> int:
         write_csv(output / "retrieval.csv", rows_of(RetrievalComparison(tuple(found))))
     print(f"\nResults: {picture}")
     return 0
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    """Lengths such as "512,1k,1.5k,1m", ascending."""
-    numbers = []
-    for part in text.split(","):
-        digits, size = part.strip().lower(), 1
-        if digits[-1:] in _SIZES:
-            digits, size = digits[:-1], _SIZES[digits[-1:]]
-        try:
-            number = float(digits) * size
-        except ValueError:
-            number = 0.0
-        if not 1 <= number < 2**40 or number != int(number):
-            raise ValueError(
-                f"{option} is {text!r}, but must be whole numbers with commas between, such as 512,1k,2k."
-            )
-        numbers.append(int(number))
-    if len(set(numbers)) < len(numbers):
-        raise ValueError(f"{option} is {text!r}, but each number can be given once.")
-    return sorted(numbers)
 
 
 def _depths(text: str) -> list[float]:
@@ -220,11 +187,10 @@ def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tu
     source = data_source(options.data, split)
     if options.task == "niah":
         return NeedleGrid(tokenizer, texts, _depths(options.depths), **sizes), source
-    tasks = _numbers("--babi-tasks", options.babi_tasks)
 
     def questions(part: str) -> dict[str, list[BabiQuestion]]:
-        files = babi_files(options.task_files, part, tasks)
-        return {f"qa{task}": read_babi(path) for task, path in zip(tasks, files, strict=True)}
+        files = babi_files(options.task_files, part, options.babi_tasks)
+        return {f"qa{task}": read_babi(path) for task, path in zip(options.babi_tasks, files, strict=True)}
 
     examples = questions("train") if options.shots > 0 else None
     return (

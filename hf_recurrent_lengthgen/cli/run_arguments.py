@@ -3,10 +3,11 @@
 # ruff: noqa: RUF009  (_option makes a field)
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
-from hf_recurrent_lengthgen.cli.inputs import DATA_HELP, STANDARD_LIBRARY, USUAL_SPLIT, chosen_split
+from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, chosen_split
+from hf_recurrent_lengthgen.cli.shared_options import HOW, help_of
 from hf_recurrent_lengthgen.data.tasks import STRING_TASKS
 from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES
 from hf_recurrent_lengthgen.trainers import INTERVENTIONS
@@ -16,6 +17,8 @@ TEXT = ("text", "babilong")
 TOKENS = ("text", "passkey", "babilong")
 MEASURED = ("steps", "epoch")
 ANY = ()
+USUAL_LENGTH = 2048
+"""Training length in tokens where neither a person nor a config names one."""
 
 
 def _continuing() -> list[str]:
@@ -23,105 +26,141 @@ def _continuing() -> list[str]:
     return [name for name, trainer in INTERVENTIONS.items() if trainer.needs_continued_data is not False]
 
 
-def _option(text: str, default: Any = None, **goes_with: Sequence[str] | Callable[[], Sequence[str]]) -> Any:
+def _option(
+    heading: str,
+    text: str,
+    default: Any = None,
+    metavar: str | None = None,
+    **goes_with: Sequence[str] | Callable[[], Sequence[str]],
+) -> Any:
     """An option.
 
     Args:
+        heading: Where the help lists it.
         text: Its help.
         default: Its value if it is not given.
-        goes_with: Values of other options, `ANY` for all but none and false. With others there is no such option.
+        metavar: What the help calls its value; None for a word for its type.
+        goes_with: Values of other options, `ANY` for all but none and false. With other values the option is unknown.
     """
-    return field(default=default, metadata={"help": text, "goes_with": goes_with})
+    shown = {"heading": heading, "help": text, "goes_with": goes_with, **({"metavar": metavar} if metavar else {})}
+    return field(default=default, metadata=shown)
+
+
+def _shared(heading: str, name: str, default: Any = None, **goes_with: Sequence[str]) -> Any:
+    """An option that other commands have, too."""
+    return _option(heading, HOW[name]["help"], default, HOW[name].get("metavar"), **goes_with)
 
 
 @dataclass
 class RunArguments:
-    """What to train, on what, with which intervention.
+    """What to train, on what data, with which intervention.
 
     Raises:
         ValueError: for values out of range, and options that contradict each other.
     """
 
-    model: str = field(
-        metadata={"help": "Checkpoint folder or Hub name; or a config.json, to train from scratch. Required."}
+    model: str = _option(
+        "model", "required: checkpoint folder or Hub name, or a config.json to train from scratch", MISSING, "MODEL"
     )
-    intervention: str = _option("What is done beside plain training: ", "state_passing")  # the parser adds the names
-    data: str = _option(f"Training text: {DATA_HELP}", STANDARD_LIBRARY, task=TEXT)
-    split: str | None = _option(
-        "Split of the data to train on. Default: train, or the only one that there is.", task=TEXT
+    tokenizer: str | None = _shared("model", "--tokenizer", task=TOKENS)
+    training_length: int | None = _option(
+        "model",
+        help_of("--training-length", f"from the config of the model, else {USUAL_LENGTH}"),
+        metavar="T",
+        task=TOKENS,
+    )
+    lora_r: int | None = _option(
+        "model",
+        "train an adapter (LoRA of PEFT) of this rank and keep the weights of the model; lengthgen merge makes a "
+        "checkpoint of both (default: all weights are trained, or the adapter if the model is one)",
+    )
+    lora_alpha: int | None = _option(
+        "model", "scale of the adapter: its weights count alpha / rank (default: twice the rank)", lora_r=ANY
+    )
+    lora_target_modules: list[str] | None = _option(
+        "model",
+        "names of the linear layers that the adapter changes (default: those of the mixers; in hybrids those of all "
+        "layers that PEFT takes)",
+        lora_r=ANY,
+    )
+    mimetic: bool = _option(
+        "model", "start Mamba or GLA from mimetic initialization (Trockman et al., 2024), with a config.json", False
+    )
+    mimetic_switches: list[str] | None = _option(
+        "model",
+        "its parts: a (decays near 1), delta (steps near 1), bc (correlated B and C), conv (identity) (default: as in "
+        "the paper, all but conv in Mamba-1, all in Mamba-2; all in GLA, which has no delta)",
+        mimetic=ANY,
+    )
+    mimetic_layers: list[int] | None = _option("model", "its layers, from 0 (default: all)", mimetic=ANY)
+    mimetic_c: float = _option("model", "its c in A_n = -n^-c; the paper uses 2, 4 and 8", 8.0, mimetic=ANY)
+    mimetic_offset: int = _option(
+        "model", "its n counts from 1 + offset; a head, state or key at n = 1 decays", 0, mimetic=ANY
+    )
+    data: str = _shared("data", "--data", STANDARD_LIBRARY, task=TEXT)
+    split: str | None = _option("data", help_of("--split", "train, or the only split"), metavar="NAME", task=TEXT)
+    text_column: str = _shared("data", "--text-column", "text", task=TEXT)
+    minimum_document_tokens: int = _option(
+        "data", "leave out documents with fewer tokens; Chen et al., 2024, take 4096", 0, task=("text",)
+    )
+    task: Literal["text", "passkey", "babilong", "copying", "stack_copying", "recall", "sorting"] = _option(
+        "data",
+        "what a row is: text; passkey, a prompt; babilong, a question of bAbI hidden in the text of --data; or random "
+        "symbols (Trockman et al., 2024): copying, stack_copying (from the last to the first), recall (of values by "
+        "their keys), sorting. In all but text only the answer counts in the loss",
+        "text",
+    )
+    task_length: str = _option(
+        "data", 'number of symbols (of pairs in recall), or a range such as "50-100"', "50", task=STRING_TASKS
+    )
+    task_vocabulary: int | None = _option(
+        "data",
+        "number of different symbols; the vocab_size of the model must be 3 more (default: 26 for copying, 512 for "
+        "recall, keys and values together, and sorting)",
+        task=STRING_TASKS,
+    )
+    task_files: str | None = _option(
+        "data",
+        "required: folder with the files of bAbI, qa1_..._train.txt to qa10, and qa1_..._test.txt for evaluation",
+        metavar="FOLDER",
+        task=("babilong",),
+    )
+    task_style: str | None = _option(
+        "data",
+        'wording of the prompt: "pass key" (default; Buitrago Ruiz & Gu, 2025), "passkey" (Chen et al., 2024) or '
+        '"infinity-bench" (Shen et al., 2025)',
+        task=("passkey",),
     )
     eval_data: str | None = _option(
-        "Text for eval_loss, as for data; needs eval_strategy. Default: stdlib where that is the training text. "
-        "Passkeys and symbols need none, evaluation has others.",
+        "data",
+        "text for eval_loss, as for --data (default: stdlib if that is the training text; passkeys and symbols need "
+        "no text)",
+        metavar="DATA",
         eval_strategy=MEASURED,
         task=TEXT,
     )
-    eval_split: str | None = _option(f"Split of eval_data. Default: {USUAL_SPLIT}.", eval_strategy=MEASURED, task=TEXT)
-    text_column: str = _option("Column that holds the text.", "text", task=TEXT)
-    tokenizer: str | None = _option(
-        'Tokenizer folder or name, or "bytes". Default: the model\'s own; bytes from scratch.', task=TOKENS
+    eval_split: str | None = _option(
+        "data",
+        HOW["--split"]["help"].replace("the data", "--eval-data"),
+        metavar="NAME",
+        eval_strategy=MEASURED,
+        task=TEXT,
     )
-    training_length: int = _option("Training length T in tokens.", 2048, task=TOKENS)
+    intervention: str = _option("method", "what is done beside plain training: ", "state_passing")  # + the names
     chunks_before_reset: int = _option(
-        "With tbtt: chunks of training_length after which a state is reset to zero; 0 for never.",
+        "method",
+        "in tbtt: chunks of training_length after which a state is reset to zero, 0 for never",
         12,
         intervention=_continuing,
     )
     reset_at_document: bool = _option(
-        "With tbtt: reset states where a document begins, wherever that is in a row.", False, intervention=_continuing
+        "method",
+        "in tbtt: reset states at the beginning of a document, anywhere in a row",
+        False,
+        intervention=_continuing,
     )
-    minimum_document_tokens: int = _option(
-        "Leave out documents with fewer tokens (arXiv:2410.07145 uses 4096).", 0, task=("text",)
-    )
-    task: Literal["text", "passkey", "babilong", "copying", "stack_copying", "recall", "sorting"] = _option(
-        "What a row is: text; passkey, a prompt; babilong, a question of bAbI hidden in the text of data; or random "
-        "symbols (arXiv:2410.11135): copying, stack_copying (from the last to the first), recall (of values by their "
-        "keys) or sorting. In all but the first only the answer is scored.",
-        "text",
-    )
-    task_length: str = _option(
-        'How many symbols there are (with recall, pairs), or a range such as "50-100".', "50", task=STRING_TASKS
-    )
-    task_vocabulary: int | None = _option(
-        "How many symbols there are to choose from. The model's vocab_size must be 3 more. Default: 26 for copying, "
-        "512 for recall (keys and values) and sorting.",
-        task=STRING_TASKS,
-    )
-    task_files: str | None = _option(
-        "Required: the folder of bAbI's files qa1_..._train.txt to qa10, and ..._test.txt for evaluation.",
-        task=("babilong",),
-    )
-    task_style: str | None = _option(
-        '"pass key" (prompt of arXiv:2507.02782, default), "passkey" (2410.07145) or "infinity-bench" (2509.22630).',
-        task=("passkey",),
-    )
-    mimetic: bool = _option(
-        "Mimetic initialization (arXiv:2410.11135) before training Mamba or GLA from scratch.", False
-    )
-    mimetic_switches: list[str] | None = _option(
-        "Its parts: a (decays near 1), delta (steps near 1), bc (correlated B and C), conv (identity). Default: the "
-        "paper's, all but conv in Mamba-1 and all in Mamba-2; in GLA all, which has no delta.",
-        mimetic=ANY,
-    )
-    mimetic_layers: list[int] | None = _option("Its layers, counted from 0 (default: all).", mimetic=ANY)
-    mimetic_c: float = _option("Its c: A_n = -n^-c. The paper uses 2, 4 and 8.", 8.0, mimetic=ANY)
-    mimetic_offset: int = _option(
-        "Its n counts from 1 + offset; a head, state or key at n = 1 decays.", 0, mimetic=ANY
-    )
-    lora_r: int | None = _option(
-        "Train an adapter (LoRA of PEFT) of this rank and leave the weights of the model alone; lengthgen merge makes "
-        "a checkpoint of both. Default: all weights are trained, or the adapter that the model is."
-    )
-    lora_alpha: int | None = _option(
-        "Its scale: the adapter counts alpha / rank. Default: twice the rank.", lora_r=ANY
-    )
-    lora_target_modules: list[str] | None = _option(
-        "Names of the linear layers that it changes. Default: those of the family's mixers; in hybrids those of all "
-        "layers, where PEFT takes them.",
-        lora_r=ANY,
-    )
-    trust_remote_code: bool = _option("Run the code that a checkpoint carries.", False)
-    resume: bool = _option("Continue from the newest complete checkpoint in output_dir.", False)
+    resume: bool = _option("run", "continue from the newest complete checkpoint in --output", False)
+    trust_remote_code: bool = _shared("run", "--trust-remote-code", False)
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -130,7 +169,7 @@ class RunArguments:
         if empty := [item.name for item in fields(self) if getattr(self, item.name) == ""]:
             raise ValueError(f"{empty[0]} is empty: give a value, or leave it out.")
         if self.task == "babilong" and self.task_files is None:
-            raise ValueError("task babilong needs task_files, the folder of bAbI's files.")
+            raise ValueError("task babilong needs task_files, the folder with the files of bAbI.")
         if self.text_column != "text" and not {self.data, self.eval_data} - {STANDARD_LIBRARY, None}:
             raise ValueError(f"text_column does nothing here: it goes with data other than {STANDARD_LIBRARY}.")
         if self.lora_r is not None and self.from_scratch:
@@ -142,6 +181,12 @@ class RunArguments:
     def from_scratch(self) -> bool:
         """Whether the model is made of a config.json, with random weights."""
         return self.model.endswith(".json")
+
+    @property
+    def length(self) -> int:
+        """The training length, which is known once the model is."""
+        assert self.training_length is not None
+        return self.training_length
 
     @property
     def chosen_split(self) -> str:

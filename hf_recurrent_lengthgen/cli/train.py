@@ -13,8 +13,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_recurrent_lengthgen.adapters import add_adapter, holds_adapter, to_merge
 from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, data_source
-from hf_recurrent_lengthgen.cli.options import evaluates, help_parser, read_options
-from hf_recurrent_lengthgen.cli.run_arguments import RunArguments
+from hf_recurrent_lengthgen.cli.options import command_parser, evaluates, read_options
+from hf_recurrent_lengthgen.cli.run_arguments import USUAL_LENGTH, RunArguments
 from hf_recurrent_lengthgen.cli.train_rows import evaluation_rows, stream_of, training_rows
 from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks, split_names
 from hf_recurrent_lengthgen.data.tasks import (
@@ -40,7 +40,7 @@ def run(arguments: Sequence[str]) -> int:
     arguments = list(arguments)
     command = ["lengthgen", "train", *arguments]
     if {"-h", "--help", "--help-all"} & set(arguments):
-        help_parser("--help-all" in arguments).parse_args(["--help"])
+        command_parser("--help-all" in arguments).parse_args(["--help"])
     config_file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     settings, training, trainer_class = read_options(arguments, config_file)
     try:
@@ -72,13 +72,14 @@ def train(
     _check_folders(settings, training)
     set_seed(training.seed)
     model = _model(settings)
+    length_before = getattr(model.config, "training_length", None)
+    settings = replace(settings, training_length=settings.training_length or length_before or USUAL_LENGTH)
     tokenizer = None if settings.of_symbols else _tokenizer(settings, model.config.vocab_size)
     if training.alignment_alpha and training.alignment_length is None:
-        training.alignment_length = settings.training_length
+        training.alignment_length = settings.length
     rows = training_rows(settings, training, tokenizer)
     eval_rows = evaluation_rows(settings, training, tokenizer) if evaluates(training) else None
-    length_before = getattr(model.config, "training_length", None)
-    model.config.training_length = settings.training_length
+    model.config.training_length = settings.length
     if isinstance(rows, TaskStrings):
         _record_task(model.config, rows)
     trainer = trainer_class(
@@ -93,7 +94,7 @@ def train(
     trainer.facts = RunFacts(
         lineage_of(settings.model) if trainer.is_world_process_zero() else Lineage(),
         _data(settings),
-        rows.row_length if isinstance(rows, TaskStrings) else settings.training_length,
+        rows.row_length if isinstance(rows, TaskStrings) else settings.length,
         tuple(command),
         _initial_weights(settings) if settings.from_scratch else None,
     )
@@ -261,7 +262,7 @@ def _text_to_evaluate(settings: RunArguments, rows: Any, eval_rows: Any, tokeniz
     told = [] if data == STANDARD_LIBRARY else ["--data", data, "--split", split]
     if told and settings.text_column != "text":
         told += ["--text-column", settings.text_column]
-    return [*told, *_fitting(tokens, settings.training_length)]
+    return [*told, *_fitting(tokens, settings.length)]
 
 
 def _fitting(tokens: int, length: int) -> list[str]:
@@ -291,8 +292,8 @@ def _next_step(
         command.append(output)
     else:
         command += [settings.model, output, "--roles", f"base,{'cured' if _method(settings, training) else 'control'}"]
-        if length_before not in (None, settings.training_length):
-            command += ["--training-length", str(settings.training_length)]
+        if length_before not in (None, settings.length):
+            command += ["--training-length", str(settings.length)]
         if settings.tokenizer:
             command += ["--tokenizer", settings.tokenizer]
     command += text
@@ -302,7 +303,7 @@ def _next_step(
     saved = f"Saved to {output}. Next: {shlex.join(['lengthgen', *then])}, then {shlex.join(command)}"
     if settings.task != "passkey":
         return saved
-    retrieve = ["lengthgen", "retrieve", output, "--lengths", str(2 * settings.training_length)]
+    retrieve = ["lengthgen", "retrieve", output, "--lengths", str(2 * settings.length)]
     if settings.task_style is not None:
         retrieve += ["--task-style", settings.task_style]
     return f"{saved} for losses on text, and for passkeys {shlex.join(retrieve)}"

@@ -47,14 +47,14 @@ def training_rows(settings: RunArguments, training: InitialStateConfig, tokenize
     if continues(training):
         return ContinuedChunks(
             stream,
-            settings.training_length,
+            settings.length,
             settings.chunks_before_reset or None,
             settings.reset_at_document,
             tokenizer.eos_token_id if settings.reset_at_document else None,
             lookahead,
         )
     # A block of n predictions has n + 1 tokens.
-    return PackedBlocks(stream, settings.training_length + max(lookahead - 1, 0))
+    return PackedBlocks(stream, settings.length + max(lookahead - 1, 0))
 
 
 def evaluation_rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
@@ -69,7 +69,7 @@ def evaluation_rows(settings: RunArguments, training: InitialStateConfig, tokeni
         raise ValueError("eval_strategy needs eval_data, the text for eval_loss.")
     if settings.task == "babilong":
         return _questions(settings, "test", data, settings.chosen_eval_split, seed, tokenizer)
-    return PackedBlocks(stream_of(settings, data, settings.chosen_eval_split, tokenizer), settings.training_length)
+    return PackedBlocks(stream_of(settings, data, settings.chosen_eval_split, tokenizer), settings.length)
 
 
 def stream_of(settings: RunArguments, data: str, split: str, tokenizer: Any) -> Tensor:
@@ -85,7 +85,7 @@ def _text_column(settings: RunArguments, data: str) -> str:
 
 def _passkeys(settings: RunArguments, samples: int, seed: int, tokenizer: Any) -> PasskeyPrompts:
     style = {} if settings.task_style is None else {"style": settings.task_style}
-    return PasskeyPrompts(tokenizer, settings.training_length, samples, seed, **style)
+    return PasskeyPrompts(tokenizer, settings.length, samples, seed, **style)
 
 
 def _symbols(settings: RunArguments, samples: int, seed: int) -> TaskStrings:
@@ -106,7 +106,7 @@ def _questions(
     assert settings.task_files is not None
     questions = [question for file in babi_files(settings.task_files, files) for question in read_babi(file)]
     background = load_documents(data, split, _text_column(settings, data))
-    prompts = BabilongPrompts(tokenizer, questions, background, settings.training_length, seed)
+    prompts = BabilongPrompts(tokenizer, questions, background, settings.length, seed)
     if prompts.left_out:
         print(f"Left out {prompts.left_out} of {len(questions)} questions, whose facts do not fit into a row.")
     return prompts

@@ -84,7 +84,7 @@ def test_every_task_trains_and_is_measured(
     assert not (tmp_path / "out" / "tokenizer_config.json").exists()
 
     output = tmp_path / "found"
-    arguments = [str(tmp_path / "out"), "--output", str(output), "--samples", "6", "--lengths", "4", "2"]
+    arguments = [str(tmp_path / "out"), "--output", str(output), "--samples", "6", "--lengths", "4,2"]
     assert main(["accuracy", *arguments]) == 0
     found = json.loads((output / "accuracy.json").read_text())
     assert found["task"] == {"name": task, "length": 4, "vocabulary": 8}
@@ -241,7 +241,7 @@ def copier() -> Any:
 
 def test_a_model_that_knows_three_symbols(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_recurrent_lengthgen.cli.accuracy.load_model", lambda *_, **__: copier())
-    assert main(["accuracy", "m", "--output", str(tmp_path), "--lengths", "3", "6", "--samples", "200"]) == 0
+    assert main(["accuracy", "m", "--output", str(tmp_path), "--lengths", "3,6", "--samples", "200"]) == 0
     found = json.loads((tmp_path / "accuracy.json").read_text())["models"]["m"]
     assert found["3"] == {"character": 1, "sequence": 1}
     assert 0.5 < found["6"]["character"] < 0.8  # three of six, and chance

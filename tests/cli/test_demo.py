@@ -195,4 +195,4 @@ def test_the_help_names_the_files(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["demo", "--help"])
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ("index.html", "result.json", "base/ cured/ control/"))
+    assert all(name in shown for name in ("index.html", "result.json", "base/", "cured/", "control/"))

@@ -31,8 +31,8 @@ def exit_status(*arguments: str) -> int:
 def test_help_names_every_command_and_a_first_session(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status("--help") == 0
     shown = capsys.readouterr().out
-    assert all(f"  lengthgen {name} " in shown for name in command.COMMANDS)
-    assert "lengthgen evaluate demo-output/base demo-output/cured" in shown
+    assert all(f"\n  {name} " in shown for name in command.COMMANDS)
+    assert "examples:\n  lengthgen demo\n  lengthgen evaluate demo-output/base demo-output/cured" in shown
 
 
 def test_every_command_has_a_module() -> None:

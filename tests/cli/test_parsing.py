@@ -12,8 +12,8 @@ import pytest
 
 from hf_recurrent_lengthgen import cli
 from hf_recurrent_lengthgen.cli.main import COMMANDS, main
-from hf_recurrent_lengthgen.cli.options import help_parser, read_options
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, not_negative, positive
+from hf_recurrent_lengthgen.cli.options import command_parser, read_options
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, not_negative, positive
 from hf_recurrent_lengthgen.cli.run_arguments import RunArguments, chosen
 from hf_recurrent_lengthgen.trainers import INTERVENTIONS
 
@@ -25,7 +25,7 @@ def parsers(command: str) -> Iterator[argparse.ArgumentParser]:
     module = import_module(f"{cli.__name__}.{command}")
     # The settings of train are checked below, those of harness by lm-evaluation-harness.
     if command not in ("train", "harness"):
-        pending = [module._parser()]
+        pending = [module.command_parser()]
         while pending:
             yield (parser := pending.pop())
             for action in parser._actions:
@@ -47,8 +47,9 @@ def test_every_whole_number_is_a_count(command: str) -> None:
         if action.type in (None, float):  # of text, below; of other numbers, test_other_numbers_are_checked
             continue
         kind = parser._registry_get("type", action.type, action.type)
-        assert kind in (positive, not_negative), action.option_strings
-        for text in (*NO_COUNTS, "", *["0"] * (kind is positive)):
+        assert kind in (counts, positive, not_negative), action.option_strings
+        usable = ("0",) if kind is not_negative else ("1e3",) if kind is counts else ()
+        for text in {*NO_COUNTS, "0", ""} - {*usable}:
             with pytest.raises(argparse.ArgumentError, match=r"must be|is empty"):
                 parser._get_values(action, [text])
 
@@ -106,14 +107,17 @@ def test_other_numbers_are_checked(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("option", ["--lengths", "--depths", "--within", "--babi-tasks"])
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e30", "x", "1,,2", "1k,nan"])
-def test_lists_of_numbers_are_checked_before_models_are_read(
-    option: str, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module = import_module(f"{cli.__name__}.retrieve")
-    with pytest.raises(ValueError, match=option):
-        module._depths(text) if option == "--depths" and text != "0" else module._numbers(option, text)
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e30", "x", "1,,2", "1k,nan", "1k,1024"])
+def test_lists_of_numbers_are_checked(text: str) -> None:
+    assert counts("1k,512, 1.5K,1m") == [512, 1024, 1536, 2**20]
+    with pytest.raises(argparse.ArgumentTypeError, match="must"):
+        counts(text)
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "inf", "1e30", "x", "1,,2", "0.5,2", "1001"])
+def test_depths_are_checked(text: str) -> None:
+    with pytest.raises(ValueError, match="--depths"):
+        import_module(f"{cli.__name__}.retrieve")._depths(text)
 
 
 def test_numbers_of_a_training_are_refused_by_the_name_of_the_option(
@@ -121,7 +125,7 @@ def test_numbers_of_a_training_are_refused_by_the_name_of_the_option(
 ) -> None:
     conditions = {item.name: item.metadata.get("goes_with", {}) for item in fields(RunArguments)}
     checked = 0
-    for action in help_parser()._actions:
+    for action in command_parser()._actions:
         if action.type not in (int, float) or not action.option_strings or action.dest == "mimetic_layers":
             continue  # of the last, the model knows how many there are
         owners = [name for name, one in INTERVENTIONS.items() if action.dest in one.config_class.method_fields()]

@@ -101,7 +101,7 @@ def test_an_interrupted_push_says_how_to_go_on(
 
     monkeypatch.setattr("huggingface_hub.HfApi.create_commit", interrupt)
     assert main(["push", str(folder), "user/name"]) == 130
-    assert "interrupted: the same command goes on with what is left" in capsys.readouterr().err
+    assert "interrupted: the same command continues with what is left" in capsys.readouterr().err
     assert hub.files("user/name") == {}
 
 

@@ -22,7 +22,7 @@ from hf_recurrent_lengthgen import load_state
 from hf_recurrent_lengthgen.cli import train as command
 from hf_recurrent_lengthgen.cli import train_rows
 from hf_recurrent_lengthgen.cli.main import main
-from hf_recurrent_lengthgen.cli.options import _flags_of, help_parser, parse, read_options
+from hf_recurrent_lengthgen.cli.options import _flags_of, command_parser, parse, read_options
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import Comparison
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM
@@ -260,8 +260,7 @@ def test_defaults_are_the_papers() -> None:
     assert (values["adam_beta2"], values["warmup_steps"], values["max_grad_norm"]) == (0.95, 0.1, 1.0)
     assert values["lr_scheduler_type"] == "cosine_with_min_lr"
     assert values["lr_scheduler_kwargs"] == {"min_lr": 1e-5}
-    run, training, _ = read_options(["--model", "m", "--output", "o", "--use-cpu"])
-    assert run.training_length == 2048
+    _run, training, _ = read_options(["--model", "m", "--output", "o", "--use-cpu"])
     assert isinstance(training, StatePassingConfig)
     assert training.state_drop_probability == 0.1
 
@@ -295,7 +294,16 @@ def test_the_help_shows_what_most_people_need_and_all_if_asked(capsys: pytest.Ca
         shown[option] = capsys.readouterr().out
     positions = [
         shown["--help"].index(part)
-        for part in ("what to train:", "--model TEXT", "--resume", "training (most used", "--max-steps N")
+        for part in (
+            "model:",
+            "--model MODEL",
+            "data:",
+            "--intervention",
+            "training:",
+            "--max-steps N",
+            "--output",
+            "examples:",
+        )
     ]
     assert positions == sorted(positions)
     for text in shown.values():
@@ -305,17 +313,19 @@ def test_the_help_shows_what_most_people_need_and_all_if_asked(capsys: pytest.Ca
         assert "default: None" not in text.split("other options")[0]
     assert "--torch-compile " not in shown["--help"]
     assert "--torch-compile " in shown["--help-all"]
-    assert len(shown["--help"].splitlines()) < 240
+    assert len(shown["--help"].splitlines()) < 260
 
 
 def test_the_help_of_every_option_shown_says_what_holds_without_it() -> None:
     shown = [
-        action for action in help_parser()._actions if action.default is None and action.help != argparse.SUPPRESS
+        action for action in command_parser()._actions if action.default is None and action.help != argparse.SUPPRESS
     ]
     assert len(shown) > 20
-    silent = [action.dest for action in shown if not re.search("[Dd]efault|Required|The same as", action.help or "")]
+    silent = [
+        action.dest for action in shown if not re.search("[Dd]efault|[Rr]equired|the same as", action.help or "")
+    ]
     assert silent == []
-    helps = {action.dest: action.help or "" for action in help_parser()._actions}
+    helps = {action.dest: action.help or "" for action in command_parser()._actions}
     assert "(default: 12)" in helps["chunks_before_reset"]
     assert "(default: 8.0)" in helps["mimetic_c"]
 
@@ -483,6 +493,14 @@ def test_every_intervention_trains_every_weight(
     assert trained_config(tmp_path / "out")["training_length"] == TINY["training_length"]
 
 
+@pytest.mark.parametrize(("start", "length"), [("checkpoint", 8), ("config_file", 2048)])
+def test_the_training_length_is_that_of_the_model_unless_given(
+    start: str, length: int, train: Train, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    assert train(model=request.getfixturevalue(start), training_length=None, data="stdlib", max_steps=1) == 0
+    assert trained_config(tmp_path / "out")["training_length"] == length
+
+
 def test_a_learned_state_is_saved_alone(
     train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -570,6 +588,7 @@ def test_a_state_learned_alone_leaves_the_lineage_of_the_checkpoint_in_its_folde
 )
 def test_what_to_measure_next(arguments: str, length_before: int | None, following: str) -> None:
     settings, training, _ = read_options([*arguments.split(), "--output", "out"])
+    settings.training_length = settings.training_length or 8
     told = command._next_step(settings, training, length_before)
     assert told == f"Saved to out. Next: lengthgen verify out, then lengthgen {following}"
 

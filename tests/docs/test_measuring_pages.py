@@ -61,7 +61,7 @@ def read_only(command: str, arguments: list[str], monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(sys, "argv", ["lengthgen harness", "run", *spelled])
         HarnessCLI().parse_args()
     else:
-        import_module(f"hf_recurrent_lengthgen.cli.{command}")._parser().parse_args(arguments)
+        import_module(f"hf_recurrent_lengthgen.cli.{command}").command_parser().parse_args(arguments)
 
 
 def run_commands(page: str, block: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,115 @@
+"""The help of commands: what a newcomer reads is in order, and its examples work."""
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+from importlib import import_module
+
+import pytest
+
+from hf_recurrent_lengthgen import cli
+from hf_recurrent_lengthgen.cli.harness import as_lm_eval_spells_it
+from hf_recurrent_lengthgen.cli.main import COMMANDS, command_parser
+from hf_recurrent_lengthgen.cli.options import read_options
+from hf_recurrent_lengthgen.cli.shared_options import HOW, SHARED
+
+OWN_WORDS = {
+    ("verify", "--device"): "compares with kernels on a GPU, which nobody should be given unasked",
+    ("verify", "--dtype"): "computes in it",
+    ("convert", "--dtype"): "converts to it",
+    ("verify", "--revision"): "of SOURCE alone",
+    ("recipe", "--data"): "the recipe names the text",
+    ("recipe", "--tokenizer"): "the recipe names one",
+    ("recipe", "--device"): "a training takes a kind of device",
+}
+"""Options that mean something else than in other commands, and why they have the name."""
+
+
+def parser_of(command: str, *arguments: str) -> argparse.ArgumentParser:
+    module = import_module(f"{cli.__name__}.{command}")
+    given = [[*arguments]] if command == "retrieve" and arguments else []  # whose options depend on the task
+    parser: argparse.ArgumentParser = module.command_parser(*given)
+    return parser
+
+
+def with_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.values()
+
+
+PARSERS = [
+    pytest.param(command, parser, id=parser.prog.removeprefix("lengthgen "))
+    for command, first in [("", command_parser()), *((command, parser_of(command)) for command in COMMANDS)]
+    for parser in with_actions(first)
+]
+
+
+@pytest.mark.parametrize(("command", "parser"), PARSERS)
+def test_a_help_is_a_description_headings_in_order_and_examples(
+    command: str, parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = parser.format_help()
+    assert max(map(len, shown.splitlines())) <= 80
+    usage, description, *sections, examples = re.split(r"\n\n(?=\S)", shown)
+    assert usage.startswith(f"usage: {parser.prog} ")
+    assert re.match(r"[A-Z].*[.:]", description, flags=re.DOTALL)
+    assert examples.startswith("examples:\n  lengthgen ")
+    headings = [section.partition(":\n")[0] for section in sections if re.match(r"[a-z ]+:\n  ", section)]
+    usual = ["model", "data", "method", *(["training"] if command == "train" else []), "run"]
+    own = [heading for heading in headings if heading not in (*usual, "actions")]
+    assert len(own) <= 1
+    assert not {"options", "positional arguments"} & {*own}
+    places = [usual.index(heading if heading in usual else "method") for heading in headings if heading != "actions"]
+    assert places == sorted(set(places))
+    assert {group.title for group in parser._action_groups if group._group_actions} >= {*headings}
+
+
+@pytest.mark.parametrize(("command", "parser"), PARSERS)
+def test_the_examples_of_a_help_are_accepted(command: str, parser: argparse.ArgumentParser) -> None:
+    examples = str(parser.epilog).replace("\\\n", " ").splitlines()[1:]
+    assert examples
+    assert all(line.startswith("  lengthgen ") for line in examples)
+    for line in examples:
+        name, *arguments = shlex.split(line.partition(" > ")[0].partition(" >> ")[0], comments=True)[1:]
+        if name == "train":
+            file = arguments.pop(0) if arguments[0].endswith(".yaml") else None
+            assert file or read_options([*arguments, "--use-cpu"])
+        elif name == "harness":
+            _accepted_by_lm_eval([as_lm_eval_spells_it(argument) for argument in arguments])
+        elif arguments != ["--help"]:
+            parser_of(name, *arguments).parse_args(arguments)
+
+
+def _accepted_by_lm_eval(arguments: list[str]) -> None:
+    from lm_eval._cli import HarnessCLI
+
+    arguments = arguments if arguments[0] == "ls" else ["run", *arguments]
+    HarnessCLI()._parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize(("command", "parser"), PARSERS)
+def test_an_option_of_several_commands_is_the_same_in_all(command: str, parser: argparse.ArgumentParser) -> None:
+    heading_of = {name: heading for heading, options in SHARED.items() for name in options}
+    for group in parser._action_groups:
+        for action in group._group_actions:
+            [name] = [one for one in action.option_strings if one in HOW] or [""]
+            if name and (command, name) not in OWN_WORDS and name != "--output":
+                assert group.title == heading_of[name], name
+                words, *_ = re.split(r" \(default: | \[", str(action.help))
+                assert words == re.split(r" \(default: ", HOW[name]["help"])[0], name
+                assert action.metavar in (HOW[name].get("metavar"), "BOOL"), name
+                assert (action.help or "").count("(default: ") == HOW[name]["help"].count("(default: "), name
+
+
+def test_every_option_with_own_words_is_there() -> None:
+    known = {
+        (parameters.values[0], name)
+        for parameters in PARSERS
+        for action in parameters.values[1]._actions
+        for name in action.option_strings
+    }
+    assert known >= OWN_WORDS.keys()
