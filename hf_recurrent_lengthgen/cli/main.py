@@ -36,6 +36,7 @@ PURPOSES = {
         "pull": "download a checkpoint from the Hub, and check it",
         "recipe": "reproduce a checkpoint of a paper, from conversion to push",
     },
+    "Set up": {"completion": "print a script that completes commands in your shell"},
 }
 COMMANDS = {name: what for commands in PURPOSES.values() for name, what in commands.items()}
 """Modules beside this one, which take long to import, so that only the one that runs is imported."""
