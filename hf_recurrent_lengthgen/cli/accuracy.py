@@ -1,23 +1,25 @@
 """`lengthgen accuracy`: how many symbols checkpoints copy, recall or sort right, at the training length and beyond."""
 
 import argparse
-import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_recurrent_lengthgen.cli.inputs import make_output_folder
-from hf_recurrent_lengthgen.cli.measuring import on_device
+from hf_recurrent_lengthgen.cli.inputs import check_given_once, make_output_folder
+from hf_recurrent_lengthgen.cli.measuring import model_label, on_device
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, positive
 from hf_recurrent_lengthgen.cli.report import draw
 from hf_recurrent_lengthgen.cli.shared_options import MODELS, add_shared
-from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, STRING_TASKS, TaskStrings, string_task
-from hf_recurrent_lengthgen.evaluation.string_accuracy import StringAccuracy, accuracy_by_length
-from hf_recurrent_lengthgen.evaluation.tables import write_csv
+from hf_recurrent_lengthgen.data.tasks import STRING_TASKS, TaskStrings, string_task
+from hf_recurrent_lengthgen.evaluation.accuracy_results import AccuracyComparison
+from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
+from hf_recurrent_lengthgen.evaluation.files import write_result
+from hf_recurrent_lengthgen.evaluation.string_accuracy import measure_accuracy
+from hf_recurrent_lengthgen.evaluation.tables import rows_of, write_csv
 from hf_recurrent_lengthgen.loading import load_model
-from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.plotting.accuracy import accuracy_figure
-from hf_recurrent_lengthgen.versions import installed_versions
+from hf_recurrent_lengthgen.plotting.names import short_names
 
 DESCRIPTION = """\
 Measure how many symbols models copy, recall or sort right, as in "Mimetic initialization" (Trockman et al., 2024): of
@@ -29,7 +31,6 @@ lengthgen accuracy copier
 lengthgen accuracy copier other-copier --lengths 50,100,200,300 --samples 1000
 lengthgen accuracy my-mamba2 --task recall --task-length 16 --task-vocabulary 256
 """
-Curves = dict[str, dict[int, StringAccuracy]]
 
 
 def command_parser() -> CommandParser:
@@ -50,19 +51,26 @@ def command_parser() -> CommandParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
-    if len(set(options.models)) < len(options.models):
-        raise ValueError(f"Each model can be given once, got {' '.join(options.models)}.")
+    check_given_once(options.models)
     models = [load_model(name, options.trust_remote_code, merge=True) for name in options.models]
     records = [getattr(model.config, "task", None) for model in models]
     task, training_length = _task(options, records)
     output = make_output_folder(options.output)
-    found: Curves = {}
-    for name, model in zip(options.models, models, strict=True):
-        placed = on_device(model, options.device)
-        pieces, seed = (options.batch_size, options.chunk_length), EVALUATION_SEED + options.seed
-        found[name] = accuracy_by_length(placed, task, options.lengths, options.samples, pieces[0], seed, pieces[1])
-    print(_table(found, task))
-    print(f"\nResults: {_write(output, found, task, training_length, options)}")
+    settings = EvaluationSettings(
+        options.batch_size,
+        options.chunk_length,
+        seed=options.seed,
+        command=shlex.join(["lengthgen", "accuracy", *arguments]),
+    )
+    found = []
+    for name, model in zip(short_names(options.models), models, strict=True):
+        placed, label = on_device(model, options.device), model_label(name, model.config)
+        found.append(
+            measure_accuracy(placed, task, options.lengths, label, training_length, settings, samples=options.samples)
+        )
+    comparison = AccuracyComparison(tuple(found))
+    print(_table(comparison))
+    print(f"\nResults: {_write(output, comparison, options.csv)}")
     return 0
 
 
@@ -116,41 +124,34 @@ def _words(record: Mapping[str, Any] | None) -> str:
     return f"{record['name']} with length {record['length']} and {record['vocabulary']} symbols"
 
 
-def _table(found: Curves, task: TaskStrings) -> str:
-    lengths = list(next(iter(found.values())))
-    width = max(len("model"), *(len(name) for name in found))
-    head = "".join(f"{length:>17,}" for length in lengths)
+def _table(comparison: AccuracyComparison) -> str:
+    first = comparison.models[0]
+    width = max(len("model"), *(len(result.model) for result in comparison.models))
+    head = "".join(f"{each.length:>17,}" for each in first.lengths)
     rows = [
-        name.ljust(width) + "".join(f"{pair.character:>9.3f}{pair.sequence:>8.3f}" for pair in curve.values())
-        for name, curve in found.items()
+        result.model.ljust(width) + "".join(f"{symbols:>9.3f}{answers:>8.3f}" for symbols, answers in curve.values())
+        for result, curve in zip(comparison.models, _curves(comparison).values(), strict=True)
     ]
-    note = f"{task.name}, {task.vocabulary} symbols: share of right symbols, and of whole answers, by length."
+    note = f"{first.task}, {first.vocabulary} symbols: share of right symbols, and of whole answers, by length."
     return "\n".join(["model".ljust(width) + head, *rows, note])
 
 
-def _write(
-    folder: Path, found: Curves, task: TaskStrings, training_length: int | None, options: argparse.Namespace
-) -> Path:
-    document = {
-        "task": task.record | {"length": training_length},
-        "samples": options.samples,
-        "seed": options.seed,
-        "versions": installed_versions(),
-        "models": {
-            name: {str(length): pair._asdict() for length, pair in curve.items()} for name, curve in found.items()
-        },
+def _curves(comparison: AccuracyComparison) -> dict[str, dict[int, tuple[float, float]]]:
+    """Model -> length -> share of right symbols, and of right answers."""
+    return {
+        result.model: {
+            each.length: (each.symbols.accuracy or 0.0, each.answers.accuracy or 0.0) for each in result.lengths
+        }
+        for result in comparison.models
     }
-    with replacing(folder / "accuracy.json") as temporary:
-        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    if options.csv:
-        rows = [
-            {"model": name, "length": length} | pair._asdict()
-            for name, curve in found.items()
-            for length, pair in curve.items()
-        ]
-        write_csv(folder / "accuracy.csv", rows)
-    unit = "pairs" if task.name == "recall" else "symbols"
-    short = {Path(name).name: curve for name, curve in found.items()}
-    figure = accuracy_figure(short if len(short) == len(found) else found, unit, training_length)
-    draw(figure, folder / "accuracy")
+
+
+def _write(folder: Path, comparison: AccuracyComparison, csv: bool) -> Path:
+    """Write JSON, table and picture; the path of the picture."""
+    write_result(folder / "accuracy.json", comparison)
+    if csv:
+        write_csv(folder / "accuracy.csv", rows_of(comparison))
+    first = comparison.models[0]
+    unit = "pairs" if first.task == "recall" else "symbols"
+    draw(accuracy_figure(_curves(comparison), unit, first.training_length), folder / "accuracy")
     return folder / "accuracy.png"

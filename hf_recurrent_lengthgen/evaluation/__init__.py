@@ -1,5 +1,6 @@
 """Metrics of models beyond their training length, and their results as values, files and tables."""
 
+from .accuracy_results import AccuracyComparison, AccuracyResult
 from .attention_maps import attention_maps
 from .constant_prompt import constant_prompt
 from .context_harm import window_nll
@@ -8,7 +9,7 @@ from .effective_remembrance import effective_remembrance
 from .evaluate import EvaluationSettings, evaluate_model
 from .files import read_result, write_result
 from .forgetting_search import search_forgetting
-from .map_results import AttentionMaps, save_maps
+from .map_results import AttentionMaps, read_maps, save_maps
 from .misalignment import long_short_misalignment
 from .rank_correlation import rank_correlation
 from .results import Comparison, DataRecord, DataSource, EvaluationResult, ForgettingSearch
@@ -20,10 +21,12 @@ from .state_distance import state_drift
 from .state_patching import patch_heads
 from .state_trajectory import StateObserver
 from .streaming import stream_nll
-from .string_accuracy import accuracy_by_length, string_accuracy
+from .string_accuracy import accuracy_by_length, measure_accuracy, string_accuracy
 from .tables import read_rows, rows_of, write_csv
 
 __all__ = [
+    "AccuracyComparison",
+    "AccuracyResult",
     "AttentionMaps",
     "Comparison",
     "DataRecord",
@@ -45,8 +48,10 @@ __all__ = [
     "fit_linear_law",
     "forget_threshold",
     "long_short_misalignment",
+    "measure_accuracy",
     "patch_heads",
     "rank_correlation",
+    "read_maps",
     "read_result",
     "read_rows",
     "recall_threshold",

@@ -11,17 +11,23 @@ are the scaled queries, B the keys and A the gates. (Delta, B, C) are the values
 Shapes: T tokens, D channels or heads, N states (keys).
 """
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hf_recurrent_lengthgen.evaluation.evaluate import NOT_SAID, EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.map_results import AttentionMaps, LayerMaps
+from hf_recurrent_lengthgen.evaluation.provenance import model_record, token_digest
 from hf_recurrent_lengthgen.evaluation.recorded_scans import layers_of, recorded_scans
+from hf_recurrent_lengthgen.evaluation.results import DataRecord
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.mixer_layouts import key_and_query_weights, known_mixers
+from hf_recurrent_lengthgen.versions import installed_versions
 
 MAP_ELEMENTS = 2**22
 """Maximum number of map entries in memory at once, 32 MiB."""
@@ -61,6 +67,8 @@ def attention_maps(
     tokens: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
     label: str = "",
+    data: DataRecord = NOT_SAID,
+    command: str | None = None,
 ) -> AttentionMaps:
     """Channel average and average mask of the layers of a model on one text, from the zero state.
 
@@ -70,12 +78,15 @@ def attention_maps(
         tokens: T words for the tokens; None for their ids.
         layers: Layer indices, from 0; None for all.
         label: Name of the model.
+        data: Where the text is from, for people; the digest is that of the token ids, whatever is given.
+        command: What is recorded as the command; None for that of this process.
 
     Raises:
         ValueError: for more than one text, a number of words other than T, a layer that does not exist or whose scan
             has no such map (RWKV gives the current token its own weight), and a model whose recurrence is made to
             forget (`retention`, `insertion` or `window`; a `delta_scale` is part of the steps, so of the maps).
     """
+    began = time.perf_counter()
     tokens_1T = _one_text(input_ids)
     words = tuple(map(str, tokens_1T[0].tolist())) if tokens is None else tuple(tokens)
     if len(words) != tokens_1T.shape[1]:
@@ -101,7 +112,18 @@ def attention_maps(
                 mask=mask.float().cpu().numpy(),
             )
         )
-    return AttentionMaps(label or type(model).__name__, words, tuple(results))
+    record = model_record(model)
+    return AttentionMaps(
+        model=label or type(model).__name__,
+        weights=record["weights"],
+        data=replace(data, digest=token_digest(tokens_1T.cpu().numpy())),
+        tokens=words,
+        layers=tuple(results),
+        device=record["device"],
+        versions=installed_versions(),
+        command=EvaluationSettings(command=command).recorded_command,
+        wall_seconds=time.perf_counter() - began,
+    )
 
 
 @torch.no_grad()

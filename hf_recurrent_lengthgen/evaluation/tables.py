@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hf_recurrent_lengthgen.evaluation.accuracy_results import AccuracyComparison, AccuracyResult
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import (
@@ -20,7 +21,10 @@ from hf_recurrent_lengthgen.models.atomic_files import replacing
 
 Row = dict[str, Any]
 
-WITH_ROWS: Any = Comparison, Diagnosis, EvaluationResult, ForgettingSearch, RetrievalComparison, RetrievalResult
+WITH_ROWS: Any = (
+    *(AccuracyComparison, AccuracyResult, Comparison, Diagnosis),
+    *(EvaluationResult, ForgettingSearch, RetrievalComparison, RetrievalResult),
+)
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[Row]:
@@ -38,12 +42,13 @@ def rows_of(result: Any) -> list[Row]:
     Evaluations and diagnoses have one row per model, metric and bin of positions [start, stop): `nll` (nats per
     token), `harm` (nats), `in_window_nll`, and in diagnoses `remembrance`, the total variation of predictions without
     the tokens before `start`. Retrieval has one row per model, depth or bAbI task, and length (tokens), with Wilson's
-    interval; a search of forgetting has one row per setting.
+    interval; accuracy one per model and length, with the interval of whole answers; a search of forgetting one per
+    setting.
 
     Raises:
         ValueError: for other types.
     """
-    if isinstance(result, Comparison | Diagnosis | RetrievalComparison):
+    if isinstance(result, AccuracyComparison | Comparison | Diagnosis | RetrievalComparison):
         return [row for model in result.models for row in rows_of(model)]
     if isinstance(result, EvaluationResult):
         return list(_evaluation_rows("other", result))
@@ -53,6 +58,13 @@ def rows_of(result: Any) -> list[Row]:
         return [*_evaluation_rows(result.role, result.evaluation), *_part_rows(result)]
     if isinstance(result, RetrievalResult):
         return list(_retrieval_rows(result))
+    if isinstance(result, AccuracyResult):
+        return [
+            {"model": result.model, "training_length": result.training_length, "task": result.task}
+            | {"length": each.length, "symbol_accuracy": each.symbols.accuracy, "accuracy": each.answers.accuracy}
+            | dict(zip(("low", "high"), each.answers.interval(), strict=True))
+            for each in result.lengths
+        ]
     if isinstance(result, ForgettingSearch):
         return [
             {

@@ -1,8 +1,11 @@
 """Tasks on random symbols from the command line: training, measuring, and what is refused."""
 
+import hashlib
 import json
+import shlex
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,11 @@ from hf_recurrent_lengthgen.data.tasks import (
     TaskStrings,
     string_task,
 )
+from hf_recurrent_lengthgen.evaluation.accuracy_results import AccuracyComparison
+from hf_recurrent_lengthgen.evaluation.files import read_result
+from hf_recurrent_lengthgen.evaluation.retrieval_results import Share
 from hf_recurrent_lengthgen.evaluation.string_accuracy import accuracy_by_length
+from hf_recurrent_lengthgen.evaluation.tables import read_rows
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.trainers import checkpoints, resumable_runs
 
@@ -86,13 +93,12 @@ def test_every_task_trains_and_is_measured(
     output = tmp_path / "found"
     arguments = [str(tmp_path / "out"), "--output", str(output), "--samples", "6", "--lengths", "4,2"]
     assert main(["accuracy", *arguments]) == 0
-    found = json.loads((output / "accuracy.json").read_text())
-    assert found["task"] == {"name": task, "length": 4, "vocabulary": 8}
+    (found,) = read_result(output / "accuracy.json", AccuracyComparison).models
+    assert (found.task, found.training_length, found.vocabulary) == (task, 4, 8)
+    assert found.command == shlex.join(["lengthgen", "accuracy", *arguments])
     data = string_task(task, 4, 8)
     expected = accuracy_by_length(load_model(str(tmp_path / "out")), data, [2, 4], samples=6)
-    assert found["models"] == {
-        str(tmp_path / "out"): {str(length): pair._asdict() for length, pair in expected.items()}
-    }
+    assert {each.length: (each.symbols.accuracy, each.answers.accuracy) for each in found.lengths} == expected
     assert (output / "accuracy.png").stat().st_size > 5000
     assert ("pairs" if task == "recall" else "symbols") in (output / "accuracy.svg").read_text()
 
@@ -210,7 +216,7 @@ def test_several_checkpoints_are_compared(
     assert asked == [(2, 3), (4, 3), (8, 3)] * 2  # 1, 2 and 4 times the longest
     head, first, second, note = capsys.readouterr().out.splitlines()[:4]
     assert head.split() == ["model", "2", "4", "8"]
-    assert [first.split()[0], second.split()[0]] == names
+    assert [first.split()[0], second.split()[0]] == ["one", "two"]
     assert first.split()[1:] == second.split()[1:]  # the same weights
     assert len(first.split()) == 7
     assert note.startswith("copying, 5 symbols: share of right symbols, and of whole answers")
@@ -242,10 +248,51 @@ def copier() -> Any:
 def test_a_model_that_knows_three_symbols(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_recurrent_lengthgen.cli.accuracy.load_model", lambda *_, **__: copier())
     assert main(["accuracy", "m", "--output", str(tmp_path), "--lengths", "3,6", "--samples", "200"]) == 0
-    found = json.loads((tmp_path / "accuracy.json").read_text())["models"]["m"]
-    assert found["3"] == {"character": 1, "sequence": 1}
-    assert 0.5 < found["6"]["character"] < 0.8  # three of six, and chance
-    assert found["6"]["sequence"] < 0.1
+    (found,) = read_result(tmp_path / "accuracy.json", AccuracyComparison).models
+    three, six = found.lengths
+    assert (three.length, three.symbols, three.answers) == (3, Share(600, 600), Share(200, 200))
+    assert (six.length, six.symbols.samples, six.answers.samples) == (6, 1200, 200)
+    assert 600 < six.symbols.right < 960  # three of six, and chance
+    assert six.answers.right < 20
+
+
+def test_the_document_names_weights_data_and_seed_and_is_refused_if_damaged(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = checkpoint(name="copying", length=[2, 3], vocabulary=8)
+    arguments = ["accuracy", str(folder), "--output", str(tmp_path), "--samples", "5", "--lengths", "2,3"]
+    assert main([*arguments, "--seed", "7", "--csv"]) == 0
+    path = tmp_path / "accuracy.json"
+    (found,) = read_result(path, AccuracyComparison).models
+    weights, strings = hashlib.sha256(), hashlib.sha256()
+    for name, value in load_model(str(folder)).state_dict().items():
+        weights.update(f"{name} torch.float32 {tuple(value.shape)}".encode() + value.numpy().tobytes())
+    for length in (2, 3):
+        for row in string_task("copying", length, 8, 5, 2**40 + 7).__getitems__(range(5)):
+            strings.update(row["input_ids"].numpy().astype("<i8").tobytes())
+    assert (found.weights, found.data.digest, found.seed) == (weights.hexdigest(), strings.hexdigest(), 7)
+    assert (found.device, found.versions["torch"]) == ("cpu", torch.__version__)
+    assert found.wall_seconds > 0
+    assert [row["length"] for row in read_rows(path)] == [2, 3]
+    assert (tmp_path / "accuracy.csv").read_text().startswith("model,training_length,task,length,symbol_accuracy,")
+
+    document = json.loads(path.read_text())
+    for broken, complaint in (
+        ({key: value for key, value in document["models"][0].items() if key != "weights"}, "weights: Field required"),
+        (document["models"][0] | {"lengths": []}, "Lengths must ascend"),
+        (document["models"][0] | {"more": 1}, "more: There is no such field"),
+    ):
+        path.write_text(json.dumps(document | {"models": [broken]}))
+        with pytest.raises(ValueError, match=rf"accuracy.json: models\[0\].*{complaint}"):
+            read_result(path, AccuracyComparison)
+    path.write_text(json.dumps(document | {"schema_version": 2}))
+    with pytest.raises(ValueError, match="schema version 2, .* reads up to 1"):
+        read_result(path, AccuracyComparison)
+    twice = replace(found, model="other", seed=8)
+    assert AccuracyComparison((found, twice)).models[1].model == "other"
+    for other in (found, replace(twice, vocabulary=9)):
+        with pytest.raises(ValueError, match=r"different names|same vocabulary"):
+            AccuracyComparison((found, other))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from transformers import Mamba2Config, Mamba2ForCausalLM
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.attention_maps import attention_maps
+from hf_recurrent_lengthgen.evaluation.map_results import read_maps
+from hf_recurrent_lengthgen.evaluation.provenance import weights_digest
 
 
 def test_the_maps_of_a_text_as_picture_arrays_and_table(
@@ -19,6 +21,9 @@ def test_the_maps_of_a_text_as_picture_arrays_and_table(
     with np.load(output / "maps.npz") as maps:
         described, average = json.loads(str(maps["header"])), maps["average"]
     assert (described["model"], described["tokens"]) == (str(checkpoint), ["a", "b", "|", "a"])
+    read = read_maps(output / "maps.npz")
+    assert read.command == f"lengthgen maps {checkpoint} --text 'ab|a' --output {output}"
+    assert read.weights == weights_digest(load_model(checkpoint))
     expected = attention_maps(load_model(checkpoint), torch.tensor([ord(letter) + 3 for letter in "ab|a"]))
     assert (average[0] == expected.layers[0].average).all()
     assert (output / "maps.png").read_bytes().startswith(b"\x89PNG")
