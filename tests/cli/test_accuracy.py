@@ -286,7 +286,7 @@ def test_the_document_names_weights_data_and_seed_and_is_refused_if_damaged(
         with pytest.raises(ValueError, match=rf"accuracy.json: models\[0\].*{complaint}"):
             read_result(path, AccuracyComparison)
     path.write_text(json.dumps(document | {"schema_version": 2}))
-    with pytest.raises(ValueError, match="schema version 2, .* reads up to 1"):
+    with pytest.raises(ValueError, match=r"schema version 2, .* reads up to 1"):
         read_result(path, AccuracyComparison)
     twice = replace(found, model="other", seed=8)
     assert AccuracyComparison((found, twice)).models[1].model == "other"
