@@ -74,7 +74,7 @@ class StatefulConfigMixin:
             value = int(value)  # from NumPy's
         if not _fits(value, kind):
             raise ValueError(f"{name} must be {_in_words(kind)}, got {value!r:.80}.")
-        if (name, value) != ("time_step_rank", "auto"):  # of which the upstream configuration makes a number
+        if (name, value) != ("time_step_rank", "auto"):  # the configuration makes a number of it
             _check_range(name, value)
         # a 0 from JSON, which the strict classes of Transformers refuse
         if kind is float:

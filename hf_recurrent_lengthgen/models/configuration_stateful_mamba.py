@@ -1,5 +1,6 @@
 """Configuration of Mamba-1 and FalconMamba with an initial and a final state."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,8 +45,10 @@ class StatefulMambaConfig(ReferenceLayersConfigMixin, MambaConfig):
         return super().from_upstream(config_dict)
 
     def check(self) -> None:
-        """See `ReferenceLayersConfigMixin.check`; also the initialization of steps."""
+        """See `ReferenceLayersConfigMixin.check`; also the rank and the initialization of steps."""
         super().check()
+        if self.time_step_rank == "auto":  # set after the upstream class has made a number of it
+            self.time_step_rank = math.ceil(self.hidden_size / 16)
         if self.time_step_init_scheme not in ("random", "constant"):
             raise ValueError(
                 f'time_step_init_scheme must be "random" or "constant", got {self.time_step_init_scheme!r}.'

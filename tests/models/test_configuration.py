@@ -28,7 +28,7 @@ from hf_recurrent_lengthgen.models.configuration_stateful import COUNT_FIELDS, N
 from hf_recurrent_lengthgen.models.configuration_stateful_mamba2 import StatefulMamba2Config
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba2ForCausalLM
 
-from .families import FAMILIES, VOCABULARY, Family, build, mamba2_config, random_tokens, variant_id
+from .families import FAMILIES, MAMBA, VOCABULARY, Family, build, mamba2_config, random_tokens, variant_id
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 
@@ -148,6 +148,14 @@ def test_heads_of_a_layer_must_divide_its_channels(family: Family) -> None:
 def test_sizes_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match=r"num_heads \* head_dim|hidden_size \* expand|Inconsistent configuration"):
         StatefulMamba2ForCausalLM(mamba2_config(head_dim=9))
+
+
+def test_an_automatic_rank_of_steps_may_be_set_after_creation() -> None:
+    config = MAMBA.config(hidden_size=40, time_step_rank=6)
+    config.time_step_rank = "auto"
+    model = MAMBA.causal_lm_class(config)
+    assert model.config.time_step_rank == 3  # 40 / 16, rounded up
+    assert model.backbone.layers[0].mixer.dt_proj.in_features == 3
 
 
 @every_family
