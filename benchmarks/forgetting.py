@@ -9,8 +9,8 @@ from measure import in_own_process, peak_mib, take_turns
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
+from hf_recurrent_lengthgen import Forgetting, forgetting
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
 from hf_recurrent_lengthgen.models.forgetting_gated import GatedRecurrence
 from hf_recurrent_lengthgen.models.forgetting_scans import Recurrence, forgetful_scan
 from hf_recurrent_lengthgen.models.forgetting_selective import SelectiveRecurrence

@@ -13,7 +13,8 @@ from . import versions as _versions
 if TYPE_CHECKING:
     from .hybrids import stateful
     from .loading import load_model
-    from .models.forgetting import Forgetting, forgetting
+    from .models.forgetting import Forgetting
+    from .models.forgetting_switch import forgetting
     from .models.recurrent_state import (
         LayerState,
         RecurrentState,
@@ -50,7 +51,7 @@ __all__ = [
 _PACKAGES = ("data", "evaluation", "models", "surgery", "trainers")
 _NOT_OF_STATES = {
     "Forgetting": "models.forgetting",
-    "forgetting": "models.forgetting",
+    "forgetting": "models.forgetting_switch",
     "load_model": "loading",
     "stateful": "hybrids",
 }

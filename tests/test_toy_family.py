@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from transformers import PreTrainedConfig
 
-from hf_recurrent_lengthgen import load_model
+from hf_recurrent_lengthgen import forgetting, load_model
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.conversion.format_fla import KINDS
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
@@ -18,7 +18,6 @@ from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_rand
 from hf_recurrent_lengthgen.models import FAMILIES, register_family
 from hf_recurrent_lengthgen.models.causal_lm import StatefulForCausalLM
 from hf_recurrent_lengthgen.models.configuration_fla import FlaConfigMixin
-from hf_recurrent_lengthgen.models.forgetting import forgetting
 from hf_recurrent_lengthgen.models.forgetting_gated import GatedRecurrence
 from hf_recurrent_lengthgen.models.layers_fla import MixerMLPBackbone
 from hf_recurrent_lengthgen.models.padding import zero_past_end

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hf_recurrent_lengthgen import load_model
+from hf_recurrent_lengthgen import Forgetting, forgetting, load_model
 from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
 from hf_recurrent_lengthgen.data import byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
@@ -28,7 +28,6 @@ from hf_recurrent_lengthgen.evaluation.forgetting_search import (
     search_forgetting,
 )
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
-from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, position_axis
 from hf_recurrent_lengthgen.trainers import StatePassingTrainer

@@ -36,7 +36,8 @@ from hf_recurrent_lengthgen.evaluation.forgetting_search import (
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, ForgettingSearch
 from hf_recurrent_lengthgen.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
-from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.forgetting_switch import forgetting
 from hf_recurrent_lengthgen.models.stateful_model import StatefulModel
 from hf_recurrent_lengthgen.private_text import portable
 

@@ -21,7 +21,8 @@ from hf_recurrent_lengthgen.evaluation.provenance import token_digest, weights_d
 from hf_recurrent_lengthgen.evaluation.readers import vocabulary_size
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, ForgettingSearch, ForgettingTrial
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, progress_bar, stream_nll
-from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
+from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.forgetting_switch import forgetting
 
 SEARCH_LENGTH = 32 * 1024
 """Context length of the paper's search, in tokens."""

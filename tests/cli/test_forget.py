@@ -12,14 +12,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from hf_recurrent_lengthgen import load_model
+from hf_recurrent_lengthgen import Forgetting, forgetting, load_model
 from hf_recurrent_lengthgen.cli import forget as forget_module
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import Comparison, ForgettingSearch
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
 from hf_recurrent_lengthgen.recipes import RECIPES
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.test_remote_code import clean_process

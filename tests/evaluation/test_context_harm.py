@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from hf_recurrent_lengthgen import forgetting
 from hf_recurrent_lengthgen.evaluation.context_harm import context_use_bands, last_octave, window_nll
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
-from hf_recurrent_lengthgen.models.forgetting import forgetting
 from tests.models.families import MAMBA2, VOCABULARY, build
 
 NLL = Callable[..., list[float]]

@@ -13,6 +13,7 @@ from scipy.stats import entropy
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
+from hf_recurrent_lengthgen import forgetting
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import Remembrance
 from hf_recurrent_lengthgen.evaluation.effective_remembrance import (
     effective_remembrance,
@@ -32,7 +33,6 @@ from hf_recurrent_lengthgen.models import (
     StatefulMambaConfig,
     StatefulMambaForCausalLM,
 )
-from hf_recurrent_lengthgen.models.forgetting import forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
 from tests.hybrids.tiny_models import tiny_model
 from tests.versions import needs_hybrids

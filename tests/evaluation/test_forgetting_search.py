@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_recurrent_lengthgen import Forgetting, forgetting
 from hf_recurrent_lengthgen.cli.forget import conclusion, search_table
 from hf_recurrent_lengthgen.evaluation import forgetting_search, streaming
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
@@ -27,7 +28,6 @@ from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource, Fo
 from hf_recurrent_lengthgen.models import StatefulGLAConfig, StatefulGLAForCausalLM
 from hf_recurrent_lengthgen.models import StatefulMamba2Config as Config
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM as Model
-from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
 
 SYMBOLS = 6

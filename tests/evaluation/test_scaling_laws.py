@@ -10,6 +10,7 @@ from scipy.optimize import curve_fit
 from scipy.stats import linregress
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_recurrent_lengthgen import forgetting
 from hf_recurrent_lengthgen.evaluation.results import Curve
 from hf_recurrent_lengthgen.evaluation.scaling_laws import (
     LawFit,
@@ -25,7 +26,6 @@ from hf_recurrent_lengthgen.evaluation.scaling_laws import (
     state_elements,
 )
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.models.forgetting import forgetting
 
 TABLE_2 = ((48, 1536, 19.3), (48, 1024, 12.9), (24, 768, 4.8), (12, 768, 2.4), (12, 512, 1.6), (6, 512, 0.8))
 """Layers, width and state size in millions of the models of arXiv:2410.07145, Table 2."""

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from hf_recurrent_lengthgen import forgetting
 from hf_recurrent_lengthgen.evaluation import state_diagnosis
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.state_diagnosis import diagnose_states, patched_groups
 from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis, head_name
-from hf_recurrent_lengthgen.models.forgetting import forgetting
 from tests.models.families import LINEAR_ATTENTION, MAMBA, MAMBA2, RWKV6, Family, build, random_tokens, variant_id
 
 QUIET = EvaluationSettings(progress=False)

@@ -11,6 +11,7 @@ from torch.nn.functional import softplus
 from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from hf_recurrent_lengthgen import forgetting
 from hf_recurrent_lengthgen.evaluation.state_trajectory import (
     LayerTrajectory,
     StateObserver,
@@ -19,7 +20,6 @@ from hf_recurrent_lengthgen.evaluation.state_trajectory import (
 )
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.models.forgetting import forgetting
 from tests.models.families import (
     FAMILIES,
     GLA,

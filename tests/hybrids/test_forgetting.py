@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_recurrent_lengthgen import forgetting
 from hf_recurrent_lengthgen.hybrids import load_hybrid_state, save_hybrid_state, stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM, StatefulMambaForCausalLM
-from hf_recurrent_lengthgen.models.forgetting import forgetting
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
 OURS = {

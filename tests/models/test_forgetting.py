@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models.forgetting import Forgetting, forgetting
+from hf_recurrent_lengthgen import Forgetting, forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import (
     RecurrentState,
     load_state,

@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.utils.data import IterableDataset
 
-from hf_recurrent_lengthgen.models.forgetting import forgetting
+from hf_recurrent_lengthgen import forgetting
 from hf_recurrent_lengthgen.trainers import (
     InitialStateConfig,
     LearnedStateConfig,
