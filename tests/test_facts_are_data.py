@@ -100,5 +100,5 @@ def test_what_a_model_forgot_is_told_by_its_field(window: int | None, tmp_path: 
     assert read_evidence(checkpoint, [tmp_path / "result.json"])
     plain["models"][1]["evaluation"]["forgetting"]["window"] = 5
     (tmp_path / "result.json").write_text(json.dumps(plain))
-    with pytest.raises(ValueError, match="is to be evaluated with"):
+    with pytest.raises(ValueError, match="needs results with"):
         read_evidence(checkpoint, [tmp_path / "result.json"])

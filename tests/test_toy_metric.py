@@ -161,7 +161,7 @@ def test_a_metric_that_is_not_listed_is_refused_and_its_results_are_told_of(
         patch.setitem(PARTS, TOY.name, TOY)
         assert diagnose(checkpoint, text_file, tmp_path / "out") == 0
     file = tmp_path / "out" / "result.json"
-    assert "found by a part that is not installed here" in " ".join(page_reasons(file))
+    assert "measured by a part that is not installed" in " ".join(page_reasons(file))
     file.write_text(file.read_text().replace('"toy_entropy"', '"newer_metric"'))
     with pytest.raises(ValueError, match=r"models\[0\]\.parts\.toy entropy: .*got 'newer_metric'.*update"):
         read_result(file, Diagnosis)

@@ -1,4 +1,4 @@
-"""Model cards: built of what a folder and result files say, checked, and written beside the weights."""
+"""Model cards: built from a checkpoint folder and result files, checked, and written beside the weights."""
 
 import itertools
 import os
@@ -44,20 +44,20 @@ from hf_recurrent_lengthgen.versions import installed_versions
 README = "README.md"
 _OURS = re.compile(r"(position_wise|context_harm|retrieval)(-\d+)?\.png|(comparison|diagnosis|retrieval)(-\d+)?\.json")
 OWN_WORDS = ("<!-- own words: lengthgen card keeps what stands here -->", "<!-- end of own words -->")
-"""Between them, a person writes."""
+"""Marks around the text that a person writes."""
 Paths = Sequence[str | os.PathLike[str]]
 
 
 @dataclass(frozen=True)
 class CardSettings:
-    """What no file says.
+    """Facts for a card that are in no file.
 
     Attributes:
-        repo_id: Name on the Hub, owner/name; None if it is not there yet.
-        license: Identifier of the Hub; None for that of the source.
-        language: Of the training text, as the Hub names it: "en", "code".
-        datasets: Names on the Hub of the training data.
-        authors: Who made it.
+        repo_id: Hub repository, owner/name; None if there is none yet.
+        license: License identifier of the Hub; None for the license of the source.
+        language: Language of the training text, as on the Hub: "en", "code".
+        datasets: Training datasets on the Hub.
+        authors: Authors of the checkpoint.
         own_words: Markdown that a person wrote.
     """
 
@@ -69,7 +69,7 @@ class CardSettings:
     own_words: str = ""
 
     def said(self) -> dict[str, Any]:
-        """The options that were given, as a card records them."""
+        """The given options, as a card records them."""
         return {
             field.name: value
             for field in fields(self)
@@ -77,12 +77,12 @@ class CardSettings:
         }
 
     def completed(self, said: dict[str, Any]) -> "CardSettings":
-        """With what was said before, as far as it is not said now."""
+        """These settings, completed with those of an earlier card."""
         return replace(from_plain(said, CardSettings), own_words=self.own_words, **self.said())
 
 
 class WrittenCard(NamedTuple):
-    """Path of a card, what it lacks, and where the README.md is kept that it replaced, if that was another's."""
+    """Path of a card, what it lacks, and the copy of the README.md that it replaced, if that was not ours."""
 
     path: Path
     missing: list[str]
@@ -92,15 +92,15 @@ class WrittenCard(NamedTuple):
 def build_card(
     folder: str | os.PathLike[str], results: Paths = (), settings: CardSettings = CardSettings()
 ) -> ModelCard:
-    """The card of a checkpoint. Its pictures and copies of results are written by `write_card`.
+    """The card of a checkpoint; `write_card` writes its figures and copies of results.
 
     Args:
         folder: The checkpoint.
         results: Result files of `lengthgen evaluate`, `diagnose` and `retrieve`; none for a card without numbers.
-        settings: What no file says.
+        settings: Facts that are in no file.
 
     Raises:
-        ValueError: for an adapter, damaged files, results of other weights, and a `repo_id` that cannot be one.
+        ValueError: for an adapter, damaged files, results of other weights, and an invalid `repo_id`.
     """
     checkpoint = read_checkpoint(folder)
     return render(checkpoint, read_evidence(checkpoint, results), settings)
@@ -114,18 +114,18 @@ def write_card(
 ) -> WrittenCard:
     """Write README.md, figures/ and results/ into a checkpoint folder.
 
-    All is made beside, and moved when it is complete, the README.md last. What stands between `OWN_WORDS` in the
-    README.md that is there stays; what was changed elsewhere in it is written over.
+    All files are written in a temporary folder and moved when complete, the README.md last. Text between `OWN_WORDS`
+    in an existing README.md stays; other changes to it are overwritten.
 
     Args:
         folder: The checkpoint.
-        results: As in `build_card`; None for those of the card that is there.
-        settings: As in `build_card`; what it leaves out is that of the card that is there.
-        overwrite: Whether to replace a README.md, figures and results that this function did not write; such a
-            README.md is kept beside, and nothing but own words is taken from it.
+        results: As in `build_card`; None for those of the existing card.
+        settings: As in `build_card`, completed with those of the existing card.
+        overwrite: Whether to replace a README.md, figures and results that this function did not write. Such a
+            README.md is kept under another name, and only its own words are taken over.
 
     Raises:
-        ValueError: as `build_card`, for such files, and for marks of own words that are damaged.
+        ValueError: as in `build_card`, for such files without `overwrite`, and for damaged marks of own words.
     """
     path = Path(folder)
     checkpoint, readme = read_checkpoint(path), path / README
@@ -137,8 +137,7 @@ def write_card(
     foreign = bool(there) and mark is None
     if foreign and not overwrite:
         raise ValueError(
-            f"{readme} was not written by lengthgen card: give --overwrite to replace it, which keeps it as "
-            "README.old.md."
+            f"{readme} was not written by lengthgen card: give --overwrite to replace it and keep it as README.old.md."
         )
     old = _written_with(mark)
     if results is None:
@@ -161,7 +160,7 @@ def write_card(
 
 
 def render(checkpoint: Checkpoint, evidence: Sequence[Evidence], settings: CardSettings) -> ModelCard:
-    """The card of what was read."""
+    """The card of a checkpoint and results that were read."""
     validate_repo_id(settings.repo_id)
     source = None if checkpoint.lineage is None else checkpoint.lineage.source
     license = settings.license or (None if source is None else source.license)
@@ -198,7 +197,7 @@ def _measured(evidence: Sequence[Evidence]) -> list[str]:
         used, images = images[: (here := len(figures([item])))], images[here:]
         section = comparison_section if item.compared else retrieval_section if item.retrieved else diagnosis_section
         parts.append(section(item, name, used))
-    return [*parts, "### To measure again", commands_section(evidence)]
+    return [*parts, "### Commands to measure again", commands_section(evidence)]
 
 
 def _write_files(
@@ -219,22 +218,24 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def marked(text: str, files: dict[str, str], wrote: Sequence[str], said: dict[str, Any] | None = None) -> str:
-    """A card with the comment by which it is known; the arguments are those of `CardMark`, of `verified_files`."""
+    """A card with the comment that identifies it; the arguments are those of `CardMark`."""
     return f"{text.rstrip(chr(10))}\n\n{CardMark(cards_digest(files), tuple(wrote), said or {}).comment()}\n"
 
 
 def own_words(text: str) -> str:
-    """What a person wrote between the marks of a card; a `ValueError` if they do not stand there once each."""
+    """The text between the marks of a card; a `ValueError` unless each mark occurs once, in order."""
     counts = [text.count(mark) for mark in OWN_WORDS]
     if counts == [0, 0]:
         return ""
     if counts != [1, 1] or text.index(OWN_WORDS[0]) > text.index(OWN_WORDS[1]):
-        raise ValueError(f"The own words of README.md must stand between {' and '.join(OWN_WORDS)}, each once.")
+        raise ValueError(
+            f"README.md must have its own words between {' and '.join(OWN_WORDS)}, with each mark once: restore them."
+        )
     return text.partition(OWN_WORDS[0])[2].partition(OWN_WORDS[1])[0].strip()
 
 
 def _set_aside(readme: Path) -> Path:
-    """Copy a README.md to a name that is free."""
+    """Copy a README.md to an unused name."""
     numbers = itertools.chain([""], itertools.count(2))
     free = next(name for number in numbers if not (name := readme.with_name(f"README.old{number}.md")).exists())
     shutil.copyfile(readme, free)
@@ -242,7 +243,7 @@ def _set_aside(readme: Path) -> Path:
 
 
 def _written_with(mark: CardMark | None) -> list[Path]:
-    """The figures and results that were written with a card, by name in the folder."""
+    """Paths in the folder of the figures and results that were written with a card."""
     names = [] if mark is None else [Path(name) for name in mark.wrote]
     return [name for name in names if _OURS.fullmatch(name.name) and str(name.parent) in (FIGURES, RESULTS)]
 
@@ -258,13 +259,13 @@ def _check_free(folder: Path, new: Path, old: Sequence[Path]) -> None:
     ]
     if taken:
         raise ValueError(
-            f"Not written by lengthgen card: {', '.join(taken)}. Move what you need of it out of {FIGURES}/ and "
-            f"{RESULTS}/, and give --overwrite."
+            f"These files were not written by lengthgen card: {', '.join(taken)}. Move those that you need out of "
+            f"{FIGURES}/ and {RESULTS}/, and give --overwrite."
         )
 
 
 def _replace(folder: Path, new: Path, old: Sequence[Path]) -> None:
-    """Move a finished card over the old one, and remove what was written with that."""
+    """Move a finished card over the old one, and remove the files of the old one."""
     written = _files_in(new)
     for kind in (FIGURES, RESULTS):
         (folder / kind).mkdir(exist_ok=True)
@@ -279,11 +280,11 @@ def _replace(folder: Path, new: Path, old: Sequence[Path]) -> None:
 
 
 def missing(checkpoint: Checkpoint, evidence: Sequence[Evidence], card: ModelCard) -> list[str]:
-    """What a card lacks, and how it is given."""
+    """What a card lacks, and how to provide it."""
     told = {
         "results on long texts (lengthgen evaluate, --results)": any(item.compared for item in evidence),
         "results on retrieval (lengthgen retrieve, --results)": any(item.retrieved for item in evidence),
-        "a licence (--license)": card.data.get("license"),
+        "a license (--license)": card.data.get("license"),
         "the language of its training text (--language)": card.data.get("language"),
         "the training data on the Hub (--datasets)": card.data.get("datasets"),
         "its lineage (lineage.json)": checkpoint.lineage,
@@ -295,6 +296,6 @@ def missing(checkpoint: Checkpoint, evidence: Sequence[Evidence], card: ModelCar
 
 
 def _version(checkpoint: Checkpoint) -> str:
-    """Of this package when it last changed the checkpoint, or now."""
+    """Version of this package when it last changed the checkpoint, else the installed one."""
     made = [step.versions[PACKAGE] for step in checkpoint.steps if PACKAGE in step.versions]
     return made[-1] if made else installed_versions()[PACKAGE]

@@ -1,4 +1,4 @@
-"""All that a card is written from, read from a checkpoint folder and result files, and checked against each other."""
+"""The facts of a card, read from a checkpoint folder and result files, and checked against each other."""
 
 import json
 import os
@@ -54,16 +54,16 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a folder says of itself.
+    """The facts in a checkpoint folder.
 
     Attributes:
-        name: Of the folder.
-        config: config.json.
-        parameters: Numbers in the weight files; tied weights count once.
-        tokenizer: Whether there is one.
-        verification: None if the folder has none, or one of other files.
-        files: SHA-256 by name of its weights and config.
-        find_weights: Of some digests of weights, the one that these weights have, or None.
+        name: Name of the folder.
+        config: Content of config.json.
+        parameters: Number of elements in the weight files; tied weights count once.
+        tokenizer: Whether there is a tokenizer.
+        verification: None if there is none, or only one of other files.
+        files: SHA-256 of weights and config, by file name.
+        find_weights: Returns the digest of these weights if it is among the given ones, else None.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Checkpoint:
 
     @property
     def carries_code(self) -> bool:
-        """Whether Transformers alone loads it as what it is here."""
+        """Whether Transformers can load it without this package, by the code in the checkpoint."""
         return self.model_type.startswith("stateful_") and bool(self.config.get("auto_map"))
 
     @property
@@ -96,12 +96,12 @@ class Checkpoint:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """What its lineage tells."""
+        """The steps of its lineage."""
         return () if self.lineage is None else self.lineage.steps
 
     @property
     def methods(self) -> list[Method]:
-        """All that was done to it, each once, in the order of its lineage."""
+        """All methods that were applied to it, each once, in the order of its lineage."""
         found = [method for step in self.steps for method in methods_of(step)]
         return list(dict.fromkeys(found + [FORGETTING] * (self.forgets != Forgetting())))
 
@@ -111,7 +111,7 @@ class Checkpoint:
 
 
 def methods_of(step: Step) -> tuple[Method, ...]:
-    """What a step did, the main method first."""
+    """The methods of a step, the main one first."""
     if step.training is not None:
         return step.training.methods
     return {"train": (PLAIN,), "expand": (EXPANSION,), "forget": (FORGETTING,)}.get(step.kind, ())
@@ -119,9 +119,9 @@ def methods_of(step: Step) -> tuple[Method, ...]:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A result file: its content, and which of its models is this checkpoint.
+    """A result file: its content, and the index of this checkpoint among its models.
 
-    `repeated` says whether another file holds its evaluations, too.
+    `repeated` tells whether another file also holds its evaluations.
     """
 
     kind: str
@@ -138,7 +138,7 @@ class Evidence:
 
     @property
     def compared(self) -> list[ComparedModel]:
-        """The evaluated models, this checkpoint first; none of a retrieval, and of what another file holds."""
+        """The evaluated models, this checkpoint first; none for a retrieval or a repeated file."""
         result = self.result
         if isinstance(result, RetrievalComparison) or self.repeated:
             return []
@@ -146,7 +146,7 @@ class Evidence:
 
     @property
     def diagnosed(self) -> DiagnosedModel | None:
-        """What a diagnosis found of this checkpoint."""
+        """The diagnosis of this checkpoint, if the file has one."""
         return self.result.models[self.own] if isinstance(self.result, Diagnosis) else None
 
     @property
@@ -159,11 +159,11 @@ class Evidence:
 
 
 def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
-    """Read what a card says of a folder, or raise a `ValueError`, as for an adapter and for damaged files."""
+    """Read the facts of a folder; a `ValueError` for adapters, damaged files and folders without a checkpoint."""
     path = Path(folder)
     refuse_adapter(path)
     if not (path / "config.json").is_file():
-        raise ValueError(f"{path} holds no config.json, so it is no checkpoint.")
+        raise ValueError(f"{path} has no config.json, so it is not a checkpoint: give the folder of a checkpoint.")
     config = read_json_object(path / "config.json")
     verification, files = read_verification(path), verified_files(path)
     return Checkpoint(
@@ -179,11 +179,11 @@ def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _parameters(folder: Path) -> int:
-    """Numbers in the weight files, from their headers."""
+    """Number of elements in the weight files, from their headers."""
     files = sorted(folder.glob("*.safetensors"))
     weights = [file for file in files if file.name.startswith("model")]
     if not weights:
-        raise ValueError(f"{folder} holds no model*.safetensors: save the model with save_pretrained.")
+        raise ValueError(f"{folder} has no model*.safetensors: save the model with save_pretrained.")
     count = 0
     for file in weights:
         try:
@@ -196,13 +196,13 @@ def _parameters(folder: Path) -> int:
 
 
 def _weights_of(folder: Path) -> Callable[[set[str]], str | None]:
-    """Which of some digests the weights of a folder have, loaded as `lengthgen evaluate` does, in some dtype."""
+    """`Checkpoint.find_weights` for a folder, whose weights are loaded as `lengthgen evaluate` does, in any dtype."""
     digest = cache(lambda dtype: weights_digest(load_language_model(str(folder), dtype=dtype)))
     return lambda wanted: next((found for dtype in _DTYPES if (found := digest(dtype)) in wanted), None)
 
 
 def read_evidence(checkpoint: Checkpoint, files: Sequence[str | os.PathLike[str]]) -> tuple[Evidence, ...]:
-    """Read result files, or raise a `ValueError` for another kind, and results of other weights or forgetting."""
+    """Read result files; a `ValueError` for files of another kind and results of other weights or forgetting."""
     found: list[Evidence] = []
     for item in sorted(
         (_evidence(checkpoint, Path(file)) for file in files), key=lambda item: item.kind == "diagnosis"
@@ -213,7 +213,7 @@ def read_evidence(checkpoint: Checkpoint, files: Sequence[str | os.PathLike[str]
 
 
 def _measurement(result: Result) -> set[tuple[Any, ...]]:
-    """What was measured of long texts, without what came out; nothing of a retrieval."""
+    """What was measured on long texts, without the values; empty for a retrieval."""
     if isinstance(result, RetrievalComparison):
         return set()
     common = ("model", "weights", "training_length", "evaluated_length", "sequences", "confidence", "data")
@@ -231,7 +231,7 @@ def _evidence(checkpoint: Checkpoint, file: Path) -> Evidence:
     if own is None:
         raise ValueError(
             f"{file} holds results of other weights ({', '.join(labels)}) than those in {checkpoint.name}: evaluate "
-            "this checkpoint, or give the results that belong to it."
+            "this checkpoint, or give its own results."
         )
     same = [index for index, digest in enumerate(weights) if digest == own]
     rule = ForgettingRule(**checkpoint.forgets._asdict())
@@ -239,19 +239,19 @@ def _evidence(checkpoint: Checkpoint, file: Path) -> Evidence:
     if not found:
         raise ValueError(
             f"{file} holds results of these weights as {', '.join(labels[index] for index in same)}, but "
-            f"{checkpoint.name} is to be evaluated with {in_words(checkpoint.forgets)}: evaluate this folder."
+            f"{checkpoint.name} needs results with {in_words(checkpoint.forgets)}: evaluate this folder."
         )
     length = evaluations(result)[found[0]].training_length
     if length is not None and checkpoint.training_length not in (None, length):
         raise ValueError(
-            f"{file} measured {checkpoint.name} against a training length of {length}, but its config.json says "
-            f"{checkpoint.training_length}: correct that, or evaluate this checkpoint again."
+            f"{file} measured {checkpoint.name} with a training length of {length}, but its config.json has "
+            f"{checkpoint.training_length}: correct the config, or evaluate this checkpoint again."
         )
     return Evidence(kind, result, found[0])
 
 
 def _read(file: Path) -> tuple[str, Result]:
-    """A result file, without what it tells of the machine's folders."""
+    """A result file, without folders of this machine."""
     try:
         text = file.read_text(encoding="utf-8")
         plain = json.loads(text)
@@ -260,8 +260,8 @@ def _read(file: Path) -> tuple[str, Result]:
     kind = plain.get("kind") if isinstance(plain, dict) else None
     if kind not in KINDS:
         raise ValueError(
-            f"{file} is of the kind {kind!r}, but must be of {', '.join(KINDS)}: result.json of lengthgen evaluate or "
-            "diagnose, or retrieval.json of lengthgen retrieve."
+            f"{file} has the kind {kind!r}, but must have one of {', '.join(KINDS)}: give result.json of lengthgen "
+            "evaluate or diagnose, or retrieval.json of lengthgen retrieve."
         )
     try:
         result: Any = from_json(json.dumps(_portable(plain)), KINDS[kind])
@@ -288,14 +288,14 @@ def _portable(value: Any) -> Any:
 
 
 def evaluations(result: Result) -> Sequence[EvaluationResult] | Sequence[RetrievalResult]:
-    """What was found of each model."""
+    """The evaluation or retrieval result of each model."""
     if isinstance(result, RetrievalComparison):
         return result.models
     return [model.evaluation for model in result.models]
 
 
 def _named(result: Result, names: Sequence[str]) -> Result:
-    """A result with other names of its models, in their order."""
+    """A result with other names for its models, in the same order."""
     if isinstance(result, RetrievalComparison):
         pairs = zip(result.models, names, strict=True)
         return replace(result, models=tuple(replace(model, model=name) for model, name in pairs))
@@ -303,5 +303,5 @@ def _named(result: Result, names: Sequence[str]) -> Result:
 
 
 def data_text(source: DataSource) -> str:
-    """A data set with its split, without its sizes."""
+    """A dataset with its split, without its sizes."""
     return replace(source, sizes="").description

@@ -1,4 +1,4 @@
-"""Markdown from values: whatever a name or a description holds, it is shown as it is."""
+"""Markdown from values: names and descriptions are shown literally."""
 
 import re
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ _SPECIAL = re.compile(
 
 
 def escape(text: str) -> str:
-    """Text on one line in which nothing is Markdown, HTML or mathematics."""
+    """Text on one line, escaped so that nothing in it is Markdown, HTML or mathematics."""
     return _SPECIAL.sub(_escaped, " ".join(text.split()))
 
 
 def _escaped(match: re.Match[str]) -> str:
     found = match[0]
-    if found == "://":  # no link of itself
+    if found == "://":  # prevents an automatic link
         return "&#58;//"
     return f"{found[:-1]}&#{ord(found[-1])};" if found[-1].isdecimal() else f"\\{found}"
 
@@ -35,11 +35,11 @@ def fence(text: str, language: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], numbers: bool = True) -> str:
-    """A table whose first row is its head; columns after the first are set to the right if they are numbers.
+    """A table whose first row is its header.
 
     Args:
-        rows: Cells in Markdown, as many in each row.
-        numbers: Whether the other columns hold numbers.
+        rows: Cells in Markdown, the same number in each row.
+        numbers: Whether the columns after the first hold numbers, which are aligned right.
     """
     head, *body = (f"| {' | '.join(row)} |" for row in rows)
     marks = ["---", *["---:" if numbers else "---"] * (len(rows[0]) - 1)]
@@ -47,5 +47,5 @@ def table(rows: Sequence[Sequence[str]], numbers: bool = True) -> str:
 
 
 def link(text: str, address: str) -> str:
-    """A link; `text` is Markdown, the address has been checked or is ours."""
+    """A link; `text` is Markdown, the address is ours or was checked."""
     return f"[{text}]({address})"

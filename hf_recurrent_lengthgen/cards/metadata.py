@@ -1,4 +1,4 @@
-"""The metadata of a card, by which the Hub lists, filters and compares models."""
+"""The metadata of a card, which the Hub uses to list, filter and compare models."""
 
 import math
 import re
@@ -26,7 +26,7 @@ def card_data(
     language: Sequence[str],
     datasets: Sequence[str],
 ) -> ModelCardData:
-    """The metadata; `model_name` is that of `model-index`, the rest as in `CardSettings`."""
+    """The metadata; `model_name` is the name in `model-index`, the other arguments are as in `CardSettings`."""
     source = None if checkpoint.lineage is None else checkpoint.lineage.source
     base = source.name if source is not None and source.on_hub else None
     changed = any(step.kind in ("train", "expand") for step in checkpoint.steps)
@@ -52,7 +52,7 @@ _ON_HUB = ("perplexity", "accuracy")
 
 
 def _tags(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[str]:
-    """What people filter by; that it generalizes in length only if all that was measured of it shows that."""
+    """Tags to filter by; "length-generalization" only if all evaluations show it."""
     family = checkpoint.model_type.removeprefix("stateful_")
     config_class = family_config(checkpoint.model_type)
     kinds = () if config_class is None else config_class.hub_tags

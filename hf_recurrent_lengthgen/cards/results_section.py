@@ -1,4 +1,4 @@
-"""What was measured, as Markdown: the verdict in words, tables with intervals, figures, and how to measure again."""
+"""The results of a card as Markdown: the verdict in words, tables with intervals, figures, and commands."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ from hf_recurrent_lengthgen.plotting.page_parts import definitions
 from hf_recurrent_lengthgen.plotting.retrieval import retrieval_accuracy_figure
 
 FIGURES, RESULTS = "figures", "results"
-FOLDERS = "Folders have the names that they had then: give your own, or names on the Hub, in their place."
+FOLDERS = "Folder names are those of the original run: replace them by your own folders or names on the Hub."
 _TASKS = {"passkey": "Passkeys", "niah": "Needles in running text", "babilong": "BABILong"}
 
 
 def result_files(evidence: Sequence[Evidence]) -> list[str]:
-    """A file name for each result: comparison.json, diagnosis.json, retrieval.json, the second of a kind -2."""
+    """A file name per result: comparison.json, diagnosis.json, retrieval.json; the second of a kind ends in -2."""
     return _numbered([item.kind.removesuffix("_comparison") + ".json" for item in evidence])
 
 
@@ -51,20 +51,20 @@ def _numbered(names: Sequence[str]) -> list[str]:
 
 
 def verdict(evidence: Sequence[Evidence], vocab_size: int | None) -> str:
-    """What the first evaluation tells of this checkpoint beyond its training length; a paragraph."""
+    """A paragraph with the first evaluation of this checkpoint beyond its training length."""
     models = next(item.compared for item in evidence if item.compared)
     own = models[0].evaluation
     length, unit = own.training_length, own.data.token_unit
     start, stop = own.harm.last_range
     told = (
         f"**{_headline(models, vocab_size)}** At positions {start:,} to {stop:,}, its loss with the whole text is "
-        f"{_estimate(own.harm.last, sign=True)} nats per {unit} against that with the last {length:,} {unit}s alone"
+        f"{_estimate(own.harm.last, sign=True)} nats per {unit} compared with only the last {length:,} {unit}s"
     )
     for model in models[1:]:
         if model.role in ("base", "control"):
-            told += f"; for the model given as {model.role} it is {_estimate(model.evaluation.harm.last, sign=True)}"
+            told += f"; for the {model.role} model it is {_estimate(model.evaluation.harm.last, sign=True)}"
     lost = [sentence for found in retrieval_results(evidence) for sentence in not_found(found)[:1]]
-    return " ".join([f"{told}.", *(f"To hold is not to find: {sentence}." for sentence in lost[:1])])
+    return " ".join([f"{told}.", *(f"Retrieval falls short: {sentence}." for sentence in lost[:1])])
 
 
 def _headline(models: Sequence[ComparedModel], vocab_size: int | None) -> str:
@@ -75,11 +75,11 @@ def _headline(models: Sequence[ComparedModel], vocab_size: int | None) -> str:
     if found == "breaks":
         return f"It fails {beyond}."
     if (guess := uniform_loss(own, vocab_size)) is not None:
-        return f"It predicts no better than an even guess (loss {guess:.3f}), so nothing is told of it {beyond}."
+        return f"It predicts no better than a uniform guess (loss {guess:.3f}), so nothing is known about it {beyond}."
     if found == "unclear":
-        return f"Whether it holds {beyond} is not clear."
+        return f"It is unclear whether it holds {beyond}."
     if (low := own.in_window.context_use.low) is None or low <= 0:
-        return f"Earlier text does it no shown harm {beyond}, but it is not shown to use its context at all."
+        return f"Earlier text is not shown to harm it {beyond}, but it is not shown to use its context at all."
     if harm.harmful_from is not None:
         start, stop = harm.last_range
         return (
@@ -88,19 +88,19 @@ def _headline(models: Sequence[ComparedModel], vocab_size: int | None) -> str:
         )
     if (risen := own.verdict.violated_from) is not None:
         return (
-            f"Earlier text does it no shown harm {beyond}, up to {end:,} {unit}s, but from {risen:,} on its "
+            f"Earlier text is not shown to harm it {beyond}, up to {end:,} {unit}s, but from {risen:,} on its "
             f"perplexity is more than {own.verdict.tolerance:.0%} above the best one inside."
         )
     if any(model.role == "base" and status(model.evaluation) == "holds" for model in models[1:]):
         return (
-            f"It holds {beyond}, up to the {end:,} {unit}s that were tested, but so does the model given as base: "
-            "there was nothing to cure."
+            f"It holds {beyond}, up to the {end:,} {unit}s that were tested, but so does the base model: there was "
+            "nothing to cure."
         )
     return f"It works {beyond}: no harm by earlier text is shown at any position up to the {end:,} that were tested."
 
 
 def generalizes(result: EvaluationResult, vocab_size: int | None) -> bool:
-    """Whether it is shown to use its context, and no text beyond the training length to harm."""
+    """Whether it is shown to use its context, without harm by text beyond the training length."""
     used = result.in_window.context_use.low
     failed = result.harm.harmful_from is not None or result.verdict.violated_from is not None
     even = uniform_loss(result, vocab_size) is not None
@@ -108,16 +108,15 @@ def generalizes(result: EvaluationResult, vocab_size: int | None) -> bool:
 
 
 def uniform_loss(result: EvaluationResult, vocab_size: int | None) -> float | None:
-    """Loss of a guess that gives all tokens the same probability, if the model's is not below; nats per token."""
+    """Loss of a uniform guess in nats per token, if the model's loss is not below it; else None."""
     guess = math.log(vocab_size) if vocab_size else math.inf
     return guess if result.in_window.loss.mean >= guess else None
 
 
 def not_found(found: RetrievalResult) -> list[str]:
-    """Of each length at which it finds too little."""
+    """A clause for each length at which retrieval fails."""
     return [
-        f"at {length:,} {found.data.token_unit}s it finds {share.accuracy:.0%} of what is asked for "
-        f"({escape(found.task)})"
+        f"at {length:,} {found.data.token_unit}s, {share.accuracy:.0%} of its answers are right ({escape(found.task)})"
         for length, share in zip(found.lengths, found.by_length, strict=True)
         if share.accuracy is not None and share.accuracy < RECALL_ACCURACY
     ]
@@ -130,19 +129,19 @@ def comparison_section(item: Evidence, name: str, images: Sequence[str]) -> str:
     parts = [
         "### Loss on long texts",
         f"On {own.sequences} texts of {own.evaluated_length:,} {own.data.token_unit}s "
-        f"({escape(data_text(own.data.source))}), numbers in nats per {own.data.token_unit}, "
-        f"with {own.confidence:.0%} intervals in brackets:",
+        f"({escape(data_text(own.data.source))}), in nats per {own.data.token_unit}, with {own.confidence:.0%} "
+        "intervals in brackets:",
         table(_rows(models)),
         *_extra(item),
     ]
     if len(images) > 1:
-        parts += [_image(images[1], "Harm of the extra context against position"), _HARM.format(own.training_length)]
+        parts += [_image(images[1], "Harm of the extra context by position"), _HARM.format(own.training_length)]
     return "\n\n".join([*parts, escape(definitions(own)), _all_numbers(name)])
 
 
 _HARM = (
-    "Loss with the whole context minus loss of the same tokens with at most the last {:,} of context: above zero, the "
-    "earlier text harms."
+    "Loss with the whole context minus loss of the same tokens with at most the last {:,} tokens of context: above "
+    "zero, the earlier text harms."
 )
 
 
@@ -150,7 +149,7 @@ def _image(name: str, description: str) -> str:
     return f"![{description}]({FIGURES}/{name})"
 
 
-POSITION_WISE = _image("position_wise.png", "Loss against position in the text, beyond the training length")
+POSITION_WISE = _image("position_wise.png", "Loss by position in the text, beyond the training length")
 """The main figure."""
 
 
@@ -191,12 +190,12 @@ def _rows(models: Sequence[ComparedModel]) -> list[list[str]]:
 
 
 def _rise(result: EvaluationResult) -> str:
-    """From where on perplexity is above the best one; in the mean it may be so earlier than it is shown."""
+    """The position from which perplexity is above the best one; the mean may exceed it before the bound does."""
     shown, mean = result.verdict.violated_from, result.verdict.holds_to
     if shown is None and mean >= result.evaluated_length:
         return "nowhere"
     told = "not shown" if shown is None else f"from {shown:,}"
-    return told if mean == shown else f"{told}<br>(in the mean from {mean:,})"
+    return told if mean == shown else f"{told}<br>(mean: from {mean:,})"
 
 
 def mean_over(result: EvaluationResult, start: int, stop: int) -> float | None:
@@ -211,13 +210,13 @@ def mean_over(result: EvaluationResult, start: int, stop: int) -> float | None:
 
 
 def diagnosis_section(item: Evidence, name: str, images: Sequence[str]) -> str:
-    """What a diagnosis adds to an evaluation that stands in another section."""
-    told = _extra(item) or ["It measured what the evaluation above did, and nothing else."]
+    """What a diagnosis adds to an evaluation in another section."""
+    told = _extra(item) or ["It adds nothing to the evaluation above."]
     return "\n\n".join(["### Diagnosis", *told, _all_numbers(name)])
 
 
 def _extra(item: Evidence) -> list[str]:
-    """What only a diagnosis has."""
+    """The facts that only a diagnosis has."""
     found = item.diagnosed
     if found is None:
         return []
@@ -246,14 +245,14 @@ def retrieval_section(item: Evidence, name: str, images: Sequence[str]) -> str:
         f"Right answers in percent by length, over all depths, with {first.confidence:.0%} intervals in brackets "
         f"(prompt: {escape(first.style)}{examples}). At least 95% are right {told}.",
         table(rows),
-        *(_image(image, "Right answers against length") for image in images),
+        *(_image(image, "Right answers by length") for image in images),
         _all_numbers(name),
     ]
     return "\n\n".join(parts)
 
 
 def commands_section(evidence: Sequence[Evidence]) -> str:
-    """The commands that made the numbers, and with what."""
+    """The commands behind the numbers, with seeds, devices and versions."""
     found = [evaluations(item.original)[item.own] for item in evidence]
     commands = list(dict.fromkeys(result.command for result in found if result.command))
     with_what = list(
@@ -275,7 +274,7 @@ _estimate = partial(interval_text, bounds=" [{}, {}]")
 
 
 def _cell(estimate: Estimate, sign: bool = False) -> str:
-    """The interval below, so that the table is narrow."""
+    """An estimate with its interval on a second line, which keeps the table narrow."""
     return interval_text(estimate, sign, "<br>[{}, {}]")
 
 
@@ -294,10 +293,10 @@ def _share(share: Share, confidence: float) -> str:
 
 
 def retrieval_results(evidence: Sequence[Evidence]) -> list[RetrievalResult]:
-    """What was found of this checkpoint in all retrievals."""
+    """The results of this checkpoint in all retrievals."""
     return [item.retrieved[0] for item in evidence if item.retrieved]
 
 
 def own_evaluations(evidence: Sequence[Evidence]) -> list[EvaluationResult]:
-    """What was found of this checkpoint in all evaluations and diagnoses."""
+    """The results of this checkpoint in all evaluations and diagnoses."""
     return [item.compared[0].evaluation for item in evidence if item.compared]

@@ -1,4 +1,4 @@
-"""The parts of a card that tell what a checkpoint is, how it is used, how it was made, and what is not known of it."""
+"""Sections of a card: what a checkpoint is, how to use it, how it was made, and its limits."""
 
 import json
 import shlex
@@ -26,7 +26,7 @@ from hf_recurrent_lengthgen.records import Source, Step
 
 
 def summary(checkpoint: Checkpoint) -> str:
-    """What it is and what was done to it, in a paragraph."""
+    """A paragraph on what the model is and how it was made."""
     lineage, config_class = checkpoint.lineage, family_config(checkpoint.model_type)
     family = checkpoint.model_type if config_class is None else str(config_class.name_of(checkpoint.config))
     dtype = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
@@ -36,7 +36,7 @@ def summary(checkpoint: Checkpoint) -> str:
         return f"{what}. {_unrecorded(checkpoint)}"
     if lineage.source is None:
         trained = any(step.kind == "train" for step in lineage.steps)
-        what += ", trained from scratch" if trained else ", of a source that is not recorded"
+        what += ", trained from scratch" if trained else ", from an unrecorded source"
     else:
         what += f", made from {_source(lineage.source)}"
     done = [_step_in_words(step) for step in lineage.steps if step.kind not in ("convert", "merge")]
@@ -54,7 +54,7 @@ def _unrecorded(checkpoint: Checkpoint) -> str:
     done = checkpoint.config.get("interventions")
     if not isinstance(done, list) or not done:
         return "How it was made is not recorded."
-    return f"How it was made is recorded in its config.json only: {escape('; '.join(map(str, done)))}."
+    return f"How it was made is recorded only in its config.json: {escape('; '.join(map(str, done)))}."
 
 
 def _source(source: Source) -> str:
@@ -80,9 +80,9 @@ _LARGE = ((10**9, "billion"), (10**6, "million"))
 
 
 def use_section(checkpoint: Checkpoint, place: str, on_hub: bool) -> str:
-    """How to load it, generate, go on from a state, and train it further; the code runs where `place` is."""
+    """How to load it, generate, continue from a state, and train it further; the code loads `place`."""
     where, ours = json.dumps(place), checkpoint.carries_code
-    trusted = ", trust_remote_code=True" if ours else ""  # else AutoTokenizer asks, too
+    trusted = ", trust_remote_code=True" if ours else ""  # AutoTokenizer needs it, too
     names = ["AutoModelForCausalLM"] * ours + ["AutoTokenizer"] * checkpoint.tokenizer
     load = ["import torch", *([f"from transformers import {', '.join(names)}"] if names else []), ""]
     if ours:
@@ -91,10 +91,10 @@ def use_section(checkpoint: Checkpoint, place: str, on_hub: bool) -> str:
             f"({code('trust_remote_code=True')})."
         )
         if on_hub:
-            intro += f" To run the same code each time, give both calls {code('revision=')} with a commit."
+            intro += f" To pin this code, pass {code('revision=')} with a commit to both calls."
         load += [f"model = AutoModelForCausalLM.from_pretrained({where}{trusted})"]
     else:
-        intro = f"With {code(PACKAGE)}, which gives the model its states."
+        intro = f"With {code(PACKAGE)}, which adds states to the model."
         load += [f"from {PACKAGE} import load_model", "", f"model = load_model({where})"]
     if checkpoint.tokenizer:
         load += [f"tokenizer = AutoTokenizer.from_pretrained({where}{trusted})"]
@@ -102,7 +102,7 @@ def use_section(checkpoint: Checkpoint, place: str, on_hub: bool) -> str:
     parts = [
         intro,
         fence("\n".join([*load, "", *generate]), "python"),
-        "A text is read once, and its state continued as often as you like:",
+        "Read a text once, and continue from its state as often as you like:",
         fence("\n".join(_continue(checkpoint)), "python"),
         _train_further(checkpoint, place),
     ]
@@ -130,7 +130,7 @@ def _continue(checkpoint: Checkpoint) -> list[str]:
         _prompt("text", "A text that may be long. ", checkpoint),
         *cache,
         "with torch.no_grad():",
-        f"    state = model(**text{read}).final_state  # all that it knows of the text",
+        f"    state = model(**text{read}).final_state  # all that the model keeps of the text",
         _prompt("question", "It says", checkpoint),
         *_generate("question", f", initial_state=state{keys}", checkpoint),
     ]
@@ -138,7 +138,10 @@ def _continue(checkpoint: Checkpoint) -> list[str]:
 
 def _train_further(checkpoint: Checkpoint, place: str) -> str:
     if checkpoint.forgets != Forgetting():
-        return "It cannot be trained as it is: train the checkpoint that it was made from, and let that forget again."
+        return (
+            "It cannot be trained as it is: train the checkpoint that it was made from, and make it forget afterwards "
+            f"({code('lengthgen forget')})."
+        )
     length = f" --training-length {checkpoint.training_length}" if checkpoint.training_length else ""
     command = f"lengthgen train --model {shlex.quote(place)}{length} --data YOUR_TEXT.txt --output further"
     return f"To train it further, with {code(PACKAGE)}:\n\n{fence(command, 'bash')}"
@@ -148,15 +151,15 @@ def making_section(checkpoint: Checkpoint, license: str | None) -> str:
     """Source, steps, settings, commands and versions."""
     lineage = checkpoint.lineage
     if lineage is None:
-        licence = "" if license is None else f" Licence: {escape(license)}."
-        return f"{_unrecorded(checkpoint)}{licence}"
+        licensed = "" if license is None else f" License: {escape(license)}."
+        return f"{_unrecorded(checkpoint)}{licensed}"
     parts = []
     if lineage.source is not None:
         source = lineage.source
         revision = f", revision {code(source.revision)}" if source.revision else ", revision unknown"
         given = escape(source.license) if source.license else "unknown"
         layout = f"in the layout of {escape(source.format)}"
-        parts.append(f"Made from {_source(source)}{revision}, {layout}, whose licence is {given}.")
+        parts.append(f"Made from {_source(source)}{revision}, {layout}. License of the source: {given}.")
     parts.append("\n".join(f"{number}. {_step_in_words(step)}" for number, step in enumerate(lineage.steps, 1)))
     trainings = {number: step.training for number, step in enumerate(lineage.steps, 1) if step.training is not None}
     if trainings:
@@ -166,7 +169,7 @@ def making_section(checkpoint: Checkpoint, license: str | None) -> str:
     if versions := list(dict.fromkeys(versions_text(step.versions) for step in lineage.steps if step.versions)):
         parts.append(f"Made with {escape('; '.join(versions))}.")
     if license is not None:
-        parts.append(f"Licence: {escape(license)}.")
+        parts.append(f"License: {escape(license)}.")
     parts.append(_verified(checkpoint))
     return "\n\n".join(part for part in parts if part)
 
@@ -186,14 +189,14 @@ def _verified(checkpoint: Checkpoint) -> str:
         ]
         for check in verification.checks
     ]
-    return f"What {code('lengthgen verify')} checked of these files:\n\n{table(rows, numbers=False)}"
+    return f"Checks of these files by {code('lengthgen verify')}:\n\n{table(rows, numbers=False)}"
 
 
 def limits_section(checkpoint: Checkpoint, evidence: Sequence[Evidence], license: str | None) -> str:
-    """What is known to fail, and what was not measured."""
+    """Known failures, and what was not measured."""
     found = [*_failures(checkpoint, evidence), *_unmeasured(checkpoint, evidence)]
     if license is None:
-        found.append("The licence is not known.")
+        found.append("The license is unknown.")
     return "\n".join(f"- {sentence}" for sentence in found)
 
 
@@ -204,14 +207,14 @@ def _failures(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[str]
     for found in retrieval_results(evidence):
         told += [f"Known failure: {sentence}." for sentence in not_found(found)[:1]]
     if (rule := checkpoint.forgets) != Forgetting():
-        told.append(f"It is made to forget at inference ({escape(in_words(rule))}): what it forgets it cannot use.")
+        told.append(f"It is made to forget at inference ({escape(in_words(rule))}): it cannot use what it forgets.")
     kinds = [step.kind for step in checkpoint.steps]
     if "expand" in kinds and "train" not in kinds[kinds.index("expand") :]:
-        told.append("Its states were expanded, and it was not trained since.")
+        told.append("Its states were expanded, and it was not trained afterwards.")
     if checkpoint.verification is not None and not checkpoint.verification.passed:
         told.append("It did not pass its verification.")
     if "train" in kinds:
-        told.append("Each training is one run, with one seed.")
+        told.append("Each training is a single run with one seed.")
     return told
 
 
@@ -219,23 +222,23 @@ def _failures_of(result: EvaluationResult, vocab_size: int | None) -> list[str]:
     told, unit, verdict = [], result.data.token_unit, result.verdict
     start = result.harm.harmful_from
     if (guess := uniform_loss(result, vocab_size)) is not None:
-        told.append(f"Known failure: its loss is not below {guess:.3f}, that of an even guess among all tokens.")
+        told.append(f"Known failure: its loss is not below {guess:.3f}, the loss of a uniform guess among all tokens.")
     if status(result) != "breaks" and start is not None:
-        told.append(f"Known failure: at some positions from {start:,} on, the earlier text makes its loss larger.")
+        told.append(f"Known failure: at some positions from {start:,} on, earlier text increases its loss.")
     if status(result) == "breaks":
         told.append(
-            "Known failure: on longer texts it predicts worse than with the last "
-            f"{result.training_length:,} {unit}s alone" + (f", from position {start:,} on." if start else ".")
+            "Known failure: on longer texts it predicts worse than with only the last "
+            f"{result.training_length:,} {unit}s" + (f", from position {start:,} on." if start else ".")
         )
     if verdict.violated_from is not None:
         told.append(
-            f"Known failure: from position {verdict.violated_from:,} on its perplexity is more than "
+            f"Known failure: from position {verdict.violated_from:,} on, its perplexity is more than "
             f"{verdict.tolerance:.0%} above the best one inside its training length."
         )
     elif verdict.holds_to < result.evaluated_length:
         told.append(
-            f"In the mean, its perplexity at some positions from {verdict.holds_to:,} on is more than "
-            f"{verdict.tolerance:.0%} above the best one; the intervals do not show that it is (Definition 3.2)."
+            f"Its mean perplexity at some positions from {verdict.holds_to:,} on is more than "
+            f"{verdict.tolerance:.0%} above the best one, but the intervals do not confirm this (Definition 3.2)."
         )
     if result.in_window.context_use.low is None or result.in_window.context_use.low <= 0:
         told.append("It is not shown to use the context inside its training length.")
@@ -246,25 +249,25 @@ def _unmeasured(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[st
     evaluated, retrieved = own_evaluations(evidence), retrieval_results(evidence)
     told = []
     if not evaluated:
-        told.append("No loss on long texts is given here, so nothing is shown of how far it holds.")
+        told.append("This card has no loss on long texts, so it does not show how far the model holds.")
     for result in evaluated:
         told.append(
-            f"Measured on {result.sequences} texts of one data set ({escape(result.data.source.name)}), "
-            f"up to {result.evaluated_length:,} {result.data.token_unit}s; nothing is known of others, and beyond."
+            f"Measured on {result.sequences} texts of one dataset ({escape(result.data.source.name)}), "
+            f"up to {result.evaluated_length:,} {result.data.token_unit}s; other data and longer texts are unknown."
         )
     if not retrieved:
         told.append(
-            "Nothing here tells whether it finds what stands far back (passkeys, needles); to hold is not to use."
+            "Retrieval from far back in a text (passkeys, needles) was not measured; low loss does not imply it."
         )
-    told.append("No standard benchmarks are given here, and no check for harmful or false content in its texts.")
+    told.append("This card has no standard benchmarks, and no check for harmful or false content in generated texts.")
     if checkpoint.verification is None:
         told.append(f"These files were not verified ({code('lengthgen verify')}).")
         if evidence:
-            told.append("The results are of these weights; that they are of this config, too, is not known.")
+            told.append("The results are of these weights, but not certainly of this config.")
     if not checkpoint.tokenizer:
         told.append("It has no tokenizer.")
     if checkpoint.lineage is None:
-        told.append("On what it was trained, and how long, is not recorded.")
+        told.append("Its training data and the length of its training are not recorded.")
     return told
 
 

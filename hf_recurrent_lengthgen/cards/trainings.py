@@ -1,4 +1,4 @@
-"""The trainings of a lineage as a table: what with, how much, with which settings."""
+"""The trainings of a lineage as a table: data, size, settings."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,11 +11,11 @@ from hf_recurrent_lengthgen.plotting.findings import number_text
 from hf_recurrent_lengthgen.records import Settings, TrainingRun
 
 Words = Callable[[TrainingRun], str]
-_EPSILON = 1e-8  # of Adam, everywhere
+_EPSILON = 1e-8  # the usual value for Adam, not worth a mention
 
 
 def trainings_table(runs: Mapping[int, TrainingRun]) -> str:
-    """A column for each training, by the number of its step, and a row for each thing that one of them tells."""
+    """One column per training, by the number of its step, and one row per fact that any of them records."""
     rows: dict[str, Words] = {
         "Steps": lambda run: f"{run.steps:,}",
         "Tokens": lambda run: f"{run.tokens:,}",
@@ -49,7 +49,7 @@ def trainings_table(runs: Mapping[int, TrainingRun]) -> str:
 
 
 def _each(words: Callable[[Settings], str]) -> Words:
-    """The words of all parts of a run: "0.001 to step 100, then 0.0005"."""
+    """The values of all parts of a run: "0.001 to step 100, then 0.0005"."""
 
     def told(run: TrainingRun) -> str:
         found = [(part.from_step, words(part)) for part in run.settings]

@@ -1,4 +1,4 @@
-"""The diagnosis of models in length: its parts, how they are taken, and the page that shows them."""
+"""The diagnosis of models on long texts: its parts, how they are measured, and the page that shows them."""
 
 from typing import Any
 
@@ -9,4 +9,4 @@ from hf_recurrent_lengthgen.diagnosis.remembrance import REMEMBRANCE
 from hf_recurrent_lengthgen.diagnosis.states import STATES
 
 PARTS: dict[str, Part[Any]] = {part.name: part for part in (STATES, REMEMBRANCE, MISALIGNMENT, CONSTANT_PROMPT)}
-"""What a diagnosis has beside the evaluation: a new metric is listed here, and nowhere else."""
+"""The parts of a diagnosis in addition to the evaluation. A new metric is registered only here."""

@@ -1,4 +1,4 @@
-"""The loss on one token over and over as a part of a diagnosis."""
+"""The loss on one repeated token as a part of a diagnosis."""
 
 from typing import Any
 
@@ -26,10 +26,11 @@ def _compute(task: Measurement) -> ConstantPrompt:
 
 
 def constant_prompt_text(found: ConstantPrompt) -> str:
-    highest = f"at most {found.inside:.3g} nats per token inside the training length and {found.beyond:.3g} beyond"
+    highest = f"at most {found.inside:.3g} nats per token inside the training length and {found.beyond:.3g} beyond it"
+    limit = f"{found.factor:g} times the highest loss inside"
     if found.exceeded_from is None:
-        return f"The loss is {highest}, never above {found.factor:g} times the former up to {found.length:,} tokens."
-    return f"The loss is {highest}: it is above {found.factor:g} times the former at {found.exceeded_from:,} tokens."
+        return f"The loss is {highest}. Up to {found.length:,} tokens it never exceeds {limit}."
+    return f"The loss is {highest}. At {found.exceeded_from:,} tokens it exceeds {limit}."
 
 
 def _fact(found: ConstantPrompt) -> Fact:
@@ -40,10 +41,10 @@ def _fact(found: ConstantPrompt) -> Fact:
 CONSTANT_PROMPT = Part(
     name="constant prompt",
     title="Constant prompt",
-    summary="the loss of a text of line breaks only",
+    summary="the loss on a text of line breaks only",
     result=ConstantPrompt,
     compute=_compute,
-    section="One token over and over",
+    section="One token repeated",
     texts=lambda found, unit: (constant_prompt_text(found),),
     facts=lambda found: (_fact(found),),
     rows=(
@@ -56,11 +57,12 @@ CONSTANT_PROMPT = Part(
     pictures={
         "constant_prompt": Picture(
             lambda found, roles, unit: constant_prompt_figure(found, roles),
-            "Loss on a text of one token over and over. Dotted: above this a model has failed.",
+            "Loss on a text that repeats one token. A model whose loss is above the dotted line has failed.",
         )
     },
     definitions=lambda _: (
-        "The constant prompt is one token over and over (the “newlines” prompt of arXiv:2410.07145, section 4): "
-        "easy text, on which some models fail whose states overflow. To hold on it does not acquit a model.",
+        "The constant prompt repeats one token (the “newlines” prompt of Chen et al., 2024, section 4). It is easy "
+        "text, on which some models fail because their states overflow. A model that holds on it may still fail on "
+        "other texts.",
     ),
 )

@@ -1,4 +1,4 @@
-"""All diagnoses of one model in one go: how far it holds, and what goes wrong where it does not."""
+"""All diagnoses of one model: how far it holds, and why it fails where it does not."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import Tokens
 
 
 def chosen_parts(settings: DiagnosisSettings) -> list[Part[Any]]:
-    """The parts that the settings ask for; a `ValueError` for names of no part."""
+    """The parts that the settings name; a `ValueError` for unknown names."""
     names = tuple(PARTS) if settings.parts is None else settings.parts
     if unknown := [name for name in names if name not in PARTS]:
         raise ValueError(f"parts must be some of {', '.join(PARTS)}; got {', '.join(unknown)}.")
@@ -35,16 +35,16 @@ def diagnose_model(
     role: Role = "other",
     cache: ResultCache | None = None,
 ) -> DiagnosedModel:
-    """Evaluate a model, and take the parts of `PARTS`.
+    """Evaluate a model, and measure the parts of `PARTS`.
 
     Args:
-        model, tokens, training_length, label, data, cache: As for `evaluate_model`, with S >= 2 texts.
+        model, tokens, training_length, label, data, cache: As in `evaluate_model`, with S >= 2 texts.
         settings: What is measured, and how.
-        role: What the model is to the others of a comparison.
+        role: Role of the model in a comparison.
 
     Raises:
-        ValueError: as `evaluate_model`, and for unknown parts. What a part raises is in `refused` of the result
-            instead.
+        ValueError: as in `evaluate_model`, and for unknown parts. If a part raises one, the result has its message in
+            `refused` instead.
     """
     parts = chosen_parts(settings)
     task = Measurement(model, tokens, training_length, label, data, settings, cache)
@@ -60,11 +60,11 @@ def diagnose_model(
 def _checked(part: Part[Any], result: Any) -> Any:
     """The result of a part, if it can be written to a file."""
     if not isinstance(result, part.result):
-        raise TypeError(f"{part.name} gave {type(result).__name__} instead of {part.result.__name__}.")
+        raise TypeError(f"{part.name} must return {part.result.__name__}, got {type(result).__name__}.")
     to_json(result)
     return result
 
 
 def compared(title: str, models: Sequence[DiagnosedModel]) -> Diagnosis:
-    """Diagnosed models side by side, with what their numbers tell together."""
+    """Diagnosed models side by side, with the rank correlation of their numbers."""
     return Diagnosis(title, tuple(models), misalignment_and_loss(models))

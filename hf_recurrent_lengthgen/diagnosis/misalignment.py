@@ -1,4 +1,4 @@
-"""Long-short misalignment as a part of a diagnosis, and how it goes together with the loss over several models."""
+"""Long-short misalignment as a part of a diagnosis, and its correlation with the loss over several models."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,7 +14,7 @@ from hf_recurrent_lengthgen.plotting.findings import interval_text, number_text
 from hf_recurrent_lengthgen.plotting.page_parts import INSIDE, cell
 
 CHANCE = 0.05
-"""p-value from which on a correlation is not said to be there."""
+"""p-value from which a correlation counts as not shown."""
 
 
 def _compute(task: Measurement) -> Misalignment:
@@ -40,20 +40,20 @@ MISALIGNMENT = Part(
         Fact(
             "Misalignment",
             f"{found.mean:.3f} nats",
-            " (less is better)",
+            " (lower is better)",
             f"Long-short misalignment: {interval_text(found, bounds=' [{}, {}]')} nats.",
         ),
     ),
     rows=(PartRow("Long-short misalignment", "inside the training length, nats", cell),),
     definitions=lambda _: (
-        "Long-short misalignment is the symmetric cross-entropy of the predictions after the same text cut a "
-        "little shorter. It is not 0 for equal predictions: compare models on the same text.",
+        "Long-short misalignment is the symmetric cross-entropy between the predictions after a context and after "
+        "the same context cut a little shorter. It is not 0 for equal predictions: compare models on the same text.",
     ),
 )
 
 
 def misalignment_and_loss(models: Sequence[DiagnosedModel]) -> RankCorrelation | None:
-    """The rank correlation of misalignment and the loss at the last octave; None for too few models, or no spread."""
+    """Rank correlation of misalignment and last-octave loss; None for too few models or without different values."""
     found = {model.evaluation.model: (model.evaluation, model.found(Misalignment)) for model in models}
     misalignment = {name: part.mean for name, (_, part) in found.items() if part is not None}
     loss = {name: late_loss(found[name][0]) for name in misalignment}
@@ -75,10 +75,8 @@ def late_loss(evaluation: EvaluationResult) -> float:
 def correlation_text(found: RankCorrelation) -> str:
     pairings = "all pairings" if found.exact else f"{found.pairings:,} random pairings"
     count = len(found.models)
-    shown = "" if found.p_value < CHANCE else " That does not show that they go together."
-    least = (
-        f"; {count} models allow {found.least_p_value:.2g} at the least" if found.least_p_value >= CHANCE / 5 else ""
-    )
+    shown = "" if found.p_value < CHANCE else " That does not show a correlation."
+    least = f"; at least {found.least_p_value:.2g} for {count} models" if found.least_p_value >= CHANCE / 5 else ""
     return (
         f"Over {count} models, {found.metric} and {found.score} have a rank correlation of "
         f"{number_text(found.coefficient, '.2f')} (Spearman; p = {found.p_value:.2g} over {pairings}{least}).{shown}"

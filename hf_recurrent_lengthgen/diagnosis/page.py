@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a diagnosis: how far models hold and why, then pictures, numbers and definitions."""
+"""One self-contained HTML page of a diagnosis: how far models hold and why, then figures, numbers and definitions."""
 
 from collections.abc import Sequence
 from html import escape
@@ -30,21 +30,21 @@ from hf_recurrent_lengthgen.plotting.page_parts import (
 
 HOLDS = "How far it holds"
 SECTIONS = {"context_harm": HOLDS, "position_wise": HOLDS, "in_window": INSIDE}
-"""Figure of an evaluation -> heading it stands under."""
+"""Figure of an evaluation -> heading of its section."""
 ABSENT = "<small>not measured</small>"
 EXPLAINED_MODELS = 3
-"""Most models of which the first lines say why they fail; of more, only the first that breaks."""
+"""Maximum number of models whose failure is explained in the first lines; of more, only the first that breaks."""
 
 
 class Verdict(NamedTuple):
-    """A model's result in a sentence, and what its parts say about it, which may be nothing."""
+    """A model's result in a sentence, and its explanation by the parts, which may be empty."""
 
     headline: str
     reason: str
 
 
 def facts(model: DiagnosedModel) -> list[Fact]:
-    """The numbers to see first."""
+    """The key numbers of a model."""
     return [fact for part, found in _parts(model) for fact in part.facts(found)]
 
 
@@ -74,7 +74,7 @@ def reasons(diagnosis: Diagnosis) -> list[str]:
     for model in diagnosis.models:
         refused = [*model.refused.items()]
         refused += [(name, reason) for name, found in model.parts.items() for reason in found.left_out]
-        refused += [(name, "found by a part that is not installed here") for name in model.parts if name not in PARTS]
+        refused += [(name, "measured by a part that is not installed") for name in model.parts if name not in PARTS]
         told += [f"{model.evaluation.model}, {name}: {reason}" for name, reason in refused]
     return told
 
@@ -83,12 +83,12 @@ def not_measured(diagnosis: Diagnosis) -> list[str]:
     asked = {name for model in diagnosis.models for name in (*model.parts, *model.refused)}
     return [
         *reasons(diagnosis),
-        *(f"{part.title}: not asked for." for name, part in PARTS.items() if name not in asked),
+        *(f"{part.title}: not requested." for name, part in PARTS.items() if name not in asked),
     ]
 
 
 def diagnosis_figures(diagnosis: Diagnosis) -> dict[str, Figure]:
-    """The figures that there is something to draw for, by name."""
+    """The figures of a diagnosis, by name."""
     short = short_names([model.evaluation.model for model in diagnosis.models])
     named = with_names(diagnosis, figure_names(short))
     unit = diagnosis.models[0].evaluation.data.token_unit
@@ -103,9 +103,9 @@ def diagnosis_figures(diagnosis: Diagnosis) -> dict[str, Figure]:
 
 
 def diagnosis_page(diagnosis: Diagnosis) -> str:
-    """The HTML text of a page that needs nothing but itself, in light and dark, for desktop and phone.
+    """The HTML text of a self-contained page, in light and dark, for desktop and phone.
 
-    Models that are paths are called by the last part of it; the whole is in the list of how all was made.
+    Models given as paths are named by the last part; the section "How this was made" has the full paths.
     """
     given = [model.evaluation.model for model in diagnosis.models]
     diagnosis = with_names(diagnosis, short_names(given))
@@ -148,7 +148,7 @@ def _results(diagnosis: Diagnosis, part: Part[Any]) -> list[Any]:
 
 
 def _sections(diagnosis: Diagnosis) -> list[str]:
-    """The sections of the evaluation and of the parts; those inside the training length at the end."""
+    """The sections of the evaluation and of the parts; the section inside the training length comes last."""
     bands, summary = bands_text(diagnosis.models[0].evaluation), diagnosis_summary(diagnosis)
     pictures: dict[str, tuple[str, str, bool, bool]] = {
         name: (section, PICTURES[name].caption, True, False) for name, section in SECTIONS.items()
@@ -169,7 +169,7 @@ def _sections(diagnosis: Diagnosis) -> list[str]:
 
 
 def _said(diagnosis: Diagnosis, title: str) -> list[str]:
-    """What is said of each model under a heading, as HTML; nothing of models of which there is nothing to say."""
+    """The sentences about each model under a heading, as HTML; models without sentences are left out."""
     said = []
     for model, finding in zip(diagnosis.models, findings(diagnosis.comparison), strict=True):
         evaluation = model.evaluation
@@ -186,10 +186,10 @@ def _said(diagnosis: Diagnosis, title: str) -> list[str]:
 
 
 def _section(title: str, figures: list[str], said: list[str], more: list[str]) -> str:
-    """A heading, figures, and what is said of each model; nothing where there is neither."""
+    """A heading, figures, and the sentences about each model; empty without figures and sentences."""
     if not figures and not said:
         return ""
-    if len(figures) % 2:  # the text stands in the free place
+    if len(figures) % 2:  # the text fills the free place
         figures, said = [*figures, f"<div>{''.join(said)}</div>"], []
     return (
         f"<section><h2>{escape(title)}</h2>{_pairs(figures)}{_pairs(said)}"

@@ -1,4 +1,4 @@
-"""A part of a diagnosis: one metric, with everything that the command, the page and the card show of it."""
+"""A part of a diagnosis: one metric, with everything that the command, the page and the card show about it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,23 +16,23 @@ Result = TypeVar("Result", bound=PartResult)
 
 @dataclass(frozen=True)
 class DiagnosisSettings(EvaluationSettings):
-    """How a model is diagnosed; fields with a help are options of `lengthgen diagnose`.
+    """How a model is diagnosed; fields with a help text are options of `lengthgen diagnose`.
 
     Attributes:
-        parts: Names of the parts to take beside the evaluation; None for all.
-        patched_heads: So many heads are exchanged one by one, see `with_patching`; 0 for no patching.
-        repeated_token: The token of the constant prompt, such as that of a line break; None for no such prompt.
+        parts: Names of the parts to measure in addition to the evaluation; None for all.
+        patched_heads: Number of heads that are exchanged one by one, see `with_patching`; 0 for no patching.
+        repeated_token: The token of the constant prompt, such as a line break; None for no such prompt.
     """
 
     parts: tuple[str, ...] | None = option(
-        None, "which of the above to take beside the evaluation, with commas between (default: all)"
+        None, "which of the above to measure in addition to the evaluation, separated by commas (default: all)"
     )
     patched_heads: int = option(
         PATCHED_HEADS,
-        "exchange the states of so many heads one by one, and of all that drift together; 0 exchanges nothing "
+        "number of heads whose states are exchanged one by one, beside all drifting heads together; 0 exchanges none "
         "(default: %(default)s)",
     )
-    seed: int = option(0, "of random draws (default: %(default)s)")
+    seed: int = option(0, "seed of random draws (default: %(default)s)")
     repeated_token: int | None = None
 
     def __post_init__(self) -> None:
@@ -49,10 +49,10 @@ class Picture(Generic[Result]):
     """A figure of a page.
 
     Attributes:
-        draw: From the results by the name of the model, at least one, the models' roles, and what a token is.
-        shows: Whether there is something to draw of a result.
-        bands: Whether it has bands of the intervals over sequences.
-        further: Whether it is among those that a page shows on demand.
+        draw: Draws it from results by model name (at least one), the roles of the models, and the name of a token.
+        shows: Whether a result has something to draw.
+        bands: Whether it has bands for the intervals over sequences.
+        further: Whether a page shows it only on demand.
     """
 
     draw: Callable[[Mapping[str, Result], Sequence[Role], str], Figure]
@@ -63,8 +63,9 @@ class Picture(Generic[Result]):
 
 
 class PartRow(NamedTuple):
-    """A row of the table of numbers: name, remark ("{unit}" is what a token is), and the HTML for a result, empty
-    where it has no such number.
+    """A row of the table of numbers.
+
+    It has a name, a remark ("{unit}" is the name of a token), and the HTML for a result, empty without such a number.
     """
 
     name: str
@@ -73,7 +74,7 @@ class PartRow(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """A number to see first: name, value, a remark that follows it, and a sentence (Markdown) for model cards."""
+    """A key number: name, value, a remark after it, and a sentence (Markdown) for model cards."""
 
     name: str
     value: str
@@ -83,18 +84,18 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True)
 class Part(Generic[Result]):
-    """One metric of a diagnosis: what it finds, and everything that is shown of it.
+    """One metric of a diagnosis: its result, and everything that is shown about it.
 
     Attributes:
-        name, title, summary: In files and options, in lists, and in a line of the command's help.
-        compute: How `result` is found; a `ValueError` says why it cannot be measured.
+        name, title, summary: Name in files and options, title in lists, and line in the command's help.
+        compute: Measures `result`; raises a `ValueError` with the reason if it cannot be measured.
         section: Heading under which the page shows it.
-        texts: What the page says of a result in sentences; the second argument is what a token is.
-        facts: What is seen first, on the page, in the terminal and in model cards.
-        rows: Of the table of numbers.
-        pictures: By the name of their files.
-        definitions: What the words mean, from all results of a page.
-        reason: What a result tells about the model's verdict ("breaks", "holds", "unclear"), in one clause or nothing.
+        texts: Sentences of the page about a result; the second argument is the name of a token.
+        facts: Key numbers for the page, the terminal and model cards.
+        rows: Rows of the table of numbers.
+        pictures: Figures by file name.
+        definitions: Definitions of terms, from all results of a page.
+        reason: A clause that explains the model's verdict ("breaks", "holds", "unclear"), or "".
     """
 
     name: str

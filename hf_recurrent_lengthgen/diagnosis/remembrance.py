@@ -27,12 +27,12 @@ def far_tokens(found: Remembrance) -> Estimate | None:
 
 def remembrance_text(found: Remembrance) -> str:
     if found.length <= found.training_length:
-        return f"Texts of {found.length:,} tokens do not show what tokens beyond the training length do."
+        return f"Texts of {found.length:,} tokens do not show the effect of tokens beyond the training length."
     if (beyond := far_tokens(found)) is None:
-        return "What tokens beyond the training length do was not measured."
+        return "The effect of tokens beyond the training length was not measured."
     return (
-        f"At {found.length:,} tokens, those further back than the last {found.training_length:,} move the prediction "
-        f"by {interval_text(beyond)} of at most 1."
+        f"At {found.length:,} tokens, the tokens before the last {found.training_length:,} change the prediction by "
+        f"{interval_text(beyond)}, on a scale from 0 to 1."
     )
 
 
@@ -40,10 +40,10 @@ def _facts(found: Remembrance) -> Sequence[Fact]:
     if (beyond := far_tokens(found)) is None:
         return ()
     sentence = (
-        "Effective remembrance: what lies further back than the training length changes predictions by "
+        "Effective remembrance: tokens further back than the training length change predictions by "
         f"{interval_text(beyond, bounds=' [{}, {}]')} (total variation, 0 to 1)."
     )
-    note = " beyond training (0: no effect of far tokens)"
+    note = " beyond training (0: no effect of distant tokens)"
     return (Fact("Effective Remembrance", f"{beyond.mean:.3f}", note, sentence),)
 
 
@@ -55,7 +55,7 @@ def _cell(found: Remembrance) -> str:
 REMEMBRANCE = Part(
     name="remembrance",
     title="Effective Remembrance",
-    summary="how much of a prediction the tokens far back make (Effective Remembrance)",
+    summary="how much distant tokens change predictions (Effective Remembrance)",
     result=Remembrance,
     compute=_compute,
     section="What it remembers",
@@ -65,15 +65,15 @@ REMEMBRANCE = Part(
     pictures={
         "remembrance": Picture(
             lambda found, roles, unit: remembrance_figure(found, roles),
-            "How far the prediction moves when all but the last tokens are left out. What is right of the training "
-            "length comes from tokens further back than it.",
+            "Change of the prediction if only the last tokens are kept. To the right of the training length, it is "
+            "the effect of tokens further back than that.",
             bands=True,
         )
     },
     definitions=lambda _: (
-        "Effective Remembrance (arXiv:2507.02782, Definition 3.3) is the total variation between the predictions "
-        "after all tokens and after the last ones only: 0 where the tokens before make no difference, at most 1. "
-        "A model that breaks is moved by far tokens in vain; one that holds may do so by forgetting them. Whether "
-        "it finds what stands far back is measured by lengthgen retrieve.",
+        "Effective Remembrance (Buitrago Ruiz and Gu, 2025, Definition 3.3) is the total variation between the "
+        "predictions after all tokens and after the last ones only: 0 if the earlier tokens make no difference, at "
+        "most 1. Distant tokens change the predictions of a model that breaks without helping it; a model that holds "
+        "may do so by forgetting them. lengthgen retrieve measures whether a model retrieves distant tokens.",
     ),
 )

@@ -1,5 +1,6 @@
-"""The states as a part of a diagnosis: which heads drift, what they hold, and what harm they do; what the interval of
-a share of the harm does not show to be above zero is said not to be shown.
+"""The states as a part of a diagnosis: which heads drift, what they hold, and what harm they do.
+
+A share of the harm counts as shown if the lower bound of its interval is above zero.
 """
 
 import math
@@ -34,14 +35,14 @@ from hf_recurrent_lengthgen.plotting.states import (
 SETTLED = 0.1
 """Octaves of spread per doubling of the position above which a head's spread is said to grow."""
 LISTED_HEADS = 12
-"""Most heads that are listed in a sentence."""
+"""Maximum number of heads listed in a sentence."""
 HARM_WORTH_KNOWING = 0.05
-"""Nats per token; where an interval reaches above, one cannot say that there is no harm."""
+"""Nats per token; harm is not ruled out if its interval reaches above this."""
 Pair = tuple[LayerStates, HeadStates]
 
 
 def _compute(task: Measurement) -> StateDiagnosis:
-    """The states seen in the stream of the evaluation; kept before heads are exchanged, and again after."""
+    """The states in the stream of the evaluation; cached before and after heads are exchanged."""
     settings = task.settings
     assert isinstance(settings, DiagnosisSettings)
     if reason := _no_states(task):
@@ -64,9 +65,11 @@ def _no_states(task: Measurement) -> str:
     if not isinstance(task.reader, StateReader):
         return task.reader.refusal("a diagnosis of states")
     if len(task.tokens) < 2:
-        return "A diagnosis of states needs at least two texts, to tell a drift from another text."
+        return "A diagnosis of states needs at least two texts, to tell a drift from a different text."
     if not any(layer.recurrent.numel() for layer in task.reader.model.zero_state(1)):
-        return f"{task.reader.name} carries inputs of convolutions only, so that there is no state that could drift."
+        return (
+            f"{task.reader.name} has no recurrent state that could drift: it only carries the inputs of convolutions."
+        )
     return ""
 
 
@@ -78,12 +81,12 @@ def drift_text(states: StateDiagnosis) -> str:
     distance = f"{distance_text(head)} standard deviations"
     if not states.names_heads:
         return (
-            f"{states.sequences} texts are too few to say which heads drift: the furthest, {head_name(layer, head)}, "
+            f"{states.sequences} texts are too few to say which heads drift. The furthest, {head_name(layer, head)}, "
             f"is {distance} from the states of training over the last octave of positions."
         )
     if not drifting:
         return (
-            f"None of {_counted(ranking)} drifts: the furthest, {head_name(layer, head)}, is {distance} from the "
+            f"None of {_counted(ranking)} drifts. The furthest, {head_name(layer, head)}, is {distance} from the "
             "states of training over the last octave of positions."
         )
     leaves = "" if head.leaves_at is None else f" It leaves them at {head.leaves_at:,} tokens."
@@ -97,7 +100,7 @@ def drift_text(states: StateDiagnosis) -> str:
 
 
 def distance_text(head: HeadStates) -> str:
-    """How far a head is over the last octave, in standard deviations: "47.3"."""
+    """The distance of a head over the last octave, in standard deviations: "47.3"."""
     return f"{head.late_distance:.3g}" if head.late_distance < 1000 else f"{head.late_distance:,.0f}"
 
 
@@ -108,43 +111,43 @@ def retention_text(states: StateDiagnosis) -> str:
         return ""
     pair, most = max(known, key=lambda found: found[1][inside[-1]])
     at, end = states.positions[inside[-1]], states.positions[-1]
-    whom = "no head holds" if len(known) == len(states.ranking) else f"none of the {len(known)} looked at holds"
+    whom = "no head holds" if len(known) == len(states.ranking) else f"none of the {len(known)} measured heads holds"
     return (
-        f"At {at:,} tokens {head_name(*pair)} still holds {math.exp(most[inside[-1]]):.0%} of what the first token "
-        f"wrote ({whom} more), at {end:,} tokens {math.exp(most[-1]):.0%}."
+        f"At {at:,} tokens, {head_name(*pair)} still holds {math.exp(most[inside[-1]]):.0%} of what the first token "
+        f"wrote ({whom} more), and {math.exp(most[-1]):.0%} at {end:,} tokens."
     )
 
 
 def patching_text(states: StateDiagnosis, unit: str) -> str:
-    """How much of the harm the heads that drift do, or that the exchange of heads shows nothing."""
+    """The share of the harm that drifting heads do, or that exchanging heads shows nothing."""
     patching = states.patching
     if patching is None:
         return ""
-    kept = f"the last {patching.kept:,} tokens alone"
+    kept = f"the state after only the last {patching.kept:,} tokens"
     if not patching.harmful:
         wide = patching.harm.high is None or patching.harm.high > HARM_WORTH_KNOWING
         return (
-            f"After {patching.position:,} tokens its state is not shown to be worse than that of {kept}: "
+            f"After {patching.position:,} tokens, the state is not shown to be worse than {kept}: "
             f"{interval_text(patching.harm, sign=True)} nats per {unit}. "
             + ("More texts would tell." if wide else "There is no harm to attribute to heads.")
         )
     together, others = drifting_group(states), _other_group(states)
     told = [
-        f"After {patching.position:,} tokens its state does {interval_text(patching.harm)} nats per {unit} of harm "
-        f"against that of {kept}."
+        f"After {patching.position:,} tokens, the state does {interval_text(patching.harm)} nats per {unit} of harm, "
+        f"compared with {kept}."
     ]
     if together is not None:
-        heads = "the one that drifts" if len(together.heads) == 1 else f"the {len(together.heads):,} that drift"
+        heads = "the drifting head" if len(together.heads) == 1 else f"the {len(together.heads):,} drifting heads"
         told.append(f"With states of the short context in {heads}, {_goes_away(patching, together.restored)}.")
         if others is not None:
-            told.append(f"With them in all others, {_goes_away(patching, others.restored)}.")
+            told.append(f"With such states in all other heads, {_goes_away(patching, others.restored)}.")
     alone = [group for group in patching.groups if len(group.heads) == 1]
     worst = max(alone, key=lambda group: group.broken.mean, default=None)
     if worst is not None and _shown(worst.broken):
         names = {(layer.layer, head.head): head_name(layer, head) for layer, head in states.ranking}
         told.append(
-            f"Of {len(alone)} heads taken one by one, {names[worst.heads[0]]} does most: its state alone brings "
-            f"{_share(patching, worst.broken)} of the harm into a short context."
+            f"Of {len(alone)} heads exchanged one by one, {names[worst.heads[0]]} does most harm: its state alone "
+            f"brings {_share(patching, worst.broken)} of the harm into a short context."
         )
     return " ".join(told)
 
@@ -154,15 +157,15 @@ def _facts(states: StateDiagnosis) -> Sequence[Fact]:
         return ()
     drifting, total = states.drifting, len(states.ranking)
     furthest = f"{len(drifting):,} of {total:,}, {head_name(*states.ranking[0])} the furthest"
-    none = f"none of {total:,}" if states.names_heads else f"not told from {states.sequences} texts"
+    none = f"none of {total:,}" if states.names_heads else f"unknown from {states.sequences} texts"
     told = [Fact("Heads that drift", furthest if drifting else none)]
     if states.patching is not None and states.patching.harmful and (group := drifting_group(states)) is not None:
-        told.append(Fact("Their part of the harm", harm_share_text(states.patching, group.restored)))
+        told.append(Fact("Their share of the harm", harm_share_text(states.patching, group.restored)))
     return told
 
 
 def harm_share_text(patching: HeadPatching, estimate: Estimate) -> str:
-    """ "97%", or that none is shown."""
+    """ "97%", or "none shown"."""
     return _share(patching, estimate) if _shown(estimate) else "none shown"
 
 
@@ -180,7 +183,7 @@ def _group_of(states: StateDiagnosis, heads: set[tuple[int, int]]) -> PatchedHea
 
 
 def _reason(states: StateDiagnosis, status: Status) -> str:
-    """What the states say about a verdict, in one clause each."""
+    """The explanation of a verdict by the states, in clauses."""
     if not states.ranking:
         return ""
     drifting, patching, group = states.drifting, states.patching, drifting_group(states)
@@ -215,7 +218,7 @@ def _verb(pairs: tuple[Pair, ...], verb: str) -> str:
 
 
 def _listed(pairs: tuple[Pair, ...]) -> str:
-    """ "layer 0, heads 2, 3; layer 1, head 5": the furthest ones, by layer."""
+    """The furthest heads by layer: "layer 0, heads 2, 3; layer 1, head 5"."""
     shown, more = pairs[:LISTED_HEADS], len(pairs) - LISTED_HEADS
     named = []
     for index in sorted({layer.layer for layer, _ in shown}):
@@ -227,13 +230,13 @@ def _listed(pairs: tuple[Pair, ...]) -> str:
 
 def _goes_away(patching: HeadPatching, restored: Estimate) -> str:
     if not _shown(restored):
-        return "none of it is shown to go away"
-    return f"{_share(patching, restored)} of it goes away"
+        return "none of the harm is shown to go away"
+    return f"{_share(patching, restored)} of the harm goes away"
 
 
 def _share(patching: HeadPatching, estimate: Estimate) -> str:
     share = patching.share(estimate)
-    assert share is not None  # asked for only where there is harm
+    assert share is not None  # callers check that there is harm
     return f"{share:.0%}"
 
 
@@ -266,16 +269,16 @@ def _removed_cell(states: StateDiagnosis) -> str:
 
 def _definitions(found: Sequence[StateDiagnosis]) -> list[str]:
     told = [
-        "The distance of a head is the 2-Wasserstein distance between all elements of its states after so many "
-        "tokens and those inside the second half of the training length, in standard deviations of the latter. A "
-        "head drifts if its mean over the last octave of positions is above "
-        f"{found[0].smallest_drift:g} and above what positions of training differ among themselves."
+        "The distance of a head at a position is the 2-Wasserstein distance between the elements of its states there "
+        "and those in the second half of the training length, in standard deviations of the latter. A head drifts if "
+        "its mean distance over the last octave of positions is above "
+        f"{found[0].smallest_drift:g} and above the distances of training positions from each other."
     ]
     if patching := next((states.patching for states in found if states.patching is not None), None):
         told.append(
-            f"Heads are exchanged between the state after {patching.position:,} tokens and the state that the last "
-            f"{patching.kept:,} of them leave alone; the next {patching.width:,} tokens are scored. Harm is the loss "
-            "from the former minus that from the latter. Where several heads fail at once, mending one may mend "
+            f"Heads are exchanged between the state after {patching.position:,} tokens and the state after only the "
+            f"last {patching.kept:,} of them. The next {patching.width:,} tokens are scored. Harm is the loss from "
+            "the former state minus the loss from the latter. If several heads fail at once, replacing one may help "
             "little, so shares need not add up to 100%."
         )
     return told
@@ -288,7 +291,7 @@ def _has_heads(states: StateDiagnosis) -> bool:
 STATES = Part(
     name="states",
     title="States",
-    summary="which heads' states leave what training has seen, and how much of the harm these heads do",
+    summary="which heads' states leave the range of training, and how much of the harm these heads do",
     result=StateDiagnosis,
     compute=_compute,
     section="Why: the states",
@@ -298,7 +301,7 @@ STATES = Part(
     facts=_facts,
     rows=(
         PartRow("Heads that drift", "of all; the furthest, in standard deviations of training", _drift_cell),
-        PartRow("Harm of a long context's state", "against that of a short one, nats per {unit}", _harm_cell),
+        PartRow("Harm of a long context's state", "compared with a short one's, nats per {unit}", _harm_cell),
         PartRow("Removed", "with states of a short context in the heads that drift", _removed_cell),
     ),
     pictures={
@@ -318,12 +321,12 @@ STATES = Part(
         ),
         "state_retention": Picture(
             lambda found, *_: retention_figure(found),
-            "A head that still holds the first token adds up what it reads, rather than replacing it.",
+            "A head that still holds the first token accumulates what it reads instead of replacing it.",
             lambda found: any(head.inputs for _, head in found.ranking),
         ),
         "conv_std": Picture(
             lambda found, *_: conv_std_figure(found),
-            "Convolution states hold the last tokens only: they show whether what enters a layer changes.",
+            "Convolution states hold only the last tokens: they show whether the inputs of a layer change.",
             lambda found: any(layer.conv for layer in found.layers),
             further=True,
         ),

@@ -1,4 +1,4 @@
-"""Accuracy on a task against the length of its strings."""
+"""Accuracy on a task by the length of its strings."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -28,7 +28,7 @@ def accuracy_figure(
 
     Args:
         curves: Model -> length in `unit` -> both shares, from 0 to 1; the lengths are the same for all models.
-        training_length: The longest in training, which is marked; None for no mark.
+        training_length: The longest length in training, which is marked; None for no mark.
     """
     lengths = sorted(next(iter(curves.values())))
     figure, axes = new_axes("Accuracy: symbols (solid), whole answers (dashed)")

@@ -1,4 +1,4 @@
-"""Attention maps and masks of the layers of a model as one picture (Figures 2, 4 and 11 of arXiv:2410.11135)."""
+"""Attention maps and masks of a model's layers in one figure (Trockman et al., 2024, Figures 2, 4 and 11)."""
 
 from collections.abc import Sequence
 
@@ -13,17 +13,17 @@ from hf_recurrent_lengthgen.evaluation.map_results import AttentionMaps, LayerMa
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, GRID, INK, MUTED
 
 LABELED_TOKENS = 32
-"""Up to so many tokens are written at the axes; of longer texts, positions."""
+"""Maximum number of tokens that are written at the axes; longer texts have positions instead."""
 PANEL = 2.15
 """Side of a panel in inches."""
 
 
 def attention_maps_figure(maps: AttentionMaps) -> Figure:
-    """Two panels for each layer: above the channel average of its maps, below its average mask.
+    """Two panels per layer: the channel average of its maps above, its average mask below.
 
-    Rows are the tokens at which a layer gives its output, columns those it looks at. Weights are red above 0 and blue
-    below; each map has a scale of its own, on which color grows with the square root, so that a weight of a hundredth
-    of the largest still shows. Masks run from 0 (forgotten) to 1 (kept).
+    Rows are the tokens of the output, columns the tokens of the input. Weights above 0 are red, weights below 0 blue.
+    Each map has its own scale, on which color grows with the square root of the weight, so that a hundredth of the
+    largest weight is still visible. Masks range from 0 (forgotten) to 1 (kept).
     """
     count = len(maps.layers)
     columns = min(count, 4 if count <= 12 else 6)
@@ -58,7 +58,7 @@ def attention_maps_figure(maps: AttentionMaps) -> Figure:
         _token_axes(above, maps.tokens, names=False)
         _token_axes(below, maps.tokens, names=True)
     bar = figure.colorbar(masks[0], ax=list(grid.flat), location="bottom", shrink=0.5, aspect=40, pad=0.01)
-    bar.set_label("mask: share that is kept", fontsize=FONT_SIZE - 2.5, color=MUTED)
+    bar.set_label("mask: share kept", fontsize=FONT_SIZE - 2.5, color=MUTED)
     bar.ax.tick_params(labelsize=FONT_SIZE - 4, colors=MUTED, labelcolor=INK)
     return figure
 
@@ -69,7 +69,7 @@ def _title(layer: LayerMaps) -> str:
 
 
 def _panel(axes: Axes, values: np.ndarray, **style: object) -> AxesImage:
-    """What lies in the future stays empty."""
+    """An image of the values; the future stays empty."""
     axes.set_visible(True)
     axes.set_anchor("W")
     axes.set_facecolor(GRID)
@@ -90,7 +90,7 @@ def _largest(values: np.ndarray) -> float:
 
 
 def _round_ticks(values: np.ndarray) -> list[float]:
-    """The largest number of one digit within the scale, a tenth of it, 0, and their negatives."""
+    """The largest one-digit number within the scale, a tenth of it, 0, and their negatives."""
     largest = _largest(values)
     unit = 10.0 ** np.floor(np.log10(largest))
     top = float(np.floor(largest / unit) * unit)
@@ -114,5 +114,5 @@ def _token_axes(axes: Axes, tokens: Sequence[str], names: bool) -> None:
 
 
 def _visible(token: str) -> str:
-    """A token in a few characters; spaces and line ends as signs."""
+    """A token in a few characters; spaces and line breaks as symbols."""
     return token.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥")[:8] or "∅"

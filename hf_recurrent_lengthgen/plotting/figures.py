@@ -1,4 +1,4 @@
-"""One function per figure; each reads results only and returns a matplotlib Figure that no global state knows."""
+"""One function per figure; each reads results only and returns a matplotlib Figure outside pyplot's global state."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ from hf_recurrent_lengthgen.plotting.style import (
 
 
 def position_wise_figure(models: Sequence[ComparedModel]) -> Figure:
-    """NLL against position for several models on the same data, with their intervals over sequences."""
+    """NLL by position for several models on the same data, with intervals over sequences."""
     figure, axes = new_axes(f"Negative log-likelihood (nats per {models[0].evaluation.data.token_unit})")
     lengths = [model.evaluation.training_length for model in models]
     _overlay(axes, models, [model.evaluation.position_wise.coarse for model in models], max(1, min(lengths) // 8))
@@ -28,7 +28,7 @@ def position_wise_figure(models: Sequence[ComparedModel]) -> Figure:
 
 
 def context_harm_figure(models: Sequence[ComparedModel]) -> Figure:
-    """Context harm against position for several models, with paired intervals and the zero line."""
+    """Context harm by position for several models, with paired intervals and the zero line."""
     figure, axes = new_axes(f"Harm of extra context (nats per {models[0].evaluation.data.token_unit})")
     axes.axhline(0, color=INK, linewidth=1)
     lengths = [model.evaluation.training_length for model in models]
@@ -45,10 +45,10 @@ def in_window_figure(models: Sequence[ComparedModel]) -> Figure:
 
 
 def _overlay(axes: Axes, models: Sequence[ComparedModel], curves: Sequence[Curve], first: int) -> None:
-    """Lines with bands from `first` tokens of context on, the axis of positions, and the labels."""
+    """Lines with bands from `first` tokens of context, the axis of positions, and the labels."""
     colors, ends = model_colors(models), []
     for model, curve, color in zip(models, curves, colors, strict=True):
-        # Only bins in sight, so that the others do not stretch the vertical axis.
+        # Only visible bins, so that the others do not stretch the vertical axis.
         skipped = sum(edge < first - 1 for edge in curve.edges[:-1])
         x, y = bin_centers(curve)[skipped:], curve.mean[skipped:]
         marker = "o" if len(x) == 1 else None

@@ -1,4 +1,4 @@
-"""What a comparison says, in sentences: every word follows from the numbers, also when the cure did not work."""
+"""The findings of a comparison in sentences, which follow from the numbers, also if a cure did not work."""
 
 import math
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison,
 Status = Literal["breaks", "holds", "unclear"]
 
 MOST, HALF = 0.7, 0.5
-"""A cure must remove more than half of the harm; a model that keeps more than this most of it eased nothing."""
+"""A cure must leave less than HALF of the harm; a model that keeps more than MOST of it has not reduced it."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One model's verdict: a status, a headline of a few words, and the sentences behind it. Plain text."""
+    """One model's verdict in plain text: a status, a headline of a few words, and the sentences behind it."""
 
     model: ComparedModel
     status: Status
@@ -23,9 +23,9 @@ class Finding:
 
 
 def status(evaluation: EvaluationResult) -> Status:
-    """Whether context beyond the training length hurts at the end of what was evaluated.
+    """Whether context beyond the training length hurts at the end of the evaluated positions.
 
-    "breaks" if the whole interval of the last range's harm lies above the threshold, "holds" if it lies at or below,
+    "breaks" if the interval of the last range's harm is above the threshold, "holds" if it is at or below,
     "unclear" if it contains the threshold or there is no interval.
     """
     harm = evaluation.harm
@@ -52,7 +52,7 @@ def sentence(words: str) -> str:
 
 
 def interval_text(estimate: Estimate, sign: bool = False, bounds: str = " ({} to {})") -> str:
-    """ "1.363 (1.301 to 1.425)", or the mean alone where there is no interval."""
+    """ "1.363 (1.301 to 1.425)", or only the mean if there is no interval."""
     form = "+.3f" if sign else ".3f"
     text = number_text(estimate.mean, form)
     if estimate.low is None or estimate.high is None:
@@ -81,7 +81,7 @@ def _finding(model: ComparedModel, base: ComparedModel | None) -> Finding:
         "unclear": f"{name} is on the border at {length}",
     }[found]
     if evaluation.harm.last.low is None:
-        headline = f"{name}: one sequence does not tell whether it holds to {length}"
+        headline = f"{name}: one sequence cannot tell whether it holds to {length}"
     elif broken is not None and found != "unclear" and model.role in ("cured", "control"):
         kept = evaluation.harm.last.mean / broken.harm.last.mean
         if found == "breaks":
@@ -103,7 +103,7 @@ def _harm(evaluation: EvaluationResult) -> str:
     harm, kept = evaluation.harm, f"only the last {evaluation.training_length:,} tokens"
     return (
         f"At {range_text(harm.last_range)} the loss is {interval_text(harm.last, sign=True)} nats per "
-        f"{evaluation.data.token_unit} against that of the same text with {kept} as context: "
+        f"{evaluation.data.token_unit} compared with the same text with {kept} as context: "
         f"{math.exp(min(harm.last.mean, 700.0)):,.2f} times the perplexity."
     )
 
@@ -112,7 +112,9 @@ def _cost(evaluation: EvaluationResult, base: ComparedModel | None) -> str:
     if base is None:
         return ""
     cost = evaluation.in_window.loss.mean - base.evaluation.in_window.loss.mean
-    return f"Inside the training length its loss is {number_text(cost, '+.3f')} against {base.evaluation.model}."
+    return (
+        f"Inside the training length, its loss is {number_text(cost, '+.3f')} compared with {base.evaluation.model}."
+    )
 
 
 def _use(evaluation: EvaluationResult) -> str:

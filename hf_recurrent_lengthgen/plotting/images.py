@@ -28,7 +28,7 @@ def inline_svg(figure: Figure, name: str, description: str, colors: dict[str, st
 
     Args:
         name: Prefix of the element ids, different for each figure of a page.
-        description: What the picture shows, for screen readers; plain text.
+        description: Description of the figure for screen readers; plain text.
         colors: Color in the figure (#rrggbb) -> CSS value that replaces it.
     """
     svg = _svg(figure, "none")

@@ -1,4 +1,4 @@
-"""Names of models short enough for headings and figures: what people give are paths and names of the Hub."""
+"""Short names of models for headings and figures, from paths and Hub names."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ LONGEST = 18
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """The last parts of paths, as few as tell the names apart; a remark in parentheses stays."""
+    """The last parts of paths, as few as distinguish the names; a remark in parentheses stays."""
     paths = [(PurePath(name.partition(" (")[0]).parts, "".join(name.partition(" (")[1:])) for name in names]
     for kept in range(1, max(len(parts) for parts, _ in paths)):
         short = ["/".join(parts[-kept:]) + remark for parts, remark in paths]
@@ -25,7 +25,7 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def figure_names(names: Sequence[str]) -> list[str]:
-    """Names of at most `LONGEST` characters, cut in the middle, and numbered if they are the same then."""
+    """Names of at most `LONGEST` characters, cut in the middle, and numbered if that makes them equal."""
     half = LONGEST // 2
     short = [name if len(name) <= LONGEST else f"{name[: half - 1]}…{name[-half:]}" for name in names]
     if len({*short}) == len(names):
@@ -34,7 +34,7 @@ def figure_names(names: Sequence[str]) -> list[str]:
 
 
 def with_names(result: Compared, names: Sequence[str]) -> Compared:
-    """A comparison or diagnosis with other names of its models, in their order."""
+    """A comparison or diagnosis with other names for its models, in the same order."""
     pairs: Any = zip(result.models, names, strict=True)
     models: Any = tuple(replace(model, evaluation=replace(model.evaluation, model=name)) for model, name in pairs)
     return replace(result, models=models)

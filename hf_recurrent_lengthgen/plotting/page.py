@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a comparison: the finding in one look, figures, numbers, and how they were made."""
+"""One self-contained HTML page of a comparison: the findings, figures, numbers, and how they were made."""
 
 from collections.abc import Callable, Sequence
 from html import escape
@@ -24,7 +24,7 @@ from hf_recurrent_lengthgen.plotting.page_parts import (
 
 
 class Picture(NamedTuple):
-    """A figure of evaluations: how it is drawn, and its caption."""
+    """A figure of evaluations: the function that draws it, and its caption."""
 
     draw: Callable[[Sequence[ComparedModel]], Figure]
     caption: str
@@ -42,15 +42,16 @@ PICTURES = {
     ),
     "in_window": Picture(
         in_window_figure,
-        "Loss by position inside the training length, from the zero state. A model that uses its context falls.",
+        "Loss by position inside the training length, from the zero state. It falls if a model uses its context.",
     ),
 }
 """Name of a figure -> the figure."""
 
 
 def comparison_page(comparison: Comparison, loading: str | None = None) -> str:
-    """The HTML text of a page that needs nothing but itself, in light and dark, for desktop and phone; `loading` is
-    code that loads the checkpoint, shown as it is.
+    """The HTML text of a self-contained page, in light and dark, for desktop and phone.
+
+    `loading` is code that loads the checkpoint, shown as it is.
     """
     models, colors = comparison.models, page_colors(comparison)
     evaluations = [model.evaluation for model in models]

@@ -1,6 +1,6 @@
-"""What the HTML pages share: a shell that loads nothing, cards, pictures, tables of numbers, and how all was made.
+"""Shared parts of the HTML pages: a self-contained shell, cards, figures, tables of numbers, and provenance.
 
-Arguments are plain text and get escaped here, unless they are called HTML. Colors are CSS values.
+Arguments are plain text, which is escaped here, unless they are named HTML. Colors are CSS values.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class Evaluated(Protocol):
 Shown = TypeVar("Shown", bound=Evaluated)
 
 INSIDE = "Inside the training length"
-"""Heading of what is measured there, by evaluations and parts of diagnoses."""
+"""Heading for the measurements there, of evaluations and parts of diagnoses."""
 STATUS_MARKS = {"breaks": "✕", "holds": "✓", "unclear": "?"}
 
 CSS = """
@@ -79,7 +79,7 @@ VARIABLES = {color: f"var({name})" for color, name in _NAMES.items()}
 
 
 class Row(NamedTuple, Generic[Shown]):
-    """A row of a table with a column per model: what it is, a remark, and its HTML for a model."""
+    """A row of a table with one column per model: name, remark, and HTML for a model."""
 
     name: str
     note: str
@@ -87,7 +87,7 @@ class Row(NamedTuple, Generic[Shown]):
 
 
 def html_page(title: str, sections: Sequence[str]) -> str:
-    """The text of a page from the HTML of its sections; it needs nothing but itself, in light and dark."""
+    """The text of a self-contained page, in light and dark, from the HTML of its sections."""
     css = CSS % {
         "light": ";".join(f"{name}:{color}" for color, name in _NAMES.items()),
         "dark": ";".join(f"{name}:{DARK[color]}" for color, name in _NAMES.items()),
@@ -117,13 +117,13 @@ def card(finding: Finding, color: str, details: str) -> str:
 
 
 def picture(figure: Figure, name: str, caption: str, description: str) -> str:
-    """A figure with its caption; `name` is its own on a page, `description` for those who cannot see it."""
+    """A figure with its caption; `name` is unique on a page, `description` is for screen readers."""
     svg = inline_svg(figure, name, description, VARIABLES)
     return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def bands_text(evaluation: EvaluationResult) -> str:
-    """What the bands of figures are; nothing for a single sequence."""
+    """Explanation of the bands in figures; empty for a single sequence."""
     many = evaluation.sequences > 1
     return f" Bands: {evaluation.confidence:.0%} intervals over {evaluation.sequences} sequences." if many else ""
 
@@ -159,7 +159,7 @@ def evaluation_rows(models: Sequence[Shown]) -> list[Row[Shown]]:
         ),
         Row(
             f"Harm above {first.harm.threshold:g} from",
-            "first bin whose interval lies above, tokens",
+            "first bin whose interval is above it, tokens",
             lambda model: tokens(model.evaluation.harm.harmful_from, "nowhere"),
         ),
         Row(
@@ -174,7 +174,7 @@ def evaluation_rows(models: Sequence[Shown]) -> list[Row[Shown]]:
         ),
         Row(
             "Definition 3.2 holds to",
-            f"raw loss by position, {tolerance} tolerance, tokens; how hard the texts get there counts, too",
+            f"raw loss by position, {tolerance} tolerance, tokens; also depends on how hard the texts get",
             lambda model: f"{model.evaluation.verdict.holds_to:,}",
         ),
         Row(
@@ -196,7 +196,7 @@ def signed(value: float) -> str:
 
 
 def tokens(value: int | None, absent: str) -> str:
-    """ "1,024", or what is said of None."""
+    """ "1,024", or `absent` for None."""
     return absent if value is None else f"{value:,}"
 
 
@@ -204,17 +204,17 @@ def definitions(evaluation: EvaluationResult) -> str:
     start, stop = evaluation.verdict.best_bin
     return (
         f"Intervals are {evaluation.confidence:.0%} t-intervals over {evaluation.sequences} sequences, paired for "
-        "harm, context use and failure. A model breaks if the interval of its harm lies above "
-        f"{evaluation.harm.threshold:g}, holds if it lies at or below, and is on the border otherwise. "
-        "Definition 3.2 is that of “Understanding and Improving Length Generalization in Recurrent Models” "
-        "(arXiv:2507.02782) on logarithmic position bins: from the best bin inside the training length (for "
-        f"{evaluation.model}: positions {start:,} to {stop:,}) perplexity must not rise by more than the tolerance. "
-        "It does not tell a model that gets worse from texts that get harder: with few texts, harm tells more."
+        "harm, context use and failure. A model breaks if the interval of its harm is above "
+        f"{evaluation.harm.threshold:g}, holds if it is at or below, and is on the border otherwise. "
+        "Definition 3.2 is from Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), applied to logarithmic position bins: "
+        f"after the best bin inside the training length (for {evaluation.model}: positions {start:,} to {stop:,}), "
+        "perplexity must not rise by more than the tolerance. It cannot distinguish a model that gets worse from "
+        "texts that get harder, so with few texts harm is more informative."
     )
 
 
 def provenance(evaluations: Sequence[EvaluationResult], given: Sequence[str] | None = None) -> str:
-    """How the evaluations were made; `given` are the names of the models where the page has others."""
+    """How the evaluations were made; `given` are the full names of the models if the page shortens them."""
     first = evaluations[0]
     seconds = sum(evaluation.wall_seconds for evaluation in evaluations)
     renamed = [
@@ -240,7 +240,7 @@ def provenance(evaluations: Sequence[EvaluationResult], given: Sequence[str] | N
 
 
 def entry_list(entries: Sequence[tuple[str, str]]) -> str:
-    """Names with what is said of them; nothing where there are none."""
+    """A list of names and values as HTML; empty without entries."""
     if not entries:
         return ""
     return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(value)}</dd>' for name, value in entries)}</dl>"

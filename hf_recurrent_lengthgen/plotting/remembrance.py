@@ -1,4 +1,4 @@
-"""Figures of what far tokens do to predictions, and of the loss on a prompt of one token."""
+"""Figures of the effect of distant tokens on predictions, and of the loss on a prompt of one token."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ Result = TypeVar("Result", Remembrance, ConstantPrompt)
 
 
 def remembrance_figure(models: Mapping[str, Remembrance], roles: Sequence[Role]) -> Figure:
-    """How far predictions move (total variation) when all but the last tokens are left out, with intervals.
+    """Change of predictions (total variation) if only the last tokens are kept, with intervals.
 
-    What lies right of the training length should be 0. `roles` are those of the models, for their colors.
+    Right of the training length it should be 0. `roles` are the roles of the models, for their colors.
     """
     figure, axes = new_axes("Change of the prediction (total variation)")
     ends = []
@@ -36,7 +36,7 @@ def remembrance_figure(models: Mapping[str, Remembrance], roles: Sequence[Role])
         x, values = [result.length - start for start in result.starts], result.total_variation
         axes.plot(x, [value.mean for value in values], color=color, linewidth=2, linestyle=ROLE_LINES[role])
         _band(axes, x, values, color)
-        # All curves are 0 where nothing is left out: the labels stand in the order at one training length.
+        # All curves end at 0, where all tokens are kept, so labels have the order at one training length.
         beside = min(range(len(x)), key=lambda place: abs(x[place] - result.training_length))
         ends.append((values[beside].mean, name, color))
     tallest = max(value.high or value.mean for result in models.values() for value in result.total_variation)
@@ -44,23 +44,23 @@ def remembrance_figure(models: Mapping[str, Remembrance], roles: Sequence[Role])
     axes.yaxis.set_major_locator(MultipleLocator(0.2))
     position_axis(axes, 1, max(result.length for result in models.values()))
     mark_training_lengths(axes, [result.training_length for result in models.values()])
-    axes.set_xlabel("Last tokens that are kept", fontsize=FONT_SIZE - 0.5, color=MUTED)
+    axes.set_xlabel("Number of last tokens kept", fontsize=FONT_SIZE - 0.5, color=MUTED)
     label_ends(axes, ends)
     return figure
 
 
 def constant_prompt_figure(models: Mapping[str, ConstantPrompt], roles: Sequence[Role]) -> Figure:
-    """NLL of a prompt of one repeated token by position; dotted, the limit above which a model has failed."""
+    """NLL of a prompt of one repeated token by position, with a dotted line above which a model has failed."""
     figure, axes = new_axes("Loss on one token repeated (nats per token)")
     ends = []
     for name, result, role, color in _each(models, roles):
-        # The first bin is left out, as in the limit.
+        # The limit, too, leaves out the first bin.
         x, y = bin_centers(result.curve)[1:], result.curve.mean[1:]
         axes.plot(x, y, color=color, linewidth=2, linestyle=ROLE_LINES[role])
         limit = result.factor * result.inside
         axes.plot([result.training_length, result.length], [limit, limit], color=color, linewidth=1.2, linestyle=":")
         axes.annotate(
-            f"{result.factor:g}x the highest before",
+            f"{result.factor:g}x the highest inside",
             (result.length, limit),
             xytext=(-2, 2),
             textcoords="offset points",

@@ -1,4 +1,4 @@
-"""What models find in long texts: by depth and length, by length, and near the end."""
+"""Figures of retrieval from long texts: by depth and length, by length, and near the end."""
 
 from collections.abc import Sequence
 from itertools import cycle
@@ -32,9 +32,9 @@ _TITLES = {"passkey": "Passkeys", "niah": "Needles in running text", "babilong":
 
 
 def heat_map_figure(models: Sequence[RetrievalResult]) -> Figure:
-    """Right answers in percent for each depth (or bAbI task) and length, a panel for each model below the other.
+    """Right answers in percent by depth (or bAbI task) and length, with one panel per model.
 
-    A line stands between the lengths that a model was trained on and those beyond.
+    A line separates the lengths inside the training length from those beyond.
     """
     rows, columns = len(models[0].rows), len(models[0].lengths)
     width, panel = max(WIDTH, 1.1 + 0.42 * columns), 0.8 + _ROW * rows
@@ -98,13 +98,13 @@ def _cells(axes: Axes, result: RetrievalResult) -> None:
 
 
 def _row_names(result: RetrievalResult) -> Sequence[str]:
-    """Depths in whole percent where that tells them apart, else as in the result."""
+    """Depths in whole percent if that distinguishes them, else as in the result."""
     short = [f"{100 * depth:.0f} %" for depth in result.depths or ()]
     return short if short and len(set(short)) == len(short) else result.rows
 
 
 def retrieval_accuracy_figure(models: Sequence[RetrievalResult]) -> Figure:
-    """Share of right answers against length for several models, with their intervals and the training length."""
+    """Share of right answers by length for several models, with intervals and training lengths."""
     figure, axes = new_axes(f"{_TITLES[models[0].task]}: right answers (dots: 95 %)")
     _accuracy_axes(axes, models)
     ends = []
@@ -115,11 +115,12 @@ def retrieval_accuracy_figure(models: Sequence[RetrievalResult]) -> Figure:
 
 
 def within_figure(result: RetrievalResult, distances: Sequence[int] | None = None) -> Figure:
-    """Share of right answers of one model against length, for needles within the last r tokens: a line for each r of
-    `distances`, by default the first four lengths ("Stuffed Mamba", arXiv:2410.07145, Figures 13 and 14).
+    """Share of right answers of one model by length, for needles within the last r tokens.
+
+    There is one line per r of `distances`, by default the first four lengths (Chen et al., 2024, Figures 13 and 14).
 
     Raises:
-        ValueError: for a result without a needle within the last r tokens, for any of them.
+        ValueError: if no needle is within the last r tokens for any r.
     """
     distances = sorted(set(distances or result.lengths[:4]))
     figure, axes = new_axes(f"Right answers, needle in the last r {result.data.token_unit}s")
@@ -130,8 +131,8 @@ def within_figure(result: RetrievalResult, distances: Sequence[int] | None = Non
         ends += _line(axes, result, shares, label, color, dashes, band=False)
     if not ends:
         raise ValueError(
-            f"No needle stands within the last {distances[-1]} tokens at any length: give larger distances, or "
-            "measure depths nearer to 1."
+            f"No needle is within the last {distances[-1]} tokens at any length: give larger distances, or measure "
+            "depths nearer to 1."
         )
     label_ends(axes, ends)
     return figure
@@ -150,7 +151,7 @@ def _accuracy_axes(axes: Axes, models: Sequence[RetrievalResult]) -> None:
 def _line(
     axes: Axes, result: RetrievalResult, shares: Sequence[Share], label: str, color: str, dashes: object, band: bool
 ) -> list[tuple[float, str, str]]:
-    """Draw the shares that there are; height, text and color of the label."""
+    """Draw the shares that have samples; returns height, text and color of the label."""
     there = [(length, share) for length, share in zip(result.lengths, shares, strict=True) if share.samples]
     if not there:
         return []

@@ -1,7 +1,6 @@
-"""Figures of the states of one or several models: which heads leave training, and what harm they do.
+"""Figures of the states of one or several models: which heads leave the range of training, and what harm they do.
 
-Every figure has one panel per model (name -> states), one below the other, all on the same scale. Heads that drift are
-orange.
+Every figure has one panel per model (name -> states), stacked and on the same scale. Drifting heads are orange.
 """
 
 import math
@@ -29,30 +28,30 @@ from hf_recurrent_lengthgen.plotting.style import (
 
 DRIFT, STEADY = ROLE_COLORS["base"], ROLE_COLORS["cured"]
 NAMED_HEADS = 6
-"""Most heads that are named beside a panel."""
+"""Maximum number of heads named beside a panel."""
 MAP_ROWS = 24
-"""Most heads in a panel of the map of distances."""
+"""Maximum number of heads in a panel of the map of distances."""
 DRAWN_HEADS = 40
-"""Most heads of each kind, drifting or not, that have a line."""
+"""Maximum number of heads of each kind, drifting or not, that have a line."""
 WIDTH, LEFT, RIGHT, TITLE, BOTTOM, GAP = 4.8, 0.55, 1.05, 0.8, 0.55, 0.5
 """Inches."""
 
 
 def state_std_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
-    """Standard deviation of each head's state over that at the training length, against position (Figure 9 of
-    "Unexplored states", arXiv:2507.02782)."""
+    """Standard deviation of each head's state, relative to that at the training length, by position (Buitrago Ruiz and
+    Gu, 2025, Figure 9)."""
     return _head_figure(
         diagnoses,
         "Spread of each head's state",
-        "Standard deviation over that at the training length",
+        "Standard deviation relative to that at the training length",
         lambda diagnosis, head: _relative(head.std, diagnosis),
         logarithmic=True,
     )
 
 
 def retention_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
-    """What each head has left of the first token, alpha_{2:n}, against position (Figure 3 of "Stuffed Mamba",
-    arXiv:2410.07145); heads of which the inputs are not kept are left out."""
+    """What each head retains of the first token, alpha_{2:n}, by position (Chen et al., 2024, Figure 3); heads without
+    recorded inputs are left out."""
     figure = _head_figure(
         diagnoses,
         "How much of the first token a head still holds",
@@ -67,10 +66,10 @@ def retention_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
 
 
 def conv_std_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
-    """Standard deviation of the parts of each layer's convolution state over that at the training length (Figure 17 of
-    "Stuffed Mamba" has them in units of their own), on the scale of `state_std_figure`."""
+    """Standard deviation of the parts of each layer's convolution state, relative to that at the training length, on
+    the scale of `state_std_figure` (Chen et al., 2024, Figure 17, show absolute values)."""
     figure, panels = _panels(
-        diagnoses, "Spread of the convolution states", "Standard deviation over that at the training length"
+        diagnoses, "Spread of the convolution states", "Standard deviation relative to that at the training length"
     )
     curves = [
         [_relative(part.std, diagnosis) for layer in diagnosis.layers for part in layer.conv]
@@ -87,9 +86,9 @@ def conv_std_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
 
 
 def distance_map_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
-    """How far the state of each head is from those inside the training length, at each position, worst heads first.
+    """Distance of each head's states from those inside the training length, by position, worst heads first.
 
-    Colors turn at a distance of 1 standard deviation, on a logarithmic scale.
+    Colors change at a distance of 1 standard deviation, on a logarithmic scale.
     """
     ranked = [diagnosis.ranking[:MAP_ROWS] for diagnosis in diagnoses.values()]
     heights = [max(0.8, 0.19 * len(rows)) for rows in ranked]
@@ -132,7 +131,7 @@ def distance_map_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
 
 
 def patching_figure(diagnoses: Mapping[str, StateDiagnosis], unit: str = "token") -> Figure:
-    """Harm that goes away or comes if the states of some heads are exchanged, with its intervals over texts."""
+    """Harm removed and added if the states of some heads are exchanged, with intervals over texts."""
     found = [diagnosis.patching for diagnosis in diagnoses.values() if diagnosis.patching is not None]
     heights = [0.27 * len(patching.groups) for patching in found]
     figure, panels = _panels(
@@ -180,7 +179,7 @@ Curves = Callable[[StateDiagnosis, HeadStates], Sequence[float] | None]
 def _head_figure(
     diagnoses: Mapping[str, StateDiagnosis], title: str, explanation: str, curve: Curves, logarithmic: bool
 ) -> Figure:
-    """A line per head: orange and named if it drifts, else blue."""
+    """One line per head: orange and named if it drifts, else blue."""
     figure, panels = _panels(diagnoses, title, f"{explanation}.\nOrange: heads that drift (L0 H5: layer 0, head 5)")
     curves = [
         [(layer, head, values) for layer, head in diagnosis.ranking if (values := curve(diagnosis, head)) is not None]
@@ -213,7 +212,7 @@ def _panels(
     heights: Sequence[float] | None = None,
     left: float = LEFT,
 ) -> tuple[Figure, list[Axes]]:
-    """One panel for each model, named; `heights` in inches. The explanation stands below the title."""
+    """One named panel per model; `heights` in inches. The explanation is below the title."""
     heights = heights or [1.75] * len(diagnoses)
     total = TITLE + BOTTOM + sum(heights) + GAP * (len(heights) - 1)
     figure = Figure(figsize=(WIDTH, total))
@@ -242,7 +241,7 @@ def _position_axes(panels: Sequence[Axes], diagnoses: Mapping[str, StateDiagnosi
 def _ratio_axes(
     panels: Sequence[Axes], diagnoses: Mapping[str, StateDiagnosis], curves: Sequence[Sequence[float]]
 ) -> None:
-    """Axes of positions, and one logarithmic scale for ratios in sight."""
+    """Axes of positions, and one logarithmic scale for the visible ratios."""
     _position_axes(panels, diagnoses)
     shown = [value for curve in curves for value in curve[_first_place(next(iter(diagnoses.values()))) :] if value > 0]
     low, high = min([0.5, *shown]) / 1.15, max([2.0, *shown]) * 1.3
@@ -261,13 +260,13 @@ def _hide_inner_labels(panels: Sequence[Axes]) -> None:
 
 
 def _first_place(diagnosis: StateDiagnosis) -> int:
-    """The first position in sight: an eighth of the training length."""
+    """Index of the first visible position: an eighth of the training length."""
     places = [place for place, position in enumerate(diagnosis.positions) if position >= diagnosis.training_length / 8]
     return places[0]
 
 
 def _relative(values: Sequence[float], diagnosis: StateDiagnosis) -> list[float]:
-    """Values over that at the last position inside the training length."""
+    """Values relative to the one at the last position inside the training length."""
     inside = [value for value, n in zip(values, diagnosis.positions, strict=True) if n <= diagnosis.training_length]
     return [value / inside[-1] if inside[-1] else math.nan for value in values]
 

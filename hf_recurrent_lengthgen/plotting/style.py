@@ -1,4 +1,4 @@
-"""The look of all figures: a palette for color-blind readers too, axes of token positions, labels beside lines."""
+"""The style of all figures: a color-blind safe palette, axes of token positions, labels beside lines."""
 
 import math
 import textwrap
@@ -38,18 +38,18 @@ LABEL_GAP = 1.25
 
 
 def model_colors(models: Sequence[ComparedModel]) -> list[str]:
-    """One color per model: that of its role for the first with the role, then one of the others in turn."""
+    """One color per model: the color of its role for the first model with it, then other colors in turn."""
     return role_colors([model.role for model in models])
 
 
 def role_colors(roles: Sequence[Role]) -> list[str]:
-    """`model_colors` for models of which only the roles are known."""
+    """`model_colors` from the roles of models."""
     further = cycle(OTHER_COLORS)
     return [next(further) if role in roles[:index] else ROLE_COLORS[role] for index, role in enumerate(roles)]
 
 
 def new_axes(y_label: str) -> tuple[Figure, Axes]:
-    """A figure of the shape all figures share: readable at phone width, room for labels at the right."""
+    """A figure of the common shape: readable at phone width, with room for labels at the right."""
     figure = Figure(figsize=(4.8, 3.2))
     FigureCanvasAgg(figure)
     axes = plain_axes(figure, (0.125, 0.165, 0.615, 0.735))
@@ -70,7 +70,7 @@ def plain_axes(figure: Figure, box: tuple[float, float, float, float]) -> Axes:
 
 
 def short_number(tokens: float) -> str:
-    """64, 2k, 1M: powers of two as people say them, others in full."""
+    """64, 2k, 1M: multiples of 1,024 with a suffix, others in full."""
     for unit, size in (("M", 2**20), ("k", 2**10)):
         if tokens >= size and tokens % size == 0:
             return f"{int(tokens // size)}{unit}"
@@ -113,8 +113,9 @@ def mark_training_lengths(axes: Axes, lengths: Sequence[int]) -> None:
 
 
 def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Write each line's label right of the axes, whose limits are final, at its height (data units, label, color),
-    moved apart where labels would overlap.
+    """Write the label of each line to the right of the axes, moved apart where labels would overlap.
+
+    `ends` are (height in data units, label, color); the limits of the axes must be final.
     """
     axes_points = axes.get_position().height * axes.figure.get_figheight() * 72  # type: ignore[union-attr]
     line = FONT_SIZE * LABEL_GAP / axes_points

@@ -245,8 +245,8 @@ def test_without_a_lineage_the_config_tells_what_it_can(work: Work, tmp_path: Pa
     folder = work.copy("cured", tmp_path / "cured")
     (folder / "lineage.json").unlink()
     text = str(build_card(folder))
-    assert text.count("How it was made is recorded in its config.json only: state_passing, 3 steps.") == 2
-    assert "- On what it was trained, and how long, is not recorded." in text
+    assert text.count("How it was made is recorded only in its config.json: state_passing, 3 steps.") == 2
+    assert "- Its training data and the length of its training are not recorded." in text
 
 
 def test_a_source_on_the_hub_is_the_base_model_and_gives_its_licence(work: Work, tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_source_on_the_hub_is_the_base_model_and_gives_its_licence(work: Work,
 def test_an_unknown_licence_is_said_and_left_out(work: Work) -> None:
     text = str(build_card(work.cured))
     assert "license" not in metadata_of(text)
-    assert "- The licence is not known." in text
+    assert "- The license is unknown." in text
 
 
 def test_results_of_other_weights_are_refused(work: Work, tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_results_against_another_training_length_are_refused(work: Work, tmp_pat
     folder = work.copy("cured", tmp_path / "cured")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"training_length": 4096}))
-    with pytest.raises(ValueError, match=r"against a training length of 8, but its config\.json says 4096"):
+    with pytest.raises(ValueError, match=r"with a training length of 8, but its config\.json has 4096"):
         build_card(folder, [work.results])
     unknown = replace(retrieval(work), training_length=None)
     write_result(tmp_path / "unknown.json", RetrievalComparison((unknown,)))
@@ -303,10 +303,10 @@ def test_what_a_stranger_needs_to_know_of_data_and_commands(work: Work, tmp_path
 
     text = str(build_card(work.cured, [changed(work, tmp_path / "r.json", describe)]))
     body = text.partition("\n---\n\n")[2]
-    assert "(Texts, split validation), numbers" in body
+    assert "(Texts, split validation), in nats" in body
     assert "11181892" not in body
-    assert body.count("Folders have the names that they had then") == 2
-    assert "that they are of this config, too, is not known" in body
+    assert body.count("Folder names are those of the original run") == 2
+    assert "but not certainly of this config" in body
 
 
 def test_results_in_bfloat16_are_of_these_weights(work: Work, tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_results_in_bfloat16_are_of_these_weights(work: Work, tmp_path: Path) ->
 def test_a_copy_that_forgets_has_its_own_results(work: Work, tmp_path: Path) -> None:
     forgets = tmp_path / "forgets"
     assert main(["forget", str(work.cured), "--output", str(forgets), "--window", "4"]) == 0
-    with pytest.raises(ValueError, match=r"as cured, but forgets is to be evaluated with window 4"):
+    with pytest.raises(ValueError, match=r"as cured, but forgets needs results with window 4"):
         build_card(forgets, [work.results])
 
     def label(evaluation: dict[str, Any]) -> None:
@@ -331,17 +331,17 @@ def test_a_copy_that_forgets_has_its_own_results(work: Work, tmp_path: Path) -> 
     assert "It cannot be trained as it is" in text
     assert "@article{chen2024stuffed," in text
     assert "forgetting" in metadata_of(text)["tags"]
-    with pytest.raises(ValueError, match=r"as cured, but cured is to be evaluated with no forgetting"):
+    with pytest.raises(ValueError, match=r"as cured, but cured needs results with no forgetting"):
         build_card(work.cured, [own])
 
 
 @pytest.mark.parametrize(
     ("spoil", "complaint"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json is damaged"),
         (lambda folder: (folder / "adapter_config.json").write_text("{}"), "holds an adapter .*lengthgen merge"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "holds no model.*safetensors"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no model.*safetensors"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"12345678"), "model.safetensors is damaged"),
         (lambda folder: (folder / "lineage.json").write_text("{}"), "lineage.json: Expected a document"),
     ],
@@ -360,8 +360,8 @@ def test_what_is_no_whole_checkpoint_is_refused(
     ("content", "complaint"),
     [
         ("{", "cannot be read as a result file"),
-        ("[]", "is of the kind None"),
-        ('{"kind": "lineage"}', "is of the kind 'lineage', but must be of comparison, .*retrieval"),
+        ("[]", "has the kind None"),
+        ('{"kind": "lineage"}', "has the kind 'lineage', but must have one of comparison, .*retrieval"),
         ('{"kind": "comparison", "schema_version": 9}', "schema version 9"),
     ],
 )
@@ -415,7 +415,7 @@ def test_own_words_outlive_all_that_writes_the_card(work: Work, tmp_path: Path) 
     (folder / "model.safetensors").write_bytes((work.base / "model.safetensors").read_bytes())
     assert any("card is of other weights or another config" in line for line in look_through(folder)[2])
     readme.write_text(text.replace(card.OWN_WORDS[1], ""))
-    with pytest.raises(ValueError, match=r"must stand between .* each once"):
+    with pytest.raises(ValueError, match=r"must have its own words between .* each mark once"):
         write_card(folder, overwrite=True)
 
 
@@ -498,7 +498,9 @@ def test_files_of_the_user_are_kept(work: Work, tmp_path: Path) -> None:
     assert not (folder / "figures" / "position_wise.png").exists()
     (folder / "results" / "comparison.json").write_text("mine, too")
     old = (folder / "README.md").read_text()
-    with pytest.raises(ValueError, match=r"Not written by .*results/comparison\.json\. Move .* --overwrite"):
+    with pytest.raises(
+        ValueError, match=r"These files were not written by .*results/comparison\.json\. Move .* --overwrite"
+    ):
         write_card(folder, [work.results])
     assert (folder / "README.md").read_text() == old
     assert (folder / "results" / "comparison.json").read_text() == "mine, too"
@@ -611,22 +613,22 @@ def test_a_known_failure_is_told(work: Work, tmp_path: Path) -> None:
     assert "**It fails beyond its training length of 8 bytes.**" in text
     assert "length-generalization" not in metadata_of(text)["tags"]
     limits = text.partition("## Limits")[2]
-    assert "longer texts it predicts worse than with the last 8 bytes alone, from position 16 on" in limits
-    assert "from position 16 on its perplexity is more than 1% above the best one" in limits
+    assert "longer texts it predicts worse than with only the last 8 bytes, from position 16 on" in limits
+    assert "from position 16 on, its perplexity is more than 1% above the best one" in limits
     assert "not shown to use the context inside its training length" in limits
 
     text = str(build_card(work.cured, [changed(work, tmp_path / "holds.json", holds)]))
     assert "no harm by earlier text is shown at any position up to the 64 that were tested" not in text
-    assert "but so does the model given as base: there was nothing to cure.**" in text
+    assert "but so does the base model: there was nothing to cure.**" in text
     text = str(build_card(work.cured, [against_a_broken_base(work, tmp_path, holds)]))
     assert "**It works beyond its training length of 8 bytes: no harm by earlier text is shown at any position" in text
     assert f"is {MINUS}0.200 [{MINUS}0.300, {MINUS}0.100] nats per byte" in text
-    assert "; for the model given as base it is +1.000 [+0.900, +1.100]." in text
+    assert "; for the base model it is +1.000 [+0.900, +1.100]." in text
     assert "| Perplexity more than 1% above its best (Definition 3.2) | nowhere |" in text
     limits = text.partition("## Limits")[2]
     assert "Known failure" not in limits
     assert "Definition 3.2" not in limits
-    assert "Nothing here tells whether it finds what stands far back (passkeys, needles)" in limits
+    assert "Retrieval from far back in a text (passkeys, needles) was not measured" in limits
     assert "length-generalization" in metadata_of(text)["tags"]
 
 
@@ -653,13 +655,13 @@ def against_a_broken_base(work: Work, folder: Path, change: Callable[[dict[str, 
             16,
             "It holds at positions 32 to 64, beyond its training length of 8 bytes, but earlier text harms it at some "
             "positions from 16 on.",
-            "Known failure: at some positions from 16 on, the earlier text makes its loss larger.",
+            "Known failure: at some positions from 16 on, earlier text increases its loss.",
         ),
         (
             ("verdict", "violated_from"),
             16,
             "but from 16 on its perplexity is more than 1% above the best one inside.",
-            "Known failure: from position 16 on its perplexity is more than 1% above",
+            "Known failure: from position 16 on, its perplexity is more than 1% above",
         ),
         (
             ("in_window", "context_use"),
@@ -670,7 +672,7 @@ def against_a_broken_base(work: Work, folder: Path, change: Callable[[dict[str, 
         (
             ("in_window", "loss"),
             {"mean": 6.0, "low": 5.9, "high": 6.1},
-            "It predicts no better than an even guess (loss 5.951)",  # log(384)
+            "It predicts no better than a uniform guess (loss 5.951)",  # log(384)
             "Known failure: its loss is not below 5.951",
         ),
     ],
@@ -693,8 +695,8 @@ def test_it_is_not_said_to_work_above_a_failure(
 @pytest.mark.parametrize(
     ("holds_to", "violated_from", "cell"),
     [
-        (16, None, "not shown<br>(in the mean from 16)"),
-        (16, 32, "from 32<br>(in the mean from 16)"),
+        (16, None, "not shown<br>(mean: from 16)"),
+        (16, 32, "from 32<br>(mean: from 16)"),
         (16, 16, "from 16"),
     ],
 )
@@ -716,7 +718,7 @@ def test_one_text_has_no_intervals(work: Work, tmp_path: Path) -> None:
     plain["models"][0]["evaluation"]["in_window"]["loss"]["mean"] = 2.0
     (tmp_path / "trained.json").write_text(json.dumps(plain))
     text = str(build_card(work.cured, [tmp_path / "trained.json"]))
-    assert "**Whether it holds beyond its training length of 8 bytes is not clear.**" in text
+    assert "**It is unclear whether it holds beyond its training length of 8 bytes.**" in text
     assert "None" not in text
 
 
@@ -769,8 +771,8 @@ def test_retrieval_is_shown_by_length(work: Work, tmp_path: Path) -> None:
     row = "| **this model** | 95<br>[76, 99] | 25<br>[11, 47] |"
     assert text.count(row) == 2
     assert "At least 95% are right up to 64 bytes." in text
-    assert "Nothing here tells whether it finds" not in text
-    assert "- Known failure: at 128 bytes it finds 25% of what is asked for (passkey)." in text
+    assert "Retrieval from far back" not in text
+    assert "- Known failure: at 128 bytes, 25% of its answers are right (passkey)." in text
     for name in ("figures/retrieval.png", "figures/retrieval-2.png", "results/retrieval.json"):
         assert f"({name})" in text
         assert (folder / name).is_file()
@@ -790,7 +792,7 @@ def test_a_diagnosis_is_shown_as_an_evaluation_and_more(work: Work, tmp_path: Pa
     )
     write_result(tmp_path / "result.json", Diagnosis("Diagnosis", diagnosed, None))
     text = str(build_card(work.cured, [tmp_path / "result.json"]))
-    assert "changes predictions by 0.250 [0.200, 0.300]" in text
+    assert "change predictions by 0.250 [0.200, 0.300]" in text
     assert "Not measured: states (no_states)." in text
     plain = str(build_card(work.cured, [work.results]))
     row = re.search(r"^\| Harm of the context.*$", plain, flags=re.MULTILINE)

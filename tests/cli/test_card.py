@@ -20,7 +20,7 @@ def test_the_card_is_written_and_what_it_lacks_is_said(
     shown = capsys.readouterr().out
     assert shown.startswith(f"Written: {folder / 'README.md'}\nIt lacks:\n")
     assert "  results on long texts (lengthgen evaluate, --results)\n" in shown
-    assert "licence" not in shown
+    assert "license" not in shown
     data = metadata_load(folder / "README.md")
     assert data is not None
     assert (data["license"], data["language"], data["datasets"]) == ("mit", ["en", "de"], ["owner/texts"])
@@ -37,7 +37,7 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert main(["card", str(checkpoint), "--results", str(tmp_path / "none.json")]) == 1
     assert main(["card", str(checkpoint), "--repo", "a/b/c"]) == 1
     first, second, third = capsys.readouterr().err.splitlines()
-    assert first.endswith("nothing holds no config.json, so it is no checkpoint.")
+    assert first.endswith("nothing has no config.json, so it is not a checkpoint: give the folder of a checkpoint.")
     assert "none.json cannot be read as a result file" in second
     assert "Repo id must be in the form" in third
     assert not (checkpoint / "README.md").exists()

@@ -63,7 +63,7 @@ def test_a_diagnosis_of_all_parts(
     shown = capsys.readouterr().out
     assert f"Diagnosing {checkpoint.name} on 3 texts of 64 bytes" in shown
     assert re.search(r"model +Heads that drift +Effective Remembrance +Misalignment +Constant prompt\n", shown)
-    assert re.search(rf"{checkpoint.name} +not told from 3 texts +0\.\d+ +\d+\.\d+ nats +(holds|fails at)", shown)
+    assert re.search(rf"{checkpoint.name} +unknown from 3 texts +0\.\d+ +\d+\.\d+ nats +(holds|fails at)", shown)
     assert f"Report: {tmp_path / 'out' / 'index.html'}" in shown
     curve = model.evaluation.position_wise.fine
     late = [mean for edge, mean in zip(curve.edges, curve.mean, strict=False) if edge >= 32]
@@ -137,7 +137,7 @@ def test_reasons_for_what_is_left_out_of_states_are_shown(
 ) -> None:
     assert diagnose(checkpoint, "--parts", "states", "--patched-heads", 0) == 0
     shown = capsys.readouterr().out
-    assert "not told from 3 texts" in shown
+    assert "unknown from 3 texts" in shown
     assert f"{checkpoint.name}, states: No head is said to drift: 3 texts cannot tell" in shown
 
 

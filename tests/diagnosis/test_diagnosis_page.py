@@ -62,7 +62,7 @@ def test_the_first_words_are_the_verdict(page: str) -> None:
         "How far it holds",
         "Why: the states",
         "What it remembers",
-        "One token over and over",
+        "One token repeated",
         "Inside the training length",
         "Numbers",
         "What the words mean",
@@ -75,11 +75,11 @@ def test_every_section_says_what_was_found(page: str) -> None:
     for words in (
         "base At positions 512 to 1,024 the loss is +1.400",
         "base 3 of 8 heads drift: layer 0, heads 1, 3; layer 1, head 2. The furthest, layer 1, head 2,",
-        "At 16 tokens layer 1, head 2 still holds 90%",
-        "With states of the short context in the 3 that drift, 97% of it goes away.",
-        "base At 64 tokens, those further back than the last 16 move the prediction by 0.200",
-        "sp At 64 tokens, those further back than the last 16 move the prediction by 0.030",
-        "it is above 2 times the former at 32 tokens",
+        "At 16 tokens, layer 1, head 2 still holds 90%",
+        "With states of the short context in the 3 drifting heads, 97% of the harm goes away.",
+        "base At 64 tokens, the tokens before the last 16 change the prediction by 0.200",
+        "sp At 64 tokens, the tokens before the last 16 change the prediction by 0.030",
+        "At 32 tokens it exceeds 2 times the highest loss inside",
         "Long-short misalignment 3.600",
     ):
         assert words in text, words
@@ -144,10 +144,10 @@ def test_a_model_without_parts_gets_no_empty_figures_or_sections(llama: Diagnosi
     text = Reader(page).text
     assert drawn(page) == EVALUATED
     assert set(diagnosis_figures(llama)) == EVALUATED
-    for absent in ("Why: the states", "What it remembers", "One token over", "Wasserstein", "drift"):
+    for absent in ("Why: the states", "What it remembers", "One token repeated", "Wasserstein", "drift"):
         assert absent not in text
     assert "<dl></dl>" not in page
-    assert "Not measured llama, states: It has no state. Effective Remembrance: not asked for." in text
+    assert "Not measured llama, states: It has no state. Effective Remembrance: not requested." in text
 
 
 def test_models_with_and_without_states_stand_side_by_side(llama: Diagnosis) -> None:
@@ -196,7 +196,7 @@ def test_one_sequence_gives_a_page_without_intervals() -> None:
     text = Reader(diagnosis_page(Diagnosis("t", (with_part(model, "remembrance", None),), None))).text
     assert "? unclear" in text
     assert "Bands:" not in text
-    assert "one sequence does not tell" in text
+    assert "one sequence cannot tell" in text
 
 
 def test_a_text_no_longer_than_training_has_no_remembrance_beyond_it() -> None:

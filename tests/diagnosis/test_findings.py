@@ -54,14 +54,14 @@ def test_the_cards_name_the_head_and_its_share() -> None:
     base, cured = ((facts(model)) for model in expected().models)
     assert base == {
         "Heads that drift": "3 of 8, layer 1, head 2 the furthest",
-        "Their part of the harm": "97%",
-        "Effective Remembrance": "0.200 beyond training (0: no effect of far tokens)",
+        "Their share of the harm": "97%",
+        "Effective Remembrance": "0.200 beyond training (0: no effect of distant tokens)",
         "Constant prompt": "fails at 32 tokens",
-        "Misalignment": "3.600 nats (less is better)",
+        "Misalignment": "3.600 nats (lower is better)",
     }
     assert cured["Heads that drift"] == "none of 8"
     assert cured["Constant prompt"] == "holds"
-    assert "Their part of the harm" not in cured
+    assert "Their share of the harm" not in cured
 
 
 def test_drift_is_told_with_all_heads_and_how_far_the_furthest_is() -> None:
@@ -72,7 +72,7 @@ def test_drift_is_told_with_all_heads_and_how_far_the_furthest_is() -> None:
         "spread grows by 41% with each doubling of the position."
     )
     assert drift_text(cured) == (
-        "None of 8 heads drifts: the furthest, layer 0, head 0, is 0.3 standard deviations from the states of "
+        "None of 8 heads drifts. The furthest, layer 0, head 0, is 0.3 standard deviations from the states of "
         "training over the last octave of positions."
     )
 
@@ -110,33 +110,35 @@ def test_no_heads_are_no_reason() -> None:
 
 def test_retention_is_that_of_the_head_that_holds_most() -> None:
     assert retention_text(states({(1, 2): 5.0})) == (
-        "At 16 tokens layer 1, head 2 still holds 90% of what the first token wrote (no head holds more), at 1,024 "
-        "tokens 0%."
+        "At 16 tokens, layer 1, head 2 still holds 90% of what the first token wrote (no head holds more), and 0% at "
+        "1,024 tokens."
     )
     assert retention_text(states({(1, 2): 5.0}, known=False)) == ""
     some = states({(1, 2): 5.0})
     first = some.layers[0]
     unknown = replace(first, heads=tuple(replace(head, inputs=None) for head in first.heads))
-    assert "(none of the 4 looked at holds more)" in retention_text(replace(some, layers=(unknown, some.layers[1])))
+    assert "(none of the 4 measured heads holds more)" in retention_text(
+        replace(some, layers=(unknown, some.layers[1]))
+    )
 
 
 def test_patching_names_the_group_the_others_and_the_worst_head_alone() -> None:
     base = states_of(expected().models[0])
     assert patching_text(base) == (
-        "After 1,016 tokens its state does 1.000 (0.990 to 1.010) nats per byte of harm against that of the last 8 "
-        "tokens alone. With states of the short context in the 3 that drift, 97% of it goes away. With them in all "
-        "others, none of it is shown to go away. Of 3 heads taken one by one, layer 0, head 3 does most: its state "
-        "alone brings 120% of the harm into a short context."
+        "After 1,016 tokens, the state does 1.000 (0.990 to 1.010) nats per byte of harm, compared with the state "
+        "after only the last 8 tokens. With states of the short context in the 3 drifting heads, 97% of the harm goes "
+        "away. With such states in all other heads, none of the harm is shown to go away. Of 3 heads exchanged one by "
+        "one, layer 0, head 3 does most harm: its state alone brings 120% of the harm into a short context."
     )
-    assert "in the one that drifts, 97%" in patching_text(states({(0, 0): 9.0}))
-    assert "in all others, 30% of it goes away" in patching_text(states({(0, 0): 9.0}, others=0.3))
+    assert "in the drifting head, 97%" in patching_text(states({(0, 0): 9.0}))
+    assert "in all other heads, 30% of the harm goes away" in patching_text(states({(0, 0): 9.0}, others=0.3))
     assert patching_text(replace(base, patching=None)) == ""
 
 
 def test_without_harm_nothing_is_attributed() -> None:
     text = patching_text(states({(0, 0): 9.0}, harm=0.005))
     assert text == (
-        "After 1,016 tokens its state is not shown to be worse than that of the last 8 tokens alone: +0.005 "
+        "After 1,016 tokens, the state is not shown to be worse than the state after only the last 8 tokens: +0.005 "
         "(\N{MINUS SIGN}0.005 to +0.015) nats per byte. There is no harm to attribute to heads."
     )
 
@@ -144,8 +146,8 @@ def test_without_harm_nothing_is_attributed() -> None:
 def test_few_texts_name_no_heads() -> None:
     few = replace(states({}, harm=1.0), sequences=3)
     assert reason(diagnosed("base", "b", 1.4, few)) == "3 texts are too few to say which heads drift."
-    assert drift_text(few).startswith("3 texts are too few to say which heads drift: the furthest, ")
-    assert (facts(diagnosed("base", "b", 1.4, few)))["Heads that drift"] == "not told from 3 texts"
+    assert drift_text(few).startswith("3 texts are too few to say which heads drift. The furthest, ")
+    assert (facts(diagnosed("base", "b", 1.4, few)))["Heads that drift"] == "unknown from 3 texts"
 
 
 def test_a_wide_interval_is_no_acquittal() -> None:
@@ -176,7 +178,7 @@ def test_harm_without_drift_is_told_as_it_is() -> None:
 def test_drifting_heads_that_do_little_harm_are_not_blamed(restored: float, told: str) -> None:
     found = states({(1, 2): 9.0, (0, 0): 8.0}, restored=restored)
     assert reason(diagnosed("base", "b", 1.4, found)) == f"2 of its 8 heads drift, layer 1, head 2 the furthest{told}"
-    share = (facts(diagnosed("base", "b", 1.4, found)))["Their part of the harm"]
+    share = (facts(diagnosed("base", "b", 1.4, found)))["Their share of the harm"]
     assert share == ("none shown" if restored == 0 else f"{restored:.0%}")
 
 
@@ -215,34 +217,35 @@ def test_models_without_states_have_a_verdict_and_no_reason() -> None:
 
 def test_remembrance_is_that_of_the_training_length() -> None:
     assert remembrance_text(remembrance(0.2)) == (
-        "At 64 tokens, those further back than the last 16 move the prediction by 0.200 (0.190 to 0.210) of at most 1."
+        "At 64 tokens, the tokens before the last 16 change the prediction by 0.200 (0.190 to 0.210), on a scale from "
+        "0 to 1."
     )
     assert remembrance_text(remembrance(0.2, length=16)) == (
-        "Texts of 16 tokens do not show what tokens beyond the training length do."
+        "Texts of 16 tokens do not show the effect of tokens beyond the training length."
     )
     elsewhere = replace(remembrance(0.2), starts=(0, 32, 40))
-    assert remembrance_text(elsewhere) == "What tokens beyond the training length do was not measured."
+    assert remembrance_text(elsewhere) == "The effect of tokens beyond the training length was not measured."
 
 
 def test_the_constant_prompt_is_told_with_its_limit() -> None:
     assert constant_prompt_text(constant_prompt(1.5, 4.0)) == (
-        "The loss is at most 1.5 nats per token inside the training length and 4 beyond: it is above 2 times the "
-        "former at 32 tokens."
+        "The loss is at most 1.5 nats per token inside the training length and 4 beyond it. At 32 tokens it exceeds 2 "
+        "times the highest loss inside."
     )
     assert constant_prompt_text(constant_prompt(1.5, 1.4)) == (
-        "The loss is at most 1.5 nats per token inside the training length and 1.4 beyond, never above 2 times the "
-        "former up to 1,024 tokens."
+        "The loss is at most 1.5 nats per token inside the training length and 1.4 beyond it. Up to 1,024 tokens it "
+        "never exceeds 2 times the highest loss inside."
     )
 
 
 def test_a_correlation_by_chance_is_not_said_to_be_there() -> None:
     assert correlation_text(correlation(0.02)) == (
         "Over 5 models, misalignment and loss have a rank correlation of 0.90 (Spearman; p = 0.02 over all pairings; "
-        "5 models allow 0.017 at the least)."
+        "at least 0.017 for 5 models)."
     )
     told = correlation_text(correlation(0.3, coefficient=-0.4, exact=False))
     assert "rank correlation of \N{MINUS SIGN}0.40 (Spearman; p = 0.3 over 120 random pairings" in told
-    assert told.endswith("That does not show that they go together.")
+    assert told.endswith("That does not show a correlation.")
 
 
 def test_what_was_not_measured_is_told_with_the_reason() -> None:
@@ -257,9 +260,9 @@ def test_what_was_not_measured_is_told_with_the_reason() -> None:
     bare = without_parts(cured, "It keeps no state.")
     assert not_measured(Diagnosis("", (bare,), None)) == [
         "sp, states: It keeps no state.",
-        "Effective Remembrance: not asked for.",
-        "Long-short misalignment: not asked for.",
-        "Constant prompt: not asked for.",
+        "Effective Remembrance: not requested.",
+        "Long-short misalignment: not requested.",
+        "Constant prompt: not requested.",
     ]
 
 
@@ -269,4 +272,4 @@ def test_an_interval_that_holds_zero_shows_nothing() -> None:
     group = replace(found.patching.groups[0], restored=Estimate(0.9, -0.1, 1.9))
     wide = replace(found, patching=replace(found.patching, groups=(group, *found.patching.groups[1:])))
     assert "is not shown to remove any" in reason(diagnosed("base", "b", 1.4, wide))
-    assert "none of it is shown to go away" in patching_text(wide)
+    assert "none of the harm is shown to go away" in patching_text(wide)

@@ -20,7 +20,7 @@ def test_the_expected_demo_is_told_in_three_sentences(demo: Comparison) -> None:
     assert "At positions 512 to 1,024 the loss is +1.400 (+1.390 to +1.410) nats per byte" in base.detail
     assert "only the last 16 tokens as context: 4.06 times the perplexity" in base.detail
     assert "That is 1% of the harm of base." in cured.detail
-    assert "Inside the training length its loss is +0.030 against base." in cured.detail
+    assert "Inside the training length, its loss is +0.030 compared with base." in cured.detail
     assert "It still uses its context: from around position 4 to 15 the loss falls by 0.250" in cured.detail
     assert "That is 86% of the harm of base." in control.detail
 
@@ -59,7 +59,7 @@ def test_a_base_that_does_not_break_is_not_said_to_be_cured(model_of: ModelOf) -
         (1.3, 0.01, "sp does not cure it"),
         (2.0, 0.01, "sp does not cure it"),
         (0.05, 0.02, "sp is on the border at 1,024 tokens"),
-        (0.05, None, "sp: one sequence does not tell whether it holds to 1,024 tokens"),
+        (0.05, None, "sp: one sequence cannot tell whether it holds to 1,024 tokens"),
     ],
 )
 def test_a_cure_that_does_not_work_is_told(model_of: ModelOf, harm: float, width: float | None, expected: str) -> None:

@@ -125,4 +125,4 @@ def test_one_sequence_gives_a_page_without_intervals(model_of: ModelOf) -> None:
     text = Reader(comparison_page(Comparison("t", (model_of("base", "base", 1.0, width=None),)))).text
     assert "? unclear" in text
     assert "Bands:" not in text
-    assert "one sequence does not tell" in text
+    assert "one sequence cannot tell" in text

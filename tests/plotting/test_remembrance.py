@@ -75,7 +75,7 @@ def test_the_prompt_s_curve_and_its_limit() -> None:
     assert list(curve.get_ydata()) == [2.0, 1.0, 5.0]
     assert (list(limit.get_xdata()), list(limit.get_ydata())) == ([16, 64], [4, 4])
     assert list(axes.lines[3].get_ydata()) == [6, 6]
-    assert "3x the highest before" in [text.get_text() for text in axes.texts]
+    assert "3x the highest inside" in [text.get_text() for text in axes.texts]
 
 
 @pytest.mark.parametrize("figure_of", FIGURES)

@@ -80,7 +80,7 @@ def test_needles_near_the_end_have_a_line_for_each_distance() -> None:
     assert far == [1, 0.8, 0.1]  # the far needle is within 500 at 512 only, where it is found, too
     assert "r = 30" in words(within_figure(RESULT, [30, 500]))
     assert "r = 1k" in words(within_figure(RESULT))
-    with pytest.raises(ValueError, match="No needle stands within the last 10 tokens at any length"):
+    with pytest.raises(ValueError, match="No needle is within the last 10 tokens at any length"):
         within_figure(RESULT, [10])
 
 
