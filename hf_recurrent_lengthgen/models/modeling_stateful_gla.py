@@ -3,8 +3,8 @@
 Glossary (Yang et al. 2023, arXiv:2312.06635, section 4.4 -> here): alpha_t -> exp(g_t), tau -> gate_logit_normalizer,
 S -> state.recurrent (transposed), heads H of N = d_k keys and P = d_v values.
 
-Different from fla's layer, beside the state and right-padded rows: a head count of its own in each layer, and gates
-and recurrence in full precision.
+Different from fla's layer, beside the state and right-padded rows: each layer has its own number of heads, and gates
+and recurrence are in full precision.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from .layers_fla import MixerMLPBackbone, RMSNorm, repeat_heads
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
 
-# for people who have a checkpoint and not the package
+# for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
 from .scan_gla import chunk_gla, scan_gla

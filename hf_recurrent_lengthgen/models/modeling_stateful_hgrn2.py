@@ -3,8 +3,8 @@
 Glossary (Qin et al. 2024, arXiv:2404.07904, Eq. 6 -> here): forget gate f_t -> exp(g_t), input gate 1 - f_t -> k,
 i_t -> i_proj, o_t -> q. It is the recurrence of GLA with keys that are one minus the decay.
 
-Different from fla's layer, beside the state and right-padded rows: gates and recurrence in full precision. As in fla,
-the norm of the outputs spans all heads, and its epsilon is 1e-5 whatever `norm_eps` says.
+Different from fla's layer, beside the state and right-padded rows: gates and recurrence are in full precision. As
+in fla, the norm of the outputs spans all heads, and its epsilon is 1e-5 whatever `norm_eps` says.
 
 Shapes: B batch, T tokens, D hidden size.
 """
@@ -22,7 +22,7 @@ from .layers_fla import MixerMLPBackbone, RMSNorm
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState, state_dtype
 
-# for people who have a checkpoint and not the package
+# for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
 from .scan_gla import chunk_gla, scan_gla
@@ -65,7 +65,7 @@ class StatefulHGRN2Mixer(ScanMixer):
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None, *lower_bound: Tensor
     ) -> tuple[Tensor, LayerState]:
-        """See `StatefulBackbone`; `lower_bound` (D,) of the forget gates, none for 0."""
+        """See `StatefulBackbone`; `lower_bound` (D,) bounds the forget gates, at 0 if it is left out."""
         config = self.config
         backend = self.backend_for(hidden_states)
         q, f, v = self.q_proj(hidden_states), self.f_proj(hidden_states), self.i_proj(hidden_states)
@@ -91,17 +91,17 @@ class StatefulHGRN2Model(MixerMLPBackbone):
     mixer_class = StatefulHGRN2Mixer
 
     def make_layers(self, config: StatefulHGRN2Config) -> nn.ModuleList:
-        """Also the lower bounds of the forget gates."""
+        """As of every backbone, and the lower bounds of the forget gates."""
         if config.use_lower_bound:
             self.lower_bounds = nn.Parameter(torch.zeros(config.num_hidden_layers, config.hidden_size))
         return super().make_layers(config)
 
     def layer_inputs(self) -> list[tuple[Tensor, ...]]:
-        """The lower bounds of each layer's forget gates, (D,); none in the first layer (arXiv:2404.07904, Eq. 7)."""
+        """The lower bounds of each layer's forget gates, (D,); none in the first layer (Qin et al. 2024, Eq. 7)."""
         if not self.config.use_lower_bound:
             return super().layer_inputs()
         shares = self.lower_bounds.to(state_dtype(self.lower_bounds.dtype)).softmax(0)
-        limits = torch.finfo(shares.dtype)  # rounding reaches 0 and 1, where the layer's logarithms have no gradient
+        limits = torch.finfo(shares.dtype)  # rounding may give 0 or 1, where logarithms have no gradient
         return [(), *((bound.clamp(limits.tiny, 1 - limits.eps),) for bound in shares[1:].cumsum(0))]
 
     @torch.no_grad()

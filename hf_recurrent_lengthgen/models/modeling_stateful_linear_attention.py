@@ -1,7 +1,7 @@
 """Linear attention with a state as argument and result, on the parameter names of fla.
 
 Katharopoulos et al. 2020 (arXiv:2006.16236, Eq. 18 to 20): S_t = S_{t-1} + v_t phi(k_t)^T, y_t = S_t phi(q_t), that
-is GLA without decay. The normalizer, where there is one, is a further row of the state: the sum of the keys.
+is GLA without decay. A normalizer is a further row of the state, the sum of the keys.
 
 Different from fla's layer, beside the state and right-padded rows: the recurrence is in full precision.
 
@@ -19,7 +19,7 @@ from .layers_fla import MixerMLPBackbone, RMSNorm, repeat_heads
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
 
-# for people who have a checkpoint and not the package
+# for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
 from .scan_gla import chunk_gla, scan_gla

@@ -1,14 +1,14 @@
 """Mamba-1 and FalconMamba with a state as argument and result, on the parameter names of Transformers.
 
-One family: the configuration's `mixer_rms_eps` tells them apart, parameters have the same names and shapes in both.
+They are one family: `mixer_rms_eps` in the configuration tells them apart, and all parameters are alike.
 
 Glossary (Gu & Dao 2023, arXiv:2312.00752 -> here): Delta -> dt, A -> -exp(A_log), h -> state.recurrent, D channels ->
 intermediate_size, N -> state_size, R -> time_step_rank. FalconMamba (arXiv:2410.05355) norms dt, B and C first.
 
 Different from `transformers.models.mamba` and `falcon_mamba`: the mixer takes and returns a `LayerState`, also over
-several tokens (theirs drops the recurrent one then), takes right-padded rows by their lengths, calls `dt_proj` as a
-module, so that adapters on it train, and computes convolution, steps and recurrence in full precision (the
-convolution in that of its kernel with it).
+several tokens, where theirs drops the recurrent part. It takes right-padded rows by their lengths, calls `dt_proj` as
+a module, so that adapters on it train, and computes convolution, steps and recurrence in full precision (the kernel of
+the convolution in its own).
 """
 
 import torch
@@ -25,7 +25,7 @@ from .norms import rms_normalize
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState, state_dtype
 
-# for people who have a checkpoint and not the package
+# for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
 from .scan_mixer import ScanMixer
@@ -36,7 +36,7 @@ KERNEL_AVAILABLE = selective_scan_fn is not None and causal_conv1d_fn is not Non
 
 
 class StepProjection(nn.Linear):
-    """A linear layer that computes in float32 or better: rounding its -5 to bf16 would change exp(-5) by 2 %."""
+    """A linear layer that computes in float32 or better: rounding a -5 to bf16 would change exp(-5) by 2 %."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = state_dtype(x.dtype)

@@ -4,7 +4,7 @@ Glossary (Dao & Gu 2024, arXiv:2405.21060 -> here): Delta -> dt, A -> -exp(A_log
 heads H of P channels, N state_size, G n_groups.
 
 Different from `transformers.models.mamba2`: the mixer takes and returns a `LayerState`, takes right-padded
-rows by their lengths, and computes convolution and recurrence in full precision (in that of the kernels with them).
+rows by their lengths, and computes convolution and recurrence in full precision (the kernels in their own).
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from .layers_mamba_block import MixerBackbone, init_mamba_mixer
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
 
-# for people who have a checkpoint and not the package
+# for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
 from .scan_mixer import ScanMixer

@@ -2,10 +2,10 @@
 
 Glossary (Peng et al. 2024, "Eagle and Finch", arXiv:2404.05892, section 4 -> here): mu -> time_mix_*, omega ->
 time_decay, u -> time_faaaa, wkv -> state.recurrent (transposed), heads H of N = P keys and values. It is the
-recurrence of RWKV-6 with a decay exp(-exp(time_decay)) that no token changes.
+recurrence of RWKV-6 with a decay exp(-exp(time_decay)) that does not depend on the token.
 
-Different from the official layer: state as a value, right-padded rows by their lengths, decays and recurrence in full
-precision.
+Different from the official layer: the state is a value, right-padded rows are taken by their lengths, and decays and
+recurrence are in full precision.
 
 Shapes: B batch, T tokens, D hidden size, A inner size.
 """
@@ -23,7 +23,7 @@ from .packed_rows import over_groups
 from .padding import zero_past_end
 from .recurrent_state import LayerState
 
-# for people who have a checkpoint and not the package
+# for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
 from .scan_mixer import MixerLayer

@@ -25,7 +25,7 @@ from .packed_rows import over_groups
 from .padding import zero_past_end
 from .recurrent_state import LayerState
 
-# for people who have a checkpoint and not the package
+# for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
 from .scan_mixer import MixerLayer
@@ -105,7 +105,7 @@ class StatefulRWKV6TimeMixing(RWKVTimeMixing):
     def _shifts(self, x: Tensor, delta: Tensor) -> tuple[Tensor, ...]:
         """mu of r, w, k, v and g, (B, T, D) each."""
         hidden = self.x_proj[1](self.x_proj[0](x, delta)).unflatten(-1, (5, -1))
-        # zeros beside each fifth, so that the linear map is called as a module: adapters on it take part
+        # zeros beside each fifth, so that the linear map is called as a module, with its adapters
         apart = torch.diag_embed(hidden.mT, dim1=-2, dim2=-1).movedim(-3, -1).flatten(-2)
         return (self.x_proj[2](apart) + self.x_bias).unbind(2)
 
@@ -124,7 +124,7 @@ class StatefulRWKV6TimeMixing(RWKVTimeMixing):
 
 
 class StatefulRWKV6ChannelMixing(nn.Module):
-    """`sigmoid(receptance) * value(relu(key)^2)`; the width is a multiple of 32 where it is not given."""
+    """`sigmoid(receptance) * value(relu(key)^2)`; a width that is not given is rounded up to a multiple of 32."""
 
     def __init__(self, config: StatefulRWKV6Config) -> None:
         super().__init__()
