@@ -18,11 +18,11 @@ from hf_recurrent_lengthgen.trainers import (
     StatePassingTrainer,
     ZeroStateTrainer,
 )
+from tests.without_package import clean_process
 
 from .families import MAMBA, MAMBA2, Family, build, random_state, random_tokens, variant_id
 from .law import assert_equal_up_to, model_step, run_in_pieces
 from .test_core_law import CountedCheckpoint
-from .test_remote_code import clean_process
 
 both_families = pytest.mark.parametrize("family", [MAMBA, MAMBA2], ids=variant_id)
 LINEAR = {"attention_layers": [1], "attention_kind": "linear", "attention_head_dim": 3}

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.without_package import clean_process
+
 from .families import FAMILIES, MAMBA2, SHELL_FAMILIES, Family, build, random_state, random_tokens, variant_id
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 one_family = pytest.mark.parametrize("checkpoint", [MAMBA2], ids=variant_id, indirect=True)
-
-# Run by a fresh interpreter in an empty folder; any import of our package is an error there.
-STRANGER = """
-import sys, os, json
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("hf_recurrent_lengthgen", "trainers"):
-            raise ImportError("this process must not import " + name)
-sys.meta_path.insert(0, Refuse())
-os.environ.update(HF_HOME=os.getcwd() + "/hf", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
-checkpoint, data = sys.argv[1:3]
-"""
-
 
 # The code that a checkpoint carries, without ".py": of every family, and of each beside that.
 SHARED_FILES = {
@@ -51,19 +37,6 @@ FILES_OF = {
     "rwkv6": RWKV_FILES | {"configuration_fla"},
     "rwkv5": RWKV_FILES,
 }
-
-
-def clean_process(folder: Path, code: str, *arguments: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-    folder.mkdir(exist_ok=True)
-    result = subprocess.run(
-        [sys.executable, "-I", "-c", STRANGER + code, *map(str, arguments)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0 or not check, result.stderr
-    return result
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=variant_id)

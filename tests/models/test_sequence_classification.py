@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, take_rows
+from tests.without_package import clean_process
 
 from .families import FAMILIES, SHELL_FAMILIES, Family, build, perturb, random_state, random_tokens, variant_id
-from .test_remote_code import clean_process
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 shell_families = pytest.mark.parametrize("family", SHELL_FAMILIES, ids=variant_id)
