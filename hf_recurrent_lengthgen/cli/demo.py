@@ -21,6 +21,7 @@ from hf_recurrent_lengthgen.cli.inputs import Stream, load_stream, quiet_librari
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.cli.shared_options import add_shared
+from hf_recurrent_lengthgen.cli.threads import FitThreads
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
 from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison, DataRecord, Role, TrainingRecord
@@ -101,7 +102,7 @@ def run_demo(output: Path, seed: int = 0, settings: DemoSettings = DEFAULTS) -> 
     Raises:
         ValueError: if one of the three folders holds something else; nothing is overwritten then.
     """
-    began = time.perf_counter()
+    began, threads = time.perf_counter(), FitThreads()
     for role, _ in STAGES:
         folder = output / role
         if folder.is_dir() and any(folder.iterdir()) and not (folder / MARK).is_file():
@@ -116,7 +117,7 @@ def run_demo(output: Path, seed: int = 0, settings: DemoSettings = DEFAULTS) -> 
         for number, (role, what) in enumerate(STAGES, 1):
             print(f"\n[{number}/4] {what.format(length=settings.training_length)}", flush=True)
             _clear(output / role)
-            done = records[role] = _train(role, output, seed, settings, train)
+            done = records[role] = _train(role, output, seed, settings, train, threads)
             told = f"{done.steps} steps in {done.seconds:.0f} s, mean loss {done.loss:.3f}, in {output / role}"
             print(f"  done: {told}")
         print(f"\n[4/4] Evaluating all three on {settings.sequences} held-out texts of {length:,} bytes", flush=True)
@@ -217,7 +218,9 @@ def _arguments(role: Role, folder: Path, seed: int, settings: DemoSettings) -> T
     return TrainingArguments(**common)
 
 
-def _train(role: Role, output: Path, seed: int, settings: DemoSettings, train: Stream) -> TrainingRecord:
+def _train(
+    role: Role, output: Path, seed: int, settings: DemoSettings, train: Stream, threads: FitThreads
+) -> TrainingRecord:
     """Train one of the three models into `output/role`."""
     folder, tokenizer = output / role, byte_tokenizer()
     arguments = _arguments(role, folder, seed, settings)
@@ -234,6 +237,7 @@ def _train(role: Role, output: Path, seed: int, settings: DemoSettings, train: S
         model.config.interventions = [f"state_passing, {settings.cure_steps} steps"]
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(_Progress)
+    trainer.add_callback(threads)
     done = trainer.train()
     trainer.save_model()
     facts = RunFacts(start, train.source, settings.training_length, tuple(_command(output, seed)), weights)
