@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from hf_recurrent_lengthgen.models import (
 )
 from hf_recurrent_lengthgen.records import Adapter, file_digest, read_lineage
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
+from tests.without_package import clean_process
 
 RANK, ALPHA = 2, 6
 TOKENS = torch.arange(3, 40)[None]
@@ -104,13 +103,12 @@ def test_peft_loads_it_where_this_package_is_not_and_where_it_is(
     adapter: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
     code = (
-        "import sys, torch\nsys.modules['hf_recurrent_lengthgen'] = None\n"
         "from peft import AutoPeftModelForCausalLM\nfrom safetensors.torch import save_file\n"
         f"model = AutoPeftModelForCausalLM.from_pretrained({str(adapter)!r}, trust_remote_code=True)\n"
         "assert type(model.get_base_model()).__module__.startswith('transformers_modules')\n"
         f"save_file({{'logits': model(input_ids=torch.arange(3, 40)[None]).logits.detach()}}, sys.argv[1])\n"
     )
-    subprocess.run([sys.executable, "-c", code, tmp_path / "there"], check=True, cwd=tmp_path, timeout=300)
+    clean_process(tmp_path, code, tmp_path / "there")
     expected = logits(merged_by_hand(checkpoint, adapter))
     torch.testing.assert_close(load_file(tmp_path / "there")["logits"].double(), expected, rtol=0, atol=1e-5)
     here = AutoPeftModelForCausalLM.from_pretrained(str(adapter), trust_remote_code=True)

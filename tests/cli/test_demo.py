@@ -1,7 +1,6 @@
 """The demo from end to end, in miniature."""
 
 import html
-import os
 import re
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from hf_recurrent_lengthgen.data import standard_library_corpus
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import Comparison
 from hf_recurrent_lengthgen.records import read_lineage
+from tests.without_package import clean_process
 
 TINY = DemoSettings(
     hidden_size=16,
@@ -153,19 +153,8 @@ def test_the_code_on_the_page_runs_without_our_package(finished: Finished, tmp_p
     page = (finished.output / "index.html").read_text(encoding="utf-8")
     [code] = (html.unescape(block) for block in re.findall(r"<pre>(.*?)</pre>", page, flags=re.DOTALL))
     assert "trust_remote_code=True" in code
-    absent = "import sys; sys.modules['hf_recurrent_lengthgen'] = None\n"
     proof = "\nassert type(model).__module__.startswith('transformers_modules.'), type(model).__module__"
-    environment = os.environ | {"HF_HOME": str(tmp_path / "home")}
-    done = subprocess.run(
-        [sys.executable, "-c", absent + code + proof],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+    assert clean_process(tmp_path, code + proof).stdout
 
 
 def test_a_demo_may_be_run_again_in_its_folder(run_tiny: Callable[..., int], tmp_path: Path) -> None:

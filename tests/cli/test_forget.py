@@ -21,8 +21,8 @@ from hf_recurrent_lengthgen.evaluation.results import Comparison, ForgettingSear
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.recipes import RECIPES
 from tests.hybrids.tiny_models import tiny_model
-from tests.models.test_remote_code import clean_process
 from tests.versions import needs_hybrids
+from tests.without_package import clean_process
 
 TOKENS = torch.arange(3, 63)[None]
 

@@ -35,8 +35,8 @@ from tests.models.families import (
     random_tokens,
     variant_id,
 )
-from tests.models.test_remote_code import clean_process
 from tests.versions import needs_hybrids
+from tests.without_package import clean_process
 
 RECIPES = Path(__file__).parents[2] / "hf_recurrent_lengthgen" / "recipes" / "models"
 INITIALIZATIONS = ("reinit", "inherit")
