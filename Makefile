@@ -4,15 +4,16 @@ VENV := .venv
 VENV_OLDEST := .venv-oldest
 INSTALLED := $(VENV)/.installed
 INSTALLED_OLDEST := $(VENV_OLDEST)/.installed
-# Two single-threaded workers are faster than two that fight over the cores.
-PYTEST := -m pytest -n 2 --dist worksteal
+# Two single-threaded workers are faster than two that fight over the cores. A file goes to one of them, so that what its
+# tests share is made once.
+PYTEST := -m pytest -n 2 --dist loadfile
 export TOKENIZERS_PARALLELISM := false
 
 # An environment that happens to be active must not leak into ours.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-oldest lint format bench docs clean
+.PHONY: help demo test test-all test-slow test-oldest lint format bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -21,15 +22,17 @@ demo: $(INSTALLED) ## train, fail, cure, report: writes demo-output/
 	$(VENV)/bin/lengthgen demo --output demo-output
 
 test: export OMP_NUM_THREADS := 1
-test: $(INSTALLED) ## run the tests
+test: $(INSTALLED) ## run the tests that take a few minutes together
 	$(VENV)/bin/python $(PYTEST) -m "not slow"
 
+test-all: test-slow test-oldest ## run all the other tests, too
+
 test-slow: export OMP_NUM_THREADS := 1
-test-slow: $(INSTALLED) ## run the tests that take minutes
+test-slow: $(INSTALLED) ## run what `make test` leaves out
 	$(VENV)/bin/python $(PYTEST) -m slow
 
 test-oldest: export OMP_NUM_THREADS := 1
-test-oldest: $(INSTALLED_OLDEST) ## run the tests with the oldest supported versions
+test-oldest: $(INSTALLED_OLDEST) ## run what `make test` runs with the oldest supported versions
 	$(VENV_OLDEST)/bin/python $(PYTEST) -m "not slow"
 
 lint: $(INSTALLED) ## check style, formatting and types

@@ -2,6 +2,8 @@
 
 import os
 import uuid
+import zlib
+from collections import Counter
 
 import pytest
 import torch
@@ -15,10 +17,16 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("LENGTHGEN_CACHE", str(tmp_path_factory.getbasetemp() / f"cache-{uuid.uuid4().hex}"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where CUDA has no device."""
-    if torch.cuda.is_available():
-        return
+    """Mark cases of `thinned` tests `slow`, and skip tests marked `gpu` where CUDA has no device."""
+    cases: Counter[str] = Counter()
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if thinned := item.get_closest_marker("thinned"):
+            (step,) = thinned.args
+            name = item.nodeid.partition("[")[0]
+            if (cases[name] + zlib.crc32(name.encode())) % step:
+                item.add_marker(pytest.mark.slow)
+            cases[name] += 1
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

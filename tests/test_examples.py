@@ -145,6 +145,7 @@ def test_accelerate_knows_every_entry_of_the_configs(path: Path) -> None:
     assert f"--config_file examples/accelerate/{path.name}" in path.read_text()
 
 
+@pytest.mark.slow
 def test_two_processes_start_on_a_cpu(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -21,6 +21,7 @@ def run_study(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     runpy.run_path(str(STUDY / "run.py"), run_name="__main__")
 
 
+@pytest.mark.slow
 def test_the_settings_are_compared_and_an_interrupted_study_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,6 +32,7 @@ def run_study(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: object) ->
     runpy.run_path(str(EXAMPLES / name / "run.py"), run_name="__main__")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_corpus")
 def test_the_interventions_are_compared_and_an_interrupted_study_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -58,6 +59,7 @@ def test_the_interventions_are_compared_and_an_interrupted_study_continues(
     assert (tmp_path / "out" / "interventions.md").read_text() == table
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_corpus")
 def test_the_failure_study_reports_three_series(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

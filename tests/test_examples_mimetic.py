@@ -28,6 +28,7 @@ def run_study(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     runpy.run_path(str(FOLDER / "run.py"), run_name="__main__")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("study", RUNS)
 def test_a_study_writes_its_runs_a_table_and_a_figure(
     study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -43,6 +44,7 @@ def test_a_study_writes_its_runs_a_table_and_a_figure(
     assert (tmp_path / f"{study}.png").is_file() == (study in FIGURES)
 
 
+@pytest.mark.slow
 def test_an_interrupted_study_continues_and_reports_without_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

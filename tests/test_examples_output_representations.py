@@ -18,6 +18,7 @@ def run_study(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     runpy.run_path(str(FOLDER / "run.py"), run_name="__main__")
 
 
+@pytest.mark.slow
 def test_the_study_runs_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,6 +52,7 @@ def run_study(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     runpy.run_path(str(FOLDER / "run.py"), run_name="__main__")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_corpus")
 def test_the_study_runs_continues_and_reports_without_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -84,12 +84,14 @@ def expected_modules(source: Path) -> set[str]:
     return modules | {f"{PACKAGE}/{path.relative_to(source)}" for path in (source / "trainers").rglob("*.py")}
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_module_once(built: Built) -> None:
     modules = Counter(name for name in built.wheel_files if name.endswith(".py"))
     assert modules == Counter(expected_modules(built.source))
     assert f"{PACKAGE}/trainers/__init__.py" in modules
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_recipes_tasks_types_license_and_nothing_else(built: Built) -> None:
     others = {name for name in built.wheel_files if not name.endswith(".py")}
     data = {
@@ -104,10 +106,12 @@ def test_the_wheel_holds_recipes_tasks_types_license_and_nothing_else(built: Bui
     assert {name.partition("/")[0] for name in built.wheel_files} == {PACKAGE, built.info}
 
 
+@pytest.mark.slow
 def test_the_source_distribution_builds_the_same_wheel_as_the_working_tree(built: Built) -> None:
     assert sorted(built.wheel_files) == sorted(built.direct_wheel_files)
 
 
+@pytest.mark.slow
 def test_the_source_distribution_holds_the_sources_once(built: Built) -> None:
     files = Counter(built.sdist_files)
     assert max(files.values()) == 1
@@ -121,6 +125,7 @@ def test_the_source_distribution_holds_the_sources_once(built: Built) -> None:
     assert not [name for name in files if name.startswith((f"{PACKAGE}/trainers", "tests/", "benchmarks/"))]
 
 
+@pytest.mark.slow
 def test_the_wheel_declares_what_pyproject_says(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as wheel:
         metadata = HeaderParser().parsestr(wheel.read(f"{built.info}/METADATA").decode())
@@ -131,6 +136,7 @@ def test_the_wheel_declares_what_pyproject_says(built: Built) -> None:
     assert set(map(Requirement, required)) == set(map(Requirement, project["dependencies"]))
 
 
+@pytest.mark.slow
 def test_the_unpacked_wheel_imports_without_the_repository(built: Built, tmp_path: Path) -> None:
     with zipfile.ZipFile(built.wheel) as wheel:
         wheel.extractall(tmp_path / "installed")

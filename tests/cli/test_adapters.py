@@ -170,6 +170,7 @@ def test_an_adapter_is_measured_as_its_merged_checkpoint(adapter: Path, text_fil
     torch.testing.assert_close(*curves, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_taken_by_the_other_measurements(adapter: Path, text_file: Path, tmp_path: Path) -> None:
     merged = tmp_path / "merged"
     assert run("merge", adapter, "--output", merged) == 0

@@ -157,6 +157,7 @@ def test_the_code_on_the_page_runs_without_our_package(finished: Finished, tmp_p
     assert clean_process(tmp_path, code + proof).stdout
 
 
+@pytest.mark.slow
 def test_a_demo_may_be_run_again_in_its_folder(run_tiny: Callable[..., int], tmp_path: Path) -> None:
     output = tmp_path / "out"
     assert run_tiny() == 0

@@ -73,6 +73,7 @@ def test_a_diagnosis_of_all_parts(
     HTMLParser().feed((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_models_of_all_kinds_side_by_side(
     diagnose: Diagnose,
     checkpoint: Path,

@@ -120,6 +120,7 @@ def test_depths_are_checked(text: str) -> None:
         import_module(f"{cli.__name__}.retrieve")._depths(text)
 
 
+@pytest.mark.slow
 def test_numbers_of_a_training_are_refused_by_the_name_of_the_option(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

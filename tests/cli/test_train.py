@@ -517,6 +517,7 @@ def test_a_learned_state_is_saved_alone(
     assert torch.equal(names["text"], model.generate(**names["prompt"], initial_state=state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -655,6 +656,7 @@ BABILONG = "--task babilong --task-files f"
 SCRATCH = "--mimetic --model m.json"
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("option", "elsewhere", "fitting", "what"),
     [

@@ -94,6 +94,7 @@ def quick_harness(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.usefixtures("quick_harness")
 def test_what_a_page_shows_runs(page: str, demo_output: Path, monkeypatch: pytest.MonkeyPatch) -> None:

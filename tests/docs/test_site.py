@@ -93,6 +93,7 @@ def test_every_package_with_public_names_has_a_page() -> None:
     assert packages | {"hf_recurrent_lengthgen.trainers"} == {*REFERENCE}  # a link, which rglob does not follow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", REFERENCE)
 def test_every_public_name_is_in_the_reference(package: str, site: Path, pages: dict[Path, Page]) -> None:
     page = pages[site / "reference" / REFERENCE[package] / "index.html"]
@@ -103,6 +104,7 @@ def test_every_public_name_is_in_the_reference(package: str, site: Path, pages: 
         assert f"#{found}" in page.links, f"{place} is not in the table"
 
 
+@pytest.mark.slow
 def test_every_command_is_in_the_reference(site: Path, pages: dict[Path, Page]) -> None:
     page = pages[site / "reference" / "command_line" / "index.html"]
     for name in COMMANDS:
@@ -115,6 +117,7 @@ def test_every_command_is_in_the_reference(site: Path, pages: dict[Path, Page]) 
     assert str(Path.home()) not in page.words
 
 
+@pytest.mark.slow
 def test_links_inside_the_site_lead_somewhere(site: Path, pages: dict[Path, Page]) -> None:
     broken = []
     for path, page in pages.items():
@@ -131,6 +134,7 @@ def test_links_inside_the_site_lead_somewhere(site: Path, pages: dict[Path, Page
     assert broken == []
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
     for path in pages:
         text = path.read_text(encoding="utf-8")

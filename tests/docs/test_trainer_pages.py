@@ -106,6 +106,7 @@ def commands_of(page: str) -> list[list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:`gradient_checkpointing` is deprecated:FutureWarning",  # TRL's configs have both names
     "ignore:This sequence already has </s>:UserWarning",  # TRL and ByT5 both end texts

@@ -75,6 +75,7 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(3).integers(0, 29, (3, 91))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ATTENTION)
 @pytest.mark.parametrize("chunk_length", [1, 7, 32, None])
 def test_attention_models_stream_by_their_cache(name: str, chunk_length: int | None, tokens: np.ndarray) -> None:

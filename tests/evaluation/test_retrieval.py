@@ -106,6 +106,7 @@ def test_a_model_that_recalls_everything_is_always_right(number: int) -> None:
     assert result.depths == (0, 0.31, 0.8, 1)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("reach", [60, 200, 640])
 def test_a_model_that_recalls_the_last_bytes_is_right_where_the_needle_is_near(number: int, reach: int) -> None:

@@ -271,6 +271,7 @@ class TestFits:
             assert estimate.high is not None
             assert estimate.high - estimate.mean == pytest.approx(quantile * error, rel=1e-3)
 
+    @pytest.mark.slow
     def test_planted_laws_come_back_from_noise(self) -> None:
         """200 seeds, six points of the paper's sizes: the median is what was planted, errors are as small as stated.
 

@@ -113,6 +113,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("batch_size", [1, 2, 16])
 @pytest.mark.parametrize("chunk_length", [None, 1, 7])
 def test_scores_are_those_of_each_text_alone(
@@ -212,6 +213,7 @@ def family() -> tuple[list[np.ndarray], list[int]]:
     return [text.astype(np.int32) for text in texts], [1 + number % 3 for number in range(len(texts))]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("make", "worth", "batch_size", "chunk_length"),
     [

@@ -151,6 +151,7 @@ def decays_and_writes(model: Any, tokens: Tensor, layer: int) -> tuple[np.ndarra
     return decays, from_zero - decays * history
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("family", "variant"),
     [*((family, "default") for family in FAMILIES), (GLA, "short convolutions, gelu, grouped heads")],

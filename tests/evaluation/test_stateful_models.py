@@ -31,6 +31,7 @@ def plain_nll(model: Any, piece: np.ndarray) -> np.ndarray:
     return -log_probabilities.gather(-1, ids[:, 1:, None])[..., 0].numpy()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("chunk_length", [1, 17, 64, None])
 def test_streaming_equals_one_forward_pass(model: Any, tokens: np.ndarray, chunk_length: int | None) -> None:
     result = stream_nll(model, tokens, chunk_length=chunk_length, batch_size=2, progress=False)

@@ -63,6 +63,7 @@ def test_rows_hold_every_bin_of_every_model(path: Path) -> None:
     assert len({tuple(row) for row in rows}) == 1
 
 
+@pytest.mark.slow
 def test_a_process_that_measures_nothing_reads_a_diagnosis_with_states(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text(to_json(expected()))

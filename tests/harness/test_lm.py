@@ -137,6 +137,7 @@ def draw(model: Any) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", ENDS)
 def test_answers_do_not_depend_on_the_batch(stock: Mamba2ForCausalLM, checkpoint: Path, case: str) -> None:
     arguments: dict[str, Any] = dict(ENDS[case])

@@ -248,6 +248,7 @@ def test_ruler_is_read_from_the_files_of_its_generator(
     assert lengths == {**dict.fromkeys(names, 128), **others}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:Using slow pure-python SequenceMatcher:UserWarning",  # fuzzywuzzy, of lm_eval[longbench]
     "ignore:invalid escape sequence:DeprecationWarning",  # jieba

@@ -109,6 +109,7 @@ def test_a_cut_download_goes_on_where_it_was_cut(
     assert ranges[1] == "bytes=5000-"
 
 
+@pytest.mark.slow
 def test_the_pushed_model_of_a_class_of_ours_runs_where_the_package_is_not(hub: Endpoint, tmp_path: Path) -> None:
     """`push_to_hub` of Transformers carries the code; from_pretrained at the commit gives the same results."""
     torch.manual_seed(0)

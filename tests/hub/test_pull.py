@@ -76,6 +76,7 @@ def test_only_the_files_of_a_checkpoint_are_taken(hub: Endpoint, commit: str, tm
     assert pulled(tmp_path / "out") == before
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "name",
     ["../evil.py", "../../evil.json", "figures/../../evil.png", "/evil.py", "figures//evil.png", "..\\evil.py"],

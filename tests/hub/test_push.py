@@ -133,6 +133,7 @@ STOPPING: dict[str, tuple[str, str, dict[str, object], str]] = {
 }
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("method", "pattern", "what", "message"), STOPPING.values(), ids=STOPPING.keys())
 def test_what_stops_a_push_leaves_the_branch_as_it_was_and_the_next_push_goes_on(
     method: str, pattern: str, what: dict[str, object], message: str, hub: Endpoint, folder: Path
@@ -306,6 +307,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_a_folder_with_this_is_refused_before_the_hub_is_asked(
     change: Callable[[Path], object], message: str, hub: Endpoint, folder: Path

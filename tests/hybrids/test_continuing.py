@@ -48,6 +48,7 @@ def read(model: Any, tokens: Tensor) -> tuple[Any, Cache | None]:
     return state, attention_cache
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_generation_from_a_file_is_generation_from_the_text(model_type: str, tmp_path: Path) -> None:
     stock, model = pair(model_type)
@@ -114,6 +115,7 @@ def test_generation_refuses_what_it_cannot_continue() -> None:
         rwkv.generate(tokens, initial_state=rwkv.zero_state(2))
 
 
+@pytest.mark.thinned(3)
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", TYPES)
 def test_likelihood_in_chunks_is_that_of_one_pass(model_type: str) -> None:

@@ -57,6 +57,7 @@ def test_outputs_and_states_of_any_length_are_the_stock_models(model_type: str) 
         assert relative_error(comparable(model, output.final_state), expected_state) < TOLERANCE, length
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_gradients_through_pieces_are_those_of_the_whole(model_type: str) -> None:
     errors = measure_errors(model_type, pieces=(3, 1, 12, 2))

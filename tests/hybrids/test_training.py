@@ -36,6 +36,7 @@ def blocks() -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("model_type", ["falcon_h1", "qwen3_next"])
 def test_state_passing_trains_as_a_loop_written_by_hand(model_type: str, checkpointing: bool, tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ def test_embeddings_go_on_from_a_cache(family: Family, read: int) -> None:
         model.generate(inputs_embeds=embeds, past_key_values=cache, **GREEDY)
 
 
+@pytest.mark.thinned(5)
 @every_family
 @pytest.mark.parametrize("size", [1, 3, 8, 100])
 def test_a_prompt_is_read_in_chunks(family: Family, size: int) -> None:

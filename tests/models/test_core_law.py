@@ -31,6 +31,7 @@ def padded(batch_of_patterns: list[str]) -> Tensor:
     return torch.tensor([[letter == "x" for letter in word] for word in batch_of_patterns]).long()
 
 
+@pytest.mark.thinned(5)
 @every_family
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_pieces_equal_the_whole(family: Family, length: int) -> None:
@@ -38,6 +39,7 @@ def test_the_pieces_equal_the_whole(family: Family, length: int) -> None:
     assert_equal_up_to(1e-11, law(model, length, LENGTHS[length]), law(model, length, []))
 
 
+@pytest.mark.thinned(3)
 @every_variant
 @pytest.mark.parametrize("length", [3, 65])
 def test_the_pieces_equal_the_whole_in_every_variant(family: Family, variant: str, length: int) -> None:
@@ -45,6 +47,7 @@ def test_the_pieces_equal_the_whole_in_every_variant(family: Family, variant: st
     assert_equal_up_to(1e-10, law(model, length, LENGTHS[length]), law(model, length, []))
 
 
+@pytest.mark.thinned(3)
 @every_family
 @settings(max_examples=5, deadline=None, database=None, derandomize=True)
 @given(data=st.data())
@@ -81,6 +84,7 @@ def test_float32_stays_close_to_float64(family: Family) -> None:
     assert_equal_up_to(2e-4, {name: value.double() for name, value in single.items()}, double)
 
 
+@pytest.mark.thinned(5)
 @every_family
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("length", [3, 65])
@@ -112,6 +116,7 @@ class CountedCheckpoint:
 PATTERNS = ["..xxxxxxxxx", "xxxxxxxxx..", "x.xx...xxxx", "...........", "xxxxxxxxxxx", "..........x", ".x........."]
 
 
+@pytest.mark.thinned(7)
 @every_family
 @pytest.mark.parametrize("cuts", [[], [1, 5], [2, 3, 10]], ids=str)
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train, checkpointed"])

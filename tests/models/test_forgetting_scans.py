@@ -175,6 +175,7 @@ def test_any_split_gives_the_same(name: str, data: Any) -> None:
     assert torch.equal(split[1].window[:, 1:], whole[1].window[:, 1:])
 
 
+@pytest.mark.thinned(3)
 @every_case
 @pytest.mark.parametrize("strength", [1e-6, 0.01, 3.0, 1e4])
 def test_single_precision_is_enough_for_weak_and_strong_decays(name: str, strength: float) -> None:
@@ -187,6 +188,7 @@ def test_single_precision_is_enough_for_weak_and_strong_decays(name: str, streng
         assert float((state.recurrent - states[:, -1]).norm()) < 1e-5 * float(states[:, -1].norm()) + 1e-30
 
 
+@pytest.mark.thinned(4)
 @every_case
 @pytest.mark.parametrize("cuts", [[], list(range(1, 200)), list(range(7, 200, 7))], ids=["whole", "tokens", "sevens"])
 def test_an_outlier_leaves_no_trace_once_it_has_left(name: str, cuts: list[int]) -> None:
@@ -202,6 +204,7 @@ def test_an_outlier_leaves_no_trace_once_it_has_left(name: str, cuts: list[int])
             assert error(state.recurrent, clean[:, end - 1]) < 1e-4, end
 
 
+@pytest.mark.thinned(3)
 @every_case
 @pytest.mark.parametrize("cuts", [list(range(1, 200)), list(range(7, 200, 7))], ids=["tokens", "sevens"])
 def test_what_is_not_finite_leaves_with_the_window(name: str, cuts: list[int]) -> None:

@@ -50,6 +50,7 @@ def greedy_by_hand(model: Any, tokens: Tensor, state: RecurrentState | None = No
     return tokens[:, start:]
 
 
+@pytest.mark.thinned(3)
 @every_family
 def test_greedy_generation_is_the_repeated_argmax(family: Family) -> None:
     model, state, prompt = model_of(family), None, random_tokens(2, 5)
@@ -63,6 +64,7 @@ def test_greedy_generation_is_the_repeated_argmax(family: Family) -> None:
     assert not torch.equal(expected, greedy_by_hand(model, prompt))
 
 
+@pytest.mark.thinned(8)
 @shell_families
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cut", [1, 4, 6])
@@ -78,6 +80,7 @@ def test_continuing_from_a_state_equals_the_whole_prompt(family: Family, mode: s
     assert all(torch.equal(a, b) for x, y in zip(state, before, strict=True) for a, b in zip(x, y, strict=True))
 
 
+@pytest.mark.thinned(5)
 @shell_families
 @pytest.mark.parametrize("mode", ["greedy", "beams", "several samples"])
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -100,6 +103,7 @@ def test_padded_prompts_continue_as_each_row_alone(family: Family, mode: str, si
             assert torch.equal(together[row], alone)
 
 
+@pytest.mark.thinned(5)
 @shell_families
 @pytest.mark.parametrize("with_state", [False, True])
 @pytest.mark.parametrize("mode", ["greedy", "beams", "several samples"])

@@ -85,6 +85,7 @@ def leaves_of(model: Any, words: list[str]) -> tuple[Tensor, RecurrentState]:
     return embeds, map_state(lambda part: part.requires_grad_(), random_state(model, len(words)))
 
 
+@pytest.mark.thinned(5)
 @every_family
 @pytest.mark.parametrize("how", ["evaluation", "activation checkpointing", "hidden states"])
 def test_packed_sequences_are_what_they_are_alone(family: Family, how: str) -> None:
@@ -98,6 +99,7 @@ def test_packed_sequences_are_what_they_are_alone(family: Family, how: str) -> N
     assert_equal_up_to(1e-9, actual, expected)
 
 
+@pytest.mark.thinned(3)
 @every_family
 def test_a_window_of_forgetting_begins_with_each_sequence(family: Family) -> None:
     model = build(family, torch.float64, forgetting={"window": 3, "retention": 0.9})
@@ -133,6 +135,7 @@ def test_hidden_states_stand_at_their_tokens(family: Family) -> None:
                 torch.testing.assert_close(actual[row, places], expected[0])
 
 
+@pytest.mark.thinned(5)
 @every_family
 @pytest.mark.parametrize("keys", ["position_ids", "seq_idx", "all"])
 def test_the_flattening_collator_gives_the_loss_of_its_texts(family: Family, keys: str) -> None:
@@ -272,6 +275,7 @@ def test_padding_stays_below_the_number_of_tokens() -> None:
 
 
 # torch itself, where the graph breaks
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning:torch")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

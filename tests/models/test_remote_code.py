@@ -82,6 +82,7 @@ def test_the_code_is_that_of_the_family_and_no_other(checkpoint: tuple[Any, Path
         assert not set(re.findall(r"\w+", file.read_text())) & others, file.name
 
 
+@pytest.mark.thinned(3)
 def test_a_process_without_our_package_gets_the_same_model(checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
     """Same logits, loss, final state and tokens; then its own save loads in a second such process."""
     model, folder = checkpoint
@@ -243,6 +244,7 @@ def test_weights_survive_saving_in_every_dtype_tied_or_not(
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
 
 
+@pytest.mark.thinned(4)
 @every_family
 def test_a_configuration_saved_alone_brings_its_code(family: Family, tmp_path: Path) -> None:
     family.config().save_pretrained(tmp_path / "config")

@@ -92,6 +92,7 @@ def test_the_backbone_of_a_language_model_is_taken_over(family: Family, tmp_path
     torch.testing.assert_close(model(tokens).logits, expected[:, -1] @ model.score.weight.T)
 
 
+@pytest.mark.thinned(3)
 @every_family
 def test_a_process_without_our_package_gets_the_same_logits(family: Family, tmp_path: Path) -> None:
     model, tokens = classifier(family, torch.float32), random_tokens(4, 6)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_recurrent_lengthgen.adapters import add_adapter
 from hf_recurrent_lengthgen.models.recurrent_state import map_state
 
-from .families import FAMILIES, GLA, MAMBA, MAMBA2, VOCABULARY, Family, build, random_state, random_tokens, variant_id
+from .families import FAMILIES, GLA, VOCABULARY, Family, build, random_state, random_tokens, variant_id
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 
@@ -83,6 +83,7 @@ def enable_by(name: str) -> Callable[[Any, dict[str, Any] | None], None]:
 SWITCHES = ["gradient_checkpointing_enable", "activation_checkpointing_enable"]
 
 
+@pytest.mark.thinned(5)
 @every_family
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_activation_checkpointing_keeps_the_step_and_saves_memory(family: Family, switch: str) -> None:
@@ -119,6 +120,7 @@ def test_checkpointing_every_second_layer_works_where_transformers_offers_it(fam
     assert_same_step(model, plain)
 
 
+@pytest.mark.thinned(3)
 @every_family
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_generation_and_caches_work_with_checkpointing_on(family: Family, checkpointed: bool) -> None:
@@ -135,6 +137,7 @@ def test_generation_and_caches_work_with_checkpointing_on(family: Family, checkp
     assert torch.equal(model.generate(tokens, **options), build(family).generate(tokens, **options))
 
 
+@pytest.mark.thinned(5)
 @every_family
 @pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -357,12 +360,9 @@ def compiling(test: Any) -> Any:
     return test
 
 
+@pytest.mark.slow
 @compiling
-@pytest.mark.parametrize(
-    "family",
-    [family if family in (MAMBA2, MAMBA) else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES],
-    ids=variant_id,
-)
+@every_family
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_the_whole_model_is_one_graph(family: Family, checkpointed: bool) -> None:
     compiled_step_equals_eager(family, "eager", 70, checkpointed)

@@ -73,6 +73,7 @@ def in_the_folder(folder: Path) -> dict[str, bytes]:
 TRAINERS = {"training_args.bin", "trainer_state.json", "train_results.json", "all_results.json"}
 
 
+@pytest.mark.slow
 def test_from_convert_to_a_stranger_that_loads_it(
     command: list[str],
     hub: Endpoint,  # noqa: F811
@@ -108,6 +109,7 @@ def expire(hub: Endpoint) -> None:  # noqa: F811
     hub.accounts["hf_test"] = replace(hub.accounts["hf_test"], expired=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "path", "fault", "message"),
     [

@@ -58,6 +58,7 @@ def smoke(name: str, folder: Path) -> None:
     assert list((run / "train/figures").glob("*.png"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("clean_processes_here", "small_pictures")
 @pytest.mark.parametrize("name", ONE_OF_EACH_FAMILY)
 def test_one_recipe_of_each_family_runs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,6 +140,7 @@ def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, Tens
     return {name: before[name] != after[name] for name in before}
 
 
+@pytest.mark.thinned(3)
 @every_family
 @every_initialization
 def test_every_new_weight_is_trained(family: Family, initialization: str) -> None:
@@ -381,6 +382,7 @@ def test_the_report_is_what_the_expansion_does(family: Family) -> None:
     assert layer.parameters_after - layer.parameters_before == report.parameters_after - report.parameters_before
 
 
+@pytest.mark.thinned(3)
 @every_family
 @every_initialization
 def test_an_expanded_checkpoint_describes_itself_and_streams(

@@ -82,6 +82,7 @@ def losses(
     return entropies, distances, final
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("passing", [False, True], ids=["alone", "with state passing"])
 def test_training_is_the_formula_over_two_forward_passes(
@@ -171,6 +172,7 @@ SCALINGS = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_a_transformer_with_rope_scaling_trains_its_adapters(toys: ModuleType, tmp_path: Path, scaling: str) -> None:
     base = llama(rope_parameters=SCALINGS[scaling])
@@ -203,6 +205,7 @@ def test_scaling_of_positions_is_seen_by_the_model() -> None:
     assert not any(torch.allclose(outputs[0], other, atol=1e-4) for other in outputs[1:])
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("fields", "tokens", "length", "low", "high"),
     [
@@ -276,6 +279,7 @@ def test_a_shift_that_leaves_no_overlap_is_refused(toys: ModuleType, tmp_path: P
         AlignmentTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("fields", "tokens", "told"),
     [

@@ -51,6 +51,7 @@ def test_without_fsdp_nothing_happens() -> None:
     keep_states_in_full_precision(SimpleNamespace(fsdp_plugin=None))
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("settings", FORGETTING, ids=str)
 @pytest.mark.parametrize("method", ["zero_state", "learned_state"])
 def test_a_model_that_is_made_to_forget_is_not_trained(
@@ -86,6 +87,7 @@ class SizedStream(Stream):
         return len(self.rows)
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("rows", "streamed", "settings", "told"),
     [
@@ -152,6 +154,7 @@ def rows_with(name: str, value: Any) -> list[dict[str, list[Any]]]:
     return rows
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

@@ -59,6 +59,7 @@ def close(given: Any, expected: Any, dtype: torch.dtype = torch.float64) -> None
     torch.testing.assert_close(given, expected, **TOLERANCE[dtype])
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 def test_chunks_are_the_whole_sequence(family: Family, dtype: torch.dtype) -> None:
@@ -223,6 +224,7 @@ def test_a_trainer_takes_the_steps_it_takes_on_whole_sequences(tmp_path: Path) -
     torch.testing.assert_close(*trained, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_gradients_of_one(tmp_path: Path) -> None:
     file = tmp_path / "gradients"
     command = [sys.executable, str(chunks_in_processes.__file__), str(file), "ddp"]
@@ -237,6 +239,7 @@ def test_two_processes_have_the_gradients_of_one(tmp_path: Path) -> None:
 
 
 # torch.compile runs into deprecation warnings of torch itself, and looks at gradients
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning:torch", "ignore:The .grad attribute")
 def test_layers_may_be_compiled_but_not_the_model() -> None:
     model, inputs = build(MAMBA2, torch.float64).train(), text()

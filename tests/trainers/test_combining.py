@@ -147,6 +147,7 @@ def test_the_weights_are_those_of_our_own_trainer(tmp_path: Path, accumulation: 
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("method", "fields"),
     [
@@ -245,6 +246,7 @@ def test_the_lineage_tells_of_the_method_and_of_the_settings_of_both(tmp_path: P
     assert not {"dataset_text_field", "eos_token"} & settings.others.keys()
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_one_run_also_when_a_trainer_trains_again(tmp_path: Path) -> None:
     trainer, _ = trained(tmp_path / "out", save_strategy="steps", save_steps=1)
     tokens = trainer.state.log_history[-2]["num_tokens"]

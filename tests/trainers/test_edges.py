@@ -49,6 +49,7 @@ def logged(trainer: Trainer, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
+@pytest.mark.slow
 def test_resets_end_carried_states_and_leave_noise_and_learned_ones(toys: ModuleType, settings: Settings) -> None:
     data = toys.chunks(24, chunks_before_reset=1)  # every row begins a text
     noise = settings(RandomNoiseConfig, noise_sigma=0.3)

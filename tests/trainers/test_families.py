@@ -15,6 +15,7 @@ from tests.models.families import FAMILIES, Family, build, random_tokens, varian
 STEPS = 3
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 def test_state_passing_is_a_loop_that_hands_the_state_on(family: Family, tmp_path: Path) -> None:
     row = random_tokens(1, 12)[0]
@@ -64,6 +65,7 @@ SOURCES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("method", SOURCES)
 @pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 def test_every_method_trains_every_weight(family: Family, toys: ModuleType, tmp_path: Path, method: str) -> None:

@@ -31,6 +31,7 @@ os.kill(int(worker), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_a_lock_ends_with_its_process_and_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TWO_PROCESSES, str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)

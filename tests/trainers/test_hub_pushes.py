@@ -118,6 +118,7 @@ def test_a_gitignore_of_the_user_keeps_its_lines(tmp_path: Path) -> None:
         assert (tmp_path / ".gitignore").read_text() == "runs/\n*.log\ntraining_args.bin\n"
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("tags", "kept"), [("generated_from_trainer", False), ("state-passing", True), (None, False)])
 def test_a_card_from_elsewhere_is_kept(
     tmp_path: Path, toys: ModuleType, make_config: Callable[..., Any], tags: str | None, kept: bool

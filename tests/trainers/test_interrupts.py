@@ -53,6 +53,7 @@ def interrupted(toys: ModuleType, output_dir: Path, step: int, *numbers: int, **
     return trainer
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
     toys: ModuleType, whole: InitialStateTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
@@ -136,6 +137,7 @@ def test_a_run_that_ends_by_itself_in_that_step_is_still_interrupted(toys: Modul
     assert (tmp_path / f"checkpoint-{STEPS}" / "trainer_state.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SINCE_5_23, reason="two processes cannot resume, see test_processes.py")
 def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(toys: ModuleType, tmp_path: Path) -> None:
     run = {"rows": 24, "processes": 2, "max_steps": 4, "save_steps": 4}

@@ -107,6 +107,7 @@ def trained(output_dir: Path) -> dict[str, Tensor]:
     return {name: value for file in files if file.exists() for name, value in load_file(file).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [name for name in SELECTED if "stream" not in str(name)])
 def test_two_processes_train_what_one_trains_with_twice_the_batch(toys: ModuleType, method: str, runs: Path) -> None:
     one, two = trained(runs / "whole 1"), trained(runs / "whole 2")
@@ -119,6 +120,7 @@ def test_two_processes_train_what_one_trains_with_twice_the_batch(toys: ModuleTy
     assert ("layers.1.recurrent" in one) == method.startswith("learned state")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "processes", [1, pytest.param(2, marks=pytest.mark.skipif(not SINCE_5_23, reason="see jobs_of"))]
 )
@@ -145,6 +147,7 @@ class CropDifferently:
         return {name: value[:, : 9 - 3 * (self.batches % 2)] for name, value in batch.items()}
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("method", METHODS)
 def test_low_precision_clipping_checkpointing_and_other_lengths_go_together(
     toys: ModuleType, tmp_path: Path, method: str

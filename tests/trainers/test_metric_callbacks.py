@@ -41,6 +41,7 @@ def disturbing(model: nn.Module) -> float:
     return float(torch.rand(())) + random.random() + float(np.random.rand())
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("method", "bf16"), [("state passing", False), ("state passing", True), ("random noise", False)]
 )
@@ -102,6 +103,7 @@ class Tracker(TrainerCallback):
         self.got.append((state.global_step, dict(logs)))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
@@ -163,6 +165,7 @@ def broken(model: nn.Module) -> float:
     raise KeyError("gone")
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("metric", "error", "message"),
     [

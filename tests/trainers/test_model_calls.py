@@ -30,6 +30,7 @@ class Dropping(Trainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("method", ["state passing", "alignment", "zero state", "fitted noise"])
 def test_a_loss_that_goes_past_the_method_stops_before_the_first_update(
@@ -50,6 +51,7 @@ def test_a_loss_that_goes_past_the_method_stops_before_the_first_update(
     toys.assert_same_weights(toys.weights(model), before)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("base", "alpha", "told"),
     [
@@ -90,6 +92,7 @@ def test_a_model_without_final_states_stops_the_run(toys: ModuleType, tmp_path: 
         trainer.train()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", [StatePassingTrainer, FittedNoiseTrainer, AlignmentTrainer])
 def test_nothing_is_left_on_the_model(toys: ModuleType, tmp_path: Path, method: Any) -> None:
     model = toys.tiny_model()

@@ -310,6 +310,7 @@ def test_fitted_noise_starts_from_the_statistics_of_the_steps_before(toys: Modul
     )
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kind", ["random", "fitted"])
 @pytest.mark.parametrize("at_evaluation", [False, True])
 def test_evaluation_starts_from_zero_unless_noise_is_asked_for(

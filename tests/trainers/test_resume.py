@@ -64,6 +64,7 @@ def resume(toys: ModuleType, output_dir: Path, checkpoint: str | bool = True, **
     return outcome(trainer, toys)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("step", range(1, STEPS))
 def test_resuming_from_any_step_equals_the_whole_run(
     toys: ModuleType, whole_run: tuple[Path, Outcome], tmp_path: Path, step: int
@@ -72,6 +73,7 @@ def test_resuming_from_any_step_equals_the_whole_run(
     assert_same(resume(toys, tmp_path, str(output_dir / f"checkpoint-{step}")), whole)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -117,6 +119,7 @@ def test_the_newest_checkpoint_is_taken_and_none_is_an_error(
     assert_same(outcome(trainer, toys), whole)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("steps", "now", "method"),
     [
@@ -195,6 +198,7 @@ def killed_runs(toys: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> d
     return {name: root / name for name in jobs}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["step", *KILLS])
 def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
     toys: ModuleType, whole_run: tuple[Path, Outcome], killed_runs: dict[str, Path], name: str
@@ -211,6 +215,7 @@ def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
     assert checkpoints.what_is_missing(output_dir / f"checkpoint-{STEPS}") is None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mtime may not be reliable:UserWarning")  # checkpoints within a second
 def test_a_run_killed_while_it_deletes_an_old_checkpoint_resumes_from_the_new_one(
     toys: ModuleType, whole_run: tuple[Path, Outcome], killed_runs: dict[str, Path]
@@ -221,6 +226,7 @@ def test_a_run_killed_while_it_deletes_an_old_checkpoint_resumes_from_the_new_on
     assert [folder.name for folder in output_dir.iterdir()] == [f"checkpoint-{STEPS}"]
 
 
+@pytest.mark.slow
 def test_a_kill_while_writing_over_an_older_run_is_noticed(
     toys: ModuleType, whole_run: tuple[Path, Outcome], killed_runs: dict[str, Path]
 ) -> None:
@@ -229,6 +235,7 @@ def test_a_kill_while_writing_over_an_older_run_is_noticed(
     assert_same(resume(toys, output_dir, str(output_dir / "checkpoint-5")), whole_run[1])
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("module", "name", "part"),
     [

@@ -249,6 +249,7 @@ class _Annealing(TrainerCallback):
             group["weight_decay"] += 0.5
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("same_trainer", [False, True], ids=["new trainer", "same trainer"])
 @pytest.mark.parametrize(
     ("own", "callbacks", "told"),
@@ -306,6 +307,7 @@ def test_what_the_user_changes_applies_beside_what_moves(toys: ModuleType, base:
     assert over(settings, "weight_decay") == [(0, 0.01), (3, 0.1)]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("weight_decay", [0.01, 0.1])
 def test_a_checkpoint_without_starting_settings_keeps_what_the_schedule_moves(
     toys: ModuleType, base: Path, tmp_path: Path, weight_decay: float

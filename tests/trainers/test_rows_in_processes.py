@@ -44,6 +44,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", SEEN, ids=str)
 def test_the_rows_of_a_micro_batch_are_those_of_one_process_in_turn(job: tuple[Any, ...], found: Results) -> None:
     _, rows, accumulation, streamed = job
@@ -66,6 +67,7 @@ def test_the_rows_of_a_micro_batch_are_those_of_one_process_in_turn(job: tuple[A
         assert joined == one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", EVALUATED + CLASSIFIED, ids=str)
 def test_an_evaluation_scores_every_row_once(job: tuple[Any, ...], found: Results) -> None:
     rows = job[2] if job in CLASSIFIED else job[1]
@@ -77,6 +79,7 @@ def test_an_evaluation_scores_every_row_once(job: tuple[Any, ...], found: Result
             torch.testing.assert_close(given, predictions, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", PADDED, ids=str)
 def test_rows_with_padding_count_the_same_on_several_processes(job: tuple[Any, ...], found: Results) -> None:
     assert_same_weights({n: [weights for weights, _ in each] for n, each in found[job].items()})
@@ -84,6 +87,7 @@ def test_rows_with_padding_count_the_same_on_several_processes(job: tuple[Any, .
     assert losses == pytest.approx([losses[0]] * 6, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", FEW, ids=str)
 def test_several_processes_train_the_weights_of_one(job: tuple[Any, ...], found: Results) -> None:
     assert_same_weights(found[job])

@@ -59,6 +59,7 @@ def by_hand(model: Any) -> Tensor:
     return torch.stack(losses).sum() / TARGETS
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rows", [4, 2, 1])
 def test_loss_and_gradients_are_means_over_what_is_scored(

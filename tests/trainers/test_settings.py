@@ -43,6 +43,7 @@ def plain_fields(config: Any, kind: type) -> Iterator[str]:
             yield item.name
 
 
+@pytest.mark.thinned(5)
 @every_config
 def test_values_of_wrong_types_are_refused_in_every_field(config: Any, tmp_path: Path) -> None:
     checked = 0

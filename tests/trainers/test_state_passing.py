@@ -48,6 +48,7 @@ def trace(
     return expected
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("items", "batch", "accumulation", "groups"),
     [
@@ -169,6 +170,7 @@ def recording(batches: list[dict[str, Tensor]]) -> Callable[[list[Any]], dict[st
     return collate
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("accumulation", "groups"),
     [pytest.param(1, [1] * 10, id="plain"), pytest.param(2, [2, 2, 1] * 2, id="accumulation")],

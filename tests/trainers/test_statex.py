@@ -39,6 +39,7 @@ def test_the_model_given_stays_and_the_expanded_one_is_trained(toys: ModuleType,
     toys.assert_same_weights(toys.weights(loaded), after)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("mixture", "continued"),
     [
@@ -64,6 +65,7 @@ def test_every_source_of_initial_states_goes_with_it(
     assert trainer.model.config.layer_state_sizes == [16, 16]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("family", ["mamba2", "mamba", "gla"])
 def test_new_weights_have_a_learning_rate_of_their_own(toys: ModuleType, tmp_path: Path, family: str) -> None:
     model = {"mamba2": toys.tiny_model(), "mamba": build(MAMBA), "gla": build(GLA)}[family]

@@ -227,6 +227,7 @@ def test_a_tokenizer_and_data_workers_change_nothing(toys: ModuleType, tmp_path:
     toys.assert_same_weights(*results)
 
 
+@pytest.mark.slow
 def test_documents_and_rows_may_be_columns_of_datasets(
     toys: ModuleType, tbtt: Callable[..., TbttTrainer], tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def test_a_sound_checkpoint_passes_and_says_so(checkpoint: Path, capsys: pytest.
     assert "All 7 checks passed" in shown
 
 
+@pytest.mark.slow
 def test_code_that_computes_something_else_is_caught(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_verification(checkpoint, STALE)
     add_to_code(checkpoint, "norms.py", "return (wide *", "return (1.001 * wide *")
