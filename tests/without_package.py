@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 # Each line of its input is a request, and is answered by the exit status of the child that runs it.
 PARENT = """
 import json, os, sys, traceback
@@ -19,13 +21,14 @@ class Refuse:
         if name.split(".")[0] in ("hf_recurrent_lengthgen", "trainers"):
             raise ImportError("this process must not import " + name)
 sys.meta_path.insert(0, Refuse())
-os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 import transformers
 import transformers.dynamic_module_utils, transformers.modeling_layers, transformers.models.mamba.modeling_mamba
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-def run(folder, code, arguments):
+def run(folder, code, arguments, threads):
+    torch.set_num_threads(threads)
     os.chdir(folder)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(name + ".txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
@@ -75,6 +78,7 @@ def clean_process(folder: Path, code: str, *arguments: Path, check: bool = True)
     assert process.stdin is not None
     assert process.stdout is not None
     request = {"folder": str(folder), "code": code, "arguments": [str(argument) for argument in arguments]}
+    request["threads"] = torch.get_num_threads()
     process.stdin.write(json.dumps(request) + "\n")
     process.stdin.flush()
     status = int(process.stdout.readline())
