@@ -1,4 +1,4 @@
-"""Text to training data: corpora, files -> one token stream -> blocks, continued chunks or evaluation sequences."""
+"""Training and evaluation data from text: corpora or files -> one token stream -> blocks, chunks or sequences."""
 
 from .continued import ChunkKey, ContinuedChunks, ContinuedStream, StreamRowSampler, keep_long_documents
 from .corpora import Corpus, Document, load_texts, split_names, standard_library_corpus

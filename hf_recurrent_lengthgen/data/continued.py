@@ -1,18 +1,18 @@
-"""Data for truncated backpropagation through time: row i of a step continues row i of the step before.
+"""Data for truncated backpropagation through time: row i of a step continues row i of the previous step.
 
-A stream row is one row of the global batch over time, micro-batches of gradient accumulation included.
-`ContinuedChunks` cuts one token stream into chunks and `StreamRowSampler` puts them in the order of stream rows;
-`ContinuedStream` gives the same items from documents that are read one after the other. An item with T = length and l
-= lookahead is
+A stream row is one row of the global batch over time, including the micro-batches of gradient accumulation.
+`ContinuedChunks` cuts one token stream into chunks, and `StreamRowSampler` orders them by stream row.
+`ContinuedStream` gives the same items from documents that are read sequentially. An item with T = length and
+l = lookahead is
 
     input_ids     (T + l,) int64
     labels        (T + l,) int64, the input_ids
     shift_labels  (T + l,) int64, the token after each input token, -100 where it must not be predicted
     state_resets  (T + l,) bool, True at tokens before which the state is zero
 
-Chunks of a stream row are T tokens apart, so the target of a chunk's last token is the next chunk's first token; the l
-extra tokens overlap the next chunk. arXiv:2410.07145, "Truncated Backpropagation Through Time": the state is
-carried over 12 chunks by default, across the borders of documents.
+Chunks of a stream row are T tokens apart, so the target of a chunk's last token is the first token of the next chunk.
+The l extra tokens overlap the next chunk. As in Chen et al., 2024 (arXiv:2410.07145, "Truncated Backpropagation
+Through Time"), the state is by default carried over 12 chunks, also across documents.
 """
 
 import hashlib
@@ -34,9 +34,9 @@ _FROM_DATASETS = (datasets.Dataset, datasets.IterableDataset)
 
 
 class ChunkKey(NamedTuple):
-    """A chunk as `StreamRowSampler` asks for it.
+    """The key by which `StreamRowSampler` requests a chunk.
 
-    The flag is in the key and not in the dataset, because data workers hold copies of the dataset.
+    The key has the flag, not the dataset, because data workers hold copies of the dataset.
     """
 
     chunk: int
@@ -44,24 +44,24 @@ class ChunkKey(NamedTuple):
 
 
 class ContinuedChunks(Dataset[Item]):
-    """Chunks of T tokens of one stream, each continuing the one before; items as in the module's docstring.
+    """Chunks of T tokens of one stream, each continuing the previous one; items as in the module's docstring.
 
-    Item i is the chunk at token i T; it begins with a zero state when i is a multiple of `chunks_before_reset`.
-    Item ChunkKey(i, begins) is the same chunk, begun or not as the key says. Tensors may be views of the stream.
+    Item i is the chunk at token i T. It begins with a zero state if i is a multiple of `chunks_before_reset`. Item
+    ChunkKey(i, begins) is the same chunk, with a zero state if `begins`. Tensors may be views of the stream.
 
     Args:
         stream: (n,) int64 with `separator_id` after each document, as `token_stream` makes it.
         length: T, at least 1.
-        chunks_before_reset: chunks of one sequence: the state is carried over so many. None for no reset but
-            at the first chunk of each stream row.
-        reset_at_document: also reset at the first token of each document, wherever it is in a chunk; the
-            token before it does not predict it (target -100).
-        separator_id: the token that ends documents; `reset_at_document` needs it, else it is not used.
-        lookahead: l, extra tokens at the end of each item that are also the beginning of the next chunk.
+        chunks_before_reset: Number of chunks over which the state is carried. None to reset only at the first chunk
+            of each stream row.
+        reset_at_document: Also reset at the first token of each document, anywhere in a chunk. The previous token does
+            not predict it (target -100).
+        separator_id: The token that ends documents; only `reset_at_document` needs it.
+        lookahead: l, extra tokens at the end of each item, which also begin the next chunk.
 
     Raises:
-        ValueError: a stream that is not one row of int64 or too short for one chunk, a number that is too
-            small, or `reset_at_document` without a separator that is in the stream.
+        ValueError: for a stream that is not one row of int64 or is too short for one chunk, for numbers that are too
+            small, and for `reset_at_document` without a separator that occurs in the stream.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class ContinuedChunks(Dataset[Item]):
         _check_layout(length, chunks_before_reset, lookahead)
         if reset_at_document and (separator_id is None or not bool(stream.eq(separator_id).any())):
             raise ValueError(
-                f"separator_id is {separator_id}, which is nowhere in the stream, so reset_at_document would never "
-                "reset; give the token that ends its documents, or reset_at_document=False"
+                f"separator_id is {separator_id}, which does not occur in the stream, so reset_at_document would "
+                "never reset; give the token that ends its documents, or set reset_at_document=False"
             )
         chunks = (len(stream) - lookahead - 1) // length
         if chunks < 1:
@@ -123,29 +123,29 @@ class ContinuedChunks(Dataset[Item]):
 
 
 class StreamRowSampler(Sampler[ChunkKey]):
-    """Keys of `ContinuedChunks`, time-major: each `stream_rows` of them are one step, and stream row j of a step
-    continues stream row j of the step before, until its sequence ends and another begins.
+    """Keys of `ContinuedChunks`, time-major: each step has `stream_rows` keys, and stream row j of a step continues
+    stream row j of the previous step, until its sequence ends and another one begins.
 
-    The sequences are put in random order by (seed, epoch), laid end to end and cut into `stream_rows` equally long
-    stretches, one for each stream row; the stretches get their stream rows at random. A stream row begins with a zero
-    state, so a sequence that lies across two stretches is two sequences. With chunks_before_reset=None each stream
-    row is one contiguous stretch of the stream. An epoch has every chunk at most once.
+    The sequences are put in random order by (seed, epoch), concatenated and cut into `stream_rows` equally long
+    stretches, which are assigned to stream rows at random. A stream row begins with a zero state, so a sequence across
+    two stretches becomes two sequences. With chunks_before_reset=None each stream row is one contiguous stretch of the
+    stream. An epoch has every chunk at most once.
 
-    With batches of B rows, `stream_rows` = B x processes x micro-batches of gradient accumulation: consecutive
+    With batches of B rows, `stream_rows` = B x processes x micro-batches of gradient accumulation. Consecutive
     batches are those of process 0, 1, ... in micro-batch 0, then those of micro-batch 1, which is how accelerate
-    deals batches to processes.
+    distributes batches.
 
     Args:
-        dataset: the chunks.
-        stream_rows: number of stream rows, at least 1.
-        seed: the same on every process.
+        dataset: The chunks.
+        stream_rows: Number of stream rows, at least 1.
+        seed: Seed, the same on every process.
 
     Attributes:
-        steps: steps of an epoch, number of chunks // stream rows. The chunks left over, the last of the random order,
-            are others in each epoch unless `chunks_before_reset` is None.
+        steps: Steps per epoch, number of chunks // stream rows. The chunks left over, the last of the random order,
+            differ from epoch to epoch unless `chunks_before_reset` is None.
 
     Raises:
-        ValueError: fewer chunks than stream rows (says what would fit).
+        ValueError: for fewer chunks than stream rows, with sizes that would fit.
     """
 
     def __init__(self, dataset: ContinuedChunks, stream_rows: int, seed: int) -> None:
@@ -186,32 +186,32 @@ class StreamRowSampler(Sampler[ChunkKey]):
 
 
 class ContinuedStream(IterableDataset[Item]):
-    """The items of `ContinuedChunks` from documents that are read one after the other, without end.
+    """The items of `ContinuedChunks` from documents that are read sequentially, without end.
 
-    A stream row that needs tokens takes the next document, with a separator after it, the stream rows of all
-    processes in turn: those of micro-batch 0 in process 0, 1, ..., then those of micro-batch 1. Each process reads
-    all documents and gives the items of its own stream rows, so that several see what one would. Items come step by
-    step, and in a step stream row by stream row. All stream rows reset in the same steps.
+    A stream row that needs tokens takes the next document, followed by a separator. The stream rows of all processes
+    take turns: those of micro-batch 0 in process 0, 1, ..., then those of micro-batch 1. Each process reads all
+    documents and gives the items of its own stream rows, so several processes see the rows that one would. Items are
+    ordered by step, then by stream row. All stream rows reset in the same steps.
 
-    At the end of the documents they are read again as the next epoch, so Trainer needs `max_steps`, and sees one
-    epoch. Every iteration begins at the first document: skipping batches gives exactly what would have come.
-    accelerate must not deal the items out once more, which our trainers see to.
+    After the last document the documents are read again as the next epoch, so Trainer needs `max_steps` and sees one
+    epoch. Every iteration begins at the first document, so skipping batches continues exactly. Accelerate must not
+    distribute the items again; our trainers prevent that.
 
     Args:
-        documents: a `datasets.Dataset` or `datasets.IterableDataset` with the column "input_ids", whole and not
-            yet split by process (and shuffled with a fixed seed, if at all), or anything that can be iterated
-            again and again and gives one document at a time as a list of ids or an (n,) int64 tensor.
+        documents: A `datasets.Dataset` or `datasets.IterableDataset` with the column "input_ids", not yet split by
+            process (and shuffled with a fixed seed, if at all); or any object that can be iterated repeatedly and
+            gives one document at a time as a list of ids or an (n,) int64 tensor.
         length: T, at least 1.
-        rows: stream rows of this process, its batch size x micro-batches of gradient accumulation.
-        separator_id: the token to put after each document. An empty document gives only its separator.
-        chunks_before_reset: steps of a sequence; None for a reset at the first step only.
-        reset_at_document: as in `ContinuedChunks`.
-        lookahead: as in `ContinuedChunks`.
-        process: the number of this process, from 0, and of all.
+        rows: Stream rows of this process: batch size x micro-batches of gradient accumulation.
+        separator_id: The token to put after each document. An empty document gives only its separator.
+        chunks_before_reset: Steps between resets; None to reset only at the first step.
+        reset_at_document: As in `ContinuedChunks`.
+        lookahead: As in `ContinuedChunks`.
+        process: Index of this process, from 0, and number of processes.
 
     Raises:
-        ValueError: at construction for numbers that are too small and documents that can be read only once; while
-            reading for documents that are no ids or hold no token, and for more than one data worker, where every
+        ValueError: at construction, for numbers that are too small and documents that can be read only once; while
+            reading, for documents that are not ids or hold no token, and for more than one data worker, because every
             worker would read all documents.
     """
 
@@ -235,7 +235,7 @@ class ContinuedStream(IterableDataset[Item]):
         if iter(documents) is documents:
             raise ValueError(
                 f"documents is a {type(documents).__name__}, which can be read only once, but every epoch reads "
-                "it again; give a list or datasets.IterableDataset.from_generator"
+                "the documents again; give a list or datasets.IterableDataset.from_generator"
             )
         self.documents = documents
         self.length = length
@@ -248,7 +248,7 @@ class ContinuedStream(IterableDataset[Item]):
         self.micro_batches = 1
 
     def in_micro_batches(self, micro_batches: int) -> "ContinuedStream":
-        """The same for so many micro-batches of gradient accumulation, which share the rows; trainers ask for it."""
+        """The same stream for a number of micro-batches of gradient accumulation, which share the rows."""
         other = copy(self)
         other.micro_batches = micro_batches
         return other
@@ -278,7 +278,7 @@ class ContinuedStream(IterableDataset[Item]):
         separator = torch.tensor([self.separator_id])
         named = isinstance(self.documents, _FROM_DATASETS)
         source: Any = self.documents
-        if named:  # all of it, as an object of its own: its epoch is set below
+        if named:  # an unsplit copy, because its epoch is set below
             source = split_dataset_by_node(source, 0, 1)
         for epoch in count():
             if named and hasattr(source, "set_epoch"):
@@ -289,13 +289,11 @@ class ContinuedStream(IterableDataset[Item]):
                 found = found or len(ids) > 0
                 yield torch.cat([ids, separator])
             if not found:
-                raise ValueError("all documents were read, and there was no token; give more documents")
+                raise ValueError("the documents hold no token; give documents with text")
 
 
 class _StreamRow:
-    """What a stream row has read and not given out: tokens (n,) int64; starts (n,) bool, True where a document
-    starts.
-    """
+    """Tokens that a stream row has read and not yet given out, (n,) int64, and where documents start, (n,) bool."""
 
     def __init__(self) -> None:
         self.tokens = torch.empty(0, dtype=torch.int64)
@@ -313,15 +311,15 @@ class _StreamRow:
 
 
 def keep_long_documents(stream: Tensor, separator_id: int, minimum_tokens: int) -> Tensor:
-    """The stream without its short documents and their separators (arXiv:2410.07145: without those under 4K tokens).
+    """The stream without short documents and their separators (below 4K tokens in Chen et al., 2024).
 
     Args:
         stream: (n,) int64 with `separator_id` after each document; the last one may lack it.
-        separator_id: the token that ends documents.
-        minimum_tokens: tokens that a document must have at least, separator not counted.
+        separator_id: The token that ends documents.
+        minimum_tokens: Minimum number of tokens in a document, without the separator.
 
     Raises:
-        ValueError: a stream that is not one row of int64, or no document is that long.
+        ValueError: for a stream that is not one row of int64, and if no document is long enough.
     """
     _check_stream(stream)
     separators = stream.eq(separator_id).nonzero()[:, 0]
@@ -339,7 +337,7 @@ def keep_long_documents(stream: Tensor, separator_id: int, minimum_tokens: int) 
 
 
 def _item(tokens: Tensor, document_starts: Tensor | None, begins: bool) -> Item:
-    """An item from its tokens and the one after them, (T + l + 1,); document_starts (T + l + 1,) where they reset."""
+    """An item from its tokens and the next one, (T + l + 1,); document_starts (T + l + 1,) marks document resets."""
     targets = tokens[1:]
     resets = torch.zeros(len(targets), dtype=torch.bool)
     if document_starts is not None:
@@ -365,8 +363,8 @@ def _token_ids(document: Any, number: int) -> Tensor:
         ids = torch.as_tensor(document)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"document {number} is a {type(document).__name__} that is no row of ids ({error}); "
-            "give lists of ids or int64 tensors, in `datasets` objects as the column 'input_ids'"
+            f"document {number} is a {type(document).__name__}, but must be one row of ids ({error}); give lists of "
+            "ids or int64 tensors, in `datasets` objects as the column 'input_ids'"
         ) from error
     if ids.shape == (0,):
         return ids.long()  # an empty list has no dtype of its own

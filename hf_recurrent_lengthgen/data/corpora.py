@@ -1,6 +1,6 @@
-"""Where text comes from: the corpus that is on every machine, and any data set that `datasets` can read.
+"""Sources of text: a corpus that is on every machine, and any dataset that `datasets` can read.
 
-`standard_library_corpus()` needs no download; `load_texts()` reads files, folders and data sets of the Hub.
+`standard_library_corpus()` needs no download; `load_texts()` reads files, folders and datasets of the Hub.
 """
 
 import glob
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import datasets
 
-# Third-party code, tests (odd on purpose), and what is not the same on two machines with the same Python.
+# Third-party code, tests (odd on purpose), and files that differ between machines with the same Python.
 _SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "config-*")
 _SKIPPED_FILES = ("sitecustomize.py", "usercustomize.py", "_sysconfigdata_*")
 _VALIDATION_ONE_IN = 10
@@ -37,10 +37,10 @@ class Corpus:
     """Named documents in a training and a validation part.
 
     Attributes:
-        source: what the documents are, for people and for result files.
-        train: training documents, sorted by name.
-        validation: validation documents, sorted by name; none of them is in `train`.
-        skipped: names of the files that could not be read or are not UTF-8.
+        source: Description of the documents, for users and result files.
+        train: Training documents, sorted by name.
+        validation: Validation documents, sorted by name; none of them is in `train`.
+        skipped: Names of the files that could not be read or are not UTF-8.
     """
 
     source: str
@@ -72,16 +72,16 @@ class Corpus:
 
 
 def standard_library_corpus(folder: str | Path | None = None) -> Corpus:
-    """The Python standard library's source files, split by file: the same wherever the same Python is.
+    """The source files of the Python standard library, split by file; the same for the same Python version.
 
-    About one file in ten is validation, chosen by a hash of its path, so a file never changes sides.
-    Third-party packages, tests, empty files and what a build or an administrator writes are left out.
+    About one file in ten is validation, chosen by a hash of its path, so a file never changes its split. Third-party
+    packages, tests, empty files and files written by a build or an administrator are left out.
 
     Args:
-        folder: read the .py files below this folder instead of the running Python's library.
+        folder: Read the .py files below this folder instead of the library of the running Python.
 
     Raises:
-        ValueError: no .py file with text is there, or a split would be empty.
+        ValueError: if there is no .py file with text, or a split would be empty.
     """
     root = Path(sysconfig.get_path("stdlib") if folder is None else folder)
     train: list[Document] = []
@@ -124,28 +124,29 @@ def _is_validation(name: str) -> bool:
 
 
 def load_texts(path_or_name: str | Path, split: str = "train", text_column: str = "text") -> list[str]:
-    """Texts of a data set, one per row, read by the `datasets` library.
+    """Texts of a dataset, one per row, read by the `datasets` library.
 
     Args:
-        path_or_name: a .txt, .jsonl, .json or .parquet file, a folder of such files, a folder written by
-            `save_to_disk`, or (when no such file or folder exists) the name of a data set on the Hub. A .txt
-            file is one text; its line ends are read as "\\n".
-        split: a split, or slices of it such as "train[:90%]" and "train[90%:]". A single file, and a single
+        path_or_name: A .txt, .jsonl, .json or .parquet file, a folder of such files, a folder written by
+            `save_to_disk`, or (if no such file or folder exists) the name of a dataset on the Hub. A .txt file is one
+            text; its line ends are read as "\\n".
+        split: A split, or slices of it such as "train[:90%]" and "train[90%:]". A single file, or a single
             `Dataset` saved to disk, is the split "train".
-        text_column: the column that holds the text; that of a .txt file is "text".
+        text_column: The column that holds the text; "text" for a .txt file.
 
     Raises:
-        ValueError: what cannot be read or is not there; a column that is not text; a row without text; no text.
+        ValueError: for data that are missing or cannot be read, a column that is not text, a row without text, and
+            data without text.
     """
     read = _reader(path_or_name, split)
     try:
         dataset = read()
-    # `datasets` lets StopIteration out for empty JSON, and ArrowInvalid, a ValueError, for bad Parquet.
+    # `datasets` raises StopIteration for empty JSON, and ArrowInvalid, a ValueError, for bad Parquet.
     except (datasets.exceptions.DatasetsError, OSError, StopIteration, ValueError) as error:
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         raise ValueError(
             f"cannot read split {split!r} of {str(path_or_name)!r}: {type(cause).__name__}: {cause}; "
-            "give an existing file or folder that has data in this split, or the name of a Hub data set"
+            "give an existing file or folder that has data in this split, or the name of a Hub dataset"
         ) from error
     if text_column not in dataset.column_names:
         raise ValueError(
@@ -163,7 +164,7 @@ def load_texts(path_or_name: str | Path, split: str = "train", text_column: str 
 
 
 def split_names(path_or_name: str | Path) -> list[str]:
-    """The splits of a data set (see `load_texts`); none if it cannot be read, which `load_texts` explains."""
+    """The splits of a dataset (see `load_texts`); none if it cannot be read, for which `load_texts` has the reason."""
     path = Path(path_or_name).expanduser()
     if path.is_file():
         return ["train"]
@@ -188,12 +189,12 @@ def _reader(path_or_name: str | Path, split: str) -> Callable[[], datasets.Datas
             return partial(_saved_split, path, split)
         builders = {_BUILDER_OF_SUFFIX.get(file.suffix) for file in path.rglob("*")} - {None}
         if "text" in builders:
-            # `datasets` would take the commonest kind, and without `sample_by` the lines of text files.
+            # `datasets` would read only the most common kind, and without `sample_by` single lines of text files.
             if builders != {"text"}:
                 raise ValueError(f"folder {path} holds .txt and other data files; give a folder of one kind")
             options["sample_by"] = "document"
     elif path.is_absolute() or path.suffix in _BUILDER_OF_SUFFIX:
-        raise ValueError(f"there is no file or folder {path}; give an existing one, or the name of a Hub data set")
+        raise ValueError(f"there is no file or folder {path}; give an existing one, or the name of a Hub dataset")
     return partial(datasets.load_dataset, str(path), **options)
 
 
@@ -209,7 +210,7 @@ def _saved_splits(path: Path) -> datasets.DatasetDict:
 
 def _saved_split(path: Path, split: str) -> datasets.Dataset:
     splits = _saved_splits(path)
-    # `load_from_disk` knows no split names with slices; this is the reading that `load_dataset` gives them.
+    # `load_from_disk` takes no slices of splits; this reads them as `load_dataset` does.
     parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(part) for name, part in splits.items()})
     selected = []
     for part in parts:

@@ -11,10 +11,10 @@ IGNORED_LABEL = -100  # cross-entropy's ignore_index in torch and Transformers
 
 
 class PackedBlocks(Dataset[dict[str, Tensor]]):
-    """Disjoint blocks of T + 1 tokens of one stream, so T predictions each; item i is block i.
+    """Disjoint blocks of T + 1 tokens of one stream, so with T predictions each; item i is block i.
 
     An item is `{"input_ids": (T + 1,), "labels": (T + 1,)}`, int64; the model shifts the labels, as usual in
-    Transformers. Items are views of the stream: copy before writing into one (collators do). Tokens after the last
+    Transformers. Items are views of the stream, so copy before writing into one (collators do). Tokens after the last
     full block are left out.
 
     Args:
@@ -22,7 +22,7 @@ class PackedBlocks(Dataset[dict[str, Tensor]]):
         length: T, the number of predictions per block, at least 1.
 
     Raises:
-        ValueError: a stream that is not one row of int64, too short for one block, or a wrong length.
+        ValueError: for a stream that is not one row of int64 or is too short for one block, and for a wrong length.
     """
 
     def __init__(self, stream: Tensor, length: int) -> None:
@@ -40,7 +40,7 @@ class PackedBlocks(Dataset[dict[str, Tensor]]):
 
     @property
     def resume_record(self) -> dict[str, Any]:
-        """What the rows are, as JSON has it; a resumed run must have the same."""
+        """JSON values that identify the rows; a resumed run must have the same."""
         return {"length": self.length, "tokens": self._blocks.numel(), "digest": sampled_digest(self._blocks.view(-1))}
 
     def __len__(self) -> int:
@@ -57,20 +57,20 @@ def sampled_digest(stream: Tensor) -> str:
 
 
 def evaluation_sequences(stream: Tensor, count: int, length: int) -> Tensor:
-    """`count` evenly spaced sequences of `length` tokens that do not overlap, first to last token.
+    """`count` evenly spaced sequences of `length` tokens that do not overlap, from the first to the last token.
 
     Sequence i starts at i (n - length) / (count - 1) of n tokens, rounded down; a single one starts at 0.
 
     Args:
         stream: (n,) int64, usually the validation stream.
-        count: number of sequences, at least 1.
-        length: tokens per sequence, at least 2 (one prediction).
+        count: Number of sequences, at least 1.
+        length: Tokens per sequence, at least 2 (one prediction).
 
     Returns:
         (count, length) int64, a copy.
 
     Raises:
-        ValueError: they do not fit into the stream, or a count or length that is too small.
+        ValueError: if they do not fit into the stream, and for a count or length that is too small.
     """
     _check_stream(stream)
     if count < 1 or length < 2:

@@ -13,8 +13,8 @@ _FILL = {"input_ids": 0, "labels": IGNORED_LABEL, "shift_labels": IGNORED_LABEL}
 class Segments(NamedTuple):
     """Rows cut where their state resets.
 
-    Row b of the B uncut rows is the rows first[b] to last[b] of `inputs`. Its carried state belongs into row
-    first[b] if continues[b]; all other rows begin with zero. Its final state is that of row last[b].
+    Row b of the B uncut rows becomes the rows first[b] to last[b] of `inputs`. Row first[b] starts from its carried
+    state if continues[b]; all other rows start from zero. Its final state is that of row last[b].
     """
 
     inputs: dict[str, Any]  # tensors (N, longest segment)
@@ -24,22 +24,21 @@ class Segments(NamedTuple):
 
 
 def split_at_resets(inputs: dict[str, Any], state_resets: Tensor) -> Segments:
-    """Make every segment between two resets a row of its own, so that each begins with its own state.
+    """Make every segment between two resets a separate row, so that each starts from its own state.
 
-    The rows are padded on the right to the longest segment: with 0 in `input_ids` and -100 in the labels, and an
-    `attention_mask` (N, longest segment) says so. Without a reset after position 0 the inputs come back as they
-    are, without a mask. N grows with the number of resets, and padding costs as much as tokens: much shorter
-    documents beside a long one are better packed in other ways.
+    Rows are padded on the right to the longest segment, with 0 in `input_ids` and -100 in the labels, and get an
+    `attention_mask` (N, longest segment). Without a reset after position 0 the inputs are returned unchanged, without
+    a mask. N grows with the number of resets, and padding costs as much as tokens: if most documents are much shorter
+    than the longest, other ways of packing are better.
 
     Args:
-        inputs: `input_ids` (B, T), optionally `labels` and `shift_labels` (B, T), and values that are no tensors,
-            which are passed on. Labels that the model shifts never reach across a cut; those that are
-            shifted already are kept as they are.
+        inputs: `input_ids` (B, T), optionally `labels` and `shift_labels` (B, T), and values other than tensors, which
+            are passed on. Labels that the model shifts never cross a cut; labels that are shifted already are kept.
         state_resets: (B, T) bool, True at tokens before which the state is zero.
 
     Raises:
-        ValueError: state_resets of another dtype or shape; or, where rows must be cut, an `attention_mask` or
-            another tensor than those above.
+        ValueError: for state_resets of another dtype or shape; and if rows must be cut, for an `attention_mask` or
+            tensors other than those above.
     """
     shape = inputs["input_ids"].shape
     if state_resets.dtype != torch.bool or state_resets.shape != shape:

@@ -1,4 +1,4 @@
-"""Documents to one stream of token ids, each document followed by one separator."""
+"""One stream of token ids from documents, each followed by one separator."""
 
 from collections.abc import Iterable, Iterator
 
@@ -12,26 +12,26 @@ _DOCUMENTS_PER_CALL = 256
 
 
 def byte_tokenizer() -> ByT5Tokenizer:
-    """The tokenizer that needs no download: UTF-8 bytes, id = byte + 3, padding 0, end of text 1, 384 ids."""
+    """A tokenizer that needs no download: UTF-8 bytes, id = byte + 3, padding 0, end of text 1, 384 ids."""
     return ByT5Tokenizer()
 
 
 def token_stream(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None = None) -> Tensor:
     """Token ids of all texts in one row, with the tokenizer's end-of-text token after each text.
 
-    Text never makes special tokens: "</s>" inside a document is four ordinary bytes and no end of text. That
-    is `tokenizer(text, add_special_tokens=False, split_special_tokens=True)`; without the second option ByT5
-    reads "a </s> b" as a, end of text, b and loses both spaces.
+    Text never becomes special tokens: "</s>" inside a document is four ordinary bytes, not an end of text. That is
+    `tokenizer(text, add_special_tokens=False, split_special_tokens=True)`; without the second option ByT5 reads
+    "a </s> b" as a, end of text, b and loses both spaces.
 
     Args:
-        texts: the documents. An empty one gives only its separator.
-        tokenizer: any Transformers tokenizer; the byte tokenizer without one.
+        texts: The documents. An empty one gives only its separator.
+        tokenizer: Any Transformers tokenizer; None for the byte tokenizer.
 
     Returns:
         (number of tokens,) int64.
 
     Raises:
-        ValueError: no text at all, something that is no text, or a tokenizer without end of text.
+        ValueError: if there is no text, a document is not a string, or the tokenizer has no end of text.
     """
     if isinstance(texts, str):
         raise ValueError("texts is one string, but must be several documents; give [text]")
@@ -45,7 +45,7 @@ def token_stream(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None
             f"{type(tokenizer).__name__} has no end-of-text token to put between documents; set tokenizer.eos_token"
         )
     ending = np.array([tokenizer.eos_token_id], np.int32)
-    # A subclass may tokenize in its own way, so only the class itself is known to be plain bytes.
+    # A subclass may tokenize differently, so only the class itself is known to be plain bytes.
     encode = _encode_bytes if type(tokenizer) is ByT5Tokenizer else _encode
     pieces: list[np.ndarray] = []
     number_of_tokens = 0
@@ -53,7 +53,7 @@ def token_stream(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None
         number_of_tokens += len(ids)
         pieces += (ids, ending)
     if not number_of_tokens:
-        raise ValueError(f"{len(documents)} documents were given and they hold no token; give some text")
+        raise ValueError(f"the {len(documents)} documents hold no token; give some text")
     return torch.from_numpy(np.concatenate(pieces, dtype=np.int64))
 
 
@@ -76,7 +76,7 @@ def _encode(documents: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterato
                 add_special_tokens=False,
                 split_special_tokens=True,
                 return_attention_mask=False,
-                verbose=False,  # a document may be longer than the model's context: the stream is cut later
+                verbose=False,  # no warning for documents beyond the model's context: the stream is cut later
             )
             for ids in encoded["input_ids"]:
                 yield np.array(ids, np.int32)

@@ -167,7 +167,7 @@ def without_record(save: Any) -> Any:
         ({"task_vocabulary": 0}, "vocabulary must be at least 1, got 0"),
         ({"task_vocabulary": 10}, "copying with 10 symbols has 13 tokens, the model's vocab_size is 12"),
         ({"task_vocabulary": None}, "copying with 26 symbols has 29 tokens"),
-        ({"task": "sorting", "task_length": 9}, "sorting 9 symbols that occur once needs at least 9"),
+        ({"task": "sorting", "task_length": 9}, "sorting 9 different symbols needs at least 9"),
         ({"task": "recall", "task_length": 5}, "recalling 5 pairs needs at least 10"),
         ({"intervention": "tbtt"}, "task copying has rows of its own"),
         ({"alignment_alpha": 0.1}, "task copying has rows of its own"),

@@ -785,7 +785,7 @@ def test_evaluation_has_the_test_questions_of_babi_also_in_the_training_text(
     text = {"data": text_file, "eval_data": text_file, "eval_split": "train", "eval_strategy": "steps"}
     options = {"model": checkpoint, "task": "babilong", "task_files": babi, "training_length": 200} | text
     assert train(**options, intervention="none") == 1
-    assert f"{babi} holds 0 files qa1_*_test.txt" in capsys.readouterr().err
+    assert f"{babi} has 0 files qa1_*_test.txt" in capsys.readouterr().err
     for task in range(1, 11):
         story = "1 Daniel left for the garden.\n2 Where is Daniel? \tgarden\t1\n"
         (babi / f"qa{task}_made-up_test.txt").write_text(story)

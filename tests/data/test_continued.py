@@ -133,8 +133,8 @@ def test_the_key_says_whether_a_chunk_begins_a_sequence() -> None:
         ({"lookahead": 7}, "needs 10"),
         ({"lookahead": -1}, "lookahead is -1"),
         ({"chunks_before_reset": 0}, "chunks_before_reset is 0, but must be at least 1, or None"),
-        ({"reset_at_document": True}, "separator_id is None, which is nowhere in the stream"),
-        ({"reset_at_document": True, "separator_id": 77}, "separator_id is 77, which is nowhere in the stream"),
+        ({"reset_at_document": True}, "separator_id is None, which does not occur in the stream"),
+        ({"reset_at_document": True, "separator_id": 77}, "separator_id is 77, which does not occur in the stream"),
     ],
 )
 def test_unusable_chunks_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -340,7 +340,7 @@ def test_each_lane_of_a_stream_is_whole_documents_read_token_by_token(
     source = documents(sizes)
     stream = stream_of(source, length=length, rows=rows, reset_at_document=reset, lookahead=lookahead)
     if not any(source):
-        with pytest.raises(ValueError, match="there was no token"):
+        with pytest.raises(ValueError, match="the documents hold no token"):
             take(stream, 1000)
         return
     steps = 12
@@ -489,13 +489,13 @@ def test_unusable_stream_is_refused(source: Any, changes: dict[str, Any], messag
         ([[5, 6], torch.zeros(3, dtype=torch.int32)], r"document 1 is \(3,\) torch.int32"),
         ([[5, 6], [[7]]], r"document 1 is \(1, 1\)"),
         ([[5, 6], [True]], "torch.bool"),
-        ([[5, 6], "text"], "document 1 is a str that is no row of ids"),
-        ([[5, 6], None], "document 1 is a NoneType that is no row of ids .* the column 'input_ids'"),
+        ([[5, 6], "text"], "document 1 is a str, but must be one row of ids"),
+        ([[5, 6], None], "document 1 is a NoneType, but must be one row of ids .* the column 'input_ids'"),
         (datasets.Dataset.from_dict({"a": [1]}).to_iterable_dataset().map(lambda row: row), "'input_ids'"),
         (datasets.Dataset.from_dict({"text": ["a"]}), "'input_ids'"),
-        ([], "there was no token"),
-        ([[], []], "there was no token"),
-        (torch.zeros(0, 3, dtype=torch.int64), "there was no token"),
+        ([], "the documents hold no token"),
+        ([[], []], "the documents hold no token"),
+        (torch.zeros(0, 3, dtype=torch.int64), "the documents hold no token"),
     ],
 )
 def test_documents_that_are_no_ids_are_refused(source: Any, message: str) -> None:

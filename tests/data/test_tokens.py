@@ -94,7 +94,7 @@ def test_a_tokenizer_without_end_of_text_is_refused() -> None:
 
 @pytest.mark.parametrize("texts", [[], [""], ["", ""]], ids=["none", "empty", "two empty"])
 def test_no_text_is_refused(texts: list[str]) -> None:
-    with pytest.raises(ValueError, match=f"{len(texts)} documents were given and they hold no token"):
+    with pytest.raises(ValueError, match=f"the {len(texts)} documents hold no token"):
         token_stream(texts)
 
 

@@ -255,8 +255,8 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
     for arguments, complaint in (
         (([], 1), "at least 1 depth"),
         (([0.5], 0), "at least 1 sample"),
-        (([0.5], 1, -1), "seed and shots from 0"),
-        (([0.5, 0.5], 1), "can be given once, got 50 %, 50 %"),
+        (([0.5], 1, -1), "seed and shots of at least 0"),
+        (([0.5, 0.5], 1), "must be different, got 50 %, 50 %"),
         (([1.5], 1), "depth is 1.5"),
         (([0.5], 1, 0, "key"), "style is 'key'"),
     ):

@@ -1,4 +1,4 @@
-"""What all tasks share: a prompt and its answer as tokens, and as a training item."""
+"""Shared parts of the tasks: a prompt and its answer as tokens, and as a training item."""
 
 from typing import NamedTuple
 
@@ -15,11 +15,10 @@ class Task(NamedTuple):
     """Token ids of a question and its answer, int64.
 
     Attributes:
-        prompt: (n,), up to where the answer begins.
-        answer: (m,), the answer and the period after it, which training asks for, too.
-        scored: How many tokens of `answer` must be right in evaluation: all before the period.
-        distance: Tokens of the prompt that stand after what is to be found (after the first of several facts); None
-            where that is not known.
+        prompt: (n,), up to the beginning of the answer.
+        answer: (m,), the answer and the period after it, on which training also has a loss.
+        scored: Number of tokens of `answer` that must be right in evaluation: all before the period.
+        distance: Tokens of the prompt after the needle (after the first of several facts); None if unknown.
     """
 
     prompt: Tensor
@@ -36,25 +35,25 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def encode_next(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text that stands after another one: without what some tokenizers put before a first word.
+    """Token ids of a text that follows another one, without what some tokenizers put before a first word.
 
     Args:
-        text: starts with a space or a line break, so that no token reaches over its start.
+        text: Must start with a space or a line break, so that no token crosses its start.
 
     Raises:
-        ValueError: for a tokenizer whose tokens do.
+        ValueError: for a tokenizer with tokens that cross it.
     """
     anchor, both = encode(tokenizer, _ANCHOR), encode(tokenizer, _ANCHOR + text)
     if both[: len(anchor)] != anchor:
         raise ValueError(
-            f"{type(tokenizer).__name__} merges {text[:10]!r} with the word before it, so that tasks cannot be put "
-            "together of pieces; use a tokenizer that splits at white space."
+            f"{type(tokenizer).__name__} merges {text[:10]!r} with the word before it, so tasks cannot be put "
+            "together from pieces; use a tokenizer that splits at white space."
         )
     return both[len(anchor) :]
 
 
 def encode_answer(tokenizer: PreTrainedTokenizerBase, answer: str) -> tuple[list[int], int]:
-    """Token ids of " answer.", and how many of them come before the period.
+    """Token ids of " answer.", and the number of ids before the period.
 
     Raises:
         ValueError: for a tokenizer that merges the period with the answer.
@@ -66,7 +65,7 @@ def encode_answer(tokenizer: PreTrainedTokenizerBase, answer: str) -> tuple[list
 
 
 def training_item(task: Task) -> dict[str, Tensor]:
-    """`{"input_ids": (n + m,), "labels": (n + m,)}`, int64; labels are -100 but on the answer and its period."""
+    """`{"input_ids": (n + m,), "labels": (n + m,)}`, int64; labels are -100 except on the answer and its period."""
     return {
         "input_ids": torch.cat([task.prompt, task.answer]),
         "labels": torch.cat([torch.full_like(task.prompt, IGNORED_LABEL), task.answer]),

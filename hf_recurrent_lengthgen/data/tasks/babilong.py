@@ -1,8 +1,8 @@
 """BABILong-style tasks from local files: the facts of a bAbI question spread through background text.
 
-bAbI is Weston et al. 2016 (arXiv:1502.05698), BABILong Kuratov et al. 2024 (arXiv:2406.10149). "Unexplored states"
-(Buitrago & Gu 2025, arXiv:2507.02782), B.3 fine-tunes on qa1 to qa10 for one epoch without any intervention, after
-the post-training, and also evaluates with examples in the prompt (few-shot). The prompt's words are ours:
+bAbI is from Weston et al., 2015 (arXiv:1502.05698), BABILong from Kuratov et al., 2024 (arXiv:2406.10149). Buitrago
+Ruiz and Gu, 2025 (arXiv:2507.02782), B.3, fine-tune on qa1 to qa10 for one epoch after post-training, without any
+intervention, and also evaluate with examples in the prompt (few-shot). The wording of the prompt is ours:
 
     Text: sentence fact sentence sentence fact sentence
     Question: Where is Mary?
@@ -23,17 +23,17 @@ from transformers import PreTrainedTokenizerBase
 from hf_recurrent_lengthgen.data.tasks.answers import Task, encode, encode_answer, encode_next, training_item
 
 BABILONG_TASKS = tuple(range(1, 11))
-_LONGEST_SENTENCE = 40  # words; text without periods is cut there, so that facts find places between
+_LONGEST_SENTENCE = 40  # words; longer text is cut there, so that facts can be placed between
 
 
 class BabiQuestion(NamedTuple):
     """One question.
 
     Attributes:
-        facts: All statements of its story that come before it.
-        question: With its question mark.
-        answer: One word, or several with commas between.
-        supporting: Which `facts` it rests on, counted from 0.
+        facts: All statements of its story before it.
+        question: The question, with its question mark.
+        answer: One word, or several separated by commas.
+        supporting: Indices of the `facts` that it depends on, from 0.
     """
 
     facts: tuple[str, ...]
@@ -43,7 +43,7 @@ class BabiQuestion(NamedTuple):
 
 
 def babi_files(folder: str | Path, split: str = "train", tasks: Sequence[int] = BABILONG_TASKS) -> list[Path]:
-    """Files of the official archive's folder (such as tasks_1-20_v1-2/en-10k), by task: qa1_..._train.txt.
+    """Files by task (qa1_..._train.txt) in a folder of the official archive, such as tasks_1-20_v1-2/en-10k.
 
     Raises:
         ValueError: if a task has no file or several.
@@ -52,7 +52,7 @@ def babi_files(folder: str | Path, split: str = "train", tasks: Sequence[int] = 
     for task in tasks:
         files = sorted(Path(folder).glob(f"qa{task}_*_{split}.txt"))
         if len(files) != 1:
-            raise ValueError(f"{folder} holds {len(files)} files qa{task}_*_{split}.txt, but must hold one")
+            raise ValueError(f"{folder} has {len(files)} files qa{task}_*_{split}.txt, but must have exactly one")
         found += files
     return found
 
@@ -61,7 +61,7 @@ def read_babi(path: str | Path) -> list[BabiQuestion]:
     """Questions of a bAbI file: lines "1 A fact." and "3 A question? <tab> answer <tab> 1", each story from 1.
 
     Raises:
-        ValueError: naming file and line, for anything else; for a file that is not there or has no question.
+        ValueError: for other lines, with file and line; for a file that does not exist or has no question.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -86,7 +86,7 @@ def read_babi(path: str | Path) -> list[BabiQuestion]:
         else:
             facts[number] = text.strip()
     if not questions:
-        raise ValueError(f"{path} holds no question; a question has tabs before its answer and its supporting facts")
+        raise ValueError(f"{path} has no question; a question has tabs before its answer and its supporting facts")
     return questions
 
 
@@ -118,41 +118,41 @@ class NoQuestionFitsError(ValueError):
 
 
 class BackgroundText:
-    """The sentences of texts as token ids, each with a space before it, to be encoded once for many prompts.
+    """The sentences of texts as token ids, each after a space, encoded once for many prompts.
 
     Attributes:
-        tokens: All of them, int64 (n,).
-        ends: Where each sentence ends, (sentences,).
+        tokens: Token ids of all sentences, int64 (n,).
+        ends: End of each sentence, (sentences,).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
         pieces = [encode_next(tokenizer, f" {sentence}") for sentence in sentences(texts)]
         if not pieces:
-            raise ValueError("the background texts hold no sentence; give some text")
+            raise ValueError("the background texts have no sentence; give some text")
         self.tokens = torch.tensor([token for piece in pieces for token in piece])
         self.ends = np.cumsum([len(piece) for piece in pieces])
 
 
 class BabilongPrompts(Dataset[dict[str, Tensor]]):
-    """bAbI questions hidden in background text, each exactly `length` tokens long, each once.
+    """bAbI questions hidden in background text, each once, with exactly `length` tokens each.
 
-    Background sentences follow each other as in their texts from a random one on; the last is cut. The facts stand in
-    order at uniformly random places between them. Both depend on the seed and the item's number alone. Questions
+    Background sentences have the order of their texts, from a random sentence on; the last is cut. The facts are in
+    order at uniformly random places between them. Both depend only on the seed and the index of the item. Questions
     whose facts do not fit into `length` are left out.
 
-    An item is `{"input_ids": (length,), "labels": (length,)}`, int64; labels are -100 but on the answer and the
-    period after it (which is ours, as in passkey training), and the model shifts them.
+    An item is `{"input_ids": (length,), "labels": (length,)}`, int64. Labels are -100 except on the answer and the
+    period after it (which we add, as in passkey training), and the model shifts them.
 
     Args:
-        questions: of `read_babi`.
-        background: Texts without bAbI's facts, such as books, or what `BackgroundText` made of them with the same
-            tokenizer; the first text follows the last.
-        length: Tokens of a sample.
+        questions: Questions from `read_babi`.
+        background: Texts without bAbI's facts, such as books, or a `BackgroundText` with the same tokenizer; the first
+            text follows the last.
+        length: Tokens per sample.
         seed: Seed of places and background, at least 0.
-        shots: Questions that stand solved before the text, without background, for evaluation.
+        shots: Questions that precede the text with their answers, without background, for evaluation.
 
     Attributes:
-        left_out: How many questions do not fit.
+        left_out: Number of questions that do not fit.
 
     Raises:
         ValueError: if no question fits, the background has no sentence, or the seed is negative.
@@ -205,14 +205,14 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
             body.insert(place, self._tokens(f" {fact}"))
         pieces = [self._head, *body, self._tokens(_ending(question))]
         first = min(question.supporting)
-        after = places[first] + first + 1  # pieces of the body that end with the first fact that is needed
+        after = places[first] + first + 1  # pieces of the body up to and with the first fact needed
         distance = sum(map(len, pieces[1 + after :]))
         answer, scored = encode_answer(self._tokenizer, question.answer)
         prompt = torch.tensor([token for piece in pieces for token in piece])
         return Task(prompt, torch.tensor(answer), scored, distance)
 
     def _take(self, generator: np.random.Generator, room: int) -> list[list[int]]:
-        """Sentences of `room` tokens together, from a random one on."""
+        """Consecutive sentences of `room` tokens in total, from a random one."""
         taken: list[list[int]] = []
         tokens, ends = self._background.tokens, self._background.ends
         sentence = int(generator.integers(len(ends)))

@@ -1,7 +1,7 @@
 """Prompts of retrieval tasks by row (depth of the needle, or bAbI task) and length, for `evaluation.retrieval`.
 
-The prompts of a cell depend on the seed, its row and the number of the sample, so the keys are those of other lengths,
-too, and prompts that begin alike do so in tokens. Solved examples (`shots`) are the same in all prompts of a row.
+The prompts of a cell depend on the seed, its row and the index of the sample, not on the length. So all lengths have
+the same keys, and prompts share prefixes of tokens. Solved examples (`shots`) are the same in all prompts of a row.
 """
 
 from abc import ABC, abstractmethod
@@ -21,19 +21,19 @@ from hf_recurrent_lengthgen.data.tasks.needle import Haystack, NeedleTemplate, r
 from hf_recurrent_lengthgen.data.tasks.passkey import PasskeyTemplate, random_key
 
 _SHOTS = 2**32 - 1
-"""In place of a row: random numbers of the solved examples."""
+"""Stands for the row in the random numbers of the solved examples."""
 
 
 class RetrievalGrid(ABC):
     """Prompts by row and length.
 
     Attributes:
-        task: Its name.
-        style: Which prompt.
+        task: Name of the task.
+        style: Style of the prompt.
         rows: Name of each row.
         depths: Depth of the needle in each row, from 0 (start) to 1 (end); None for rows of another kind.
-        samples: Most prompts in a cell.
-        seed: From 0.
+        samples: Maximum number of prompts in a cell.
+        seed: Seed, at least 0.
         shots: Number of solved examples before a prompt.
     """
 
@@ -46,10 +46,10 @@ class RetrievalGrid(ABC):
         if not rows or samples < 1 or seed < 0 or shots < 0:
             raise ValueError(
                 f"{self.task} needs at least 1 {'depth' if depths is not None else 'task'}, at least 1 sample, and a "
-                f"seed and shots from 0, got {len(rows)}, {samples}, {seed} and {shots}"
+                f"seed and shots of at least 0, got {len(rows)}, {samples}, {seed} and {shots}"
             )
         if len(set(rows)) < len(rows):
-            raise ValueError(f"each row of {self.task} can be given once, got {', '.join(rows)}")
+            raise ValueError(f"the rows of {self.task} must be different, got {', '.join(rows)}")
         self.rows, self.depths = tuple(rows), None if depths is None else tuple(float(depth) for depth in depths)
         self.samples, self.seed, self.shots = samples, seed, shots
 
@@ -66,7 +66,7 @@ class RetrievalGrid(ABC):
 
 
 def depth_name(depth: float) -> str:
-    """A depth in percent; a `ValueError` for what is none."""
+    """A depth in percent; a `ValueError` for a depth outside [0, 1]."""
     if not 0 <= depth <= 1:
         raise ValueError(f"depth is {depth}, but must be from 0 (start) to 1 (end)")
     return f"{100 * depth:.4g} %"
@@ -89,7 +89,7 @@ class PasskeyGrid(RetrievalGrid):
         super().__init__([depth_name(depth) for depth in depths], depths, samples, seed, shots)
         self._tokenizer, self.style = tokenizer, style
         self._shots = [random_key(self._generator(_SHOTS, number)) for number in range(shots)]
-        self._template = PasskeyTemplate(tokenizer, 0, style, self._shots)  # a wrong style is found now
+        self._template = PasskeyTemplate(tokenizer, 0, style, self._shots)  # refuses an unknown style at once
 
     def tasks(self, row: int, length: int) -> list[Task]:
         assert self.depths is not None
@@ -103,7 +103,7 @@ class NeedleGrid(RetrievalGrid):
     """Prompts of `NeedleTemplate`; see `RetrievalGrid` for the other arguments.
 
     Args:
-        texts: Where needles are hidden, in this order, each once.
+        texts: Texts in which needles are hidden, in this order, each once.
     """
 
     task = "niah"
@@ -130,12 +130,12 @@ class NeedleGrid(RetrievalGrid):
 
 
 class BabilongGrid(RetrievalGrid):
-    """`BabilongPrompts`, a row for each bAbI task; a cell can have fewer samples, or none, where facts do not fit.
+    """`BabilongPrompts`, one row per bAbI task; a cell has fewer samples, or none, if facts do not fit.
 
     Args:
-        questions: Name of a row -> its questions, of which `samples` random ones that fit are asked.
+        questions: Name of a row -> its questions, of which `samples` random ones that fit are used.
         background: Texts between the facts.
-        examples: Name of a row -> questions from which the solved examples are chosen; needed with shots.
+        examples: Name of a row -> questions for the solved examples; needed with shots.
     """
 
     task = "babilong"
@@ -158,7 +158,7 @@ class BabilongGrid(RetrievalGrid):
             self._questions.append(self._shuffled(asked, row, 0))
             solved = (examples or {}).get(name, ())
             if len(solved) < shots:
-                raise ValueError(f"shots is {shots}, but {name} has {len(solved)} questions to show as examples")
+                raise ValueError(f"shots is {shots}, but {name} has only {len(solved)} questions for examples")
             self._examples.append(self._shuffled(solved, row, 1)[:shots])
 
     def _shuffled(self, questions: Sequence[BabiQuestion], row: int, part: int) -> list[BabiQuestion]:

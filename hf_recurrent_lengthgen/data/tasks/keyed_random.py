@@ -1,7 +1,7 @@
-"""Random numbers that depend on a seed, a row and a place alone, so that whoever asks for a row gets the same one.
+"""Random numbers that depend only on a seed, a row and a place, so that a row is the same in every process.
 
 The generator is SplitMix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): a
-hash of a counter. A whole batch is made at once, which a numpy generator for each row cannot do.
+hash of a counter. It makes a whole batch at once, which one numpy generator per row cannot do.
 """
 
 from typing import Any
@@ -20,10 +20,10 @@ def random_bits(seed: int, rows: Array, count: int, stream: int) -> Array:
     """64 random bits for each of `count` places of each row.
 
     Args:
-        seed: at least 0 and below 2**64.
-        rows: (B,) integers from 0.
+        seed: At least 0 and below 2**64.
+        rows: (B,) integers of at least 0.
         count: n, below 2**32.
-        stream: Number of the quantity that is drawn; other streams are independent.
+        stream: Number of the quantity to draw; streams are independent.
 
     Returns:
         (B, n) uint64.
@@ -35,7 +35,7 @@ def random_bits(seed: int, rows: Array, count: int, stream: int) -> Array:
 
 
 def random_integers(seed: int, rows: Array, count: int, below: Array | int, stream: int) -> Array:
-    """Uniform integers from 0 to `below` - 1, (B, n) int64; `below` is at most 2**31, or (B, 1) of such bounds."""
+    """Uniform integers from 0 to `below` - 1, (B, n) int64; `below` is a bound of at most 2**31, or (B, 1) bounds."""
     high = random_bits(seed, rows, count, stream) >> np.uint64(32)
     return ((high * np.asarray(below).astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
 

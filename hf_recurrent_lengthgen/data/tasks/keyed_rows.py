@@ -1,4 +1,4 @@
-"""Data sets whose rows are made when they are asked for, of strings of one length or of several."""
+"""Datasets whose rows are generated on access, with strings of one length or of several."""
 
 import copy
 import operator
@@ -16,7 +16,7 @@ from hf_recurrent_lengthgen.data.tasks.keyed_random import LENGTH_STREAM, Array,
 
 PADDING_ID = 0
 EVALUATION_SEED = 2**40
-"""Seed of rows for evaluation; training takes small ones."""
+"""Seed of rows for evaluation; training uses small seeds."""
 Lengths = int | tuple[int, int] | list[int]
 
 
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
 
 def whole_number(name: str, value: Any) -> int:
-    """An integer, also one of numpy; a `ValueError` for anything else, and a truth value."""
+    """An integer, also of numpy; a `ValueError` for anything else, including booleans."""
     try:
         if not isinstance(value, bool):
             return operator.index(value)
@@ -45,23 +45,23 @@ def whole_number(name: str, value: Any) -> int:
 
 
 class KeyedRows(Dataset[dict[str, Tensor]], ABC):
-    """Rows of random strings; row i depends on the seed and i alone.
+    """Rows of random strings; row i depends only on the seed and i.
 
-    An item is `{"input_ids": (T,), "labels": ...}`, int64. Rows of several lengths come with an "attention_mask" (T,)
-    of ones, which `StringCollator` pads. A `DataLoader` asks for a whole batch at once (`__getitems__`). A row costs
-    nothing until it is asked for, so `samples` may be as large as a run needs.
+    An item is `{"input_ids": (T,), "labels": ...}`, int64. Rows of several lengths have an "attention_mask" (T,) of
+    ones, which `StringCollator` pads. A `DataLoader` requests a whole batch at once (`__getitems__`). Rows are
+    generated on access, so `samples` may be as large as a run needs.
 
     Args:
-        length: Symbols of a string, or the least and the most of them: (50, 100) draws a length for each row.
+        length: Symbols per string, or their minimum and maximum: (50, 100) draws a length for each row.
         samples: Number of rows.
-        seed: from 0; evaluation needs another one than training.
+        seed: Seed, at least 0; evaluation needs a different one than training.
 
     Attributes:
-        shortest: The least symbols of a string.
-        longest: The most.
+        shortest: Minimum number of symbols in a string.
+        longest: Maximum number of symbols in a string.
 
     Raises:
-        ValueError: for a length, number of samples or seed that is not possible.
+        ValueError: for an impossible length, number of samples or seed.
     """
 
     name: str
@@ -70,7 +70,8 @@ class KeyedRows(Dataset[dict[str, Tensor]], ABC):
         bounds = [whole_number("length", bound) for bound in np.array(length, dtype=object, ndmin=1)]
         if len(bounds) not in (1, 2) or not 1 <= bounds[0] <= bounds[-1]:
             raise ValueError(
-                f"The length of {self.name} is {length!r}, but must be a number from 1, or the least and the most."
+                f"The length of {self.name} is {length!r}, but must be a number of at least 1, or a minimum and a "
+                "maximum."
             )
         self.shortest, self.longest = bounds[0], bounds[-1]
         self.samples, self.seed = whole_number("samples", samples), whole_number("seed", seed)
@@ -80,7 +81,7 @@ class KeyedRows(Dataset[dict[str, Tensor]], ABC):
 
     @property
     def resume_record(self) -> dict[str, Any]:
-        """What rows depend on besides their number, as JSON has it; a resumed run must have the same."""
+        """JSON values that identify the rows, except for their number; a resumed run must have the same."""
         return {"name": self.name, "length": [self.shortest, self.longest], "seed": self.seed}
 
     @abstractmethod
@@ -88,13 +89,13 @@ class KeyedRows(Dataset[dict[str, Tensor]], ABC):
         """The rows (B,) with strings of the lengths (B,)."""
 
     def _check(self) -> None:
-        """Refuse what does not go with the length."""
+        """Refuse settings that do not fit the length."""
 
     def resized(self, length: Lengths, samples: int, seed: int) -> Self:
         """The same task with strings of another length.
 
         Raises:
-            ValueError: as the class does.
+            ValueError: as in the class.
         """
         other = copy.copy(self)
         KeyedRows.__init__(other, length, samples, seed)
@@ -104,9 +105,9 @@ class KeyedRows(Dataset[dict[str, Tensor]], ABC):
         return self.samples
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Rows as `{"input_ids": (B, T), "labels": (B, ...)}`, padded on the right to the longest of them.
+        """Rows as `{"input_ids": (B, T), "labels": (B, ...)}`, padded on the right to the longest row.
 
-        If they have several lengths there is also an "attention_mask" (B, T), 1 at real tokens.
+        Rows of different lengths also have an "attention_mask" (B, T), 1 at real tokens.
         """
         tokens, labels, sizes = self._asked(indices)
         found = {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
@@ -142,9 +143,9 @@ class KeyedRows(Dataset[dict[str, Tensor]], ABC):
 
 
 class StringCollator:
-    """Items of several lengths to a batch, padded on the right with token 0, label -100 and mask 0.
+    """Collates items of several lengths into a batch, padded on the right with token 0, label -100 and mask 0.
 
-    Items of one length need none: Trainer's default collator takes them, too.
+    Items of one length do not need it: Trainer's default collator takes them.
     """
 
     _fill = {"input_ids": PADDING_ID, "labels": IGNORED_LABEL, "attention_mask": 0}  # noqa: RUF012

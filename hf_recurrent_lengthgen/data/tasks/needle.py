@@ -1,9 +1,9 @@
-"""A number hidden in running text: the NIAH-single-2 task of RULER (Hsieh et al. 2024, arXiv:2404.06654).
+"""A number hidden in running text: the NIAH-single-2 task of RULER (Hsieh et al., 2024, arXiv:2404.06654).
 
-The prompt is that of StateX (arXiv:2509.22630), Table 12: numbers of 7 digits for {word}, in text that means something
-and does not repeat. The papers take the essays of Paul Graham; here any texts are given, of which the first ones that
-fill the prompt are taken, with single spaces as in RULER. As there, {word} is an adjective and a noun, of a list of
-ours, and the needle stands between two sentences.
+The prompt is that of Shen et al., 2025 (arXiv:2509.22630), Table 12: numbers of 7 digits for {word}, in meaningful
+text that does not repeat. The papers use the essays of Paul Graham. Here the caller gives texts, which fill the prompt
+from the first on, with single spaces as in RULER. As there, {word} is an adjective and a noun (from our own lists),
+and the needle is between two sentences.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,13 +38,13 @@ _SENTENCES_OF_A_SHOT = 4
 
 
 class Haystack:
-    """Text as the token ids of its sentences; the first stands on a line of its own, the others after a space.
+    """Text as the token ids of its sentences; the first one follows a line break, the others a space.
 
     Attributes:
-        tokens: int64 (n,).
-        ends: Where each sentence ends, (sentences,).
-        last: Text of the last sentences, for solved examples; no prompt may reach into them.
-        usable: Tokens before those.
+        tokens: Token ids, int64 (n,).
+        ends: End of each sentence, (sentences,).
+        last: Text of the last sentences, for solved examples; prompts do not use them.
+        usable: Number of tokens before the last sentences.
 
     Raises:
         ValueError: for texts with too few sentences.
@@ -54,8 +54,8 @@ class Haystack:
         found = sentences(texts)
         if len(found) <= _SENTENCES_OF_A_SHOT:
             raise ValueError(
-                f"the text has {len(found)} sentences, but must have more than {_SENTENCES_OF_A_SHOT} to hide "
-                "something in; give more text"
+                f"the text has {len(found)} sentences, but must have more than {_SENTENCES_OF_A_SHOT} to hide a "
+                "needle in; give more text"
             )
         pieces = [encode_next(tokenizer, f"{' ' if number else chr(10)}{text}") for number, text in enumerate(found)]
         self.tokens = torch.tensor([token for piece in pieces for token in piece])
@@ -65,7 +65,7 @@ class Haystack:
 
 
 def random_needle(generator: np.random.Generator) -> tuple[str, str]:
-    """A word and its number of seven digits, the first of which is not 0."""
+    """A word and its number of seven digits, which does not start with 0."""
     word = f"{_ADJECTIVES[generator.integers(len(_ADJECTIVES))]}-{_NOUNS[generator.integers(len(_NOUNS))]}"
     return word, str(generator.integers(1_000_000, 10_000_000))
 
@@ -74,10 +74,10 @@ class NeedleTemplate:
     """The prompts of one length.
 
     Args:
-        haystack: The text; each prompt has its first tokens.
+        haystack: The text, whose first tokens fill each prompt.
         length: Tokens of prompt and answer.
-        shots: Words and numbers of solved examples before the prompt, each with the needle between the last sentences
-            of the text, and an empty line after it.
+        shots: Words and numbers of solved examples before the prompt. Each has its needle between the last sentences
+            of the text and is followed by an empty line.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class NeedleTemplate:
     def fill(self, depth: float, word: str, number: str) -> Task:
         """Prompt and answer, of `length` tokens together.
 
-        `depth` is the share of the text that stands before the needle, from 0 to 1; the needle stands at the end of a
-        sentence that is nearest, at 0 on a line of its own.
+        `depth` is the share of the text before the needle, from 0 to 1. The needle is placed at the nearest end of a
+        sentence, or on its own line at depth 0.
 
         Raises:
             ValueError: for a length or a text that is too short, and a depth outside [0, 1].
@@ -113,7 +113,7 @@ class NeedleTemplate:
         question = encode_next(self.tokenizer, f"\n{NEEDLE_QUESTION.format(word=word)}")
         answer, scored = encode_answer(self.tokenizer, number)
         middle = NEEDLE.format(word=word, number=number)
-        # what stands before decides between space and line break, and their lengths may differ
+        # the text before decides between a space and a line break, whose numbers of tokens may differ
         for mark in (" ", "\n"):
             needle = encode_next(self.tokenizer, mark + middle)
             room = self._room(len(self.head) + len(needle) + len(question) + len(answer))
@@ -130,13 +130,13 @@ class NeedleTemplate:
             raise ValueError(f"length is {self.length}, but a prompt without text has {shortest} tokens")
         if room > self.haystack.usable:
             raise ValueError(
-                f"length is {self.length}, which takes {room} tokens of text that does not repeat, but the data have "
+                f"length is {self.length}, which needs {room} tokens of text that does not repeat, but the data have "
                 f"{self.haystack.usable}; give more text, or shorter lengths"
             )
         return room
 
     def _nearest_end(self, place: float, room: int) -> int:
-        """The end of a sentence within `room` tokens that is nearest to a place; 0 is one."""
+        """The end of a sentence within `room` tokens that is nearest to a place; 0 counts as an end."""
         ends = self.haystack.ends
         after = int(np.searchsorted(ends, place))
         around = [0] if after == 0 else [int(ends[after - 1])]

@@ -1,9 +1,9 @@
-"""Passkey retrieval: a number hidden in repeated sentences (Mohtashami & Jaggi, arXiv:2305.16300).
+"""Passkey retrieval: a number hidden in repeated sentences (Mohtashami and Jaggi, 2023, arXiv:2305.16300).
 
-As in "Unexplored states" (Buitrago & Gu 2025, arXiv:2507.02782), B.4 and Figure 8: 5-digit keys, a random depth for
-each sample, filler cut so that all samples are equally long, loss only on the key and the period after it. The
-figure shows a key of 4 digits and the text 5; keys have 5 here. The other prompts are those of "Stuffed Mamba" (Chen
-et al. 2024, arXiv:2410.07145), B.1, and of StateX (arXiv:2509.22630), Table 12, after infinity-bench.
+As in Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), B.4 and Figure 8: 5-digit keys, a random depth for each sample,
+filler cut so that all samples have the same length, loss only on the key and the period after it. (The figure shows a
+key of 4 digits, the text says 5; keys have 5 here.) The other prompts are those of Chen et al., 2024
+(arXiv:2410.07145), B.1, and of Shen et al., 2025 (arXiv:2509.22630), Table 12, after infinity-bench.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ _FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. T
 
 @dataclass(frozen=True)
 class PasskeyStyle:
-    """Texts of a prompt: `head`, filler, `needle`, filler, `question`; the key stands where `{key}` does.
+    """Texts of a prompt: `head`, filler, `needle`, filler, `question`; the key replaces `{key}`.
 
     Attributes:
-        between: What stands between two repetitions of the filler.
+        between: Separator between two repetitions of the filler.
     """
 
     head: str
@@ -35,7 +35,7 @@ class PasskeyStyle:
 
 
 PASSKEY_STYLES = {
-    # arXiv:2507.02782, Figure 8, in the words of Mohtashami & Jaggi
+    # Buitrago Ruiz and Gu, 2025, Figure 8, in the words of Mohtashami and Jaggi
     "pass key": PasskeyStyle(
         "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz "
         "you about the important information there.",
@@ -43,14 +43,14 @@ PASSKEY_STYLES = {
         "What is the pass key? The pass key is",
         " ",
     ),
-    # arXiv:2410.07145, B.1
+    # Chen et al., 2024, B.1
     "passkey": PasskeyStyle(
         "There is important info hidden inside a lot of irrelevant text. Find it and memorize it.",
         "The passkey is {key}. Remember it. {key} is the passkey.",
         "What is the passkey? The passkey is",
         "\n",
     ),
-    # arXiv:2509.22630, Table 12: no instruction, and a line of filler before the key at any depth
+    # Shen et al., 2025, Table 12: no instruction, and a line of filler before the key at any depth
     "infinity-bench": PasskeyStyle(
         _FILLER,
         "The pass key is {key}. Remember it. {key} is the pass key.",
@@ -61,13 +61,13 @@ PASSKEY_STYLES = {
 
 
 class PasskeyTemplate:
-    """The pieces of all prompts of one length as token ids; the paragraphs stand on lines of their own.
+    """The pieces of all prompts of one length as token ids; each paragraph is on its own line.
 
     Args:
         length: Tokens of prompt and answer.
         style: One of `PASSKEY_STYLES`.
-        shots: Keys of solved examples that stand before the prompt, with one line of filler on each side of the key
-            and an empty line after them. The words are ours: the papers' prompts have none.
+        shots: Keys of solved examples before the prompt, each with one line of filler on both sides of the key and an
+            empty line at the end. Their wording is ours: the papers' prompts have no examples.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class PasskeyTemplate:
             raise ValueError(f"length is {self.length}, but a passkey prompt without filler has {shortest} tokens")
         before = round(depth * room)
         after = room - before
-        # both stretches of filler begin with its first sentence and are cut at their end
+        # both pieces of filler begin with its first sentence and are cut at their end
         start, end = torch.tensor(self.head), torch.tensor(self.question)
         prompt = torch.cat([start, self.filler[:before], torch.tensor(needle), self.filler[:after], end])
         return Task(prompt, torch.tensor(answer), scored, after + len(self.question))
 
 
 def random_key(generator: np.random.Generator) -> str:
-    """Five digits, the first of which is not 0."""
+    """Five digits, of which the first is not 0."""
     return str(generator.integers(10_000, 100_000))
 
 
@@ -118,9 +118,10 @@ def passkey_prompt(
     """One prompt up to "The pass key is" and its answer, of `length` tokens together.
 
     Args:
-        depth: Share of the filler that stands before the key, from 0 to 1.
-        key: Its digits.
-        style: "pass key" (arXiv:2507.02782), "passkey" (arXiv:2410.07145) or "infinity-bench" (arXiv:2509.22630).
+        depth: Share of the filler before the key, from 0 to 1.
+        key: The digits of the key.
+        style: "pass key" (Buitrago Ruiz and Gu, 2025), "passkey" (Chen et al., 2024) or "infinity-bench" (Shen et al.,
+            2025).
 
     Raises:
         ValueError: for a length that is too short, and a wrong depth, key or style.
@@ -129,14 +130,14 @@ def passkey_prompt(
 
 
 class PasskeyPrompts(Dataset[dict[str, Tensor]]):
-    """Training samples of exactly `length` tokens; item i depends on the seed and i alone, whoever asks for it.
+    """Training samples of exactly `length` tokens; item i depends only on the seed and i.
 
-    An item is `{"input_ids": (length,), "labels": (length,)}`, int64; labels are -100 but on the key and the period
+    An item is `{"input_ids": (length,), "labels": (length,)}`, int64. Labels are -100 except on the key and the period
     after it, and the model shifts them. The key is uniform in 10000..99999, the depth in [0, 1].
 
     Args:
-        length: Tokens of a sample.
-        samples: How many there are.
+        length: Tokens per sample.
+        samples: Number of samples.
         seed: Seed of keys and depths, at least 0.
         style: See `passkey_prompt`.
     """
@@ -148,7 +149,7 @@ class PasskeyPrompts(Dataset[dict[str, Tensor]]):
             raise ValueError(f"samples must be at least 1 and seed at least 0, got {samples} and {seed}")
         self.samples, self.seed = samples, seed
         self._template = PasskeyTemplate(tokenizer, length, style)
-        self.task(0)  # a length that is too short is found now
+        self.task(0)  # refuses a length that is too short at once
 
     def __len__(self) -> int:
         return self.samples

@@ -1,9 +1,10 @@
 """Synthetic tasks on strings of symbols: a prompt, a delimiter, the answer and an end token.
 
-The tasks of "Mimetic initialization" (arXiv:2410.11135), section 2 and Eq. 10-11, which follow Jelassi et al.
-(arXiv:2402.01032). The latter's code has a begin token and packs several strings into a row; a row here is one string.
+The tasks of Trockman et al., 2024 (arXiv:2410.11135), section 2 and Eq. 10-11, which follow Jelassi et al., 2024
+(arXiv:2402.01032). The code of the latter has a begin token and packs several strings into a row; here a row is one
+string.
 
-Token ids: 0 padding, 1 delimiter, 2 end, then the symbols, so a model needs `vocabulary` + 3 of them.
+Token ids: 0 padding, 1 delimiter, 2 end, then the symbols, so a model needs `vocabulary` + 3 ids.
 """
 
 from abc import abstractmethod
@@ -28,7 +29,7 @@ class StringParts(NamedTuple):
     Attributes:
         prompt: (B, P) token ids.
         answer: (B, P) token ids.
-        asked: (B, P), whether the answer is asked for at a place; (1, P) if that is the same in all rows.
+        asked: (B, P), whether a place of the answer has a label; (1, P) if that is the same in all rows.
         sizes: (B,) real tokens of prompt and answer, each.
     """
 
@@ -41,16 +42,16 @@ class StringParts(NamedTuple):
 class TaskStrings(KeyedRows):
     """Rows "prompt | answer .".
 
-    An item is `{"input_ids": (T,), "labels": (T,)}`, int64; labels are -100 where nothing is asked, and the model
-    shifts them. See `KeyedRows` for the other arguments.
+    An item is `{"input_ids": (T,), "labels": (T,)}`, int64. Labels are -100 outside the scored part of the answer, and
+    the model shifts them. See `KeyedRows` for the other arguments.
 
     Args:
         vocabulary: Number of symbols.
 
     Attributes:
         name: Name of the task on the command line.
-        vocab_size: Token ids that a model needs.
-        row_length: T, tokens of the longest row.
+        vocab_size: Number of token ids that a model needs.
+        row_length: T, number of tokens in the longest row.
     """
 
     name: str
@@ -77,7 +78,7 @@ class TaskStrings(KeyedRows):
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a checkpoint's config keeps of its task; `string_task(**record)` makes it again."""
+        """The record of the task in a checkpoint's config; `string_task(**record)` restores the task."""
         return {"name": self.name, "length": [self.shortest, self.longest], "vocabulary": self.vocabulary}
 
     @property
@@ -109,7 +110,8 @@ def _assembled(parts: StringParts, end_is_asked: bool) -> Rows:
 class CopyingStrings(TaskStrings):
     """ "abc | abc ." or, in stack order, "abc | cba ."; symbols are uniform, with replacement.
 
-    arXiv:2410.11135 trains on up to 50 symbols, arXiv:2507.02782 (Table 1) on 50 to 100 and tests on 300.
+    Trockman et al., 2024, train on up to 50 symbols; Buitrago Ruiz and Gu, 2025 (Table 1), train on 50 to 100 and test
+    on 300.
 
     Args:
         reverse: Whether the answer is the string from its end to its start.
@@ -135,7 +137,7 @@ class CopyingStrings(TaskStrings):
 class SortingStrings(TaskStrings):
     """ "cab | abc .": the symbols of a string in ascending order; no symbol occurs twice.
 
-    arXiv:2410.11135, section 4, with a vocabulary of 512. A vocabulary that is smaller than the length is refused.
+    As in Trockman et al., 2024, section 4, with a vocabulary of 512. The vocabulary must be at least the length.
     """
 
     name = "sorting"
@@ -146,7 +148,7 @@ class SortingStrings(TaskStrings):
     def _check(self) -> None:
         if self.vocabulary < self.longest:
             raise ValueError(
-                f"vocabulary is {self.vocabulary}, but sorting {self.longest} symbols that occur once needs at least "
+                f"vocabulary is {self.vocabulary}, but sorting {self.longest} different symbols needs at least "
                 f"{self.longest}."
             )
 
@@ -161,12 +163,12 @@ class SortingStrings(TaskStrings):
 class AssociativeRecall(TaskStrings):
     """ "a1 b2 c3 | c3 a1 b2 .": pairs of key and value, then all keys in random order, each with its value.
 
-    Multi-query associative recall of arXiv:2410.11135, Eq. 11: a key occurs once. Only values are asked for. The first
-    half of the symbols (rounded down) are keys, the others values; values are uniform, with replacement (zoology,
-    whose code the paper used, draws them without).
+    Multi-query associative recall of Trockman et al., 2024, Eq. 11: each key occurs once, and only values have labels.
+    The first half of the symbols (rounded down) are keys, the others values. Values are uniform, with replacement
+    (zoology, whose code the paper used, draws them without).
 
     Args:
-        pairs: Number of pairs, or the least and the most of them; a vocabulary needs as many keys.
+        pairs: Number of pairs, or its minimum and maximum; the vocabulary must have as many keys.
     """
 
     name = "recall"
@@ -212,10 +214,10 @@ def string_task(
 
     Args:
         name: One of `STRING_TASKS`.
-        length: Symbols of a string (pairs for recall), or the least and the most of them.
+        length: Symbols per string (pairs for recall), or their minimum and maximum.
         vocabulary: Number of symbols; None for the task's default, 26 for copying and 512 for the others.
         samples: Number of rows.
-        seed: Their seed.
+        seed: Seed of the rows.
     """
     if name not in _TASKS:
         raise ValueError(f"The task is {name!r}, but must be one of {', '.join(STRING_TASKS)}.")

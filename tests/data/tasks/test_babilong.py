@@ -69,7 +69,7 @@ def test_a_file_must_be_there_begin_with_1_and_ask_something(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="line 1: expected number 1"):
         read_babi(tmp_path / "qa.txt")
     (tmp_path / "qa.txt").write_text("1 Mary slept.\n")
-    with pytest.raises(ValueError, match="holds no question"):
+    with pytest.raises(ValueError, match="has no question"):
         read_babi(tmp_path / "qa.txt")
     (tmp_path / "qa.txt").write_bytes(b"1 \xff\n")
     with pytest.raises(ValueError, match="cannot read"):
@@ -86,7 +86,7 @@ def test_files_of_the_archive_by_task(tmp_path: Path) -> None:
         "qa2_two-supporting-facts_train.txt",
         "qa10_indefinite-knowledge_train.txt",
     ]
-    with pytest.raises(ValueError, match=r"holds 0 files qa3_\*_test.txt"):
+    with pytest.raises(ValueError, match=r"has 0 files qa3_\*_test.txt"):
         babi_files(tmp_path, "test", tasks=(1, 3))
 
 
@@ -177,7 +177,7 @@ def test_questions_that_do_not_fit_are_counted(questions: list[BabiQuestion]) ->
 
 
 def test_wrong_use_is_refused(questions: list[BabiQuestion]) -> None:
-    with pytest.raises(ValueError, match="hold no sentence"):
+    with pytest.raises(ValueError, match="have no sentence"):
         BabilongPrompts(byte_tokenizer(), questions, [" "], 300)
     with pytest.raises(ValueError, match="seed is -1"):
         BabilongPrompts(byte_tokenizer(), questions, BACKGROUND, 300, seed=-1)

@@ -210,7 +210,7 @@ def test_padding_does_not_change_the_loss_of_a_model() -> None:
         (lambda: CopyingStrings(3, 0), "vocabulary must be from 1 to 2147483648, got 0"),
         (lambda: CopyingStrings(3, 3, 0), "samples must be at least 1"),
         (lambda: CopyingStrings(3, 3, 1, -1), "seed from 0"),
-        (lambda: SortingStrings(10, 9), "sorting 10 symbols that occur once needs at least 10"),
+        (lambda: SortingStrings(10, 9), "sorting 10 different symbols needs at least 10"),
         (lambda: SortingStrings(5, 9).resized(10, 1, 0), "needs at least 10"),
         (lambda: AssociativeRecall(4, 7), "recalling 4 pairs needs at least 8"),
         (lambda: AssociativeRecall((0, 2), 7), "length of recall"),
