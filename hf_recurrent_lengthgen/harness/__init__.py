@@ -1,7 +1,7 @@
 """lm-evaluation-harness with models that carry a state: `pip install "hf_recurrent_lengthgen[eval]"`.
 
-README.md of this folder has a command for each group of tasks. Importing this package registers the model class as
-`lengthgen` with lm_eval.
+docs/harness.md has a command for each group of tasks. Importing this package registers the model class as `lengthgen`
+with lm_eval.
 """
 
 try:

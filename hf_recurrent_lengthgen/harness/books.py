@@ -1,6 +1,7 @@
-"""Perplexity of long texts from a folder of text files, one book each, in the way of PG-19 (Rae et al. 2019): of each
-book, the first so many tokens are one stream, and more follow without gaps (`streams_per_book`); shorter books are
-left out.
+"""Perplexity of long texts from a folder of text files, one book per file, as for PG-19 (Rae et al., 2019).
+
+The first tokens of each book are one stream; further streams follow without gaps (`streams_per_book`). Shorter books
+are left out.
 """
 
 import logging
@@ -18,21 +19,20 @@ logger = logging.getLogger(__name__)
 
 
 def rows(length: int, data_dir: str | None = None, streams_per_book: int = 1, **metadata: Any) -> Splits:
-    """Texts of `length` tokens with their number of tokens, which is another where a cut falls between two tokens that
-    tokenize otherwise alone.
+    """Texts of `length` tokens with their number of tokens, which can differ if a cut changes the tokens beside it.
 
     Args:
-        length: Tokens of a text.
+        length: Tokens per text.
         data_dir: Folder of .txt files; required.
-        streams_per_book: Most texts of a book.
-        metadata: The rest, where the tokenizer is.
+        streams_per_book: Maximum number of texts per book.
+        metadata: Other metadata, with the tokenizer.
 
     Raises:
-        ValueError: without such a folder, without a tokenizer, and if all books are shorter.
+        ValueError: without such a folder or a tokenizer, and if all books are shorter.
     """
     if data_dir is None:
         raise ValueError(
-            "These are perplexities of books in local files: give --metadata data_dir=FOLDER, a folder of .txt files."
+            "The books are read from local files: give --metadata data_dir=FOLDER, a folder of .txt files."
         )
     if streams_per_book < 1:
         raise ValueError(f"streams_per_book must be at least 1, got {streams_per_book}.")
@@ -59,13 +59,13 @@ def rows(length: int, data_dir: str | None = None, streams_per_book: int = 1, **
 
 
 def perplexities(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[float, int]]:
-    """Log-likelihood in nats with the number of tokens, words and bytes that it is of."""
+    """Log-likelihood in nats, with the number of tokens, words and bytes of the text."""
     text = doc["text"]
     counts = {"token": doc["tokens"], "word": len(text.split()), "byte": len(text.encode())}
     return {f"{unit}_perplexity": (results[0], count) for unit, count in counts.items()}
 
 
 def perplexity(items: Sequence[tuple[float, int]]) -> float:
-    """Of all texts together, from log-likelihoods and counts; infinite where it has no floating-point number."""
+    """Perplexity over all texts, from log-likelihoods and counts; infinite if it overflows."""
     mean = -sum(likelihood for likelihood, _ in items) / sum(count for _, count in items)
     return math.exp(mean) if mean < math.log(sys.float_info.max) else math.inf

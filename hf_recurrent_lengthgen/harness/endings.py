@@ -1,4 +1,4 @@
-"""Where generated texts end, each by its own tokens, so that no answer depends on what else is in its batch."""
+"""Ends of generated texts, each by its own tokens, so that no answer depends on the rest of its batch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,13 +8,13 @@ from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 
 LOOK_BACK = 2
-"""Tokens more than a stop string has in which it is looked for, as in lm_eval: texts have many tokenizations."""
+"""Extra tokens in which a stop string is searched, as in lm_eval: a text has many tokenizations."""
 
 
 class Ending(StoppingCriteria):
-    """Ends each row of `generate` at an end of text (`ends`) and at stop strings; prompts are one token long.
+    """Ends each row of `generate` at an end of text (`ends`) or a stop string; prompts are one token long.
 
-    A single row ends where lm_eval's `MultiTokenEOSCriteria` ends it, which waits for all rows of a batch.
+    A single row ends as with lm_eval's `MultiTokenEOSCriteria`, which waits for all rows of a batch.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], ends: Sequence[int]) -> None:
@@ -29,7 +29,7 @@ class Ending(StoppingCriteria):
         return torch.tensor([self._ended(row) for row in tokens.tolist()], device=input_ids.device)
 
     def cut(self, tokens: list[int]) -> list[int] | None:
-        """What was generated up to its end, with the token that ends it; None if it has not ended."""
+        """The generated tokens up to and with the one that ends the text; None if it has not ended."""
         stops = (stop for stop in range(1, len(tokens) + 1) if self._ended(tokens[:stop]))
         return next((tokens[:stop] for stop in stops), None)
 
@@ -41,10 +41,9 @@ class Ending(StoppingCriteria):
 
 
 class BrokenLogits(LogitsProcessor):
-    """Refuses NaN and infinite predictions of texts that have not ended with a `ValueError`; tokens may be masked with
-    -inf.
+    """Raises a `ValueError` for NaN and infinite predictions of texts that have not ended; -inf may mask tokens.
 
-    `prompts` are the texts of each prompt, for the message; beams of one prompt are neighbours.
+    `prompts` are the texts of the prompts, for the message; beams of one prompt are adjacent.
     """
 
     def __init__(self, ending: Ending, prompts: Sequence[str]) -> None:
@@ -58,7 +57,7 @@ class BrokenLogits(LogitsProcessor):
             if self._ending.cut(generated) is None:
                 prompt = self._prompts[row * len(self._prompts) // len(input_ids)]
                 raise ValueError(
-                    f"The predictions after {prompt[-200:]!r} and {len(generated)} tokens more are NaN or infinite: "
+                    f"The predictions after {prompt[-200:]!r} and {len(generated)} more tokens are NaN or infinite: "
                     "the model overflows there or has broken weights. Evaluate in float32."
                 )
         return scores.masked_fill(broken[:, None], 0)

@@ -1,13 +1,13 @@
-"""The model class `lengthgen` of lm-evaluation-harness: reads in pieces, and what requests share once.
+"""The model class `lengthgen` of lm-evaluation-harness: reads in pieces, and shared prefixes of requests once.
 
-Numbers are those of lm_eval's own class for Transformers (`hf`) on the same weights, up to rounding. What differs:
+Results are those of lm_eval's own class for Transformers (`hf`) on the same weights, up to rounding, except that
 
-- nothing is cut off on the left (`hf` cuts to `max_length`, 2,048 for a config without a length);
-- `loglikelihood_rolling` reads a document as one stream, where `hf` cuts it into windows of `max_length` tokens and
+- nothing is truncated on the left (`hf` truncates to `max_length`, 2,048 for a config without a length);
+- `loglikelihood_rolling` reads a document as one stream, while `hf` cuts it into windows of `max_length` tokens and
   forgets at each border;
-- a tokenizer that puts an end of text behind each text (ByT5's) is kept from it: `hf` counts that token as context;
-- each generated text, and each beam, ends by its own tokens, where `hf` ends a single text; in batches `hf` goes on
-  until stop strings are in all rows, which can change answers.
+- a tokenizer that appends an end of text to each text (ByT5's) does not do so here; `hf` counts that token as context;
+- each generated text, and each beam, ends by its own tokens, as a single text does with `hf`. In batches, `hf`
+  continues until all rows hold a stop string, which can change answers.
 """
 
 import math
@@ -30,9 +30,9 @@ from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 GENERATION_ARGUMENTS = {"do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "num_beams"}
-"""What `generate_until` passes on. Others, such as penalties for repetition, look at the prompt, already read."""
+"""Arguments for `generate`. Others, such as penalties for repetition, need the prompt, which has been read already."""
 MAX_GENERATED = 256
-"""Tokens to generate for a task that does not say, as in lm_eval."""
+"""Default number of tokens to generate, as in lm_eval."""
 
 Ids = list[int]
 Request = tuple[tuple[str, str], Ids, Ids]
@@ -43,17 +43,17 @@ class StateLM(TemplateLM):
     """A model whose state is a value.
 
     Args:
-        pretrained: Checkpoint folder, name on the Hub, or a model.
-        tokenizer: Folder, name, "bytes", or a tokenizer (default: the checkpoint's).
-        batch_size: Most rows of a forward pass; "auto" for as many as memory limits allow.
-        device: Default: "cuda" where there is one, else "cpu"; a model stays where it is.
-        dtype: Of the weights: float32 (default), bfloat16, float16 or float64; a model keeps its own.
+        pretrained: Checkpoint folder, Hub name, or a model.
+        tokenizer: Folder, Hub name, "bytes", or a tokenizer (default: the checkpoint's).
+        batch_size: Maximum rows per forward pass; "auto" for as many as memory limits allow.
+        device: "cuda" if available, else "cpu", by default; a given model stays on its device.
+        dtype: Dtype of the weights: float32 (default), bfloat16, float16 or float64; a given model keeps its own.
         trust_remote_code: Whether code of the checkpoint may run.
-        max_batch_size: The same as `batch_size` where that is "auto"; lm_eval passes it.
-        unknown: Nothing else is taken.
+        max_batch_size: Upper limit if `batch_size` is "auto"; passed by lm_eval.
+        unknown: Refused.
 
     Attributes:
-        tokens_read: Tokens read so far, without those that were generated: what sharing saves.
+        tokens_read: Tokens read so far, without generated ones, which shows what sharing saves.
 
     Raises:
         ValueError: for other arguments, a model without a state that is a value, and several processes.
@@ -73,7 +73,7 @@ class StateLM(TemplateLM):
         super().__init__()
         if unknown:
             raise ValueError(
-                f"The model lengthgen takes no {', '.join(sorted(unknown))}; it takes pretrained, tokenizer, "
+                f"The model lengthgen does not take {', '.join(sorted(unknown))}; it takes pretrained, tokenizer, "
                 "batch_size, device, dtype and trust_remote_code."
             )
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -89,8 +89,8 @@ class StateLM(TemplateLM):
         self._add_bos = bos is not None and tokenizer.encode("a")[0] == bos
         if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
             raise ValueError(
-                f"{type(tokenizer).__name__} has neither a beginning nor an end of text, one of which stands before "
-                "a text that has nothing before it: set tokenizer.eos_token."
+                f"{type(tokenizer).__name__} has neither a beginning nor an end of text, but one of them is needed "
+                "before a text without context: set tokenizer.eos_token."
             )
         self.batch_size = _batch_size(self._reader, batch_size, max_batch_size)
         self.tokens_read = 0
@@ -101,7 +101,7 @@ class StateLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has nothing before it."""
+        """The token before a text without context."""
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         return int(eos if bos is None else bos)
 
@@ -132,7 +132,7 @@ class StateLM(TemplateLM):
         }
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> Ids:
-        """Token ids, with a beginning of text unless `add_special_tokens` is False, and without an end."""
+        """Token ids, with a beginning of text unless `add_special_tokens` is False, and without an end of text."""
         ids: Ids = self.tokenizer.encode(string, add_special_tokens=False)
         begins = self._add_bos if add_special_tokens is None else add_special_tokens and self._add_bos
         if begins and ids[:1] != [self.tokenizer.bos_token_id]:
@@ -140,12 +140,12 @@ class StateLM(TemplateLM):
         return ids
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Log-likelihood in nats of each continuation after its context, and whether it is the greedy one.
+        """Log-likelihood in nats of each continuation given its context, and whether it is the greedy one.
 
-        A continuation with a token that the model masks (logit -inf) has the log-likelihood -inf.
+        A continuation with a token that the model masks (logit -inf) has log-likelihood -inf.
 
         Raises:
-            ValueError: for a continuation without tokens, and where the model gives NaN.
+            ValueError: for a continuation without tokens, and if the model returns NaN.
         """
         for context, continuation in (request.args for request in requests):
             if not context and not self.tok_encode(continuation, add_special_tokens=False):
@@ -156,12 +156,12 @@ class StateLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """`loglikelihood` of texts that are token ids."""
+        """`loglikelihood` for texts given as token ids."""
         pairs = []
         for (context, continuation), context_ids, continuation_ids in requests:
             if not continuation_ids:
                 raise _no_tokens(context, continuation)
-            # the spaces of a context of spaces are in the continuation
+            # lm_eval moves a context of spaces into the continuation
             pairs.append((context_ids or [self.prefix_token_id], continuation_ids))
         results = [(0.0, False)] * len(pairs)
         for index, answer in self._scores(pairs, disable_tqdm):
@@ -173,7 +173,7 @@ class StateLM(TemplateLM):
         """Log-likelihood in nats of whole documents, each read as one stream after the beginning (or end) of text.
 
         Raises:
-            ValueError: where the model gives NaN.
+            ValueError: if the model returns NaN.
         """
         strings = [str(request.args[0]) for request in requests]
         encoded = [self.tok_encode(string) for string in strings]
@@ -188,7 +188,7 @@ class StateLM(TemplateLM):
     def _scores(
         self, pairs: Sequence[tuple[Ids, Ids]], disable_tqdm: bool
     ) -> Iterator[tuple[int, tuple[float, bool]]]:
-        """The index of each pair and the score of its second part after its first; both have tokens."""
+        """The index of each pair, and the score of its second part given the first; both have tokens."""
         texts = [context + scored for context, scored in pairs]
         starts = [len(text) - len(scored) for text, (_, scored) in zip(texts, pairs, strict=True)]
         for index, branch in self._read(texts, starts, disable_tqdm):
@@ -207,7 +207,7 @@ class StateLM(TemplateLM):
 
         Raises:
             ValueError: for generation arguments other than `GENERATION_ARGUMENTS`, `until` and a number of tokens, and
-                where the model predicts NaN.
+                if the model predicts NaN.
         """
         results = [""] * len(requests)
         alike: dict[str, list[int]] = {}
@@ -222,15 +222,15 @@ class StateLM(TemplateLM):
         return results
 
     def _generate(self, contexts: list[str], given: dict[str, Any], disable_tqdm: bool) -> Iterator[tuple[int, str]]:
-        """The index of each context and what follows it, with the same arguments for all."""
+        """The index of each context and its continuation, with the same arguments for all."""
         arguments = dict(normalize_gen_kwargs(given, self.max_gen_toks))
         end = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
         stop = [text for text in handle_stop_sequences(arguments.pop("until"), eos=end) if text]
         new_tokens: Any = arguments.pop("max_gen_toks")
         if unknown := sorted(arguments.keys() - GENERATION_ARGUMENTS):
             raise ValueError(
-                f"The model lengthgen generates with {', '.join(sorted(GENERATION_ARGUMENTS))}, not with "
-                f"{', '.join(unknown)}, which may look at the prompt: use the model hf for that."
+                f"The model lengthgen does not generate with {', '.join(unknown)}, which may need the prompt, but "
+                f"with {', '.join(sorted(GENERATION_ARGUMENTS))}: leave it out, or use the model hf."
             )
         if not arguments["do_sample"]:
             arguments.pop("temperature", None)
@@ -260,7 +260,7 @@ class StateLM(TemplateLM):
                 text = self.tokenizer.decode(ending.cut(tokens) or tokens, skip_special_tokens=True)
                 yield place, postprocess_generated_text(text, stop, None)
 
-        # the last token of a context is the prompt of generate, what precedes it the state
+        # the last token of a context is the prompt of generate; the tokens before it are in the state
         for place, branch in self._read([text[:-1] for text in ids], None, disable_tqdm):
             if waiting and (waiting[0][1] is None) != (branch.carry is None):
                 yield from flush()
@@ -276,7 +276,7 @@ class StateLM(TemplateLM):
         return sorted({*known, *([] if self.eot_token_id is None else [self.eot_token_id])})
 
     def _read(self, texts: list[Ids], starts: list[int] | None, disable_tqdm: bool) -> Iterator[tuple[int, Branch]]:
-        """Read texts, what they share once; see `read_tree`."""
+        """Read texts, and shared prefixes once; see `read_tree`."""
         root = prefix_tree(texts)
         yield from read_tree(
             self._reader,
@@ -304,11 +304,11 @@ def _reader(pretrained: Any, device: str | None, dtype: str | torch.dtype | None
             raise ValueError(f"Cannot use the device {place!r}: {error}") from error
         reader = reader_of(model)
     elif device is not None or dtype is not None:
-        raise ValueError("A model that is given has its device and dtype: give neither device nor dtype.")
+        raise ValueError("A given model keeps its device and dtype: leave device and dtype out.")
     else:
         reader = reader_of(pretrained)
     if not reader.carried_by_row:
-        raise ValueError(f"{reader.refusal('the model lengthgen')} lm_eval's own model hf evaluates all others.")
+        raise ValueError(f"{reader.refusal('the model lengthgen')} For other models, use lm_eval's own model hf.")
     return reader
 
 

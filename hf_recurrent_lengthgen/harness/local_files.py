@@ -1,7 +1,7 @@
 """Rows of tasks from local files, or from the Hub.
 
-Task files name a function of this folder as `custom_dataset`; lm_eval calls it with the metadata of the task, to which
-`--metadata` and `--model_args` of the command line belong.
+Task files name a function of this folder as `custom_dataset`. lm_eval calls it with the metadata of the task, which
+includes `--metadata` and `--model_args` of the command line.
 """
 
 import json
@@ -17,17 +17,17 @@ Splits = dict[str, datasets.Dataset]
 
 
 def rows(config_source: str, data_dir: str | None = None, **metadata: Any) -> Splits:
-    """The rows of a task by split, in the layout of its data set on the Hub.
+    """The rows of a task by split, in the layout of its dataset on the Hub.
 
-    With `data_dir`, they are in the JSON lines `TASK.SPLIT.jsonl` of that folder, or `TASK.jsonl` for the split that
-    is evaluated. Demonstrations are in the split `train` of most tasks; without its file there are none.
+    With `data_dir`, they are read from the JSON lines in `TASK.SPLIT.jsonl` of that folder, or in `TASK.jsonl` for the
+    evaluated split. Demonstrations are in the split `train` of most tasks; without its file there are none.
 
     Args:
         config_source: The task file, which lm_eval puts into the metadata.
         data_dir: Folder; None for the Hub.
 
     Raises:
-        ValueError: for a folder or file that is missing, and lines that are no JSON objects.
+        ValueError: for a missing folder or file, and lines that are not JSON objects.
     """
     config = load_yaml(config_source, resolve_func=False)
     if data_dir is None:
@@ -44,7 +44,7 @@ def rows(config_source: str, data_dir: str | None = None, **metadata: Any) -> Sp
         if path.exists():
             found[split] = datasets.Dataset.from_list(json_lines(path))
         elif split == evaluated:
-            raise ValueError(f"{folder} has neither {task}.{split}.jsonl nor {task}.jsonl, the rows of {task}.")
+            raise ValueError(f"{folder} has neither {task}.{split}.jsonl nor {task}.jsonl with the rows of {task}.")
         else:
             logger.warning("%s has no %s.%s.jsonl, so %s has no demonstrations from it.", folder, task, split, task)
             found[split] = datasets.Dataset.from_list([])
@@ -55,7 +55,7 @@ def longbench_rows(config_source: str, data_dir: str | None = None, **metadata: 
     """The rows of a task of LongBench; local ones are its own files, such as `qasper_e.jsonl`.
 
     Raises:
-        ValueError: as `rows`.
+        ValueError: as in `rows`.
     """
     if data_dir is None:
         return rows(config_source, **metadata)
@@ -70,7 +70,7 @@ def longbench_rows(config_source: str, data_dir: str | None = None, **metadata: 
 def folder_of(data_dir: str) -> Path:
     folder = Path(data_dir).expanduser()
     if not folder.is_dir():
-        raise ValueError(f"data_dir is {data_dir}, which is no folder.")
+        raise ValueError(f"data_dir must be a folder, got {data_dir}.")
     return folder
 
 
@@ -87,5 +87,5 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}.") from error
     if not found:
-        raise ValueError(f"{path} holds no rows.")
+        raise ValueError(f"{path} has no rows.")
     return found

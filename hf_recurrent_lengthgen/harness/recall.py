@@ -1,11 +1,12 @@
-"""Questions about a document, which is read twice before the answer ("Just read twice", arXiv:2407.05483).
+"""Questions about a document that is read twice before the answer ("Just read twice", Arora et al., 2024,
+arXiv:2407.05483).
 
     {question} {document}.
     {document}. {cue}
 
-This is how StateX (arXiv:2509.22630, C.2) asks, which counts an answer as right if the continuation contains it, in
-upper or lower case. Documents above 2,048 - 50 tokens are cut before they are repeated: around the answer where the
-authors of the prompt do so, else behind their beginning.
+Shen et al., 2025 (arXiv:2509.22630), C.2, use this prompt and count an answer as right if the continuation contains
+it, ignoring case. Documents above 2,048 - 50 tokens are cut before they are repeated: around the answer if the authors
+of the prompt do so, else at the end.
 """
 
 import logging
@@ -19,13 +20,13 @@ from hf_recurrent_lengthgen.harness import local_files
 from hf_recurrent_lengthgen.harness.tokenizers import metadata_tokenizer
 
 ROOM_FOR_THE_ANSWER = 50
-"""Tokens that the document leaves free, as with the authors of the prompt."""
+"""Tokens that the document leaves free, as by the authors of the prompt."""
 
 logger = logging.getLogger(__name__)
 
 
 class Asked(NamedTuple):
-    """A question about a document; `cue` is what the answer continues."""
+    """A question about a document; the answer continues `cue`."""
 
     question: str
     document: str
@@ -45,21 +46,21 @@ def rows(
     """The rows of a task as prompts and answers.
 
     Args:
-        config_source, data_dir: As for `local_files.rows`.
-        layout: Of the rows: "key" (text, key, value), "completion" (context, question, text, value) or "question"
-            (context, question, orig_question, answers).
-        keep: What is kept of documents that are too long: "answer" or "beginning".
-        times: How often the document is read.
-        context_length: Tokens for the document and an answer; None cuts nothing.
-        metadata: The rest, where the tokenizer is.
+        config_source, data_dir: As in `local_files.rows`.
+        layout: Layout of the rows: "key" (text, key, value), "completion" (context, question, text, value) or
+            "question" (context, question, orig_question, answers).
+        keep: The part of documents that are too long to keep: "answer" or "beginning".
+        times: Number of times that the document is read.
+        context_length: Tokens for the document and an answer; None to cut nothing.
+        metadata: Other metadata, with the tokenizer.
 
     Raises:
-        ValueError: for rows without what their layout has, and as `local_files.rows`.
+        ValueError: for rows that lack an entry of their layout, and as in `local_files.rows`.
     """
     if times < 1:
         raise ValueError(f"times must be at least 1, got {times}.")
     if context_length is not None and context_length <= ROOM_FOR_THE_ANSWER:
-        raise ValueError(f"context_length must be above {ROOM_FOR_THE_ANSWER}, or None, got {context_length}.")
+        raise ValueError(f"context_length must be None or above {ROOM_FOR_THE_ANSWER}, got {context_length}.")
     source = local_files.rows(config_source, data_dir, **metadata)["validation"]
     prompts, without_answer = [], 0
     for number, row in enumerate(source):

@@ -1,8 +1,8 @@
-"""RULER (Hsieh et al. 2024, arXiv:2404.06654) from the files of its own generator.
+"""RULER (Hsieh et al., 2024, arXiv:2404.06654) from the files of its own generator.
 
-Its script writes `LENGTH/data/TASK/validation.jsonl`, with the tokenizer of the model; `data_dir` is the folder of the
-lengths. Scores are the share of the asked strings that the continuation contains, in upper or lower case; in qa_1 and
-qa_2, one of them is enough.
+Its script writes `LENGTH/data/TASK/validation.jsonl` with the tokenizer of the model; `data_dir` is the folder that
+holds the lengths. Scores are the share of the expected strings that the continuation contains, ignoring case; in qa_1
+and qa_2, one of them is enough.
 """
 
 from typing import Any
@@ -16,21 +16,21 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
 def rows(task: str, data_dir: str | None = None, max_seq_lengths: list[int] | None = None, **metadata: Any) -> Splits:
-    """Prompts and answers at all lengths that the folder has, or at those given.
+    """Prompts and answers at all lengths in the folder, or at the given lengths.
 
     Args:
         task: RULER's name of the task.
-        data_dir: Folder of the lengths; required.
-        max_seq_lengths: Some of `LENGTHS`; None for all that are there.
+        data_dir: Folder that holds the lengths; required.
+        max_seq_lengths: Some of `LENGTHS`; None for all in the folder.
 
     Raises:
-        ValueError: without such a folder, for lengths that are not there, and rows that are not RULER's.
+        ValueError: without such a folder, for lengths that it lacks, and for rows that are not RULER's.
     """
     if data_dir is None:
         raise ValueError(
-            "RULER is read from files of its own generator: give --metadata data_dir=FOLDER, which has "
-            f"LENGTH/data/{task}/validation.jsonl. The tasks niah_... and ruler_... of lm_eval generate them, with "
-            'pip install "lm_eval[ruler]" and a network.'
+            "RULER is read from files of its own generator: give --metadata data_dir=FOLDER, a folder with "
+            f"LENGTH/data/{task}/validation.jsonl. The tasks niah_... and ruler_... of lm_eval generate the files; "
+            'they need pip install "lm_eval[ruler]" and a network connection.'
         )
     folder = folder_of(data_dir)
     if unknown := sorted(set(max_seq_lengths or ()) - set(LENGTHS)):
@@ -38,7 +38,7 @@ def rows(task: str, data_dir: str | None = None, max_seq_lengths: list[int] | No
     paths = {length: folder / str(length) / "data" / task / "validation.jsonl" for length in LENGTHS}
     wanted = max_seq_lengths or [length for length, path in paths.items() if path.exists()]
     if missing := [str(paths[length]) for length in wanted if not paths[length].exists()]:
-        raise ValueError(f"There is no {', '.join(missing)}.")
+        raise ValueError(f"These files are missing: {', '.join(missing)}.")
     if not wanted:
         raise ValueError(f"{folder} has no LENGTH/data/{task}/validation.jsonl, for LENGTH one of {LENGTHS}.")
     found = []
@@ -58,5 +58,5 @@ def share_found(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
 
 
 def one_found(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """1 if one of the strings is in the continuation, as the metric of the prompt's length."""
+    """1 if the continuation contains one of the strings, as the metric of the prompt's length."""
     return {str(doc["length"]): float(any(output.lower() in results[0].lower() for output in doc["outputs"]))}

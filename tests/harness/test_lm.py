@@ -187,9 +187,9 @@ def test_a_broken_model_generates_nothing(counting: StateLM) -> None:
 
     for value in (math.nan, math.inf, -math.inf):
         break_after("b", value)
-        with pytest.raises(ValueError, match=r"after 'y: b' and 0 tokens more are NaN or infinite"):
+        with pytest.raises(ValueError, match=r"after 'y: b' and 0 more tokens are NaN or infinite"):
             counting.generate_until(asked[1:], **QUIET)
-        with pytest.raises(ValueError, match=r"after 'x: a' and 1 tokens more are NaN or infinite"):
+        with pytest.raises(ValueError, match=r"after 'x: a' and 1 more tokens are NaN or infinite"):
             counting.generate_until(asked[:1], **QUIET)
         break_after("d", value)  # behind the end
         assert counting.generate_until(asked, **QUIET) == ["bc", "c"]
@@ -218,7 +218,7 @@ def test_sampling_is_honored(counting: StateLM) -> None:
 
 def test_arguments_that_look_at_the_prompt_are_refused(counting: StateLM) -> None:
     asked = requests("generate_until", ("a", {"until": [], "repetition_penalty": 1.2}))
-    with pytest.raises(ValueError, match=r"not with repetition_penalty.*use the model hf"):
+    with pytest.raises(ValueError, match=r"not generate with repetition_penalty.*use the model hf"):
         counting.generate_until(asked, **QUIET)
 
 
@@ -266,7 +266,7 @@ def test_answers_reach_the_cache_of_lm_eval(ours: StateLM, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"revision": "main"}, "takes no revision; it takes pretrained"),
+        ({"revision": "main"}, "does not take revision; it takes pretrained"),
         ({"batch_size": 0}, 'batch_size must be at least 1, or "auto", got 0'),
         ({"batch_size": "auto:4"}, 'batch_size must be at least 1, or "auto", got auto:4'),
         ({"dtype": "auto"}, "dtype must be one of float32, bfloat16, float16, float64, got auto"),
