@@ -118,7 +118,7 @@ def test_a_metric_of_one_file_is_everywhere(
     assert f"- First entropy: {first:.2f} nats." in card
 
     assert diagnose(checkpoint, text_file, tmp_path / "again") == 0
-    assert "Results that were kept before" in capsys.readouterr().out
+    assert "Results taken from the cache" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("listed")

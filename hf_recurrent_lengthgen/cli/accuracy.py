@@ -1,4 +1,4 @@
-"""`lengthgen accuracy`: how many symbols checkpoints copy, recall or sort right, at the training length and beyond."""
+"""`lengthgen accuracy`: how many symbols models copy, recall or sort right, at the training length and beyond."""
 
 import argparse
 import shlex
@@ -104,7 +104,7 @@ def _task(options: argparse.Namespace, records: Sequence[Any]) -> tuple[TaskStri
 
 
 def _check_record(model: str, record: Any) -> None:
-    """Refuse a config's `task` that no training has written."""
+    """Raise a `ValueError` for a `task` in a config that no training has written."""
     if record is None:
         return
     try:
@@ -113,7 +113,7 @@ def _check_record(model: str, record: Any) -> None:
         string_task(**record)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"The config of {model} has the task {record!r}, which is damaged ({error}): set it right, or give "
+            f"The config of {model} has the task {record!r}, which is damaged ({error}): correct it, or give "
             "--task, --task-length and --task-vocabulary."
         ) from error
 
@@ -147,7 +147,7 @@ def _curves(comparison: AccuracyComparison) -> dict[str, dict[int, tuple[float, 
 
 
 def _write(folder: Path, comparison: AccuracyComparison, csv: bool) -> Path:
-    """Write JSON, table and picture; the path of the picture."""
+    """Write JSON, table and picture; returns the path of the picture."""
     write_result(folder / "accuracy.json", comparison)
     if csv:
         write_csv(folder / "accuracy.csv", rows_of(comparison))

@@ -53,9 +53,9 @@ def run(arguments: Sequence[str]) -> int:
     )
     print(f"Written: {card.path}")
     if card.kept is not None:
-        print(f"What was there is kept: {card.kept}")
+        print(f"The previous README.md is kept as {card.kept}")
     if card.missing:
-        print("It lacks:")
+        print("The card lacks:")
         for what in card.missing:
             print(f"  {what}")
     return 0

@@ -67,14 +67,14 @@ def run(arguments: Sequence[str]) -> int:
             command=portable_command(["lengthgen", "convert", *arguments]),
         )
     except KeyboardInterrupt:
-        print(f"\nNothing was written to {output}. The same command starts again; finished downloads are kept.")
+        print(f"\nNothing was written to {output}. Run the same command again: finished downloads are kept.")
         raise
     print(_summary(options.source, output))
     return 0
 
 
 def _summary(name: str, output: Path) -> str:
-    """What was written, and what is missing."""
+    """The message after a conversion: what was written, and what is missing."""
     lineage = read_lineage(output)
     assert lineage is not None and lineage.source is not None  # noqa: PT018
     source = lineage.source
@@ -93,15 +93,15 @@ def _summary(name: str, output: Path) -> str:
         lines.append(told)
     if settings.get("training_length") is None:
         lines.append(
-            f"The training length of {source.name} is not known, which evaluation starts from: give it with "
-            "--training-length here, or to each evaluation."
+            f"The training length of {source.name} is not known, which evaluation needs: give --training-length here, "
+            "or to each evaluation."
         )
     lines.append(f"Saved to {output}. Next: {shlex.join(['lengthgen', 'verify', name, str(output)])}")
     return "\n".join(lines)
 
 
 def _rounded(files: TensorFiles, dtype: str) -> str:
-    """What plain `from_pretrained` rounds, as it takes all tensors in the dtype of the config; empty if nothing."""
+    """A message on the tensors that `from_pretrained` rounds to the dtype of the config; empty if there are none."""
     size = getattr(torch, dtype).itemsize
     finer = {name: meta.dtype for name, meta in files.metas.items() if meta.dtype.itemsize > size}
     if not finer:
@@ -109,6 +109,6 @@ def _rounded(files: TensorFiles, dtype: str) -> str:
     kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name in finer)
     finest = str(max(finer.values(), key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
     return (
-        f"Of its tensors, {len(finer)} are finer than {dtype} ({', '.join(kinds)}), and from_pretrained rounds them "
-        f"to that: dtype=torch.{finest} keeps all values."
+        f"{len(finer)} tensors are finer than {dtype} ({', '.join(kinds)}). from_pretrained rounds them to {dtype}; "
+        f"dtype=torch.{finest} keeps all values."
     )

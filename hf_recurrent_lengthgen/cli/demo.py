@@ -1,8 +1,8 @@
 """`lengthgen demo`: a small model fails beyond its training length, state passing cures it, plain training does not.
 
-The base model is Mamba-2 on bytes with mimetic initialization (arXiv:2410.11135): its heads forget almost nothing, so
-that it leaves the states it saw in training as soon as texts get longer. Everything is trained from nothing on text
-that every machine has, the source files of the Python standard library.
+The base model is Mamba-2 on bytes with mimetic initialization (Trockman et al., 2024, arXiv:2410.11135): its heads
+forget almost nothing, so it leaves the states of its training as soon as texts get longer. Everything is trained from
+scratch on text that every machine has, the source files of the Python standard library.
 """
 
 import shlex
@@ -36,7 +36,7 @@ from hf_recurrent_lengthgen.trainers.training_runs import RunFacts, training_run
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """Sizes and budgets of the demo; lengths in tokens (bytes), `harm_multiple` in training lengths."""
+    """Sizes and budgets of the demo; lengths in tokens (bytes), `evaluation_multiple` in training lengths."""
 
     hidden_size: int = 96
     head_dim: int = 32
@@ -56,9 +56,9 @@ class DemoSettings:
 
 
 DEFAULTS = DemoSettings()
-MARK = ".demo"  # in the folders of a demo, which may be overwritten
+MARK = ".demo"  # marks the folders of a demo, which may be overwritten
 STAGES: tuple[tuple[Role, str], ...] = (
-    ("base", "Training a model from nothing on {length}-byte pieces of text"),
+    ("base", "Training a model from scratch on {length}-byte pieces of text"),
     ("cured", "Curing it: a few more steps with state passing"),
     ("control", "Control: equally many plain steps"),
 )
@@ -100,13 +100,13 @@ def run_demo(output: Path, seed: int = 0, settings: DemoSettings = DEFAULTS) -> 
     Writes `base/`, `cured/`, `control/` (checkpoints with code), `result.json`, figures and `index.html`.
 
     Raises:
-        ValueError: if one of the three folders holds something else; nothing is overwritten then.
+        ValueError: if one of the three folders holds files that no demo wrote; nothing is overwritten.
     """
     began, threads = time.perf_counter(), FitThreads()
     for role, _ in STAGES:
         folder = output / role
         if folder.is_dir() and any(folder.iterdir()) and not (folder / MARK).is_file():
-            raise ValueError(f"{folder} holds files that are not of a demo: give another --output.")
+            raise ValueError(f"{folder} holds files that no demo wrote: give another --output.")
     tokenizer = byte_tokenizer()
     train = load_stream("stdlib", "train", tokenizer)
     held_out = load_stream("stdlib", "validation", tokenizer)
@@ -144,7 +144,7 @@ def _load_line(folder: Path) -> str:
 
 
 def base_model(settings: DemoSettings, vocab_size: int, seed: int) -> StatefulMamba2ForCausalLM:
-    """The model that is trained from nothing, with mimetic initialization."""
+    """The base model before its training, with mimetic initialization."""
     set_seed(seed)
     config = StatefulMamba2Config(
         hidden_size=settings.hidden_size,

@@ -77,7 +77,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.report:
         idle = [f"--{name}" for name in ("output", "initialization", "seed") if getattr(options, name) is not None]
         if idle:
-            raise ValueError(f"--report makes and writes no weights: leave out {', '.join(idle)}, or --report.")
+            raise ValueError(f"--report writes no weights: leave out {', '.join(idle)}, or --report.")
         print(expansion_report(read_config(options.model, options.trust_remote_code)[1], **expansion))
         return 0
     if options.output is None:
@@ -89,8 +89,8 @@ def run(arguments: Sequence[str]) -> int:
     _, config = read_config(options.model, options.trust_remote_code)
     if (rule := Forgetting.of(config)) != Forgetting():
         raise ValueError(
-            f"{options.model} forgets ({in_words(rule)}), so it cannot be trained, which an expansion needs: give the "
-            "checkpoint that it was made from, and forget after the training."
+            f"{options.model} forgets ({in_words(rule)}), so it cannot be trained after an expansion: give the "
+            "checkpoint that it was made from, and run lengthgen forget after the training."
         )
     report = expansion_report(config, **expansion)
     model = load_model(options.model, options.trust_remote_code)
@@ -109,7 +109,7 @@ def run(arguments: Sequence[str]) -> int:
     train = ["--model", str(output), "--output", f"{output}-trained", "--intervention", "none"]
     if options.trust_remote_code:
         train.append("--trust-remote-code")
-    print(f"\nSaved to {output}. Next, or with another intervention: lengthgen train {shlex.join(train)}")
+    print(f"\nSaved to {output}. Next (--intervention may be another): lengthgen train {shlex.join(train)}")
     return 0
 
 

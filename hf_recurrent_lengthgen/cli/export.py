@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         export_checkpoint(options.checkpoint, output, options.format, revision=options.revision)
     except KeyboardInterrupt:
-        print(f"\nNothing was written to {output}. The same command starts again.")
+        print(f"\nNothing was written to {output}. Run the same command again.")
         raise
     print(f"Exported to {output}, for {layout.title}: {', '.join(sorted(path.name for path in output.iterdir()))}.")
     if note := code_note(layout, output):

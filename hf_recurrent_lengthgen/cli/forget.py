@@ -1,4 +1,4 @@
-"""`lengthgen forget`: a copy of a checkpoint that forgets more than it has learned to, chosen or searched for."""
+"""`lengthgen forget`: a copy of a checkpoint that forgets more at inference than it has learned to."""
 
 import argparse
 import math
@@ -105,14 +105,14 @@ def run(arguments: Sequence[str]) -> int:
         print(search_table(found))
         rule = rule_of(found.best)
         if rule == Forgetting() and output is not None:
-            print("So no copy is written.")
+            print("No copy is written.")
         if rule == Forgetting() or output is None:
             return 0
     else:
         without = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(OF_SEARCH, _NOT_GIVEN)))
         idle = [f"--{name.replace('_', '-')}" for name in OF_SEARCH if getattr(without, name) is not _NOT_GIVEN]
         if idle:
-            raise ValueError(f"{', '.join(idle)} goes with --search: leave it out, or give that.")
+            raise ValueError(f"{', '.join(idle)} does nothing without --search: leave it out, or add --search.")
         rule = _chosen(given)
         if output is None:
             raise ValueError("Give --output, the folder for the copy.")
@@ -123,7 +123,9 @@ def run(arguments: Sequence[str]) -> int:
 def _chosen(given: dict[str, list[Any]]) -> Forgetting:
     """The one setting to save."""
     if several := [f"--{name.replace('_', '-')}" for name, values in given.items() if len(values) > 1]:
-        raise ValueError(f"{', '.join(several)} has several values: give one, or --search, which chooses.")
+        raise ValueError(
+            f"{', '.join(several)} has several values: give one value, or --search, which takes the best."
+        )
     rule = Forgetting(**{name: values[0] for name, values in given.items()})
     if rule == Forgetting():
         raise ValueError(
@@ -167,25 +169,25 @@ def search_table(found: ForgettingSearch) -> str:
 def conclusion(found: ForgettingSearch) -> str:
     best, nothing = found.best, found.trials[0]
     if best is nothing:
-        return f"No forgetting at all is best: loss {nothing.loss.mean:.4f}. No setting that was tried is better."
+        return f"Not to forget is best: loss {nothing.loss.mean:.4f}. No setting in the search is better."
     text = (
         f"Best is {in_words(rule_of(best))}: loss {best.loss.mean:.4f}, against {nothing.loss.mean:.4f} with no "
         "forgetting."
     )
     if best.gain.low is None or best.gain.low <= 0:
-        text += " But so small a difference may be chance: it is within its interval, or there is one text only."
+        text += " But the difference may be chance: its interval includes 0, or there is only one text."
     return text
 
 
 def _grid(model: StatefulModel, given: dict[str, list[Any]]) -> list[Forgetting]:
-    """What to try: the values given, or as many of the defaults as the model can honor."""
+    """The settings to try: the values given, or those of the defaults that the model supports."""
     if given:
         off: dict[str, Any] = {"retention": [1.0], "insertion": [1.0], "window": [], "delta_scale": []}
         values = off | given
         return forgetting_grid(values["retention"], values["insertion"], values["window"], values["delta_scale"])
     length = getattr(model.config, "training_length", None)
     windows = [] if length is None else [max(1, length // 2), length, 2 * length, 4 * length]
-    with forgetting(model, retention=RETENTIONS[-1]):  # refuses a model that cannot forget at all
+    with forgetting(model, retention=RETENTIONS[-1]):  # raises for a model that cannot forget at all
         pass
     return [rule for rule in forgetting_grid(windows=windows, delta_scales=[0.5]) if _honors(model, rule)]
 
@@ -211,7 +213,7 @@ def _loaded(options: argparse.Namespace, dtype: torch.dtype) -> Any:
 def _save(
     options: argparse.Namespace, rule: Forgetting, output: Path, found: ForgettingSearch | None, command: list[str]
 ) -> None:
-    """Write the copy; its weights have the dtype of the checkpoint."""
+    """Write the copy, with the weights in the dtype of the checkpoint."""
     values, _ = PreTrainedConfig.get_config_dict(options.model)
     dtype = getattr(torch, str(values.get("dtype") or values.get("torch_dtype") or "float32"), torch.float32)
     model = _loaded(options, dtype)
@@ -231,7 +233,9 @@ def _save(
         if rule.window is not None:
             print(f"State of a sequence: {plain:,} -> {_state_elements(model):,} numbers.")
     if not hasattr(model.config, "check_forgetting"):
-        print(f"It forgets where hf_recurrent_lengthgen loads it; Transformers' {values.get('model_type')} does not.")
+        print(
+            f"It forgets when hf_recurrent_lengthgen loads it, but not as {values.get('model_type')} of Transformers."
+        )
     remote = ["--trust-remote-code"] if options.trust_remote_code else []
     compare = shlex.join(["lengthgen", "evaluate", options.model, str(output), *remote])
     print(f"Saved to {output}: {in_words(rule)}. Next: {compare}")

@@ -58,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
         arguments.insert(0, "run")
     setup_logging()
     cli = HarnessCLI()
-    own, sys.argv = sys.argv, ["lengthgen harness", *arguments]  # where lm_eval looks
+    own, sys.argv = sys.argv, ["lengthgen harness", *arguments]  # lm_eval reads sys.argv
     try:
         options: argparse.Namespace = cli.parse_args()
     finally:
@@ -66,11 +66,11 @@ def run(arguments: Sequence[str]) -> int:
     config = getattr(options, "config", None)
     try:
         settings = EvaluatorConfig.load_yaml_config(config) if config else {}
-    except TypeError as error:  # a file that holds no settings by name
+    except TypeError as error:  # the file holds no mapping
         raise ValueError(str(error)) from error
     if arguments[0] == "run" and options.model is None:
         options.model = settings.get("model", "lengthgen")
-    if arguments[0] == "run" and options.device is None:  # lm_eval would take a GPU that may not be there
+    if arguments[0] == "run" and options.device is None:  # lm_eval would assume a GPU
         options.device = settings.get("device", "cuda:0" if torch.cuda.is_available() else "cpu")
     theirs = getattr(options, "include_path", None) or settings.get("include_path") or []
     paths = theirs if isinstance(theirs, list) else [theirs]

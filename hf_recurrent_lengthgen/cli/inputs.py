@@ -1,4 +1,4 @@
-"""Models, tokenizers and token streams from what a person types."""
+"""Texts, token streams and output folders from what a person types."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,7 +19,7 @@ STANDARD_LIBRARY = "stdlib"
 
 
 class Stream(NamedTuple):
-    """Token ids (n,) and where they are from."""
+    """Token ids (n,) and their source."""
 
     tokens: Tensor
     source: DataSource
@@ -27,7 +27,7 @@ class Stream(NamedTuple):
 
 @contextmanager
 def quiet_libraries(*what: Literal["warnings", "bars"]) -> Iterator[None]:
-    """Silence warnings of Transformers, or progress bars of Transformers and datasets; afterwards all is as before."""
+    """Silence warnings of Transformers, or progress bars of Transformers and datasets, and restore them at the end."""
     bars, data_bars = logging.is_progress_bar_enabled(), not datasets.are_progress_bars_disabled()
     if "bars" in what:
         logging.disable_progress_bar()
@@ -43,10 +43,10 @@ def quiet_libraries(*what: Literal["warnings", "bars"]) -> Iterator[None]:
 
 
 def make_output_folder(name: str) -> Path:
-    """Make the folder for results, now rather than after hours.
+    """Make the folder for results before anything is computed.
 
     Raises:
-        ValueError: for a file, and where no folder can be made.
+        ValueError: if `name` is a file or lies inside one.
     """
     folder = Path(name)
     try:
@@ -57,18 +57,18 @@ def make_output_folder(name: str) -> Path:
 
 
 def check_given_once(models: Sequence[str]) -> None:
-    """Raise a `ValueError` for models of which two are one folder or one name."""
+    """Raise a `ValueError` if two models are the same folder or the same Hub name."""
     if len({Path(name).resolve() if Path(name).exists() else name for name in models}) < len(models):
         raise ValueError(f"Each model can be given once, got {' '.join(models)}.")
 
 
 def token_unit(tokenizer: Any) -> str:
-    """What one token is, in the singular."""
+    """The word for one token: "byte" or "token"."""
     return "byte" if type(tokenizer).__name__ == "ByT5Tokenizer" else "token"
 
 
 def chosen_split(data: str, given: str | None, usual: str) -> str:
-    """The split given; else the only one that the data have, or `usual`."""
+    """The split given, else the only split of the data, else `usual`."""
     if given is not None or data == STANDARD_LIBRARY:
         return usual if given is None else given
     names = split_names(data)
@@ -79,12 +79,12 @@ def load_documents(data: str, split: str, text_column: str = "text") -> list[str
     """Texts of a data set.
 
     Raises:
-        ValueError: for a column of the standard library, which has none, and as `load_texts`.
+        ValueError: for a text column of the standard library, which has no columns, and as `load_texts`.
     """
     if data == STANDARD_LIBRARY:
         if text_column != "text":
             raise ValueError(
-                f"{STANDARD_LIBRARY} has no columns, so the text column {text_column!r} does nothing: leave it out "
+                f"{STANDARD_LIBRARY} has no columns, so the text column {text_column!r} does nothing: leave it out, "
                 "or name other data."
             )
         return list(standard_library_corpus().texts(split))
@@ -98,7 +98,7 @@ def load_stream(data: str, split: str, tokenizer: PreTrainedTokenizerBase, text_
 
 
 def data_source(data: str, split: str) -> DataSource:
-    """A split of a data set: of an absolute path the last part."""
+    """The record of a split; of an absolute path only the last part is kept."""
     if data == STANDARD_LIBRARY:
         corpus = standard_library_corpus()
         return DataSource(corpus.source, split, sizes=corpus.sizes)

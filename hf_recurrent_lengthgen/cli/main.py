@@ -1,4 +1,4 @@
-"""The command line: `lengthgen COMMAND`, one file for each command."""
+"""The command line: `lengthgen COMMAND`, with one file for each command."""
 
 import argparse
 import contextlib
@@ -69,10 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
 
         command = import_module(f"hf_recurrent_lengthgen.cli.{name}")
-        # A log has no use for bars.
+        # Progress bars would fill a log.
         with contextlib.nullcontext() if sys.stderr.isatty() else quiet_libraries("bars"):
             return int(command.run(arguments[own + 1 :]))
-    except (ValueError, OSError, SafetensorError) as error:  # the last is what saving to a full disk raises
+    except (ValueError, OSError, SafetensorError) as error:  # safetensors raises the last one on a full disk
         if parsed.debug:
             raise
         message = " ".join(str(error).split()) or type(error).__name__

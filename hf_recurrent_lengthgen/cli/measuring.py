@@ -1,4 +1,4 @@
-"""What the commands that measure models share: options, models, texts, and where results are kept."""
+"""What the commands that measure models share: options, models, texts and the result cache."""
 
 import argparse
 import shlex
@@ -42,7 +42,7 @@ MODEL_OPTIONS = (
 
 
 class Subject(NamedTuple):
-    """A model to measure, with its name for tables."""
+    """A model to measure, and its name in tables."""
 
     label: str
     role: Role
@@ -50,7 +50,7 @@ class Subject(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What is measured, on what: token ids (S, L + 1)."""
+    """The models, and the token ids (S, L + 1) that they are measured on."""
 
     subjects: list[Subject]
     tokenizer: PreTrainedTokenizerBase
@@ -88,7 +88,7 @@ def _options_of(settings: type[EvaluationSettings]) -> list[Field[Any]]:
 
 
 def settings_of(settings: type[Settings], options: argparse.Namespace, command: Sequence[str]) -> Settings:
-    """The settings that the options of a command give; texts are names with commas between."""
+    """The settings from the options of a command; a text option holds names with commas between."""
     given = {field.name: getattr(options, field.name) for field in _options_of(settings)}
     for name, value in given.items():
         if isinstance(value, str):
@@ -97,7 +97,7 @@ def settings_of(settings: type[Settings], options: argparse.Namespace, command: 
 
 
 def load_inputs(options: argparse.Namespace) -> Inputs:
-    """Load models and texts, and check all that can be checked before the first forward pass over a text."""
+    """Load models and texts, and check everything that can be checked before the first forward pass."""
     names = options.models
     check_given_once(names)
     roles = _roles(options)
@@ -135,14 +135,16 @@ def resumable(cache: ResultCache | None) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if cache is not None:
-            print(f"\nWhat was found is kept in {cache.folder}: the same command goes on.", file=sys.stderr)
+            print(
+                f"\nResults so far are kept in {cache.folder}: the same command continues from there.", file=sys.stderr
+            )
         raise
 
 
 def announce(subject: Subject, inputs: Inputs, what: str) -> None:
     sequences, length = inputs.tokens.shape
     reader = reader_of(subject.model)
-    memory = ", with keys and values of all of a text" if reader.carries else ", each read at once"
+    memory = ", with a cache of keys and values" if reader.carries else ", each in one forward pass"
     texts = f"{sequences} texts of {length - 1:,} {inputs.data.token_unit}s"
     print(f"{what} {subject.label} on {texts}{'' if reader.carried_by_row else memory}")
 
@@ -150,7 +152,7 @@ def announce(subject: Subject, inputs: Inputs, what: str) -> None:
 def told_of_cache(cache: ResultCache | None) -> str:
     if cache is None or not cache.found:
         return ""
-    return f"\nResults that were kept before, in {cache.folder}: {cache.found}"
+    return f"\nResults taken from the cache in {cache.folder}: {cache.found}"
 
 
 def open_cache(options: argparse.Namespace) -> ResultCache | None:
@@ -161,7 +163,7 @@ def open_cache(options: argparse.Namespace) -> ResultCache | None:
         return ResultCache(folder)
     except OSError as error:
         raise ValueError(
-            f"Results cannot be kept in {folder} ({error}): give --cache FOLDER or --no-cache."
+            f"The cache {folder} cannot be written ({error}): give another --cache, or --no-cache."
         ) from error
 
 
@@ -178,7 +180,7 @@ def _roles(options: argparse.Namespace) -> list[Any]:
 
 
 def _training_length(names: list[str], models: list[Any]) -> int:
-    """The training length that configs or lineages name; where some name none, they get that of the others, told."""
+    """The training length in configs or lineages; a model that names none gets that of the others, with a message."""
     found = {name: _length_of(name, model) for name, model in zip(names, models, strict=True)}
     lengths = {length for length in found.values() if length is not None}
     if len(lengths) == 1:
@@ -186,8 +188,8 @@ def _training_length(names: list[str], models: list[Any]) -> int:
         if silent := [name for name in names if found[name] is None]:
             known = [name for name in names if found[name] is not None]
             print(
-                f"No training length in the config of {', '.join(silent)}: taking that of {', '.join(known)}, "
-                f"{length}, for all; give --training-length if it is another."
+                f"The config of {', '.join(silent)} names no training length: taking {length}, as in "
+                f"{', '.join(known)}. Give --training-length if it is another."
             )
         return int(length)
     if not lengths:
@@ -204,7 +206,7 @@ def _length_of(name: str, model: Any) -> int | None:
 
 
 def model_label(name: str, config: Any) -> str:
-    """The name of a model, with how it is made to forget."""
+    """The name of a model, and in brackets how it is made to forget."""
     rule = Forgetting.of(config)
     return name if rule == Forgetting() else f"{name} ({in_words(rule)})"
 
@@ -217,13 +219,13 @@ def shared_tokenizer(options: argparse.Namespace) -> PreTrainedTokenizerBase:
         if other.get_vocab() != first.get_vocab():
             raise ValueError(
                 f"{options.models[0]} and {name} have different tokenizers, so their losses cannot be compared: "
-                "evaluate them one by one, or give the right one with --tokenizer."
+                "evaluate them one by one, or give one tokenizer with --tokenizer."
             )
     return first
 
 
 def on_device(model: Any, device: str) -> Any:
-    """The model on the device that a person named."""
+    """Move the model to a device, or raise a `ValueError`."""
     try:
         if (place := torch.device(device)).type == "meta":
             raise ValueError("Cannot use the device 'meta', which holds no values: give cpu or an accelerator.")

@@ -28,7 +28,7 @@ lengthgen merge adapter --base elsewhere/base --output merged
 """
 
 _READ = 32
-"""Tokens that are read to compare logits."""
+"""Random tokens on which logits are compared."""
 
 
 def command_parser() -> CommandParser:
@@ -68,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
                 f"The merged checkpoint does not give the logits of {adapter} on its base: they differ by "
                 f"{found:.2g}, allowed is {TOLERANCE:g}. Nothing was written."
             )
-        print(f"Logits of {_READ} random tokens: as before to {found:.1g}")
+        print(f"Logits of {_READ} random tokens: unchanged to {found:.1g}")
         record_step(folder, start, "merge", what, ["lengthgen", "merge", *arguments])
 
     save_checkpoint(merged, tokenizer, output, finish)

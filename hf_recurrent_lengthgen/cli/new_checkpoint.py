@@ -1,4 +1,4 @@
-"""Checkpoints that a command makes of others: written as a whole, or not at all."""
+"""Checkpoints that a command makes from others: written completely or not at all."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from hf_recurrent_lengthgen.loading import load_tokenizer
 
 
 def tokenizer_to_copy(model: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a checkpoint; None, and a line that says so, if it has none."""
+    """The tokenizer of a checkpoint; if it has none, None and a message."""
     try:
         return load_tokenizer(model, trust_remote_code)
     except ValueError:
@@ -26,7 +26,7 @@ def save_checkpoint(
     folder: Path,
     add_files: Callable[[Path], object] | None = None,
 ) -> None:
-    """Save into a temporary folder, with what `add_files` writes there, that becomes `folder` when all is written."""
+    """Save into a temporary folder, let `add_files` write there too, and then rename it to `folder`."""
     with new_folder(folder) as temporary:
         model.save_pretrained(temporary)
         if tokenizer is not None:

@@ -1,6 +1,6 @@
-"""Options of `lengthgen train`: flags on top of a YAML file on top of the paper's defaults.
+"""Options of `lengthgen train`: the paper's defaults, overridden by a YAML file, overridden by flags.
 
-Some options decide which others there are: those of other interventions and tasks are unknown.
+Some options decide which others exist: those of other interventions and tasks are unknown.
 """
 
 import argparse
@@ -70,7 +70,7 @@ MOST_USED = {name: text for name, text in (TRAINING | RUN).items() if text}
 """Options of transformers.TrainingArguments that --help lists, with their help."""
 HEADINGS = ("model", "data", "method", "training", "run")
 CHOICES = {"intervention": "state_passing", "task": "text", "mimetic": None, "lora_r": None, "eval_strategy": "no"}
-"""The options that decide which others there are, and their defaults."""
+"""The options that decide which others exist, and their defaults."""
 NOT_CHOSEN = ("none", "no", "false", "f", "n", "0")
 
 OUR_HELP = MOST_USED | {
@@ -91,7 +91,7 @@ lengthgen train config.yaml --max-steps 1000
 
 
 def continues(training: InitialStateConfig) -> bool:
-    """Whether a row of the training data goes on where that of the step before ended."""
+    """Whether a row of the training data continues the row of the previous step."""
     shares = training.shares() if isinstance(training, MixedStatesConfig) else ()
     return isinstance(training, TbttConfig) or any(mixable()[name].needs_continued_data for name in shares)
 
@@ -104,12 +104,12 @@ def evaluates(training: InitialStateConfig) -> bool:
 def read_options(
     arguments: Sequence[str], config_file: str | None = None
 ) -> tuple[RunArguments, InitialStateConfig, type[InitialStateTrainer]]:
-    """What to train, the arguments of the trainer, and its class; flags win over the file.
+    """Read what to train, the arguments of the trainer, and its class; flags win over the file.
 
     Raises:
-        SystemExit: for options that there are not, after a message.
-        ValueError: for a file that cannot be used, options that would do nothing or contradict each other, and as the
-            config raises.
+        SystemExit: for unknown options, after a message.
+        ValueError: for a file that cannot be used, for options without effect or in contradiction, and as the config
+            raises.
     """
     given = [*([] if config_file is None else _flags_of(config_file)), *arguments]
     values = parse(given)
@@ -123,14 +123,14 @@ def read_options(
 
 
 def parse(arguments: Sequence[str]) -> dict[str, Any]:
-    """All options that there are, by name.
+    """All options by name, given or by default.
 
     Raises:
-        SystemExit: for others, after a message.
-        ValueError: unless one of max_steps and num_train_epochs counts.
+        SystemExit: for unknown options, after a message.
+        ValueError: unless exactly one of max_steps and num_train_epochs limits the training.
     """
     choices = _choices(arguments)
-    trainer = INTERVENTIONS.get(choices["intervention"], InitialStateTrainer)  # the parser refuses what is none
+    trainer = INTERVENTIONS.get(choices["intervention"], InitialStateTrainer)  # the parser refuses unknown names
     values = vars(RunParser([trainer.config_class], choices).parse_args(arguments))
     steps, epochs = values["max_steps"], values["num_train_epochs"]
     if steps is None:
@@ -138,7 +138,7 @@ def parse(arguments: Sequence[str]) -> dict[str, Any]:
     elif not (steps >= 1 if epochs is None else steps == -1):
         raise ValueError(
             f"max_steps is {steps}, num_train_epochs {'not given' if epochs is None else epochs}: give either "
-            "max_steps of at least 1 or num_train_epochs (max_steps -1 takes back that of a file)."
+            "max_steps of at least 1 or num_train_epochs (max_steps -1 overrides that of a file)."
         )
     if epochs is None:
         del values["num_train_epochs"]
@@ -148,7 +148,7 @@ def parse(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _choices(arguments: Sequence[str]) -> dict[str, str]:
-    """The options that decide which others there are."""
+    """The options that decide which others exist."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, default in CHOICES.items():
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true", default=default)
@@ -159,9 +159,9 @@ class RunParser(HfArgumentParser):
     """Parser of `RunArguments` and the arguments of trainers.
 
     Args:
-        configs: Their classes; of an option that several have, the first counts.
-        choices: What was chosen, or None for all options that there may be, as the help lists them.
-        everything: Whether the help lists all of TrainingArguments, over a hundred, or those in `MOST_USED`.
+        configs: Their config classes; the first that has an option defines it.
+        choices: The values of `CHOICES`; None for all options, as in the help.
+        everything: Whether the help lists all of TrainingArguments or only `MOST_USED`.
     """
 
     def __init__(
@@ -179,13 +179,13 @@ class RunParser(HfArgumentParser):
             allow_abbrev=False,
             add_help=False,
         )
-        # torch warns of pinned memory there, the default of Transformers
+        # without an accelerator torch warns of pinned memory, the default of Transformers
         pinned = {} if torch.accelerator.is_available() else {"dataloader_pin_memory": False}
         quiet = {"disable_tqdm": None if sys.stderr.isatty() else True}
         self.set_defaults(**DEFAULTS, **quiet, **pinned, max_steps=None, num_train_epochs=None)
 
     def add_argument(self, *flags: str, **options: Any) -> Any:
-        """As in argparse, under the heading that the option belongs to, and if there is such an option."""
+        """As in argparse, under the heading of the option; nothing is added if the choices exclude it."""
         name, conditions = options.get("dest", flags[0].lstrip("-")), options.pop("goes_with", {})
         options.pop("heading", None)
         if not self._groups:
@@ -202,10 +202,10 @@ class RunParser(HfArgumentParser):
         if "type" in options and "metavar" not in options and len(options.get("choices", ())) not in range(1, 5):
             known = {int: "N", float: "X", str: "TEXT"}
             options["metavar"] = "BOOL" if "const" in options else known.get(options["type"], "NAME")
-        if name == "output_dir":  # as in the other commands
+        if name == "output_dir":  # the name in all other commands
             flags, options["dest"], options["metavar"] = ("--output", *flags), name, "FOLDER"
         action = self._groups[heading].add_argument(*flags, **options)
-        action.option_strings = [flags[0].replace("_", "-")]  # other spellings are understood, too, but not listed
+        action.option_strings = [flags[0].replace("_", "-")]  # other spellings are accepted, but not listed
         return action
 
     def _is_there(self, conditions: dict[str, Any]) -> bool:
@@ -219,20 +219,20 @@ class RunParser(HfArgumentParser):
         )
 
     def error(self, message: str) -> Any:
-        """As in argparse, with what an option goes with, or the option that was probably meant."""
+        """As in argparse, with the choices that an option needs, or the option that was probably meant."""
         unknown = message.removeprefix("unrecognized arguments: ")
         hint = f"; {_hint(unknown.split()[0])}" if unknown != message and unknown.startswith("--") else ""
         super().error(message + hint)
 
 
 def command_parser(everything: bool = False) -> RunParser:
-    """The parser of all options that there may be, for the help."""
+    """The parser of all options, for the help."""
     configs = [trainer.config_class for _, trainer in sorted(INTERVENTIONS.items())]
     parser = RunParser(configs, None, everything)
     what = "also show the other options of transformers.TrainingArguments"
     parser._groups["run"].add_argument("--help-all", action="help", help=what)
     order = [*TRAINING, *RUN]
-    for group in parser._action_groups:  # those of TrainingArguments come after the others, --output among them
+    for group in parser._action_groups:  # else --output would stand at the end
         group._group_actions.sort(key=lambda action: order.index(action.dest) if action.dest in order else len(order))
     return parser
 
@@ -247,7 +247,7 @@ def _heading(name: str) -> str:
 
 
 def _help(name: str, flag: str, options: dict[str, Any]) -> str:
-    """The help of an option, with its default and what it goes with."""
+    """The help of an option, with its default and the choices that it needs."""
     if flag == f"--no_{name}":
         return f"the same as --{name.replace('_', '-')} false"
     text, default = str(OUR_HELP.get(name, options.get("help"))), DEFAULTS.get(name, options.get("default"))
@@ -259,7 +259,7 @@ def _help(name: str, flag: str, options: dict[str, Any]) -> str:
 
 
 def _hint(option: str) -> str:
-    """What an option goes with, or the option that was probably meant."""
+    """The choices that an option needs, or the option that was probably meant."""
     name = option.partition("=")[0].lstrip("-").replace("-", "_")
     if conditions := goes_with(name):
         return f"{name} goes with {conditions}"
@@ -268,12 +268,12 @@ def _hint(option: str) -> str:
 
 
 def _known() -> set[str]:
-    """The names of all options that there may be."""
+    """The names of all options."""
     return _names(RunArguments).union(*(_names(trainer.config_class) for trainer in INTERVENTIONS.values()))
 
 
 def _flags_of(path: str) -> list[str]:
-    """A YAML file as flags, so that both are checked alike; scalars stay as they are written ("no", "1e-3").
+    """A YAML file as flags, so that both pass the same checks; scalars stay as written ("no", "1e-3").
 
     Raises:
         ValueError: for a file that cannot be used, and unknown options.
@@ -298,24 +298,26 @@ def _flags_of(path: str) -> list[str]:
 
 
 def _check(run: RunArguments, training: InitialStateConfig, named: set[str]) -> None:
-    """Refuse what does not go together; `named` are the options that are given."""
+    """Raise a `ValueError` for contradictions; `named` are the options that were given."""
     resets = sorted(named & {"chunks_before_reset", "reset_at_document"})
     if resets and not continues(training):
-        raise ValueError(f"{resets[0]} does nothing here: it goes with tbtt, which has no share in the mixture.")
+        raise ValueError(f"{resets[0]} does nothing here: it belongs to tbtt, which has no share in the mixture.")
     if run.task != "text" and (continues(training) or training.alignment_alpha):
-        raise ValueError(f"task {run.task} has rows of its own: it goes with neither tbtt nor alignment_alpha.")
+        raise ValueError(f"task {run.task} makes its own rows: leave out tbtt and alignment_alpha.")
     if training.alignment_length not in (None, run.training_length):
         raise ValueError(
             f"alignment_length is {training.alignment_length}, training_length {run.training_length}, but both are T: "
             "give training_length alone. Rows are lengthened for the shift."
         )
     if run.lora_r is not None and isinstance(training, StateXConfig):
-        raise ValueError("statex changes the weights that an adapter belongs to: lengthgen expand first, then lora_r.")
+        raise ValueError(
+            "statex changes the weights that lora_r keeps: run lengthgen expand first, then train with lora_r."
+        )
     if isinstance(training, LearnedStateConfig) and not training.train_model and run.lora_r is not None:
-        raise ValueError("The intervention learned trains the state alone: give train_model, or leave lora_r out.")
+        raise ValueError("The intervention learned trains only the state: give train_model, or leave lora_r out.")
     if isinstance(training, LearnedStateConfig) and not training.train_model and run.from_scratch:
         raise ValueError(
-            "The intervention learned saves the state alone, so the random weights of a config.json would be lost: "
+            "The intervention learned saves only the state, so the random weights of a config.json would be lost: "
             "give a checkpoint as model, or train_model."
         )
 
@@ -325,7 +327,7 @@ def _names(arguments_class: type[Any]) -> set[str]:
 
 
 def _typed(value: Any) -> Any:
-    """Scalars inside a mapping by JSON's rules: "1e-5" is a number, "cosine" is text."""
+    """Scalars inside a mapping, read as JSON: "1e-5" is a number, "cosine" is text."""
     if isinstance(value, dict):
         return {key: _typed(item) for key, item in value.items()}
     if isinstance(value, list):

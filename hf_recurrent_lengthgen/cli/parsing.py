@@ -12,12 +12,12 @@ _SIZES = {"k": 2**10, "m": 2**20}
 
 
 def not_negative(text: str) -> int:
-    """A whole number of the command line that is at least 0; of every option with `type=int`."""
+    """A whole number of at least 0; the type of every option with `type=int`."""
     return _whole(text, 0)
 
 
 def positive(text: str) -> int:
-    """A whole number of the command line that is at least 1."""
+    """A whole number of at least 1."""
     return _whole(text, 1)
 
 
@@ -127,23 +127,22 @@ class CommandParser(argparse.ArgumentParser):
         self.register("type", None, _text)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse; keeps the arguments, for errors."""
+        """As in argparse; keeps the arguments for the messages of errors."""
         known = {option.replace("_", "-"): option for option in self._option_string_actions}
         self._arguments = []
         for argument in sys.argv[1:] if args is None else args:
             name, equals, value = argument.partition("=")
             spelled = name.replace("_", "-")
-            # argparse takes the start of an option for it, if there is one such option
+            # argparse accepts the start of an option if only one option begins like that
             begun = [option for key, option in known.items() if name.startswith("--") and key.startswith(spelled)]
             name = known.get(spelled) or (begun[0] if len(begun) == 1 else name)
             self._arguments.append(name + equals + value)
         return super().parse_known_args(self._arguments, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """As in argparse; a mistyped option may be why another one is missing, so all errors look for it."""
+        """As in argparse; suggests an option for each mistyped one, which may be why another one is missing."""
         options = list(self._option_string_actions)
         given = [argument.partition("=")[0] for argument in self._arguments if argument.startswith("--")]
-        # The start of an option stands for it.
         mistyped = [name for name in given if not any(option.startswith(name) for option in options)]
         super().error(message + "".join(suggestion(name, options) for name in mistyped))
 

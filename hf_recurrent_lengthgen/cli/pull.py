@@ -41,12 +41,12 @@ def run(arguments: Sequence[str]) -> int:
     print(f"{options.repo_id} at commit {commit}: {len(files)} files in {output}")
     problem = unverified(output)
     advice = f"Not verified: {problem}. Next: lengthgen verify {output}"
-    print(advice if problem else "Its verification is of these files.")
+    print(advice if problem else "Verified: its verification.json belongs to these files.")
     settings = json.loads((output / "config.json").read_text(encoding="utf-8"))
     ours = str(settings.get("model_type", "")).startswith("stateful_")
     if ours and (names := differing_code(output)):
         print(
-            f"Code that differs from the installed package: {', '.join(names)}. Where the package is imported, the "
-            "installed code runs; elsewhere that of the checkpoint."
+            f"Code that differs from the installed package: {', '.join(names)}. Where this package is imported, "
+            "the installed code runs; elsewhere the code of the checkpoint."
         )
     return 0

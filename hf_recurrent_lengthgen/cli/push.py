@@ -62,18 +62,18 @@ def run(arguments: Sequence[str]) -> int:
     if options.dry_run:
         if plan.unknown:
             print(
-                "Not known without the Hub: whether the repository is there and of that visibility, and what is in it "
+                "Without the Hub it is not known whether the repository exists, is public, or what it holds "
                 f"({plan.unknown})."
             )
         print("Nothing was pushed (--dry-run).")
         return 0
     result = do_push(plan)
-    print(f"\nPushed: {result.url}" if result.created else f"\nNothing to push, all of it is there: {result.url}")
+    print(f"\nPushed: {result.url}" if result.created else f"\nNothing to push: the Hub has all of it, {result.url}")
     return 0
 
 
 def _table(plan: PushPlan) -> str:
-    """Each file with what happens to it."""
+    """One row per file, with what happens to it."""
     visibility = "private" if plan.private else "public"
     where = "" if plan.exists is None else " (there already)" if plan.exists else f" (new, {visibility})"
     known = {True: "replaced", False: "new"} if plan.exists is not None else {}

@@ -1,4 +1,4 @@
-"""`lengthgen recipe`: post-trained checkpoints of the papers, from the official checkpoint to a pushed one."""
+"""`lengthgen recipe`: post-trained checkpoints of the papers, from conversion to push."""
 
 import argparse
 import json
@@ -130,10 +130,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def smoke(recipe: Recipe, folder: Path) -> None:
-    """Run all stages of a recipe but the push on a stand-in, in a new folder.
+    """Run all stages of a recipe except the push on a tiny random model, in a new folder.
 
     Raises:
-        ValueError: as the commands raise, and for what a push would refuse in the result.
+        ValueError: as the commands, and if a push would refuse the result.
     """
     small, choices = prepare(recipe, folder / "stand-in")
     planned = stages(small, folder / "run", choices)
@@ -142,7 +142,7 @@ def smoke(recipe: Recipe, folder: Path) -> None:
     names, _, refusals = look_through(folder / "run" / RESULT)
     if refusals:
         raise ValueError(f"{folder / 'run' / RESULT} could not be pushed: {'; '.join(refusals)}.")
-    print(f"\nAll stages ended well, on a random stand-in. A push would send {', '.join(names)}")
+    print(f"\nAll stages passed, on a tiny random model. A push would send {', '.join(names)}")
 
 
 def _choices(options: argparse.Namespace) -> Choices:
@@ -168,7 +168,7 @@ def _choices(options: argparse.Namespace) -> Choices:
 
 
 def list_table(recipes: Sequence[Recipe]) -> str:
-    """One line for each."""
+    """One row per recipe."""
     rows = [("recipe", "base", "method", "paper", "steps", "tokens")]
     rows += [
         (r.name, r.source.model, r.method, r.paper.published.name, f"{r.steps:,}", in_words(r.tokens)) for r in recipes
@@ -177,16 +177,16 @@ def list_table(recipes: Sequence[Recipe]) -> str:
 
 
 def describe(recipe: Recipe, folder: Path, choices: Choices) -> str:
-    """All that is known of a recipe, what follows from it, and the command of every stage."""
+    """The entries of a recipe, its training budget, and the command of every stage."""
     paper, length = recipe.paper.published, int(recipe.training["training_length"])
     entries = {name: value for name, value in asdict(recipe).items() if value and name not in ("folder", "title")}
     entries["paper"] |= {"name": paper.name, "title": paper.title.replace("{", "").replace("}", "")}
-    entries["train"]["settings"] = recipe.training  # those of the file and what differs
+    entries["train"]["settings"] = recipe.training  # the training file with the changes of the recipe
     entries["budget"] = (
         f"{recipe.method}: {recipe.steps:,} steps of {recipe.tokens_per_step:,} tokens ({recipe.rows} rows of "
         f"{length:,}), {in_words(recipe.tokens)} tokens in all"
     )
-    # what a person has to give, or to allow, is shown in the commands
+    # values that a person has to give, and permissions, appear in the commands
     given = {**dict.fromkeys(recipe.train.missing, "VALUE"), **choices.options.get("train", {})}
     shown = replace(
         choices,
@@ -195,5 +195,5 @@ def describe(recipe: Recipe, folder: Path, choices: Choices) -> str:
         options={**choices.options, **({"train": given} if given else {})},
     )
     commands = "\n".join(f"  {stage.name}\n    {stage.line}" for stage in stages(recipe, folder, shown))
-    plain = json.loads(json.dumps(entries))  # without tuples
+    plain = json.loads(json.dumps(entries))  # tuples become lists
     return f"{recipe.title}\n\n{yaml.safe_dump(plain, sort_keys=False, width=110)}\nStages:\n{commands}"

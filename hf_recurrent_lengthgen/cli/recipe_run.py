@@ -1,6 +1,6 @@
-"""Runs the stages of a recipe in a folder, one after another, and skips those that are marked done.
+"""Run the stages of a recipe in a folder, one after another, except those that are marked done.
 
-A stage's mark is a file in the folder of its results that holds its command. To do a stage again, delete that folder.
+The mark of a stage is a file in its folder that holds its command. To run a stage again, delete that folder.
 """
 
 import gc
@@ -17,30 +17,30 @@ from hf_recurrent_lengthgen.cli.recipe_stages import RESULT, Stage
 from hf_recurrent_lengthgen.trainers.checkpoints import newest_complete_checkpoint
 
 PLACES = {"check": "convert", "verify": RESULT, "card": RESULT, "push": RESULT}
-"""Stages that add to the folder of another one."""
+"""Stages that write into the folder of another stage."""
 UNMARKED = ("card", "push")
-"""Stages that are done each time, for they find by themselves that nothing has changed."""
+"""Stages that run every time: they detect by themselves that nothing has changed."""
 PRODUCERS = ("convert", "expand", RESULT)
-"""Stages whose results all stages behind them are made of."""
+"""Stages whose results all later stages depend on."""
 
 
 def run_stages(planned: Sequence[Stage], folder: Path, first: str | None = None, until: str | None = None) -> None:
-    """Do what is left to do.
+    """Run the stages that are not done.
 
     Args:
-        planned: All stages of a recipe, in their order.
-        folder: Of the run.
-        first: First stage to do; those before it were done otherwise.
-        until: Last stage to do.
+        planned: All stages of a recipe, in order.
+        folder: The folder of the run.
+        first: First stage to run; the earlier ones were done in another way.
+        until: Last stage to run.
 
     Raises:
-        ValueError: for an unknown stage, stages that were done by another command or from other results of an earlier
-            stage, and as the commands raise.
+        ValueError: for an unknown stage, for a stage that another command or other earlier results produced, and as
+            the commands.
     """
     names = [stage.name for stage in planned]
     for name in filter(None, (first, until)):
         if name not in names:
-            raise ValueError(f"There is no stage {name!r} here: the stages are {', '.join(names)}.")
+            raise ValueError(f"There is no stage {name!r}: the stages are {', '.join(names)}.")
     begin, end = names.index(first or names[0]), names.index(until or names[-1])
     for stage in planned[:begin]:
         _is_done(stage, folder)
@@ -63,26 +63,26 @@ def _mark(folder: Path, name: str) -> Path:
 
 
 def _is_done(stage: Stage, folder: Path) -> bool:
-    """Whether a stage was done; a `ValueError` if it was by another command, or a training with another file."""
+    """Whether a stage is done; a `ValueError` if by another command, or with another training file."""
     mark, command = _mark(folder, stage.name), _portable(stage, folder)
     if not mark.is_file():
         return False
     if (done := mark.read_text(encoding="utf-8")) != command:
         raise ValueError(
-            f"Stage {stage.name} was done by another command ({done} instead of {command}): set its options back, "
+            f"Stage {stage.name} was done by another command ({done} instead of {command}): restore its options, "
             f"give another --output, or delete {mark.parent} and the folders of the stages after it."
         )
     return True
 
 
 def _refuse_outdated(names: Sequence[str], folder: Path, begin: int, end: int) -> None:
-    """Refuse to do a stage anew while a later one is done from its earlier results."""
+    """Raise a `ValueError` if a stage would run again after later ones have used its results."""
     for index in range(begin, end + 1):
         if names[index] in PRODUCERS and not _mark(folder, names[index]).is_file():
             outdated = [_mark(folder, name).parent for name in names[index + 1 :] if _is_begun(folder, name)]
             if outdated:
                 raise ValueError(
-                    f"Stage {names[index]} is to be done, but later ones are done from its results of before: delete "
+                    f"Stage {names[index]} would run again, but later stages have used its previous results: delete "
                     f"{', '.join(dict.fromkeys(map(str, outdated)))} as well."
                 )
 
@@ -93,7 +93,7 @@ def _is_begun(folder: Path, name: str) -> bool:
 
 
 def _portable(stage: Stage, folder: Path) -> str:
-    """The command, wherever the run and the recipes are."""
+    """The command, independent of the folders of the run and of the recipes."""
     command = [part.replace(f"{folder}{os.sep}", "./") for part in stage.command]
     if stage.name == RESULT:
         settings = Path(command[1]).read_bytes()

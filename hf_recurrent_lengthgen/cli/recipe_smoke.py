@@ -1,4 +1,4 @@
-"""The stages of a recipe on a tiny random stand-in in the format of its source: what `lengthgen recipe smoke` runs."""
+"""What `lengthgen recipe smoke` runs: the stages of a recipe on a tiny random model in the format of its source."""
 
 import json
 from dataclasses import replace
@@ -12,14 +12,14 @@ from hf_recurrent_lengthgen.data import byte_tokenizer, standard_library_corpus
 from hf_recurrent_lengthgen.recipes.catalogue import Recipe
 
 LENGTH, PASSKEY_LENGTH = 32, 512
-"""Tokens (bytes) of a row of text, and of a passkey prompt, which has to hold its words."""
+"""Tokens (bytes) of a row of text, and of a passkey prompt, whose wording needs more room."""
 TEXT_BYTES = 100_000
 
 
 def prepare(recipe: Recipe, folder: Path) -> tuple[Recipe, Choices]:
-    """The recipe with tiny sizes, and choices with a stand-in, bytes as tokens and texts, written to `folder`.
+    """The recipe with tiny sizes, and choices of a tiny random model, a byte tokenizer and texts, written to `folder`.
 
-    Settings other than sizes stay those of the recipe, so that what is wrong in them fails.
+    All other settings stay those of the recipe, so that errors in them show.
     """
     layers = max(2, int((recipe.expand or {}).get("count", 0)))
     source = write_tiny_random_model(recipe.source.format, recipe.source.family, folder / "source", layers=layers)
@@ -59,7 +59,7 @@ def prepare(recipe: Recipe, folder: Path) -> tuple[Recipe, Choices]:
 
 
 def _write_texts(folder: Path) -> None:
-    """train.jsonl and validation.jsonl with files of the standard library, in the form that recipes ask for."""
+    """Write train.jsonl and validation.jsonl with files of the standard library, in the form that recipes need."""
     folder.mkdir(parents=True)
     corpus = standard_library_corpus()
     for split in ("train", "validation"):

@@ -1,4 +1,4 @@
-"""The stages of a recipe: one command of `lengthgen` each, in its own folder of a run."""
+"""The stages of a recipe: each is a command of `lengthgen` with a folder of its own."""
 
 import contextlib
 import importlib
@@ -14,15 +14,15 @@ from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.recipes.catalogue import Options, Recipe
 
 MEASURES = {"evaluate": "result.json", "diagnose": "result.json", "retrieve": "retrieval.json"}
-"""The result file of each command that measures."""
+"""The commands that measure, and their result files."""
 
 RESULT = "train"
-"""The stage whose folder is the checkpoint that a recipe is for."""
+"""The stage whose folder becomes the checkpoint of the recipe."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What a person chooses for a run, in place of what the recipe and its training file say.
+    """What a person chooses for a run, in place of the values of the recipe and its training file.
 
     Args:
         source: Folder, file or name on the Hub.
@@ -45,9 +45,9 @@ class Stage:
     """One stage.
 
     Args:
-        name: Of the stage, and of its folder where it has one.
-        command: Command of `lengthgen`, and arguments that its result depends on.
-        hardware: Further ones, which say where it runs.
+        name: Name of the stage, and of its folder.
+        command: A command of `lengthgen`, with the arguments that its result depends on.
+        hardware: Further arguments, which say where it runs.
     """
 
     name: str
@@ -61,22 +61,22 @@ class Stage:
 
     @property
     def module(self) -> ModuleType:
-        """Of the command."""
+        """The module of the command."""
         return importlib.import_module(f"hf_recurrent_lengthgen.cli.{self.command[0]}")
 
 
 def stages(recipe: Recipe, folder: Path, choices: Choices) -> list[Stage]:
-    """All stages of a recipe, in their order.
+    """All stages of a recipe, in order.
 
     Raises:
-        ValueError: for options of stages that there are not, options that are missing, and code that may not run.
+        ValueError: for options of unknown stages, missing options, and remote code that is not trusted.
     """
     for name, why in recipe.train.missing.items():
         if name not in choices.options.get("train", {}):
             raise ValueError(f"{recipe.name} needs train.{name}, for {why}: give --set train.{name}=VALUE.")
     if recipe.source.remote_code and choices.source is None and not choices.trust_remote_code:
         raise ValueError(
-            f"The tokenizer of {recipe.source.model} is Python code in its repository: read it, and give "
+            f"The tokenizer of {recipe.source.model} is Python code in its repository: read it, then give "
             "--trust-remote-code."
         )
     source, model = recipe.source, choices.source or recipe.source.model
@@ -140,16 +140,16 @@ def _measure(name: str, recipe: Recipe, folder: Path, choices: Choices, remote: 
 
 
 def check_text(recipe: Recipe, choices: Choices) -> None:
-    """Raise a `ValueError` if the text of the recipe is neither given nor where its file says."""
+    """Raise a `ValueError` if the text of the recipe is neither given nor at the place in its file."""
     if recipe.data is None or choices.data is not None or "data" in choices.options.get("train", {}):
         return
     usual = recipe.training["data"]
     if not Path(usual).exists():
-        raise ValueError(f"{usual} is not here: give --data, with {recipe.data.name} ({recipe.data.where}).")
+        raise ValueError(f"{usual} does not exist: give --data, with {recipe.data.name} ({recipe.data.where}).")
 
 
 def check_commands(planned: Sequence[Stage]) -> None:
-    """Parse all commands now, so that a typo does not end a run after hours but in a `ValueError`."""
+    """Parse all commands before the first one runs; a `ValueError` names the stage with a wrong option."""
     for stage in planned:
         said = io.StringIO()
         arguments = [*stage.command[1:], *stage.hardware]
@@ -157,7 +157,7 @@ def check_commands(planned: Sequence[Stage]) -> None:
             with contextlib.redirect_stderr(said):
                 if stage.name == "train":
                     read_options(arguments[1:], arguments[0])
-                elif stage.name == "retrieve":  # has the options of its task
+                elif stage.name == "retrieve":  # its options depend on its task
                     stage.module.command_parser(arguments).parse_args(arguments)
                 else:
                     stage.module.command_parser().parse_args(arguments)
@@ -167,7 +167,7 @@ def check_commands(planned: Sequence[Stage]) -> None:
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
-    """Options as flags; of "true" the name alone, of "false" nothing."""
+    """Options as flags; "true" gives the name alone, "false" gives nothing."""
     flags = []
     for name, value in options.items():
         if value != "false":

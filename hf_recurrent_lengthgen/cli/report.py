@@ -25,8 +25,9 @@ print(tokenizer.decode(text[0]))"""
 
 
 def write_report(comparison: Comparison, folder: Path, checkpoint: Path | None = None) -> Path:
-    """Write `result.json`, the figures as PNG and SVG, and `index.html`, which explains how to load `checkpoint`; the
-    path of the page.
+    """Write `result.json`, the figures as PNG and SVG, and `index.html`, which shows how to load `checkpoint`.
+
+    Returns the path of the page.
     """
     write_result(folder / "result.json", comparison)
     for name, picture in PICTURES.items():
@@ -41,7 +42,7 @@ def draw(figure: Figure, path: Path) -> None:
 
 
 def write_page(folder: Path, text: str) -> Path:
-    """Write `index.html`; an old one is replaced when the new one is complete."""
+    """Write `index.html`; an old page is replaced once the new one is complete."""
     page = folder / "index.html"
     with replacing(page) as temporary:
         temporary.write_text(text, encoding="utf-8")

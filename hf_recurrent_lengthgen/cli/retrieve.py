@@ -76,7 +76,7 @@ TASKS = ("passkey", "niah", "babilong")
 
 
 def command_parser(arguments: Sequence[str] = ("--help",)) -> CommandParser:
-    """The parser of the task that is asked for, which knows no options of other tasks; with --help of all."""
+    """The parser of one task, which rejects options of other tasks; with --help, the parser of all tasks."""
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--task", nargs="?", default=TASKS[0])
     tasks = TASKS if {"-h", "--help"} & {*arguments} else [first.parse_known_args(arguments)[0].task]
@@ -162,7 +162,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _depths(text: str) -> list[float]:
-    """A number of depths from 2 to `MOST_DEPTHS`, or depths."""
+    """Depths from 0 to 1, given as a number of depths (2 to `MOST_DEPTHS`) or one by one."""
     try:
         depths = [float(part) for part in text.split(",")]
     except ValueError:
@@ -226,7 +226,7 @@ def _percent(share: Share, confidence: float) -> str:
 
 
 def _write(folder: Path, found: Sequence[RetrievalResult], within: Sequence[int] | None) -> Path:
-    """Write JSON and pictures; the path of the picture of cells."""
+    """Write JSON and pictures; returns the path of the heat map."""
     write_result(folder / "retrieval.json", RetrievalComparison(tuple(found)))
     draw(heat_map_figure(found), folder / "heat_map")
     draw(retrieval_accuracy_figure(found), folder / "accuracy")

@@ -1,4 +1,4 @@
-"""What `lengthgen train` is to train: its options beside those of the trainer."""
+"""The options of `lengthgen train` that no trainer config has: the model, the data, the intervention."""
 
 # ruff: noqa: RUF009  (_option makes a field)
 
@@ -22,7 +22,7 @@ USUAL_LENGTH = 2048
 
 
 def _continuing() -> list[str]:
-    """The interventions whose rows may continue one another."""
+    """The interventions that take rows which continue one another."""
     return [name for name, trainer in INTERVENTIONS.items() if trainer.needs_continued_data is not False]
 
 
@@ -171,15 +171,17 @@ class RunArguments:
         if self.task == "babilong" and self.task_files is None:
             raise ValueError("task babilong needs task_files, the folder with the files of bAbI.")
         if self.text_column != "text" and not {self.data, self.eval_data} - {STANDARD_LIBRARY, None}:
-            raise ValueError(f"text_column does nothing here: it goes with data other than {STANDARD_LIBRARY}.")
+            raise ValueError(f"text_column does nothing here: {STANDARD_LIBRARY} has no columns.")
         if self.lora_r is not None and self.from_scratch:
-            raise ValueError("lora_r trains an adapter beside weights that are kept: give a checkpoint as model.")
+            raise ValueError(
+                "lora_r trains an adapter for given weights: give a checkpoint as model, not a config.json."
+            )
         if self.mimetic and not self.from_scratch:
             raise ValueError("mimetic overwrites trained weights: give a config.json as model, not a checkpoint.")
 
     @property
     def from_scratch(self) -> bool:
-        """Whether the model is made of a config.json, with random weights."""
+        """Whether the model is made from a config.json, with random weights."""
         return self.model.endswith(".json")
 
     @property
@@ -200,10 +202,10 @@ class RunArguments:
 
     @property
     def mimetic_choice(self) -> dict[str, bool]:
-        """The switches of `mimetic_initialization` that are given; empty for its defaults.
+        """The switches of `mimetic_initialization`; empty for its defaults.
 
         Raises:
-            ValueError: for a switch that there is not.
+            ValueError: for an unknown switch.
         """
         given = self.mimetic_switches
         if unknown := sorted(set(given or ()) - set(SWITCHES)):
@@ -212,7 +214,7 @@ class RunArguments:
 
     @property
     def of_symbols(self) -> bool:
-        """Whether the task is one on random symbols, which needs neither text nor a tokenizer."""
+        """Whether rows are strings of random symbols, which need neither text nor a tokenizer."""
         return self.task in STRING_TASKS
 
 
@@ -222,7 +224,7 @@ def chosen(condition: Sequence[str] | Callable[[], Sequence[str]]) -> Sequence[s
 
 
 def goes_with(name: str) -> str:
-    """The values of other options that an option goes with, in words; "" for all, or where there is no such option."""
+    """The choices that an option needs, in words; "" if it needs none, or if it is unknown."""
     for item in fields(RunArguments):
         if item.name == name:
             pairs = item.metadata.get("goes_with", {}).items()

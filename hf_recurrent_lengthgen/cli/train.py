@@ -1,4 +1,4 @@
-"""`lengthgen train`: train or post-train a model with any intervention that exists."""
+"""`lengthgen train`: train or post-train a model with any intervention."""
 
 import os
 import shlex
@@ -47,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
         train(settings, training, trainer_class, command)
     except KeyboardInterrupt:
         if training.process_index == 0 and newest_complete_checkpoint(str(training.output_dir)) is not None:
-            print("On the command line, continue with --resume, beside the same options.", flush=True)
+            print("On the command line, add --resume to the same options to continue.", flush=True)
         raise
     return 0
 
@@ -61,10 +61,10 @@ def train(
     """Train as the settings say, and save model, tokenizer and lineage to `training.output_dir`.
 
     Args:
-        settings: What to train, on what.
+        settings: The model, the data and the intervention.
         training: Arguments of the trainer.
-        trainer_class: Of the intervention.
-        command: The command that does it, for the lineage; empty from Python.
+        trainer_class: The trainer of the intervention.
+        command: The command line, for the lineage; empty from Python.
 
     Raises:
         ValueError: for settings that contradict each other, and as the data, model and trainer raise.
@@ -102,7 +102,7 @@ def train(
     trainer.save_model()
     trainer.save_state()
     if training.push_to_hub:
-        trainer.push_to_hub()  # again, now with the lineage
+        trainer.push_to_hub()  # once more, now with the lineage
     if trainer.is_world_process_zero():
         text = [] if settings.of_symbols else _text_to_evaluate(settings, rows, eval_rows, tokenizer)
         print(_next_step(settings, training, length_before, text))
@@ -110,7 +110,7 @@ def train(
 
 
 def _check_folders(settings: RunArguments, training: InitialStateConfig) -> None:
-    """Raise a `ValueError` for an output folder in which something would be lost."""
+    """Raise a `ValueError` if the output folder holds something that would be lost."""
     if training.resume_from_checkpoint:
         raise ValueError("resume_from_checkpoint does nothing here: --resume takes the newest complete checkpoint.")
     output = str(training.output_dir)
@@ -124,7 +124,7 @@ def _check_folders(settings: RunArguments, training: InitialStateConfig) -> None
 
 
 def _model(settings: RunArguments) -> Any:
-    """A new model, or the given one, with an adapter if that is asked for."""
+    """A new model or the given one, with an adapter if `lora_r` is given."""
     if not settings.from_scratch:
         model = load_model(settings.model, settings.trust_remote_code)
         return model if settings.lora_r is None else _with_adapter(model, settings)
@@ -136,7 +136,7 @@ def _model(settings: RunArguments) -> Any:
 
 
 def _with_adapter(model: PreTrainedModel, settings: RunArguments) -> Any:
-    """The model with a new adapter, whose config names the model so that it is found from any folder."""
+    """The model with a new adapter, whose config has the absolute path of the model."""
     name = settings.model
     if holds_adapter(name):
         raise ValueError(f"{name} is an adapter already: leave lora_r out to train it on. {to_merge(name)}.")
@@ -144,8 +144,8 @@ def _with_adapter(model: PreTrainedModel, settings: RunArguments) -> Any:
     if values.get("model_type") in STATEFUL_CLASSES:
         convert = shlex.join(["lengthgen", "convert", name, "--output", "BASE"])
         raise ValueError(
-            f"{name} is of type {values['model_type']!r}, onto whose class PEFT would load the adapter, not onto "
-            f"{type(model).__name__}: make a checkpoint of this package of it, `{convert}`, and train on BASE."
+            f"{name} is of type {values['model_type']!r}, so PEFT would load the adapter onto that class, not onto "
+            f"{type(model).__name__}: run `{convert}`, and train on BASE."
         )
     if Path(name).is_dir():
         model.name_or_path = model.config.name_or_path = str(Path(name).resolve())
@@ -162,7 +162,7 @@ def _method(settings: RunArguments, training: InitialStateConfig) -> str:
 
 
 def _record_method(trainer: Trainer, method: str, training: InitialStateConfig) -> None:
-    """Say in the config of what is trained, which may not be the model given, how it is trained."""
+    """Record the method in the config of the trained model, which may be another object than the one given."""
     if method:
         steps = training.max_steps
         budget = f"{steps} steps" if steps > 0 else f"{training.num_train_epochs:g} epochs"
@@ -171,7 +171,7 @@ def _record_method(trainer: Trainer, method: str, training: InitialStateConfig) 
 
 
 def _data(settings: RunArguments) -> DataSource:
-    """What is trained on."""
+    """The source of the training data."""
     if settings.of_symbols:
         return DataSource(f"{settings.task} of {settings.task_length} random symbols")
     if settings.task == "passkey":
@@ -184,7 +184,7 @@ def _data(settings: RunArguments) -> DataSource:
 
 
 def _initial_weights(settings: RunArguments) -> InitialWeights:
-    """Those of a training from scratch, with the options of mimetic initialization that say what it does."""
+    """The record of random initial weights, with the options of mimetic initialization."""
     if not settings.mimetic:
         return InitialWeights()
     layers = None if settings.mimetic_layers is None else tuple(settings.mimetic_layers)
@@ -200,12 +200,12 @@ def _initial_weights(settings: RunArguments) -> InitialWeights:
 
 
 def _state_alone(training: InitialStateConfig) -> bool:
-    """Whether a learned state is saved, and no model."""
+    """Whether only a learned state is saved, and no model."""
     return isinstance(training, LearnedStateConfig) and not training.train_model
 
 
 def _new_model(file: str, trust_remote_code: bool) -> Any:
-    """A model of a config.json with random weights; our class where the config is that of an upstream model."""
+    """A model from a config.json with random weights; of our class also for the config of an upstream model."""
     with reading_files(file):
         values, _ = PreTrainedConfig.get_config_dict(file)
     model_type = values.get("model_type")
@@ -216,14 +216,14 @@ def _new_model(file: str, trust_remote_code: bool) -> Any:
     else:
         possible = sorted(STATEFUL_CLASSES) + sorted(FAMILIES)
         raise ValueError(
-            f"{file} is of the model_type {model_type!r}; to train from scratch, give one of {', '.join(possible)}. "
-            "Examples are in models/ of the recipes, which lengthgen recipe copy FOLDER copies."
+            f"{file} has the model_type {model_type!r}; to train from scratch, give one of {', '.join(possible)}. "
+            "`lengthgen recipe copy FOLDER` writes examples to FOLDER/models."
         )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
 
 
 def _tokenizer(settings: RunArguments, vocab_size: int) -> Any:
-    """The tokenizer given, that of the checkpoint, or bytes from scratch."""
+    """The tokenizer given, else that of the checkpoint, else bytes for a model from scratch."""
     tokenizer = load_tokenizer(
         settings.tokenizer or ("bytes" if settings.from_scratch else settings.model), settings.trust_remote_code
     )
@@ -236,7 +236,7 @@ def _tokenizer(settings: RunArguments, vocab_size: int) -> Any:
 
 
 def _record_task(config: Any, rows: TaskStrings) -> None:
-    """Let a config say what the model is trained on, for `lengthgen accuracy`."""
+    """Record the task in the config, for `lengthgen accuracy`."""
     if rows.vocab_size > config.vocab_size:
         raise ValueError(
             f"task {rows.name} with {rows.vocabulary} symbols has {rows.vocab_size} tokens, the model's vocab_size is "
@@ -246,13 +246,13 @@ def _record_task(config: Any, rows: TaskStrings) -> None:
 
 
 def _text_to_evaluate(settings: RunArguments, rows: Any, eval_rows: Any, tokenizer: Any) -> list[str]:
-    """The options of `lengthgen evaluate` for text that was held out, where there is some, and as much as there is."""
+    """Options of `lengthgen evaluate` that name held-out text if there is some, and a length that the text has."""
     data, split, known = settings.data, "validation", None
     if settings.eval_data is not None:
         data, split, known = settings.eval_data, settings.chosen_eval_split, eval_rows
     elif data != STANDARD_LIBRARY and "validation" not in split_names(data):
         split, known = settings.chosen_split, rows
-        print(f"{data} has no validation split, so the evaluation below is of the text that was trained on.")
+        print(f"{data} has no validation split, so the command below evaluates on the training text.")
     if isinstance(known, PackedBlocks):
         tokens = len(known) * (known.length + 1)
     elif isinstance(known, ContinuedChunks):
@@ -266,7 +266,7 @@ def _text_to_evaluate(settings: RunArguments, rows: Any, eval_rows: Any, tokeniz
 
 
 def _fitting(tokens: int, length: int) -> list[str]:
-    """The longest sequences, up to the usual 64 training lengths, of which there are four in so many tokens."""
+    """Options for the longest sequences, of at most 64 training lengths, of which `tokens` hold four."""
     multiples = [multiple for multiple in (64, 32, 16, 8, 4) if tokens // (multiple * length + 1) >= 4]
     longest = (multiples or [2])[0] * length
     sequences = max(1, min(SEQUENCES, tokens // (longest + 1)))
@@ -280,9 +280,9 @@ def _fitting(tokens: int, length: int) -> list[str]:
 def _next_step(
     settings: RunArguments, training: InitialStateConfig, length_before: int | None = None, text: Sequence[str] = ()
 ) -> str:
-    """What was saved, and how to use, check or measure it, beside the model of another training length or none.
+    """The message after a training: what was saved, and how to use, check or measure it.
 
-    `text` are options of `lengthgen evaluate` that name the text.
+    `length_before` is the training length of the model before, and `text` are options of `lengthgen evaluate`.
     """
     output = str(training.output_dir)
     if _state_alone(training):

@@ -33,7 +33,7 @@ def _lookahead(training: InitialStateConfig) -> int:
 
 
 def training_rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
-    """Training data."""
+    """The training data."""
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
     samples = rows * training.max_steps if training.max_steps > 0 else TASK_SAMPLES
     if settings.of_symbols:
@@ -53,12 +53,12 @@ def training_rows(settings: RunArguments, training: InitialStateConfig, tokenize
             tokenizer.eos_token_id if settings.reset_at_document else None,
             lookahead,
         )
-    # A block of n predictions has n + 1 tokens.
+    # a block of n predictions has n + 1 tokens
     return PackedBlocks(stream, settings.length + max(lookahead - 1, 0))
 
 
 def evaluation_rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
-    """Other text, keys or questions than those of the training data."""
+    """The evaluation data: other text, keys or questions than the training data."""
     seed = training.seed + 1
     if settings.of_symbols:
         return _symbols(settings, TASK_EVALUATION_SAMPLES, EVALUATION_SEED + training.seed)
@@ -66,7 +66,7 @@ def evaluation_rows(settings: RunArguments, training: InitialStateConfig, tokeni
         return _passkeys(settings, TASK_EVALUATION_SAMPLES, seed, tokenizer)
     data = settings.eval_data or (STANDARD_LIBRARY if settings.data == STANDARD_LIBRARY else None)
     if data is None:
-        raise ValueError("eval_strategy needs eval_data, the text for eval_loss.")
+        raise ValueError("eval_strategy measures eval_loss on a text: give eval_data.")
     if settings.task == "babilong":
         return _questions(settings, "test", data, settings.chosen_eval_split, seed, tokenizer)
     return PackedBlocks(stream_of(settings, data, settings.chosen_eval_split, tokenizer), settings.length)
@@ -79,7 +79,7 @@ def stream_of(settings: RunArguments, data: str, split: str, tokenizer: Any) -> 
 
 
 def _text_column(settings: RunArguments, data: str) -> str:
-    """The column of training or evaluation data; the standard library has none, and the other may need one."""
+    """The text column of one of the two data sets; the standard library has no columns."""
     return "text" if data == STANDARD_LIBRARY else settings.text_column
 
 
@@ -89,7 +89,7 @@ def _passkeys(settings: RunArguments, samples: int, seed: int, tokenizer: Any) -
 
 
 def _symbols(settings: RunArguments, samples: int, seed: int) -> TaskStrings:
-    """Strings of the length "50", or of the lengths "50-100"."""
+    """Strings of one length ("50") or of a range of lengths ("50-100")."""
     bounds = settings.task_length.split("-")
     if len(bounds) > 2 or not all(bound.strip().isdecimal() for bound in bounds):
         raise ValueError(f'task_length is {settings.task_length!r}, but must be a number or a range such as "50-100".')
@@ -108,5 +108,5 @@ def _questions(
     background = load_documents(data, split, _text_column(settings, data))
     prompts = BabilongPrompts(tokenizer, questions, background, settings.length, seed)
     if prompts.left_out:
-        print(f"Left out {prompts.left_out} of {len(questions)} questions, whose facts do not fit into a row.")
+        print(f"Left out {prompts.left_out} of {len(questions)} questions: their facts do not fit into a row.")
     return prompts

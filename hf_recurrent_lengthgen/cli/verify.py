@@ -1,4 +1,4 @@
-"""`lengthgen verify`: whether a checkpoint gives what it should, here, elsewhere, and as its source does."""
+"""`lengthgen verify`: whether a checkpoint gives the same results here, without this package, and as its source."""
 
 from collections.abc import Sequence
 
@@ -73,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def table(checks: Sequence[Check]) -> str:
-    """The checks, one a line."""
+    """One row per check."""
     rows = [("what", "against", "tokens", "difference", "allowed", "")]
     for check in checks:
         numbers = (f"{check.tokens:,}", f"{check.difference:.2g}", f"{check.tolerance:.2g}")
@@ -85,4 +85,4 @@ def _verdict(checkpoint: str, verification: Verification) -> str:
     if verification.passed:
         return f"All {len(verification.checks)} checks passed; written to {checkpoint}/{VERIFICATION_FILE}."
     failed = ", ".join(dict.fromkeys(check.what for check in verification.checks if not check.passed))
-    return f"{checkpoint} is not verified: {failed}. No {VERIFICATION_FILE} is left in it."
+    return f"{checkpoint} is not verified: {failed} failed. It has no {VERIFICATION_FILE} now."

@@ -169,8 +169,8 @@ def without_record(save: Any) -> Any:
         ({"task_vocabulary": None}, "copying with 26 symbols has 29 tokens"),
         ({"task": "sorting", "task_length": 9}, "sorting 9 different symbols needs at least 9"),
         ({"task": "recall", "task_length": 5}, "recalling 5 pairs needs at least 10"),
-        ({"intervention": "tbtt"}, "task copying has rows of its own"),
-        ({"alignment_alpha": 0.1}, "task copying has rows of its own"),
+        ({"intervention": "tbtt"}, "task copying makes its own rows"),
+        ({"alignment_alpha": 0.1}, "task copying makes its own rows"),
     ],
 )
 def test_what_would_not_work_is_refused(

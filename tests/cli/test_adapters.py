@@ -121,7 +121,7 @@ def test_a_merged_checkpoint_has_weights_code_tokenizer_and_the_whole_lineage(
 ) -> None:
     out = tmp_path / "merged"
     assert run("merge", adapter, "--output", out) == 0
-    assert "as before to" in (shown := capsys.readouterr().out)
+    assert "unchanged to" in (shown := capsys.readouterr().out)
     assert f"lengthgen verify {out}" in shown
     model = load_model(str(out))
     assert type(model) is StatefulMamba2ForCausalLM
@@ -296,8 +296,8 @@ REFUSED = {
     "targets": (("--lora-r", 2, "--lora-target-modules", "nothing"), r"\['nothing'\] are no linear layers.*in_proj"),
     "some targets": (("--lora-r", 2, "--lora-target-modules", "in_proj", "conv1d"), r"\['conv1d'\] are no linear"),
     "rank": (("--lora-r", 0), "lora_r must be at least 1, got 0"),
-    "statex": (("--lora-r", 2, "--intervention", "statex"), "expand first, then lora_r"),
-    "learned": (("--lora-r", 2, "--intervention", "learned"), "trains the state alone"),
+    "statex": (("--lora-r", 2, "--intervention", "statex"), "run lengthgen expand first"),
+    "learned": (("--lora-r", 2, "--intervention", "learned"), "trains only the state"),
 }
 
 
@@ -315,7 +315,7 @@ def test_a_base_that_peft_would_load_otherwise_is_to_be_converted(
 ) -> None:
     bytes_ = ("--tokenizer", "bytes", "--lora-r", 2)
     assert train(stock_checkpoint, tmp_path / "out", text_file, *bytes_) == 1
-    assert "is of type 'mamba2', onto whose class PEFT would load" in (told := capsys.readouterr().err)
+    assert "is of type 'mamba2', so PEFT would load the adapter onto that class" in (told := capsys.readouterr().err)
     assert "lengthgen convert" in told
     assert train(config_file, tmp_path / "out", text_file, "--lora-r", 2) == 1
     assert "give a checkpoint as model" in capsys.readouterr().err

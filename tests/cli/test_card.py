@@ -18,7 +18,7 @@ def test_the_card_is_written_and_what_it_lacks_is_said(
     options = ["--license", "mit", "--language", "en", "de", "--datasets", "owner/texts", "--authors", "A. Person"]
     assert main(["card", str(folder), *options, "--repo", "me/mine"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith(f"Written: {folder / 'README.md'}\nIt lacks:\n")
+    assert shown.startswith(f"Written: {folder / 'README.md'}\nThe card lacks:\n")
     assert "  results on long texts (lengthgen evaluate, --results)\n" in shown
     assert "license" not in shown
     data = metadata_load(folder / "README.md")

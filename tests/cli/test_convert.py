@@ -55,7 +55,7 @@ def test_tensors_that_loading_rounds_are_told(
     mixed = Path(__file__).parents[1] / "conversion" / "mamba_ssm" / "mamba1_bfloat16"
     assert main(["convert", str(mixed), "--output", "ours"]) == 0
     said = capsys.readouterr().out
-    assert "4 are finer than bfloat16 (backbone.layers.N.mixer.A_log, backbone.layers.N.mixer.D)" in said
+    assert "4 tensors are finer than bfloat16 (backbone.layers.N.mixer.A_log, backbone.layers.N.mixer.D)" in said
     rounded, exact = (AutoModelForCausalLM.from_pretrained("ours", dtype=dtype) for dtype in ("auto", torch.float32))
     written = load_file("ours/model.safetensors")["backbone.layers.0.mixer.A_log"]
     assert not torch.equal(rounded.backbone.layers[0].mixer.A_log.float(), written)
@@ -106,5 +106,5 @@ def test_an_interrupt_says_that_nothing_was_written(
     monkeypatch.setattr(tensor_writing, "_tensor", interrupt)
     for arguments in (["convert", source], ["export", "ours", "--format", "transformers"]):
         assert main([*arguments, "--output", "new"]) == 130
-        assert "Nothing was written to new. The same command starts again" in capsys.readouterr().out
+        assert "Nothing was written to new. Run the same command again" in capsys.readouterr().out
     assert sorted(path.name for path in Path().iterdir()) == ["ours", "theirs"]

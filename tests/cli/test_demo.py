@@ -176,7 +176,7 @@ def test_a_folder_with_other_files_is_left_alone(
     mine.parent.mkdir(parents=True)
     mine.write_text("precious")
     assert run_tiny() == 1
-    assert "holds files that are not of a demo: give another --output" in capsys.readouterr().err
+    assert "holds files that no demo wrote: give another --output" in capsys.readouterr().err
     assert mine.read_text() == "precious"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["control"]
 

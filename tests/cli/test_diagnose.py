@@ -163,5 +163,5 @@ def test_an_interrupt_says_how_to_go_on(
 
     monkeypatch.setattr("hf_recurrent_lengthgen.diagnosis.remembrance.effective_remembrance", interrupt)
     assert diagnose(checkpoint, "--cache", tmp_path / "kept") == 130
-    assert f"is kept in {tmp_path / 'kept'}: the same command goes on" in capsys.readouterr().err
+    assert f"are kept in {tmp_path / 'kept'}: the same command continues" in capsys.readouterr().err
     assert list((tmp_path / "kept").glob("*.json"))  # the states and the evaluation

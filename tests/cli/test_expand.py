@@ -28,7 +28,7 @@ def test_a_checkpoint_is_expanded_and_can_be_trained(
     assert expand(checkpoint, "--output", out, "--layers", 1, "--factor", 3, "--initialization", "inherit") == 0
     shown = capsys.readouterr().out
     assert "1      4 -> 12     64 -> 192" in shown
-    assert f"Next, or with another intervention: lengthgen train --model {out} --output {out}-trained " in shown
+    assert f"Next (--intervention may be another): lengthgen train --model {out} --output {out}-trained " in shown
     expanded, base = load_model(str(out)), load_model(str(checkpoint))
     assert expanded.config.layer_state_sizes == [4, 12]
     assert expanded.config.training_length == 8
@@ -102,7 +102,7 @@ def test_a_hybrid_needs_all_layers(tmp_path: Path, capsys: pytest.CaptureFixture
     [
         ([], "Give --output"),
         (["--output", "{full}"], "is there already and not an empty folder"),
-        (["--output", "{out}", "--report"], "--report makes and writes no weights: leave out --output, or"),
+        (["--output", "{out}", "--report"], "--report writes no weights: leave out --output, or"),
         (["--report", "--initialization", "reinit", "--seed", "0"], "leave out --initialization, --seed, or --report"),
         (["--output", "{out}", "--factor", "inf"], "factor must be a finite number above 1, got inf"),
         (["--output", "{out}", "--factor", "nan"], "factor must be a finite number above 1, got nan"),
@@ -125,7 +125,7 @@ def test_a_checkpoint_that_forgets_is_refused_since_training_would_be(
 ) -> None:
     assert main(["forget", str(checkpoint), "--output", str(tmp_path / "forgets"), "--window", "4"]) == 0
     assert expand(tmp_path / "forgets", "--output", tmp_path / "out") == 1
-    assert "forgets (window 4), so it cannot be trained, which an expansion needs: give" in capsys.readouterr().err
+    assert "forgets (window 4), so it cannot be trained after an expansion: give" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["forgets"]
 
 

@@ -118,7 +118,7 @@ def test_remote_code_evaluates_if_it_may_run(
     assert "trust_remote_code" in capsys.readouterr().err
     assert evaluate(folder, "--trust-remote-code", "--tokenizer", "bytes") == 0
     shown = capsys.readouterr().out
-    assert "3 texts of 64 bytes, each read at once" in shown
+    assert "3 texts of 64 bytes, each in one forward pass" in shown
     nll = -table[torch.from_numpy(tokens[:, :-1]).long()].cumsum(1).log_softmax(-1)
     expected = nll.gather(-1, torch.from_numpy(tokens[:, 1:, None]).long()).mean(0)[:8, 0]
     [model] = found(tmp_path).models
@@ -139,9 +139,9 @@ def test_what_was_measured_is_not_measured_again(
         raise AssertionError
 
     monkeypatch.setattr("hf_recurrent_lengthgen.evaluation.evaluate.stream_nll", never)
-    assert "were kept before" not in capsys.readouterr().out
+    assert "taken from the cache" not in capsys.readouterr().out
     assert evaluate(checkpoint, "--roles", "base") == 0
-    assert re.search(r"Results that were kept before, in .*: 1\n", capsys.readouterr().out)
+    assert re.search(r"Results taken from the cache in .*: 1\n", capsys.readouterr().out)
     again = found(tmp_path).models[0]
     assert again.role == "base"
     assert again.evaluation.command == f"{first.command} --roles base"
@@ -170,7 +170,7 @@ def test_an_interrupted_command_goes_on(
         patched.setattr("hf_recurrent_lengthgen.evaluation.result_cache.MOST_TIME_SAVING", float("inf"))
         patched.setattr("hf_recurrent_lengthgen.evaluation.evaluate.window_nll", interrupt)
         assert evaluate(checkpoint, "--cache", tmp_path / "kept") == 130
-    assert f"is kept in {tmp_path / 'kept'}: the same command goes on" in capsys.readouterr().err
+    assert f"are kept in {tmp_path / 'kept'}: the same command continues" in capsys.readouterr().err
     seen = []
     chunks = streaming.stream_chunks
     for module in (streaming, context_harm):
@@ -226,7 +226,7 @@ def test_a_training_length_from_another_model_is_told(capsys: pytest.CaptureFixt
     configs = [SimpleNamespace(training_length=8), SimpleNamespace(), SimpleNamespace(training_length=8)]
     models = [SimpleNamespace(config=config) for config in configs]
     assert _training_length(["a", "b", "c"], models) == 8
-    assert "No training length in the config of b: taking that of a, c, 8, for all" in capsys.readouterr().out
+    assert "The config of b names no training length: taking 8, as in a, c" in capsys.readouterr().out
     assert _training_length(["a", "c"], models[::2]) == 8
     assert capsys.readouterr().out == ""
 
@@ -236,7 +236,7 @@ def test_a_cache_that_cannot_be_written_is_said(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert evaluate(checkpoint, "--cache", tmp_path / "file") == 1
-    assert "give --cache FOLDER or --no-cache" in capsys.readouterr().err
+    assert "give another --cache, or --no-cache" in capsys.readouterr().err
 
 
 def test_too_little_text_names_the_options(

@@ -50,7 +50,7 @@ def test_a_dry_run_needs_no_hub(
     assert lines[0] == f"{folder} to user/name:"
     assert {line.split(" ")[0] for line in lines if line.count(" ") == 2 and line.endswith("B")} >= {"config.json"}
     reason = {"a token": "there is no token", "a connection": "the connection broke"}.get(without, "HF_HUB_OFFLINE is")
-    assert lines[-2].startswith("Not known without the Hub: whether the repository is there")
+    assert lines[-2].startswith("Without the Hub it is not known whether the repository exists")
     assert reason in lines[-2]
     assert lines[-1] == "Nothing was pushed (--dry-run)."
     (folder / "verification.json").unlink()
@@ -72,7 +72,7 @@ def test_a_push_says_where_it_is_and_the_next_one_that_all_is_there(
     assert main(["push", str(folder), "user/name"]) == 0
     lines = shown(capsys)
     assert lines[0].endswith("user/name (there already):")
-    assert f"Nothing to push, all of it is there: {hub.url}/user/name/commit/{head.id}" in lines
+    assert f"Nothing to push: the Hub has all of it, {hub.url}/user/name/commit/{head.id}" in lines
     assert any(line.startswith("replaced config.json ") for line in lines)
 
 
@@ -115,7 +115,7 @@ def test_a_pull_names_the_commit_the_verification_and_how_to_load(
     commit = hub.repositories["user/name"].branches["main"]
     assert shown(capsys) == [
         f"user/name at commit {commit}: {len(pushed_files(folder))} files in {output}",
-        "Its verification is of these files.",
+        "Verified: its verification.json belongs to these files.",
     ]
     assert main(["pull", "user/name", "--output", str(output)]) == 1
     assert "is there already and not an empty folder" in capsys.readouterr().err

@@ -187,7 +187,7 @@ def test_a_stage_whose_folder_was_deleted_is_done_again_but_not_under_what_was_m
 
 def test_text_that_is_not_here_is_missed_before_anything_is_done(commands: Commands) -> None:
     Path("data/pile").rmdir()
-    with pytest.raises(ValueError, match="data/pile is not here: give --data, with the Pile"):
+    with pytest.raises(ValueError, match="data/pile does not exist: give --data, with the Pile"):
         start()
     assert commands.names == []
     assert start("--data", "EleutherAI/pile") == 0
@@ -207,7 +207,7 @@ def test_some_stages_only(commands: Commands) -> None:
     assert commands.names == ["convert", "check", "train"]
     start("--from", "evaluate", "--until", "evaluate")
     assert commands.names == ["convert", "check", "train", "evaluate"]
-    with pytest.raises(ValueError, match="no stage 'tain' here: the stages are convert, check, train"):
+    with pytest.raises(ValueError, match="no stage 'tain': the stages are convert, check, train"):
         start("--until", "tain")
 
 

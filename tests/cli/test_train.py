@@ -132,8 +132,8 @@ def test_a_stock_config_from_scratch_becomes_a_model_of_ours(train: Train, tmp_p
 def test_a_config_of_another_type_is_refused(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(model=write(tmp_path / "config.json", json.dumps({"model_type": "llama"}))) == 1
     error = capsys.readouterr().err
-    assert "is of the model_type 'llama'" in error
-    assert all(name in error for name in ("mamba2,", "stateful_gla,", "models/ of the recipes"))
+    assert "has the model_type 'llama'" in error
+    assert all(name in error for name in ("mamba2,", "stateful_gla,", "FOLDER/models"))
 
 
 def test_only_the_first_process_says_what_was_saved(
@@ -359,7 +359,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
         assert train(**options, output_dir=tmp_path / "broken") == 130
     shown = capsys.readouterr()
     assert "checkpoint-2" in shown.out
-    assert "On the command line, continue with --resume" in shown.out
+    assert "On the command line, add --resume" in shown.out
     assert "interrupted" in shown.err
     assert not (tmp_path / "broken" / "model.safetensors").exists()
     assert train("--resume", **options, output_dir=tmp_path / "broken") == 0
@@ -419,7 +419,7 @@ def test_data_from_files(kind: str, train: Train, checkpoint: Path, text_file: P
         ({"text_column": "body"}, "no column 'body'"),
         ({"split": "validation"}, "validation"),
         ({"data": "nowhere.txt"}, "no file or folder nowhere.txt"),
-        ({"eval_strategy": "steps"}, "eval_strategy needs eval_data"),
+        ({"eval_strategy": "steps"}, "eval_strategy measures eval_loss on a text"),
         ({"state_drop_probability": 1.5}, "between 0 and 1"),
         ({"save_strategy": "sometimes"}, None),
     ],
@@ -698,10 +698,10 @@ def test_an_option_that_would_do_nothing_is_unknown(
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("--text-column x --data stdlib", "text_column does nothing here: it goes with data other than stdlib"),
+        ("--text-column x --data stdlib", "text_column does nothing here: stdlib has no columns"),
         (
             """--chunks-before-reset 12 --intervention mixed --mixture {"zero":1.0}""",
-            "chunks_before_reset does nothing here: it goes with tbtt, which has no share",
+            "chunks_before_reset does nothing here: it belongs to tbtt, which has no share",
         ),
     ],
 )

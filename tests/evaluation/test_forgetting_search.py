@@ -107,7 +107,7 @@ def test_where_the_past_misleads_some_forgetting_is_best(changing: np.ndarray) -
 def test_where_the_past_never_misleads_no_forgetting_is_best_and_that_is_said(steady: np.ndarray) -> None:
     found = search(Statistician(), steady)
     assert rule_of(found.best) == Forgetting()
-    assert "No forgetting at all is best" in search_table(found)
+    assert "Not to forget is best" in search_table(found)
 
 
 def test_of_equal_settings_no_forgetting_is_best(steady: np.ndarray) -> None:

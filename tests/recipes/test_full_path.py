@@ -102,7 +102,7 @@ def test_from_convert_to_a_stranger_that_loads_it(
             torch.testing.assert_close(found["logits"], expected, rtol=0, atol=1e-6)
     assert main(command) == 0  # nothing is left to do
     assert hub.repositories["user/cured"].at("main").id == commit
-    assert "Nothing to push, all of it is there" in capsys.readouterr().out
+    assert "Nothing to push: the Hub has all of it" in capsys.readouterr().out
 
 
 def expire(hub: Endpoint) -> None:  # noqa: F811
