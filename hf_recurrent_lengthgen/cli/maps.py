@@ -16,6 +16,7 @@ from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
 from hf_recurrent_lengthgen.plotting.attention_maps import attention_maps_figure
 from hf_recurrent_lengthgen.plotting.images import save_png
+from hf_recurrent_lengthgen.plotting.names import short_names
 
 MOST_TOKENS = 1024
 DESCRIPTION = """\
@@ -49,8 +50,9 @@ def run(arguments: Sequence[str]) -> int:
         raise ValueError(f"The text has {len(ids)} tokens, but must have 1 to {MOST_TOKENS}.")
     if min(ids) < 0 or max(ids) >= model.config.vocab_size:
         raise ValueError(f"Token ids must be from 0 to {model.config.vocab_size - 1}, got {min(ids)} to {max(ids)}.")
+    [label] = short_names([options.model])
     data, command = DataRecord(DataSource("text of the command")), shlex.join(["lengthgen", "maps", *arguments])
-    maps = attention_maps(model, torch.tensor(ids), words, options.layers, options.model, data, command)
+    maps = attention_maps(model, torch.tensor(ids), words, options.layers, label, data, command)
     output = make_output_folder(options.output)
     save_maps(output / "maps.npz", maps)
     save_png(attention_maps_figure(maps), output / "maps.png")

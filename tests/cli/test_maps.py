@@ -20,7 +20,7 @@ def test_the_maps_of_a_text_as_picture_arrays_and_table(
     assert main(["maps", str(checkpoint), "--text", "ab|a", "--output", str(output)]) == 0
     with np.load(output / "maps.npz") as maps:
         described, average = json.loads(str(maps["header"])), maps["average"]
-    assert (described["model"], described["tokens"]) == (str(checkpoint), ["a", "b", "|", "a"])
+    assert (described["model"], described["tokens"]) == (checkpoint.name, ["a", "b", "|", "a"])
     read = read_maps(output / "maps.npz")
     assert read.command == f"lengthgen maps {checkpoint} --text 'ab|a' --output {output}"
     assert read.weights == weights_digest(load_model(checkpoint))
