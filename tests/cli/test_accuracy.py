@@ -301,7 +301,7 @@ def test_the_document_names_weights_data_and_seed_and_is_refused_if_damaged(
     [
         ({}, [], "names no task: give --task"),
         ({}, ["--task", "copying", "--task-vocabulary", "5"], "longest string in the training of"),
-        ({"name": "copying", "length": [2, 3], "vocabulary": 30}, [], "vocab_size is 12, but copying"),
+        ({"name": "copying", "length": [2, 3], "vocabulary": 30}, [], "vocab_size 12 is too small: copying"),
         ({"name": "recall", "length": [2, 2], "vocabulary": 8}, [], "recalling 8 pairs needs at least 16"),
         ({"name": "copying", "length": [2, 2], "vocabulary": 8}, ["--device", "moon"], "Cannot use the device 'moon'"),
         ({"name": "copying", "length": [2, 2], "vocabulary": 8}, ["--task", "sorting"], "give --lengths"),
