@@ -194,7 +194,7 @@ def test_babilong_by_task_and_length() -> None:
     prompt = bytes((shot.tasks(0, 500)[0].prompt - 3).tolist())
     assert prompt.count(b"Question: Where is Mary?") == 3
     assert len(shot.tasks(0, 500)) == 2
-    with pytest.raises(ValueError, match="shots is 6, but qa1 has 5 questions"):
+    with pytest.raises(ValueError, match="shots is 6, but qa1 has only 5 questions"):
         BabilongGrid(byte_tokenizer(), {"qa1": stories}, BACKGROUND, 2, shots=6, examples={"qa1": stories})
 
 

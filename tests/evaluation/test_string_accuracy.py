@@ -99,7 +99,7 @@ def test_lengths_are_1_2_and_4_times_that_of_training() -> None:
         assert accuracy == (pytest.approx(right.double().mean().item()), pytest.approx(right.all(1).double().mean()))
     assert 0 < found[12].character < 1
     assert list(accuracy_by_length(model, task, [5], samples=2)) == [5]
-    with pytest.raises(ValueError, match="vocab_size is 7, but copying with vocabulary 5 has 8 tokens"):
+    with pytest.raises(ValueError, match="vocab_size 7 is too small: copying with vocabulary 5 has 8 tokens"):
         string_accuracy(model, CopyingStrings(3, 5))
     with pytest.raises(ValueError, match="batch_size must be at least 1"):
         string_accuracy(model, task, 0)
