@@ -60,6 +60,7 @@ def test_state_passing_is_a_change_of_two_names() -> None:
     assert sum(before != after for before, after in zip(plain, passing, strict=True)) == 2
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", ["plain_trainer.py", "state_passing_trainer.py"])
 def test_the_training_scripts_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_example(name, monkeypatch, "--steps", 1, "--output", tmp_path / "out")
@@ -159,6 +160,7 @@ def test_two_processes_start_on_a_cpu(tmp_path: Path) -> None:
     assert sorted(done.stdout.split("\n"))[-2:] == ["process 0 of 2", "process 1 of 2"], done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_a_model_learns_to_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,6 +213,7 @@ def test_a_document_is_asked_for_properly(
     assert wrong[0] in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 @needs_hybrids
 def test_a_hybrid_trains_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

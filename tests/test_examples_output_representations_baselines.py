@@ -121,6 +121,7 @@ def test_padding_changes_no_prediction(backbone: str) -> None:
     torch.testing.assert_close(found.loss, by_hand, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("backbone", ["alibi", "mamba2"])
 def test_trainer_trains_and_evaluates_it(backbone: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+import hf_recurrent_lengthgen
+
 PACKAGES = ("", "models", "trainers", "evaluation", "data", "surgery")
 
 
@@ -45,13 +47,13 @@ import sys, hf_recurrent_lengthgen as package
 assert not {"torch", "transformers", "numpy"} & sys.modules.keys(), "heavy"
 assert package.__version__[0].isdigit()
 assert {"load_model", "stateful", "zero_state", "clone_state", "models", "trainers"} <= set(dir(package))
-assert package.models.StatefulMamba2Config.model_type == "stateful_mamba2"
 try:
     package.nothing
 except AttributeError as error:
     assert "has no attribute 'nothing'" in str(error)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+    assert hf_recurrent_lengthgen.models.StatefulMamba2Config.model_type == "stateful_mamba2"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["evalute"]])

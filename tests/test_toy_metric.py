@@ -121,6 +121,7 @@ def test_a_metric_of_one_file_is_everywhere(
     assert "Results taken from the cache" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("listed")
 def test_a_result_that_no_file_can_hold_is_told_by_its_part(
     checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any

@@ -388,6 +388,7 @@ def written_into(readme: Path, words: str = WORDS) -> None:
     readme.write_text(text.replace(f"{begin}\n\n{end}", f"{begin}\n{words}\n\n\n{end}"))
 
 
+@pytest.mark.slow
 def test_own_words_outlive_all_that_writes_the_card(work: Work, tmp_path: Path) -> None:
     folder = work.copy("cured", tmp_path / "cured")
     readme = write_card(folder, [work.results], CardSettings(license="mit")).path

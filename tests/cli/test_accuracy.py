@@ -104,6 +104,7 @@ def test_every_task_trains_and_is_measured(
     assert ("pairs" if task == "recall" else "symbols") in (output / "accuracy.svg").read_text()
 
 
+@pytest.mark.slow
 def test_training_reads_the_strings_of_its_seed_and_evaluates_on_others(
     train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_checkpoint_is_trained_on(train: Run, checkpoint: Callable[..., Path],
     assert AutoConfig.from_pretrained(tmp_path / "out").task["length"] == [1, 3]
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_on_another_task(
     train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +159,7 @@ def without_record(save: Any) -> Any:
     return written
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -321,6 +324,7 @@ def test_what_cannot_be_measured_is_refused(
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -327,6 +327,7 @@ def test_a_shared_weight_takes_no_adapter() -> None:
         add_adapter(StatefulMamba2ForCausalLM(config), 2, 4, ["lm_head"])
 
 
+@pytest.mark.slow
 def test_trainers_record_the_base_and_the_chain(checkpoint: Path, tmp_path: Path) -> None:
     rows = [{"input_ids": torch.arange(3, 12), "labels": torch.arange(3, 12)}] * 8
     config = {"use_cpu": True, "report_to": "none", "max_steps": 1, "save_strategy": "no", "assume_shuffled": True}

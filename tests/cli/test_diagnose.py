@@ -124,6 +124,7 @@ def test_bad_options_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_one_text_has_no_distances(
     diagnose: Diagnose, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +143,7 @@ def test_reasons_for_what_is_left_out_of_states_are_shown(
     assert f"{checkpoint.name}, states: No head is said to drift: 3 texts cannot tell" in shown
 
 
+@pytest.mark.slow
 def test_texts_a_little_beyond_training(diagnose: Diagnose, checkpoint: Path, tmp_path: Path) -> None:
     assert diagnose(checkpoint, "--parts", "states", "--length", 9) == 0
     [model] = read_result(tmp_path / "out" / "result.json", Diagnosis).models

@@ -42,6 +42,7 @@ def test_a_checkpoint_is_expanded_and_can_be_trained(
     assert load_model(str(trained)).config.layer_state_sizes == [4, 12]
 
 
+@pytest.mark.slow
 def test_the_trainer_of_the_command_line_expands_too_and_resumes(
     checkpoint: Path, tmp_path: Path, text_file: Path
 ) -> None:

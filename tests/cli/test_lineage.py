@@ -108,6 +108,7 @@ def test_each_command_goes_on_with_the_lineage_of_its_start(checkpoint: Path, tm
     assert steps_of(tmp_path / "trained") == lineage.steps[:3]
 
 
+@pytest.mark.slow
 def test_a_resumed_training_is_one_step_over_all_of_it(checkpoint: Path, tmp_path: Path, text_file: Path) -> None:
     saving = ("--save-strategy", "steps", "--save-steps", 1)
     assert train(checkpoint, tmp_path / "out", text_file, *saving) == 0

@@ -89,6 +89,7 @@ def found(folder: Path) -> Comparison:
     return read_result(folder / "out" / "result.json", Comparison)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", STOCK)
 def test_stock_models_evaluate(kind: str, evaluate: Evaluate, tokens: np.ndarray, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -99,6 +99,7 @@ def test_training_from_scratch_with_mimetic_initialization(train: Train, config_
     assert not trained_config(tmp_path / "out")["interventions"]
 
 
+@pytest.mark.slow
 def test_mimetic_switches_and_layers(
     train: Train, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -395,6 +396,7 @@ def test_a_new_run_does_not_mix_its_checkpoints_with_old_ones(
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
 def test_data_from_files(kind: str, train: Train, checkpoint: Path, text_file: Path, tmp_path: Path) -> None:
     path = tmp_path / f"data.{kind}"
@@ -461,6 +463,7 @@ def test_an_args_file_beside_the_program_is_not_read(tmp_path: Path, monkeypatch
     assert parsed()["max_steps"] == 500
 
 
+@pytest.mark.slow
 def test_a_run_starts_with_its_seed(
     train: Train, config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -482,6 +485,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("intervention", METHODS)
 def test_every_intervention_trains_every_weight(
     train: Train, checkpoint: Path, tmp_path: Path, intervention: str
@@ -732,6 +736,7 @@ def rows_of(monkeypatch: pytest.MonkeyPatch, train: Train, **options: Any) -> di
     return seen
 
 
+@pytest.mark.slow
 def test_passkeys_are_trained_on_the_key_alone(
     train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -236,6 +236,7 @@ def break_after(monkeypatch: pytest.MonkeyPatch, tensors: int, error: BaseExcept
 ERRORS = [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")]
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("there", [False, True], ids=["new", "empty folder"])
 @pytest.mark.parametrize("direction", ["convert", "mamba-ssm", "transformers"])

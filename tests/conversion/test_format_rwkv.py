@@ -114,6 +114,7 @@ def assert_same(one: Weights, other: Weights) -> None:
         assert torch.equal(value, other[name]), name
 
 
+@pytest.mark.thinned(3)
 @every_size
 @both_generations
 def test_pth_files_compute_what_the_loop_does_and_come_back_the_same(
@@ -139,6 +140,7 @@ def test_bfloat16_is_kept(shapes: Callable[[Sizes], dict[str, Any]], tmp_path: P
     assert_same(torch.load(tmp_path / "back/model.pth", weights_only=True), weights)
 
 
+@pytest.mark.thinned(5)
 @both_generations
 @pytest.mark.parametrize("which", ["all", "decay", "some"])
 def test_vectors_without_leading_ones_come_back_without_them(

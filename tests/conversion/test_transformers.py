@@ -72,6 +72,7 @@ def test_logits_are_those_of_upstream(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(ours, model(ids).logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_way_back_changes_no_bit_and_loads_upstream(name: str, dtype: torch.dtype, tmp_path: Path) -> None:

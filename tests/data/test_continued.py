@@ -403,6 +403,7 @@ def test_every_source_is_read_in_its_order(kind: str) -> None:
     assert read == [token for row in rows for token in [*row, EOS]]
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
 @pytest.mark.parametrize("processes", [2, 3])

@@ -49,6 +49,7 @@ def test_byte_path_is_the_tokenizer_on_nasty_text(text: str) -> None:
     assert token_stream([text, "z"]).tolist() == [*expected, EOS, ord("z") + 3, EOS]
 
 
+@pytest.mark.slow
 @given(texts=st.lists(st.text(), max_size=5))
 @settings(max_examples=50, deadline=None)
 def test_byte_path_is_the_general_path(texts: list[str]) -> None:

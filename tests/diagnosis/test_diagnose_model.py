@@ -50,6 +50,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     return build(request.param).eval()
 
 
+@pytest.mark.thinned(2)
 def test_each_part_is_that_of_its_own_function(model: Any, tokens: np.ndarray) -> None:
     found = diagnose_model(model, tokens, T, settings=replace(QUIET, repeated_token=3), role="base")
     assert (found.role, found.refused) == ("base", {})
@@ -102,6 +103,7 @@ def test_texts_a_little_beyond_training_are_diagnosed(length: int, model: Any, t
     assert states.patching is not None
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("part", "function"),
     [

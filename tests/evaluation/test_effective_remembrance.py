@@ -86,6 +86,7 @@ def by_definition(model: Any, tokens: np.ndarray, length: int, starts: list[int]
     return values
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("length", "starts"), [(7, [0, 1, 2, 3, 4, 5, 6]), (67, [13, 64, 66, 1])], ids=str)
 def test_values_are_those_of_the_definition(name: str, length: int, starts: list[int]) -> None:
@@ -98,6 +99,7 @@ def test_values_are_those_of_the_definition(name: str, length: int, starts: list
     assert values.max() <= 1
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("batch_size", "chunk_length"), [(1, 1), (4, 5), (7, None), (None, 3), (99, 99)])
 def test_pieces_do_not_change_the_values(batch_size: int | None, chunk_length: int | None) -> None:
     for name in ("mamba2", "llama, by its cache"):

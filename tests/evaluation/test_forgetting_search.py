@@ -130,6 +130,7 @@ def mamba2(**fields: Any) -> Model:
     return Model(Config(**sizes, **special, num_hidden_layers=2, **fields))
 
 
+@pytest.mark.slow
 def test_a_model_of_this_package_is_measured_under_each_setting_and_left_as_it_was(steady: np.ndarray) -> None:
     model = mamba2(forgetting={"insertion": 0.3})
     config = model.config

@@ -73,6 +73,7 @@ def units_of(recurrent: np.ndarray) -> np.ndarray:
     return recurrent.reshape(len(recurrent), recurrent.shape[1] if recurrent.ndim == 4 else 16, -1)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("family", "variant"), CASES, ids=variant_id)
 def test_statistics_are_those_of_the_states_after_each_token(family: Family, variant: str) -> None:
     model, tokens = made(family, variant), random_tokens(SEQUENCES, LENGTH + 1)

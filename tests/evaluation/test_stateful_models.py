@@ -43,6 +43,7 @@ def test_streaming_equals_one_forward_pass(model: Any, tokens: np.ndarray, chunk
         torch.testing.assert_close(layer.conv, expected.conv, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.thinned(3)
 def test_evaluation_equals_separate_forward_passes(model: Any, tokens: np.ndarray) -> None:
     result = evaluate_model(model, tokens, TRAINING_LENGTH, settings=EvaluationSettings(progress=False))
     full = plain_nll(model, tokens)

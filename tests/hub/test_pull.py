@@ -164,6 +164,7 @@ def test_a_full_disk_leaves_nothing(
     assert [path for path in tmp_path.iterdir() if "out" in path.name] == []
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("name", "revision", "message"),
     [

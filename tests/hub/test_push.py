@@ -81,6 +81,7 @@ PASSING = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING.keys())
 def test_what_passes_is_waited_for(
     fault: tuple[str, str, dict[str, object]], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -185,6 +186,7 @@ def test_visibility_is_that_asked_for_or_refused(hub: Endpoint, folder: Path) ->
         push(folder, "user/closed", private=False)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("token", "name", "message"),
     [

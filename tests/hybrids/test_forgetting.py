@@ -70,6 +70,7 @@ def read_in_pieces(model: Any, tokens: Tensor, sizes: list[int]) -> tuple[Tensor
     return torch.cat(outputs, dim=1), state
 
 
+@pytest.mark.thinned(5)
 @every_setting
 @pytest.mark.parametrize("model_type", OURS)
 @torch.no_grad()
@@ -88,6 +89,7 @@ def test_wrapped_models_forget_what_our_classes_forget(model_type: str, settings
         assert error(found.recurrent, layer.recurrent) < 1e-5
 
 
+@pytest.mark.thinned(5)
 @every_setting
 @pytest.mark.parametrize("model_type", TYPES)
 @torch.no_grad()

@@ -199,6 +199,7 @@ def test_no_state_is_the_zero_state_bit_for_bit(family: Family, dtype: torch.dty
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.thinned(7)
 @every_family
 @pytest.mark.parametrize("length", [1, 2, 70])
 @pytest.mark.parametrize("mode", ["eval", "train", "checkpointed", "padded"])

@@ -137,6 +137,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
+@pytest.mark.thinned(3)
 @every_case
 @pytest.mark.parametrize(
     "rule",
@@ -162,6 +163,7 @@ def test_states_and_outputs_are_sums_over_the_window(name: str, rule: Forgetting
     assert error(state.recurrent, states[:, -1]) < 1e-12
 
 
+@pytest.mark.thinned(2)
 @every_case
 @settings(max_examples=15, deadline=None)
 @given(st.data())

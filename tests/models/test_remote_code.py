@@ -228,6 +228,7 @@ def test_every_missing_weight_gets_the_values_of_a_new_model(family: Family, tmp
             torch.testing.assert_close(ours, expected, msg=name)
 
 
+@pytest.mark.thinned(5)
 @every_family
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

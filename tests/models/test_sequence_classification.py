@@ -109,6 +109,7 @@ torch.save(model(inputs["tokens"], attention_mask=inputs["mask"]).logits, sys.ar
     assert torch.equal(torch.load(tmp_path / "out.pt"), model(tokens, attention_mask=MASK).logits)
 
 
+@pytest.mark.slow
 def test_trainer_teaches_and_measures_it(tmp_path: Path) -> None:
     """Which of two tokens comes first; two micro-batches to a step, as one batch would."""
     model = classifier(FAMILIES[0], torch.float32, num_labels=2)

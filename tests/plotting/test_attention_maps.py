@@ -26,6 +26,7 @@ def maps_with(model: str, tokens: Sequence[str], *layers: LayerMaps) -> Attentio
     return AttentionMaps(model=model, tokens=tuple(tokens), layers=layers, wall_seconds=0.0, **about)
 
 
+@pytest.mark.slow
 def test_each_layer_has_its_map_above_its_mask() -> None:
     maps = maps_of(6, list("abcde"))
     figure = attention_maps_figure(maps)
@@ -75,6 +76,7 @@ def test_short_texts_are_written_at_the_axes_and_long_ones_counted() -> None:
     assert labels[0] == ["0", "50", "100"]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("layers", [1, 5])
 def test_pictures_can_be_written(layers: int, tmp_path: Any) -> None:
     save_png(attention_maps_figure(maps_of(layers, list("ab"), "$model_{")), tmp_path / "maps.png")

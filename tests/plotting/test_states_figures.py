@@ -139,6 +139,7 @@ def test_bars_are_the_harm_that_comes_and_goes(pair: Pair) -> None:
     assert figure.axes[0].get_xlim() == figure.axes[1].get_xlim()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("figure_of", FIGURES)
 def test_figures_can_be_saved(pair: Pair, figure_of: Any, tmp_path: Path) -> None:
     figure = figure_of(pair)

@@ -145,6 +145,7 @@ def test_sources_are_official_checkpoints_in_a_known_layout(recipe: Recipe) -> N
         assert re.search(r"Figure \d|Table \d|Section \d|^\d\.\d", item.source), item
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
 def test_every_command_of_every_recipe_is_accepted(recipe: Recipe, tmp_path: Path) -> None:

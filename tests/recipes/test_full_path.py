@@ -151,6 +151,7 @@ def test_a_push_that_fails_leaves_the_hub_as_it_was_and_goes_on(
     assert {name: content for name, content in on_the_hub(hub).items() if name != ".gitattributes"} == before
 
 
+@pytest.mark.slow
 def test_a_commit_whose_answer_is_lost_is_found(
     command: list[str],
     hub: Endpoint,  # noqa: F811

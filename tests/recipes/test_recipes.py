@@ -171,6 +171,7 @@ def is_number(text: str) -> bool:
 
 
 # the name that all supported versions of Transformers know
+@pytest.mark.thinned(3)
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("arguments", COMMANDS, ids=RUNS)
 def test_every_run_is_accepted_as_it_is_written(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,7 @@ def test_merged_heads_of_gla_are_those_of_the_paper(heads: int) -> None:
     torch.testing.assert_close(given, outputs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thinned(3)
 @torch.no_grad()
 @pytest.mark.parametrize("factor", [1.2, 2, 3, 4, 8])
 @pytest.mark.parametrize(
@@ -443,6 +444,7 @@ def test_models_whose_code_came_with_a_checkpoint_are_expanded(tmp_path: Path) -
 HYBRIDS = ["bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "mamba", "mamba2", "nemotron_h", "zamba2"]
 
 
+@pytest.mark.thinned(3)
 @needs_hybrids
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", HYBRIDS)

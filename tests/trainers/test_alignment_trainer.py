@@ -313,6 +313,7 @@ def test_another_loss_is_refused(toys: ModuleType, tmp_path: Path) -> None:
         AlignmentTrainer(MixtralForCausalLM(mixtral), config, train_dataset=toys.sequences(4))
 
 
+@pytest.mark.slow
 def test_rows_without_labels_or_with_padding_are_refused(toys: ModuleType, tmp_path: Path) -> None:
     config = AlignmentConfig(str(tmp_path), **toys.QUIET)
     rows = [{"input_ids": item["input_ids"]} for item in toys.sequences(8, length=12)]

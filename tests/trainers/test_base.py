@@ -53,6 +53,7 @@ def test_evaluation_starts_from_zero_and_leaves_the_carried_states_alone(
     torch.testing.assert_close(trainer.initial_states.state_dict(), before, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_evaluating_during_training_changes_nothing(toys: ModuleType, make_config: MakeConfig) -> None:
     results = []
     for strategy in ("no", "steps"):
@@ -264,6 +265,7 @@ def test_lora_trains_the_adapter_and_nothing_else(toys: ModuleType, tmp_path: Pa
     assert len(moved) == 6  # two matrices for in_proj of two layers and for the head
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_trains_the_same_weights(toys: ModuleType, make_config: MakeConfig) -> None:
     results = []
     for changes in ({}, {"gradient_checkpointing": True}):
@@ -305,6 +307,7 @@ def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(toys: ModuleType, mak
     toys.assert_same_weights(toys.weights(trainer.model), toys.weights(saved))
 
 
+@pytest.mark.slow
 def test_a_class_that_came_with_a_checkpoint_trains_like_ours(
     toys: ModuleType, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

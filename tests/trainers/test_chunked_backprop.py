@@ -201,6 +201,7 @@ def test_the_model_is_as_before_after_the_block_and_after_an_error_in_it() -> No
     assert model(**inputs).logits.shape == (2, LENGTH, VOCABULARY)
 
 
+@pytest.mark.slow
 def test_a_trainer_takes_the_steps_it_takes_on_whole_sequences(tmp_path: Path) -> None:
     class InChunks(Trainer):
         def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:

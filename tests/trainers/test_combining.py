@@ -135,6 +135,7 @@ def test_states_are_passed_in_one_forward_pass_a_step(tmp_path: Path) -> None:
         torch.testing.assert_close(initial, final, rtol=0, atol=0)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_weights_are_those_of_our_own_trainer(tmp_path: Path, accumulation: int) -> None:
     sft, _ = trained(tmp_path / "sft", gradient_accumulation_steps=accumulation)
@@ -167,6 +168,7 @@ def test_every_source_goes_with_sft(tmp_path: Path, method: Any, fields: dict[st
         assert (calls.initial[-1] is None) == (method is ZeroStateTrainer)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", [AlignmentTrainer, StatePassingTrainer])
 def test_the_alignment_loss_goes_with_rows_of_one_length(tmp_path: Path, method: Any) -> None:
     trainer, calls = trained(
@@ -223,6 +225,7 @@ def test_chats_and_adapters(tmp_path: Path) -> None:
     assert calls.initial[-1] is None  # evaluation starts from zero
 
 
+@pytest.mark.slow
 def test_the_lineage_tells_of_the_method_and_of_the_settings_of_both(tmp_path: Path) -> None:
     model().save_pretrained(tmp_path / "base")
     start = StatefulMamba2ForCausalLM.from_pretrained(tmp_path / "base")
@@ -258,6 +261,7 @@ def test_tokens_are_those_of_one_run_also_when_a_trainer_trains_again(tmp_path: 
         assert trainer.run_record.tokens(trainer) == tokens
 
 
+@pytest.mark.slow
 def test_metrics_leave_those_of_trl_alone(tmp_path: Path) -> None:
     callback = MetricCallback({"one": lambda _: 1.0}, every_steps=1, at_start=False)
     trainer, _ = trained(tmp_path, callbacks=[callback])
@@ -364,6 +368,7 @@ def test_an_order_of_rows_of_ones_own_is_kept(toys: ModuleType, tmp_path: Path) 
     assert [ids[0] for _, rows, _, _ in trainer.model.seen for ids in rows] == expected
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("preferences", ["DPO", "GRPO"])
 def test_preference_trainers_take_our_models_as_they_are(tmp_path: Path, preferences: str) -> None:
     model().save_pretrained(tmp_path / "base")  # DPO loads its own copy

@@ -87,6 +87,7 @@ def test_data_that_are_replaced_are_checked(toys: ModuleType, settings: Settings
         trainer.train()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mtime may not be reliable:UserWarning")  # checkpoints within a second
 def test_the_best_learned_state_comes_back_with_the_best_weights(
     toys: ModuleType, settings: Settings, tmp_path: Path
@@ -129,6 +130,7 @@ def test_a_model_without_states_has_none_that_break(settings: Settings, changes:
         AlignmentTrainer(model, settings(AlignmentConfig, **changes))
 
 
+@pytest.mark.slow
 def test_nonfinite_rows_do_not_count_in_fitted_statistics(toys: ModuleType, settings: Settings) -> None:
     results = []
     for poisoned in (None, 1):
@@ -162,6 +164,7 @@ def test_a_step_of_nonfinite_rows_leaves_the_statistics(toys: ModuleType, settin
     assert logged(trainer, "state_rms") == []
 
 
+@pytest.mark.slow
 def test_another_order_or_text_is_refused_at_resume(toys: ModuleType, settings: Settings, tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 1}
     TbttTrainer(toys.tiny_model(), settings(TbttConfig, **saving), train_dataset=toys.chunks(24)).train()

@@ -139,6 +139,7 @@ def test_a_card_of_peft_is_for_trainer_to_change(tmp_path: Path) -> None:
     assert not has_card_of_another(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_lineage_gets_the_card_of_it(
     hub: Endpoint,  # noqa: F811
     toys: ModuleType,

@@ -97,6 +97,7 @@ def test_a_second_signal_ends_the_run_at_once(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.slow
 def test_a_trainer_can_go_on_after_it_was_interrupted(
     toys: ModuleType, whole: InitialStateTrainer, tmp_path: Path
 ) -> None:

@@ -167,6 +167,7 @@ def test_with_the_model_everything_is_trained_and_saved(
     assert "model" in metadata
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("train_model", [False, True])
 def test_a_resumed_run_learns_the_same_state(
     toys: ModuleType, learner: MakeLearner, tmp_path: Path, train_model: bool

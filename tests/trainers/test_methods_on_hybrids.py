@@ -135,6 +135,7 @@ def test_weights_of_another_model_are_not_taken(toys: ModuleType, tmp_path: Path
         trainer._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
 
 
+@pytest.mark.slow
 def test_adapters_on_a_model_with_other_names_in_its_file_resume(toys: ModuleType, tmp_path: Path) -> None:
     trained = []
     for resume in (False, True):

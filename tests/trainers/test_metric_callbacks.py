@@ -66,6 +66,7 @@ def test_training_is_bit_for_bit_that_without_metrics(
     assert trainer.model.training
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("broken", [False, True])
 def test_metrics_see_the_weights_in_their_dtype(toys: ModuleType, tmp_path: Path, broken: bool) -> None:
     ids = torch.from_numpy(TOKENS)
@@ -133,6 +134,7 @@ def test_values_are_logged_at_the_steps_asked_for(
     assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [3, 6]
 
 
+@pytest.mark.slow
 def test_ready_made_metrics_are_those_of_evaluation(toys: ModuleType, tmp_path: Path) -> None:
     model, T = toys.tiny_model(), 16
     args = TrainingArguments(str(tmp_path), max_steps=1, save_strategy="no", **toys.QUIET)
@@ -296,6 +298,7 @@ class Falling:
         return self.values[len(self.weights) - 1]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("own", [True, False])
 def test_the_best_model_is_that_of_a_metric(toys: ModuleType, tmp_path: Path, own: bool) -> None:
     harm = Falling()
@@ -316,6 +319,7 @@ def test_the_best_model_is_that_of_a_metric(toys: ModuleType, tmp_path: Path, ow
     toys.assert_same_weights(harm.weights[4], harm.weights[1])
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("own", [True, False])
 def test_early_stopping_reads_a_metric(toys: ModuleType, tmp_path: Path, own: bool) -> None:
     callback = MetricCallback(

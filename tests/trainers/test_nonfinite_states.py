@@ -155,6 +155,7 @@ def test_the_policy_reset_goes_on_from_zero_in_that_row_only(
     assert zeros == [1.0, 0.0, 0.0, 0.25]
 
 
+@pytest.mark.slow
 def test_states_above_the_limit_start_from_zero_again(
     run: Callable[..., StatePassingTrainer], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -151,6 +151,7 @@ def test_a_finished_run_goes_on_with_more_steps(toys: ModuleType, tmp_path: Path
     assert longer.state.global_step == 5
 
 
+@pytest.mark.slow
 def test_a_checkpoint_whose_epochs_had_all_rows_is_refused(
     toys: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,6 +288,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.slow
 def test_a_really_full_disk_loses_nothing(toys: ModuleType, whole_run: tuple[Path, Outcome], small_disk: Path) -> None:
     # torch says "unexpected pos" where the disk is full in the middle of a file
     with pytest.raises(Exception, match=r"(?i)no space left|write|iostream|unexpected pos"):

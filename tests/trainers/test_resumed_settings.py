@@ -80,6 +80,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
     logger.removeHandler(caplog.handler)
 
 
+@pytest.mark.slow
 def test_an_unchanged_resume_says_nothing(
     toys: ModuleType, base: Path, checkpoint: str, tmp_path: Path, warned: pytest.LogCaptureFixture
 ) -> None:
@@ -123,6 +124,7 @@ def test_settings_of_the_optimizer_apply_and_are_recorded(
     assert "max_grad_norm None -> 0.5" in said(warned)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("changes", "rates", "told"),
     [
@@ -159,6 +161,7 @@ def test_the_schedule_is_that_of_the_arguments_from_the_first_step_on(
     }
 
 
+@pytest.mark.slow
 def test_parts_add_up_over_several_resumes(toys: ModuleType, base: Path, checkpoint: str, tmp_path: Path) -> None:
     second = make(toys, base, tmp_path / "second", learning_rate=0.02, max_steps=4)
     second.train(checkpoint)
@@ -200,6 +203,7 @@ def test_another_optimizer_is_refused_by_name(toys: ModuleType, base: Path, chec
         trainer.train(checkpoint)
 
 
+@pytest.mark.slow
 def test_a_schedule_that_keeps_its_rate_takes_no_other(toys: ModuleType, base: Path, tmp_path: Path) -> None:
     plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 100}
     first = make(toys, base, tmp_path / "first", save_steps=2, **plateau)
@@ -285,6 +289,7 @@ def test_what_moves_during_a_run_goes_on_at_a_resume(
     assert (settings.optim, settings.betas, settings.momentum, settings.weight_decay) == told
 
 
+@pytest.mark.slow
 def test_what_the_user_changes_applies_beside_what_moves(toys: ModuleType, base: Path, tmp_path: Path) -> None:
     first = make(toys, base, tmp_path / "first", one_cycle(torch.optim.AdamW), max_steps=6, save_steps=3)
     first.train()

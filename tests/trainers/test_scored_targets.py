@@ -100,6 +100,7 @@ def test_a_loss_of_ones_own_gets_the_labels_that_are_counted(toys: ModuleType, m
     assert seen == [(TARGETS, TARGETS)]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("problem", ["number", "classes", "any"])
 def test_a_classification_head_is_trained_and_evaluated(
     toys: ModuleType, make_config: MakeConfig, problem: str

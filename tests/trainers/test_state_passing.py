@@ -108,6 +108,7 @@ def test_epochs_are_shuffled_differently(toys: ModuleType, make_config: MakeConf
     assert order[:16] != list(range(1, 17))
 
 
+@pytest.mark.slow
 def test_a_second_training_run_starts_from_zero_again(toys: ModuleType, make_config: MakeConfig) -> None:
     model = toys.SumModel()
     trainer = StatePassingTrainer(model, make_config(num_train_epochs=1), train_dataset=numbers(4))
@@ -136,6 +137,7 @@ class _Remember(torch.autograd.Function):
         return gradient
 
 
+@pytest.mark.slow
 def test_no_graph_of_an_earlier_step_is_kept(toys: ModuleType, make_config: MakeConfig) -> None:
     class Graph(nn.Module):
         def __init__(self) -> None:

@@ -136,6 +136,7 @@ def test_a_model_that_was_expanded_is_not_expanded_again(toys: ModuleType, tmp_p
         assert make(toys, tmp_path, inherits, expand_initialization=same).model is inherits
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_expanded_once_and_ends_like_the_whole_one(toys: ModuleType, tmp_path: Path) -> None:
     fields = {"save_strategy": "steps", "save_steps": 2, "mixture": {"state_passing": 1.0}, "seed": 9}
     fields |= {"new_weights_lr_multiplier": 4.0, "lr_scheduler_type": "cosine", "learning_rate": 0.02}

@@ -96,6 +96,7 @@ def tokens_of(count: int, documents: bool = False) -> Tensor:
     return ids.masked_fill(torch.rand(count, generator=generator) < 0.2, SEPARATOR) if documents else ids
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("size", [None, 3, 1])
 def test_chunks_train_as_one_long_pass_with_the_gradient_stopped_at_the_borders(
     toys: ModuleType, tbtt: Callable[..., TbttTrainer], size: int | None
@@ -209,6 +210,7 @@ def test_a_stream_continues_its_rows(toys: ModuleType, tbtt: Callable[..., TbttT
     assert logged == [float(step % 3 == 0) for step in range(7)]
 
 
+@pytest.mark.slow
 def test_a_tokenizer_and_data_workers_change_nothing(toys: ModuleType, tmp_path: Path) -> None:
     results = []
     for workers, tokenizer in ((0, None), (2, ByT5Tokenizer())):

@@ -117,6 +117,7 @@ def test_rows_are_counted_step_by_step(
     assert rows_seen(steps, rows, accumulation, batches, dataset) == seen
 
 
+@pytest.mark.slow
 def test_the_tokens_of_a_lineage_are_those_of_the_batches(toys: ModuleType, tmp_path: Path) -> None:
     for method in ("state passing", "tbtt"):
         trainer = toys.resumable_trainer(tmp_path / method, method=method, save_strategy="no", num_train_epochs=3)
