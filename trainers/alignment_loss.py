@@ -48,8 +48,8 @@ def overlap_positions(rows: int, length: int, extra: int) -> int:
     """
     if not 1 <= extra <= largest_extra(length):
         raise ValueError(
-            f"l_extra must be between 1 and {largest_extra(length)} for crops of {length} tokens, so that some token "
-            f"has half a crop before it in both crops; got {extra}."
+            f"l_extra must be between 1 and {largest_extra(length)} for crops of {length} tokens, got {extra}: "
+            "otherwise no token has half a crop before it in both crops."
         )
     return rows * (length - length // 2 - extra)
 
