@@ -88,7 +88,7 @@ def two_crops(inputs: dict[str, Any], length: int, extra: int) -> dict[str, Any]
         if inputs.get(name) is not None:
             raise ValueError(
                 f"The alignment loss takes no {name}, because both crops start at position 0 from the same state: "
-                "remove it from the batch."
+                f"leave {name} out of the batch."
             )
     mask = inputs.get("attention_mask")
     if mask is not None and not bool(mask[:, : length + extra].all()):

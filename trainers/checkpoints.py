@@ -71,8 +71,8 @@ def load_initial_states(path: Path, run: dict[str, str | int]) -> dict[str, Tens
     version = header.get("format_version", "")
     if header.get("format") != FORMAT or not version.isdecimal() or int(version) > FORMAT_VERSION:
         raise ValueError(
-            f"{path} has format {header.get('format')!r} version {version!r}, this code reads {FORMAT!r} up to version "
-            f"{FORMAT_VERSION}."
+            f"{path} has format {header.get('format')!r} version {version!r}, this code reads {FORMAT!r} up to "
+            f"version {FORMAT_VERSION}."
         )
     saved = json.loads(header.get("run", "{}"))
     known = {key: value for key, value in run.items() if key in saved or key not in NOT_IN_OLD_CHECKPOINTS}
