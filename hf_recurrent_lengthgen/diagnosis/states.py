@@ -272,7 +272,8 @@ def _definitions(found: Sequence[StateDiagnosis]) -> list[str]:
         "The distance of a head at a position is the 2-Wasserstein distance between the elements of its states there "
         "and those in the second half of the training length, in standard deviations of the latter. A head drifts if "
         "its mean distance over the last octave of positions is above "
-        f"{found[0].smallest_drift:g} and above the distances of training positions from each other."
+        f"{found[0].smallest_drift:g} and above the distances of training positions from each other, and if the "
+        "interval over texts shows that it rises."
     ]
     if patching := next((states.patching for states in found if states.patching is not None), None):
         told.append(

@@ -81,6 +81,7 @@ def test_every_section_says_what_was_found(page: str) -> None:
         "sp At 64 tokens, the tokens before the last 16 change the prediction by 0.030",
         "At 32 tokens it exceeds 2 times the highest loss inside",
         "Long-short misalignment 3.600",
+        "and if the interval over texts shows that it rises",
     ):
         assert words in text, words
 
