@@ -97,7 +97,7 @@ def check_texts(folder: str | os.PathLike[str], token: str | None) -> None:
             secrets += [f"{path.name}, {one}" for one in found]
             paths += [f"{path.name}, {one}" for one in places]
     if secrets:
-        raise ValueError(f"{folder} is not uploaded, because it holds secrets: {'; '.join(secrets)}. Remove them.")
+        raise ValueError(f"{folder} is not uploaded: {'; '.join(secrets)}.")
     if paths:
         logger.warning(f"The upload of {folder} holds paths of this machine: {'; '.join(paths)}.")
 
