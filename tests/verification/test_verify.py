@@ -44,7 +44,7 @@ def test_code_that_computes_something_else_is_caught(checkpoint: Path, capsys: p
     assert read_verification(checkpoint) == STALE  # nothing was found out
     assert main(["verify", str(checkpoint), "--trust-remote-code", "--length", "9"]) == 1
     shown = capsys.readouterr().out
-    assert "not verified: logits, final states. No verification.json is left" in shown
+    assert "not verified: logits, final states failed. It has no verification.json now" in shown
     assert read_verification(checkpoint) is None
 
 
