@@ -154,7 +154,7 @@ def test_an_unfinished_training_is_not_continued_from_another_source(commands: C
     with pytest.raises(ValueError, match="no space left"):
         start()
     shutil.rmtree("here/convert")
-    with pytest.raises(ValueError, match=r"Stage convert is to be done, .*: delete here/train"):
+    with pytest.raises(ValueError, match=r"Stage convert would run again, .*: delete here/train"):
         start("--source", "other")
 
 
@@ -174,7 +174,7 @@ def test_a_stage_whose_folder_was_deleted_is_done_again_but_not_under_what_was_m
     assert commands.names == [*STAGES, "evaluate", "card"]
     shutil.rmtree("here/train")
     with pytest.raises(
-        ValueError, match=r"Stage train is to be done, .*: delete here/evaluate, here/diagnose as well"
+        ValueError, match=r"Stage train would run again, .*: delete here/evaluate, here/diagnose as well"
     ):
         start()
     for stage in ("evaluate", "diagnose"):
