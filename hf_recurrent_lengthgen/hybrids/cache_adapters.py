@@ -1,7 +1,7 @@
-"""How states go into the different caches of Transformers and come out of them.
+"""Adapters that put states into the different caches of Transformers and read them back.
 
-Almost all models take a `Cache` of `LinearAttentionLayer`s; MiniMax and xLSTM have caches of their own,
-RWKV-4 a list of tensors. `registry.py` says which model type has which.
+Almost all models take a `Cache` of `LinearAttentionLayer`s. MiniMax and xLSTM have their own caches,
+RWKV-4 a list of tensors. `registry.py` lists which model type has which.
 """
 
 import copy
@@ -28,7 +28,7 @@ KEY_ATTRIBUTES = ("keys", "values", "is_initialized", "cumulative_length", "dtyp
 
 
 class HoldsState(Protocol):
-    """What goes through a forward pass in the place of a cache."""
+    """What a forward pass gets in place of a cache."""
 
     attending: dict[int, list[tuple[int, int]]]
     dropped_columns: list[int]
@@ -44,11 +44,11 @@ class CacheAdapter:
         model: The model that takes it.
 
     Attributes:
-        argument: The name of the cache among the arguments of the model's `forward`.
-        arguments: Names that it may have.
+        argument: The name of the cache argument in the model's `forward`.
+        arguments: The names that it may have.
         reads_prompts: Whether a mixer that reads several tokens from a stock cache starts from its recurrent state.
-        rounds: Whether mixers want the recurrent state in the dtype of the model: a bfloat16 model then rounds it
-            between calls, as it does without us.
+        rounds: Whether mixers need the recurrent state in the dtype of the model. A bfloat16 model then rounds it
+            between calls, as the stock model does.
 
     Raises:
         ValueError: if the model takes no cache.
@@ -75,14 +75,14 @@ class CacheAdapter:
         return StateCache
 
     def mixers(self, state_cache: Any) -> AbstractContextManager[None]:
-        """What must hold while the state cache passes through the mixers, also when they are recomputed."""
+        """The context in which the mixers run with the state cache, also when they are recomputed."""
         rule = Forgetting.of(self.model.config)
         if rule != Forgetting():
             return forgetting_scans(self.model, rule, state_cache)
         return limited_steps(self.model) if state_cache.single_token else nullcontext()
 
     def to_cache(self, state: RecurrentState) -> Any:
-        """A stock cache that starts from `state`, which it may keep and write to."""
+        """A stock cache that starts from `state`; it may keep this state and write to it."""
         cache = DynamicCache(config=self.model.config)
         stock_layers: list[Any] = cache.layers
         layers = zip(stock_layers, state, self.model._layout.shapes, self.model._layout.dropped_columns, strict=True)
@@ -109,10 +109,10 @@ class CacheAdapter:
         return self._filled(state)
 
     def _filled(self, state: Sequence[tuple[Tensor | None, Tensor | None]]) -> RecurrentState:
-        """Copies in our dtype, (B, 0) for parts that a layer lacks."""
+        """Copies in the dtype of states, (B, 0) for parts that a layer lacks."""
         given = [part for layer in state for part in layer if part is not None]
         if not given:
-            raise ValueError("The cache has read no token, so it holds no state: use zero_state.")
+            raise ValueError("The cache has read no token, so it holds no state: use zero_state().")
         empty = given[0].new_empty(given[0].shape[0], 0)
         dtype = state_dtype(self.model.dtype)
         return tuple(
@@ -122,13 +122,13 @@ class CacheAdapter:
 
 
 class RoundingCacheAdapter(CacheAdapter):
-    """The usual cache, for mixers that want states in the dtype of the model."""
+    """The usual cache, for mixers that need states in the dtype of the model."""
 
     rounds = True
 
 
 class Mamba1CacheAdapter(CacheAdapter):
-    """The usual cache, for mixers that must be made to use it."""
+    """The usual cache, for mixers that do not read its recurrent state by themselves."""
 
     reads_prompts = False
 
@@ -324,7 +324,7 @@ def copy_keys(attention: Cache, cache: Any) -> None:
 
 
 def repeated_keys(attention: Cache, copies: int) -> Cache:
-    """A copy of an attention cache with every row `copies` times."""
+    """A copy of an attention cache with every row repeated `copies` times."""
     repeated: Any = copy.deepcopy(attention)
     for layer in repeated.layers:
         if getattr(layer, "keys", None) is not None:

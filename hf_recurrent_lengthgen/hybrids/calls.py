@@ -1,4 +1,4 @@
-"""What a call of a wrapped model may be given, and what activation checkpointing needs during one."""
+"""Checks of the arguments of a wrapped model, and the context that activation checkpointing needs."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -18,20 +18,20 @@ PACKED = ("position_ids", "seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens
 
 
 def check_arguments(cache_argument: str, arguments: dict[str, Any]) -> tuple[int, int]:
-    """Number of rows and tokens, after refusing what cannot go with states."""
+    """Number of rows and tokens; arguments that cannot be used with states are refused."""
     given = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
     if len(given) != 1 or given[0].shape[1] == 0:
         raise ValueError("Give exactly one of input_ids and inputs_embeds, with at least one token.")
     if arguments.get("use_cache") or arguments.get(cache_argument) is not None:
         raise ValueError(
-            f"use_cache and {cache_argument} do not go with states: give attention_cache to let attention layers see "
-            "what came before, and call generate(initial_state=...) to generate."
+            f"use_cache and {cache_argument} cannot be used with states: give attention_cache to let attention layers "
+            "see what came before, and call generate(initial_state=...) to generate."
         )
     packed = [name for name in PACKED if arguments.get(name) is not None]
     if packed:
         raise ValueError(
-            f"{packed} do not go with states: rows hold one sequence each, and positions follow from attention_cache. "
-            "Leave them out."
+            f"{packed} cannot be used with states: a row holds one sequence, and positions follow from "
+            "attention_cache. Leave them out."
         )
     refuse_padding(arguments.get("attention_mask"))
     rows, length = given[0].shape[:2]
@@ -48,7 +48,9 @@ def check_attention_cache(model: HybridModel, cache: Cache, state: RecurrentStat
     if layer.keys is None:
         return
     if layer.keys.shape[0] != batch_size:
-        raise ValueError(f"attention_cache has {layer.keys.shape[0]} rows, the tokens {batch_size}.")
+        raise ValueError(
+            f"attention_cache has {layer.keys.shape[0]} rows, the tokens {batch_size}: give as many rows."
+        )
     if state is None:
         raise ValueError(
             f"attention_cache holds {layer.get_seq_length()} tokens, but there is no initial_state: give the final "
@@ -57,19 +59,20 @@ def check_attention_cache(model: HybridModel, cache: Cache, state: RecurrentStat
 
 
 def check_forgetting_in_cache(model: HybridModel, rule: Forgetting) -> None:
-    """Refuse a forgetting that a stock cache cannot hold."""
+    """Refuse settings of `forgetting` that need more than a stock cache."""
     if rule.window is not None or not cache_adapter_of(model).reads_prompts:
         raise ValueError(
-            f"{type(model).__name__} generates with the cache of Transformers, which holds no window, and in which "
-            "Mamba-1 mixers step past us: call the model with states, or set retention and insertion only, on Mamba-2."
+            f"{type(model).__name__} generates with the cache of Transformers, which holds no window, and whose "
+            "Mamba-1 step cannot be replaced: call the model with states, or on Mamba-2 set retention and insertion "
+            "only."
         )
 
 
 def refuse_padding(mask: Any) -> None:
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask == 1).all())):
         raise ValueError(
-            "attention_mask has zeros or is no mask (B, T): stock recurrent layers are not exact with padding. Give "
-            "rows of equal length without padding, for instance packed blocks, or one row at a time."
+            "attention_mask has zeros or is not of shape (B, T): stock recurrent layers are not exact with padding. "
+            "Give rows of equal length without padding, for instance packed blocks, or one row at a time."
         )
 
 
@@ -77,11 +80,10 @@ def refuse_padding(mask: Any) -> None:
 def checkpointing(
     model: nn.Module, mixers: Callable[[], AbstractContextManager[None]], attention: Cache | None
 ) -> Iterator[None]:
-    """Let activation checkpointing keep the state cache, which recomputation may write to again, and what the mixers
-    need.
+    """Let activation checkpointing recompute with the same state cache, in the context that the mixers need.
 
     Raises:
-        ValueError: for reentrant checkpointing, and if keys and values are to be kept.
+        ValueError: for reentrant checkpointing, and with an attention cache.
     """
     layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     layers = [layer for layer in layers if layer.gradient_checkpointing and layer.training]
@@ -93,7 +95,7 @@ def checkpointing(
         )
     if layers and attention is not None:
         raise ValueError(
-            "attention_cache does not go with activation checkpointing, whose recomputation would add the keys again: "
+            "attention_cache cannot be used with activation checkpointing, which would append the keys a second time: "
             "leave one of them out."
         )
     try:

@@ -1,4 +1,4 @@
-"""Files of all that a hybrid model knows of a text: its state (which `save_state` writes alone), keys and values."""
+"""Files with the state, keys and values of a hybrid model after a text; `save_state` writes the state only."""
 
 import json
 import os
@@ -34,10 +34,10 @@ def save_hybrid_state(
         path: File to write; replaced only when the new one is complete.
         state: State after the text; must be finite.
         attention_cache: The attention cache after the same text; None for a model without attention layers.
-        metadata: Free text fields kept beside it, for instance the model it belongs to.
+        metadata: Text fields that are stored in the file, for instance the name of the model.
 
     Raises:
-        ValueError: for values that are not finite, and rows that are not those of the state.
+        ValueError: for values that are not finite, and a cache with other rows than the state.
     """
     check_finite_state(state, "state")
     layers: list[Any] = [] if attention_cache is None else attention_cache.layers
@@ -47,7 +47,7 @@ def save_hybrid_state(
         if getattr(layer, "keys", None) is not None:
             if len(layer.keys) != state_batch_size(state) or not bool(layer.keys.isfinite().all()):
                 raise ValueError(
-                    f"attention_cache must have finite keys of the {state_batch_size(state)} rows of the state, got "
+                    f"attention_cache must have finite keys for the {state_batch_size(state)} rows of the state, got "
                     f"{tuple(layer.keys.shape)} in layer {index}: give the one that has read the same text."
                 )
             tensors |= {f"layers.{index}.keys": layer.keys, f"layers.{index}.values": layer.values}
@@ -91,7 +91,8 @@ def load_hybrid_state(path: str | os.PathLike[str], model: Any) -> tuple[Recurre
     if set(tensors) != expected:
         raise ValueError(
             f"{name} does not fit {type(model).__name__}: it lacks {sorted(expected - set(tensors))} and has "
-            f"{sorted(set(tensors) - expected)} too many. The attention cache of a text must be saved with its state."
+            f"unexpected {sorted(set(tensors) - expected)}. The attention cache of a text must be saved with its "
+            "state."
         )
     state = tuple(layer_state(tensors[f"layers.{i}.{k}"] for k in fields) for i in range(len(shapes)))
     rows = len(state[0].recurrent) if state[0].recurrent.ndim else 0
@@ -112,7 +113,7 @@ def load_hybrid_state(path: str | os.PathLike[str], model: Any) -> tuple[Recurre
         length, held = lengths.get(index, -1), pair[0].shape[2]
         windowed = hasattr(layers[index], "cumulative_length")
         if length != longest or length < held or (not windowed and length != held):
-            raise ValueError(f"{name}: layer {index} has the keys of {held} tokens and says {lengths}.")
+            raise ValueError(f"{name}: layer {index} has the keys of {held} tokens, but its header says {lengths}.")
         if windowed:
             layers[index].cumulative_length = length
     return state, attention_cache, metadata

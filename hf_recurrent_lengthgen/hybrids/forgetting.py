@@ -1,7 +1,7 @@
-"""Forgetting (`models/forgetting.py`) in the Mamba mixers of Transformers, by other scans in the place of theirs.
+"""Forgetting (`models/forgetting.py`) in the Mamba mixers of Transformers, by replacing their scans.
 
-It needs a recurrence that only decays what was written. Mixers of the delta rule, of xLSTM and of RWKV-4 have another
-one, and those of MiniMax and Bailing keep theirs inside a function that cannot be exchanged: they are refused.
+Forgetting needs a recurrence that only decays what was written. Refused are the mixers of the delta rule, xLSTM and
+RWKV-4, whose recurrence does more, and those of MiniMax and Bailing, whose scan is inside a larger function.
 """
 
 import sys
@@ -30,7 +30,7 @@ def _mixers(model: HybridModel) -> dict[int, Any]:
 
 
 def window_shapes(model: HybridModel, window: int) -> tuple[LayerShape, ...]:
-    """Shapes of the state of every layer; a window keeps tokens in layers with a Mamba mixer only."""
+    """Shapes of the state of every layer; only layers with a Mamba mixer have a window."""
     kinds = {i: SelectiveRecurrence if mixer.A_log.ndim > 1 else SSDRecurrence for i, mixer in _mixers(model).items()}
     empty: Any = WindowedLayerShape
     return tuple(
@@ -40,7 +40,7 @@ def window_shapes(model: HybridModel, window: int) -> tuple[LayerShape, ...]:
 
 
 def check_forgetting(model: HybridModel) -> None:
-    """Refuse a `forgetting` that is out of range, or that the mixers of a wrapped model cannot honor."""
+    """Refuse a `forgetting` that is out of range, or that the mixers of a wrapped model do not support."""
     rule = Forgetting.of(model.config)
     if rule == Forgetting():
         return
@@ -49,19 +49,19 @@ def check_forgetting(model: HybridModel) -> None:
     files = [sys.modules[type(mixer).__module__] for mixer in mixers.values()]
     if other or not mixers or not all(hasattr(file, SCAN) or hasattr(file, CHUNKS) for file in files):
         raise ValueError(
-            f"{type(model).__name__} cannot be made to forget (layers {other or 'without Mamba mixers'}): that needs "
+            f"{type(model).__name__} cannot be made to forget (layers {other or 'without Mamba mixers'}): this needs "
             "mixers of Mamba-1 or Mamba-2, whose state is a sum that only decays. Set forgetting to None."
         )
     if rule.window is not None and any(mixer.A_log.ndim > 2 for mixer in mixers.values()):
         raise ValueError(
-            f"{type(model).__name__} scans the heads of a layer one by one, and a window is not supported there: set "
+            f"{type(model).__name__} scans the heads of a layer one by one, so it supports no window: set "
             "retention, insertion or delta_scale."
         )
 
 
 @contextmanager
 def forgetting_scans(model: HybridModel, rule: Forgetting, state_cache: StateCache | None = None) -> Iterator[None]:
-    """Let the Mamba-2 mixers of a model forget, on a state_cache's states (as windows need) or a stock one's."""
+    """Let the Mamba-2 mixers of a model forget, with a state cache (which windows need) or a stock cache."""
     mixers = _mixers(model)
     files = {sys.modules[type(mixer).__module__] for mixer in mixers.values()}
     files = {file for file in files if hasattr(file, CHUNKS)}
@@ -113,9 +113,9 @@ def _scan_of(rule: Forgetting, state_cache: StateCache | None) -> Callable[..., 
 
 
 def _step_of(scan: Callable[..., Any], mixers: dict[int, Any]) -> Callable[..., Tensor]:
-    """`mamba2_selective_state_update` of Transformers by a scan of one token.
+    """`mamba2_selective_state_update` of Transformers as a scan of one token.
 
-    Of its arguments, dt, dt_bias and D have a head dimension of copies, A one of states, too.
+    Its arguments dt, dt_bias and D are repeated over the head dimension, A also over the state dimension.
     """
 
     def step(

@@ -1,12 +1,12 @@
-"""What mixers of Transformers do wrongly with a given state, made right while a state_cache passes through.
+"""Corrections for mixers of Transformers that treat a given state wrongly, active while a `StateCache` is in use.
 
-- The Mamba-2 mixers limit the step size in the scan of several tokens, but not in the step for one (with NemotronH's
-  and Zamba2's defaults it has a lower limit). A text read token by token would give other states than at once.
+- The Mamba-2 mixers limit the step size in the scan of several tokens, but not in the step for one (NemotronH and
+  Zamba2 have a lower limit by default). A text read token by token would give other states than at once.
 - The Mamba-1 mixers (Mamba, FalconMamba, Jamba, Zamba) drop the recurrent state when they read several tokens, because
   their scan takes none. They run with our scan instead.
 
-Functions of the stock modules are exchanged for the time and the thread of one forward pass; calls that have nothing
-to do with our states go on to the stock ones.
+Functions of the stock modules are replaced during one forward pass and in its thread. Calls without our states go to
+the stock functions.
 """
 
 import math
@@ -33,7 +33,7 @@ STEP, CHUNKS, SCAN = "mamba2_selective_state_update", "mamba2_chunk_scan", "mamb
 
 
 class _Exchanged:
-    """A function of a stock module while any thread has it exchanged; in other threads, it is the stock one."""
+    """A function of a stock module that some thread has replaced; in other threads it is the stock one."""
 
     lock = threading.Lock()
 
@@ -71,7 +71,7 @@ def exchanged(files: Iterable[ModuleType], name: str, replacement: Callable[[Any
 
 @contextmanager
 def limited_steps(model: StatefulModel) -> Iterator[None]:
-    """Limit the step size also in single-token steps on states that come from a `StateCache`."""
+    """Limit the step size in single-token steps, too, if the state comes from a `StateCache`."""
     limits: dict[int, tuple[float, float]] = {}
     files = set()
     for module in model.modules():
@@ -84,7 +84,7 @@ def limited_steps(model: StatefulModel) -> Iterator[None]:
 
 
 def _limited(step: Any, limits: dict[int, tuple[float, float]]) -> Any:
-    """The stock step with the step size given ready, for our states; the stock step for others."""
+    """The stock step, with the limited step size for our states, unchanged for others."""
 
     def limited(
         state: Tensor, x: Tensor, dt: Tensor, *args: Any, dt_bias: Tensor | None = None, **kwargs: Any
@@ -102,7 +102,7 @@ def _limited(step: Any, limits: dict[int, tuple[float, float]]) -> Any:
 
 
 class Mamba1StateCache(StateCache):
-    """Hides the recurrent state from Mamba-1 mixers, which use it for a single token only, and has it scanned."""
+    """Hides the recurrent state from Mamba-1 mixers, which use it for single tokens only, and gives it to our scan."""
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
         self.asking = layer_idx
@@ -114,15 +114,15 @@ class Mamba1StateCache(StateCache):
 
 @contextmanager
 def scans_from_state(model: StatefulModel, state_cache: Mamba1StateCache) -> Iterator[None]:
-    """Let Mamba-1 mixers scan from the state_cache's states.
+    """Let Mamba-1 mixers scan from the states of the state cache.
 
     Raises:
-        ValueError: for an adapter on a `dt_proj`, whose weight the stock mixers read past the adapter.
+        ValueError: for an adapter on `dt_proj`, which the stock mixers bypass.
     """
     for name, module in model.named_modules():
         if name.endswith("dt_proj") and hasattr(module, "base_layer"):
             raise ValueError(
-                f"The adapter on {name} has no effect, since {type(model).__name__} reads the weight past it: take "
+                f"The adapter on {name} has no effect, since {type(model).__name__} reads the weight directly: take "
                 "dt_proj out of the adapter's targets, or load a Mamba or FalconMamba with load_model."
             )
     files = {sys.modules[type(module).__module__] for module in model.modules()}
@@ -134,7 +134,7 @@ def scans_from_state(model: StatefulModel, state_cache: Mamba1StateCache) -> Ite
 
 
 def _scan_of(state_cache: Mamba1StateCache, rule: Forgetting, stock: Any) -> Any:
-    """`mamba_selective_scan` of Transformers, which has time last, from the state_cache's states."""
+    """`mamba_selective_scan` of Transformers (time is the last dimension) from the states of the state cache."""
 
     def scan(
         x: Tensor,
@@ -149,7 +149,7 @@ def _scan_of(state_cache: Mamba1StateCache, rule: Forgetting, stock: Any) -> Any
         return_last_state: bool = False,
         **kwargs: Any,
     ) -> Any:
-        if not return_last_state:  # a call without cache, which is none of ours
+        if not return_last_state:  # a call without a cache has none of our states
             return stock(x, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, **kwargs)
         dtype = state_dtype(x.dtype)
         state = next(state_cache.to_scan, None)

@@ -20,10 +20,10 @@ from hf_recurrent_lengthgen.models.stateful_model import HybridModel, StatefulMo
 class StockType(NamedTuple):
     """What is special about a model type."""
 
-    state: str  # what the recurrent part of a layer holds, in the model's own layout; B is left out
+    state: str  # layout of the recurrent part in the model, without B
     adapter: type[CacheAdapter] = CacheAdapter
-    # Ends of names of linear layers that adapters of PEFT do not go on: PEFT refuses them by the model type, or the
-    # mixers read the weight past the adapter.
+    # Ends of names of linear layers that take no adapter: PEFT refuses them by the model type, or the mixers
+    # bypass the adapter.
     no_adapters: tuple[str, ...] = ()
     no_noise: str | None = None  # why noise cannot take the place of its recurrent part
     state_field: str = ""  # the field of its configuration with N of all recurrent layers, if N can grow (StateX)

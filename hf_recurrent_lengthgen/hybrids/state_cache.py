@@ -1,11 +1,11 @@
 """A cache that carries recurrent states through a stock model as values.
 
-The mixers of Transformers reach their states only through the cache, and a stock cache is written in place: the
-caller's state would change, gradients would be lost or wrong. `StateCache` has one slot for the state before the
-tokens and one for the state after them. It never writes to the first, so that recomputation under activation
-checkpointing reads the same state again, and gradients flow from the second to the first.
+The mixers of Transformers read their states from the cache, and write to a stock cache in place. That would change the
+caller's state, and lose gradients or make them wrong. `StateCache` has one slot for the state before the tokens and
+one for the state after them. It never writes to the first. So recomputation under activation checkpointing reads the
+same state, and gradients flow from the second to the first.
 
-Attention layers get their own keys and values back: each sequence attends to itself, and positions start at 0.
+Attention layers get only the keys and values of this call: each sequence attends to itself, from position 0.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,9 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
 
 
 class Overwritten(Tensor):
-    """A state given to a mixer's step for a single token, which overwrites it with `copy_`: the new value is recorded.
+    """A state for the single-token step of a mixer, which overwrites it with `copy_`; the new value is recorded.
 
-    Everything else runs on the plain tensor. A kernel that writes past `copy_` writes to this copy.
+    All other functions see a plain tensor. A kernel that bypasses `copy_` writes to this copy.
     """
 
     layer_idx: int
@@ -35,7 +35,7 @@ class Overwritten(Tensor):
 
     @classmethod
     def of(cls, state: Tensor, layer_idx: int, record: Callable[[Tensor], None]) -> Tensor:
-        """A copy of the state of a layer, whose overwriting calls `record`."""
+        """A copy of the state of a layer that calls `record` when it is overwritten."""
         overwritten = state.clone().as_subclass(cls)
         overwritten.layer_idx, overwritten.record = layer_idx, record
         return overwritten
@@ -53,16 +53,16 @@ class StateCache(Cache):
     """Carries one `RecurrentState` through a forward pass of a stock model.
 
     Args:
-        initial_state: State before the tokens; None leaves it to the mixers to start from nothing.
+        initial_state: State before the tokens; None lets the mixers start from zero.
         single_token: Whether the pass has one token; mixers then write their state in place.
         attention: A stock cache that keeps the keys and values of the attention layers; None to keep none.
-        dtype: Dtype in which mixers get their states; None for the states' own.
+        dtype: Dtype in which mixers get their states; None for that of the states.
 
     Attributes:
         attending: The layers that asked for keys and values during the pass.
-        asking: The layer that asked for its recurrent state last.
-        dropped_columns: For each layer, how many of the columns of the stock convolution state never reach an output
-            and are not part of our states: 1, or 0 where a mixer hands in the exact window.
+        asking: The layer that last asked for its recurrent state.
+        dropped_columns: For each layer, the number of columns of the stock convolution state that never reach an
+            output and are not part of our states: 1, or 0 if the mixer gives the exact window.
     """
 
     is_compileable = False
@@ -116,7 +116,7 @@ class StateCache(Cache):
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Record the last columns and return all of them with those before, (B, C, K-1 + T).
+        """Record the last columns, and return the new ones after the earlier ones, (B, C, K-1 + T).
 
         `conv_states` are the new columns, (B, C, T); without a kernel size K, the window to keep.
         """
@@ -140,13 +140,13 @@ class StateCache(Cache):
         return self._handed_out(layer_idx, "recurrent", self._initial(layer_idx, "recurrent"))
 
     def window(self) -> Tensor:
-        """The window part of the layer that asked for its recurrent state last."""
+        """The window of the layer that last asked for its recurrent state."""
         state: Any = self.initial_state
         window: Tensor = state[self.asking].window
         return window
 
     def keep_window(self, state: LayerState) -> None:
-        """Record the window part of the layer that asked for its recurrent state last, if it has one."""
+        """Record the window of the layer that last asked for its recurrent state, if it has one."""
         if len(state) > len(LayerState._fields):
             self._final[self.asking]["window"] = state[-1]
 
@@ -163,7 +163,7 @@ class StateCache(Cache):
         return self.initial_state is not None
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """True: it keeps mixers from the convolution step that writes in place."""
+        """True, so that mixers do not use the convolution step that writes in place."""
         return True
 
     def final_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
@@ -179,7 +179,7 @@ class StateCache(Cache):
             missing = {part: step for part, step in steps.items() if part not in final}
             if missing and torch.is_grad_enabled():
                 raise ValueError(
-                    f"Layer {index} wrote its state with a kernel that has no gradient, as kernels for a single token "
+                    f"Layer {index} wrote its state with a kernel without gradient, as kernels for a single token "
                     "do: give two or more tokens in training, or wrap the call in torch.no_grad()."
                 )
             parts = {part: step.as_subclass(Tensor) for part, step in missing.items()} | final
@@ -195,11 +195,11 @@ class StateCache(Cache):
         return self.attention.update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens whose keys are kept: the position of the first token."""
+        """Number of tokens whose keys are kept, which is the position of the first new token."""
         return 0 if self.attention is None else self.attention.get_seq_length(layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Number of keys and position of the first of them."""
+        """Number of keys, and position of the first key."""
         return (query_length, 0) if self.attention is None else self.attention.get_mask_sizes(query_length, layer_idx)
 
     @property
@@ -213,7 +213,7 @@ class StateCache(Cache):
 
 
 def _alone(part: Tensor) -> Tensor:
-    """The tensor without the memory of a larger one that it is a view of, such as the states of all chunks."""
+    """The tensor in its own memory, if it is a view of a larger one such as the states of all chunks."""
     return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
 
 

@@ -1,4 +1,4 @@
-"""Reading a text in pieces through a wrapped model, and the check that this changes nothing."""
+"""Reading a text in pieces with a wrapped model, and the check that this gives the same results."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
 
 def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the largest error is rounding of a model of this dtype, relative to the largest expected entry."""
+    """Whether the largest error, relative to the largest expected entry, is within the rounding of this dtype."""
     tolerance = 0.05 if dtype.itemsize < 4 else 1e-3  # not by the outputs' dtype: some models widen their logits
     return bool((actual - expected).abs().max() <= tolerance * expected.abs().max())
 
@@ -19,7 +19,7 @@ def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 def read_in_pieces(
     model: HybridModel, tokens: Tensor, lengths: Sequence[int], state: RecurrentState | None = None
 ) -> tuple[Tensor, RecurrentState]:
-    """Read one text in pieces, which must equal reading it at once.
+    """Read one text in pieces, with the state carried.
 
     Args:
         model: A wrapped model.
@@ -41,10 +41,10 @@ def read_in_pieces(
 
 
 def verify_stateful(model: HybridModel) -> None:
-    """Check on five random tokens that a wrapped model in pieces gives the outputs of the stock model, and one state.
+    """Check on five random tokens that a wrapped model in pieces gives the outputs and state of the stock model.
 
     Raises:
-        ValueError: if it does not: the model drops or misuses its state.
+        ValueError: if the results differ, because the model drops or misuses its state.
     """
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     tokens = torch.randint(vocabulary, (1, 5), generator=torch.Generator().manual_seed(0)).to(model.device)
@@ -55,9 +55,9 @@ def verify_stateful(model: HybridModel) -> None:
     pairs = [(pieces, whole)]
     for layer, whole_layer in zip(state, whole_state, strict=True):
         pairs += [pair for pair in zip(layer, whole_layer, strict=True) if pair[0].numel()]
-    # Outputs alone hardly show a dropped state where the recurrent layers add little to them.
+    # A dropped state hardly shows in the outputs if the recurrent layers contribute little to them.
     if not all(close(actual, expected, model.dtype) for actual, expected in pairs):
         raise ValueError(
-            f"{type(model).__name__} gives other outputs or states in pieces with the state carried than in one: it "
+            f"{type(model).__name__} gives other outputs or states for a text in pieces than for the text at once: it "
             "drops or misuses its state, so it cannot be trained or evaluated with states."
         )

@@ -5,7 +5,7 @@
     second = model(input_ids=two, initial_state=first.final_state)
 
 The model stays the same object; only its class changes, to a subclass with the name and module of the stock class.
-Called without states it is the stock model. The README of this folder says what states, keys and values are.
+Called without states, it behaves as the stock model. docs/hybrids.md explains states, keys and values.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
 
 
 class _Layout(NamedTuple):
-    """What one token through the model shows of its states."""
+    """What a forward pass of one token shows of the model's states."""
 
     shapes: tuple[LayerShape, ...]  # of the state of every layer
     dropped_columns: tuple[int, ...]  # of the stock convolution state of every layer, which are not part of ours
@@ -66,17 +66,17 @@ class StatefulMixin:
 
     @property
     def no_noise(self: Any) -> str | None:
-        """Why noise cannot take the place of the recurrent states; None if it can."""
+        """Why the recurrent states cannot be noise; None if they can."""
         return stock_type_of(self).no_noise
 
     @property
     def lora_target_modules(self: Any) -> tuple[str, ...]:
-        """Ends of the names of the linear layers that an adapter of PEFT goes on: all but routers and the head."""
+        """Ends of the names of the linear layers that an adapter may target: all but routers and the head."""
         left_out = {"gate", "router", "shared_expert_gate", *stock_type_of(self).no_adapters}
         head = self.get_output_embeddings()
         names = (name for name, module in self.named_modules() if isinstance(module, nn.Linear) and module is not head)
         ends = {name.rpartition(".")[2] for name in names} - left_out
-        return tuple(sorted(end for end in ends if not end.isdecimal()))  # a number alone would be a layer's, too
+        return tuple(sorted(end for end in ends if not end.isdecimal()))  # a number alone would match layers, too
 
     def state_shapes(self: Any) -> tuple[LayerShape, ...]:
         """Shapes of the state of every layer, without the batch dimension."""
@@ -84,7 +84,7 @@ class StatefulMixin:
         return self._layout.shapes if window is None else window_shapes(self, window)
 
     def check_forgetting(self: Any) -> None:
-        """Refuse a `forgetting` of the configuration that the mixers cannot honor."""
+        """Refuse a `forgetting` of the configuration that the mixers do not support."""
         check_forgetting(self)
 
     def zero_state(self: Any, batch_size: int) -> RecurrentState:
@@ -96,9 +96,9 @@ class StatefulMixin:
         return DynamicCache(config=self.config) if self.attends else None
 
     def cache_from_state(self: Any, state: RecurrentState, attention_cache: Cache | None = None) -> Any:
-        """A stock cache, for `past_key_values` (`cache_params` of Mamba-2), that has read what the state has read.
+        """A stock cache, for `past_key_values` (`cache_params` of Mamba-2), that starts from the state.
 
-        Without the attention cache of that text, tokens given with it start at position 0 and see nothing before.
+        Without the attention cache of the same text, new tokens start at position 0 and attend to themselves only.
         """
         self._check_state(state, state_batch_size(state))
         cache = cache_adapter_of(self).to_cache(map_state(lambda part: part.detach().clone(), state))
@@ -155,7 +155,7 @@ class StatefulMixin:
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     def _carry(self: Any, state_cache: Any, arguments: dict[str, Any]) -> ModelOutput:
-        """The stock forward pass with a state_cache in the place of the cache."""
+        """The stock forward pass with a state cache in place of the cache."""
         adapter = cache_adapter_of(self)
         arguments = {**arguments, adapter.argument: state_cache, "use_cache": False, "return_dict": True}
         arguments.pop("attention_mask", None)
@@ -175,13 +175,13 @@ class StatefulMixin:
 
         Args:
             inputs: Prompt, (B, T), or by keyword as in Transformers.
-            initial_state: State with B rows that has read what comes before the prompt. It is not changed.
-            attention_cache: The keys and values of what the state has read, not changed either. Without it, attention
-                layers see the prompt and what is generated only, at positions from 0.
+            initial_state: State of B rows after the text before the prompt; it is not modified.
+            attention_cache: The keys and values of that text; not modified either. Without it, attention layers see
+                only the prompt and the generated tokens, at positions from 0.
 
         Raises:
-            ValueError: if the state does not fit the prompt, holds NaN, or is given with a cache, without one, or
-                with padding.
+            ValueError: if the state does not fit the prompt or holds NaN, with `past_key_values`, without
+                `use_cache`, and with padding.
         """
         if (rule := Forgetting.of(self.config)) != Forgetting():
             check_forgetting(self)
@@ -192,12 +192,10 @@ class StatefulMixin:
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
         adapter = cache_adapter_of(self)
         if kwargs.get(adapter.argument) is not None:
-            raise ValueError(
-                f"Give initial_state or {adapter.argument}, not both: each of them is the state to start from."
-            )
+            raise ValueError(f"Give initial_state or {adapter.argument}, not both: each is a state to start from.")
         config, _ = self._prepare_generation_config(kwargs.get("generation_config"), **kwargs)
         if config.use_cache is False:
-            raise ValueError("generate(initial_state=...) carries the state in the cache: leave use_cache on.")
+            raise ValueError("generate(initial_state=...) keeps the state in the cache: leave use_cache on.")
         prompts = (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
         prompt = next((x for x in prompts if x is not None), None)
         if prompt is None:
@@ -208,7 +206,8 @@ class StatefulMixin:
         if length > 1 and not adapter.reads_prompts:
             raise ValueError(
                 f"generate of {type(self).__name__} drops the state when it reads more than one token, got {length}: "
-                "call the model with the prompt but its last token, and generate from that one and the final state."
+                "call the model with all tokens of the prompt but the last, then generate from that one and the final "
+                "state."
             )
         copies = max(config.num_beams or 1, config.num_return_sequences or 1)
         if attention_cache is not None:
@@ -223,12 +222,12 @@ class StatefulMixin:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         classes = type(self).__mro__
-        # attributes apart, for hooks may refer to the model
+        # attributes separately, because hooks may refer to the model
         return _empty, (classes[classes.index(StatefulMixin) + 1],), self.__dict__
 
 
 def _empty(stock: type) -> Any:
-    """A stateful model without attributes, when one is copied or unpickled."""
+    """A stateful model without attributes, for copying and unpickling."""
     return _stateful_class(stock).__new__(_stateful_class(stock))
 
 
@@ -270,10 +269,10 @@ def _output_class(stock: Any) -> Any:
 
 
 def _layout_of(model: Any) -> _Layout:
-    """What one token shows of the model's states.
+    """The layout of the model's states, from a forward pass of one token.
 
     Raises:
-        ValueError: if there are none, or if the state before the first token is not zero.
+        ValueError: if there are no states, or if the state before the first token is not zero.
     """
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     adapter, dtype = cache_adapter_of(model), state_dtype(model.dtype)
@@ -292,7 +291,7 @@ def _layout_of(model: Any) -> _Layout:
 
 
 def _check_stock(model: PreTrainedModel) -> None:
-    """Refuse what cannot be wrapped, whatever its states are."""
+    """Refuse models that cannot be wrapped, whatever their states."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
@@ -301,8 +300,8 @@ def _check_stock(model: PreTrainedModel) -> None:
         )
     if any("forward" in vars(module) for module in (model, model.base_model)):
         raise ValueError(
-            f"{name} has its forward replaced on the object, as hooks of accelerate do (device_map over "
-            "several devices, offloading), which would drop the states: call stateful(model) before."
+            f"{name} has a replaced forward, as hooks of accelerate make it (device_map over several devices, "
+            "offloading); it would drop the states. Call stateful(model) before."
         )
     for refused in (model.config.model_type, model.config.get_text_config(decoder=True).model_type):
         if refused in REFUSED:
@@ -313,21 +312,21 @@ def stateful(model: PreTrainedModel) -> Any:
     """Give a stock recurrent or hybrid model of Transformers the state contract, in place.
 
     Args:
-        model: A model of a type in `registry.SUPPORTED`, with or without language modeling head; another one is
-            taken if `verify_stateful` passes on it. Not a PEFT wrapper: wrap first, add adapters then.
+        model: A model of a type in `registry.SUPPORTED`, with or without language modeling head, or of another type
+            if `verify_stateful` passes on it. Not a PEFT model: wrap first, then add adapters.
 
     Returns:
-        The same object. Its `forward` takes `initial_state`, `attention_cache` and `output_final_state` (by default
-        true where one of the others is given) and returns `final_state`, its `generate` takes `initial_state` and
-        `attention_cache`; it has the methods of `StatefulMixin`.
+        The same object, with the methods of `StatefulMixin`. Its `forward` takes `initial_state`, `attention_cache`
+        and `output_final_state` (by default true if one of the others is given) and returns `final_state`. Its
+        `generate` takes `initial_state` and `attention_cache`.
 
     Raises:
         ValueError: with the reason, if the model's states cannot be carried.
-        ImportError: if Transformers is too old.
+        ImportError: for Transformers before 5.21.
     """
     if not hasattr(Cache, "get_recurrent_state"):
         raise ImportError(
-            "stateful needs Transformers 5.21 or newer, whose caches give recurrent states out; "
+            "stateful needs Transformers 5.21 or newer, whose caches hold recurrent states; "
             f"{transformers.__version__} is installed."
         )
     stock, wrapped = cast(Any, type(model)), cast(Any, model)
@@ -343,11 +342,11 @@ def stateful(model: PreTrainedModel) -> Any:
         wrapped.__class__ = stock
         if isinstance(error, ValueError) and stock.__name__ in str(error):
             raise
-        # Its own code failed on our state_cache, for instance because it wants a cache of another kind.
+        # The stock code failed on our state cache, for instance because it needs another kind of cache.
         raise ValueError(f"{stock.__name__} cannot carry its states: {type(error).__name__}: {error}") from error
     backbone = wrapped.base_model
     if backbone is not wrapped and isinstance(backbone, PreTrainedModel):
-        # Some training scripts call it past the head; the stock backbone would ignore a state silently.
+        # Some training scripts call the backbone without the head; a stock backbone would ignore a state silently.
         backbone.__class__ = _stateful_class(cast(Any, type(backbone)))
         backbone._layout = wrapped._layout
     check_forgetting(wrapped)

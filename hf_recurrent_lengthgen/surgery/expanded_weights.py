@@ -1,8 +1,8 @@
-"""The weights of a mixer with a larger state, from those it had and those of a new one.
+"""The weights of a mixer with a larger state, from its old weights and those of a new mixer.
 
 Each function takes the named tensors of the old mixer and of a freshly initialized one of the new sizes, and returns
-those of the expanded mixer. `inherit` keeps what was trained; else ("reinit") the recurrence starts anew, which is
-what "StateX" (arXiv:2509.22630, section 4.3 and A.4) recommends.
+those of the expanded mixer. `inherit` keeps the trained weights. Otherwise ("reinit") the recurrence is initialized
+anew, as Shen et al., 2025 recommend ("StateX", arXiv:2509.22630, sections 4.3 and A.4).
 
 Shapes: N state dim, G groups, H heads, K convolution taps, R rank of the steps.
 """
@@ -18,14 +18,15 @@ from hf_recurrent_lengthgen.models.mixer_layouts import kind_of
 Weights = dict[str, Tensor]
 
 QUIET_ROWS = 1e-3
-"""Size of FalconMamba's new B rows over that of the old ones: the norm of B changes by half its square."""
+"""Scale of FalconMamba's new B rows relative to the old ones: the norm of B changes by half its square."""
 
 
 def widened_mamba2(old: Weights, new: Weights, groups: int, inherit: bool) -> Weights:
     """Mamba-2 with more rows of B and C (Eq. 5), which follow [z, x] in `in_proj` and x in `conv1d`, group by group.
 
-    Without `inherit`, A_log, dt_bias and the rows and channels of B and C are new; D and the rows of dt stay. With it,
-    the old rows stay and C is zero in the new ones, so outputs stay and gradients reach C first, then B.
+    Without `inherit`, A_log, dt_bias and the rows and channels of B and C are new; D and the rows of dt are kept. With
+    `inherit` the old rows are kept and the new rows of C are zero. So outputs do not change, and gradients reach C
+    first, then B.
     """
     inner = old["out_proj.weight"].shape[1]
     result = dict(old)
@@ -47,7 +48,7 @@ def widened_mamba2(old: Weights, new: Weights, groups: int, inherit: bool) -> We
 
 
 def _around_bc(rows: Tensor, mixer: Weights, before: int) -> tuple[Tensor, ...]:
-    """What stands before, in and after the G*N rows of B and those of C."""
+    """The rows before B, of B, of C, and after C, where B and C have G*N rows each."""
     bc = (mixer["conv1d.weight"].shape[0] - mixer["out_proj.weight"].shape[1]) // 2
     return rows.split([before, bc, bc, rows.shape[0] - before - 2 * bc])
 
@@ -59,12 +60,12 @@ def _widened_groups(old: Tensor, new: Tensor, groups: int) -> Tensor:
 
 
 def widened_mamba(old: Weights, new: Weights, inherit: bool, normed: bool) -> Weights:
-    """Mamba-1 with more rows of B and C, which follow those of the steps in `x_proj`, and more decays in `A_log`.
+    """Mamba-1 with more rows of B and C, which follow those of the step sizes in `x_proj`, and more decays in `A_log`.
 
-    Without `inherit`, A_log, the bias of the steps and the rows of B and C are new. With it, the new decays go on with
-    the initialization log n, n > N, and the rows are as in `widened_mamba2`. FalconMamba (`normed`) divides B and C by
-    their root mean square over N. With N' - N values near zero in them that grows by s = sqrt(N'/N), so their rows are
-    multiplied by s and take part s times as much each; D is multiplied and out_proj divided by s^2.
+    Without `inherit`, A_log, the bias of the step sizes and the rows of B and C are new. With `inherit`, the new
+    decays continue the initialization log n, n > N, and the rows are as in `widened_mamba2`. FalconMamba (`normed`)
+    divides B and C by their root mean square over N. N' - N values near zero make the results grow by
+    s = sqrt(N'/N), and C . B by s^2, so D is multiplied and out_proj divided by s^2.
     """
     rank, size, new_size = old["dt_proj.weight"].shape[1], old["A_log"].shape[1], new["A_log"].shape[1]
     dt, b, c = old["x_proj.weight"].split([rank, size, size])
@@ -89,10 +90,10 @@ def _rms(x: Tensor) -> Tensor:
 
 
 def merged_heads(old: Weights, new: Weights, inherit: bool) -> Weights:
-    """GLA, HGRN-2, linear attention and RWKV with fewer and larger heads (Eq. 4); g old heads make a new one.
+    """GLA, HGRN-2, linear attention and RWKV with fewer and larger heads (Eq. 4); g old heads become one new head.
 
-    Without `inherit` everything is new. With it, what each head has of its own stays as it is, (H, N) as (H/g, g*N);
-    what all heads share (norms, feature maps) is repeated for the heads that are merged, matrices along the diagonal.
+    Without `inherit` all weights are new. With `inherit`, weights of single heads are kept, (H, N) as (H/g, g*N).
+    Weights that all heads share (norms, feature maps) are repeated for the merged heads, matrices along the diagonal.
     """
     if not inherit:
         return dict(new)
@@ -107,12 +108,12 @@ def _repeated(value: Tensor, shape: torch.Size) -> Tensor:
 
 
 class Expansion(NamedTuple):
-    """How the mixers of a kind are expanded.
+    """How one kind of mixer is expanded.
 
     Attributes:
-        weights: From old weights, those of a new mixer, that mixer and `inherit` to those of the expanded one.
-        new_values: Beginnings of the names of the parameters that hold new values then.
-        of_reinit: Further ones without `inherit`.
+        weights: Function from old weights, weights of a new mixer, that mixer and `inherit` to the expanded weights.
+        new_values: Prefixes of the names of the parameters that then hold new values.
+        of_reinit: Further prefixes without `inherit`.
     """
 
     weights: Callable[[Weights, Weights, Any, bool], Weights]
@@ -144,7 +145,7 @@ def expansion_of(mixer: Any) -> Expansion:
     kind = "heads" if getattr(mixer, "grows", None) == "num_heads" else str(kind_of(mixer))
     if kind not in EXPANSIONS:
         raise ValueError(
-            f"{type(mixer).__name__} says that its state_size grows, but not how its weights do: that is known of the "
-            "parameters of Mamba-1 and Mamba-2 (EXPANSIONS)."
+            f"{type(mixer).__name__} declares that its state_size grows, but only the parameters of Mamba-1 and "
+            "Mamba-2 can grow with it (EXPANSIONS)."
         )
     return EXPANSIONS[kind]

@@ -1,4 +1,4 @@
-"""Which layers of a model a state expansion enlarges, to which sizes, and the config that says so."""
+"""Which layers a state expansion enlarges, their new sizes, and the config of the expanded model."""
 
 import copy
 import math
@@ -19,11 +19,11 @@ Layers = Iterable[int] | Literal["all"] | None
 DEFAULT_LAYERS, DEFAULT_FACTOR = 4, 4
 
 PER_LAYER = {"state_size": "layer_state_sizes", "num_heads": "layer_num_heads"}
-"""The field of our configs that has a size of each layer."""
+"""The field of our configs with the size of each layer."""
 
 
 class Growth(NamedTuple):
-    """How the states of a model grow: by "state_size" or merged "num_heads", of all layers or each, in a field."""
+    """How states grow: by "state_size" or "num_heads", in all layers together or in each, and in which field."""
 
     size: str
     field: str
@@ -31,9 +31,9 @@ class Growth(NamedTuple):
 
 
 def spread_layers(total: int, count: int = DEFAULT_LAYERS) -> list[int]:
-    """One layer in every m = total // count, from the first, `count` in all (section 4.4); all of `total` <= count.
+    """One layer in every m = total // count, from the first, `count` in all (section 4.4); all if `total` <= count.
 
-    Where `count` does not divide `total`, the layers after the last m are the ones left over.
+    If `count` does not divide `total`, the last layers are the remainder.
     """
     if count < 1:
         raise ValueError(f"At least one layer must be expanded, got {count}.")
@@ -41,7 +41,7 @@ def spread_layers(total: int, count: int = DEFAULT_LAYERS) -> list[int]:
 
 
 class Plan(NamedTuple):
-    """Which layers change, and the config after it; `before` and `after` hold N or H of every recurrent layer."""
+    """The layers to expand, and the new config; `before` and `after` hold N or H of every recurrent layer."""
 
     config: Any
     size: str
@@ -79,7 +79,7 @@ def expansion_plan(
     if getattr(config, "num_kv_heads", None) not in (None, getattr(config, "num_heads", None)):
         raise ValueError(
             f"Each head of keys and values serves {config.num_heads // config.num_kv_heads} heads of queries "
-            "(num_kv_heads): merged, they would need more weights, not the same ones in larger heads. Only models "
+            "(num_kv_heads), so merged heads would need more weights. Only models "
             "with as many heads of keys as of queries can be expanded."
         )
     chosen = _chosen(config, growth, recurrent, layers, count)
@@ -98,7 +98,7 @@ def expansion_plan(
 
 
 def check_type(config: Any) -> None:
-    """Raise a `ValueError` for a type of Transformers whose states are not known to grow."""
+    """Raise a `ValueError` for a type of Transformers whose states cannot grow."""
     model_type = str(getattr(config, "model_type", None))
     stock = SUPPORTED.get(model_type)
     if (stock is not None and stock.state_field) or hasattr(config, "check_forgetting"):  # ours has that
@@ -109,7 +109,7 @@ def check_type(config: Any) -> None:
 
 
 def growth_of(model: PreTrainedModel) -> Growth:
-    """How the states of a model grow; raises a `ValueError` for mixers that do not say it."""
+    """How the states of a model grow; raises a `ValueError` for mixers that do not declare it."""
     config = model.config
     if config.model_type in SUPPORTED:
         return Growth("state_size", SUPPORTED[config.model_type].state_field, per_layer=False)
@@ -130,10 +130,10 @@ def _chosen(
         given = layers
         layers = list(given) if isinstance(given, Iterable) else None
         if layers is None or any(type(layer) is not int for layer in layers):
-            raise ValueError(f'layers must be "all" or integers, the numbers of layers, got {given!r}.')
+            raise ValueError(f'layers must be "all" or integers from 0, got {given!r}.')
     if not growth.per_layer:
         if layers != "all" and set(layers or ()) != set(recurrent):
-            ours = ", or load it with hf_recurrent_lengthgen.load_model, whose class has a size for each layer"
+            ours = ", or load it with hf_recurrent_lengthgen.load_model, whose class has one size for each layer"
             raise ValueError(
                 f"The configuration of {config.model_type} has one {growth.field} for all layers, so some of them "
                 f'cannot be expanded alone: give layers="all"{ours if config.model_type in STATEFUL_CLASSES else ""}.'
@@ -165,8 +165,8 @@ def _new_size(size: str, layer: int, old: int, factor: float | None, given: int 
         new = old * (DEFAULT_FACTOR if factor is None else factor) if given is None else given
         if new <= old or new % 1 != 0:
             raise ValueError(
-                f"state_size of layer {layer} is {old} and would become {new:g}: give an integer above it, or a "
-                "factor above 1 that makes one."
+                f"state_size of layer {layer} is {old} and would become {new:g}: give a larger integer, or a "
+                "factor above 1 that gives one."
             )
         return int(new)
     new = (1 if factor is None else old / factor) if given is None else given
@@ -174,8 +174,8 @@ def _new_size(size: str, layer: int, old: int, factor: float | None, given: int 
         raise ValueError(f"Layer {layer} has one head already: there is nothing to merge.")
     if new % 1 != 0 or not 1 <= new < old or old % int(new):
         raise ValueError(
-            f"num_heads of layer {layer} is {old} and would become {new:g}: give a smaller divisor of it, or a factor "
-            "above 1 that makes one."
+            f"num_heads of layer {layer} is {old} and would become {new:g}: give a smaller divisor, or a factor "
+            "above 1 that gives one."
         )
     return int(new)
 
@@ -190,7 +190,7 @@ def blank_model(config: Any, model_class: type[Any] | None) -> Any:
 
 
 def expandable_mixers(model: Any) -> dict[int, tuple[str, Any]]:
-    """Name and module of the mixers that can be expanded, by layer; in hybrids the recurrent layers are counted."""
+    """Name and module of the mixers that can be expanded, by layer; hybrids count recurrent layers only."""
     named = list(model.named_modules())
     if model.config.model_type in SUPPORTED:
         return dict(enumerate((name, module) for name, module in named if kind_of(module) in EXPANSIONS))

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class LayerExpansion(NamedTuple):
-    """One expanded layer: its index among the recurrent layers, and before and after N or H, state and parameters."""
+    """One expanded layer: its index among the recurrent layers; N or H, state and parameters before and after."""
 
     layer: int
     size_before: int
@@ -16,14 +16,14 @@ class LayerExpansion(NamedTuple):
 
 
 class ExpansionReport(NamedTuple):
-    """What an expansion changes; states are elements of the recurrent part, without convolution taps.
+    """What an expansion changes; state sizes are elements of the recurrent part, without convolution states.
 
     Attributes:
         size: "state_size" or "num_heads".
         layers: The expanded layers.
-        recurrent_layers: How many layers could be expanded.
-        parameters_before, parameters_after: Of the whole model; tied weights count once.
-        state_before, state_after: Of all layers.
+        recurrent_layers: Number of layers that can be expanded.
+        parameters_before, parameters_after: Parameters of the whole model; tied weights count once.
+        state_before, state_after: State elements of all layers.
     """
 
     size: str

@@ -1,12 +1,12 @@
 """Mimetic initialization: a recurrent model that starts out close to linear attention.
 
-"Mimetic Initialization Helps State Space Models Learn to Recall" (Trockman et al. 2024, arXiv:2410.11135).
-With decays and step sizes near 1 the map of a layer is y_i = sum_{j <= i} (C_i . B_j) x_j (Eq. 8 and 12; the
-indicator of Eq. 8 is printed the wrong way round), which forgets nothing; with W_C close to W_B equal tokens
-attend to each other. Such a model also fails soon beyond its training length, unless it is trained for it.
+"Mimetic Initialization Helps State Space Models Learn to Recall" (Trockman et al., 2024, arXiv:2410.11135).
+With decays and step sizes near 1, a layer computes y_i = sum_{j <= i} (C_i . B_j) x_j (Eq. 8 and 12; the indicator of
+Eq. 8 is printed the wrong way round), which forgets nothing. With W_C close to W_B, equal tokens attend to each other.
+Such a model fails soon beyond its training length, unless it is trained for longer texts.
 
-The paper treats Mamba-1 and Mamba-2. The counterpart for GLA, whose keys and queries are B and C and whose gates are
-decay and step in one, is ours.
+The paper treats Mamba-1 and Mamba-2. The counterpart for GLA is ours: its keys and queries are B and C, and its gates
+are decay and step size in one.
 """
 
 import math
@@ -27,7 +27,7 @@ PAPER_SWITCHES: dict[Kind, tuple[str, ...]] = {
     "Mamba-2": SWITCHES,
     "GLA": ("a", "bc", "conv"),
 }
-"""What is on by default: section 3 of the paper, and our choice for GLA."""
+"""The switches that are on by default: section 3 of the paper, and our choice for GLA."""
 
 
 @torch.no_grad()
@@ -41,44 +41,44 @@ def mimetic_initialization(
     offset: int = 0,
     layers: Iterable[int] | None = None,
 ) -> None:
-    """Overwrite weights of Mamba-1, FalconMamba, Mamba-2 or GLA mixers, in place, by those of mimetic initialization.
+    """Initialize the Mamba-1, FalconMamba, Mamba-2 or GLA mixers of a model mimetically, in place.
 
-    Mixers are told by their parameters (`mixer_layouts.py`): classes of Transformers and fla, hybrids with such mixers
-    and models whose code came with a checkpoint are covered too. The config does not change, and nothing else does:
-    `in_proj.bias`, if there is one, and the rows of the steps in `in_proj` or `x_proj` keep their values.
+    Mixers are recognized by their parameters (`mixer_layouts.py`), so classes of Transformers and fla, hybrids and
+    models whose code came with a checkpoint work, too. The config and all other weights are kept, also `in_proj.bias`
+    and the rows of the step sizes in `in_proj` or `x_proj`.
 
     A switch is on, off, or None for the default of the mixer: in Mamba-1 all but `conv`, in Mamba-2 all, in GLA `a`,
-    `bc` and, where there are short convolutions, `conv`.
+    `bc` and, with short convolutions, `conv`.
 
     Args:
-        model: A model with such mixers, freshly initialized as a rule.
+        model: A model with such mixers, usually freshly initialized.
         a: Decays near 1, with A_n = -(n + offset)^-c (section 3). Mamba-2: `A_log <- -c log(n + offset)`, n = 1..H
             over the heads. Mamba-1: the same with n = 1..N over the states of every channel. GLA: n = 1..N over the
-            keys of every head, and the gates are exp(A_n) whatever the input: the second weight of `gk_proj` is 0,
+            keys of every head, and the gates are exp(A_n) for every input: the second weight of `gk_proj` is 0,
             its bias b has log(sigmoid(b)) / gate_logit_normalizer = A_n (`clamp_min` still bounds it). n = 1 is a
             fixed point of the scaling in c and keeps decaying by exp(-1) per token, as in the paper, unless offset is
             above 0.
-        delta: Steps near 1 (Eq. 4): the bias inside the softplus is softplus^-1(1). Mamba-2: `dt_bias`, and 1 must lie
-            inside `time_step_limit`; Mamba-1: that of `dt_proj`, whose weight becomes 0 (not the rows of `x_proj`
-            before it, else no gradient would reach either). GLA has no step.
+        delta: Step sizes near 1 (Eq. 4): the bias inside the softplus is softplus^-1(1). Mamba-2: `dt_bias`, and 1
+            must lie inside `time_step_limit`. Mamba-1: the bias of `dt_proj`, whose weight becomes 0 (the rows of
+            `x_proj` before it do not, else no gradient would reach either). GLA has no step size.
         bc: Correlated tokens (section 3): `W_C <- (W_C + W_B) / 2`, group by group; in GLA `W_Q <- (W_Q + W_K) / 2`,
             head by head.
         conv: Identity convolution: last tap 1, all other taps and the bias 0. GLA: those of q, k and v.
         c: Strength of `a`, above 0; the paper takes it from {2, 4, 8}.
         offset: Of `a`. With 1 no head, state or key is left at the fixed point.
-        layers: Which layers of the model, counted from 0; None for all that have such a mixer.
+        layers: Layers of the model, counted from 0; None for all with such a mixer.
 
     Raises:
-        ValueError: for a model without such mixers, one with another layout, a switch that the mixers do not have or
-            whose steps they would clamp, a layer that is not there or of another kind, c <= 0 or a negative offset.
-            The model is unchanged then.
+        ValueError: for a model without such mixers or with another layout, a switch that the mixers do not have, step
+            sizes that they would clamp, a layer that does not exist or is of another kind, c <= 0, and a negative
+            offset. The model is then unchanged.
     """
     if not (math.isfinite(c) and c > 0):
         raise ValueError(f"c must be finite and above 0, got {c}; the paper takes 2, 4 or 8.")
     if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
         raise ValueError(f"offset must be an integer of at least 0, got {offset!r}.")
     given = dict(zip(SWITCHES, (a, delta, bc, conv), strict=True))
-    # every mixer is checked before any is changed, and changed once: averaging twice would move W_C further
+    # check every mixer before changing any, and change each once: averaging twice would move W_C further
     chosen = [(mixer, _switched_on(mixer, given), key_and_query_weights(mixer)) for mixer in _chosen(model, layers)]
     for mixer, switches, (W_B, W_C) in chosen:
         if "a" in switches:
@@ -118,7 +118,7 @@ def _chosen(model: nn.Module, layers: Iterable[int] | None) -> list[KnownMixer]:
 
 
 def _switched_on(mixer: KnownMixer, given: dict[str, bool | None]) -> set[str]:
-    """The switches that are on for a mixer, by the caller's or the default choice."""
+    """The switches that are on for a mixer, as given or by default."""
     lacking = {}
     if mixer.kind == "GLA":
         lacking["delta"] = "GLA has no step size: its gates are decay and step in one, which is the switch a"
@@ -132,14 +132,14 @@ def _switched_on(mixer: KnownMixer, given: dict[str, bool | None]) -> set[str]:
     least, most = _step_limit(mixer.module)
     if "delta" in switches and not least <= 1 <= most:
         raise ValueError(
-            f"delta sets steps to 1, but layer {mixer.layer} clamps them to {least} to {most} (time_step_limit of the "
-            "config): give a time_step_limit with 1 inside, such as (0.0, float('inf')), or delta=False."
+            f"delta sets step sizes to 1, but layer {mixer.layer} clamps them to {least} to {most} (time_step_limit "
+            "of the config): give a time_step_limit with 1 inside, such as (0.0, float('inf')), or delta=False."
         )
     return switches
 
 
 def _step_limit(module: Any) -> tuple[float, float]:
-    """Bounds of the steps of a mixer: ours have them in their config, those of Transformers themselves."""
+    """Bounds of the step sizes of a mixer: in the config for our classes, in the mixer for those of Transformers."""
     limit = getattr(module, "time_step_limit", None) or getattr(
         getattr(module, "config", None), "time_step_limit", None
     )

@@ -1,16 +1,16 @@
-"""State expansion: a trained model whose recurrent states in some layers are larger, to be post-trained.
+"""State expansion: enlarge the recurrent states of some layers of a trained model, which is then post-trained.
 
-"StateX: Enhancing RNN Recall via Post-training State Expansion" (arXiv:2509.22630), section 4:
+"StateX: Enhancing RNN Recall via Post-training State Expansion" (Shen et al., 2025, arXiv:2509.22630), section 4:
 
-- Mamba-2 gets more rows of B and C, that is keys and queries of more dimensions (Eq. 5); so does Mamba-1.
-- GLA gets fewer and larger heads (Eq. 4): H heads of N keys and P values hold H N P numbers, one head of H N keys and
-  H P values holds H times as many, with the same weights. So do linear attention, HGRN-2, RWKV-6 and RWKV-5, ours
-  beyond the paper.
-- One layer in every m is expanded, from the first, so that there are 4 (4.4).
-- "reinit" starts the recurrence of these layers anew, "inherit" keeps what was trained (4.3; the paper's choice is the
-  first).
+- Mamba-2 gets more rows of B and C, that is, keys and queries of more dimensions (Eq. 5). So does Mamba-1.
+- GLA gets fewer and larger heads (Eq. 4). H heads of N keys and P values hold H N P numbers. One head of H N keys and
+  H P values holds H times as many, with the same weights. Beyond the paper, linear attention, HGRN-2, RWKV-6 and
+  RWKV-5 do the same.
+- 4 layers are expanded, one in every m from the first (4.4).
+- "reinit", the paper's choice, initializes the recurrence of these layers anew. "inherit" keeps the trained weights
+  (4.3).
 
-The sizes of all layers stand in the config of the new model, so that its checkpoint describes itself.
+The config of the new model has the sizes of all layers, so its checkpoint describes itself.
 """
 
 import copy
@@ -49,30 +49,31 @@ def expand_state(
     initialization: Initialization = "reinit",
     seed: int = 0,
 ) -> Any:
-    """A new model of the same class with larger states in some layers; the given one and its config do not change.
+    """A new model of the same class with larger states in some layers; the given model and its config do not change.
 
-    Take it as it is for post-training, before adapters, quantization and activation checkpointing, which are not
-    carried over. Parameters that are frozen stay frozen; dtype, device and tied weights are those of the given model.
+    Expand before you add adapters, quantize or turn on activation checkpointing, which are not carried over. Frozen
+    parameters stay frozen. Dtype, device and tied weights are those of the given model.
 
     Args:
         model: A language model of this package, also one whose code came with a checkpoint; or a stock or stateful
             Mamba or hybrid of Transformers with Mamba-2 layers, where all recurrent layers are expanded together.
-        layers: Which layers, counted from 0, or "all"; None for `count` of them, see `spread_layers`.
-        count: How many layers, if not 4.
-        factor: By how much the state of these layers grows. Default 4 in Mamba; with heads, all are merged into one.
-        state_size: N of these layers instead, above the one they have (Mamba-1, Mamba-2).
-        num_heads: Heads of these layers instead, a divisor of those they have (other families).
-        initialization: "reinit" starts anew in these layers: in Mamba-2 A_log, dt_bias and the rows and convolution
-            channels of B and C, in Mamba-1 A_log, the bias of dt_proj and the rows of B and C; where heads are merged
-            the whole recurrent block (projections, gate, norm of its outputs), but not the norm before it. "inherit"
-            keeps what was trained. In Mamba-1 and Mamba-2 logits stay as they are then (to 1e-5), and every new
-            weight has a gradient, of B from the second step on. Merged heads read what the others wrote, so there
-            logits change with "inherit", too.
-        seed: Of the new weights; torch's global random state is left alone.
+        layers: Layers to expand, counted from 0, or "all"; None for `count` layers, see `spread_layers`.
+        count: Number of layers; default 4.
+        factor: Factor by which the state of these layers grows. Default: 4 in Mamba; in families with heads, all heads
+            become one.
+        state_size: New N of these layers, larger than the old one (Mamba-1, Mamba-2); instead of `factor`.
+        num_heads: New number of heads of these layers, a divisor of the old one (other families); instead of `factor`.
+        initialization: "reinit" initializes anew: in Mamba-2 A_log, dt_bias and the rows and convolution channels of B
+            and C; in Mamba-1 A_log, the bias of dt_proj and the rows of B and C; with merged heads the whole recurrent
+            block (projections, gate, norm of its outputs) without the norm before it. "inherit" keeps the trained
+            weights. In Mamba-1 and Mamba-2 the logits are then unchanged (to 1e-5), and every new weight has a
+            gradient, those of B from the second step on. Merged heads read what the others wrote, so their logits
+            change with "inherit", too.
+        seed: Seed of the new weights; torch's global random state does not change.
 
     Raises:
-        ValueError: with the reason, for a family that cannot be expanded, for sizes and layers that do not fit, and
-            for adapters, quantized weights and whatever else is no plain model of its class.
+        ValueError: with the reason, for a family that cannot be expanded, sizes and layers that do not fit, adapters,
+            quantized weights, and a model with added or removed parameters.
     """
     if initialization not in ("reinit", "inherit"):
         raise ValueError(f'initialization must be "reinit" or "inherit", got {initialization!r}.')
@@ -108,7 +109,7 @@ def _expanded_weights(model: PreTrainedModel, new: Any, layers: Iterable[int], i
         strange = sorted(set(old_weights) ^ set(expected))
         raise ValueError(
             f"The model is no plain {type(new).__name__}: {', '.join(strange[:4])} "
-            f"{'and others ' if len(strange) > 4 else ''}should not be there, or should. Remove what was added."
+            f"{'and others ' if len(strange) > 4 else ''}were added or removed. Undo that first."
         )
     weights = {name: value.detach().clone() for name, value in old_weights.items()}
     mixers, old_mixers = expandable_mixers(new), expandable_mixers(model)
@@ -131,12 +132,12 @@ def expansion_report(
     num_heads: int | None = None,
     model_class: type[Any] | None = None,
 ) -> ExpansionReport:
-    """What `expand_state` with these arguments would change, from a config alone: no weight is made.
+    """What `expand_state` with these arguments would change, from a config alone, without any weights.
 
     Args:
-        config: Of the model; it does not change.
+        config: Config of the model; it does not change.
         layers, count, factor, state_size, num_heads: See `expand_state`.
-        model_class: Class of the model, for code that came with a checkpoint; None for the one of the config.
+        model_class: Class of the model, if its code came with a checkpoint; None for the class of the config.
 
     Raises:
         ValueError: as `expand_state`.
@@ -162,14 +163,14 @@ def expansion_report(
 
 
 def recorded_expansions(config: Any) -> dict[int, str]:
-    """The layers that a config says were expanded, counted as in `expand_state`, and their last initialization."""
+    """The expanded layers according to a config, counted as in `expand_state`, and their last initialization."""
     return {int(layer): done for layer, done in (getattr(config, "expanded_layers", None) or {}).items()}
 
 
 def expanded_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """The parameters that hold new values in an expanded model: whole tensors, so also the old rows beside new ones.
+    """The parameters of an expanded model that hold new values, as whole tensors, which may contain old rows, too.
 
-    Where heads are merged, these are all of the recurrent block. Adapters on them count, too.
+    With merged heads, these are all parameters of the recurrent block. Adapters on them are included.
     """
     mixers = expandable_mixers(model)
     found: dict[str, nn.Parameter] = {}
@@ -190,11 +191,11 @@ def _state_elements(model: PreTrainedModel, layer: int) -> int:
 
 
 def _check_plain(model: PreTrainedModel) -> None:
-    """Raise a `ValueError` for a model whose weights are not its own plain ones."""
+    """Raise a `ValueError` for a model with adapters, quantized weights, or weights on several devices."""
     if hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
             "The model has adapters, which belong to weights that would change: merge them first "
-            "(merge_and_unload), or expand first and add adapters then."
+            "(merge_and_unload), or expand first and then add adapters."
         )
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"expand_state takes a model of Transformers or of this package, got {type(model).__name__}.")
@@ -209,7 +210,7 @@ def _check_plain(model: PreTrainedModel) -> None:
 
 
 def _copy_buffers(old: nn.Module, new: nn.Module) -> None:
-    """Place buffers that no checkpoint holds, such as rotary frequencies, where the model is."""
+    """Put buffers that no checkpoint holds, such as rotary frequencies, on the device of the model."""
     kept = dict(old.named_buffers())
     for name, buffer in new.named_buffers():
         parent, _, last = name.rpartition(".")

@@ -1,8 +1,8 @@
 """Teacher-layer initialization: every layer of a student starts from one layer of a pre-trained model.
 
-"Mimetic Initialization Helps State Space Models Learn to Recall" (Trockman et al. 2024, arXiv:2410.11135), section 6:
-S_j := T_i for all layers j of the student. Some layers T_i, those with correlated W_B and W_C and masks of nearly all
-ones, let the student learn to copy.
+"Mimetic Initialization Helps State Space Models Learn to Recall" (Trockman et al., 2024, arXiv:2410.11135), section 6:
+S_j := T_i for all layers j of the student. Some layers T_i, with correlated W_B and W_C and masks of nearly all ones,
+let the student learn to copy.
 """
 
 from collections.abc import Iterable
@@ -25,21 +25,21 @@ EMBEDDING_NORMS = ("pre_norm.", "pre_ln.")
 def initialize_from_teacher_layer(
     student: nn.Module, teacher: nn.Module, layer: int, layers: Iterable[int] | None = None
 ) -> None:
-    """Overwrite layers of `student`, in place, by the weights of one layer of `teacher`.
+    """Overwrite layers of `student`, in place, with the weights of one layer of `teacher`.
 
-    A layer is a whole block: norms, mixer and channel mixing. Embeddings, in RWKV with their norm in the first block,
-    head, final norm and whatever else is outside of the blocks, as HGRN-2's lower bounds, stay as they are, and so do
-    config and dtype of the student.
+    A layer is a whole block: norms, mixer and channel mixing. Weights outside of the blocks are kept: embeddings (in
+    RWKV with their norm in the first block), head, final norm, HGRN-2's lower bounds. So are config and dtype of the
+    student.
 
     Args:
         student: A model of this package or of Transformers, with its blocks in `layers` of its backbone.
-        teacher: Another one of the same family with layers of the same sizes; it is not changed.
+        teacher: A model of the same family with layers of the same sizes; it does not change.
         layer: The layer of the teacher, counted from 0.
-        layers: The layers of the student that are overwritten; None for all.
+        layers: The layers of the student to overwrite; None for all.
 
     Raises:
-        ValueError: for a model without such blocks, a layer that is not there, and the first parameter or setting in
-            which layers differ, by its name. The student is unchanged then.
+        ValueError: for a model without such blocks, a layer that does not exist, and layers that differ in a parameter
+            or setting, which is named. The student is then unchanged.
     """
     students, teachers = _blocks(student), _blocks(teacher)
     chosen = list(range(len(students)) if layers is None else layers)
@@ -78,7 +78,7 @@ def _check_settings(student: Any, teacher: Any) -> None:
         if values[0] != values[1]:
             raise ValueError(
                 f"{name} is {values[0]} in the student's config and {values[1]} in the teacher's, so the same weights "
-                "would not be the same layer: make the student with the teacher's."
+                "would give another layer: make the student with the teacher's value."
             )
 
 
@@ -101,7 +101,7 @@ def _check_same_weights(index: int, target: dict[str, Tensor], layer: int, sourc
     for name in [*target, *source]:
         if name not in target or name not in source:
             having, lacking = ("student", "teacher") if name in target else ("teacher", "student")
-            raise ValueError(f"Of {places}, that of the {having} has {name} and that of the {lacking} has not.")
+            raise ValueError(f"The {having} has the parameter {name} and the {lacking} lacks it, in {places}.")
         if target[name].shape != source[name].shape:
             raise ValueError(
                 f"{name} has shape {tuple(target[name].shape)} and {tuple(source[name].shape)} in {places}: they must "

@@ -164,7 +164,7 @@ def test_checkpointing_recomputes_every_layer_and_leaves_no_trace(model: Any) ->
 def test_reentrant_checkpointing_and_kept_keys_under_checkpointing_are_refused(model: Any) -> None:
     model.train()
     enable_checkpointing(model, use_reentrant=False)
-    with pytest.raises(ValueError, match="attention_cache does not go with activation checkpointing"):
+    with pytest.raises(ValueError, match="attention_cache cannot be used with activation checkpointing"):
         model(TOKENS, attention_cache=model.new_attention_cache())
     enable_checkpointing(model, use_reentrant=True)
     with pytest.raises(ValueError, match="use_reentrant"):
@@ -176,9 +176,9 @@ def test_reentrant_checkpointing_and_kept_keys_under_checkpointing_are_refused(m
     ("arguments", "complaint"),
     [
         ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 9])}, "without padding"),
-        ({"attention_mask": torch.ones(2, 1, 9, 9)}, "no mask"),
-        ({"use_cache": True}, "use_cache and past_key_values do not go with states"),
-        ({"past_key_values": Cache(layers=[])}, "use_cache and past_key_values do not go with states"),
+        ({"attention_mask": torch.ones(2, 1, 9, 9)}, "is not of shape"),
+        ({"use_cache": True}, "use_cache and past_key_values cannot be used with states"),
+        ({"past_key_values": Cache(layers=[])}, "use_cache and past_key_values cannot be used with states"),
         ({"position_ids": torch.arange(9)[None]}, "Leave them out"),
         ({"input_ids": None}, "exactly one of input_ids"),
         ({"input_ids": TOKENS[:, :0]}, "at least one token"),

@@ -104,7 +104,7 @@ def test_a_stock_model_can_teach_ours(stock: Any, config: Any, family: str) -> N
         (
             ("Mamba", {"use_bias": True}),
             ("Mamba", {}),
-            "that of the student has mixer.in_proj.bias and that of the teacher has not",
+            "The student has the parameter mixer.in_proj.bias and the teacher lacks it",
         ),
         (
             ("Mamba", {}),
