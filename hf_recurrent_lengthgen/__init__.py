@@ -1,8 +1,8 @@
 """Recurrent language models that keep working beyond their training length.
 
-Families are in `hf_recurrent_lengthgen.models`, which makes them known to the Auto classes of Transformers; trainers
-are in `hf_recurrent_lengthgen.trainers`, metrics in `hf_recurrent_lengthgen.evaluation`. The names here are loaded
-when they are first asked for.
+Model families are in `hf_recurrent_lengthgen.models`, which registers them with the Auto classes of Transformers.
+Trainers are in `hf_recurrent_lengthgen.trainers`, metrics in `hf_recurrent_lengthgen.evaluation`. The names here are
+loaded on first use.
 """
 
 from importlib import import_module
@@ -58,7 +58,7 @@ _NOT_OF_STATES = {
 
 
 def __getattr__(name: str) -> Any:
-    """As PEP 562 has it: importing Transformers' models takes seconds."""
+    """Import a public name on first use (PEP 562), because importing Transformers' models takes seconds."""
     if name in _PACKAGES:
         return import_module(f".{name}", __name__)
     if name not in __all__:

@@ -1,7 +1,7 @@
-"""Adapters (PEFT): weights beside a base, in a folder that names it.
+"""Adapters (PEFT): a folder with weights that belong to a base model, which it names.
 
-An adapter belongs to the very weights that it was trained on, and its training sets fields of their config, for which
-PEFT has no place: `adapter_base.json` keeps both.
+An adapter belongs to exactly the weights it was trained on, and its training sets fields of their config. PEFT stores
+neither, so `adapter_base.json` does.
 """
 
 import json
@@ -25,13 +25,13 @@ from hf_recurrent_lengthgen.records import Adapter, carded, verified_files
 
 CONFIG_FILE, WEIGHTS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_base.json"
 TRAINED_FIELDS = ("training_length", "interventions", "task")
-"""Fields of a config that training sets."""
+"""Fields of the config that training sets."""
 
 
 @document("adapter_base")
 @dataclass(frozen=True)
 class AdapterBase:
-    """SHA-256 by name of weights and config of a base, and fields that training set in its config, each as JSON."""
+    """SHA-256 of weights and config of a base, by name, and the fields that training set in its config, as JSON."""
 
     files: dict[str, str]
     config: dict[str, str]
@@ -43,13 +43,13 @@ def holds_adapter(folder: str | os.PathLike[str]) -> bool:
 
 
 def to_merge(folder: str | os.PathLike[str]) -> str:
-    """What to do where an adapter is not enough, for people."""
+    """A message for commands that need a merged model instead of an adapter."""
     command = shlex.join(["lengthgen", "merge", str(folder), "--output", "FOLDER"])
     return f"{folder} holds an adapter (PEFT), whose results depend on another checkpoint: merge first, `{command}`"
 
 
 def refuse_adapter(folder: str | os.PathLike[str]) -> None:
-    """Raise a `ValueError` for a folder with an adapter, where a whole model is needed."""
+    """Raise a `ValueError` for a folder with an adapter."""
     if holds_adapter(folder):
         raise ValueError(f"{to_merge(folder)}, and give FOLDER.")
 
@@ -58,8 +58,8 @@ def base_of_adapter(folder: str | os.PathLike[str]) -> str:
     """Folder or name on the Hub of the checkpoint that an adapter belongs to.
 
     Raises:
-        ValueError: for damaged, missing and pickled files, methods that change the inputs, and a base that is not
-            named or not there.
+        ValueError: for damaged, missing and pickled files, other methods than LoRA, and a base that is not named or
+            does not exist.
     """
     path = Path(folder)
     try:
@@ -68,23 +68,23 @@ def base_of_adapter(folder: str | os.PathLike[str]) -> str:
         raise ValueError(f"{path / CONFIG_FILE} is damaged ({error}): copy or save it again.") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise ValueError(f"{path} holds an adapter of the kind {kind!r}: only LORA is read, which can be merged.")
+        raise ValueError(f"{path} holds an adapter of the kind {kind!r}: only LORA is supported, which can be merged.")
     if not (path / WEIGHTS_FILE).is_file():
-        raise ValueError(f"{path} holds no {WEIGHTS_FILE}, as PEFT saves weights: a pickle is not read.")
+        raise ValueError(f"{path} holds no {WEIGHTS_FILE}: save the adapter as safetensors, pickles are not read.")
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise ValueError(f"{path / CONFIG_FILE} names no base: set base_model_name_or_path to its folder or name.")
+        raise ValueError(f"{path / CONFIG_FILE} names no base: set base_model_name_or_path to its folder or Hub name.")
     place = Path(base)
     if not place.is_dir() and (place.is_absolute() or len(place.parts) != 2 or place.parent.is_dir()):
         raise ValueError(
-            f"The base of the adapter {path} is not here any more: {base}. Put it back, or say where it is now: "
+            f"The base of the adapter {path} does not exist any more: {base}. Put it back, or give its new place: "
             f"base_model_name_or_path in {CONFIG_FILE}, or --base of lengthgen merge."
         )
     return base
 
 
 def write_adapter_base(folder: str | os.PathLike[str], model: Any) -> None:
-    """Write beside an adapter which files the base of a PEFT model has, and what training set in the config."""
+    """Write beside an adapter the digests of its base and what training set in the config."""
     settings = model.get_base_model().config
     values = {name: getattr(settings, name, None) for name in TRAINED_FIELDS}
     config = {name: json.dumps(value) for name, value in values.items() if value}
@@ -93,41 +93,41 @@ def write_adapter_base(folder: str | os.PathLike[str], model: Any) -> None:
 
 
 def _base_files(base: str) -> dict[str, str]:
-    """Digests of weights and config of a folder here, or of what is cached of a name on the Hub."""
+    """Digests of weights and config of a local folder, or of the cached files of a Hub name."""
     folder = Path(base)
     if not base or not folder.is_dir():
         try:
             folder = Path(hf_hub_download(base, "config.json", local_files_only=True)).parent
-        except (LocalEntryNotFoundError, ValueError):  # not from the Hub either: made in memory
+        except (LocalEntryNotFoundError, ValueError):  # neither local nor from the Hub: made in memory
             return {}
     return carded(verified_files(folder))
 
 
 def with_adapter(base: Any, folder: str | os.PathLike[str], name: str) -> Any:
-    """The PEFT model of an adapter and its base, in evaluation mode, the adapter's weights to be trained.
+    """The PEFT model of an adapter and its base, in evaluation mode, with trainable adapter weights.
 
     Args:
-        base: The model that the folder or name `name` holds, changed in place.
-        folder: The adapter.
-        name: Of the base.
+        base: The base model, loaded from `name`; it is changed in place.
+        folder: The folder of the adapter.
+        name: Folder or Hub name of the base.
 
     Raises:
-        ValueError: if the adapter does not fit: to files that have changed since, or to another architecture.
+        ValueError: if the adapter does not fit, because the base has changed or has another architecture.
     """
-    from peft import PeftModel, get_peft_model_state_dict  # takes seconds, and most checkpoints need none
+    from peft import PeftModel, get_peft_model_state_dict  # takes seconds, and most checkpoints have no adapter
 
     path = Path(folder)
     record = read_result(path / BASE_FILE, AdapterBase) if (path / BASE_FILE).is_file() else AdapterBase({}, {})
     found = _base_files(name) if record.files else {}
     if changed := sorted(key for key in record.files.keys() | found.keys() if record.files.get(key) != found.get(key)):
         raise ValueError(
-            f"The adapter {path} belongs to {name} as it was when it was trained, and since then have changed: "
+            f"The adapter {path} was trained on {name}, of which these files have changed since: "
             f"{', '.join(changed)}. Give the base that it was trained on."
         )
     told = f"The adapter {path} does not fit {name}, a {type(base).__name__}"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of keys that are missing, which is an error below
+            warnings.simplefilter("ignore")  # its warning about missing keys is an error below
             model: Any = PeftModel.from_pretrained(base, str(path), is_trainable=True)
     except (ValueError, RuntimeError, TypeError) as error:
         raise ValueError(f"{told}: {' '.join(str(error).split())}") from error
@@ -145,16 +145,15 @@ def with_adapter(base: Any, folder: str | os.PathLike[str], name: str) -> Any:
 
 
 def add_adapter(model: Any, rank: int, alpha: int, targets: list[str] | None = None) -> Any:
-    """A PEFT model with a new LoRA adapter, which counts alpha / rank.
+    """A PEFT model with a new LoRA adapter of scale alpha / rank.
 
     Args:
-        model: Of `load_model`.
-        rank, alpha: Of the adapter.
-        targets: Names, or ends of names, of linear layers; None for those that the model or its config names as
-            `lora_target_modules`.
+        model: A model from `load_model`.
+        rank, alpha: Rank and alpha of LoRA.
+        targets: Names, or ends of names, of linear layers; None for `lora_target_modules` of the model or its config.
 
     Raises:
-        ValueError: for targets that are no linear layers of the model, or share their weights.
+        ValueError: for targets that are no linear layers of the model, or share weights.
     """
     from peft import LoraConfig, get_peft_model  # takes seconds
 
@@ -162,21 +161,21 @@ def add_adapter(model: Any, rank: int, alpha: int, targets: list[str] | None = N
     owners = Counter(id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding))
 
     def found(target: str) -> list[int]:
-        """For each layer of this name, how many there are with its weight."""
+        """For each layer of this name, the number of layers with the same weight."""
         return [owners[id(weight)] for name, weight in linear.items() if name.endswith(f".{target}")]
 
     defaults: Any = getattr(model, "lora_target_modules", None) or getattr(model.config, "lora_target_modules", ())
     targets = sorted(targets or [name for name in defaults if {*found(name)} == {1}])
     if shared := [target for target in targets if max(found(target), default=1) > 1]:
         raise ValueError(
-            f"{', '.join(shared)} of {type(model).__name__} share a weight with other layers, which could not be "
-            "merged with an adapter for each: leave them out."
+            f"{', '.join(shared)} of {type(model).__name__} share a weight with other layers, so adapters on "
+            "them could not be merged: leave them out."
         )
     wrong = [target for target in targets if not found(target)]
     if wrong or not targets:
         known = sorted({re.sub(r".*\.\d+\.", "", name) for name in linear})
         raise ValueError(
-            f"The adapter's targets {wrong} are no linear layers of {type(model).__name__}, whose names end with "
+            f"The adapter targets {wrong} are no linear layers of {type(model).__name__}, whose names end with "
             f"{', '.join(known)}."
         )
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
@@ -187,7 +186,7 @@ def add_adapter(model: Any, rank: int, alpha: int, targets: list[str] | None = N
 
 
 def adapter_of(model: Any) -> Adapter | None:
-    """The adapter on a model; None for a model without."""
+    """The adapter on a model; None without one."""
     config = getattr(model, "peft_config", {}).get("default")
     if config is None:
         return None

@@ -17,7 +17,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object without repeated keys."""
+    """The object in a JSON file; a `ValueError` for damaged files and repeated keys."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError) as error:
@@ -28,13 +28,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
-    """A config.json; infinite numbers may be tagged, as Transformers writes them. Errors as `read_json_object`."""
+    """The settings in a config.json, with infinite numbers as Transformers tags them. Errors as `read_json_object`."""
     settings: dict[str, Any] = _untagged(read_json_object(path))
     return settings
 
 
 def write_settings_file(path: Path, settings: dict[str, Any]) -> None:
-    """Write a config.json in the form of Transformers if it names a model type, else in that of Python's json."""
+    """Write a config.json, in the format of Transformers if it has a model type, else as plain JSON."""
     value = _tagged(settings) if "model_type" in settings else settings
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 

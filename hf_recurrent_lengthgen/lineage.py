@@ -1,4 +1,4 @@
-"""Where checkpoints come from: what is written when one checkpoint is made of another."""
+"""The lineage of checkpoints: how it is read, and written when one checkpoint is made from another."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,13 +29,13 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pth")
 
 
 def lineage_of(model: str) -> Lineage:
-    """The lineage of a checkpoint or adapter folder, a name on the Hub, or a config.json that a command starts from.
+    """The lineage of a checkpoint or adapter folder, a Hub name, or a config.json that a command starts from.
 
-    Its own, if it has one; else it is the source of what comes. A config.json has random weights, so no source. An
-    adapter without one has that of its base.
+    A checkpoint without a lineage is itself the source of a new one. A config.json stands for random weights, so it
+    has no source. An adapter without a lineage has that of its base.
 
     Raises:
-        ValueError: for a damaged lineage, and names of nothing.
+        ValueError: for a damaged lineage, and a name that does not exist.
     """
     if model.endswith(".json"):
         return Lineage()
@@ -54,7 +54,7 @@ def lineage_of(model: str) -> Lineage:
 
 
 def last_training(lineage: Lineage | None) -> TrainingRecord | None:
-    """The training that a lineage ends with, maybe merged since, for tables; None if it ends with none."""
+    """The last step of a lineage if it is a training (merging afterwards is allowed), for tables; else None."""
     steps = [] if lineage is None else [step for step in lineage.steps if step.kind != "merge"]
     run = steps[-1].training if steps else None
     if run is None:
@@ -81,7 +81,7 @@ def record_step(
 ) -> Lineage:
     """Write the lineage of a checkpoint that a command made, and return it; arguments as in `Step`.
 
-    Absolute paths in the command are shortened, so that they tell nothing of the machine.
+    Absolute paths in the command are shortened, so that they reveal nothing about the machine.
     """
     lineage = start.then(Step(kind, description, portable_command(command), installed_versions(), training))
     write_lineage(folder, lineage)
@@ -89,9 +89,9 @@ def record_step(
 
 
 def _snapshot(name: str) -> Path:
-    """The cached files of a model on the Hub, with its lineage and card if it has them; the folder is named by commit.
+    """The cached files of a model on the Hub, with its lineage and card, if any; the name of the folder is the commit.
 
-    It is the commit in the cache, which was loaded, also if the Hub has a newer one by now.
+    It is the commit in the cache, which was loaded, even if the Hub has a newer one.
     """
     config = _download(name, "config.json", local_files_only=True) or _download(name, "config.json")
     if config is None:
@@ -102,7 +102,7 @@ def _snapshot(name: str) -> Path:
 
 
 def _download(name: str, file: str, **options: Any) -> Path | None:
-    """Path of a file in the cache; None where there is none."""
+    """Path of a file in the cache; None if there is no such file."""
     try:
         return Path(hf_hub_download(name, file, **options))
     except (HfHubHTTPError, LocalEntryNotFoundError):  # no such file, or offline and not in the cache

@@ -1,4 +1,4 @@
-"""Models of all families and their tokenizers, from folders and names on the Hub."""
+"""Load models of all families and their tokenizers, from folders and names on the Hub."""
 
 import inspect
 import json
@@ -49,16 +49,16 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def check_name(name: str) -> None:
-    """Refuse what is no checkpoint folder and no name on the Hub with a `ValueError`, before the Hub is asked."""
+    """Raise a `ValueError` for a name that is no checkpoint folder and cannot be a name on the Hub."""
     path = Path(name)
     here = path.exists() or (path.parent != Path() and path.parent.is_dir()) or len(path.parts) > 2
     if here and not path.is_dir():
-        raise ValueError(f"{name} is no folder here: give a checkpoint's folder, or a name on the Hub (owner/name).")
+        raise ValueError(f"{name} is no folder here: give a checkpoint folder, or a name on the Hub (owner/name).")
 
 
 @contextmanager
 def reading_files(name: str) -> Iterator[None]:
-    """Turn what Transformers raises on JSON files of wrong types into a `ValueError` with the name."""
+    """Turn errors of Transformers on malformed JSON files into a `ValueError` with the name."""
     try:
         yield
     except (AttributeError, KeyError, RecursionError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -68,7 +68,7 @@ def reading_files(name: str) -> Iterator[None]:
 
 
 def _check_index(folder: Path) -> None:
-    """Refuse an index of weights that leads out of the folder, or to nothing."""
+    """Raise a `ValueError` for an index of weights that names files outside the folder or missing files."""
     for path in (folder / name for name in WEIGHT_INDICES):
         files = read_json_object(path)["weight_map"].values() if path.is_file() else ()
         for file in files:
@@ -77,7 +77,7 @@ def _check_index(folder: Path) -> None:
 
 
 def _check_dtypes(folder: Path, model: torch.nn.Module) -> None:
-    """Refuse parameters that the files hold as whole numbers, which were cast silently; buffers may be masks."""
+    """Raise a `ValueError` for parameters that are integers in the files and were cast; buffers may be masks."""
     parameters = dict(model.named_parameters())
     for path in sorted(folder.glob("model*.safetensors")):
         try:
@@ -94,16 +94,15 @@ def _check_dtypes(folder: Path, model: torch.nn.Module) -> None:
 def _check_finite(name: str, model: torch.nn.Module) -> None:
     for key, weight in model.named_parameters():
         if weight.is_floating_point() and weight.dtype.itemsize > 1 and weight.numel() and not weight.is_meta:
-            lowest, highest = weight.detach().aminmax()  # of NaN, NaN
+            lowest, highest = weight.detach().aminmax()  # the sum is NaN if any value is
             if not (lowest.isfinite() and highest.isfinite()):
                 raise ValueError(
-                    f"The weights in {name} hold NaN or infinite numbers, first in {key}: take a checkpoint "
-                    "from before they broke."
+                    f"The weights in {name} hold NaN or infinite numbers, first in {key}: use an earlier checkpoint."
                 )
 
 
 def differing_code(folder: str | os.PathLike[str]) -> list[str]:
-    """Names of the Python files in a checkpoint folder that the installed package does not have the same, sorted."""
+    """Names of the Python files in a checkpoint folder that differ from the installed package, sorted."""
     installed = Path(inspect.getfile(register_family)).parent
     return sorted(
         path.name
@@ -113,7 +112,7 @@ def differing_code(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _tell_of_differing_code(name: str, settings: dict[str, Any]) -> None:
-    """Log the code that a checkpoint of ours brings and that is not run, because the installed one differs."""
+    """Log which code of a checkpoint of this package differs from the installed code, which is used instead."""
     if settings.get("model_type") not in FAMILIES or not settings.get("auto_map"):
         return
     try:
@@ -127,7 +126,7 @@ def _tell_of_differing_code(name: str, settings: dict[str, Any]) -> None:
         logger.warning(
             f"{name} brings code that differs from the installed hf_recurrent_lengthgen: {', '.join(names)} (code "
             f"format version {brought}, installed {CODE_FORMAT_VERSION}). The installed code is used; lengthgen "
-            "verify says whether both give the same results."
+            "verify checks whether both give the same results."
         )
 
 
@@ -139,46 +138,47 @@ def load_model(
     merge: bool = False,
     base: str | None = None,
 ) -> Any:
-    """Load a language model that takes states, whatever its family.
+    """Load a language model of any family that takes and returns states.
 
-    Our checkpoints load as they are; those of Transformers and fla load into our class of the same parameter names;
-    hybrids and other recurrent models of Transformers are wrapped by `stateful`. The folder of an adapter (LoRA of
-    PEFT) loads as a `PeftModel` on its base, in evaluation mode, and a trainer goes on with the adapter.
+    Checkpoints of this package load with their class, those of Transformers and fla into our class with the same
+    parameter names. Hybrids and other recurrent models of Transformers are wrapped by `stateful`. The folder of an
+    adapter (LoRA of PEFT) loads as a `PeftModel` on its base, in evaluation mode; a trainer continues to train it.
 
     Args:
         name: Checkpoint folder, adapter folder, or a name on the Hub.
-        trust_remote_code: Whether code of the checkpoint may run, where it is of a type this package does not know.
-        dtype: Of the weights. The small steps of post-training vanish in bfloat16 weights; compute in bfloat16 with
-            autocast (`bf16=True` of the trainers).
-        merge: Add the weights of an adapter to those of its base, and return the model without PEFT.
-        base: The base of an adapter, where it is not what adapter_config.json names.
+        trust_remote_code: Whether code of the checkpoint may run, if this package does not know its model type.
+        dtype: Dtype of the weights. The small steps of post-training vanish in bfloat16 weights; use autocast instead
+            (`bf16=True` of the trainers).
+        merge: Merge an adapter into its base, and return the model without PEFT.
+        base: The base of an adapter, if it is not the one in adapter_config.json.
 
     Raises:
-        ValueError: for a folder that holds no checkpoint, an architecture that cannot be given states, damaged
-            weights, and weights that are missing, left over or of other shapes than the config says; for an adapter
-            whose base is gone or has changed since, that does not fit it, or that is a pickle.
+        ValueError: for a folder without a checkpoint, an architecture that cannot take states, damaged weights, and
+            weights that are missing, left over or do not have the shapes of the config; for an adapter that is a
+            pickle, does not fit its base, or whose base is missing or has changed.
     """
     return _load(name, trust_remote_code, dtype, stateless=False, merge=merge, base=base)
 
 
 def load_language_model(name: str, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> Any:
-    """Load a causal language model of any kind, to be evaluated: as `load_model` what can be given states, and other
-    models (Llama, GPT-NeoX, code of a checkpoint) as Transformers loads them, with adapters merged. Arguments and
-    errors are the same.
+    """Load any causal language model for evaluation. Arguments and errors are those of `load_model`.
+
+    Models that take states load as in `load_model`, others (Llama, GPT-NeoX, code of a checkpoint) as in Transformers,
+    with adapters merged.
     """
     return _load(name, trust_remote_code, dtype, stateless=True, merge=True)
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint, or of an adapter's base; "bytes" is ByT5's, which needs no files.
+    """Load the tokenizer of a checkpoint or of an adapter's base; "bytes" is that of ByT5, which needs no files.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is no tokenizer.
     """
     if name == "bytes":
         return ByT5Tokenizer()
     check_name(name)
-    # a folder without such files Transformers explains at length
+    # the error of Transformers for a folder without tokenizer is long
     patterns = ("*token*", "*vocab*", "*.model", "merges.txt")
     nothing = Path(name).is_dir() and not any(file for pattern in patterns for file in Path(name).glob(pattern))
     if nothing and holds_adapter(name):
@@ -190,7 +190,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     except (OSError, ValueError, ImportError, AttributeError, KeyError, RecursionError, TypeError) as error:
         reason = "" if nothing else f" ({error})"
         raise ValueError(f"{name} holds no tokenizer{reason}: {advice}") from error
-    # Without files, Transformers guesses a class from the model's type and makes it of special tokens only.
+    # Without files, Transformers guesses a class from the model type, which then has special tokens only.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(f"{name} holds no tokenizer: {advice}")
     return tokenizer
@@ -198,7 +198,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 def _to_convert(name: str) -> str:
     command = shlex.join(["lengthgen", "convert", name, "--output", "FOLDER"])
-    return f"make a checkpoint of this package of it, `{command}`."
+    return f"convert it to a checkpoint of this package, `{command}`."
 
 
 def _load(
@@ -231,13 +231,13 @@ def _load(
         if not stateless:
             reason = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
             raise ValueError(
-                f"{name} is of type {model_type!r}, which cannot be given states{reason}. Possible are checkpoints "
+                f"{name} is of type {model_type!r}, which cannot be given states{reason}. Supported are checkpoints "
                 f"of this package, {', '.join(sorted(STATEFUL_CLASSES))}, {', '.join(sorted(SUPPORTED))}."
             )
         loading["trust_remote_code"] = trust_remote_code
     with reading_files(name):
         if (kept := Path(name, "generation_config.json")).is_file():
-            GenerationConfig.from_dict(read_json_object(kept))  # Transformers passes over a damaged one
+            GenerationConfig.from_dict(read_json_object(kept))  # Transformers ignores a damaged one
         _check_index(Path(name))
         model, found = _read_weights(name, loader, loading, model_type)
     problems = {what: sorted(map(str, found[f"{what}_keys"])) for what in ("missing", "unexpected", "mismatched")}
@@ -253,7 +253,7 @@ def _load(
 
 
 def _check_place(name: str) -> None:
-    """Refuse what is no checkpoint folder and no name on the Hub."""
+    """Raise a `ValueError` unless `name` is a checkpoint folder or a name on the Hub."""
     if Path(name).is_file() and name.endswith(WEIGHT_SUFFIXES):
         raise ValueError(f"{name} is a file of weights without a config: {_to_convert(name)}")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
@@ -263,14 +263,15 @@ def _check_place(name: str) -> None:
 
 
 def read_config(name: str, trust_remote_code: bool) -> tuple[dict[str, Any], PreTrainedConfig]:
-    """The settings of config.json, and the config of the class that `load_model` would take."""
+    """The settings of config.json, and the config of the class that `load_model` would use."""
     try:
         with reading_files(name):
             settings, _ = PreTrainedConfig.get_config_dict(name)
             model_type = settings.get("model_type")
             if model_type is None and {"d_model", "n_layer"} <= settings.keys():
                 raise ValueError(
-                    f"{name} is a checkpoint of mamba-ssm, with other names of config and weights: {_to_convert(name)}"
+                    f"{name} is a checkpoint of mamba-ssm, whose config and weights have other names: "
+                    f"{_to_convert(name)}"
                 )
             if model_type in STATEFUL_CLASSES:
                 return settings, STATEFUL_CLASSES[model_type].config_class.from_dict(settings)
@@ -280,9 +281,9 @@ def read_config(name: str, trust_remote_code: bool) -> tuple[dict[str, Any], Pre
 
 
 def _read_weights(name: str, loader: Any, loading: dict[str, Any], model_type: str | None) -> tuple[Any, Any]:
-    """The model, and which weights are missing, left over or of other shapes."""
+    """The model, and the weights that are missing, left over or of other shapes."""
     try:
-        with quiet_transformers():  # its warning about the weights becomes an error of ours
+        with quiet_transformers():  # its warning about weights is an error here
             return loader.from_pretrained(name, output_loading_info=True, ignore_mismatched_sizes=True, **loading)
     except SafetensorError as error:
         raise ValueError(f"The weights in {name} are damaged ({error}): copy or download them again.") from error
@@ -290,9 +291,8 @@ def _read_weights(name: str, loader: Any, loading: dict[str, Any], model_type: s
         if not isinstance(error, pickle.UnpicklingError) and not any(Path(name).glob("pytorch_model*.bin")):
             raise
         raise ValueError(
-            f"The weights in {name} are pickles that are damaged, or that would run code when they are opened, so "
-            f"they were not ({str(error).partition(chr(10))[0]}): do not use them, or, where you trust them, convert "
-            "them to safetensors."
+            f"The weights in {name} were not opened: they are pickles that are damaged or would run code "
+            f"({str(error).partition(chr(10))[0]}). Do not use them; if you trust them, convert them to safetensors."
         ) from error
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):

@@ -1,4 +1,4 @@
-"""What records keep of a method, so that a card can tell of one whose code is not there."""
+"""What records store of a method, so that a card can describe a method whose code is not installed."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,16 @@ from hf_recurrent_lengthgen.papers import ALIGNMENT, MIMETIC, STATEX, STUFFED_MA
 
 @dataclass(frozen=True)
 class Method:
-    """A way to make one checkpoint of another, or to train one.
+    """A way to train a checkpoint, or to make one from another.
 
-    A trainer says its own in the class attribute `about`; lineages store it whole.
+    Trainers have it as the class attribute `about`; lineages store all its fields.
 
     Args:
-        name: In commands and records: "state_passing".
-        title: In text: "state passing".
-        sentence: What it does, without the full stop; "" to say no more than the title.
-        tag: By which the Hub lists checkpoints; None for none.
-        paper: Where it comes from.
+        name: Name in commands and records: "state_passing".
+        title: Name in texts: "state passing".
+        sentence: What it does, without the full stop; "" if the title is enough.
+        tag: Tag of checkpoints on the Hub; None for none.
+        paper: The paper that proposes it.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """The papers that code, cards, recipes and guides cite, each under one title.
 
-Docstrings cite them as "arXiv:2507.02782, section 4.2". Two were read in versions before the published ones, whose
-sections are those cited: 2506.11769 as "Output Alignment: A Top-Down Approach to Length Generalization", and
+Docstrings cite them as "arXiv:2507.02782, section 4.2". Two were read, and are cited by section, in versions before
+the published ones: 2506.11769 as "Output Alignment: A Top-Down Approach to Length Generalization", and
 2410.11135 as submitted for review.
 """
 
@@ -27,7 +27,7 @@ class Paper:
 
     @property
     def name(self) -> str:
-        """As texts cite it: "Chen et al., 2024"."""
+        """The citation in texts: "Chen et al., 2024"."""
         last = [author.partition(",")[0] for author in self.authors.split(" and ")]
         several = "others" in last or len(last) > 2
         return f"{last[0]} et al., {self.year}" if several else f"{' and '.join(last)}, {self.year}"
@@ -112,4 +112,4 @@ PAPERS = {
         Paper("2410.05355", "Zuo, Jingwei and others", 2024, "Falcon Mamba"),
     )
 }
-"""All of them, by their numbers on arXiv."""
+"""All papers by their numbers on arXiv."""

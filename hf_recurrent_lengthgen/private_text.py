@@ -1,4 +1,4 @@
-"""What must not leave a machine in files: passwords and keys, and where its files are."""
+"""Find what must not leave a machine in files: passwords, keys, and paths."""
 
 import re
 import shlex
@@ -18,16 +18,16 @@ from detect_secrets.plugins.keyword import (
 
 HIDDEN = "HIDDEN"
 _SHOWN = 3
-"""Findings of one kind and file that are told."""
+"""Number of findings of one kind and file in a message."""
 
-# Without what takes capital words for passwords, any address for a secret, or a second for a megabyte.
+# Without the plugins that take capital words for passwords or addresses for secrets, or need a second for a megabyte.
 _NOT_USED = {"ArtifactoryDetector", "IPPublicDetector", "CloudantDetector", "SoftlayerDetector"}
 _NOT_USED |= {"IbmCloudIamDetector", "IbmCosHmacDetector"}
 _KINDS: Mapping[str, Any] = get_mapping_from_secret_type_to_class()
 _LIBRARY = [
     kind for kind in _KINDS.values() if issubclass(kind, RegexBasedDetector) and kind.__name__ not in _NOT_USED
 ]
-# What the library lacks, each with the group that is the secret: newer forms of keys, and commands and requests.
+# What the library lacks, each with the secret as a group: newer keys, commands and requests.
 _FURTHER = {
     "a Hub token": r"(?<![A-Za-z0-9])((?:hf|api_org)_[A-Za-z0-9]{20,})",
     "an API key": r"(?<![A-Za-z0-9])(npm_[A-Za-z0-9]{36}|github_pat_\w{30,}|wandb_v1_\w{40,}|AIza[\w-]{35}"
@@ -55,7 +55,7 @@ _NEXT_LINE = re.compile(r"([:=])[ \t]*(?:[>|][+-]?[ \t]*)?\n[ \t]+(?=[\"'\w])")
 _PLACEHOLDER = re.compile(r"(?i)your|[<$%{*]|\.\.\.|x{4}|changeme|placeholder|redacted|pass(?:word)?$|hidden|none$")
 _SECRET_OPTION = re.compile(r"(?i)--?[\w-]*(?:token|key|passwo?r?d|secret)")
 _LONG_RUN = re.compile(r"(?<![\w+/=.:?&~\\-])[\w+/=.:?&~\\-]{3000,}")
-"""A picture in a notebook: longer than any key, and slow to look through."""
+"""A picture in a notebook: longer than any key, and slow to search."""
 
 _ROOTS = (
     r"home\d*|[Uu]sers?|root|mnt|data\d*|g?scratch\d*|pscratch|tmp|work\w*|content|kaggle|gpfs\w*|lustre\w*|lus|nfs\w*|fsx"
@@ -68,21 +68,21 @@ _PATHS = (
 )
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "rwkv_vocab*.txt", "*.model", "*.tiktoken")
 _CONFIGS = (".yaml", ".yml", ".env", ".ini", ".cfg", ".toml")
-"""Endings of files in which values stand without quotes."""
+"""Suffixes of files with values without quotes."""
 
 
 def private_in(path: Path, token: str | None = None, here: Iterable[Path] = ()) -> tuple[list[str], list[str]]:
-    """What a file holds of passwords and keys, and of paths of this machine; each by kind and line.
+    """Passwords, keys and paths of this machine in a file, by kind and line.
 
     Args:
-        path: A text, weights, of which the header is read, or a picture, in which paths are not looked for.
-        token: A token of the Hub that is known.
-        here: Folders whose paths are private wherever they are.
+        path: A text; weights, whose header is read; or a picture, which is not searched for paths.
+        token: A known token of the Hub.
+        here: Folders whose paths are always private.
     """
     with open(path, "rb") as file:
         header = path.name.endswith(".safetensors")
         content = file.read(min(int.from_bytes(file.read(8), "little"), 100_000_000) if header else -1)
-    content = content.replace(b"\0", b"")  # among which the letters of UTF-16 and UTF-32 stand
+    content = content.replace(b"\0", b"")  # zero bytes between the letters of UTF-16 and UTF-32
     binary = re.search(rb"[\x01-\x08\x0e-\x1a]", content[:1000]) is not None
     if binary:
         content = b"\n".join(re.findall(rb"[\x20-\x7e]{8,}", content))
@@ -96,7 +96,7 @@ def private_in(path: Path, token: str | None = None, here: Iterable[Path] = ()) 
 
 
 def _unescaped(text: str) -> str:
-    """Without the escapes of JSON and of addresses; those of line ends become blanks: lines keep their numbers."""
+    """The text without the escapes of JSON and addresses; escaped line ends become blanks to keep line numbers."""
     if "\\" in text:
         blank = {"n": " ", "t": " ", "r": " "}
         text = re.sub(
@@ -113,7 +113,7 @@ def _secrets(
     patterns: Iterable[tuple[str, re.Pattern[str]]] = _PATTERNS,
     forms: Mapping[re.Pattern[str], int] = QUOTES_REQUIRED_DENYLIST_REGEX_TO_GROUP,
 ) -> Iterator[tuple[str, int, str]]:
-    """Kind, place and text of secrets: by their own form, and by the `forms` of names before them."""
+    """Kind, place and text of secrets, found by their own form or by the names before them (`forms`)."""
     if token and token in text:
         yield "your Hub token", text.index(token), token
     for what, pattern in patterns:
@@ -145,7 +145,7 @@ def _lines(text: str, found: Iterable[tuple[str, int, str]]) -> list[str]:
 
 
 def paths_in(text: str, here: Iterable[Path] = ()) -> list[str]:
-    """The paths of a machine in a text, by line; `here` are further folders, wherever they are."""
+    """The paths of a machine in a text, by line; `here` are further private folders."""
     own = [re.escape(str(place)) for place in sorted(here, key=lambda place: -len(str(place))) if place.parts[1:]]
     pattern = rf"{_PATHS}|(?<![\w./])(?:{'|'.join(own)})(?![\w-])" if own else _PATHS
     found = list(re.finditer(pattern, text))
@@ -153,31 +153,31 @@ def paths_in(text: str, here: Iterable[Path] = ()) -> list[str]:
 
 
 def hide_secrets(text: str) -> str:
-    """The text with what looks like a password or key replaced."""
+    """The text with probable passwords and keys replaced."""
     for _, _, secret in list(_secrets(text)):
         text = text.replace(secret, HIDDEN)
     return text
 
 
-# The folders of an absolute path; a blank ends a path of a text, but not that of an argument.
+# The folders of an absolute path; a blank ends a path in a text, but not in an argument.
 _FOLDERS = r"(?<![\w/.~])(?:file:/+|~[\w.-]*/|/|[A-Za-z]:(?:\\|/(?!/))|\\\\)(?:[^{end}/\\]+[/\\])*(?=[^{end}/\\])"
 
 
 def portable(argument: str) -> str:
-    """An argument of a command without the folders of a machine: the last part of absolute paths, also of values."""
+    """An argument of a command with only the last part of absolute paths, also in values."""
     return re.sub(_FOLDERS.format(end="=,;\"'"), "", argument.rstrip("/\\") or argument)
 
 
 def portable_text(text: str) -> str:
-    """A description with the last part of each absolute path, and no tokens or keys."""
+    """A description with only the last part of absolute paths, and without tokens and keys."""
     return re.sub(_FOLDERS.format(end=r"\s,;"), "", hide_secrets(text))
 
 
 def portable_command(command: str | Sequence[str]) -> str:
-    """A shell command, given as text or in parts: `portable` arguments, the program's name only, no tokens or keys."""
+    """A shell command, given as text or in parts, with `portable` arguments and without tokens and keys."""
     try:
         program, *arguments = (shlex.split(command) if isinstance(command, str) else command) or [""]
-    except ValueError:  # of sys.argv, joined without quotes
+    except ValueError:  # from sys.argv, joined without quotes
         program, *arguments = str(command).split()
     shown = []
     for before, argument in zip(["", *arguments], arguments, strict=False):

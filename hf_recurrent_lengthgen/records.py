@@ -1,4 +1,4 @@
-"""What a checkpoint folder tells of itself beside its config: where it comes from, what was checked."""
+"""The records of a checkpoint folder beside its config: its lineage and its verification."""
 
 import hashlib
 import json
@@ -20,12 +20,12 @@ class Source:
     """The checkpoint that a lineage begins with.
 
     Args:
-        name: Its name on the Hub (owner/name), or that of a folder or file, without the path to it.
+        name: Its name on the Hub (owner/name), or that of a folder or file, without its path.
         on_hub: Whether `name` is a name on the Hub.
         revision: Commit on the Hub, 40 hex digits; None if unknown.
-        format: Whose layout it has: "mamba-ssm", "transformers", "fla", "rwkv", "rwkv-hf", "lengthgen" (ours).
-        license: As its own card says; None if it says nothing.
-        files: SHA-256 of its weight files by name.
+        format: Its layout: "mamba-ssm", "transformers", "fla", "rwkv", "rwkv-hf", "lengthgen" (ours).
+        license: The license in its card; None if there is none.
+        files: SHA-256 of its weight files, by name.
     """
 
     name: str
@@ -38,18 +38,18 @@ class Source:
 
 @dataclass(frozen=True)
 class Settings:
-    """What trained a checkpoint from a step on, by the names of `TrainingArguments`; None: does not apply.
+    """The training settings from a step on, by the names of `TrainingArguments`; None: does not apply.
 
     Args:
-        from_step: The step; above 0 where a run was resumed with other settings.
-        max_steps: Steps that the schedule was made for; None if that is not known.
-        learning_rate: At its highest, of the first group of parameters.
-        lr_scheduler_type, optim: Name in Transformers, or the class of one of one's own.
-        warmup_steps: Steps if at least 1, else a share of all.
-        weight_decay: The largest of any group.
-        precision: Of the matrix products.
-        method: Options of the method that are on, by name: state_drop_probability, alignment_alpha, ...
-        others: Options of another trainer that the method was put on, those that are not its defaults.
+        from_step: The step; above 0 if a run was resumed with other settings.
+        max_steps: Steps of the schedule; None if unknown.
+        learning_rate: Peak learning rate of the first parameter group.
+        lr_scheduler_type, optim: Name in Transformers, or the name of a custom class.
+        warmup_steps: Steps if at least 1, else a fraction of all steps.
+        weight_decay: Largest weight decay of any group.
+        precision: Precision of the matrix products.
+        method: Active options of the method, by name: state_drop_probability, alignment_alpha, ...
+        others: Options of another trainer that the method was combined with, if not default.
     """
 
     from_step: int
@@ -73,7 +73,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter of PEFT: its kind ("LORA"), and of LoRA the rank, the scale, and the ends of names of its layers."""
+    """An adapter of PEFT: its kind ("LORA"), rank, scale, and the ends of the names of its layers."""
 
     kind: str
     rank: int | None = None
@@ -83,14 +83,14 @@ class Adapter:
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Weights that were not trained before: random, or by mimetic initialization with the values of its options."""
+    """The initial weights of a training from scratch: random, or mimetic with its options."""
 
     mimetic: dict[str, Value] | None = None
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a training ran on: "cpu" or the name of a GPU, how many processes or GPUs, CPU threads of each process."""
+    """The hardware of a training: "cpu" or the name of a GPU, number of processes or GPUs, CPU threads per process."""
 
     device: str
     number: int
@@ -99,22 +99,22 @@ class Hardware:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One training of a checkpoint: what with, how much.
+    """One training of a checkpoint.
 
     Args:
         methods: The main one first; `methods.PLAIN` alone for plain training.
-        training_length: Tokens of a row, T; the longest where rows differ.
+        training_length: Tokens of a row, T; the longest if rows differ.
         rows_per_step: Rows of an optimizer step, over accumulation and processes.
         steps: Optimizer steps.
-        tokens: Tokens of all steps together: rows times training length, or real ones where the trainer counts them;
-            where a task scores its answers only, fewer are predicted.
-        row_tokens: Real tokens of a row in the mean, where the trainer counts them.
-        seconds: Wall-clock time of training on the hardware at hand, over all resumes.
+        tokens: Tokens of all steps: rows times training length, or real tokens if the trainer counts them. If a task
+            scores its answers only, fewer tokens are predicted.
+        row_tokens: Mean number of real tokens of a row, if the trainer counts them.
+        seconds: Wall-clock time of training, over all resumes.
         loss: Mean of the training losses that Trainer logged, in nats per token.
-        settings: Of each part of the run: the first from step 0, others where it was resumed with other ones.
-        initial_weights: For a training from scratch.
-        best_step: Step whose weights were kept, if not the last ones.
-        best_metric: Why these.
+        settings: The settings from step 0, and further ones if the run was resumed with other settings.
+        initial_weights: Initial weights of a training from scratch.
+        best_step: Step whose weights were kept, if not the last.
+        best_metric: The metric that chose it.
     """
 
     methods: tuple[Method, ...]
@@ -136,13 +136,13 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class Step:
-    """One thing done to a checkpoint.
+    """One step of a lineage.
 
     Args:
-        description: In words, for people; "" for trainings.
-        command: Shell command that did it; "" from Python.
-        versions: Of Python and packages.
-        tokenizer: Of conversions, the tokenizer that was given in the place of the source's.
+        description: Text for people; "" for trainings.
+        command: Shell command of the step; "" if it was run from Python.
+        versions: Versions of Python and packages.
+        tokenizer: For conversions, the tokenizer that replaces that of the source.
     """
 
     kind: Literal["convert", "train", "expand", "forget", "merge"]
@@ -162,7 +162,7 @@ class Lineage:
     steps: tuple[Step, ...] = ()
 
     def then(self, step: Step) -> "Lineage":
-        """The lineage of what the step makes of this checkpoint."""
+        """The lineage after one more step."""
         return replace(self, steps=(*self.steps, step))
 
 
@@ -174,8 +174,8 @@ class Check:
         what: "logits", "final state", "logits in pieces", ...
         against: The reference: "mamba_ssm 2.3.2 MambaLMHeadModel", "this package, weights of the source", ...
         tokens: Number of tokens that were read.
-        difference: Largest absolute difference, divided by the largest value if that is above 1; or what was counted.
-        tolerance: What is allowed.
+        difference: Largest absolute difference, divided by the largest value if that is above 1; or a count of errors.
+        tolerance: The largest allowed difference.
     """
 
     what: str
@@ -192,7 +192,7 @@ class Check:
 @document("verification")
 @dataclass(frozen=True)
 class Verification:
-    """What was checked of a checkpoint, and of which files: SHA-256 by name of weights, config and code."""
+    """The checks of a checkpoint, and the SHA-256 of its weights, config and code, by name."""
 
     files: dict[str, str]
     checks: tuple[Check, ...]
@@ -233,25 +233,25 @@ TOKENIZER_FILES = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
     *("*.model", "*.tiktoken", "rwkv_vocab*.txt", "chat_template.*", "additional_chat_templates/*.jinja"),
 )
-"""Patterns of the files of a tokenizer, but for its code."""
+"""Patterns of the files of a tokenizer, without its code."""
 CHECKPOINT_FILES = (
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "*.py"),
     *TOKENIZER_FILES,
 )
-"""Patterns of the files that the texts of a checkpoint depend on: model, tokenizer, generation."""
+"""Patterns of the files that determine the outputs of a checkpoint: model, tokenizer, generation."""
 TRAINER_STATES = "initial_states_*"
-"""What our trainers keep beside the weights to go on from; nothing that a text depends on."""
+"""Files of our trainers for resuming, which do not affect outputs."""
 
 
 def verified_files(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """SHA-256 by name of the files of a checkpoint folder that its texts depend on (`CHECKPOINT_FILES`)."""
+    """SHA-256 of the files that determine the outputs of a checkpoint (`CHECKPOINT_FILES`), by name."""
     found = {path for pattern in CHECKPOINT_FILES for path in Path(folder).glob(pattern) if path.is_file()}
     kept = sorted(path for path in found if not path.match(TRAINER_STATES))
     return {path.relative_to(folder).as_posix(): file_digest(path) for path in kept}
 
 
 def unverified(folder: str | os.PathLike[str], now: dict[str, str] | None = None) -> str | None:
-    """Why the verification in a folder does not speak for its files (`now`, if known already); None if it does."""
+    """Why the files of a folder (digests `now`, if known already) are not verified; None if they are."""
     try:
         verification = read_verification(folder)
     except ValueError as error:
@@ -269,12 +269,12 @@ def unverified(folder: str | os.PathLike[str], now: dict[str, str] | None = None
 @document("card")
 @dataclass(frozen=True)
 class CardMark:
-    """What a card keeps in a comment, by which it is known as one of `lengthgen card`.
+    """The comment in a card by which `lengthgen card` recognizes its own cards.
 
     Args:
-        made_of: `cards_digest` of the files that it tells of.
+        made_of: `cards_digest` of the files that it describes.
         wrote: Names of the figures and results that belong to it.
-        said: What a person said for it, by option.
+        said: Options that a person gave for it.
     """
 
     made_of: str
@@ -282,7 +282,7 @@ class CardMark:
     said: dict[str, Value] = field(default_factory=dict)
 
     def comment(self) -> str:
-        """One line, in which nothing ends the comment."""
+        """The mark as one line of HTML comment."""
         text = json.dumps(json.loads(to_json(self)), sort_keys=True)
         return f"{_BEGIN}{text.replace('<', _LESS).replace('>', _MORE)}{_END}"
 
@@ -292,17 +292,17 @@ _LESS, _MORE = (f"\\u{ord(sign):04x}" for sign in "<>")
 
 
 def read_card_mark(text: str) -> CardMark | None:
-    """The last mark in a card; None without one, a `ValueError` for one that is damaged or of a newer version."""
+    """The last mark in a card; None without one, a `ValueError` if it is damaged or of a newer version."""
     _, _, found = text.rpartition(_BEGIN)
     return from_json(found.partition(_END)[0], CardMark) if _BEGIN in text else None
 
 
 def cards_digest(files: dict[str, str]) -> str:
-    """SHA-256 of the weights and config among `verified_files`, as a card keeps it."""
+    """SHA-256 of the weights and config among `verified_files`, as stored in a card."""
     return hashlib.sha256(json.dumps(carded(files), sort_keys=True).encode()).hexdigest()
 
 
 def carded(files: dict[str, str]) -> dict[str, str]:
-    """Of `verified_files`, those that the numbers of a card are of: weights and config."""
+    """The weights and config among `verified_files`, which the numbers of a card belong to."""
     parts = (".safetensors", ".safetensors.index.json")
     return {name: digest for name, digest in files.items() if name == "config.json" or name.endswith(parts)}

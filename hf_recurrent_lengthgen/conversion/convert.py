@@ -1,4 +1,4 @@
-"""A checkpoint of another layout becomes one of ours, tensor by tensor."""
+"""Convert a checkpoint of another layout into one of this package, tensor by tensor."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ TRAINING_LENGTHS = {
     **{f"state-spaces/mamba2-{size}": 2048 for size in ("130m", "370m", "780m", "1.3b", "2.7b")},
     **{f"AntonV/mamba2-{size}-hf": 2048 for size in ("130m", "370m", "780m", "1.3b", "2.7b")},
 }
-"""Tokens per training sequence of official checkpoints, where a paper says so."""
+"""Training lengths of official checkpoints, in tokens, as far as papers state them."""
 
 
 def convert_checkpoint(
@@ -53,22 +53,22 @@ def convert_checkpoint(
     max_shard_size: str | int = "5GB",
     command: str = "",
 ) -> Path:
-    """Write a checkpoint of ours from one of another layout, all of it or nothing.
+    """Write a checkpoint of this package from one of another layout, completely or not at all.
 
     Args:
         source: Checkpoint folder, one .pth file, or owner/name (or owner/name/file.pth) on the Hub.
         output: Folder for the result, new or empty.
-        revision: Branch, tag or commit on the Hub; what it leads to is recorded.
+        revision: Branch, tag or commit on the Hub; the commit is recorded.
         format: Name of the layout; None to detect it.
-        dtype: Of all weights, "bfloat16" and the like; None keeps that of each tensor.
-        tokenizer: Folder or name on the Hub to copy one from, or a tokenizer; None for that of the source, if any.
-        training_length: Tokens per training sequence; None for what is known of the source.
+        dtype: Dtype of all weights, such as "bfloat16"; None keeps that of each tensor.
+        tokenizer: A tokenizer, or the folder or Hub name to copy it from; None for that of the source, if any.
+        training_length: Tokens per training sequence; None for that of the source, if known.
         max_shard_size: As in Transformers' `save_pretrained`.
-        command: Shell command, for the lineage.
+        command: Shell command, for the lineage file.
 
     Raises:
-        ValueError: for a source that is not there, damaged, of an unknown layout or of an architecture that is not
-            ours, weights that do not fit their config (all of them are listed), and a tokenizer of another model.
+        ValueError: for a source that does not exist, is damaged, or has an unknown layout or architecture; weights
+            that do not fit their config (all are listed); a tokenizer of another model.
     """
     check_new(output := Path(output))
     if dtype not in (None, *FLOATS, *FLOATS.values()):
@@ -116,12 +116,12 @@ def read_settings(source: Source) -> Settings | None:
     path = source.folder / "config.json"
     settings = read_settings_file(path) if path.is_file() else None
     if settings is not None and settings.get("quantization_config"):
-        raise ValueError(f"{source.folder} holds quantized weights: give the checkpoint that they were made from.")
+        raise ValueError(f"{source.folder} holds quantized weights: give the checkpoint that was quantized.")
     return settings
 
 
 def write_code(folder: Path, config: Any) -> None:
-    """Write the code that a checkpoint of ours carries, as `save_pretrained` does."""
+    """Write the code of a checkpoint of this package, as `save_pretrained` does."""
     custom_object_save(blank_model(config), folder)
 
 
@@ -135,7 +135,7 @@ def write_config(folder: Path, config: Any) -> None:
 
 
 def our_entries(layout: Format, config: Any, files: TensorFiles, where: str) -> list[Entry]:
-    """Our tensors, in the order of the source's files, so that each is opened about once."""
+    """Our tensors, in the order of the source's files, so that each file is opened about once."""
     renames = expand(layout.renames_of(config, files.metas), config.num_hidden_layers)
     tied = tied_names(config)
     if tied is not None and layout.tied_head in files:
@@ -148,19 +148,19 @@ def our_entries(layout: Format, config: Any, files: TensorFiles, where: str) -> 
 
 
 def _check_tied(files: TensorFiles, head: str, renames: Sequence[Rename], embeddings: str, where: str) -> None:
-    """Raise a `ValueError` if the head is not the embeddings."""
+    """Raise a `ValueError` if the head differs from the embeddings to which it is tied."""
     (theirs,) = next(rename.their_names for rename in renames if rename.our_names == (embeddings,))
     if theirs not in files:
         return  # reported as missing
     if files.metas[head] != files.metas[theirs] or not same_bits(files.tensor(head), files.tensor(theirs)):
         raise ValueError(
-            f"{where} says that head and embeddings are tied, but {head} and {theirs} in its weights differ: set "
-            "tie_embeddings (or tie_word_embeddings) in its config.json to false if the head is meant."
+            f"{where} declares tied head and embeddings, but {head} and {theirs} in its weights differ: set "
+            "tie_embeddings (or tie_word_embeddings) in its config.json to false to use the head."
         )
 
 
 def _in_dtype(entries: list[Entry], config: Any, wanted: torch.dtype | None) -> list[Entry]:
-    """The tensors in a dtype, if one is wanted; the config gets it, or that of most bytes where it has none."""
+    """The tensors, converted to `dtype` if given; the config gets this dtype, or that of most bytes if it has none."""
     if wanted is not None:
         entries = [_cast(entry, wanted) if entry.dtype.is_floating_point else entry for entry in entries]
     if wanted is not None or getattr(config, "dtype", None) is None:
@@ -187,13 +187,13 @@ def _origin(source: Source, layout: Format, files: TensorFiles) -> Origin:
 
 
 def has_own_tokenizer(lineage: Lineage | None) -> bool:
-    """Whether a tokenizer that is not the source's was given to `convert_checkpoint`."""
+    """Whether the tokenizer is not that of the source."""
     steps = () if lineage is None else lineage.steps
     return any(step.tokenizer is not None for step in steps)
 
 
 def _add_tokenizer(folder: Path, source: Source, given: str | PreTrainedTokenizerBase | None, config: Any) -> None:
-    """Tokenizer files, and the ids of special tokens in the config where that has none."""
+    """Copy the tokenizer, and set the ids of special tokens that the config lacks."""
     if isinstance(given, PreTrainedTokenizerBase):
         given.save_pretrained(folder)
     elif given is None:

@@ -1,4 +1,4 @@
-"""A checkpoint of ours becomes one of another layout, tensor by tensor, where that has the same architecture."""
+"""Export a checkpoint of this package to another layout with the same architecture, tensor by tensor."""
 
 import shutil
 from pathlib import Path
@@ -33,18 +33,18 @@ def export_checkpoint(
     revision: str | None = None,
     max_shard_size: str | int = "5GB",
 ) -> Path:
-    """Write a checkpoint of ours in another layout, all of it or nothing; values and dtypes are kept.
+    """Write a checkpoint of this package in another layout, completely or not at all, with equal values and dtypes.
 
     Args:
-        checkpoint: Folder of ours, also one that a Trainer saved in the middle of training, or its name on the Hub.
+        checkpoint: Folder or Hub name of a checkpoint of this package, also one that a Trainer saved during training.
         output: Folder for the result, new or empty.
         format: Name of the layout.
         revision: Branch, tag or commit on the Hub.
-        max_shard_size: As in Transformers' `save_pretrained`; of layouts in one file, nothing.
+        max_shard_size: As in Transformers' `save_pretrained`; ignored for layouts of one file.
 
     Raises:
-        ValueError: for what is no checkpoint of ours, an architecture that the layout cannot hold (each difference is
-            named), and weights that do not fit their config.
+        ValueError: for a folder that is no checkpoint of this package, an architecture that the layout cannot hold
+            (each difference is named), and weights that do not fit their config.
     """
     output = Path(output)
     check_new(output)
@@ -77,9 +77,9 @@ def export_checkpoint(
 
 
 def _with_code_on_hub(settings: Settings, lineage: Lineage | None) -> Settings:
-    """Let auto_map name the repository that the checkpoint was converted from, for the code there is not exported.
+    """Let auto_map refer to the code in the source repository, since code is not exported.
 
-    Without such a repository, and where it names several classes or none, there is no auto_map.
+    There is no auto_map without such a repository, or if the repository names several classes or none.
     """
     source = None if lineage is None else lineage.source
     kept = {name: value for name, value in settings.items() if name != "auto_map"}
@@ -96,7 +96,7 @@ def _with_code_on_hub(settings: Settings, lineage: Lineage | None) -> Settings:
 
 
 def code_note(layout: Format, folder: Path) -> str:
-    """What is to be known of the Python files that an exported checkpoint needs; empty if it needs none."""
+    """A note on the Python files that an exported checkpoint needs; empty if it needs none."""
     settings = read_settings_file(folder / "config.json") if (folder / "config.json").is_file() else {}
     if classes := settings.get("auto_map"):
         repositories = sorted({entry.partition("--")[0] for entry in classes.values()})
@@ -104,19 +104,19 @@ def code_note(layout: Format, folder: Path) -> str:
     if not layout.code:
         return ""
     return (
-        "It holds no code, and no library has its class: copy the authors' .py files into it, and their auto_map "
+        "It has no code, and no library has its class: copy the authors' .py files into it, and their auto_map "
         f"into its config.json (from {layout.code}), and load it with trust_remote_code=True. Without "
-        "them, where fla is imported, fla takes an RWKV-6 for its own, and all weights are random."
+        "them, fla, if it is imported, loads an RWKV-6 as its own class, with random weights."
     )
 
 
 def our_config(settings: Settings | None, where: str) -> Any:
-    """The config of a checkpoint of ours, without its code."""
+    """The config of a checkpoint of this package, without its code."""
     model_type = (settings or {}).get("model_type")
     if settings is None or model_type not in FAMILIES:
         has = "no config.json" if settings is None else f"the model type {model_type!r}"
         raise ValueError(
-            f"{where} has {has}, so it is no checkpoint of this package: `lengthgen convert` makes one of it."
+            f"{where} has {has}, so it is no checkpoint of this package: convert it with `lengthgen convert`."
         )
     kept = {name: value for name, value in settings.items() if name not in ("architectures", "auto_map")}
     with config_errors(f"The config.json of {where}"):

@@ -1,4 +1,4 @@
-"""From our config back to that of another layout, if that can hold the same architecture."""
+"""The config of another layout from ours, if that layout can hold the same architecture."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -22,14 +22,14 @@ NOT_ARCHITECTURE = {
     *("attn_mode", "chunk_size", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_swiglu"),
     *("max_position_embeddings", "rescale_every", "use_associative_scan", "use_mambapy"),
 }
-"""Entries of our config that change no prediction."""
+"""Entries of our config that do not affect predictions."""
 
 UNIFORM_FIELDS = {"layer_state_sizes": "state_size", "layer_num_heads": "num_heads"}
-"""Sizes of each layer, and the field for all layers."""
+"""Fields with the size of each layer, and the field with the size of all layers."""
 
 
 def uniform(config: Any) -> Any:
-    """The config with sizes for all layers where those of each layer are equal."""
+    """The config with one size for all layers, if the sizes of the layers are equal."""
     config = deepcopy(config)
     for each, common in UNIFORM_FIELDS.items():
         sizes = getattr(config, each, None)
@@ -37,8 +37,8 @@ def uniform(config: Any) -> Any:
             continue
         if len(set(sizes)) > 1:
             raise ValueError(
-                f"{each} differs between the layers ({list(sizes)}), which no other layout can hold: it can only be "
-                "published as a checkpoint of this package."
+                f"{each} differs between the layers ({list(sizes)}), which no other layout can hold: publish the "
+                "model as a checkpoint of this package."
             )
         if config.model_type == "stateful_rwkv5":
             config.head_size = config.inner_size // sizes[0]
@@ -49,10 +49,10 @@ def uniform(config: Any) -> Any:
 
 
 def exported_config(format: Format, config: Any, metas: Mapping[str, Meta]) -> Settings | None:
-    """Their config of ours: that which the checkpoint was converted from, with what was changed since.
+    """The config of a layout: that of the source of the conversion, with all later changes.
 
-    `metas` are what will be written, by their names. Raises a `ValueError` for another architecture than theirs,
-    naming each difference.
+    `metas` are the tensors to be written, by their names in the layout. Raises a `ValueError` for an architecture that
+    the layout cannot hold, naming each difference.
     """
     settings = format.from_config(uniform(config))
     kept = getattr(config, SOURCE_CONFIG, None) or {}
@@ -62,7 +62,7 @@ def exported_config(format: Format, config: Any, metas: Mapping[str, Meta]) -> S
         changed = {name: value for name, value in settings.items() if name not in before or before[name] != value}
         settings = {**kept["config"], **changed}
     if settings is not None and "model_type" in settings:
-        named = settings.get("dtype") or settings.get("torch_dtype") or not same  # one that named none stays as it is
+        named = settings.get("dtype") or settings.get("torch_dtype") or not same  # if it had none, it keeps none
         if named and config.dtype is not None:
             name = "torch_dtype" if "torch_dtype" in settings else "dtype"
             settings[name] = str(config.dtype).removeprefix("torch.")
@@ -71,7 +71,7 @@ def exported_config(format: Format, config: Any, metas: Mapping[str, Meta]) -> S
 
 
 def check_exportable(format: Format, config: Any) -> None:
-    """Refuse what no other layout has. Raises a `ValueError` naming the setting and what to do."""
+    """Raise a `ValueError` for settings that no other layout has, with what to do."""
     if config.model_type not in format.families:
         possible = [other.name for other in FORMATS.values() if config.model_type in other.families]
         raise ValueError(
@@ -80,18 +80,18 @@ def check_exportable(format: Format, config: Any) -> None:
     if Forgetting.of(config) != Forgetting():
         raise ValueError(
             f"This model forgets (forgetting: {config.forgetting}), which no other layout can hold: export the "
-            "checkpoint that it was made from."
+            "checkpoint it was made from."
         )
     uniform(config)
     if getattr(config, "attention_layers", None):
         raise ValueError(
             f"The layers {config.attention_layers} (attention_layers) of this model are attention, which "
-            f"{format.title} cannot hold: it can only be published as a checkpoint of this package."
+            f"{format.title} cannot hold: publish it as a checkpoint of this package."
         )
 
 
 def _check_same(format: Format, config: Any, again: Any) -> None:
-    """Refuse a config that a way there and back changes."""
+    """Raise a `ValueError` if the config changes on the way there and back."""
     ignored = NOT_ARCHITECTURE | {"forgetting", SOURCE_CONFIG, *format.from_shapes}
     if config.model_type == "stateful_mamba2":
         ignored |= {"time_step_rank"}  # Mamba-2 has none
@@ -103,6 +103,6 @@ def _check_same(format: Format, config: Any, again: Any) -> None:
     ]
     if different:
         raise ValueError(
-            f"{format.title} cannot hold this model, which differs in {', '.join(different)}: it can be published "
-            "as a checkpoint of this package."
+            f"{format.title} cannot hold this model, which differs in {', '.join(different)}: publish it as a "
+            "checkpoint of this package."
         )

@@ -1,8 +1,8 @@
 """Checkpoints of flash-linear-attention (fla): GLA, HGRN-2, linear attention, RWKV-6, Mamba and Mamba-2.
 
-Parameter names are ours. The config of the first four is ours, too, but for settings that choose an implementation;
-fla's Mamba classes have the model types of Transformers' with names of their own for some fields. Checkpoints from
-before February 2025 hold `mlp.gate_proj` and `mlp.up_proj` as one tensor; they can be read.
+Parameter names are those of this package. So are the config fields of the first four, except for settings that choose
+an implementation. fla's Mamba classes have the model types of Transformers, with other names for some fields.
+Checkpoints from before February 2025 hold `mlp.gate_proj` and `mlp.up_proj` as one tensor; they can be read, too.
 """
 
 from collections.abc import Mapping
@@ -41,11 +41,11 @@ class Kind(NamedTuple):
     """What is special about a model type of fla.
 
     Attributes:
-        implementation: What fla 0.6 has beside the fields of our config, and its defaults.
-        aliases: Names that earlier versions gave to fields; for the Mamba classes also ours, the other way around.
-        neutral: What must be as it is in ours; our configs of the others check it themselves.
-        defaults: Of fla's Mamba classes, where ours differ or have other names.
-        fixed: Fields of ours that fla's code fixes.
+        implementation: Fields of fla 0.6 that our config lacks, with their defaults.
+        aliases: From names of fields in earlier versions to those of fla 0.6; for the Mamba classes also from ours.
+        neutral: Required values of settings that our config lacks; our configs of the other types check them.
+        defaults: Defaults of fla's Mamba classes, if ours differ or have other names.
+        fixed: Fields of ours with a fixed value in fla's code.
     """
 
     implementation: Mapping[str, Any] = FLAGS
@@ -81,7 +81,7 @@ KINDS = {
     ),
 }
 OURS_ONLY = OUR_FIELDS | {"gate_logit_normalizer", "group_norm_eps", "mixer_rms_eps"}
-"""Fields of ours that fla lacks; the way there and back checks that they are neutral."""
+"""Fields of ours that fla lacks; `exported_config` checks that they have no effect."""
 
 
 def _split(gate_and_up: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
     kind = (settings or {}).get("model_type")
     if settings is None or kind not in KINDS:
         return False
-    if KINDS[kind].defaults:  # also of Transformers, which has none of these
+    if KINDS[kind].defaults:  # also a model type of Transformers, which has none of these
         return not {"fuse_norm", "fuse_cross_entropy", "norm_eps"}.isdisjoint(settings)
     return kind != "rwkv6" or "rwkv.embeddings.weight" not in metas
 
@@ -123,7 +123,7 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
 
 
 def _known(kind: str) -> set[str]:
-    """Names of settings that are understood."""
+    """Names of known settings."""
     special = KINDS[kind]
     names = _field_names(kind) | special.implementation.keys() | special.aliases.keys() | special.neutral.keys()
     further = (
@@ -144,7 +144,7 @@ def _field_names(kind: str) -> set[str]:
 
 
 def _renamed(given: Settings, kind: str) -> Settings:
-    """Under the names of fla 0.6. Raises a `ValueError` for one setting under two names with two values."""
+    """The settings under the names of fla 0.6. Raises a `ValueError` if one has two names and two values."""
     aliases = {"rms_norm_eps": "norm_eps", **KINDS[kind].aliases}
     renamed: Settings = {}
     for name, value in given.items():
@@ -194,7 +194,7 @@ def _from_config(config: Any) -> Settings:
 
 
 def _older(config: Any, metas: Mapping[str, Meta]) -> list[Rename] | None:
-    """The map for gate and up projections in one tensor."""
+    """The map for checkpoints with gate and up projections in one tensor."""
     parts = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
     first = "model.layers.0."
     if first + parts[0] not in metas or first + parts[1] in metas:

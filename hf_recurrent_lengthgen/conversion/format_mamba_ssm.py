@@ -1,8 +1,8 @@
 """Checkpoints of mamba-ssm's `MambaLMHeadModel`: Mamba-1 and Mamba-2, config.json and pytorch_model.bin.
 
-Their config names the vocabulary before it is padded to a multiple of `pad_vocab_size_multiple`; ours has the rows of
-the weights. Our config.json keeps theirs under "source_config", with the settings that only matter when a model is
-initialized or which kernels run.
+Their config has the size of the vocabulary before it is padded to a multiple of `pad_vocab_size_multiple`; ours has
+the number of rows of the weights. Our config.json keeps theirs under "source_config", with the settings that matter
+for initialization and the choice of kernels only.
 """
 
 from collections.abc import Mapping
@@ -95,12 +95,12 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
     if given["attn_layer_idx"]:
         raise ValueError(
             f"{WHERE} has softmax attention in the layers {given['attn_layer_idx']} (attn_layer_idx), which has no "
-            "state of fixed size that could be given or carried: give a checkpoint of Mamba layers only."
+            "state of fixed size: give a checkpoint of Mamba layers only."
         )
     for name, needed in (("d_intermediate", 0), ("rms_norm", True)):
         if given[name] != needed:
             raise ValueError(
-                f"{WHERE} has {name} {given[name]!r}; layers with an MLP and norms other than RMSNorm cannot be "
+                f"{WHERE} has {name} {given[name]!r}: layers with an MLP and norms other than RMSNorm cannot be "
                 f"converted, so {name} must be {needed}."
             )
     layer_settings = {**(given["ssm_cfg"] or {})}

@@ -1,8 +1,8 @@
 """Checkpoints of RWKV-5.2 and RWKV-6: the .pth files of their author, and the authors' repositories for Transformers.
 
-A .pth file (of RWKV-LM, generations x052 and x060) has no config: all sizes follow from shapes, the rest is fixed in
-its code. The repositories (RWKV/rwkv-6-world-*, RWKV/v6-Finch-*, RWKV/rwkv-5-world-*) rename the same tensors. Our
-RWKV-6 has the names and layouts of fla, our RWKV-5 those of the repositories.
+A .pth file (of RWKV-LM, generations x052 and x060) has no config: sizes follow from shapes, and the code fixes all
+other settings. The repositories (RWKV/rwkv-6-world-*, RWKV/v6-Finch-*, RWKV/rwkv-5-world-*) rename the same tensors.
+Our RWKV-6 has the names and layouts of fla, our RWKV-5 those of the repositories.
 
 Shapes: D hidden size, A width of time mixing, H heads of N channels, R rank of the token shifts, W rank of the decay.
 """
@@ -58,13 +58,13 @@ REPOSITORY_DEFAULTS: Settings = {
     "tie_word_embeddings": False,
     "use_cache": True,
 }
-"""Of their configuration classes, with all fields that any version had."""
+"""Defaults of their configuration classes, with the fields of all versions."""
 IGNORED = {"context_length", "model_version"}
 ONLY_RWKV5 = {
     *("attention_hidden_size", "head_size", "head_size_divisor", "layer_norm_epsilon", "num_attention_heads"),
     "rescale_every",
 }
-"""Of these fields, those that our RWKV-6 has under other names."""
+"""The fields that our RWKV-6 has under other names."""
 
 
 def _recognizes_pth(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
@@ -72,12 +72,12 @@ def _recognizes_pth(settings: Settings | None, metas: Mapping[str, Meta]) -> boo
 
 
 def _generation(metas: Mapping[str, Meta], where: str) -> str:
-    """The model type of ours for a .pth file."""
+    """Our model type for a .pth file."""
     names = {name.removeprefix("blocks.0.") for name in metas if name.startswith("blocks.0.")}
     if "att.time_state" in names:
         raise ValueError(
-            f"{where} holds blocks.N.att.time_state, initial states found by state tuning, which would be lost: give "
-            "the file of the model itself."
+            f"{where} holds blocks.N.att.time_state, initial states from state tuning, which would be lost: give "
+            "the file of the model without them."
         )
     if {"att.time_maa_x", "att.time_maa_w1"} <= names:
         return RWKV6
@@ -98,11 +98,11 @@ def _generation(metas: Mapping[str, Meta], where: str) -> str:
 
 
 def _shape(metas: Mapping[str, Meta], name: str, ndim: int) -> tuple[int, ...]:
-    """Raise a `ValueError` for what tells a size and is missing or of another rank."""
+    """The shape of a tensor; raises a `ValueError` if it is missing or has another number of dimensions."""
     if name not in metas:
-        raise ValueError(f"The weights lack {name}, whose shape tells sizes of the model: download them again.")
+        raise ValueError(f"The weights lack {name}, whose shape gives sizes of the model: download them again.")
     if len(metas[name].shape) != ndim or 0 in metas[name].shape:
-        raise ValueError(f"{name} has the shape {list(metas[name].shape)}, which should have {ndim} dimensions.")
+        raise ValueError(f"{name} has the shape {list(metas[name].shape)}, but must have {ndim} dimensions.")
     return metas[name].shape
 
 
@@ -171,8 +171,8 @@ def _repository_config(settings: Settings | None, metas: Mapping[str, Meta]) -> 
         return five
     if five.layer_norm_epsilon != NORM_EPSILON:
         raise ValueError(
-            f"{where} has layer_norm_epsilon {five.layer_norm_epsilon}, which its code gives to some norms only, "
-            f"the last one has {NORM_EPSILON}: it must be that to be converted."
+            f"{where} has layer_norm_epsilon {five.layer_norm_epsilon}, which its code uses for some norms only: it "
+            f"must be {NORM_EPSILON}, that of the last norm, to be converted."
         )
     fields = {name: value for name, value in fields.items() if name not in ONLY_RWKV5}
     expand, heads = five.inner_size / five.hidden_size, five.inner_size // five.head_size
@@ -183,7 +183,7 @@ def _repository_config(settings: Settings | None, metas: Mapping[str, Meta]) -> 
 
 
 def _repository_settings(config: Any) -> Settings:
-    """Raises ValueError for sizes that their code fixes."""
+    """The settings of a repository; raises a `ValueError` for sizes that its code does not allow."""
     five = config.model_type == RWKV5
     inner = config.inner_size if five else int(config.expand_k * config.hidden_size)
     width = next(shape[0] for name, shape in expected_shapes(config).items() if name.endswith(FFN_KEY))

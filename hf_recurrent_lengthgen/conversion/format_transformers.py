@@ -1,4 +1,4 @@
-"""Checkpoints of Transformers' own Mamba, Mamba-2 and FalconMamba: names and config fields are those of ours."""
+"""Checkpoints of Transformers' own Mamba, Mamba-2 and FalconMamba, whose names and config fields are ours."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
 
 
 def _types() -> list[str]:
-    """Model types whose own layout this is."""
+    """Model types with this layout."""
     return [name for name, model in STATEFUL_CLASSES.items() if model.config_class.layouts[:1] == ("transformers",)]
 
 
@@ -39,7 +39,7 @@ def _from_config(config: Any) -> Settings:
 
 
 def _older(config: Any, metas: Mapping[str, Meta]) -> list[Rename] | None:
-    """Transformers also loads weights under mamba-ssm's name of the embeddings."""
+    """Transformers also loads weights with mamba-ssm's name of the embeddings."""
     theirs = "backbone.embedding.weight"
     return same_names(config, {"backbone.embeddings.weight": theirs}) if theirs in metas else None
 

@@ -1,4 +1,4 @@
-"""Layouts of checkpoints: how each is recognized, and how its config and names become ours and back."""
+"""Layouts of checkpoints: how to recognize each, and how to convert its config and names to ours and back."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from hf_recurrent_lengthgen.models.configuration_reference import ReferenceLayer
 from hf_recurrent_lengthgen.models.configuration_stateful import StatefulConfigMixin
 
 SOURCE_CONFIG = "source_config"
-"""Entry of our config.json: the format and the config that a checkpoint was converted from, for the way back."""
+"""Entry of our config.json with the format and config of the source, for the way back."""
 
 Settings = dict[str, Any]
 
@@ -27,7 +27,7 @@ OUR_FIELDS = {
     *(name for name, kind in get_annotations(ReferenceLayersConfigMixin).items() if get_origin(kind) is not ClassVar),
     *("_name_or_path", "auto_map", "layer_num_heads", "layer_state_sizes", SOURCE_CONFIG),
 }
-"""Fields of our config that no other layout has; the way there and back checks that they are neutral."""
+"""Fields of our config that no other layout has; `exported_config` checks that they have no effect."""
 
 GENERIC_SETTINGS = {
     *PreTrainedConfig().to_dict(),
@@ -43,7 +43,7 @@ GENERIC_SETTINGS = {
 
 @contextmanager
 def config_errors(where: str = "config.json") -> Iterator[None]:
-    """Make a `ValueError` of what config classes and sizes of models say to values of a wrong type or size."""
+    """Turn errors of config classes about values of a wrong type or size into a `ValueError`."""
     try:
         yield
     except (StrictDataclassError, TypeError, ArithmeticError, AttributeError, LookupError, RuntimeError) as error:
@@ -56,25 +56,25 @@ class Format:
     """One layout.
 
     Args:
-        name: For `--format`: "mamba-ssm".
-        title: For people.
+        name: Value of `--format`, such as "mamba-ssm".
+        title: Name in texts.
         container: The kind of files that its own library reads.
-        recognizes: From its config.json (None without one) and the names, shapes and dtypes of the weights.
-        to_config: From the same, our config. ValueError for what we cannot represent, by name. `config_of` is to be
-            called instead.
-        from_config: From our config, its config.json; None for layouts without one. ValueError for what it cannot
-            represent. `exported_config` is to be called instead.
-        renames: From our config, the map of all our tensors; "{layer}" for each layer is allowed.
-        tied_head: Name of its output head, which with tied embeddings may be missing.
-        writes_tied_head: Whether its library wants the head in the file all the same.
-        keeps_config: Whether our config.json keeps its config, as our config cannot express all entries of it.
-        weights_file: Name in an exported folder, for `container` "torch".
-        tokenizer: The tokenizer of its official checkpoints, where those carry none; empty otherwise.
-        older: For layouts that earlier versions of a library wrote otherwise: the map for the tensors that are there,
-            by their names; None where they are as `renames` says.
-        code: Repositories with the Python files that its checkpoints need, where no library has their class.
-        from_shapes: Fields of our config that this layout leaves to the shapes of the weights.
-        fixed: Fields of our config, of families that have them, that its code fixes.
+        recognizes: Whether a checkpoint has this layout, from its config.json (None without one) and the names, shapes
+            and dtypes of its weights.
+        to_config: Our config, from the same; a `ValueError` names what we cannot represent. Call `config_of` instead.
+        from_config: Its config.json from our config; None for layouts without one. A `ValueError` names what it cannot
+            represent. Call `exported_config` instead.
+        renames: The map of all our tensors, from our config; "{layer}" stands for each layer.
+        tied_head: Name of its output head, which may be missing with tied embeddings.
+        writes_tied_head: Whether its library needs the head in the file nevertheless.
+        keeps_config: Whether our config.json keeps its config, because ours cannot express all entries.
+        weights_file: Name of the weights in an exported folder, for `container` "torch".
+        tokenizer: The tokenizer of its official checkpoints, if these have none; else empty.
+        older: For layouts that earlier versions of a library wrote differently: the map for these tensors, from their
+            names; None if `renames` fits.
+        code: Repositories with the Python files that its checkpoints need, if no library has their class.
+        from_shapes: Fields of our config that follow from the shapes of the weights.
+        fixed: Fields of our config with a fixed value in its code, for families that have them.
     """
 
     name: str
@@ -100,19 +100,19 @@ class Format:
         return tuple(name for name, model in FAMILIES.items() if self.name in model.config_class.layouts)
 
     def config_of(self, settings: Settings | None, metas: Mapping[str, Meta]) -> Any:
-        """Our config of theirs; a `ValueError` for what we cannot represent."""
+        """Our config from theirs; a `ValueError` for what we cannot represent."""
         with config_errors():
             config = self.to_config(settings, metas)
             layers: Any = getattr(config, "num_hidden_layers", None)
             if metas and layers > len(metas):
                 raise ValueError(
-                    f"config.json says that there are {layers} layers, but the weights are only {len(metas)} tensors: "
+                    f"config.json has {layers} layers, but the weights have only {len(metas)} tensors: "
                     "correct it, or give the weights that belong to it."
                 )
         return config
 
     def renames_of(self, config: Any, metas: Mapping[str, Meta]) -> Sequence[Rename]:
-        """The map for a checkpoint that holds these tensors; "{layer}" is allowed."""
+        """The map for a checkpoint with these tensors; "{layer}" stands for each layer."""
         older = self.older(config, metas)
         return self.renames(config) if older is None else older
 
@@ -124,7 +124,7 @@ def blank_model(config: PreTrainedConfig) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A tuple as the list that JSON makes of it; others as they are."""
+    """A tuple as a list, as in JSON; other values unchanged."""
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -134,25 +134,25 @@ def is_tied(config: Any) -> bool:
 
 
 def expected_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors in a checkpoint of ours by name, in order; a tied head is not in there."""
+    """Shapes of the tensors in a checkpoint of this package by name, in order, without a tied head."""
     model = blank_model(config)
     tied = model._tied_weights_keys if is_tied(config) else {}
     return {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in tied}
 
 
 def tied_names(config: PreTrainedConfig) -> tuple[str, str] | None:
-    """Our names of head and embeddings if they are one; None if not."""
+    """Our names of head and embeddings if they are tied; else None."""
     tied: dict[str, str] = FAMILIES[config.model_type]._tied_weights_keys or {}
     return next(iter(tied.items())) if is_tied(config) and tied else None
 
 
 def same_names(config: PreTrainedConfig, others: Mapping[str, str] | None = None) -> list[Rename]:
-    """A map of all our tensors to equal names, but for `others`, from ours to theirs."""
+    """A map of all our tensors to equal names; `others` are exceptions, from our names to theirs."""
     return [Rename((others or {}).get(name, name), name) for name in expected_shapes(config)]
 
 
 def check_settings(settings: Settings | None, known: Iterable[str], where: str) -> Settings:
-    """The settings, all of them known. Raises a `ValueError` naming those that are not."""
+    """The settings of a config.json; raises a `ValueError` that names unknown ones."""
     if settings is None:
         raise ValueError(f"{where} needs a config.json beside the weights.")
     if unknown := sorted(settings.keys() - set(known)):

@@ -1,7 +1,7 @@
 """Maps between the tensors of another layout and ours: data, and pure functions of tensors.
 
 A map is a sequence of `Rename`; "{layer}" in a name stands for each layer. `to_ours` and `to_theirs` check all names
-and shapes before a tensor is read, and make what `tensor_writing` writes.
+and shapes before any tensor is read, and return the entries that `tensor_writing` writes.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from hf_recurrent_lengthgen.conversion.tensor_writing import Entry
 
 
 class Tensors(Protocol):
-    """Named tensors that are read one by one, as `TensorFiles`."""
+    """Named tensors that are read one by one, such as `TensorFiles`."""
 
     metas: dict[str, Meta]
 
@@ -25,9 +25,9 @@ class Tensors(Protocol):
 
 
 class Transform(NamedTuple):
-    """What happens to the values, and its exact inverse, also on the meta device.
+    """A function of tensors and its exact inverse; both must also work on the meta device.
 
-    `to_ours` takes the tensors of their names, in that order, and makes those of our names.
+    `to_ours` takes the tensors of their names, in order, and returns those of our names.
     """
 
     to_ours: Callable[..., Tensor | Sequence[Tensor]]
@@ -43,9 +43,9 @@ SAME = Transform(_same, _same)
 
 @dataclass(frozen=True)
 class Rename:
-    """One entry of a map: names in a foreign checkpoint, names in ours, and what happens to the values.
+    """One entry of a map: names in a foreign checkpoint, names in ours, and the transform of the values.
 
-    A name may hold "{layer}". Several names on a side are tensors that the transform takes, or makes, together.
+    A name may contain "{layer}". Several names on a side are tensors that the transform takes or returns together.
     """
 
     theirs: str | tuple[str, ...]
@@ -62,7 +62,7 @@ class Rename:
 
     @property
     def inverse(self) -> "Rename":
-        """The way back."""
+        """The reverse entry."""
         return Rename(self.ours, self.theirs, Transform(*reversed(self.transform)))
 
     def of_layer(self, layer: int) -> "Rename":
@@ -90,10 +90,10 @@ def to_ours(
     where: str,
     ignored: str | None = None,
 ) -> list[Entry]:
-    """What of their tensors makes ours, to be written; one of the name `ignored` may be there, and is not taken.
+    """Entries of all our tensors, made from theirs; a tensor of the name `ignored` may exist and is not used.
 
-    `expected` has the shapes of all our tensors. Raises a `ValueError` that lists all tensors that are missing,
-    unexpected, or of another shape or mixed dtypes.
+    `expected` has the shapes of all our tensors. Raises a `ValueError` that lists all tensors that are missing or
+    unexpected, or have another shape or mixed dtypes.
     """
     return _mapped(renames, theirs, expected, where, ignored=ignored)
 
@@ -101,7 +101,7 @@ def to_ours(
 def to_theirs(
     renames: Sequence[Rename], ours: Tensors, expected: Mapping[str, tuple[int, ...]], where: str
 ) -> list[Entry]:
-    """What of our tensors makes theirs; arguments and errors as `to_ours`, `expected` are the shapes of ours."""
+    """Entries of all their tensors, made from ours; as `to_ours`, and `expected` has the shapes of ours, too."""
     found = {name: meta.shape for name, meta in ours.metas.items()}
     wrong = [
         f"{name} has the shape {list(found[name])} instead of {list(shape)}"
@@ -150,7 +150,7 @@ def _mapped(
 def _made(
     rename: Rename, source: Tensors, expected: Mapping[str, tuple[int, ...]] | None
 ) -> tuple[list[Entry], list[str]]:
-    """The entries that a rename makes, and what is wrong with the shapes."""
+    """The entries that a rename makes, and the errors in their shapes."""
     given, made = rename.their_names, rename.our_names
     metas = [source.metas[name] for name in given]
     blank = [torch.empty(meta.shape, dtype=meta.dtype, device="meta") for meta in metas]

@@ -1,4 +1,4 @@
-"""All formats, and which of them a checkpoint has."""
+"""All formats, and the detection of that of a checkpoint."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,7 @@ FORMATS: dict[str, Format] = {format.name: format for format in (MAMBA_SSM, RWKV
 
 
 def detect(settings: Settings | None, metas: Mapping[str, Meta], where: str) -> Format:
-    """The format of a checkpoint. Raises a `ValueError` for ours, and where none is recognized."""
+    """The format of a checkpoint. Raises a `ValueError` for our own, and if none is recognized."""
     model_type = (settings or {}).get("model_type")
     if model_type in FAMILIES:
         raise ValueError(
@@ -28,13 +28,13 @@ def detect(settings: Settings | None, metas: Mapping[str, Meta], where: str) -> 
     formats = "; ".join(f"{format.name} ({format.title})" for format in FORMATS.values())
     raise ValueError(
         f"{where} has {kind}, which is none of the layouts that can be converted: {formats}. Their model types are "
-        f"{', '.join(sorted(STATEFUL_CLASSES))}; mamba-ssm has none. Other recurrent models, and hybrids of "
-        "Transformers, are not converted: load them as they are, with hf_recurrent_lengthgen.load_model."
+        f"{', '.join(sorted(STATEFUL_CLASSES))}; mamba-ssm has none. Other recurrent models and hybrids of "
+        "Transformers need no conversion: load them with hf_recurrent_lengthgen.load_model."
     )
 
 
 def named_format(name: str) -> Format:
-    """The format of that name. Raises a `ValueError` if there is none."""
+    """The format of this name; a `ValueError` if there is none."""
     if name not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {name!r}.")
     return FORMATS[name]

@@ -56,7 +56,7 @@ def _shift_down_to_theirs(matrix: Tensor) -> Tensor:
 
 
 def _shift_up_to_ours(blocks: Tensor) -> Tensor:
-    w, k, v, r, g = blocks  # indexing would not notice a sixth, nor, on the meta device, that one is missing
+    w, k, v, r, g = blocks  # indexing would miss a sixth one and, on the meta device, a missing one
     return torch.cat([r, w, k, v, g]).t()
 
 
@@ -113,17 +113,17 @@ RWKV5_LAYER = (
     *("att.ln_x.bias", "ffn.time_mix_k", "ffn.time_mix_r"),
     *(f"ffn.{part}.weight" for part in ("key", "receptance", "value")),
 )
-"""Ours are named as in the repositories."""
+"""Our names are those of the repositories."""
 IN_REPOSITORY = {"ln0": "pre_ln", "att": "attention", "ffn": "feed_forward"} | {
     f"time_mix_{short}": f"time_mix_{long}"
     for short, long in (("k", "key"), ("v", "value"), ("r", "receptance"), ("g", "gate"))
 }
-"""Parts of names in .pth files, and what the repositories for Transformers call them."""
+"""From parts of names in .pth files to those in the repositories for Transformers."""
 REPOSITORY_TOP = {"emb.weight": "rwkv.embeddings.weight", "head.weight": "head.weight"}
 
 
 def in_repository(name: str) -> str:
-    """The name in a repository for Transformers of a tensor in a .pth file."""
+    """The name of a tensor of a .pth file in a repository for Transformers."""
     parts = ".".join(IN_REPOSITORY.get(part, part) for part in name.split("."))
     return REPOSITORY_TOP.get(name, f"rwkv.{parts}")
 
@@ -150,7 +150,7 @@ def rwkv5_map() -> list[Rename]:
 
 
 def pth_renames(config: Any) -> list[Rename]:
-    """The map of .pth files; vectors are (n,) where they were in the file that the checkpoint was converted from."""
+    """The map of .pth files; vectors are (n,) if they were in the file that the checkpoint was converted from."""
     kept = getattr(config, SOURCE_CONFIG, None) or {}
     flat = set(kept.get("flat", ())) if kept.get("format") == "rwkv" else set()
 

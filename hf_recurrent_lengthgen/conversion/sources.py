@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a folder or file here, or a model on the Hub, of which what is needed is downloaded."""
+"""Find checkpoints: a local folder or file, or a model on the Hub, from which the needed files are downloaded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ SMALL_FILES = ("config.json", "generation_config.json", "README.md", "*.py", *TO
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint that is here now.
+    """A checkpoint on this machine.
 
     Args:
         path: Folder, or one weight file.
-        name: Name on the Hub; of a local one, the last part of its path.
+        name: Name on the Hub; for a local checkpoint, the last part of its path.
         on_hub: Whether `name` is a name on the Hub.
-        revision: Commit on the Hub; None if it is not from there.
+        revision: Commit on the Hub; None for a local checkpoint.
     """
 
     path: Path
@@ -37,12 +37,12 @@ class Source:
 
     @property
     def folder(self) -> Path:
-        """Where config and tokenizer are."""
+        """The folder with config and tokenizer."""
         return self.path.parent if self.path.is_file() else self.path
 
 
 def license_of(folder: Path) -> str | None:
-    """The licence that the card of a checkpoint folder names; None if there is no card, or one that names none."""
+    """The license in the card of a checkpoint folder; None without a card or license."""
     card = folder / "README.md"
     try:
         told = (metadata_load(card) or {}) if card.is_file() else {}
@@ -53,26 +53,26 @@ def license_of(folder: Path) -> str | None:
 
 
 def locate(name: str, revision: str | None = None, weights: bool = True) -> Source:
-    """Find a checkpoint, and download what is needed of one on the Hub: weights in one container, config, tokenizer.
+    """Find a checkpoint; from the Hub, download weights in one container, config and tokenizer.
 
     Args:
-        name: Folder, weight file, owner/name on the Hub, or owner/name/file.pth for one file of several there.
+        name: Folder, weight file, owner/name on the Hub, or owner/name/file.pth for one of several files there.
         revision: Branch, tag or commit on the Hub; None for its main branch.
         weights: Whether weights are needed.
 
     Raises:
-        ValueError: for what is not there, or cannot be downloaded, and a `revision` of local files.
+        ValueError: if the checkpoint does not exist or cannot be downloaded, and for a `revision` of local files.
     """
     path = Path(name).expanduser()
     if path.exists():
         if revision is not None:
-            raise ValueError(f"{name} is here, not on the Hub, so it has no revision: leave out {revision!r}.")
-        # a file in the Hub's cache is a link into its blobs, which have other names and neighbours
+            raise ValueError(f"{name} is a local path, not on the Hub, so it has no revision: leave out {revision!r}.")
+        # a file in the Hub's cache is a link to a blob, which has another name and other neighbours
         return _local(path.resolve() if path.is_dir() else path.parent.resolve() / path.name)
     parts = name.split("/")
     file = parts[2] if len(parts) == 3 and name.endswith((".pth", ".pt")) and not path.parent.is_dir() else None
     if file is None and name.endswith((".pth", ".pt", ".bin", ".safetensors")):
-        raise ValueError(f"There is no file {name}: give the path of one, or owner/name/file.pth on the Hub.")
+        raise ValueError(f"There is no file {name}: give the path of a file, or owner/name/file.pth on the Hub.")
     repo_id = name if file is None else "/".join(parts[:2])
     check_name(repo_id)
     try:
@@ -80,7 +80,7 @@ def locate(name: str, revision: str | None = None, weights: bool = True) -> Sour
     except LocalEntryNotFoundError as error:
         raise ValueError(
             f"{name} is not here, and the Hub cannot be reached ({type(error.__cause__ or error).__name__}), nor is "
-            "it in its cache: give a folder or file that is here, or connect."
+            "it in the cache: give a local folder or file, or connect to the network."
         ) from error
     except ValueError:
         raise
@@ -89,13 +89,14 @@ def locate(name: str, revision: str | None = None, weights: bool = True) -> Sour
             raise
         told = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(
-            f"{name} is no checkpoint here, and cannot be had from the Hub ({told}). What was downloaded is kept."
+            f"{name} is no local checkpoint, and cannot be downloaded from the Hub ({told}). Downloaded files are "
+            "kept."
         ) from error
     return Source(folder if file is None else folder / file, repo_id, True, commit)
 
 
 def _local(path: Path) -> Source:
-    """A folder of the Hub's cache, models--owner--name/snapshots/commit, tells its name."""
+    """A local source; a folder of the Hub's cache, models--owner--name/snapshots/commit, gives name and commit."""
     folder = path.parent if path.is_file() else path
     cache = folder.parent.parent.name
     if folder.parent.name == "snapshots" and cache.startswith("models--"):
@@ -104,7 +105,7 @@ def _local(path: Path) -> Source:
 
 
 def _downloaded(repo_id: str, revision: str | None, file: str | None, weights: bool) -> tuple[Path, str]:
-    """Folder in the cache, and commit. Without a network, what is in the cache is taken."""
+    """Folder in the cache, and commit. Without a network, the cached files are used."""
     folder = _snapshot(repo_id, revision, SMALL_FILES)
     commit = folder.name
     if not weights:
@@ -118,7 +119,7 @@ def _downloaded(repo_id: str, revision: str | None, file: str | None, weights: b
         _snapshot(repo_id, commit, patterns)
         if any((folder / name).is_file() for name in WEIGHT_FILES):
             return folder, commit
-    # Several of them can be many times the weights of one model, so they are counted first.
+    # Several .pth files can be many times as large as one model, so they are counted first.
     try:
         found = snapshot_download(repo_id, revision=commit, allow_patterns=["*.pth"], dry_run=True)
         single = sorted(info.filename for info in found)

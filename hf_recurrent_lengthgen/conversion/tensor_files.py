@@ -1,7 +1,7 @@
-"""The weights of a checkpoint, read tensor by tensor, whatever files hold them.
+"""The weights of a checkpoint, read tensor by tensor from any kind of file.
 
-`TensorFiles` maps its files into memory and keeps one of them open at a time, so that reading all tensors needs the
-memory of one file and one tensor. `tensor_writing.py` is the other direction.
+`TensorFiles` memory-maps its files and keeps one open at a time, so reading all tensors needs the memory of one file
+and one tensor. `tensor_writing.py` is the other direction.
 """
 
 import os
@@ -22,7 +22,7 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-"""Names in a folder, in the order in which Transformers looks for them; a single .pth file comes last."""
+"""Names of weight files, in the order in which Transformers looks for them; a single .pth file comes last."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -38,10 +38,10 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""By the name in a safetensors file."""
+"""Dtypes by their names in safetensors files."""
 
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-"""What weights can be converted to."""
+"""Dtypes to which weights can be converted."""
 
 
 class Meta(NamedTuple):
@@ -52,7 +52,7 @@ class Meta(NamedTuple):
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal in shape, dtype and bytes: also NaN, and the sign of zero."""
+    """Whether two tensors are equal in shape, dtype and bytes, including NaN and the sign of zero."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
@@ -71,8 +71,8 @@ class TensorFiles:
         metas: Shape and dtype of each tensor, in the order of the files.
 
     Raises:
-        ValueError: if there are no weights, and for files that are damaged, contradict their index, lie outside the
-            folder, or hold anything but tensors by name.
+        ValueError: without weights, and for files that are damaged, contradict their index, are outside the folder, or
+            hold anything but named tensors.
     """
 
     def __init__(self, source: str | os.PathLike[str]) -> None:
@@ -83,7 +83,7 @@ class TensorFiles:
         named = {} if self.index is None else _read_index(self.index)
         self.paths = tuple(sorted({path.parent / name for name in named.values()})) if self.index else (path,)
         if missing := [file.name for file in self.paths if not file.is_file()]:
-            raise ValueError(f"{path} names files that are not there: {', '.join(missing)}. {AGAIN.capitalize()}.")
+            raise ValueError(f"{path} names files that do not exist: {', '.join(missing)}. {AGAIN.capitalize()}.")
         self._files: dict[str, Path] = {}
         self.metas: dict[str, Meta] = {}
         self._opened: tuple[Path, _Safetensors | _Pickled] | None = None
@@ -104,11 +104,11 @@ class TensorFiles:
         return name in self.metas
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, on the CPU: a view of the mapped file where that can be mapped, so do not write into it."""
+        """One tensor on the CPU; it may be a view of the mapped file, so do not write to it."""
         return self._open(self._files[name]).tensor(name)
 
     def close(self) -> None:
-        """Unmap what is open; reading opens it again."""
+        """Unmap the open file; reading opens it again."""
         self._opened = None
 
     def _open(self, path: Path) -> "_Safetensors | _Pickled":
@@ -119,13 +119,13 @@ class TensorFiles:
 
 
 def _weight_file(source: Path) -> Path:
-    """The file to begin with: an index, or the only file."""
+    """The index of the weights, or the only file."""
     if source.is_file():
         if not source.name.endswith((".safetensors", ".bin", ".pth", ".pt", ".index.json")):
             raise ValueError(f"{source} is no weight file: give a folder, or a .safetensors, .bin, .pth or .pt file.")
         return source
     if not source.is_dir():
-        raise ValueError(f"{source} is not there: give a checkpoint folder, or one weight file.")
+        raise ValueError(f"{source} does not exist: give a checkpoint folder, or one weight file.")
     for name in WEIGHT_FILES:
         if (source / name).is_file():
             return source / name
@@ -140,7 +140,7 @@ def _weight_file(source: Path) -> Path:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """From tensor to file name; nothing outside the folder, nothing of another kind."""
+    """From tensors to file names, all in this folder and of one kind."""
     named = read_json_object(path).get("weight_map")
     if not isinstance(named, dict) or not named:
         raise ValueError(f"{path} must hold a weight_map from tensors to files: {AGAIN}.")
@@ -152,15 +152,15 @@ def _read_index(path: Path) -> dict[str, str]:
     if not plain:
         bad = sorted({repr(name) for name in named.values()})
         raise ValueError(
-            f"{path} must name *{suffix} files in its own folder, got {', '.join(bad[:5])}: do not use it."
+            f"{path} must name *{suffix} files in its own folder only, got {', '.join(bad[:5])}: do not use it."
         )
     return named
 
 
 def _check_index(path: Path, named: Mapping[str, str], found: Mapping[str, str]) -> None:
     problems = {
-        "in the index, in no file": sorted(named.keys() - found.keys()),
-        "in a file, not in the index": sorted(found.keys() - named.keys()),
+        "in the index, but in no file": sorted(named.keys() - found.keys()),
+        "in a file, but not in the index": sorted(found.keys() - named.keys()),
         "in another file than the index says": sorted(
             name for name in named.keys() & found.keys() if named[name] != found[name]
         ),
@@ -195,13 +195,13 @@ class _Pickled:
         with open(path, "rb") as file:
             mappable = file.read(4) == b"PK\x03\x04"
         try:
-            # An older file than torch 1.6, no zip archive, cannot be mapped: it is read as a whole.
+            # A file of torch before 1.6 is no zip archive and cannot be mapped, so it is read as a whole.
             value = torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
         except pickle.UnpicklingError as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(
-                f"{path} is damaged, or would run code when it is opened, so it was not ({reason}): do not use it, or "
-                "convert its weights to safetensors where you trust it."
+                f"{path} was not opened: it is damaged, or would run code ({reason}). Do not use it; if you trust it, "
+                "convert its weights to safetensors."
             ) from error
         except (RuntimeError, EOFError, KeyError, ValueError, AttributeError, TypeError, IndexError) as error:
             raise ValueError(f"{path} is damaged ({str(error).partition(chr(10))[0]}): {AGAIN}.") from error

@@ -1,7 +1,6 @@
-"""Weights written file by file, from tensors that are read when their file is written.
+"""Write weights file by file, reading the tensors of a file only when it is written.
 
-safetensors and torch write tensors from where they are. Those of mapped files stay there, so that what a file holds is
-in memory only where a transform made it.
+Tensors of memory-mapped files are written without a copy, so only transformed tensors of one file are in memory.
 """
 
 import json
@@ -19,7 +18,7 @@ SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class Entry(NamedTuple):
-    """One tensor to be written; `read` is called when its turn comes, once."""
+    """One tensor to be written; `read` is called once, when its turn comes."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,9 +42,9 @@ def parse_size(size: str | int) -> int:
 
 
 def write_safetensors(folder: Path, entries: Sequence[Entry], max_shard_size: str | int = "5GB") -> list[Path]:
-    """Write model.safetensors, or several files in the order of entries and their index; the files of weights.
+    """Write model.safetensors, or several files in the order of entries with an index; returns the weight files.
 
-    A tensor of more than `max_shard_size` gets a file of its own.
+    A tensor larger than `max_shard_size` gets its own file.
     """
     by_name = {entry.name: entry for entry in entries}
     split = split_state_dict_into_shards_factory(
@@ -57,7 +56,7 @@ def write_safetensors(folder: Path, entries: Sequence[Entry], max_shard_size: st
     for file, names in split.filename_to_tensors.items():
         tensors = {name: _tensor(by_name[name]) for name in names}
         first = {tensor.data_ptr(): name for name, tensor in reversed(tensors.items())}
-        # safetensors refuses tensors that share their bytes, as pickles may have them
+        # safetensors refuses tensors that share memory, as those of pickles may
         save_file(
             {name: t if first[t.data_ptr()] == name else t.clone() for name, t in tensors.items()},
             folder / file,
@@ -72,18 +71,18 @@ def write_safetensors(folder: Path, entries: Sequence[Entry], max_shard_size: st
 def write_torch(path: Path, entries: Sequence[Entry], shared: Mapping[str, str] | None = None) -> None:
     """Write a file that `torch.load` reads as a dictionary of tensors, also with `mmap=True`.
 
-    `shared` are further names for tensors that are there, whose bytes they share as tied weights do.
+    `shared` are further names of written tensors, which share their memory as tied weights do.
     """
     tensors = {entry.name: _tensor(entry) for entry in entries}
     tensors |= {name: tensors[other] for name, other in (shared or {}).items()}
     try:
         torch.save(tensors, path)
-    except RuntimeError as error:  # what torch makes of a full disk
+    except RuntimeError as error:  # torch raises this if the disk is full
         raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def _tensor(entry: Entry) -> Tensor:
-    """A tensor with a storage of its own, all of which is written."""
+    """A tensor with its own storage, since the whole storage is written."""
     tensor = entry.read().detach().contiguous()
     assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), entry
     return tensor if tensor.untyped_storage().nbytes() == entry.bytes else tensor.clone()

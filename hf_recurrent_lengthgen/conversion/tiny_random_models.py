@@ -1,4 +1,4 @@
-"""Tiny random checkpoints in the layouts of others, without their libraries: for trials, and tests of other parts."""
+"""Tiny random checkpoints in other layouts, made without their libraries, for trials and tests of other parts."""
 
 from functools import partial
 from pathlib import Path
@@ -24,13 +24,13 @@ def write_tiny_random_model(
     vocab_size: int = 384,
     layers: int = 2,
 ) -> Path:
-    """Write a random checkpoint of width 64 in a format of `FORMATS`; of a family by its model type, as "mamba2".
+    """Write a random checkpoint of width 64 in a format of `FORMATS`, for a family given as "mamba2".
 
-    It is ours, initialized as ours and exported, so it says nothing on whether a format is right: for that, the tests
+    It is initialized and exported by this package, so it does not show that a format is right. For that, the tests
     have checkpoints that the libraries themselves wrote.
 
     Raises:
-        ValueError: for a format or family that is not known, and a format that cannot hold the family.
+        ValueError: for an unknown format or family, and a format that cannot hold the family.
     """
     layout = named_format(format)
     if family not in STATEFUL_CLASSES:

@@ -1,4 +1,4 @@
-"""What of a checkpoint folder goes to the Hub, and what in it must not."""
+"""Which files of a checkpoint folder go to the Hub, and which must not."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,12 +24,12 @@ PUSHED = (
     "results/*.json",
     "states/*.safetensors",
 )
-"""What is pushed and pulled. A pattern matches names in its own folder."""
+"""Files to push and pull. A pattern matches names in its own folder only."""
 LOADED = (
     *("*.safetensors", "*.bin", "*.pth", "*.index.json", "adapter_*", "generation_config.json"),
     *TOKENIZER_FILES,
 )
-"""Files at the top of a repository that Transformers looks for: they change what is loaded."""
+"""Files at the top of a repository that Transformers looks for, and which therefore change what is loaded."""
 
 TRAINER_FILES = (
     "training_args.bin",
@@ -55,7 +55,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def choose_files(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Names of the files of a folder to push, and why files and whole folders ("checkpoint-10/") are left out."""
+    """Names of the files to push, and why other files and whole folders ("checkpoint-10/") are left out."""
     pushed, left_out = [], {}
     for name in sorted(_walk(folder)):
         if name.endswith("/"):
@@ -70,7 +70,7 @@ def choose_files(folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def _walk(folder: Path) -> Iterator[str]:
-    """Relative names of files; of a folder that nothing can be pushed of only its own name, with a slash."""
+    """Relative names of files; a folder with nothing to push is given by its name with a slash."""
     wanted = {pattern.split("/")[0] for pattern in PUSHED if "/" in pattern}
     for path in folder.iterdir():
         if path.is_symlink() or not path.is_dir():
@@ -93,9 +93,9 @@ def _unwanted(name: str) -> str | None:
 
 
 def refusals_of_files(folder: Path, pushed: Sequence[str], token: str | None) -> list[str]:
-    """What keeps the files of a folder from being pushed: unsafe names, secrets, links, paths, no weights."""
+    """Reasons not to push the files of a folder: unsafe names, secrets, links, paths, no weights."""
     problems = [
-        f"{name} holds secrets, by its name: move it out of the folder"
+        f"{name} holds secrets, according to its name: move it out of the folder"
         for name in sorted({*pushed, *(path.name for path in folder.iterdir())})
         if matches(name.rpartition("/")[2], SECRET_FILES)
     ]
@@ -105,7 +105,7 @@ def refusals_of_files(folder: Path, pushed: Sequence[str], token: str | None) ->
         if not path.exists():
             problems.append(f"{name} is a link to nothing")
         elif not path.resolve().is_relative_to(folder.resolve()):
-            problems.append(f"{name} is a link to a file outside of the folder: copy the folder with cp -rL")
+            problems.append(f"{name} is a link to a file outside the folder: copy the folder with cp -rL")
         else:
             secrets, paths = private_in(path, token, (Path.home(), Path.cwd(), folder.resolve()))
             problems += [f"{name}, {found}" for found in secrets + paths]

@@ -1,15 +1,15 @@
-"""Names of files that are safe to write on any system, and that no program runs by chance."""
+"""Names of files that are safe to write on any system, and that no program runs by accident."""
 
 import sys
 import unicodedata
 from collections.abc import Iterable
 
 _LONGEST = 255
-"""Bytes of a name between slashes, as file systems have it."""
+"""Longest name between slashes in bytes, as in common file systems."""
 _FORBIDDEN = set('\\:*?"<>|')
 _DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{number}" for port in ("com", "lpt") for number in range(10))}
-# What Python, pytest and pip run by themselves, and what the code of checkpoints imports: in the folder of a
-# checkpoint, a file of that name would be taken instead.
+# Names that Python, pytest and pip run by themselves, or that the code of checkpoints imports. A file of that name in
+# a checkpoint folder would be used instead.
 _MODULES = """
 sitecustomize usercustomize conftest setup hf_recurrent_lengthgen torch transformers tokenizers safetensors
 huggingface_hub accelerate peft datasets numpy scipy matplotlib yaml tqdm packaging regex requests httpx filelock
@@ -20,7 +20,7 @@ _TAKEN = sys.stdlib_module_names | set(_MODULES.split())
 
 
 def unsafe_names(names: Iterable[str]) -> list[str]:
-    """Why files of these names, relative to a folder, must not be written; empty if all may be."""
+    """Why files of these names, relative to a folder, must not be written; empty if all are safe."""
     names = sorted(names)
     alike: dict[str, set[str]] = {}
     for name in names:
@@ -29,7 +29,7 @@ def unsafe_names(names: Iterable[str]) -> list[str]:
             folded = unicodedata.normalize("NFC", unicodedata.normalize("NFC", place).casefold())
             alike.setdefault(folded, set()).add(place)
     return [f"{name[:80]!r} {reason}" for name in names if (reason := _unsafe(name))] + [
-        f"{' and '.join(repr(place[:80]) for place in sorted(places))} are one name where case is not told"
+        f"{' and '.join(repr(place[:80]) for place in sorted(places))} are the same name on systems that ignore case"
         for places in alike.values()
         if len(places) > 1
     ]
@@ -38,16 +38,16 @@ def unsafe_names(names: Iterable[str]) -> list[str]:
 def _unsafe(name: str) -> str | None:
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts):
-        return "leads out of its folder, or to no file"
+        return "leads out of its folder, or names no file"
     if any(len(part.encode("utf-8", "surrogatepass")) > _LONGEST for part in parts):
         return f"is longer than {_LONGEST} bytes"
     if any(unicodedata.category(letter)[0] == "C" for letter in name):
-        return "holds control characters, or such as cannot be seen"
+        return "contains control characters or invisible characters"
     if _FORBIDDEN & set(name) or any(part != part.strip() or part.endswith(".") for part in parts):
-        return "cannot be a name on each system"
+        return "is not a valid name on every system"
     if any(part.partition(".")[0].rstrip().lower() in _DEVICES for part in parts):
         return "is a device on Windows"
     stem, _, ending = parts[-1].rpartition(".")
     if ending.lower() in ("py", "pyi", "pyc", "pth") and stem.lower() in _TAKEN:
-        return f"would be run or imported in place of {stem.lower()} by programs that are started in its folder"
+        return f"would be run or imported instead of {stem.lower()} by programs started in its folder"
     return None

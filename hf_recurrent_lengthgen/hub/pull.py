@@ -1,4 +1,4 @@
-"""Pull a checkpoint from the Hub: one commit of it, into a new folder that is there as a whole or not."""
+"""Pull one commit of a checkpoint from the Hub into a new folder, completely or not at all."""
 
 import glob
 import os
@@ -21,21 +21,21 @@ def pull_checkpoint(
 ) -> str:
     """Download a checkpoint into a new folder.
 
-    Only the files of a checkpoint are taken (`contents.PUSHED`): no pickles, nothing of a trainer. Files that were
-    downloaded before are taken from the client's cache.
+    Only the files of a checkpoint are downloaded (`contents.PUSHED`): no pickles, no files of a trainer. Files that
+    were downloaded before come from the cache of the client.
 
     Args:
         repo_id: owner/name.
         revision: Branch, tag or commit (default: main).
         output: Folder, new or empty.
-        token: Of the Hub (default: HF_TOKEN, or that of `hf auth login`).
+        token: Token of the Hub (default: HF_TOKEN, or that of `hf auth login`).
 
     Returns:
         The commit, 40 hex digits.
 
     Raises:
-        ValueError: if there is no such repository or revision, if the Hub cannot be asked, if the repository holds no
-            checkpoint, only pickles, or unsafe names (`names.unsafe_names`), or if `output` is not new.
+        ValueError: if the repository or revision does not exist, the Hub does not answer, the repository holds no
+            checkpoint, only pickles, or unsafe names (`names.unsafe_names`), or `output` is not new.
     """
     output, revision, token = Path(output), revision or "main", token or get_token()
     check_new(output)
@@ -57,7 +57,7 @@ def pull_checkpoint(
 def _checkpoint_files(repo_id: str, names: Sequence[str]) -> list[str]:
     chosen = [name for name in names if matches(name, PUSHED) and not matches(name, TRAINER_FILES)]
     if unsafe := unsafe_names(chosen):
-        raise ValueError(f"Nothing is pulled of {repo_id}, for names of its files: {'; '.join(unsafe)}.")
+        raise ValueError(f"Nothing is pulled from {repo_id}, because of names of its files: {'; '.join(unsafe)}.")
     if "config.json" not in chosen:
         raise ValueError(f"{repo_id} holds no config.json, so it is no checkpoint.")
     if not any(name.endswith(".safetensors") and "/" not in name for name in chosen):

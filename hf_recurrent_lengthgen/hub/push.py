@@ -1,4 +1,4 @@
-"""Push a checkpoint folder to the Hub as one commit: all of it, or nothing."""
+"""Push a checkpoint folder to the Hub as one commit, completely or not at all."""
 
 import os
 from dataclasses import dataclass, replace
@@ -21,13 +21,13 @@ class PushPlan:
 
     Args:
         private: Whether a repository that the push creates is private.
-        files: Bytes by the names of the files that the commit will hold.
-        left_out: Why other files of the folder are not pushed, by name; of whole folders with a slash.
-        refusals: What keeps the push from being done.
-        exists: Whether the repository is there; None if that is not known.
+        files: Sizes in bytes of the files to push, by name.
+        left_out: Why other files of the folder are not pushed, by name; whole folders have a slash.
+        refusals: Reasons why the push is refused.
+        exists: Whether the repository exists; None if unknown.
         parent: The last commit; None without one.
         there: Names of the files of that commit.
-        removed: Those that the push deletes.
+        removed: Those of them that the push deletes.
         unknown: Why the Hub was not asked in a trial; "" if it was.
     """
 
@@ -45,7 +45,7 @@ class PushPlan:
 
 
 class PushResult(NamedTuple):
-    """A finished push: where, at which commit, and whether the push made that commit or found all in place."""
+    """A finished push: where, at which commit, and whether the push made it or found all files in place."""
 
     url: str
     commit: str
@@ -61,27 +61,27 @@ def plan_push(
     overwrite: bool = False,
     trial: bool = False,
 ) -> PushPlan:
-    """What a push would do. Nothing is changed, and nothing asked of the Hub if the folder itself is refused.
+    """What a push would do. Nothing is changed, and the Hub is not asked if the folder itself is refused.
 
     Args:
         folder: The checkpoint.
-        repo_id: owner/name; a name alone is one of the account that the token belongs to.
-        private: For a repository that is not there yet. An existing one must be as given.
-        token: Of the Hub (default: HF_TOKEN, or that of `hf auth login`).
-        overwrite: Delete the files of a checkpoint there that are not in the folder. Without it, those that would be
-            loaded (`contents.LOADED`) are refused, and others stay.
-        trial: Only to be shown: without a token or a connection, what the Hub holds stays unknown.
+        repo_id: owner/name; a name alone belongs to the account of the token.
+        private: Whether a new repository is private; an existing one must agree.
+        token: Token of the Hub (default: HF_TOKEN, or that of `hf auth login`).
+        overwrite: Delete the checkpoint files in the repository that are not in the folder. Otherwise, those that
+            would be loaded (`contents.LOADED`) are refused, and others are kept.
+        trial: Only show the plan; without a token or a connection, the content of the Hub is unknown.
 
     Raises:
-        ValueError: for a folder that is none, a name that cannot be one, and if the Hub refuses to be asked; but for a
+        ValueError: if the folder does not exist, the name is not valid, or the Hub refuses to answer; except in a
             trial, also without a connection.
     """
     folder, token = Path(folder), token or get_token()
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder: give that of a checkpoint.")
+        raise ValueError(f"{folder} is no folder: give the folder of a checkpoint.")
     validate_repo_id(repo_id)
     names, left_out, refusals = look_through(folder, token)
-    lacking = ["there is no token of the Hub: hf auth login sets one, or HF_TOKEN"] if token is None else []
+    lacking = ["there is no token for the Hub: set one with hf auth login or HF_TOKEN"] if token is None else []
     lacking += ["HF_HUB_OFFLINE is set: unset it"] if constants.HF_HUB_OFFLINE else []
     refusals += [] if trial else lacking
     files = {name: (folder / name).stat().st_size for name in names if (folder / name).is_file()}
@@ -97,18 +97,18 @@ def plan_push(
 
 
 def look_through(folder: Path, token: str | None = None) -> tuple[list[str], dict[str, str], list[str]]:
-    """What of a folder would be pushed, why other files not, and what keeps it from that; the Hub is not asked."""
+    """Files to push, reasons to leave others out, and reasons to refuse the push; the Hub is not asked."""
     names, left_out = choose_files(folder)
     refusals = refusals_of_files(folder, names, token)
     now = verified_files(folder)
     refusals += _card_refusals(folder, now) + _unreadable(folder, names)
-    if problem := unverified(folder, now):  # and so has what a checkpoint is loaded of
+    if problem := unverified(folder, now):  # then its loaded files have changed, too
         refusals.append(f"{problem}: run lengthgen verify {folder}")
     return names, left_out, refusals
 
 
 def _unreadable(folder: Path, names: list[str]) -> list[str]:
-    """What is wrong with records and results among the files."""
+    """Errors in records and results among the files."""
     problems = []
     for name in names:
         try:
@@ -131,28 +131,28 @@ def _card_refusals(folder: Path, now: dict[str, str]) -> list[str]:
     except Exception as error:  # of the YAML parser and of the checks of each field
         return [f"the metadata of README.md cannot be read ({' '.join(str(error).split())})"]
     if not data:
-        return [f"README.md has no metadata: lengthgen card {folder} writes a card with them"]
+        return [f"README.md has no metadata: lengthgen card {folder} writes a card with metadata"]
     try:
         mark = read_card_mark(text)
     except ValueError as error:
         return [f"the mark in README.md is damaged ({error}): run lengthgen card {folder} --overwrite"]
     if mark is not None and mark.made_of != cards_digest(now):
-        return [f"its card is of other weights or another config: measure it and run lengthgen card {folder} again"]
+        return [f"its card is of other weights or another config: measure it, and run lengthgen card {folder} again"]
     return []
 
 
 def _compare(plan: PushPlan, api: HfApi, overwrite: bool) -> PushPlan:
-    """The plan, completed by what is on the Hub."""
+    """The plan, completed with what is on the Hub."""
     with telling("Asking the Hub whose token this is"):
         account = api.whoami()
     role = account.get("auth", {}).get("accessToken", {}).get("role")
-    refusals = [f"the token of {account['name']} may only read: take one that can write"] if role == "read" else []
+    refusals = [f"the token of {account['name']} may only read: use one that can write"] if role == "read" else []
     name = plan.repo_id if "/" in plan.repo_id else f"{account['name']}/{plan.repo_id}"
     with telling("Asking the Hub about the metadata of README.md"):
         try:
             ModelCard.load(plan.folder / "README.md").validate(repo_type="model")
         except ValueError as error:
-            refusals.append(f"the Hub does not take the metadata of README.md ({' '.join(str(error).split())})")
+            refusals.append(f"the Hub does not accept the metadata of README.md ({' '.join(str(error).split())})")
     plan = replace(plan, repo_id=name, refusals=tuple(refusals))
     with telling(f"Looking for {name}"):
         try:
@@ -160,11 +160,11 @@ def _compare(plan: PushPlan, api: HfApi, overwrite: bool) -> PushPlan:
         except RepositoryNotFoundError:
             return replace(plan, exists=False)
     if plan.private and not info.private:
-        refusals.append(f"{name} is there and public: give --public to push to it")
+        refusals.append(f"{name} exists and is public: give --public to push to it")
     elif not plan.private and info.private:
         refusals.append(
-            f"{name} is there and private, which a push does not change: leave out --public, or make it public in its "
-            "settings"
+            f"{name} exists and is private, which a push does not change: leave out --public, or make it public in "
+            "its settings"
         )
     there = frozenset(file.rfilename for file in info.siblings or ()) - {".gitattributes"}
     stale = [name for name in sorted(there - plan.files.keys()) if matches(name, (*LOADED, *PUSHED))]
@@ -185,18 +185,18 @@ def _compare(plan: PushPlan, api: HfApi, overwrite: bool) -> PushPlan:
 
 
 def do_push(plan: PushPlan, token: str | None = None) -> PushResult:
-    """Push what `plan_push` says, as one commit.
+    """Push the files of a plan as one commit.
 
-    Large files go up first, each once: a push that stopped goes on with what is missing. The commit is made on that
-    one that the plan has seen, so that what somebody else commits at the same time is never overwritten. If all is in
-    place already, no commit is made.
+    Large files are uploaded first, each once, so an interrupted push continues with the missing ones. The parent of
+    the commit is that of the plan, so a commit by somebody else at the same time is never overwritten. If all files
+    are in place already, no commit is made.
 
     Args:
-        plan: Without refusals.
-        token: As of `plan_push`.
+        plan: A plan without refusals.
+        token: As in `plan_push`.
 
     Raises:
-        ValueError: for a plan with refusals, listing all of them; if the Hub or the connection fails.
+        ValueError: for a plan with refusals, which are all listed, and if the Hub or the connection fails.
     """
     if plan.refusals:
         raise ValueError(f"{plan.folder} cannot be pushed: {'; '.join(plan.refusals)}.")
@@ -207,13 +207,13 @@ def do_push(plan: PushPlan, token: str | None = None) -> PushResult:
             parent = api.model_info(name).sha
     additions = [CommitOperationAdd(file, plan.folder / file) for file in plan.files]
     with telling(f"Uploading to {name} (what was uploaded is kept, and is not sent again)"):
-        # no .gitignore on the Hub may leave a file out
+        # a .gitignore on the Hub must not leave a file out
         api.preupload_lfs_files(name, additions, free_memory=False, gitignore_content="")
     with telling(f"Pushing to {name}"):
         if api.model_info(name).private is not plan.private:  # an upload may take hours
             raise ValueError(
-                f"{name} is not {'private' if plan.private else 'public'} as asked for: its owner has set that for "
-                "new repositories, or somebody has changed it just now. Nothing was committed; look at its settings."
+                f"{name} is not {'private' if plan.private else 'public'} as asked for: its owner has another default "
+                "for new repositories, or somebody has just changed it. Nothing was committed; check its settings."
             )
         commit = api.create_commit(
             name,

@@ -1,4 +1,4 @@
-"""Talk to the Hub: what goes wrong is told in words. What may pass, the client tries again by itself."""
+"""Requests to the Hub, with readable errors. The client itself retries temporary failures."""
 
 import json
 from collections.abc import Iterator
@@ -15,32 +15,32 @@ _HTTP_ERROR: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if b
 _BROKEN = (_HTTP_ERROR, ConnectionError, TimeoutError, json.JSONDecodeError, LocalEntryNotFoundError)
 
 _REASONS = {
-    401: "the Hub does not accept the token{said}: set another, by hf auth login or as HF_TOKEN.",
-    403: "the token may not do this{said}: take a token that can write "
-    "(https://huggingface.co/settings/tokens; hf auth login), or a name of your own.",
-    404: "it is not there{said}, or the token may not see it.",
-    409: "something else has changed it at the same time{said}. Look at what is there, then run it again.",
+    401: "the Hub does not accept the token{said}: set another with hf auth login or HF_TOKEN.",
+    403: "the token may not do this{said}: use a token that can write "
+    "(https://huggingface.co/settings/tokens; hf auth login), or a repository of your own.",
+    404: "it does not exist{said}, or the token may not see it.",
+    409: "something else has changed it at the same time{said}. Look at its commits, then run the command again.",
     413: "it is too large for the Hub{said}: save the weights in smaller shards (max_shard_size of save_pretrained).",
-    429: "the Hub asks for fewer requests{said}. Wait some minutes, then run it again.",
+    429: "the Hub asks for fewer requests{said}. Wait some minutes, then run the command again.",
 }
 _REASONS[412] = _REASONS[409]
 
 
 class HubError(ValueError):
-    """What a person can do about a request that failed; `lost` if the Hub was not reached."""
+    """A failed request, with what to do about it; `lost` if the Hub was not reached."""
 
     lost = False
 
 
 def hub_api(token: str | None) -> HfApi:
-    """The client; without a token it asks as nobody."""
+    """The client of the Hub; without a token it is anonymous."""
     version = installed_versions()["hf_recurrent_lengthgen"]
     return HfApi(token=token or False, library_name="hf_recurrent_lengthgen", library_version=version)
 
 
 @contextmanager
 def telling(doing: str) -> Iterator[None]:
-    """Turn errors of the client and of connections into a `HubError` that says what was done and what to do."""
+    """Turn errors of the client and of connections into a `HubError` that says what failed and what to do."""
     try:
         yield
     except (*_BROKEN, RuntimeError) as error:
@@ -58,7 +58,7 @@ def _unanswered(chain: list[BaseException]) -> str:
         return "HF_HUB_OFFLINE is set. Unset it."
     broken = next((one for one in chain if isinstance(one, _BROKEN)), None)
     words = " ".join(str(broken or chain[0]).split()) or type(broken or chain[0]).__name__
-    return words if broken is None else f"the connection broke ({words}). Run it again."
+    return words if broken is None else f"the connection broke ({words}). Run the command again."
 
 
 def _answer(answered: Any) -> str:
@@ -66,8 +66,8 @@ def _answer(answered: Any) -> str:
     said = f' ("{" ".join(message.split())}")' if message else ""
     response = answered.response
     if response.headers.get("X-Error-Code") == "GatedRepo":
-        return f"access to it must be asked for on its page{said}."
-    later = " Run it again later." if response.status_code >= 500 else ""
+        return f"access to it must be requested on its page{said}."
+    later = " Run the command again later." if response.status_code >= 500 else ""
     return _REASONS.get(response.status_code, f"the Hub answers {response.status_code}{{said}}.{later}").format(
         said=said
     )

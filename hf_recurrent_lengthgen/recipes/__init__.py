@@ -7,7 +7,7 @@ RECIPES = Path(__file__).parent
 
 
 def copy_recipes(folder: str | Path) -> Path:
-    """Copy README.md, the YAML files and the configurations of models to a new folder, and return it.
+    """Copy README.md, the YAML files and the model configs to a new folder, and return it.
 
     Raises:
         ValueError: if it exists.

@@ -1,8 +1,8 @@
-"""Fine-tune a Transformer with RoPE scaling and LoRA under the output alignment loss ("Output Alignment", 5.1 to 5.3).
+"""Fine-tune a Transformer with RoPE scaling and LoRA under the output alignment loss (Du et al., 2025, 5.1 to 5.3).
 
     python -m hf_recurrent_lengthgen.recipes.align_llama alignment/llama_interpolation.yaml --data my-texts
 
-The result is a checkpoint of Transformers with the adapters merged in and the scaling in its config.
+The result is a checkpoint of Transformers with merged adapters and the scaling in its config.
 """
 
 import json
@@ -28,7 +28,7 @@ RESUME = "--resume_from_checkpoint true"
 
 @dataclass
 class LlamaArguments:
-    """What to fine-tune, on what, with which RoPE scaling and adapters."""
+    """Model, data, RoPE scaling and adapters of a run."""
 
     model: str = field(metadata={"help": "Checkpoint of Transformers, folder or Hub name."})
     data: str = field(metadata={"help": "Training text, as for lengthgen train."})
@@ -39,12 +39,15 @@ class LlamaArguments:
         default="default",
         metadata={"help": "As in Transformers: linear is position interpolation; yarn, dynamic, ..."},
     )
-    rope_factor: float | None = field(default=None, metadata={"help": "How many times longer. Not with default."})
+    rope_factor: float | None = field(
+        default=None, metadata={"help": "Factor of the context length; not with rope_type default."}
+    )
     rope_theta: float | None = field(default=None, metadata={"help": "Base of RoPE. Default: the model's."})
     lora_rank: int = field(default=8, metadata={"help": "Rank of the adapters."})
-    lora_alpha: int = field(default=16, metadata={"help": "Their scale is lora_alpha / lora_rank."})
+    lora_alpha: int = field(default=16, metadata={"help": "The scale of the adapters is lora_alpha / lora_rank."})
     lora_target_modules: list[str] = field(
-        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"], metadata={"help": "What they adapt."}
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"],
+        metadata={"help": "Linear layers with adapters."},
     )
 
 
@@ -52,8 +55,8 @@ def scaled_config(settings: LlamaArguments) -> Any:
     """The model's config with its RoPE scaled.
 
     Raises:
-        ValueError: for a model without RoPE, a factor that is missing or not used, and with yarn for one that does not
-            reach the training length.
+        ValueError: for a model without RoPE, a factor that is missing or unused, and, with yarn, a factor that does
+            not reach the training length.
     """
     config, factor = AutoConfig.from_pretrained(settings.model), settings.rope_factor
     rope = getattr(config, "rope_parameters", None)
@@ -69,7 +72,7 @@ def scaled_config(settings: LlamaArguments) -> Any:
         scaled |= {"factor": factor, "original_max_position_embeddings": before}
     longest = max(before, settings.training_length)
     if factor is not None and settings.rope_type == "yarn":
-        longest = int(factor * before)  # Transformers wants the ratio of the two lengths to be the factor
+        longest = int(factor * before)  # Transformers requires the factor to be the ratio of the two lengths
         if longest < settings.training_length:
             raise ValueError(
                 f"rope_factor {factor:g} extends {before} positions to {longest}, fewer than training_length "
@@ -84,7 +87,7 @@ def align(settings: LlamaArguments, training: AlignmentConfig) -> AlignmentTrain
     """Train, and save the merged model and its tokenizer to `training.output_dir`.
 
     Raises:
-        ValueError: for an output_dir with checkpoints that are not resumed from, and as `scaled_config` raises.
+        ValueError: for an output_dir with checkpoints of another run, and as in `scaled_config`.
     """
     output, given = str(training.output_dir), training.resume_from_checkpoint
     resume = {"true": True, "false": None}.get(str(given).lower(), given)
@@ -121,7 +124,7 @@ def align(settings: LlamaArguments, training: AlignmentConfig) -> AlignmentTrain
 
 
 def read(arguments: Sequence[str]) -> tuple[LlamaArguments, AlignmentConfig]:
-    """Options of a YAML file, the first argument, and flags, which win; a `ValueError` for a file without any."""
+    """Options of a YAML file, the first argument, overridden by flags; a `ValueError` for a file without options."""
     values = yaml.load(Path(arguments[0]).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     if not isinstance(values, dict):
         raise ValueError(f"{arguments[0]} must hold options as 'option: value' lines.")
@@ -141,7 +144,7 @@ def run(arguments: Sequence[str]) -> int:
         align(settings, training)
     except KeyboardInterrupt:
         if training.process_index == 0 and newest_complete_checkpoint(str(training.output_dir)) is not None:
-            print(f"On the command line, continue with {RESUME}, beside the same options.", flush=True)
+            print(f"To continue, repeat the command with {RESUME}.", flush=True)
         return 130
     return 0
 

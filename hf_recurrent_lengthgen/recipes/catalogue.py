@@ -1,7 +1,7 @@
 """Recipes of the papers' post-trained checkpoints: one YAML file each in checkpoints/, read strictly.
 
-`lengthgen recipe` runs them. A file may begin with "like: NAME": it then holds what differs from that recipe, entry by
-entry.
+`lengthgen recipe` runs them. A file may begin with "like: NAME". It then contains only the entries that differ from
+that recipe.
 """
 
 import difflib
@@ -20,12 +20,12 @@ RECIPES = Path(__file__).parent
 CHECKPOINTS = RECIPES / "checkpoints"
 
 Options = dict[str, str]
-"""Options of a command by name, as they are written; "true" for those without a value."""
+"""Options of a command by name, as text; "true" for those without a value."""
 
 
 @dataclass(frozen=True)
 class Citation:
-    """Where the checkpoint is described: number of one of `papers.PAPERS` on arXiv, and "4.4, B.2, Figure 5"."""
+    """Where the checkpoint is described: the arXiv number of a paper in `papers.PAPERS`, and "4.4, B.2, Figure 5"."""
 
     arxiv: str
     places: str
@@ -43,11 +43,11 @@ class Start:
         model: Name on the Hub.
         format: Its layout: "mamba-ssm", "transformers", "fla", "rwkv", "rwkv-hf".
         family: "mamba", "mamba2", "gla", "rwkv6".
-        training_length: Tokens of the texts it was trained on.
+        training_length: Training length in tokens.
         revision: Branch, tag or commit. A run records the commit.
         tokenizer: Name on the Hub; None for its own.
         remote_code: Whether its tokenizer is Python code in its repository.
-        note: What a person should know, such as how it differs from the paper's.
+        note: A note for people, such as how it differs from that of the paper.
     """
 
     model: str
@@ -63,7 +63,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Data:
-    """What a run is trained and measured on: "the Pile", how to get it, and its licence or access, where known."""
+    """The training and evaluation text: "the Pile", how to get it, and its license or access, if known."""
 
     name: str
     where: str
@@ -76,8 +76,8 @@ class Train:
 
     Args:
         file: Settings of `lengthgen train`, relative to the folder of the recipes.
-        options: What differs from the file.
-        missing: Options that a person has to give, with the reason.
+        options: Options that differ from the file.
+        missing: Options that a person must give, with the reason.
     """
 
     file: str
@@ -87,7 +87,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the paper says of the checkpoint, and where."""
+    """The results that the paper reports, and where."""
 
     what: str
     source: str
@@ -99,14 +99,14 @@ class Recipe:
 
     Args:
         name: Name of the file, without ".yaml".
-        title: For people.
-        measure: Options of the commands that measure it and its start.
-        hardware: What the authors used, and the like.
-        data: Training and evaluation text; None for tasks that need none.
-        expand: Options of `lengthgen expand`; None for no expansion.
-        ours: Choices that are not the paper's.
-        further: Commands that measure more, but are no part of a run.
-        folder: Of the recipes, which `train.file` is relative to.
+        title: Title for people.
+        measure: Options of the commands that measure it and its base.
+        hardware: Hardware of the authors, or similar.
+        data: Training and evaluation text; None for tasks without text.
+        expand: Options of `lengthgen expand`; None without expansion.
+        ours: Choices that are not from the paper.
+        further: Commands for further measurements, which are not part of a run.
+        folder: Folder of the recipes, which `train.file` is relative to.
     """
 
     name: str
@@ -129,7 +129,7 @@ class Recipe:
 
     @cached_property
     def training(self) -> dict[str, Any]:
-        """All training settings as they are written."""
+        """All training settings, as text."""
         return {**_mapping(self.training_file), **self.train.options}
 
     @property
@@ -152,7 +152,7 @@ class Recipe:
 
     @property
     def method(self) -> str:
-        """How it is trained, in words."""
+        """The method of training, as text for people."""
         intervention = str(self.training["intervention"]).replace("_", " ")
         parts = [] if self.expand is None else ["expanded states"]
         parts += [intervention] if intervention != "none" else []
@@ -167,11 +167,11 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(name: str) -> Recipe:
-    """A recipe of this package by its name, or one in a .yaml file, whose folder is in a copy of the recipes.
+    """A recipe of this package by name, or of a .yaml file in a copy of the recipes by path.
 
     Raises:
-        ValueError: for what is not there, unknown, missing or wrongly typed entries, and a training file that is not
-            there or lacks what the budget is counted from.
+        ValueError: if the recipe does not exist; for unknown, missing or wrongly typed entries; and for a training
+            file that does not exist or lacks an entry for the token budget.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else CHECKPOINTS / f"{name}.yaml"
     if not path.is_file():
@@ -185,7 +185,7 @@ def load_recipe(name: str) -> Recipe:
             raise ValueError(f"{path}: like names {base!r}, but must name a recipe beside it that has no like itself.")
         values = _merged(inherited, values)
     if given := values.keys() & {"name", "folder"}:
-        raise ValueError(f"{path}: {', '.join(sorted(given))} is that of the file; leave it out.")
+        raise ValueError(f"{path}: {', '.join(sorted(given))} follows from the file; leave it out.")
     values |= {"name": path.stem, "folder": path.resolve().parent.parent}
     try:
         (recipe,) = _ENTRIES.validate_python((_without_nothing(values),))
@@ -195,40 +195,42 @@ def load_recipe(name: str) -> Recipe:
     return recipe
 
 
-# A tuple hands its config down to the dataclass in it.
+# A tuple passes its config on to the dataclass in it.
 _ENTRIES = TypeAdapter(tuple[Recipe], config=ConfigDict(extra="forbid"))
 
 
 def _problem(error: Any) -> str:
-    """What is wrong in a recipe, with its place: "source.parameters: Input should be ..., got 'many'"."""
+    """An error in a recipe with its place: "source.parameters: Input should be ..., got 'many'"."""
     place = ".".join(str(part) for part in error["loc"][1:] if part != "[key]")
     told = {"unexpected_keyword_argument": "there is no such entry", "missing": "is missing"}.get(error["type"])
     return f"{place}: " + (told or f"{error['msg']}, got {error['input']!r:.80}")
 
 
 def _check(recipe: Recipe, path: Path) -> None:
-    """Refuse what the types allow, but makes no sense."""
+    """Raise a `ValueError` for values that the types allow but that make no sense."""
     if recipe.paper.arxiv not in PAPERS:
         raise ValueError(f"{path}: paper.arxiv is {recipe.paper.arxiv!r}, but must be one of {', '.join(PAPERS)}.")
     if not recipe.training_file.is_file():
-        raise ValueError(f"{path}: train.file is {recipe.train.file!r}, but {recipe.training_file} is not there.")
+        raise ValueError(f"{path}: train.file is {recipe.train.file!r}, but {recipe.training_file} does not exist.")
     if not recipe.measure:
         raise ValueError(f"{path}: measure is empty; give evaluate, diagnose or retrieve.")
     given = recipe.train.options.keys() & {"model", "output_dir"}
     if given:
-        raise ValueError(f"{path}: train.options has {', '.join(sorted(given))}, which a run chooses: leave it out.")
+        raise ValueError(
+            f"{path}: train.options has {', '.join(sorted(given))}, which a run sets itself: leave it out."
+        )
     needed = ("per_device_train_batch_size", "gradient_accumulation_steps", "training_length", "max_steps")
     if lacking := [name for name in needed if name not in recipe.training]:
         raise ValueError(
             f"{path}: neither {recipe.train.file} nor train.options has {', '.join(lacking)}, which the number of "
-            "tokens is counted from."
+            "tokens is computed from."
         )
     if (recipe.training.get("data") is None) != (recipe.data is None):
-        raise ValueError(f"{path}: data must be described if, and only if, the training reads some.")
+        raise ValueError(f"{path}: data must be described if, and only if, the training reads text.")
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    """A YAML file with all scalars as text, as they are written ("3e-5", "0.1")."""
+    """A YAML file with all scalars as text, unchanged ("3e-5", "0.1")."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -239,7 +241,7 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `changes`: mappings entry by entry, all else as a whole."""
+    """`base` with `changes`: mappings entry by entry, other values as a whole."""
     both = {
         name: _merged(base[name], value) if isinstance(base.get(name), dict) and isinstance(value, dict) else value
         for name, value in changes.items()
@@ -248,7 +250,7 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def _without_nothing(value: Any) -> Any:
-    """Without entries that are null, such as those that a recipe takes from the one that it is like."""
+    """Without null entries, by which a recipe drops entries of the recipe that it is like."""
     if not isinstance(value, dict):
         return value
     return {name: _without_nothing(item) for name, item in value.items() if item not in ("", "null", "~")}

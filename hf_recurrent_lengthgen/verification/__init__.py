@@ -1,4 +1,4 @@
-"""Whether a checkpoint gives what it should: without this package, in pieces, and against its source."""
+"""Checks of a checkpoint: without this package, in pieces, and against its source."""
 
 from hf_recurrent_lengthgen.verification.verify import verify_checkpoint
 

@@ -1,7 +1,7 @@
-"""Loads a checkpoint and reads with it where this package cannot be imported: `python -P clean_process.py FOLDER`.
+"""Load a checkpoint and run it where this package cannot be imported: `python -P clean_process.py FOLDER`.
 
-FOLDER holds request.json and tokens.safetensors, and gets answer.json and readings.safetensors. Imports torch,
-Transformers and safetensors only, and what the checkpoint's code imports.
+FOLDER holds request.json and tokens.safetensors, and gets answer.json and readings.safetensors. The process imports
+torch, Transformers and safetensors only, and what the code of the checkpoint imports.
 """
 
 import inspect
@@ -18,7 +18,7 @@ HIDDEN = ("hf_recurrent_lengthgen", "trainers")
 
 
 class Hidden:
-    """Stands before all finders of modules and refuses this package."""
+    """The first finder of modules, which refuses this package."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name.partition(".")[0] in HIDDEN:
@@ -26,10 +26,10 @@ class Hidden:
 
 
 def read(model: nn.Module, tokens: torch.Tensor, lengths: list[int], carry: bool) -> dict[str, torch.Tensor]:
-    """Logits (B, T, V) and the parts of the final state, by name, of tokens (B, T) read in pieces of these lengths.
+    """Logits (B, T, V) and the parts of the final state, by name, for tokens (B, T) read in pieces of these lengths.
 
     Args:
-        carry: Whether the model takes and returns states; else there is one piece, and no state in the answer.
+        carry: Whether the model takes and returns states; if not, there is one piece, and no state in the answer.
     """
     state, logits = None, []
     for piece in tokens.to(next(model.parameters()).device).split(lengths, dim=1):
@@ -41,13 +41,13 @@ def read(model: nn.Module, tokens: torch.Tensor, lengths: list[int], carry: bool
 
 
 def exact_arithmetic() -> None:
-    """Let no convolution or product of float32 numbers on a GPU round its factors to fewer digits."""
+    """Turn off TF32, which rounds the factors of float32 convolutions and matrix products on a GPU."""
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def tokenizer_answer(checkpoint: str, probe: str) -> dict[str, Any]:
-    """Number of tokens, and the ids of the probe."""
+    """Number of tokens of the tokenizer, and the ids of the probe text."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=True)
@@ -60,7 +60,7 @@ def tokenizer_answer(checkpoint: str, probe: str) -> dict[str, Any]:
 
 
 def answer(request: dict[str, Any], tokens: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What the checkpoint is and gives: facts as JSON, and tensors by the name of the reading."""
+    """Facts on the checkpoint as JSON, and the tensors of its readings by name."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     checkpoint = request["checkpoint"]

@@ -11,7 +11,7 @@ from hf_recurrent_lengthgen.records import Check
 Part = TypeVar("Part")
 
 TOLERANCE = 1e-5
-"""Largest `difference` allowed."""
+"""The largest allowed `difference`."""
 
 Reading = Mapping[str, Tensor]
 """Tensors by name: "logits" (B, T, V), and "state.{layer}.{part}" for each part of the final state."""
@@ -20,7 +20,7 @@ Reading = Mapping[str, Tensor]
 def difference(actual: Tensor, expected: Tensor) -> float:
     """Largest absolute difference of two tensors, divided by the largest finite `expected` value if that is above 1.
 
-    Infinite for tensors of different shapes, and where one alone is NaN or infinite.
+    Infinite for tensors of different shapes, and if only one of two values is NaN or infinite.
     """
     if actual.shape != expected.shape:
         return float("inf")
@@ -36,7 +36,7 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 def compare(
     what: str, against: str, tokens: int, actual: Reading, expected: Reading, tolerance: float = TOLERANCE
 ) -> Check:
-    """The check of the tensor that differs most; one that is in only one of the readings differs infinitely."""
+    """The check of the tensor that differs most; a tensor in only one reading has an infinite difference."""
     names = actual.keys() | expected.keys()
     both = actual.keys() & expected.keys()
     apart = max(difference(actual[name], expected[name]) if name in both else float("inf") for name in names)
@@ -44,12 +44,12 @@ def compare(
 
 
 def count(what: str, against: str, tokens: int, number: int) -> Check:
-    """A check that counts what must not be there."""
+    """A check that counts errors, of which none are allowed."""
     return Check(what, against, tokens, float(number), 0.0)
 
 
 def named_parts(layers: Iterable[Iterable[Part]]) -> dict[str, Part]:
-    """The parts of every layer by their names in a reading."""
+    """The parts of the state of every layer by their names in a reading."""
     return {f"state.{i}.{j}": part for i, layer in enumerate(layers) for j, part in enumerate(layer)}
 
 
@@ -64,7 +64,7 @@ def not_finite(reading: Reading) -> int:
 
 
 def compare_readings(against: str, actual: Reading, expected: Reading, tolerance: float = TOLERANCE) -> list[Check]:
-    """Logits, and final states if both readings have them."""
+    """The checks of logits, and of final states if both readings have them."""
     tokens = actual["logits"].shape[1]
     logits = {"logits": actual["logits"]}, {"logits": expected["logits"]}
     checks = [compare("logits", against, tokens, *logits, tolerance)]

@@ -1,4 +1,4 @@
-"""What a checkpoint was converted from: its config and weights must be those of the checkpoint, and so its outputs."""
+"""Comparison of a checkpoint with the source it was converted from: config, weights and outputs must be equal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class Sizes(NamedTuple):
-    """Tokens (B, T) to read, the dtype to compute in, and where."""
+    """Tokens (B, T) to read, dtype, and device."""
 
     tokens: Tensor
     dtype: torch.dtype
@@ -35,16 +35,16 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class OpenedSource:
-    """A source whose weights fit its config, and the folder to compare with.
+    """A source whose weights fit its config, and the checkpoint to compare with.
 
     Args:
         located: Where the source is.
         layout: Its format.
         settings: Its config.json.
-        config: What our config of it is.
-        entries: Our weights, as they are made of its own.
-        checkpoint: The folder.
-        our_config: The config in the folder.
+        config: Its config, converted to ours.
+        entries: Its weights, converted to ours.
+        checkpoint: The folder of the checkpoint.
+        our_config: The config in this folder.
     """
 
     located: Source
@@ -56,7 +56,7 @@ class OpenedSource:
     our_config: Any
 
     def checks(self, sizes: Sizes, ours: Reading) -> list[Check]:
-        """Config, weights, tokenizer, and what the source's weights give upstream."""
+        """Checks of config, weights and tokenizer, and of the upstream outputs of the source's weights."""
         checks = [self._config_check(), self._token_ids_check(), self._weights_check(), *self._tokenizer_checks()]
         return checks + self._reading_checks(sizes, ours)
 
@@ -64,7 +64,7 @@ class OpenedSource:
         return self._config_count("entries of the config", different_fields(self.config, self.our_config))
 
     def _token_ids_check(self) -> Check:
-        """Ids of special tokens where both configs have one, as a tokenizer gives those that the source lacks."""
+        """Ids of special tokens that both configs have; the source may lack those of the tokenizer."""
         ids = {name: [plain(getattr(of, name, None)) for of in (self.config, self.our_config)] for name in TOKEN_IDS}
         names = [name for name, (theirs, ours) in ids.items() if None not in (theirs, ours) and theirs != ours]
         return self._config_count("ids of special tokens", names)
@@ -74,7 +74,7 @@ class OpenedSource:
         return count(what, f"the config of {self.located.name}", 0, len(different))
 
     def _weights_check(self) -> Check:
-        """Equal bit for bit, in the dtype of the checkpoint."""
+        """The weights must be equal bit for bit, in the dtype of the checkpoint."""
         ours = TensorFiles(self.checkpoint)
         unequal = len(ours.metas.keys() - {entry.name for entry in self.entries})
         for entry in self.entries:
@@ -83,7 +83,7 @@ class OpenedSource:
         return count("weights that differ in any bit", f"the weight files of {self.located.name}", 0, unequal)
 
     def _tokenizer_checks(self) -> list[Check]:
-        """The files of the source's tokenizer, byte by byte; nothing if the checkpoint was given another one."""
+        """The tokenizer files must be equal byte for byte; no check if the checkpoint has another tokenizer."""
         given = tokenizer_files(self.located.folder)
         if not given or has_own_tokenizer(read_lineage(self.checkpoint)):
             return []
@@ -107,7 +107,7 @@ def _same_file(one: Path, other: Path) -> bool:
 
 
 def different_fields(source: Any, checkpoint: Any) -> list[str]:
-    """Entries of two configs of ours that predictions depend on and that differ."""
+    """Differing entries of two of our configs that affect predictions."""
     ignored = NOT_ARCHITECTURE | {SOURCE_CONFIG}
     if checkpoint.model_type == "stateful_mamba2":
         ignored |= {"time_step_rank"}  # Mamba-2 has none
@@ -116,7 +116,7 @@ def different_fields(source: Any, checkpoint: Any) -> list[str]:
 
 
 def locate_source(source: str, revision: str | None, folder: Path) -> Source:
-    """Find a source, as `locate` raises; without a `revision`, at the commit that the folder was converted from."""
+    """Find a source, by default at the commit that the folder was converted from. Errors as in `locate`."""
     lineage = read_lineage(folder)
     origin = None if lineage is None else lineage.source
     if revision is None and origin is not None and origin.on_hub and not Path(source).expanduser().exists():
@@ -126,11 +126,11 @@ def locate_source(source: str, revision: str | None, folder: Path) -> Source:
 
 
 def open_source(located: Source, folder: Path) -> OpenedSource:
-    """Read the config of a source and the names of its weights, to compare with the checkpoint made of it.
+    """Read the config of a source and the names of its weights, to compare with the converted checkpoint.
 
     Raises:
-        ValueError: as `convert_checkpoint`, for a source of another family, and values of a wrong type in the config
-            of the checkpoint.
+        ValueError: as in `convert_checkpoint`, for a source of another family, and for values of a wrong type in the
+            config of the checkpoint.
     """
     source = located.name
     settings = read_settings(located)
@@ -141,8 +141,8 @@ def open_source(located: Source, folder: Path) -> OpenedSource:
         our_config = AutoConfig.from_pretrained(folder)
     if our_config.model_type != config.model_type:
         raise ValueError(
-            f"{source} is converted to a checkpoint of type {config.model_type}, and {folder} is of type "
-            f"{our_config.model_type}: give the source that it was converted from, before it."
+            f"{source} is converted to a checkpoint of type {config.model_type}, but {folder} is of type "
+            f"{our_config.model_type}: as the first argument, give the source that it was converted from."
         )
     entries = our_entries(layout, config, files, source)
     return OpenedSource(located, layout, settings, config, entries, folder, our_config)

@@ -1,7 +1,7 @@
-"""Implementations by others that weights can be given to: Transformers' own classes, mamba-ssm, fla.
+"""Upstream implementations to compare with: Transformers' own classes, mamba-ssm, fla.
 
 Each reads tokens at once from the zero state and returns a reading under our names. The kernels of mamba-ssm and fla
-need a GPU. Where no implementation runs, a new model of ours is computed with in float64.
+need a GPU. If no implementation runs, a new model of this package is used in float64.
 """
 
 import os
@@ -27,9 +27,9 @@ from hf_recurrent_lengthgen.verification import clean_process
 from hf_recurrent_lengthgen.verification.comparing import TOLERANCE, Reading, named_parts
 
 KERNEL_TOLERANCE = 1e-3
-"""For logits of kernels, whose sums are in another order and partly of fewer digits."""
+"""For logits of kernels, which sum in another order and partly in lower precision."""
 STOCK_CHUNK = 32
-"""Tokens per chunk of Transformers' Mamba-2 without kernels: its memory grows with it, its results do not change."""
+"""Tokens per chunk of Transformers' Mamba-2 without kernels: it affects the memory, not the results."""
 
 Weights = Mapping[str, Tensor]
 
@@ -38,9 +38,9 @@ class Upstream(ABC):
     """An implementation for one config.
 
     Attributes:
-        name: With its version.
-        tolerance: Largest difference allowed.
-        dtype: What it computes in; None for what is asked for.
+        name: Name and version.
+        tolerance: The largest allowed difference.
+        dtype: Dtype of its computation; None for the requested one.
     """
 
     name: str
@@ -52,11 +52,11 @@ class Upstream(ABC):
 
     @abstractmethod
     def read(self, weights: Weights, tokens: Tensor) -> Reading:
-        """Logits (B, T, V), and final states if it shows them, of weights by our names."""
+        """Logits (B, T, V), and final states if it returns them, for weights under our names."""
 
 
 class OwnScan(Upstream):
-    """A new model of ours in float64."""
+    """A new model of this package in float64."""
 
     name = "our own scan in float64"
     dtype = torch.float64
@@ -69,7 +69,7 @@ class OwnScan(Upstream):
 
 
 class Stock(Upstream):
-    """Transformers' Mamba, Mamba-2 or FalconMamba; each row by itself, which needs less memory."""
+    """Transformers' Mamba, Mamba-2 or FalconMamba, row by row to save memory."""
 
     def __init__(self, layout: Format, config: Any, settings: Settings | None, device: str) -> None:
         super().__init__(layout, config, settings, device)
@@ -96,7 +96,7 @@ class Stock(Upstream):
 
 
 class MambaSSM(Upstream):
-    """mamba-ssm's language model with its kernels; its states are not shown."""
+    """mamba-ssm's language model with its kernels; it returns no states."""
 
     tolerance = KERNEL_TOLERANCE
 
@@ -120,7 +120,7 @@ class MambaSSM(Upstream):
 
 
 class Fla(Upstream):
-    """The model of flash-linear-attention with its kernels; its states are not shown."""
+    """The model of flash-linear-attention with its kernels; it returns no states."""
 
     tolerance = KERNEL_TOLERANCE
 
@@ -141,7 +141,7 @@ class Fla(Upstream):
 
 
 def upstream_of(layout: Format, config: Any, settings: Settings | None, device: str) -> Upstream:
-    """The implementation to compare with, the first that runs of: mamba-ssm, Transformers, fla, our own scan."""
+    """The first implementation that runs: mamba-ssm, Transformers, fla, or our own scan."""
     on_gpu = device.startswith("cuda")
     kind: type[Upstream] = OwnScan
     if config.model_type in MAMBA_SSM.families:
@@ -153,7 +153,7 @@ def upstream_of(layout: Format, config: Any, settings: Settings | None, device: 
 
 
 def _filled(model_class: Any, config: Any, weights: Weights) -> Any:
-    """A model that holds the given tensors, not copies of them."""
+    """A model that holds the given tensors themselves, not copies."""
     with init_empty_weights(include_buffers=False):
         model = model_class(config)
     _, unexpected = model.load_state_dict(weights, strict=False, assign=True)
@@ -165,14 +165,14 @@ def _filled(model_class: Any, config: Any, weights: Weights) -> Any:
 
 
 def _stock_state(cache: Any, layer: int) -> tuple[Tensor, Tensor]:
-    """Recurrent state, and the K - 1 convolution columns that matter; newer versions have several states a layer."""
+    """Recurrent state, and the last K - 1 convolution columns; newer versions have several states per layer."""
     parts = (cache.layers[layer].recurrent_states, cache.layers[layer].conv_states)
     recurrent, conv = (part[0] if isinstance(part, list | tuple | dict) else part for part in parts)
     return recurrent, conv[..., 1:]
 
 
 def _their_weights(layout: Format, config: Any, weights: Weights) -> dict[str, Tensor]:
-    """Weights by our names under the names of a layout."""
+    """Weights under the names of a layout, from those under our names."""
     theirs: dict[str, Tensor] = {}
     for rename in expand(layout.renames(config), config.num_hidden_layers):
         made = rename.transform.to_theirs(*(weights[name] for name in rename.our_names))
@@ -182,7 +182,7 @@ def _their_weights(layout: Format, config: Any, weights: Weights) -> dict[str, T
 
 @contextmanager
 def _exact_triton() -> Iterator[None]:
-    """Kernels that are compiled inside multiply float32 numbers with all their digits."""
+    """A context in which Triton kernels are compiled without TF32."""
     before = os.environ.get("TRITON_F32_DEFAULT")
     os.environ["TRITON_F32_DEFAULT"] = "ieee"
     try:

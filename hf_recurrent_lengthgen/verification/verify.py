@@ -1,4 +1,4 @@
-"""The checks of a checkpoint folder, by random tokens and the torch scans; `lengthgen verify --help` says which."""
+"""The checks of a checkpoint folder with random tokens and the torch scans; `lengthgen verify --help` lists them."""
 
 import json
 import os
@@ -35,15 +35,15 @@ from hf_recurrent_lengthgen.verification.sources import Sizes, locate_source, op
 from hf_recurrent_lengthgen.versions import installed_versions
 
 PROBE = "The state of a recurrent model is a value.\n\tdef f(x): return x ** 2  # été, 状態, 🙂\n"
-"""A text for tokenizers: words, code, white space, letters of several scripts."""
+"""A text to test tokenizers: words, code, white space, several scripts."""
 DEFAULT_LENGTH = 600
-"""More than two chunks of 256 tokens, the longest that the families' scans work with, and a rest."""
+"""Two chunks of 256 tokens, the longest chunks of any scan, and a remainder."""
 ROWS = 2
-"""Texts that are read."""
+"""Number of rows of random tokens."""
 
 
 class CleanProcess(NamedTuple):
-    """What a process without this package found: facts, and readings by name ("at once", "in pieces")."""
+    """The results of a process without this package: facts, and readings by name ("at once", "in pieces")."""
 
     facts: dict[str, Any]
     readings: Mapping[str, Reading]
@@ -59,32 +59,32 @@ def verify_checkpoint(
     device: str = "cpu",
     trust_remote_code: bool = False,
 ) -> Verification:
-    """Check that a checkpoint gives the same everywhere, and write verification.json into it if it does.
+    """Check that a checkpoint gives equal results everywhere; if so, write verification.json into its folder.
 
     Memory: the weights once in `dtype` (twice with a source), and three times the logits, ROWS x length x vocabulary.
 
     Args:
-        source: What it was converted from: a folder, a .pth file, or a name on the Hub.
-        revision: Branch, tag or commit of a source on the Hub; None for the commit that the lineage of the checkpoint
-            names, if it names this source, else for the main branch.
-        length: Tokens to read, 2 or more.
-        trust_remote_code: Whether code in the folder that is not the installed package's may run.
+        source: The source it was converted from: a folder, a .pth file, or a name on the Hub.
+        revision: Branch, tag or commit of a source on the Hub. Default: the commit in the lineage of the checkpoint,
+            if that names this source, else the main branch.
+        length: Tokens to read, at least 2.
+        trust_remote_code: Whether code in the folder that differs from the installed package may run.
 
     Returns:
-        The verification, passed or not. Only one that passed is in the folder afterwards.
+        The verification, passed or not. The folder gets it only if it passed.
 
     Raises:
-        ValueError: for a folder that cannot be verified (adapters, other formats), one that does not load, or
-            changes meanwhile, a source that does not fit, and settings out of range.
+        ValueError: for a folder that cannot be verified (adapters, other formats), does not load, or changes
+            meanwhile, a source that does not fit, and settings out of range.
     """
     folder = _checked_folder(checkpoint, trust_remote_code)
     if length < 2:
         raise ValueError(f"Give a length of 2 tokens or more, got {length}.")
     if dtype not in ("float32", "float64"):
-        raise ValueError(f'dtype must be "float32" or "float64", got {dtype!r}: tolerances are for these.')
+        raise ValueError(f'dtype must be "float32" or "float64", for which there are tolerances, got {dtype!r}.')
     if source is None and revision is not None:
         raise ValueError(
-            f"A revision, {revision!r}, is that of a source on the Hub: give the source, or leave it out."
+            f"The revision {revision!r} is that of a source on the Hub: give the source, too, or leave it out."
         )
     files = verified_files(folder)
     located = None if source is None else locate_source(source, revision, folder)
@@ -114,19 +114,21 @@ def _checked_folder(checkpoint: str | os.PathLike[str], trust_remote_code: bool)
     folder = Path(checkpoint)
     if not folder.is_dir():
         raise ValueError(
-            f"{checkpoint} is no folder here: give a checkpoint's folder. One on the Hub is verified as a copy, which "
-            "lengthgen pull makes."
+            f"{checkpoint} is no folder here: give the folder of a checkpoint. Download one from the Hub with "
+            "lengthgen pull first."
         )
     refuse_adapter(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json, so it is no checkpoint.")
     settings, _ = PreTrainedConfig.get_config_dict(folder)
     if "model_type" not in settings:
-        raise ValueError(f"{folder} is no checkpoint for Transformers: lengthgen convert makes one, verify that.")
+        raise ValueError(
+            f"{folder} is no checkpoint for Transformers: convert it with lengthgen convert, then verify that."
+        )
     if (other := differing_code(folder)) and not trust_remote_code:
         raise ValueError(
-            f"{folder} brings code that is not that of the installed package ({', '.join(other)}), which a "
-            "verification runs: look at it, and give --trust-remote-code (trust_remote_code=True) if you trust it."
+            f"{folder} brings code that differs from the installed package ({', '.join(other)}), and a verification "
+            "runs it: read it, and give --trust-remote-code (trust_remote_code=True) if you trust it."
         )
     return folder.resolve()
 
@@ -135,7 +137,7 @@ def _vocabulary(folder: Path) -> int:
     settings, _ = PreTrainedConfig.get_config_dict(folder)
     vocabulary = settings.get("vocab_size") or settings.get("text_config", {}).get("vocab_size")
     if not isinstance(vocabulary, int) or vocabulary < 1:
-        raise ValueError(f"The config.json in {folder} has no vocab_size above 0, got {vocabulary!r}.")
+        raise ValueError(f"vocab_size in the config.json of {folder} must be an integer above 0, got {vocabulary!r}.")
     return vocabulary
 
 
@@ -150,7 +152,7 @@ def pieces_of(length: int) -> list[int]:
 
 
 def _ask_clean_process(folder: Path, sizes: Sizes) -> CleanProcess:
-    """Load and read the checkpoint in a new process that cannot import this package, or say what that says."""
+    """Run the checkpoint in a new process that cannot import this package; its error becomes a `ValueError`."""
     with tempfile.TemporaryDirectory(prefix="lengthgen-verify-") as name:
         place = Path(name)
         request = {
@@ -194,7 +196,7 @@ def _ask_clean_process(folder: Path, sizes: Sizes) -> CleanProcess:
 def _own_checks(
     folder: Path, sizes: Sizes, found: CleanProcess, trust_remote_code: bool
 ) -> tuple[Reading, list[Check]]:
-    """The reading of the installed classes, and what it says of the clean process's."""
+    """The reading of the installed classes, and the checks of the clean process against it."""
     model = _installed_model(folder, sizes, trust_remote_code)
     rows, length = sizes.tokens.shape
     theirs, in_pieces = found.readings["at once"], found.readings.get("in pieces")
@@ -221,7 +223,7 @@ def _own_checks(
 
 
 def _installed_model(folder: Path, sizes: Sizes, trust_remote_code: bool) -> Any:
-    """As `load_model`, with the torch scan also where the config asks for kernels."""
+    """As `load_model`, but always with the torch scan."""
     settings, _ = PreTrainedConfig.get_config_dict(folder)
     model: Any
     with quiet_transformers():
@@ -252,7 +254,7 @@ def _tokenizer_checks(folder: Path, found: CleanProcess, vocabulary: int) -> lis
     facts = found.facts["tokenizer"]
     if not facts["real"] or not facts["ids"]:
         raise ValueError(
-            f"The tokenizer in {folder} knows no tokens where hf_recurrent_lengthgen is not installed: a file of it "
+            f"The tokenizer in {folder} has no tokens where hf_recurrent_lengthgen is not installed: one of its files "
             f"is missing. It has {', '.join(tokenizer_files(folder))}."
         )
     beyond = max(0, facts["largest_id"] + 1 - vocabulary)

@@ -231,15 +231,15 @@ def lose_a_layer(folder: Path) -> None:
 
 
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "base gone": (lambda folder: edit(folder, base_model_name_or_path="/gone/base"), "not here any more: /gone/base"),
-    "base changed": (change_base, r"since then have changed: model\.safetensors"),
+    "base gone": (lambda folder: edit(folder, base_model_name_or_path="/gone/base"), "not exist any more: /gone/base"),
+    "base changed": (change_base, r"these files have changed since: model\.safetensors"),
     "no base": (lambda folder: edit(folder, base_model_name_or_path=None), "names no base"),
     "other architecture": (of_gla, "does not fit .*gla, a StatefulGLAForCausalLM: Target modules"),
     "other rank": (lambda folder: edit(folder, r=3), "does not fit .*size mismatch"),
     "targets of nothing": (lambda folder: edit(folder, target_modules=["nothing"]), "does not fit .*not found"),
     "fewer targets": (lambda folder: edit(folder, target_modules=["in_proj"]), r"left over .*out_proj.* \(of 8\)"),
     "weights missing": (lose_a_layer, r"missing .*layers\.1.* left over \[\] \(of 4\)"),
-    "pickle": (make_pickle, r"holds no adapter_model\.safetensors, .* a pickle is not read"),
+    "pickle": (make_pickle, r"holds no adapter_model\.safetensors: .* pickles are not read"),
     "no weights": (
         lambda folder: (folder / "adapter_model.safetensors").unlink(),
         r"holds no adapter_model\.safetensors",

@@ -71,7 +71,7 @@ def test_an_export_without_the_code_that_it_needs_says_so(
     write_tiny_random_model("rwkv-hf", "rwkv6", tmp_path / "theirs")
     assert main(["convert", "theirs", "--output", "ours"]) == 0
     assert main(["export", "ours", "--format", "rwkv-hf", "--output", "back"]) == 0
-    assert "It holds no code, and no library has its class" in capsys.readouterr().out
+    assert "It has no code, and no library has its class" in capsys.readouterr().out
     assert main(["export", "ours", "--format", "rwkv", "--output", "pth"]) == 0
     assert "no code" not in capsys.readouterr().out
 
@@ -79,7 +79,7 @@ def test_an_export_without_the_code_that_it_needs_says_so(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["convert", "theirs", "--output", "theirs"], "theirs is there already and not an empty folder"),
+        (["convert", "theirs", "--output", "theirs"], "theirs exists already and is not an empty folder"),
         (["convert", "nothing/here/at-all", "--output", "ours"], "is no folder here"),
         (["convert", "missing.pth", "--output", "ours"], "There is no file missing.pth"),
         (["export", "theirs", "--format", "mamba-ssm", "--output", "back"], "no checkpoint of this package"),

@@ -102,7 +102,7 @@ def test_a_hybrid_needs_all_layers(tmp_path: Path, capsys: pytest.CaptureFixture
     ("arguments", "message"),
     [
         ([], "Give --output"),
-        (["--output", "{full}"], "is there already and not an empty folder"),
+        (["--output", "{full}"], "exists already and is not an empty folder"),
         (["--output", "{out}", "--report"], "--report writes no weights: leave out --output, or"),
         (["--report", "--initialization", "reinit", "--seed", "0"], "leave out --initialization, --seed, or --report"),
         (["--output", "{out}", "--factor", "inf"], "factor must be a finite number above 1, got inf"),

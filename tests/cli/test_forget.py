@@ -228,7 +228,7 @@ def test_weights_keep_their_dtype_and_a_stock_checkpoint_becomes_ours(
     ("arguments", "message"),
     [
         (["--window", "4"], "Give --output"),
-        (["--output", "{full}", "--window", "4"], "is there already and not an empty folder"),
+        (["--output", "{full}", "--window", "4"], "exists already and is not an empty folder"),
         (["--output", "{out}"], "Nothing would be forgotten"),
         (["--output", "{out}", "--retention", "1"], "Nothing would be forgotten"),
         (["--output", "{out}", "--window", "4", "8"], "--window has several values: give one value, or --search"),

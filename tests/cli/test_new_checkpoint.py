@@ -86,10 +86,10 @@ def test_an_empty_folder_is_empty_again_where_moving_fails(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("full", "full is there already and not an empty folder"),
-        ("full/file", "file is there already and not an empty folder"),
+        ("full", "full exists already and is not an empty folder"),
+        ("full/file", "file exists already and is not an empty folder"),
         ("full/file/out", "full/file, which is no folder"),
-        ("to full", "to full is there already and not an empty folder"),
+        ("to full", "to full exists already and is not an empty folder"),
         ("loop", "loop leads nowhere"),
     ],
 )

@@ -118,7 +118,7 @@ def test_a_pull_names_the_commit_the_verification_and_how_to_load(
         "Verified: its verification.json belongs to these files.",
     ]
     assert main(["pull", "user/name", "--output", str(output)]) == 1
-    assert "is there already and not an empty folder" in capsys.readouterr().err
+    assert "exists already and is not an empty folder" in capsys.readouterr().err
 
 
 def test_code_that_differs_and_what_is_not_verified_is_named(
@@ -143,7 +143,7 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert main(["push", str(folder), "a/b/c"]) == 1
     assert main(["pull", "user/none", "--output", str(tmp_path / "out")]) == 1
     first, second, third = capsys.readouterr().err.splitlines()
-    assert first.endswith("none is no folder: give that of a checkpoint.")
+    assert first.endswith("none is no folder: give the folder of a checkpoint.")
     assert "Repo id must be in the form" in second
-    assert "Looking for revision main of user/none failed: it is not there" in third
+    assert "Looking for revision main of user/none failed: it does not exist" in third
     assert not (tmp_path / "out").exists()

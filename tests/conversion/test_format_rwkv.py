@@ -182,7 +182,7 @@ def test_repositories_compute_what_the_loop_does_and_come_back_the_same(generati
     settings = json.loads((folder / "config.json").read_text())
     del settings["auto_map"]  # of code that does not come along
     assert json.loads((tmp_path / "back/config.json").read_text()) == settings
-    assert "It holds no code" in code_note(RWKV_HF, tmp_path / "back")
+    assert "It has no code" in code_note(RWKV_HF, tmp_path / "back")
 
 
 def test_the_code_of_a_repository_on_the_hub_is_named(tmp_path: Path) -> None:

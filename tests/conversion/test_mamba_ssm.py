@@ -141,7 +141,7 @@ def test_a_vocabulary_that_grew_is_exported_with_its_padding(tmp_path: Path) -> 
         ({"n_layer": 3}, r"missing: backbone.layers.2.norm.weight, .*backbone.layers.2.mixer"),
         ({"n_layer": 1}, r"unexpected: backbone.layers.1.mixer.A_log, "),
         ({"n_layer": 2_000_000}, "num_hidden_layers must be at most 65536, got 2000000"),
-        ({"n_layer": 60_000}, r"60000 layers, but the weights are only \d+ tensors"),
+        ({"n_layer": 60_000}, r"60000 layers, but the weights have only \d+ tensors"),
         ({"n_layer": "2"}, "num_hidden_layers must be an integer, got '2'"),
         ({"d_model": 64.0}, "hidden_size must be an integer, got 64.0"),
         ({"vocab_size": None}, "config.json holds a value that no model can have"),

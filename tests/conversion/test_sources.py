@@ -70,8 +70,8 @@ def test_a_tokenizer_is_downloaded_without_weights(hub: Endpoint, tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "revision", "message"),
     [
-        ("user/missing", None, "user/missing is no checkpoint here, and cannot be had from the Hub"),
-        ("user/name", "no-such-branch", "cannot be had from the Hub"),
+        ("user/missing", None, "user/missing is no local checkpoint, and cannot be downloaded from the Hub"),
+        ("user/name", "no-such-branch", "cannot be downloaded from the Hub"),
         ("user/empty", None, "user/empty holds no weights"),
     ],
 )

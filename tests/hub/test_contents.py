@@ -14,4 +14,4 @@ def told(folder: Path, name: str, text: str, token: str | None = None) -> str:
 
 
 def test_files_are_secret_by_their_names_in_folders_too(tmp_path: Path) -> None:
-    assert "notes/.env holds secrets, by its name" in told(tmp_path, "notes/.env", "A=b")
+    assert "notes/.env holds secrets, according to its name" in told(tmp_path, "notes/.env", "A=b")

@@ -45,7 +45,7 @@ def test_no_name_that_harms_is_pulled_or_pushed(name: str, hub: Endpoint, tmp_pa
     if len(name.encode()) < 256:  # others cannot be in a folder
         assert any("another name" in line for line in refusals_of_files(tmp_path, [name], None))
     if matches(name, PUSHED):
-        with pytest.raises(ValueError, match="Nothing is pulled of user/name, for names of its files: ") as caught:
+        with pytest.raises(ValueError, match="Nothing is pulled from user/name, because of names of its ") as caught:
             pull_checkpoint("user/name", None, tmp_path / "out")
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 300
@@ -59,9 +59,9 @@ def test_no_name_that_harms_is_pulled_or_pushed(name: str, hub: Endpoint, tmp_pa
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        (["README.md", "readme.md", "a.py"], "'README.md' and 'readme.md' are one name where case is not told"),
-        (["Figures/a.png", "figures/b.png"], "'Figures' and 'figures' are one name"),
-        (["\u00e9.py", "e\u0301.py"], "are one name"),
+        (["README.md", "readme.md", "a.py"], "'README.md' and 'readme.md' are the same name on systems that"),
+        (["Figures/a.png", "figures/b.png"], "'Figures' and 'figures' are the same name"),
+        (["\u00e9.py", "e\u0301.py"], "are the same name"),
     ],
 )
 def test_names_that_exclude_each_other_are_told(names: list[str], told: str) -> None:

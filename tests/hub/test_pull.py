@@ -143,7 +143,7 @@ def test_what_is_there_already_stays_and_nothing_is_asked(hub: Endpoint, commit:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     done = len(hub.requests)
-    with pytest.raises(ValueError, match="is there already and not an empty folder"):
+    with pytest.raises(ValueError, match="exists already and is not an empty folder"):
         pull_checkpoint("user/name", None, tmp_path / "out")
     assert files_of(tmp_path / "out") == {"mine.txt": b"mine"}
     assert len(hub.requests) == done
@@ -169,9 +169,9 @@ def test_a_full_disk_leaves_nothing(
     ("name", "revision", "message"),
     [
         ("a/b/c", None, "Repo id must be in the form"),
-        ("user/none", None, "Looking for revision main of user/none failed: it is not there"),
-        ("user/name", "nowhere", "Looking for revision nowhere of user/name failed: it is not there"),
-        ("user/name", "0" * 40, "Looking for revision 0{40} of user/name failed: it is not there"),
+        ("user/none", None, "Looking for revision main of user/none failed: it does not exist"),
+        ("user/name", "nowhere", "Looking for revision nowhere of user/name failed: it does not exist"),
+        ("user/name", "0" * 40, "Looking for revision 0{40} of user/name failed: it does not exist"),
         ("user/pickles", None, r"no weights as safetensors, only pytorch_model.bin: lengthgen convert user/pickles"),
         ("user/texts", None, "user/texts holds no config.json, so it is no checkpoint"),
     ],
@@ -188,11 +188,11 @@ def test_what_cannot_be_pulled_is_told(
 
 def test_who_may_not_read_is_told(hub: Endpoint, commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.accounts["hf_other"] = type(hub.accounts[TOKEN])("other")
-    for token, message in (("hf_other", "not there"), ("hf_wrong", "does not accept the token")):
+    for token, message in (("hf_other", "does not exist"), ("hf_wrong", "does not accept the token")):
         with pytest.raises(ValueError, match=message):
             pull_checkpoint("user/name", None, tmp_path / "out", token=token)
     hub.repositories["user/name"].private, hub.repositories["user/name"].gated = False, True
-    with pytest.raises(ValueError, match="access to it must be asked for on its page"):
+    with pytest.raises(ValueError, match="access to it must be requested on its page"):
         pull_checkpoint("user/name", None, tmp_path / "out", token="hf_other")
     monkeypatch.delenv("HF_TOKEN")
     hub.repositories["user/name"].gated = False

@@ -104,7 +104,7 @@ def expire(hub: Endpoint) -> None:
 
 # What stops a push, what is told, and what mends it.
 STOPPING: dict[str, tuple[str, str, dict[str, object], str]] = {
-    "busy": ("POST", "/commit/", {"status": 503}, "the Hub answers 503.*Run it again later"),
+    "busy": ("POST", "/commit/", {"status": 503}, "the Hub answers 503.*Run the command again later"),
     "cut commit": ("POST", "/commit/", {"cut": "request"}, "the connection broke"),
     "rate of commits": ("POST", "/commit/", {"status": 429}, "the Hub asks for fewer requests"),
     "busy whoami": (
@@ -179,10 +179,10 @@ def test_a_commit_whose_answer_is_lost_is_found_by_the_next_push(hub: Endpoint, 
 def test_visibility_is_that_asked_for_or_refused(hub: Endpoint, folder: Path) -> None:
     push(folder, "user/name", private=False)
     assert not hub.repositories["user/name"].private
-    with pytest.raises(ValueError, match="user/name is there and public: give --public"):
+    with pytest.raises(ValueError, match="user/name exists and is public: give --public"):
         push(folder, "user/name")
     hub.create("user/closed")
-    with pytest.raises(ValueError, match="user/closed is there and private"):
+    with pytest.raises(ValueError, match="user/closed exists and is private"):
         push(folder, "user/closed", private=False)
 
 
@@ -190,7 +190,7 @@ def test_visibility_is_that_asked_for_or_refused(hub: Endpoint, folder: Path) ->
 @pytest.mark.parametrize(
     ("token", "name", "message"),
     [
-        (None, "user/name", "no token of the Hub: hf auth login"),
+        (None, "user/name", "no token for the Hub: set one with hf auth login"),
         ("hf_wrong", "user/name", "does not accept the token"),
         ("hf_reads", "user/name", "the token of user may only read"),
         ("hf_test", "other/name", "Creating other/name failed: the token may not do this"),
@@ -225,7 +225,7 @@ def test_a_gitignore_on_the_hub_leaves_nothing_out(hub: Endpoint, folder: Path) 
 def test_a_repository_that_is_deleted_meanwhile_is_told_and_made_again(hub: Endpoint, folder: Path) -> None:
     hub.create("user/name")
     hub.fail("POST", "/commit/", call=lambda: hub.repositories.clear())
-    with pytest.raises(ValueError, match="Pushing to user/name failed: it is not there"):
+    with pytest.raises(ValueError, match="Pushing to user/name failed: it does not exist"):
         push(folder, "user/name")
     assert hub.repositories == {}
     sent = len(hub.asked("PUT", "/upload/"))
@@ -251,14 +251,14 @@ def test_everything_that_is_wrong_with_a_folder_is_told_at_once(
         push(folder, "user/name")
     told = str(caught.value)
     for part in (
-        ".env holds secrets, by its name",
-        "results/linked.json is a link to a file outside of the folder",
+        ".env holds secrets, according to its name",
+        "results/linked.json is a link to a file outside the folder",
         "results/nothing.json is a link to nothing",
         "results/run.json, line 1: a path of your machine: /home/somebody/texts",
         "results/run.json, line 2: a Hub token: take it out",
         f"it has no card: lengthgen card {folder}",
         f"it has not been verified: run lengthgen verify {folder}",
-        "there is no token of the Hub",
+        "there is no token for the Hub",
     ):
         assert part in told
     assert secret not in told
@@ -331,7 +331,7 @@ def test_a_checkpoint_that_has_pickles_only_is_refused(hub: Endpoint, folder: Pa
 def test_metadata_that_the_hub_does_not_take_are_told_before_anything_is_sent(hub: Endpoint, folder: Path) -> None:
     (folder / "README.md").write_text("---\nlicense: Apache 2.0\n---\nA card.\n")
     plan = plan_push(folder, "user/name")
-    assert "the Hub does not take the metadata of README.md" in plan.refusals[0]
+    assert "the Hub does not accept the metadata of README.md" in plan.refusals[0]
     assert "must be one of" in plan.refusals[0]
     assert not hub.asked("PUT", "/upload/")
     assert hub.repositories == {}

@@ -100,7 +100,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
     with monkeypatch.context() as patch:
         patch.setattr(align_llama, "AlignmentTrainer", InterruptedTrainer)
         assert align_llama.run(broken) == 130
-    assert "continue with --resume_from_checkpoint true" in capsys.readouterr().out
+    assert "To continue, repeat the command with --resume_from_checkpoint true" in capsys.readouterr().out
     for given in ([], ["--resume_from_checkpoint", "false"]):
         with pytest.raises(ValueError, match="holds checkpoints of an earlier run: continue it with --resume_from"):
             align_llama.run([*broken, *given])
