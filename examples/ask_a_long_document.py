@@ -1,4 +1,4 @@
-"""Read a document of 100,000 tokens once, keep what the model remembers as a file, and ask as often as you like.
+"""Read a document of 100,000 tokens once, save the state of the model, and ask as often as you like.
 
     python examples/ask_a_long_document.py --model demo-output/cured
     python examples/ask_a_long_document.py --model demo-output/cured --document book.txt --ask "Who" --ask "Where"

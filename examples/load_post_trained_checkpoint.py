@@ -1,10 +1,10 @@
-"""Load a published checkpoint of a recurrent model, read a long text with it, keep what it remembers, go on from that.
+"""Load a published checkpoint of a recurrent model, read a long text, save its state, and continue from there.
 
     python examples/load_post_trained_checkpoint.py --model OWNER/NAME --revision COMMIT --document book.txt
     python examples/load_post_trained_checkpoint.py --model a-folder --document book.txt --prompt "In the end"
 
-Needs torch and Transformers only: the code of the model comes with the checkpoint. That code runs on this machine, so
-the revision of a checkpoint on the Hub is pinned to a commit whose code was looked at; a branch may change.
+This needs torch and Transformers only, because the checkpoint carries its code. That code runs on this machine, so a
+checkpoint of the Hub is pinned to a commit whose code was read; a branch may change.
 """
 
 import argparse

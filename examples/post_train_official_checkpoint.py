@@ -1,13 +1,13 @@
-"""Take an official checkpoint, let it hold beyond its training length, and make it ready to be published.
+"""Post-train an official checkpoint so that it works beyond its training length, and prepare it for publishing.
 
     python examples/post_train_official_checkpoint.py --data my-texts --output mamba2-130m
     python examples/post_train_official_checkpoint.py --smoke --output smoke
 
-It converts the checkpoint, verifies that nothing was lost, post-trains it with state passing, verifies the result,
-evaluates both far beyond the training length, and writes the model card. The defaults are those of arXiv:2507.02782
-(B.1, B.2) for Mamba-2 130m: 100 steps of 2^19 tokens of the Pile, a tenth of the learning rate of pre-training, which
-for the other sizes is in hf_recurrent_lengthgen/recipes/README.md. `lengthgen recipe run` does the same without a
-script. --smoke takes a random stand-in of the same format and a few steps: a minute on a CPU.
+It converts the checkpoint and verifies the conversion, post-trains it with state passing and verifies the result,
+evaluates both far beyond the training length, and writes the model card. The defaults are those of Buitrago Ruiz & Gu,
+2025 (arXiv:2507.02782, B.1, B.2) for Mamba-2 130m: 100 steps of 2^19 tokens of the Pile, at a tenth of the learning
+rate of pre-training (for other sizes see hf_recurrent_lengthgen/recipes/README.md). `lengthgen recipe run` does the
+same without a script. --smoke uses a tiny random model and a few steps: a minute on a CPU.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The setting of the studies in `interventions/`, `failure/` and `forgetting/`: model and text of `lengthgen demo`.
 
-A stage is one training run and its measurement. Its folder holds the checkpoint and `stage.json`. A stage that is
-there with the same settings is not run again, so that an interrupted study continues where it stopped.
+A stage is one training run and its measurement. Its folder holds the checkpoint and `stage.json`. A finished stage
+with the same settings is not run again, so an interrupted study continues where it stopped.
 """
 
 import argparse

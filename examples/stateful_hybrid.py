@@ -1,6 +1,6 @@
-"""Train a hybrid of Transformers with state passing, read a text in pieces, and generate from what was read.
+"""Train a hybrid of Transformers with state passing, read a text in pieces, and generate from its state.
 
-The model is a tiny random FalconH1, attention and Mamba-2 in every layer; give --model to take a checkpoint of yours.
+The model is a tiny random FalconH1, with attention and Mamba-2 in every layer; --model takes your own checkpoint.
 """
 
 import argparse
