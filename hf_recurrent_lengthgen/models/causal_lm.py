@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import ModelOutput
 
 from .modeling_stateful import StatefulModelWithHead
@@ -58,6 +59,8 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # Trainer shifts labels for label_smoothing_factor only if the class is named here.
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
         if "backbone_class" in cls.__dict__:
             cls._tied_weights_keys = {f"{cls.head_name}.weight": f"{cls.base_model_prefix}.embeddings.weight"}
 

@@ -16,6 +16,7 @@ from .token_inputs import check_cache, check_token_ids
 
 # arguments of `generate` that tell which tokens are unread, which the cache knows
 _BOOKKEEPING = ("cache_position", "is_first_iteration", "labels", "next_sequence_length")
+_FOR_GENERATE = ("tokenizer", "assistant_tokenizer")
 _PER_TOKEN = ("attention_mask", "position_ids", "token_type_ids")
 
 
@@ -78,7 +79,8 @@ class RecurrentGenerationMixin(GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Feed what the state has not read: the rest of the prompt first, then one token at a time."""
-        inputs: dict[str, Any] = {name: value for name, value in kwargs.items() if name not in _BOOKKEEPING}
+        dropped = (*_BOOKKEEPING, *_FOR_GENERATE)
+        inputs: dict[str, Any] = {name: value for name, value in kwargs.items() if name not in dropped}
         inputs |= {
             "past_key_values": past_key_values,
             "logits_to_keep": 0 if logits_to_keep is None else logits_to_keep,
@@ -95,6 +97,8 @@ class RecurrentGenerationMixin(GenerationMixin):
         if length == 0:
             given = "input_ids" if inputs_embeds is None else "inputs_embeds"
             width = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
+            if width == 0:
+                raise ValueError(f"The prompt, {given}, has no tokens: give at least one.")
             raise ValueError(
                 f"The cache has read {seen} tokens and {given} has {width}: give the whole text so far "
                 "with past_key_values, or only the new tokens with initial_state=past_key_values.state."

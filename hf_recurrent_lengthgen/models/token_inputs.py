@@ -40,7 +40,8 @@ def read_inputs(
     given = sorted(name for name, x in others.items() if x is not None and x is not False and name != "seq_idx")
     if given:
         raise ValueError(
-            f"A recurrent model does not take the arguments {given}: remove them. It has no attentions to return."
+            f"A recurrent model does not take the arguments {given}: remove them."
+            + " It has no attentions to return." * ("output_attentions" in given)
         )
     check_cache(cache)
     shape = token_shape(input_ids, inputs_embeds)

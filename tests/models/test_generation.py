@@ -11,7 +11,17 @@ from transformers import ByT5Tokenizer, GenerationConfig, TextGenerationPipeline
 from hf_recurrent_lengthgen.models.recurrent_cache import RecurrentCache
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, clone_state, concatenate_rows, take_rows
 
-from .families import FAMILIES, SHELL_FAMILIES, VOCABULARY, Family, build, random_state, random_tokens, variant_id
+from .families import (
+    FAMILIES,
+    MAMBA2,
+    SHELL_FAMILIES,
+    VOCABULARY,
+    Family,
+    build,
+    random_state,
+    random_tokens,
+    variant_id,
+)
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 shell_families = pytest.mark.parametrize("family", SHELL_FAMILIES, ids=variant_id)
@@ -269,3 +279,17 @@ def test_prompts_outside_the_vocabulary_are_refused_by_their_place(ids: list[lis
     for arguments in ({"inputs": prompt}, {"input_ids": prompt}):
         with pytest.raises(ValueError, match=f"input_ids must be.* {place}"):
             model.generate(**arguments, **GREEDY)
+
+
+def test_generation_stops_at_strings_and_needs_a_prompt() -> None:
+    model, tokenizer = build(MAMBA2, vocab_size=384), ByT5Tokenizer()
+    prompt = tokenizer("def f", add_special_tokens=False, return_tensors="pt")
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    whole = model.generate(**prompt, **options)[0, 5:]
+    stop = tokenizer.decode(whole[3:4])
+    stopped = model.generate(**prompt, **options, stop_strings=[stop], tokenizer=tokenizer)[0, 5:]
+    assert stopped.tolist() == whole[: len(stopped)].tolist()
+    assert stop in tokenizer.decode(stopped)
+    assert len(stopped) < 20
+    with pytest.raises(ValueError, match="The prompt, input_ids, has no tokens: give at least one"):
+        model.generate(prompt.input_ids[:, :0], **options)

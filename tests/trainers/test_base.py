@@ -256,6 +256,18 @@ def test_a_script_for_trainer_runs_with_two_names_changed(
     assert any(not torch.equal(passed[name], weight) for name, weight in toys.weights(stock.model).items())
 
 
+@pytest.mark.parametrize("adapter", [False, True])
+def test_plain_trainer_smooths_the_label_of_the_next_token(toys: ModuleType, tmp_path: Path, adapter: bool) -> None:
+    model: Any = toys.tiny_model()
+    if adapter:
+        model = get_peft_model(model, LoraConfig(target_modules=["in_proj"], task_type="CAUSAL_LM"))
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, label_smoothing_factor=0.1))
+    batch = transformers.default_data_collator(toys.sequences(3))
+    logits, labels = model(batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
+    expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, label_smoothing=0.1)
+    torch.testing.assert_close(trainer.compute_loss(model, batch), expected)
+
+
 def test_lora_trains_the_adapter_and_nothing_else(toys: ModuleType, tmp_path: Path) -> None:
     trainer = lora(StatePassingTrainer, StatePassingConfig, toys, str(tmp_path))
     before = toys.weights(trainer.model)
