@@ -40,6 +40,12 @@ def figures(evidence: Sequence[Evidence]) -> dict[str, Callable[[], Figure]]:
     return dict(zip(_numbered([name for name, _ in made]), (make for _, make in made), strict=True))
 
 
+COMPARED = {
+    "base": "the base model, before post-training",
+    "control": "the control model, post-trained without the cure",
+}
+
+
 def _numbered(names: Sequence[str]) -> list[str]:
     """The second "a.png" becomes "a-2.png"."""
     numbered = []
@@ -61,8 +67,8 @@ def verdict(evidence: Sequence[Evidence], vocab_size: int | None) -> str:
         f"{_estimate(own.harm.last, sign=True)} nats per {unit} compared with only the last {length:,} {unit}s"
     )
     for model in models[1:]:
-        if model.role in ("base", "control"):
-            told += f"; for the {model.role} model it is {_estimate(model.evaluation.harm.last, sign=True)}"
+        if model.role in COMPARED:
+            told += f"; for {COMPARED[model.role]}, it is {_estimate(model.evaluation.harm.last, sign=True)}"
     lost = [sentence for found in retrieval_results(evidence) for sentence in not_found(found)[:1]]
     return " ".join([f"{told}.", *(f"Retrieval falls short: {sentence}." for sentence in lost[:1])])
 

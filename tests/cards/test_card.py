@@ -614,7 +614,7 @@ def test_a_known_failure_is_told(work: Work, tmp_path: Path) -> None:
     text = str(build_card(work.cured, [against_a_broken_base(work, tmp_path, holds)]))
     assert "**It works beyond its training length of 8 bytes: no harm by earlier text is shown at any position" in text
     assert f"is {MINUS}0.200 [{MINUS}0.300, {MINUS}0.100] nats per byte" in text
-    assert "; for the base model it is +1.000 [+0.900, +1.100]." in text
+    assert "; for the base model, before post-training, it is +1.000 [+0.900, +1.100]." in text
     assert "| Perplexity more than 1% above its best (Definition 3.2) | nowhere |" in text
     limits = text.partition("## Limits")[2]
     assert "Known failure" not in limits
