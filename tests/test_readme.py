@@ -64,7 +64,8 @@ def test_the_commands_run(demo_output: Path) -> None:
         "evaluate": "--sequences 2 --length 512",
         "diagnose": "--sequences 2 --length 512 --patched-heads 0",
     }
-    commands = [line for block in blocks_of("bash") for line in block.splitlines() if line.startswith("lengthgen ")]
+    lines = [line for block in blocks_of("bash") for line in block.replace("\\\n", " ").splitlines()]
+    commands = [line for line in lines if line.startswith("lengthgen ")]
     assert {shlex.split(command)[1] for command in commands} == set(quick)
     for command in commands:
         arguments = shlex.split(command)[1:]

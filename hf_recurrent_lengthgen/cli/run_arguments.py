@@ -4,6 +4,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, chosen_split
@@ -199,6 +200,14 @@ class RunArguments:
     def chosen_eval_split(self) -> str:
         """The split to evaluate on."""
         return chosen_split(self.eval_data or STANDARD_LIBRARY, self.eval_split, "validation")
+
+    @property
+    def evaluates_training_text(self) -> bool:
+        """Whether eval_data is the text that is trained on."""
+        if self.eval_data is None or STANDARD_LIBRARY in (self.data, self.eval_data):
+            return False
+        same = Path(self.data).resolve() == Path(self.eval_data).resolve()
+        return same and self.chosen_split == self.chosen_eval_split
 
     @property
     def mimetic_choice(self) -> dict[str, bool]:

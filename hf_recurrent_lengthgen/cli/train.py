@@ -73,7 +73,11 @@ def train(
     set_seed(training.seed)
     model = _model(settings)
     length_before = getattr(model.config, "training_length", None)
+    if not (settings.of_symbols or settings.training_length or length_before):
+        print(f"No training length in the config of {settings.model}: training at {USUAL_LENGTH} tokens.")
     settings = replace(settings, training_length=settings.training_length or length_before or USUAL_LENGTH)
+    if not settings.of_symbols and length_before not in (None, settings.length):
+        print(f"Training at {settings.length} tokens: the config of {settings.model} had {length_before}.")
     tokenizer = None if settings.of_symbols else _tokenizer(settings, model.config.vocab_size)
     if training.alignment_alpha and training.alignment_length is None:
         training.alignment_length = settings.length
@@ -250,6 +254,8 @@ def _text_to_evaluate(settings: RunArguments, rows: Any, eval_rows: Any, tokeniz
     data, split, known = settings.data, "validation", None
     if settings.eval_data is not None:
         data, split, known = settings.eval_data, settings.chosen_eval_split, eval_rows
+        if settings.evaluates_training_text:
+            print("The command below evaluates on the training text.")
     elif data != STANDARD_LIBRARY and "validation" not in split_names(data):
         split, known = settings.chosen_split, rows
         print(f"{data} has no validation split, so the command below evaluates on the training text.")

@@ -193,7 +193,7 @@ def _reader(path_or_name: str | Path, split: str) -> Callable[[], datasets.Datas
             if builders != {"text"}:
                 raise ValueError(f"folder {path} holds .txt and other data files; give a folder of one kind")
             options["sample_by"] = "document"
-    elif path.is_absolute() or path.suffix in _BUILDER_OF_SUFFIX:
+    elif path.is_absolute() or path.suffix in _BUILDER_OF_SUFFIX or str(path_or_name).startswith("."):
         raise ValueError(f"there is no file or folder {path}; give an existing one, or the name of a Hub dataset")
     return partial(datasets.load_dataset, str(path), **options)
 

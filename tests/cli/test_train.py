@@ -1,6 +1,7 @@
 """Training from files and flags, of every kind of model, on every kind of data."""
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -396,6 +397,30 @@ def test_a_new_run_does_not_mix_its_checkpoints_with_old_ones(
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
+def test_an_evaluation_on_the_training_text_and_a_length_that_nobody_named_are_told(
+    train: Train, checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"data": text_file, "eval_data": text_file, "eval_strategy": "steps", "eval_steps": 2}
+    assert train(model=checkpoint, **options, per_device_eval_batch_size=64) == 0
+    told = capsys.readouterr().out
+    assert f"eval_loss is that of the training text, split train of {text_file}" in told
+    assert "The command below evaluates on the training text." in told
+    assert "No training length in the config" not in told
+    assert "Training at" not in told
+    assert train(model=checkpoint, training_length=16, output_dir=tmp_path / "longer") == 0
+    assert f"Training at 16 tokens: the config of {checkpoint} had 8." in capsys.readouterr().out
+    halves = {"split": "train[:50%]", "eval_split": "train[50%:]"}
+    silent = tmp_path / "silent"
+    shutil.copytree(checkpoint, silent)
+    (silent / "config.json").write_text(json.dumps(trained_config(silent) | {"training_length": None}))
+    short = {"model": silent, "training_length": None, "output_dir": tmp_path / "other"}
+    with contextlib.suppress(ValueError):
+        train(**options, **halves, **short)
+    told = capsys.readouterr().out
+    assert f"No training length in the config of {silent}: training at 2048 tokens." in told
+    assert "eval_loss is that of the training text" not in told
+
+
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
 def test_data_from_files(kind: str, train: Train, checkpoint: Path, text_file: Path, tmp_path: Path) -> None:
@@ -421,6 +446,7 @@ def test_data_from_files(kind: str, train: Train, checkpoint: Path, text_file: P
         ({"text_column": "body"}, "no column 'body'"),
         ({"split": "validation"}, "validation"),
         ({"data": "nowhere.txt"}, "no file or folder nowhere.txt"),
+        ({"data": "../nowhere"}, "no file or folder ../nowhere"),
         ({"eval_strategy": "steps"}, "eval_strategy measures eval_loss on a text"),
         ({"state_drop_probability": 1.5}, "between 0 and 1"),
         ({"save_strategy": "sometimes"}, None),
@@ -642,7 +668,10 @@ def test_alignment_of_tbtt_reads_ahead(train: Train, checkpoint: Path) -> None:
         ({"intervention": "mixed"}, "mixture must give shares"),
         ({"resume_from_checkpoint": "x"}, "--resume takes the newest complete checkpoint"),
         ({"task": "babilong"}, "task babilong needs task_files"),
-        ({"task": "passkey", "data": None, "alignment_alpha": 0.1}, "goes with neither tbtt nor alignment_alpha"),
+        (
+            {"task": "passkey", "data": None, "alignment_alpha": 0.1},
+            "makes its own rows: leave out tbtt and alignment_alpha",
+        ),
         ({"alignment_max_extra": 2}, "have no effect without alignment_alpha"),
         ({"alignment_alpha": 0.1, "alignment_length": 4}, "alignment_length is 4, training_length 8"),
         ({"minimum_document_tokens": -1}, "minimum_document_tokens must be at least 0, got -1"),
