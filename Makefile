@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_OLDEST := $(VENV_OLDEST)/.installed
 # Two single-threaded workers are faster than two that fight over the cores. A file goes to one of them, so that what its
 # tests share is made once.
-PYTEST := -m pytest -n 2 --dist loadfile
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 export TOKENIZERS_PARALLELISM := false
 
 # An environment that happens to be active must not leak into ours.

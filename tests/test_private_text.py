@@ -219,6 +219,7 @@ def test_what_is_found_is_hidden_where_commands_are_kept() -> None:
 WORDS = st.text(st.sampled_from("abcdefghijklmnopqrstuvwxyz"), min_size=1, max_size=9)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.lists(WORDS, min_size=1, max_size=3).map("/".join), min_size=1, max_size=6), st.sampled_from(" ,(.\n")
@@ -268,6 +269,7 @@ def test_long_runs_take_no_time(tmp_path: Path, run: str) -> None:
     assert found_in(tmp_path, "a.ipynb", json.dumps({"image/png": run * 50_000})) == []
 
 
+@pytest.mark.slow
 def test_tokenizers_of_some_megabytes_and_weights_are_harmless_and_quick(tmp_path: Path) -> None:
     draw = random.Random(0)
     words = ["".join(draw.choices('abcXYZ019/\\"%=:._- ', k=draw.randint(2, 9))) for _ in range(100_000)]

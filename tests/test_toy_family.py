@@ -108,6 +108,7 @@ def test_it_is_trained_loaded_and_continued_from_its_state(trained: Path) -> Non
     torch.testing.assert_close(rest.logits, whole.logits[:, 5:])
 
 
+@pytest.mark.slow
 def test_it_is_evaluated_diagnosed_mapped_and_pushed_with_a_card(
     trained: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,6 +87,7 @@ def words(html: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<(style|svg).*?</\1>|<[^>]*>", " ", html, flags=re.DOTALL))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("listed")
 def test_a_metric_of_one_file_is_everywhere(
     checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -143,6 +144,7 @@ def test_a_cell_that_defines_a_result_may_run_again() -> None:
         exec(cell.replace("class Cell", "class Other"), names)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("listed")
 def test_where_it_cannot_be_measured_the_reason_is_told(
     checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -1,6 +1,7 @@
 """Settings that every method shares."""
 
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from inspect import get_annotations
 from typing import Any, Literal, Self
 
@@ -118,11 +119,12 @@ class InitialStateConfig(TrainingArguments):
         return made
 
     @classmethod
-    def method_fields(cls) -> set[str]:
+    @cache
+    def method_fields(cls) -> frozenset[str]:
         """Names of the settings that the method's config classes add to `TrainingArguments`."""
         stock = {item.name for item in fields(TrainingArguments)}
         classes = [base for base in cls.__mro__ if issubclass(base, InitialStateConfig)]
-        return {name for base in classes for name in get_annotations(base)} - stock
+        return frozenset(name for base in classes for name in get_annotations(base)) - stock
 
     def method_settings(self) -> dict[str, Any]:
         """The values of `method_fields`."""

@@ -299,6 +299,7 @@ def test_what_a_stranger_needs_to_know_of_data_and_commands(work: Work, tmp_path
     assert "but not certainly of this config" in body
 
 
+@pytest.mark.slow
 def test_results_in_bfloat16_are_of_these_weights(work: Work, tmp_path: Path) -> None:
     measured = ("--data", work.text, "--split", "train", "--length", 32, "--sequences", 2, "--no-cache")
     arguments = ("evaluate", work.cured, *measured, "--dtype", "bfloat16", "--output", tmp_path / "out")
@@ -475,6 +476,7 @@ def test_a_card_tells_which_files_it_is_of(work: Work, tmp_path: Path) -> None:
         assert cards_digest(verified_files(other)) != mark.made_of
 
 
+@pytest.mark.slow
 def test_files_of_the_user_are_kept(work: Work, tmp_path: Path) -> None:
     folder = work.copy("cured", tmp_path / "cured")
     mine = {folder / "results" / "retrieval.json": "{}", folder / "figures" / "position_wise-2.png": "mine"}
@@ -701,6 +703,7 @@ def test_how_far_perplexity_stays_is_one_row(
     assert f"| Perplexity more than 1% above its best (Definition 3.2) | {cell} |" in text
 
 
+@pytest.mark.slow
 def test_one_text_has_no_intervals(work: Work, tmp_path: Path) -> None:
     measured = ("--data", work.text, "--split", "train", "--length", 32, "--sequences", 1, "--no-cache")
     arguments = ("evaluate", work.cured, *measured, "--output", tmp_path / "out")

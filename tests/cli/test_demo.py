@@ -84,6 +84,7 @@ def weights_written(output: Path) -> dict[str, int]:
     return {role: (output / role / "model.safetensors").stat().st_mtime_ns for role in ROLES}
 
 
+@pytest.mark.slow
 def test_everything_is_written(finished: Finished) -> None:
     figures = {f"{name}.{kind}" for name in ("position_wise", "context_harm", "in_window") for kind in ("png", "svg")}
     assert {path.name for path in finished.output.iterdir()} == {*figures, *ROLES, "index.html", "result.json"}
@@ -92,6 +93,7 @@ def test_everything_is_written(finished: Finished) -> None:
         assert names >= {"config.json", "model.safetensors", "modeling_stateful_mamba2.py", "tokenizer_config.json"}
 
 
+@pytest.mark.slow
 def test_the_numbers_say_what_was_done(finished: Finished) -> None:
     assert [model.role for model in finished.comparison.models] == list(ROLES)
     assert [model.evaluation.model for model in finished.comparison.models] == ["base", "state passing", "control"]
@@ -106,6 +108,7 @@ def test_the_numbers_say_what_was_done(finished: Finished) -> None:
     assert len(set(losses)) == 3
 
 
+@pytest.mark.slow
 def test_the_checkpoints_say_where_they_come_from(finished: Finished) -> None:
     lineages = {role: read_lineage(finished.output / role) for role in ROLES}
     told: dict[str, list[Any]] = {role: [] for role in ROLES}
@@ -136,6 +139,7 @@ def test_the_checkpoints_say_where_they_come_from(finished: Finished) -> None:
         assert lineage.steps[-1].command == "lengthgen demo --output output --seed 3"
 
 
+@pytest.mark.slow
 def test_what_is_printed_is_short_and_useful(finished: Finished) -> None:
     assert finished.errors == ""  # no bars, no reports, no warnings
     stages = re.findall(r"^\[(\d)/4\] .*\n((?:  .*\n)+)", finished.printed, flags=re.MULTILINE)
@@ -149,6 +153,7 @@ def test_what_is_printed_is_short_and_useful(finished: Finished) -> None:
     assert len(finished.printed.splitlines()) < 45
 
 
+@pytest.mark.slow
 def test_the_code_on_the_page_runs_without_our_package(finished: Finished, tmp_path: Path) -> None:
     page = (finished.output / "index.html").read_text(encoding="utf-8")
     [code] = (html.unescape(block) for block in re.findall(r"<pre>(.*?)</pre>", page, flags=re.DOTALL))

@@ -97,6 +97,7 @@ def test_models_of_all_kinds_side_by_side(
     )
 
 
+@pytest.mark.slow
 def test_parts_can_be_chosen(diagnose: Diagnose, checkpoint: Path, tmp_path: Path) -> None:
     assert diagnose(checkpoint, "--parts", "misalignment") == 0
     [model] = read_result(tmp_path / "out" / "result.json", Diagnosis).models
@@ -134,6 +135,7 @@ def test_one_text_has_no_distances(
     assert states_of(model) is None
 
 
+@pytest.mark.slow
 def test_reasons_for_what_is_left_out_of_states_are_shown(
     diagnose: Diagnose, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,7 @@ def test_one_model(evaluate: Evaluate, checkpoint: Path, tmp_path: Path, capsys:
     assert shown.err == ""
 
 
+@pytest.mark.slow
 def test_the_numbers_are_written_as_a_table_if_asked(evaluate: Evaluate, checkpoint: Path, tmp_path: Path) -> None:
     assert evaluate(checkpoint, "--csv") == 0
     with open(tmp_path / "out" / "result.csv", newline="") as file:
@@ -82,6 +83,7 @@ def test_a_length_longer_than_the_data_says_what_would_fit(
     assert "3 sequences of 100001 tokens need 300003" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_default_length_is_64_training_lengths(
     evaluate: Evaluate, checkpoint: Path, tmp_path: Path, text_file: Path
 ) -> None:
@@ -125,6 +127,7 @@ def other_type(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("damage", [no_weights, no_config, cut_weights, other_type])
 def test_a_damaged_checkpoint_is_one_line(
     damage: Callable[[Path], None],

@@ -103,6 +103,7 @@ def test_stock_models_evaluate(kind: str, evaluate: Evaluate, tokens: np.ndarray
     np.testing.assert_allclose(curve.mean, expected, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_remote_code_evaluates_if_it_may_run(
     evaluate: Evaluate, tokens: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,6 +248,7 @@ def test_too_little_text_names_the_options(
     assert "Give more text (--data, --split), fewer --sequences, or a shorter --length." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_pieces_are_those_asked_for(
     evaluate: Evaluate, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,6 +151,7 @@ def test_a_model_without_parts_gets_no_empty_figures_or_sections(llama: Diagnosi
     assert "Not measured llama, states: It has no state. Effective Remembrance: not requested." in text
 
 
+@pytest.mark.slow
 def test_models_with_and_without_states_stand_side_by_side(llama: Diagnosis) -> None:
     base = expected().models[0]
     unpatched = diagnosed("other", "hybrid", 0.0, dataclasses.replace(states({}, known=False), patching=None))
@@ -163,6 +164,7 @@ def test_models_with_and_without_states_stand_side_by_side(llama: Diagnosis) -> 
     assert text.count("not measured") == 10  # all 6 rows of the bare model, 4 of the hybrid's
 
 
+@pytest.mark.slow
 def test_eight_models_are_told() -> None:
     base = expected().models[0]
     others = [without_parts(diagnosed("other", f"model {index}", 0.0)) for index in range(7)]

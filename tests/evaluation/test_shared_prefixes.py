@@ -150,6 +150,7 @@ def fed(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("batch_size", [1, 2, 16])
 @pytest.mark.parametrize("chunk_length", [None, 7])
 def test_states_are_those_after_each_text_alone(reader: Reader, batch_size: int, chunk_length: int | None) -> None:

@@ -117,6 +117,7 @@ def slow_topics(heads: int, positions: tuple[int, ...], sequences: int, seed: in
     return np.stack(states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequences", [4, 8])
 def test_texts_that_change_slowly_do_not_drift(sequences: int) -> None:
     """Also where a text is unlike what it was, by more than 1, which it is in several heads here."""

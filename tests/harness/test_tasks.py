@@ -118,6 +118,7 @@ DEMONSTRATIONS: Rows = {
 }
 
 
+@pytest.mark.slow
 def test_twelve_tasks_are_shown_16_demonstrations(counting: StateLM, task_manager: Manager, tmp_path: Path) -> None:
     files = {f"{name}.train": rows for name, rows in DEMONSTRATIONS.items()}
     files |= {name: rows[:1] for name, rows in DEMONSTRATIONS.items()}
@@ -154,6 +155,7 @@ RECALL: Rows = {
 }
 
 
+@pytest.mark.slow
 def test_recall_counts_answers_that_the_continuation_contains(
     counting: StateLM, task_manager: Manager, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -200,6 +202,7 @@ def test_long_documents_are_cut_around_the_answer_or_behind_the_beginning(tmp_pa
         prompts(folder, "lengthgen_nq_twice", "question", context_length=150, tokenizer=None)
 
 
+@pytest.mark.slow
 def test_perplexity_of_books(counting: StateLM, task_manager: Manager, known: Any, tmp_path: Path) -> None:
     book = (string.ascii_lowercase * 700)[:17_000]
     (tmp_path / "one.txt").write_text(book)

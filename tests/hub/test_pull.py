@@ -76,7 +76,7 @@ def test_only_the_files_of_a_checkpoint_are_taken(hub: Endpoint, commit: str, tm
     assert pulled(tmp_path / "out") == before
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     "name",
     ["../evil.py", "../../evil.json", "figures/../../evil.png", "/evil.py", "figures//evil.png", "..\\evil.py"],
@@ -129,6 +129,7 @@ def test_a_cut_pull_leaves_nothing_and_the_next_one_goes_on(
     ]
 
 
+@pytest.mark.slow
 def test_a_second_pull_downloads_no_file_again(hub: Endpoint, commit: str, tmp_path: Path) -> None:
     pull_checkpoint("user/name", None, tmp_path / "one")
     done = len(hub.requests)
@@ -200,6 +201,7 @@ def test_who_may_not_read_is_told(hub: Endpoint, commit: str, tmp_path: Path, mo
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("method", "pattern", "what"),
     [

@@ -134,7 +134,7 @@ STOPPING: dict[str, tuple[str, str, dict[str, object], str]] = {
 }
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize(("method", "pattern", "what", "message"), STOPPING.values(), ids=STOPPING.keys())
 def test_what_stops_a_push_leaves_the_branch_as_it_was_and_the_next_push_goes_on(
     method: str, pattern: str, what: dict[str, object], message: str, hub: Endpoint, folder: Path

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_adapter_of
 from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
 from hf_recurrent_lengthgen.hybrids.wrapping import stateful
+from hf_recurrent_lengthgen.loading import quiet_transformers
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
@@ -224,9 +225,8 @@ def main() -> None:
     )
     parser.add_argument("--write", action="store_true", help="put the table into docs/hybrids.md")
     options = parser.parse_args()
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    text = table([measure(model_type) for model_type in sorted({*SUPPORTED, *REFUSED})])
+    with quiet_transformers():
+        text = table([measure(model_type) for model_type in sorted({*SUPPORTED, *REFUSED})])
     if options.write:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
         PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")

@@ -74,6 +74,7 @@ def test_generation_from_a_file_is_generation_from_the_text(model_type: str, tmp
         assert torch.equal(model.generate(tokens[:, length:], **everything, **beams), expected[:, length:])
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_generation_from_a_state_alone_is_that_of_repeated_calls(model_type: str) -> None:
     assert generates(model_type)

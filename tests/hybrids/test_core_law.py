@@ -78,6 +78,7 @@ def test_random_pieces_change_nothing(model_type: str, cuts: set[int]) -> None:
     assert relative_error(comparable(model, state), comparable(model, whole)) < TOLERANCE
 
 
+@pytest.mark.thinned(3)
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", TYPES)
 def test_without_keys_attention_is_block_diagonal_and_positions_restart(model_type: str) -> None:
@@ -100,6 +101,7 @@ def test_without_keys_attention_is_block_diagonal_and_positions_restart(model_ty
     assert relative_error([torch.cat(outputs, 1)], [expected]) < TOLERANCE
 
 
+@pytest.mark.thinned(3)
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", TYPES)
 def test_the_state_matters(model_type: str) -> None:
@@ -136,6 +138,7 @@ def test_single_tokens_have_the_lower_limit_of_the_step_size(model_type: str) ->
     assert step.__qualname__.startswith("use_kernel") or "limited" not in step.__qualname__
 
 
+@pytest.mark.thinned(3)
 @torch.no_grad()
 @pytest.mark.parametrize(
     "model_type", ["falcon_h1", "jamba", "kimi_linear", "lfm2", "minimax", "qwen3_next", "xlstm", "zaya"]

@@ -245,7 +245,7 @@ def test_numbers_that_no_float_is_are_refused_in_lists(limit: list[float]) -> No
         mamba2_config(time_step_limit=limit)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(7)
 @every_family
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())

@@ -272,6 +272,7 @@ def test_blocks_may_end_in_any_order_and_threads_take_turns() -> None:
     assert model.config is config
 
 
+@pytest.mark.thinned(3)
 @every_family
 @torch.no_grad()
 def test_a_checkpoint_says_what_it_forgets(family: Family, tmp_path: Path) -> None:

@@ -222,6 +222,7 @@ def test_what_is_not_finite_leaves_with_the_window(name: str, cuts: list[int]) -
             assert bool(state.recurrent.isfinite().all()), end
 
 
+@pytest.mark.thinned(7)
 @every_case
 @pytest.mark.parametrize("rule", [Forgetting(window=32), Forgetting(window=32, retention=0.9)], ids=str)
 @pytest.mark.parametrize("strength", [1e-3, 1.0, 100.0])

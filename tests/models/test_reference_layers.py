@@ -85,6 +85,7 @@ def test_head_dims_by_default(family: Family) -> None:
     assert linear.v_proj.weight.shape == (16, 16)
 
 
+@pytest.mark.thinned(3)
 @both_families
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("padding", [False, True])

@@ -259,6 +259,7 @@ def test_a_configuration_saved_alone_brings_its_code(family: Family, tmp_path: P
 
 
 # of a parameter that belongs to no layer, as HGRN-2's lower bounds
+@pytest.mark.thinned(3)
 @pytest.mark.filterwarnings("ignore:The following device_map keys do not match any submodules:UserWarning")
 @every_family
 def test_weights_offloaded_to_disk_give_the_same_logits(family: Family, tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ def test_gradients_flow_from_one_result_alone_and_to_one_input_alone() -> None:
 
 
 # torch.compile runs into deprecation warnings of torch itself
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_scan_is_one_operator_for_any_length() -> None:
     graphs = []

@@ -137,6 +137,7 @@ def steps_of(pattern: str, length: int) -> Tensor:
     return steps
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     "pattern", ["even", "one slow step among fast ones", "one fast step among slow ones", "mixed"]
 )

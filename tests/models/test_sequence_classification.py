@@ -132,6 +132,7 @@ def test_states_have_the_shapes_of_the_language_model(family: Family) -> None:
     assert all(isinstance(layer, LayerState) for layer in model.zero_state(1))
 
 
+@pytest.mark.thinned(3)
 @every_family
 def test_upstream_files_are_read_without_a_warning(
     family: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

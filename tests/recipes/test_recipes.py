@@ -97,6 +97,7 @@ def meta_model(path: Path) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 def test_models_have_the_sizes_and_the_parameters_of_their_names(path: Path) -> None:
     model = meta_model(path)

@@ -52,6 +52,7 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
     ]
 
 
+@pytest.mark.slow
 def test_a_second_run_in_a_folder_is_refused_before_it_touches_anything(toys: ModuleType, tmp_path: Path) -> None:
     first = toys.resumable_trainer(tmp_path, save_steps=2)
     second = toys.resumable_trainer(tmp_path, save_steps=2)

@@ -152,6 +152,7 @@ def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(toys: M
         torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_the_last_save_still_ends_the_script(toys: ModuleType, tmp_path: Path, number: int) -> None:
     trainer = toys.resumable_trainer(tmp_path)

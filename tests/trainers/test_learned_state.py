@@ -50,6 +50,7 @@ def rows_of(state: RecurrentState, rows: int) -> RecurrentState:
     return map_state(lambda part: part.expand(rows, *part.shape[1:]), state)
 
 
+@pytest.mark.slow
 def test_a_planted_state_is_recovered(toys: ModuleType, learner: MakeLearner) -> None:
     model = strong(toys).eval()
     generator = torch.Generator().manual_seed(0)

@@ -41,6 +41,7 @@ def saved(output_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(output_dir / f"checkpoint-{STEPS}" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_trains_with_twice_the_batch(toys: ModuleType, tmp_path: Path) -> None:
     assert toys.run_jobs([{"output_dir": str(tmp_path / "two"), "processes": 2} | RUN]) == [[0, 0]]
     one = toys.resumable_trainer(tmp_path / "one", batch_size=4, **RUN)

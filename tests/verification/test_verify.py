@@ -19,6 +19,7 @@ from .conftest import SIZES, add_to_code, change_config, change_weight
 STALE = Verification({}, (Check("logits", "nothing", 1, 0.0, 0.0),), {})
 
 
+@pytest.mark.slow
 def test_a_sound_checkpoint_passes_and_says_so(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(checkpoint), "--length", "520"]) == 0
     found = read_verification(checkpoint)
