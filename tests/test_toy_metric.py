@@ -155,6 +155,7 @@ def test_where_it_cannot_be_measured_the_reason_is_told(
     assert reason in words((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_not_listed_is_refused_and_its_results_are_told_of(
     checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:

@@ -411,6 +411,7 @@ def test_own_words_outlive_all_that_writes_the_card(work: Work, tmp_path: Path) 
         write_card(folder, overwrite=True)
 
 
+@pytest.mark.slow
 def test_what_was_said_once_is_said_again(work: Work, tmp_path: Path) -> None:
     folder = work.copy("cured", tmp_path / "cured")
     said = CardSettings("me/mine", "mit", ("en", "de"), ("owner/texts",), ("A. Person",))

@@ -74,7 +74,7 @@ def checkpoint(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("task", "length"), [("copying", "4"), ("stack_copying", "2-4"), ("recall", "2-4"), ("sorting", "4")]
 )

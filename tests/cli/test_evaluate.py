@@ -127,7 +127,7 @@ def other_type(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("damage", [no_weights, no_config, cut_weights, other_type])
 def test_a_damaged_checkpoint_is_one_line(
     damage: Callable[[Path], None],

@@ -127,6 +127,7 @@ def test_remote_code_evaluates_if_it_may_run(
     np.testing.assert_allclose(model.evaluation.position_wise.fine.mean[:8], expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_not_measured_again(
     evaluate: Evaluate,
     checkpoint: Path,
@@ -154,6 +155,7 @@ def test_what_was_measured_is_not_measured_again(
         evaluate(checkpoint, "--length", 63)
 
 
+@pytest.mark.slow
 def test_an_interrupted_command_goes_on(
     evaluate: Evaluate,
     checkpoint: Path,

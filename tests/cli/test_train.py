@@ -523,6 +523,7 @@ def test_every_intervention_trains_every_weight(
     assert trained_config(tmp_path / "out")["training_length"] == TINY["training_length"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("start", "length"), [("checkpoint", 8), ("config_file", 2048)])
 def test_the_training_length_is_that_of_the_model_unless_given(
     start: str, length: int, train: Train, tmp_path: Path, request: pytest.FixtureRequest

@@ -270,6 +270,7 @@ def test_what_breaks_after_the_weights_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("format", "family"),
     [

@@ -100,6 +100,7 @@ def test_documents_are_not_cut_into_windows(ours: StateLM, stock: Mamba2ForCausa
 GENERATION = [{"until": ["\n\n"], "max_gen_toks": 12}, {"until": "=", "max_gen_toks": 30, "do_sample": False}]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("arguments", GENERATION)
 def test_greedy_texts_are_those_of_lm_eval(ours: StateLM, theirs: HFLM, arguments: dict[str, Any]) -> None:
     asked = requests("generate_until", *((context, dict(arguments)) for context in [*CONTEXTS, "ab", CONTEXTS[0]]))

@@ -149,6 +149,7 @@ def test_what_a_stock_cache_cannot_hold_is_refused() -> None:
         mamba1.generate(prompt, max_new_tokens=2)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("model_type", sorted(set(SUPPORTED) - set(FORGETFUL)))
 def test_other_recurrences_are_refused(model_type: str) -> None:
     model = stateful(tiny_model(model_type))

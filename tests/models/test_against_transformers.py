@@ -72,6 +72,7 @@ def test_the_parameters_have_the_names_and_shapes_of_transformers() -> None:
     assert shapes[0] == shapes[1]
 
 
+@pytest.mark.thinned(3)
 @groups
 @pytest.mark.parametrize("length", [1, 2, 3, 15, 16, 17, 100])
 @pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.1, 0.6)], ids=["no limit", "limit"])

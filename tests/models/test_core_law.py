@@ -39,7 +39,7 @@ def test_the_pieces_equal_the_whole(family: Family, length: int) -> None:
     assert_equal_up_to(1e-11, law(model, length, LENGTHS[length]), law(model, length, []))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(7)
 @every_variant
 @pytest.mark.parametrize("length", [3, 65])
 def test_the_pieces_equal_the_whole_in_every_variant(family: Family, variant: str, length: int) -> None:
@@ -60,6 +60,7 @@ def test_any_split_equals_the_whole(family: Family, data: st.DataObject) -> None
     assert_equal_up_to(2e-4, law(single, length, cuts), law(single, length, []))
 
 
+@pytest.mark.thinned(5)
 @every_variant
 @pytest.mark.parametrize("length", [1, 3, 20])
 def test_the_model_equals_a_loop_over_the_equations(family: Family, variant: str, length: int) -> None:
@@ -186,6 +187,7 @@ def test_a_bf16_model_keeps_the_law_and_float32_states(family: Family) -> None:
         assert (ours.recurrent - theirs.recurrent).norm() < 0.03 * theirs.recurrent.norm()
 
 
+@pytest.mark.thinned(5)
 @every_family
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_no_state_is_the_zero_state_bit_for_bit(family: Family, dtype: torch.dtype) -> None:

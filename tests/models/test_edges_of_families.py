@@ -79,6 +79,7 @@ def test_a_config_from_upstream_fields_has_our_type() -> None:
     assert config.model_type == "stateful_mamba"  # as "mamba", PEFT refuses adapters on out_proj
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("family", "variant"), VARIANTS, ids=variant_id)
 def test_float16_is_finite_and_close_to_float32(family: Family, variant: str) -> None:
     check_float16(family, **family.variants[variant])

@@ -47,7 +47,7 @@ def inputs_of_layers(model: Any, tokens: Tensor) -> tuple[list[tuple[Any, ...]],
     return caught, state
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(11)
 @every_variant
 @pytest.mark.parametrize("window", [1, 7, 30])
 @torch.no_grad()
@@ -86,7 +86,7 @@ def test_multipliers_of_one_are_the_identity(family: Family) -> None:
         assert error(model(tokens).logits, expected.logits) > 1e-3
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(7)
 @every_family
 @pytest.mark.parametrize("settings", [ALL, {"retention": 0.9, "insertion": 1.5}], ids=["window", "multipliers"])
 def test_in_any_pieces_as_at_once_with_all_gradients(family: Family, settings: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ def test_padding_is_neither_kept_nor_counted(family: Family) -> None:
                 assert torch.allclose(found.window[:, 1:], expected.window[:, 1:], rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @every_family
 @torch.no_grad()
 def test_generation_forgets_too(family: Family) -> None:

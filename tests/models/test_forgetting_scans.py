@@ -137,7 +137,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(7)
 @every_case
 @pytest.mark.parametrize(
     "rule",
@@ -163,7 +163,7 @@ def test_states_and_outputs_are_sums_over_the_window(name: str, rule: Forgetting
     assert error(state.recurrent, states[:, -1]) < 1e-12
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(7)
 @every_case
 @settings(max_examples=15, deadline=None)
 @given(st.data())
@@ -177,7 +177,7 @@ def test_any_split_gives_the_same(name: str, data: Any) -> None:
     assert torch.equal(split[1].window[:, 1:], whole[1].window[:, 1:])
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(7)
 @every_case
 @pytest.mark.parametrize("strength", [1e-6, 0.01, 3.0, 1e4])
 def test_single_precision_is_enough_for_weak_and_strong_decays(name: str, strength: float) -> None:

@@ -74,7 +74,7 @@ def test_greedy_generation_is_the_repeated_argmax(family: Family) -> None:
     assert not torch.equal(expected, greedy_by_hand(model, prompt))
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(13)
 @shell_families
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cut", [1, 4, 6])
@@ -90,7 +90,7 @@ def test_continuing_from_a_state_equals_the_whole_prompt(family: Family, mode: s
     assert all(torch.equal(a, b) for x, y in zip(state, before, strict=True) for a, b in zip(x, y, strict=True))
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(13)
 @shell_families
 @pytest.mark.parametrize("mode", ["greedy", "beams", "several samples"])
 @pytest.mark.parametrize("side", ["left", "right"])

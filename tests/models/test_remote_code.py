@@ -211,6 +211,7 @@ def test_missing_and_unexpected_weights_are_reported_and_missing_ones_initialize
     assert torch.equal(loaded.backbone.layers[1].mixer.A_log, model.backbone.layers[1].mixer.A_log)
 
 
+@pytest.mark.thinned(3)
 @every_family
 def test_every_missing_weight_gets_the_values_of_a_new_model(family: Family, tmp_path: Path) -> None:
     """Weights of random numbers by their deviation; without own weights in the file nothing may stay unset."""

@@ -79,6 +79,7 @@ def test_packed_rows_are_refused(family: Family) -> None:
             model(tokens, **run)
 
 
+@pytest.mark.thinned(3)
 @every_family
 def test_the_backbone_of_a_language_model_is_taken_over(family: Family, tmp_path: Path) -> None:
     language = build(family)

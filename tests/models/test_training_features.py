@@ -108,6 +108,7 @@ def test_activation_checkpointing_keeps_the_step_and_saves_memory(family: Family
     assert saved_bytes(model) == saved_bytes(plain)
 
 
+@pytest.mark.thinned(5)
 @every_family
 @pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("kwargs", [{"use_reentrant": True}, {"preserve_rng_state": False}], ids=str)
@@ -272,6 +273,7 @@ def test_an_adapter_on_one_of_several_convolutions_is_refused() -> None:
         model(random_tokens(1, 3))
 
 
+@pytest.mark.thinned(3)
 @every_family
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_vocabulary_can_grow_and_shrink(family: Family, tied: bool) -> None:

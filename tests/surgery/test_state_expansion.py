@@ -58,6 +58,7 @@ def same_as_loop(family: Family, model: Any) -> None:
         torch.testing.assert_close(ours.recurrent, theirs.recurrent, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.thinned(3)
 @torch.no_grad()
 @every_family
 @every_initialization
@@ -106,7 +107,7 @@ def test_merged_heads_of_gla_are_those_of_the_paper(heads: int) -> None:
     torch.testing.assert_close(given, outputs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(7)
 @torch.no_grad()
 @pytest.mark.parametrize("factor", [1.2, 2, 3, 4, 8])
 @pytest.mark.parametrize(
@@ -304,6 +305,7 @@ def test_layers_may_be_chosen_and_expanded_twice() -> None:
     assert (expanded.config.layer_num_heads, expanded.config.num_kv_heads) == ([4, 2], None)
 
 
+@pytest.mark.thinned(3)
 @every_family
 @every_initialization
 def test_the_parameters_that_hold_new_values_are_found_from_the_record(family: Family, initialization: str) -> None:

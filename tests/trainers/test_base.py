@@ -233,7 +233,7 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(11)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_for_trainer_runs_with_two_names_changed(
     toys: ModuleType, tmp_path: Path, script: Callable[..., Trainer]

@@ -59,7 +59,7 @@ def close(given: Any, expected: Any, dtype: torch.dtype = torch.float64) -> None
     torch.testing.assert_close(given, expected, **TOLERANCE[dtype])
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 def test_chunks_are_the_whole_sequence(family: Family, dtype: torch.dtype) -> None:

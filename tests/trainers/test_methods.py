@@ -147,7 +147,7 @@ class CropDifferently:
         return {name: value[:, : 9 - 3 * (self.batches % 2)] for name, value in batch.items()}
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(11)
 @pytest.mark.parametrize("method", METHODS)
 def test_low_precision_clipping_checkpointing_and_other_lengths_go_together(
     toys: ModuleType, tmp_path: Path, method: str
@@ -200,6 +200,7 @@ def checkpoints(toys: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> d
     return {method: root / method / "checkpoint-1" for method, _, _ in CHANGES}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("method", "change", "told"), CHANGES)
 def test_a_changed_setting_is_refused_at_resume(
     toys: ModuleType,

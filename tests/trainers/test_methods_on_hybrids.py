@@ -79,7 +79,7 @@ def losses(trainer: Any) -> list[dict[str, float]]:
     return [line for line in trainer.state.log_history if "loss" in line]
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize(("model_type", "methods"), SELECTED)
 def test_a_method_trains_and_resumes_or_says_why_it_cannot(
     toys: ModuleType, tmp_path: Path, model_type: str, methods: tuple[str, ...] | None

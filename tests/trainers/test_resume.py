@@ -64,7 +64,7 @@ def resume(toys: ModuleType, output_dir: Path, checkpoint: str | bool = True, **
     return outcome(trainer, toys)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("step", range(1, STEPS))
 def test_resuming_from_any_step_equals_the_whole_run(
     toys: ModuleType, whole_run: tuple[Path, Outcome], tmp_path: Path, step: int
@@ -73,7 +73,7 @@ def test_resuming_from_any_step_equals_the_whole_run(
     assert_same(resume(toys, tmp_path, str(output_dir / f"checkpoint-{step}")), whole)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -236,7 +236,7 @@ def test_a_kill_while_writing_over_an_older_run_is_noticed(
     assert_same(resume(toys, output_dir, str(output_dir / "checkpoint-5")), whole_run[1])
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name", "part"),
     [

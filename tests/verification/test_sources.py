@@ -64,6 +64,7 @@ def all_checks(source: Path, checkpoint: Path, dtype: torch.dtype = torch.float3
     return open_source(locate(str(source)), checkpoint).checks(Sizes(TOKENS, dtype, "cpu"), ours)
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("kind", STOCK)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_converted_checkpoint_is_that_of_transformers(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
