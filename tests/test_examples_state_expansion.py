@@ -28,10 +28,10 @@ def test_the_methods_are_compared_and_an_interrupted_study_continues(
     stages = json.loads((out / "state_expansion.json").read_text())["stages"]
     assert len(table.splitlines()) == 2 + len(stages) == 2 + 9
     states = {name: found["3"]["state"] for name, found in stages.items()}
-    layer = 2 * 8 * 2  # 2 heads of 8 channels, N = 2, four times as much where expanded
+    layer = 2 * 8 * 2  # 2 heads of 8 channels, N = 2, eight times as much where expanded
     assert states["vanilla"] == states["base"] == 4 * layer
-    assert [states[f"reinit_{count}"] for count in (1, 2, 4)] == [(4 + 3 * count) * layer for count in (1, 2, 4)]
-    assert states["large"] == states["inherit_4"] == 16 * layer
+    assert [states[f"reinit_{count}"] for count in (1, 2, 4)] == [(4 + 7 * count) * layer for count in (1, 2, 4)]
+    assert states["large"] == states["inherit_4"] == 32 * layer
     assert (out / "state_expansion.png").read_bytes().startswith(b"\x89PNG")
     (out / "seed3" / "inherit_2" / "stage.json").unlink()
     run_study(monkeypatch, "--output", tmp_path, "--seeds", 3)

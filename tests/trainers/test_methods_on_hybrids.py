@@ -55,7 +55,7 @@ def refusal(model_type: str, method: str, attends: bool) -> str | None:
     if method == "tbtt by document":
         return "wrapped by stateful.*takes no padding"
     if method in NOISE and model_type in CONVOLUTIONS:
-        return "cannot start from noise: it has short convolutions only"
+        return "cannot start from noise: its only states are those of short convolutions"
     if method in NOISE and model_type in ("rwkv", "xlstm"):
         return "cannot start from noise: (a denominator|memory, normalizer and stabilizer)"
     if method.endswith("in chunks") and attends:
