@@ -20,7 +20,7 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     zero_conv,
 )
 
-from .families import FAMILIES, VARIANTS, Family, build, random_tokens, variant_id
+from .families import FAMILIES, MAMBA2, VARIANTS, Family, build, random_tokens, variant_id
 from .law import assert_equal_up_to, weights_like
 from .test_generation import generate, greedy_by_hand
 
@@ -322,8 +322,9 @@ def test_models_that_cannot_forget_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@every_family
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((family, torch.float32) for family in FAMILIES), (MAMBA2, torch.bfloat16)], ids=variant_id
+)
 @torch.no_grad()
 def test_a_window_of_4096_tokens_in_a_stream_of_65536(family: Family, dtype: torch.dtype) -> None:
     """Each layer's state at random points, against that layer in double precision, restarted on its last inputs."""

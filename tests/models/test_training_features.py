@@ -16,7 +16,6 @@ from hf_recurrent_lengthgen.models.recurrent_state import map_state
 from .families import (
     FAMILIES,
     GLA,
-    MAMBA,
     MAMBA2,
     RWKV6,
     VOCABULARY,
@@ -389,6 +388,5 @@ def test_the_whole_model_is_one_graph(family: Family, checkpointed: bool) -> Non
 
 @pytest.mark.slow
 @compiling
-@pytest.mark.parametrize("family", [MAMBA, MAMBA2], ids=variant_id)  # minutes: ten for GLA
-def test_the_compiled_model_equals_the_eager_one(family: Family) -> None:
-    compiled_step_equals_eager(family, "inductor", 70, False)
+def test_the_compiled_model_equals_the_eager_one() -> None:
+    compiled_step_equals_eager(MAMBA2, "inductor", 70, False)  # others take minutes, GLA ten

@@ -4,6 +4,7 @@ JOBS is a JSON list of [function of this file, its arguments]. FILE gets, by num
 returned in each of them, [process][job].
 """
 
+import gc
 import json
 import os
 import socket
@@ -134,6 +135,7 @@ def run(jobs: list[list[Any]]) -> list[Any]:
 def main() -> None:
     file, jobs = sys.argv[1], json.loads(sys.argv[2])
     logging.set_verbosity_error()
+    gc.freeze()  # as in tests/conftest.py
     toys.tiny_model = in_float64
     results = {}
     for count in (1, 2, 3):

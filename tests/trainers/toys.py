@@ -6,6 +6,7 @@ as by torchrun (`processes`): when one of them fails, the others are killed. Und
 in each of its processes.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -369,6 +370,7 @@ def run_jobs(jobs: list[dict[str, Any]], timeout: int = 300) -> list[list[int]]:
 
 def main() -> None:
     logging.set_verbosity_error()
+    gc.freeze()  # as in tests/conftest.py
     for job in json.loads(sys.argv[1]):
         if "WORLD_SIZE" in os.environ:
             run_job(**job)
