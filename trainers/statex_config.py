@@ -38,11 +38,12 @@ class StateXConfig(MixedStatesConfig):
         default=None,
         metadata={"help": "Number of heads of these layers in families other than Mamba. Default: see expand_factor."},
     )
-    expand_initialization: Literal["reinit", "inherit"] | None = field(
+    expand_initialization: Literal["reinit", "reinit-transformers", "inherit"] | None = field(
         default=None,
         metadata={
-            "help": "reinit initializes the recurrence of these layers anew, as in the paper (section 4.3); inherit "
-            "keeps the trained weights. Default: reinit."
+            "help": "reinit initializes the recurrence of these layers anew, as in the paper (section 4.3), Mamba's "
+            "as mamba-ssm does; reinit-transformers as Transformers does; inherit keeps the trained weights. Default: "
+            "reinit."
         },
     )
     new_weights_lr_multiplier: float = field(

@@ -14,7 +14,7 @@ NOT_ARCHITECTURE = {
     *("expanded_layers", "interventions", "model_type", "scan_backend", "torch_dtype", "training_length"),
     "transformers_version",
     # of initialization
-    *("initializer_range", "rescale_prenorm_residual", "time_step_floor", "time_step_init_scheme"),
+    *("initialization", "initializer_range", "rescale_prenorm_residual", "time_step_floor", "time_step_init_scheme"),
     *("time_step_max", "time_step_min", "time_step_scale"),
     # of generation
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),

@@ -128,6 +128,7 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
         "layer_norm_epsilon": NORM_EPSILON,
         "residual_in_fp32": given["residual_in_fp32"],
         "tie_word_embeddings": given["tie_embeddings"],
+        "initialization": "mamba-ssm",
         # known to the tokenizer only
         "bos_token_id": None,
         "eos_token_id": None,

@@ -1,10 +1,12 @@
-"""What the configurations of the Mamba families share: per-layer sizes, and attention in some layers."""
+"""What the configurations of the Mamba families share: initialization, sizes of layers, attention in some layers."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from .configuration_stateful import StatefulConfigMixin
 from .forgetting import Forgetting
+
+_RANGES = {"transformers": 0.1, "mamba-ssm": 0.02}  # defaults of initializer_range
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -26,6 +28,12 @@ class ReferenceLayersConfigMixin(StatefulConfigMixin):
             attention.
         layer_state_sizes: State dim N of each layer, where they differ (StateX, Shen et al. 2025); None for
             `state_size` in all.
+        initialization: How new weights are drawn. "transformers": as by Transformers' own classes. "mamba-ssm": as by
+            the authors' package. Linear layers and convolutions are then drawn as torch draws them, with a bias of the
+            convolution; rates of Mamba-2 are A ~ U(1, 16); output projections are divided by the root of the number of
+            layers (`rescale_prenorm_residual` becomes True); `initializer_range`, by default 0.02, is for embeddings.
+            "transformers" has A = 1 to H, no such bias, and draws embeddings and linear layers with
+            `initializer_range`, by default 0.1, which makes rows of B and C eight times larger at a width of 2048.
     """
 
     attention_kinds: ClassVar[tuple[str, ...]] = ("softmax", "linear")
@@ -34,6 +42,7 @@ class ReferenceLayersConfigMixin(StatefulConfigMixin):
     attention_kind: str = "softmax"
     attention_head_dim: int | None = None
     layer_state_sizes: list[int] | None = None
+    initialization: str = "transformers"
 
     def state_size_of(self, layer: int) -> int:
         """State dim N of one layer."""
@@ -43,6 +52,12 @@ class ReferenceLayersConfigMixin(StatefulConfigMixin):
     def check(self) -> None:
         """See `StatefulConfigMixin.check`; also these fields, and the activation."""
         super().check()
+        if self.initialization not in _RANGES:
+            raise ValueError(f"initialization must be one of {tuple(_RANGES)}, got {self.initialization!r}.")
+        if self.initialization == "mamba-ssm":
+            self.rescale_prenorm_residual: bool = True
+            if self.initializer_range == _RANGES["transformers"]:
+                self.initializer_range: float = _RANGES["mamba-ssm"]
         if (given := self.hidden_act) not in ("silu", "swish"):  # type: ignore[attr-defined]
             raise ValueError(f'hidden_act must be "silu", got {given!r}: the convolution is followed by SiLU.')
         chosen: list[int] = list(self.attention_layers or ())

@@ -49,7 +49,7 @@ class MixerBlock(MixerLayer):
 
 @torch.no_grad()
 def init_mamba_mixer(mixer: Any, config: Any, steps: nn.Parameter) -> None:
-    """The initialization that Mamba-1 and Mamba-2 share in Transformers: D = 1, log-uniform steps, Kaiming weights.
+    """What Mamba-1 and Mamba-2 share: D = 1, log-uniform steps, Kaiming weights; no bias in "transformers".
 
     Args:
         mixer: With D, conv1d and out_proj.
@@ -62,7 +62,9 @@ def init_mamba_mixer(mixer: Any, config: Any, steps: nn.Parameter) -> None:
     dt = dt.exp().clamp(min=config.time_step_floor)
     init.copy_(steps, dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
     init.kaiming_uniform_(mixer.conv1d.weight, a=math.sqrt(5))
-    if mixer.conv1d.bias is not None:
+    if mixer.conv1d.bias is not None and config.initialization == "mamba-ssm":
+        init.uniform_(mixer.conv1d.bias, -(config.conv_kernel**-0.5), config.conv_kernel**-0.5)
+    elif mixer.conv1d.bias is not None:
         init.zeros_(mixer.conv1d.bias)
     init.kaiming_uniform_(mixer.out_proj.weight, a=math.sqrt(5))
     if config.rescale_prenorm_residual and not getattr(mixer.out_proj.weight, "_is_hf_initialized", False):

@@ -10,6 +10,7 @@ this file supplies the contract:
 Shapes: B batch, T tokens, D hidden size, V vocabulary.
 """
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers import initialization as init
 from transformers.utils import ModelOutput
 
 from .forgetting import Forgetting
@@ -81,6 +83,8 @@ class StatefulPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """As in Transformers; a module with its own initialization has a method `init_weights`."""
         super()._init_weights(module)
+        if isinstance(module, nn.Linear) and getattr(self.config, "initialization", None) == "mamba-ssm":
+            init.kaiming_uniform_(module.weight, a=math.sqrt(5))  # as torch does
         if not isinstance(module, PreTrainedModel) and hasattr(module, "init_weights"):
             module.init_weights()  # type: ignore[operator]
 

@@ -98,7 +98,7 @@ class StatefulMambaMixer(ScanMixer):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialize as Transformers does: A = -(1..N), and see `init_mamba_mixer`."""
+        """A = -(1..N) in both initializations; and see `init_mamba_mixer`."""
         config = self.config
         rates = torch.arange(1, self.state_size + 1, device=self.A_log.device, dtype=torch.float32)
         init.copy_(self.A_log, rates.log().expand_as(self.A_log))

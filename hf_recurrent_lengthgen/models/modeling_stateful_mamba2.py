@@ -95,9 +95,12 @@ class StatefulMamba2Mixer(ScanMixer):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialize as Transformers does: A = -(1..H), and see `init_mamba_mixer`."""
-        heads = torch.arange(1, self.num_heads + 1, device=self.A_log.device, dtype=torch.float32)
-        init.copy_(self.A_log, heads.log())
+        """A = -(1..H) as in Transformers, or U(-16, -1) as in mamba-ssm; and see `init_mamba_mixer`."""
+        if self.config.initialization == "mamba-ssm":
+            rates = torch.empty_like(self.A_log, dtype=torch.float32).uniform_(1, 16)
+        else:
+            rates = torch.arange(1, self.num_heads + 1, device=self.A_log.device, dtype=torch.float32)
+        init.copy_(self.A_log, rates.log())
         init_mamba_mixer(self, self.config, self.dt_bias)
 
 

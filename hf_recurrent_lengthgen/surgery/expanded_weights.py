@@ -7,11 +7,12 @@ anew, as Shen et al., 2025 recommend ("StateX", arXiv:2509.22630, sections 4.3 a
 Shapes: N state dim, G groups, H heads, K convolution taps, R rank of the steps.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.models.mixer_layouts import kind_of
 
@@ -19,6 +20,31 @@ Weights = dict[str, Tensor]
 
 QUIET_ROWS = 1e-3
 """Scale of FalconMamba's new B rows relative to the old ones: the norm of B changes by half its square."""
+STEP_RANGE = {"time_step_min": 0.001, "time_step_max": 0.1}
+"""Step sizes of new heads, by the names in configs; the values where a config has none."""
+
+
+@torch.no_grad()
+def draw_as_mamba_ssm(mixer: Any, config: Any) -> None:
+    """Draw new weights of a Mamba mixer, of this package or of Transformers, as the authors' package does.
+
+    Linear layers and convolutions as in torch, without bias of linear layers; A ~ U(1, 16) in Mamba-2 and 1 to N in
+    Mamba-1; step sizes log-uniform from 0.001 to 0.1. Transformers draws rows of B and C that are up to eight times
+    larger, and its hybrids start with step sizes of softplus(1) = 1.3, which forget everything.
+    """
+    for linear in (mixer.in_proj, getattr(mixer, "x_proj", None)):
+        if linear is not None:
+            nn.Linear.reset_parameters(linear)
+            if linear.bias is not None:
+                linear.bias.zero_()
+    nn.Conv1d.reset_parameters(mixer.conv1d)
+    rates = torch.empty_like(mixer.A_log, dtype=torch.float32)
+    mixer.A_log.copy_((rates.uniform_(1, 16) if rates.ndim == 1 else torch.arange(1.0, 1 + rates.shape[1])).log())
+    low, high = (math.log(getattr(config, name, other)) for name, other in STEP_RANGE.items())
+    bias = mixer.dt_bias if rates.ndim == 1 else mixer.dt_proj.bias
+    steps = torch.empty_like(bias, dtype=torch.float32).uniform_(low, high).exp()
+    steps = steps.clamp(min=getattr(config, "time_step_floor", 1e-4))
+    bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # inverse of softplus
 
 
 def widened_mamba2(old: Weights, new: Weights, groups: int, inherit: bool) -> Weights:

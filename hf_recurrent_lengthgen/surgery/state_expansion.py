@@ -7,15 +7,15 @@
   H P values holds H times as many, with the same weights. Beyond the paper, linear attention, HGRN-2, RWKV-6 and
   RWKV-5 do the same.
 - 4 layers are expanded, one in every m from the first (4.4).
-- "reinit", the paper's choice, initializes the recurrence of these layers anew. "inherit" keeps the trained weights
-  (4.3).
+- "reinit", the paper's choice, initializes the recurrence of these layers anew, as the authors' packages do
+  (mamba-ssm, fla). "inherit" keeps the trained weights (4.3).
 
 The config of the new model has the sizes of all layers, so its checkpoint describes itself.
 """
 
 import copy
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from transformers.initialization import no_init_weights
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.wrapping import StatefulMixin
-from hf_recurrent_lengthgen.surgery.expanded_weights import Weights, expansion_of
+from hf_recurrent_lengthgen.surgery.expanded_weights import EXPANSIONS, Weights, draw_as_mamba_ssm, expansion_of
 from hf_recurrent_lengthgen.surgery.expansion_plan import (
     Layers,
     blank_model,
@@ -36,7 +36,7 @@ from hf_recurrent_lengthgen.surgery.expansion_plan import (
 )
 from hf_recurrent_lengthgen.surgery.expansion_results import ExpansionReport, LayerExpansion
 
-Initialization = Literal["reinit", "inherit"]
+Initialization = Literal["reinit", "reinit-transformers", "inherit"]
 
 
 def expand_state(
@@ -65,7 +65,8 @@ def expand_state(
         num_heads: New number of heads of these layers, a divisor of the old one (other families); instead of `factor`.
         initialization: "reinit" initializes anew: in Mamba-2 A_log, dt_bias and the rows and convolution channels of B
             and C; in Mamba-1 A_log, the bias of dt_proj and the rows of B and C; with merged heads the whole recurrent
-            block (projections, gate, norm of its outputs) without the norm before it. "inherit" keeps the trained
+            block (projections, gate, norm of its outputs) without the norm before it. New weights of Mamba are drawn
+            as in mamba-ssm; "reinit-transformers" draws them as Transformers does. "inherit" keeps the trained
             weights. In Mamba-1 and Mamba-2 the logits are then unchanged (to 1e-5), and every new weight has a
             gradient, those of B from the second step on. Merged heads read what the others wrote, so their logits
             change with "inherit", too.
@@ -75,8 +76,8 @@ def expand_state(
         ValueError: with the reason, for a family that cannot be expanded, sizes and layers that do not fit, adapters,
             quantized weights, and a model with added or removed parameters.
     """
-    if initialization not in ("reinit", "inherit"):
-        raise ValueError(f'initialization must be "reinit" or "inherit", got {initialization!r}.')
+    if initialization not in get_args(Initialization):
+        raise ValueError(f"initialization must be one of {get_args(Initialization)}, got {initialization!r}.")
     _check_plain(model)
     wrapped = isinstance(model, StatefulMixin)
     model_class: Any = type(model)
@@ -87,7 +88,7 @@ def expand_state(
         new = model_class(plan.config)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        new.load_state_dict(_expanded_weights(model, new, plan.layers, initialization == "inherit"), assign=True)
+        new.load_state_dict(_expanded_weights(model, new, plan.layers, initialization), assign=True)
     new.tie_weights()
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     for name, parameter in new.named_parameters():
@@ -102,7 +103,7 @@ def expand_state(
     return stateful(new) if wrapped else new
 
 
-def _expanded_weights(model: PreTrainedModel, new: Any, layers: Iterable[int], inherit: bool) -> Weights:
+def _expanded_weights(model: PreTrainedModel, new: Any, layers: Iterable[int], how: Initialization) -> Weights:
     """The weights of the new model from those of the given one."""
     old_weights, expected = model.state_dict(), new.state_dict()
     if set(old_weights) != set(expected):
@@ -116,9 +117,16 @@ def _expanded_weights(model: PreTrainedModel, new: Any, layers: Iterable[int], i
     for layer in layers:
         name, mixer = mixers[layer]
         mixer.apply(new._init_weights)
+        mamba = expansion_of(mixer) is not EXPANSIONS["heads"]
+        if how == "reinit" and mamba:
+            draw_as_mamba_ssm(mixer, new.config)
+        elif how == "reinit-transformers" and not mamba:
+            raise ValueError(
+                f'"reinit-transformers" is for Mamba: {type(mixer).__name__} has one initialization, that of "reinit".'
+            )
         old = {key: value.detach() for key, value in old_mixers[layer][1].state_dict().items()}
         fresh = {key: value.to(old[key]) for key, value in mixer.state_dict().items()}
-        expanded = expansion_of(mixer).weights(old, fresh, mixer, inherit)
+        expanded = expansion_of(mixer).weights(old, fresh, mixer, how == "inherit")
         weights |= {f"{name}.{key}": value.clone() for key, value in expanded.items()}
     return weights
 
@@ -177,7 +185,7 @@ def expanded_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     for layer, initialization in recorded_expansions(model.config).items():
         prefix, mixer = mixers[layer]
         expansion = expansion_of(mixer)
-        names = expansion.new_values + (expansion.of_reinit if initialization == "reinit" else ())
+        names = expansion.new_values + (() if initialization == "inherit" else expansion.of_reinit)
         found |= {f"{prefix}.{name}": p for name, p in mixer.named_parameters() if name.startswith(names)}
     return found
 
