@@ -1,6 +1,7 @@
 """State expansion (arXiv:2509.22630) against the paper's equations, and what it must leave alone."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -174,14 +175,14 @@ def test_reinit_of_mamba2_starts_only_the_recurrence_anew() -> None:
                 assert torch.equal(given[-heads:], kept[-heads:])
             rows = given[before : before + 2 * groups * 8]
             assert not any(bool((row == kept_row).all()) for row in rows for kept_row in kept)
-    torch.testing.assert_close(new.A_log, torch.arange(1.0, 5).log())
+    assert bool(((new.A_log >= 0) & (new.A_log <= math.log(16))).all())
     steps = torch.nn.functional.softplus(new.dt_bias)
     assert bool(((steps > 0.9e-3) & (steps < 0.11)).all())
     assert not bool((new.dt_bias == old.dt_bias).any())
     for name in ("D", "norm.weight", "out_proj.weight", "out_proj.bias"):
         assert torch.equal(new.get_parameter(name), old.get_parameter(name))
-    assert float(new.in_proj.weight[2 * inner : -heads].std()) == pytest.approx(0.1, rel=0.2)  # initializer_range
-    assert not new.conv1d.bias[inner:].any()
+    assert float(new.in_proj.weight[2 * inner : -heads].std()) == pytest.approx((3 * 16) ** -0.5, rel=0.2)
+    assert bool((new.conv1d.bias[inner:] != 0).all())
     others = {name: value for name, value in model.state_dict().items() if ".layers.1.mixer." not in name}
     expanded = expand_state(model, [1], state_size=8).state_dict()
     assert all(torch.equal(expanded[name], value) for name, value in others.items())
@@ -509,7 +510,7 @@ def test_every_recurrent_type_of_transformers_is_expanded_or_refused_with_the_re
         (MAMBA2, {}, {"layers": 0}, 'layers must be "all" or integers from 0, got 0'),
         (MAMBA2, {}, {"layers": [0], "count": 1}, "Give layers or count, not both"),
         (MAMBA2, {}, {"count": 0}, "At least one layer must be expanded, got 0"),
-        (MAMBA2, {}, {"initialization": "zero"}, 'must be "reinit" or "inherit", got \'zero\''),
+        (MAMBA2, {}, {"initialization": "zero"}, "initialization must be one of .*, got 'zero'"),
         (GLA, {}, {"state_size": 9}, "state_size does not apply to stateful_gla: its state grows by num_heads"),
         (GLA, {"num_heads": 4}, {"num_heads": 3}, "num_heads of layer 0 is 4 and would become 3: give a smaller"),
         (GLA, {"num_heads": 4}, {"factor": 3}, "is 4 and would become 1.33333"),
