@@ -21,7 +21,7 @@ ONE_OF_EACH_KIND = list(
         if not name.endswith(("-500", "-plain", "-baseline"))
     }.values()
 )
-"""Recipes that differ by more than the size of the model (stand-ins have one size) and than one setting of training."""
+"""Recipes that differ by more than the size of the model, of which stand-ins have one, or a setting of training."""
 
 
 @pytest.fixture
