@@ -1,4 +1,4 @@
-"""The setting of the studies in `interventions/`, `failure/` and `forgetting/`: model and text of `lengthgen demo`.
+"""The setting of the studies in `interventions/`, `failure/`, `families/` and `forgetting/`: that of `lengthgen demo`.
 
 A stage is one training run and its measurement. Its folder holds the checkpoint and `stage.json`. A finished stage
 with the same settings is not run again, so an interrupted study continues where it stopped.
@@ -25,7 +25,6 @@ from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
 from hf_recurrent_lengthgen.evaluation.misalignment import long_short_misalignment
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
-from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, GRID, INK, MUTED
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, ZeroStateTrainer
 
@@ -38,14 +37,19 @@ TINY = replace(
 Result = dict[str, Any]
 
 
-def parse(description: str | None) -> argparse.Namespace:
-    """The options that both studies have."""
+def options_of(description: str | None) -> argparse.ArgumentParser:
+    """The options that all studies have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default="demo-output/studies", help="folder for everything (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds in this order (0 1 2)")
     parser.add_argument("--report", action="store_true", help="train nothing, report on what is there")
     parser.add_argument("--tiny", action="store_true", help="sizes that show in seconds that the command works")
-    return parser.parse_args()
+    return parser
+
+
+def parse(description: str | None) -> argparse.Namespace:
+    """The options of a study that has no others."""
+    return options_of(description).parse_args()
 
 
 @dataclass(frozen=True)
@@ -89,9 +93,21 @@ class Study:
         """Of a stage."""
         return self.output / f"seed{seed}" / name
 
+    def result_file(self, name: str, seed: int) -> Path:
+        """Of a stage."""
+        return self.folder(name, seed) / "stage.json"
+
+    def new_model(self, name: str, length: int, seed: int) -> Any:
+        """The model that a stage starts from if it goes on from no other."""
+        return demo.base_model(replace(self.settings, training_length=length), self.vocabulary, seed)
+
+    def loaded(self, folder: Path) -> Any:
+        """A model from its checkpoint."""
+        return load_model(str(folder))
+
     def result(self, name: str, seed: int) -> Result | None:
         """Of a finished stage."""
-        file = self.folder(name, seed) / "stage.json"
+        file = self.result_file(name, seed)
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
     def base(self, seed: int) -> Result | None:
@@ -120,9 +136,9 @@ class Study:
         batch = training.batch_size or self.settings.batch_size
         with quiet_libraries("warnings", "bars"):
             if training.start:
-                model = load_model(str(self.folder(training.start, seed)))
+                model = self.loaded(self.folder(training.start, seed))
             else:
-                model = demo.base_model(replace(self.settings, training_length=length), self.vocabulary, seed)
+                model = self.new_model(name, length, seed)
             arguments = trainer_class.config_class(
                 output_dir=str(folder),
                 max_steps=training.steps,
@@ -147,15 +163,17 @@ class Study:
             trainer.save_model()
             found = {"key": key, "log": [entry for entry in trainer.state.log_history if "loss" in entry]}
             for step in training.snapshots:
-                at = load_model(str(folder / f"checkpoint-{step}"))
+                at = self.loaded(folder / f"checkpoint-{step}")
                 found[f"after {step} steps"] = self.measure(at, length, seed)
             found["measured"] = self.measure(model, length, seed)
-        (folder / "stage.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+        file = self.result_file(name, seed)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found, indent=1), encoding="utf-8")
         harm = found["measured"]["harm_last"]["mean"]
         print(f"seed {seed} {name}: loss {float(found['log'][-1]['loss']):.3f}, harm {harm:+.3f}", flush=True)
         return found
 
-    def measure(self, model: StatefulMamba2ForCausalLM, length: int, seed: int, misalignment: bool = True) -> Result:
+    def measure(self, model: Any, length: int, seed: int, misalignment: bool = True) -> Result:
         """What the studies keep of an evaluation; nats per byte, positions in bytes."""
         result = evaluate_model(
             model,
@@ -204,6 +222,9 @@ def panels(titles: Sequence[str], columns: int) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(4.4 * columns, 3.3 * rows + 0.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for spare in axes[len(titles) :]:
+        spare.remove()
+    axes = axes[: len(titles)]
     for axis, title in zip(axes, titles, strict=True):
         axis.spines[["top", "right"]].set_visible(False)
         axis.spines[["left", "bottom"]].set_color(MUTED)

@@ -1,0 +1,270 @@
+"""Do the families fail beyond their training length, and what cures them?
+
+For each family and seed a base is trained from nothing on rows of 128 bytes, and each method trains it further with
+equally many steps and tokens a step. An arm is one such training and its measurement: one small file in --results.
+Arms that have a file are not run again, so an interrupted study continues, and several commands with different
+--families share the work. Checkpoints are written to --output. At the end, families.md, families.png and families.json
+are written beside the results, from all arms that are there.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, BambaConfig, Qwen3NextConfig, set_seed
+
+from hf_recurrent_lengthgen import load_model, stateful
+from hf_recurrent_lengthgen.data import ContinuedChunks
+from hf_recurrent_lengthgen.models import FAMILIES as CLASSES
+from hf_recurrent_lengthgen.plotting.images import save_png
+from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, position_axis
+from hf_recurrent_lengthgen.surgery import mimetic_initialization
+from hf_recurrent_lengthgen.trainers import (
+    FittedNoiseTrainer,
+    InitialStateTrainer,
+    MixedStatesTrainer,
+    StatePassingTrainer,
+    TbttTrainer,
+    ZeroStateTrainer,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from small_setting import Result, Study, Training, draw, markdown, options_of, over_seeds, panels
+
+HERE = Path(__file__).resolve().parent
+MIMETIC: dict[str, Any] = {"c": 5.0, "offset": 1}  # as in the demo: no head is left that decays by exp(-1) per token
+SHARED = {"hidden_size": 96, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+MAMBA = {"initialization": "mamba-ssm", "tie_word_embeddings": True}
+HYBRID = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192, "num_hidden_layers": 3}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How its base starts and is trained; `config` holds what differs from `SHARED`, `steps` None is the setting's."""
+
+    label: str
+    model_type: str
+    config: dict[str, Any] = field(default_factory=dict)
+    mimetic: dict[str, Any] | None = None
+    learning_rate: float = 4e-3
+    steps: int | None = None
+
+
+MAMBA2 = Family(
+    "Mamba-2",
+    "stateful_mamba2",
+    {**MAMBA, "head_dim": 32, "num_heads": 6, "state_size": 32, "n_groups": 1},
+    MIMETIC,
+)
+GATED = {"num_heads": 3, "expand_k": 1.0, "expand_v": 1.0}
+FAMILIES = {
+    "mamba2": MAMBA2,
+    "mamba2_default": replace(MAMBA2, label="Mamba-2, default start", mimetic=None),
+    "mamba": Family("Mamba-1", "stateful_mamba", {**MAMBA, "state_size": 32}, MIMETIC),
+    "falcon_mamba": Family(
+        "FalconMamba", "stateful_mamba", {**MAMBA, "state_size": 32, "mixer_rms_eps": 1e-6}, MIMETIC
+    ),
+    "gla": Family("GLA", "stateful_gla", GATED, MIMETIC),
+    "rwkv6": Family("RWKV-6", "stateful_rwkv6", GATED),
+    "rwkv5": Family("RWKV-5", "stateful_rwkv5", {"head_size": 32}),
+    "hgrn2": Family("HGRN-2", "stateful_hgrn2", {"expand_ratio": 32}),
+    "bamba": Family(
+        "Bamba (Mamba-2 and attention)",
+        "bamba",
+        {
+            **HYBRID,
+            **{"mamba_n_heads": 6, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1},
+            "attn_layer_indices": [1],
+        },
+        MIMETIC,
+    ),
+    "qwen3_next": Family(
+        "Qwen3-Next (delta rule and attention)",
+        "qwen3_next",
+        {
+            **HYBRID,
+            **{"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_key_head_dim": 32},
+            **{"linear_value_head_dim": 32, "head_dim": 24, "mlp_only_layers": [0, 1, 2]},
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+}
+STOCK = {"bamba": BambaConfig, "qwen3_next": Qwen3NextConfig}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A trainer and its options; TBTT reads 12 chunks that continue each other before a reset."""
+
+    label: str
+    trainer: type[InitialStateTrainer]
+    color: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+METHODS = {
+    "control": Method("plain training", ZeroStateTrainer, "#a8780f"),
+    "state_passing": Method("state passing", StatePassingTrainer, "#0072b2"),
+    "tbtt": Method("TBTT", TbttTrainer, "#009e73"),
+    "fitted_noise": Method("fitted noise", FittedNoiseTrainer, "#aa4499"),
+    "fitted_noise_zero": Method(
+        "fitted noise, a fifth zero",
+        MixedStatesTrainer,
+        "#cc79a7",
+        {"mixture": {"zero": 0.2, "fitted_noise": 0.8}},
+    ),
+}
+
+
+class FamilyStudy(Study):
+    """Stages are named FAMILY/METHOD."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.results = Path(options.results)
+
+    def result_file(self, name: str, seed: int) -> Path:
+        return self.results / name / f"seed{seed}.json"
+
+    def new_model(self, name: str, length: int, seed: int) -> Any:
+        family = FAMILIES[name.partition("/")[0]]
+        set_seed(seed)
+        settings = {**SHARED, "vocab_size": self.vocabulary, **family.config}
+        if family.model_type in STOCK:
+            model: Any = stateful(AutoModelForCausalLM.from_config(STOCK[family.model_type](**settings)))
+        else:
+            made: Any = CLASSES[family.model_type]
+            model = made(made.config_class(**settings, training_length=length))
+        if family.mimetic is not None:
+            mimetic_initialization(model, **family.mimetic)
+        return model
+
+    def loaded(self, folder: Path) -> Any:
+        family = FAMILIES[folder.parent.name]
+        if family.model_type in STOCK:
+            return stateful(AutoModelForCausalLM.from_pretrained(folder))
+        return load_model(str(folder))
+
+    def measure(self, model: Any, length: int, seed: int, misalignment: bool = False) -> Result:
+        return super().measure(model, length, seed, misalignment) | {"states": self.states(model, length)}
+
+    @torch.no_grad()
+    def states(self, model: Any, length: int) -> dict[str, Any]:
+        """Root mean square of the recurrent states of each layer after 1, 2, 4, ... training lengths."""
+        texts = torch.as_tensor(self.texts)[:8, :-1]
+        state, found = None, {}
+        for number, chunk in enumerate(texts.split(length, dim=1), 1):
+            state = model(input_ids=chunk, initial_state=state, logits_to_keep=1, output_final_state=True).final_state
+            if number & (number - 1) == 0:
+                parts = [layer.recurrent.float() for layer in state if layer.recurrent.numel()]
+                found[str(number)] = [float(f"{float(part.square().mean().sqrt()):.4g}") for part in parts]
+        return found
+
+    def arm(self, family: str, method: str, seed: int) -> Result | None:
+        """Train and measure one, or read its result; the base is trained again if its checkpoint is not there."""
+        spec, settings = FAMILIES[family], self.settings
+        if method == "base":
+            steps = settings.base_steps if spec.steps is None else spec.steps
+            return self.run(
+                f"{family}/base", seed, Training(steps, spec.learning_rate), ZeroStateTrainer, self.blocks()
+            )
+        done = self.result(f"{family}/{method}", seed)
+        start = f"{family}/base"
+        if done is None and not self.report_only and not (self.folder(start, seed) / "config.json").is_file():
+            self.result_file(start, seed).unlink(missing_ok=True)
+            self.arm(family, "base", seed)
+        chosen = METHODS[method]
+        data: Any = self.blocks()
+        if chosen.trainer is TbttTrainer:
+            data = ContinuedChunks(self.stream, settings.training_length, 12)
+        training = Training(settings.cure_steps, settings.cure_learning_rate, start)
+        return self.run(f"{family}/{method}", seed, training, chosen.trainer, data, **chosen.options)
+
+
+def found_arms(study: FamilyStudy, seeds: list[int]) -> dict[str, dict[str, dict[int, Result]]]:
+    """Measurements by family, method and seed."""
+    found: dict[str, dict[str, dict[int, Result]]] = {}
+    for family in FAMILIES:
+        for method in ("base", *METHODS):
+            kept = {seed: study.result(f"{family}/{method}", seed) for seed in seeds}
+            if results := {seed: result["measured"] for seed, result in kept.items() if result is not None}:
+                found.setdefault(family, {})[method] = results
+    return found
+
+
+def growth(result: Result) -> float:
+    """How many times larger the states of the layer that grows most are at the end than after one training length."""
+    states = result["states"]
+    return max(last / first for first, last in zip(states["1"], list(states.values())[-1], strict=True) if first)
+
+
+def report(study: FamilyStudy, seeds: list[int]) -> None:
+    """Table, picture and numbers of the arms that are there."""
+    found = found_arms(study, seeds)
+    if not found:
+        print("No arm has a result yet.")
+        return
+    rows = []
+    for family, methods in found.items():
+        for method, results in methods.items():
+            values = list(results.values())
+            label = "base" if method == "base" else METHODS[method].label
+            numbers = [over_seeds(values, "harm_last", "+.3f")]
+            numbers += [over_seeds(values, key) for key in ("in_window", "context_use")]
+            grown = [growth(value) for value in values]
+            numbers.append(f"{sum(grown) / len(grown):.2g} ({min(grown):.2g} to {max(grown):.2g})")
+            rows.append([FAMILIES[family].label, label, ", ".join(map(str, results)), *numbers])
+    start, stop = next(iter(next(iter(next(iter(found.values())).values())).values()))["harm_range"]
+    length = study.settings.training_length
+    head = ["family", "method", "seeds", f"harm at {start:,}-{stop:,}", f"loss inside {length}", "context use"]
+    table = markdown([*head, "growth of states"], rows)
+    study.results.mkdir(parents=True, exist_ok=True)
+    (study.results / "families.md").write_text(table, encoding="utf-8")
+    flat = {f"{family}/{method}": seeds for family, methods in found.items() for method, seeds in methods.items()}
+    study.write_results(study.results / "families.json", flat)
+    figure(study, found)
+    print(table)
+
+
+def figure(study: FamilyStudy, found: dict[str, dict[str, dict[int, Result]]]) -> None:
+    """Harm against position, a panel for each family."""
+    picture, axes = panels([FAMILIES[family].label for family in found], min(3, len(found)))
+    length = study.settings.training_length
+    for axis, methods in zip(axes, found.values(), strict=True):
+        for method, results in methods.items():
+            base = method == "base"
+            label, color = ("base", "#d55e00") if base else (METHODS[method].label, METHODS[method].color)
+            draw(axis, list(results.values()), "harm", length // 2, color=color, label=label)
+        axis.axhline(0, color=INK, linewidth=1, zorder=0)
+        position_axis(axis, length // 2, study.length)
+        mark_training_lengths(axis, [length])
+    handles: dict[str, Any] = {}
+    for axis in axes:
+        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    picture.legend(handles.values(), handles, loc="outside lower center", ncols=6, fontsize=FONT_SIZE - 1)
+    save_png(picture, study.results / "families.png")
+
+
+def main() -> None:
+    parser = options_of(__doc__)
+    parser.add_argument("--results", default=str(HERE / "results"), help="folder of the small files (%(default)s)")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="which (all)")
+    parser.add_argument("--methods", nargs="+", choices=("base", *METHODS), default=["base", *METHODS])
+    options = parser.parse_args()
+    study = FamilyStudy(options)
+    arms: list[Callable[[], Any]] = [
+        lambda family=family, method=method, seed=seed: study.arm(family, method, seed)  # type: ignore[misc]
+        for seed in options.seeds
+        for family in options.families
+        for method in options.methods
+    ]
+    for arm in arms:
+        arm()
+    report(study, options.seeds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The study of all families runs in miniature, arm by arm, and continues where it was stopped."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_recurrent_lengthgen.cli import inputs
+from hf_recurrent_lengthgen.data import standard_library_corpus
+
+RUN = Path(__file__).parents[1] / "examples/families/run.py"
+METHODS = ("base", "control", "state_passing", "tbtt", "fitted_noise", "fitted_noise_zero")
+
+
+@pytest.fixture
+def small_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(60):
+        lines = (f"value_{index} = {index * number}\n" for index in range(100))
+        (folder / f"file_{number}.py").write_text("".join(lines))
+    corpus = standard_library_corpus(folder)
+    monkeypatch.setattr(inputs, "standard_library_corpus", lambda: corpus)
+
+
+@pytest.mark.usefixtures("small_corpus")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["mamba2", "mamba", "falcon_mamba", "gla", "rwkv6", "rwkv5", "hgrn2", "bamba", "qwen3_next"]
+)
+def test_a_family_is_studied_and_goes_on_with_the_arm_that_is_missing(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, results = tmp_path / "out", tmp_path / "results"
+    arguments = ["--tiny", "--families", family, "--seeds", "3", "--output", output, "--results", results]
+    monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    runpy.run_path(str(RUN), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert [line.partition(":")[0] for line in printed.splitlines() if line.startswith("seed")] == [
+        f"seed 3 {family}/{method}" for method in METHODS
+    ]
+    found = json.loads((results / "families.json").read_text())["stages"]
+    assert list(found) == [f"{family}/{method}" for method in METHODS]
+    states = found[f"{family}/base"]["3"]["states"]
+    assert list(states) == ["1", "2", "4"]
+    assert all(size > 0 for layers in states.values() for size in layers)
+    assert (results / "families.png").read_bytes().startswith(b"\x89PNG")
+
+    table = (results / "families.md").read_text()
+    (results / family / "tbtt/seed3.json").unlink()
+    (output / f"seed3/{family}/base/config.json").unlink()  # as where the checkpoints were not kept
+    runpy.run_path(str(RUN), run_name="__main__")
+    again = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("seed")]
+    assert again == [f"seed 3 {family}/{method}" for method in ("base", "tbtt")]
+    assert (results / "families.md").read_text() == table
