@@ -326,7 +326,7 @@ def test_models_that_cannot_forget_are_refused() -> None:
     ("family", "dtype"), [*((family, torch.float32) for family in FAMILIES), (MAMBA2, torch.bfloat16)], ids=variant_id
 )
 @torch.no_grad()
-def test_a_window_of_4096_tokens_in_a_stream_of_65536(family: Family, dtype: torch.dtype) -> None:
+def test_a_window_of_4096_tokens_in_a_stream_of_20000(family: Family, dtype: torch.dtype) -> None:
     """Each layer's state at random points, against that layer in double precision, restarted on its last inputs."""
     model, r, taps = build(family, dtype), 4096, 8
     exact = copy.deepcopy(model).double()
@@ -343,11 +343,11 @@ def test_a_window_of_4096_tokens_in_a_stream_of_65536(family: Family, dtype: tor
     extra = exact.base_model.layer_inputs()
     state, read = None, 0
     with forgetting(model, window=r):
-        while read < 65_536:
-            size = min(sizes.pop(), 65_536 - read)
+        while read < 20_000:
+            size = min(sizes.pop(), 20_000 - read)
             state = model(random_tokens(1, size, seed=read), initial_state=state, logits_to_keep=1).final_state
             read += size
-            if read < r + taps or (torch.rand((), generator=random) > 0.3 and read < 65_536):
+            if read < r + taps or (torch.rand((), generator=random) > 0.3 and read < 20_000):
                 continue
             for index, layer in enumerate(exact.base_model.layers):
                 zero, x = exact.zero_state(1)[index], recent[index]
@@ -362,7 +362,7 @@ def test_a_window_of_4096_tokens_in_a_stream_of_65536(family: Family, dtype: tor
 @pytest.mark.filterwarnings("ignore")  # of the compiler, about its own internals
 @torch.no_grad()
 def test_compiled_models_forget_the_same() -> None:
-    model, tokens = build(FAMILIES[0]), random_tokens(2, 40)
+    model, tokens = build(FAMILIES[0], num_hidden_layers=1), random_tokens(2, 40)
     with forgetting(model, **ALL):
         expected = model(tokens)
         compiled = torch.compile(model, backend="aot_eager")

@@ -347,7 +347,7 @@ def test_gradients_flow_into_the_initial_and_out_of_the_final_state_of_every_lay
 
 
 def compiled_step_equals_eager(family: Family, backend: str, length: int, checkpointed: bool) -> None:
-    model = build(family).train()
+    model = build(family, num_hidden_layers=1).train()  # to trace takes 10 s a layer
     eager = copy.deepcopy(model)
     if checkpointed:
         enable_by("gradient_checkpointing_enable")(model)

@@ -239,10 +239,10 @@ METHODS = {
 
 
 def resumable_trainer(
-    output_dir: str | Path, batch_size: int = 2, method: str = "state passing", **changes: Any
+    output_dir: str | Path, batch_size: int = 2, method: str = "state passing", double: bool = False, **changes: Any
 ) -> InitialStateTrainer:
     """Two epochs of 4 steps with accumulation, with a checkpoint each; the last step has one micro-batch, and a row of
-    15 is left out of each epoch."""
+    15 is left out of each epoch. With `double` in float64."""
     settings: dict[str, Any] = {
         "num_train_epochs": 2,
         "per_device_train_batch_size": batch_size,
@@ -256,7 +256,8 @@ def resumable_trainer(
     rows = changes.pop("rows", 15)
     chosen = METHODS[method]
     args = chosen.config(str(output_dir), **QUIET | settings | chosen.settings | changes)
-    return chosen.trainer(tiny_model(), args, train_dataset=chosen.data(rows))
+    model = tiny_model().to(torch.float64 if double else torch.float32)
+    return chosen.trainer(model, args, train_dataset=chosen.data(rows))
 
 
 def die_while_writing(what: str) -> None:
