@@ -8,8 +8,12 @@ from collections import Counter
 
 import pytest
 import torch
+from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# The same cases in every run, however slow the machine. `--hypothesis-profile default` looks for others.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)

@@ -220,7 +220,7 @@ WORDS = st.text(st.sampled_from("abcdefghijklmnopqrstuvwxyz"), min_size=1, max_s
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.lists(WORDS, min_size=1, max_size=3).map("/".join), min_size=1, max_size=6), st.sampled_from(" ,(.\n")
 )
@@ -231,7 +231,7 @@ def test_words_of_prose_hub_names_and_addresses_are_no_paths(parts: list[str], b
     assert hide_secrets(text) == text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.binary(min_size=32, max_size=32), st.sampled_from(["{}", '"sha256": "{}"', "sha256:{}", "commit {}", '"{}": 1'])
 )

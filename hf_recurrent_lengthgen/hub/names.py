@@ -41,7 +41,7 @@ def _unsafe(name: str) -> str | None:
         return "leads out of its folder, or names no file"
     if any(len(part.encode("utf-8", "surrogatepass")) > _LONGEST for part in parts):
         return f"is longer than {_LONGEST} bytes"
-    if any(unicodedata.category(letter)[0] == "C" for letter in name):
+    if not name.isprintable():  # control, format and unassigned characters, and spaces other than " "
         return "contains control characters or invisible characters"
     if _FORBIDDEN & set(name) or any(part != part.strip() or part.endswith(".") for part in parts):
         return "is not a valid name on every system"

@@ -96,7 +96,7 @@ def test_our_weights_are_checked_before_an_export() -> None:
     assert "layers.0.weight has the shape [7, 2] instead of [4, 2]" in told
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from([(name, family) for name in ("mamba-ssm", "transformers") for family in FORMATS[name].families]),
     st.integers(1, 3),

@@ -81,7 +81,7 @@ def test_lookahead_by_hand_overlaps_the_next_chunk() -> None:
     reset=st.booleans(),
     lookahead=st.integers(0, 5),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_chunks_are_the_stream_read_token_by_token(
     stream: list[int], length: int, chunks_before_reset: int | None, reset: bool, lookahead: int
 ) -> None:
@@ -157,7 +157,7 @@ def test_lanes_by_hand_are_stretches_of_the_stream() -> None:
     chunks_before_reset=st.none() | st.integers(1, 5),
     epoch=st.integers(0, 3),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_lanes_continue_until_a_sequence_ends(
     chunks: int, stream_rows: int, chunks_before_reset: int | None, epoch: int
 ) -> None:
@@ -333,7 +333,7 @@ def test_stream_by_hand() -> None:
     reset=st.booleans(),
     lookahead=st.integers(0, 4),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_each_lane_of_a_stream_is_whole_documents_read_token_by_token(
     sizes: list[int], length: int, rows: int, reset: bool, lookahead: int
 ) -> None:

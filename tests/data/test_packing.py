@@ -26,7 +26,7 @@ def test_blocks_by_hand() -> None:
 
 
 @given(size=st.integers(2, 300), length=st.integers(1, 40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_token_is_lost_or_doubled(size: int, length: int) -> None:
     stream = torch.arange(size) * 7 + 3
     if size < length + 1:
@@ -124,7 +124,7 @@ def test_evaluation_sequences_by_hand() -> None:
 
 
 @given(count=st.integers(1, 20), length=st.integers(2, 20), spare=st.integers(0, 100))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_evaluation_sequences_never_overlap_and_are_evenly_spaced(count: int, length: int, spare: int) -> None:
     stream = torch.arange(count * length + spare)
     sequences = evaluation_sequences(stream, count, length)

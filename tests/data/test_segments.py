@@ -49,7 +49,7 @@ def test_without_resets_inside_the_inputs_are_the_same() -> None:
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_segments_are_the_rows_in_order(data: st.DataObject) -> None:
     rows, length = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
     resets = torch.tensor(data.draw(st.lists(st.booleans(), min_size=rows * length, max_size=rows * length)))

@@ -51,7 +51,7 @@ def test_byte_path_is_the_tokenizer_on_nasty_text(text: str) -> None:
 
 @pytest.mark.slow
 @given(texts=st.lists(st.text(), max_size=5))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_byte_path_is_the_general_path(texts: list[str]) -> None:
     texts = [*texts, "x"]
     assert torch.equal(token_stream(texts), token_stream(texts, SubclassedByteTokenizer()))

@@ -165,7 +165,7 @@ def test_states_are_those_after_each_text_alone(reader: Reader, batch_size: int,
                 torch.testing.assert_close(part, expected_part, rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     texts=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=12), min_size=1, max_size=10),
     worth=st.integers(1, 9),

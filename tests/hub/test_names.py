@@ -23,6 +23,7 @@ UNSAFE = {
     "control character": "a\nb.py",
     "escape of a terminal": "a\x1b[31mb.py",
     "direction of writing": "a\u202eyp.py",
+    "space that looks like another": "a\u00a0b.py",
     "too long": "a" * 297 + ".py",
     "too long in bytes": "\u72b6" * 100 + ".py",
     "out of the folder": "figures/../harm.png",

@@ -247,7 +247,7 @@ def test_numbers_that_no_float_is_are_refused_in_lists(limit: list[float]) -> No
 
 @pytest.mark.thinned(7)
 @every_family
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_whatever_stands_in_a_config_file_is_taken_or_refused(family: Family, data: st.DataObject) -> None:
     names = sorted(set(family.config().to_dict()) - {"dtype", "model_type", *vars(PreTrainedConfig())})

@@ -49,7 +49,7 @@ def test_the_pieces_equal_the_whole_in_every_variant(family: Family, variant: st
 
 @pytest.mark.thinned(3)
 @every_family
-@settings(max_examples=5, deadline=None, database=None, derandomize=True)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_any_split_equals_the_whole(family: Family, data: st.DataObject) -> None:
     length = data.draw(st.integers(2, 100))

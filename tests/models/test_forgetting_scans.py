@@ -165,7 +165,7 @@ def test_states_and_outputs_are_sums_over_the_window(name: str, rule: Forgetting
 
 @pytest.mark.thinned(7)
 @every_case
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.data())
 def test_any_split_gives_the_same(name: str, data: Any) -> None:
     rule = Forgetting(window=data.draw(st.integers(1, 40)), retention=0.98)

@@ -80,7 +80,7 @@ def test_float32_stays_close_to_float64(scan: Scan, length: int) -> None:
 
 
 @every_scan
-@settings(max_examples=15, deadline=None, database=None, derandomize=True)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_any_split_equals_the_whole(scan: Scan, data: st.DataObject) -> None:
     length = data.draw(st.integers(2, 200))

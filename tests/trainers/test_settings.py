@@ -118,7 +118,7 @@ VALUES = st.one_of(
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_own_settings_are_taken_or_refused_and_nothing_else(data: st.DataObject, tmp_path: Path) -> None:
     config = data.draw(st.sampled_from(CONFIGS))
