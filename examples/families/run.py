@@ -1,7 +1,7 @@
 """Do the families fail beyond their training length, and what cures them?
 
-For each family and seed a base is trained from nothing on rows of 128 bytes, and each method trains it further with
-equally many steps and tokens a step. An arm is one such training and its measurement: one small file in --results.
+For each family and seed a base is trained from nothing on rows of 128 or 64 bytes, and each method trains it further
+with equally many steps and tokens. An arm is one such training and its measurement: one small file in --results.
 Arms that have a file are not run again, so an interrupted study continues, and several commands with different
 --families share the work. Checkpoints are written to --output. At the end, families.md, families.png and families.json
 are written beside the results, from all arms that are there.
@@ -18,10 +18,12 @@ from transformers import AutoModelForCausalLM, BambaConfig, Qwen3NextConfig, set
 
 from hf_recurrent_lengthgen import load_model, stateful
 from hf_recurrent_lengthgen.data import ContinuedChunks
+from hf_recurrent_lengthgen.evaluation import attention_apart
 from hf_recurrent_lengthgen.models import FAMILIES as CLASSES
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, position_axis
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
+from hf_recurrent_lengthgen.surgery.mimetic import DELTA_BIAS
 from hf_recurrent_lengthgen.trainers import (
     FittedNoiseTrainer,
     InitialStateTrainer,
@@ -35,42 +37,80 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from small_setting import Result, Study, Training, draw, markdown, options_of, over_seeds, panels
 
 HERE = Path(__file__).resolve().parent
-MIMETIC: dict[str, Any] = {"c": 5.0, "offset": 1}  # as in the demo: no head is left that decays by exp(-1) per token
+C = 5.0
+"""Strength of slow decays: head h = 1, 2, ... starts with (h + 1)^-5 per token, as in the demo."""
 SHARED = {"hidden_size": 96, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
 MAMBA = {"initialization": "mamba-ssm", "tie_word_embeddings": True}
 HYBRID = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192, "num_hidden_layers": 3}
 
 
+def mimetic(model: Any) -> None:
+    """No decay, step sizes of 1, queries like keys: `mimetic_initialization`."""
+    mimetic_initialization(model, c=C, offset=1)
+
+
+@torch.no_grad()
+def authors_decays(model: Any) -> None:
+    """RWKV-6 with the decays of its authors' training code, exp(-exp(-6)) to exp(-exp(-1)); fla starts at the last.
+
+    RWKV-LM, RWKV-v5/src/model.py, class RWKV_Tmix_x060: decay_speed. Our RWKV-5 starts so, too.
+    """
+    layers = model.model.layers
+    for index, layer in enumerate(layers):
+        bias = layer.attn.w_proj.linear.lora[2].bias
+        place = torch.arange(len(bias)) / (len(bias) - 1)
+        bias.copy_(-6 + 5 * place ** (0.7 + 1.3 * index / (len(layers) - 1)))
+
+
+@torch.no_grad()
+def slow_bound(model: Any) -> None:
+    """HGRN-2 whose last layer forgets at most 0.0003 per token; its first layer has no bound by construction."""
+    model.model.lower_bounds[-1] = 8.0
+
+
+@torch.no_grad()
+def slow_delta(model: Any) -> None:
+    """Gated delta layers with the decays and step sizes of a mimetic start."""
+    for module in model.modules():
+        if hasattr(module, "A_log"):
+            module.A_log.copy_(-C * (torch.arange(len(module.A_log)) + 2.0).log())
+            module.dt_bias.fill_(DELTA_BIAS)
+
+
 @dataclass(frozen=True)
 class Family:
-    """How its base starts and is trained; `config` holds what differs from `SHARED`, `steps` None is the setting's."""
+    """How its base starts and is trained: `config` holds what differs from `SHARED`, `start` changes a new model.
+
+    `longer` multiplies the steps of the base, `shorter` divides the training length and multiplies the rows of a step.
+    """
 
     label: str
     model_type: str
     config: dict[str, Any] = field(default_factory=dict)
-    mimetic: dict[str, Any] | None = None
+    start: Callable[[Any], None] | None = None
     learning_rate: float = 4e-3
-    steps: int | None = None
+    longer: int = 1
+    shorter: int = 1
 
 
 MAMBA2 = Family(
     "Mamba-2",
     "stateful_mamba2",
     {**MAMBA, "head_dim": 32, "num_heads": 6, "state_size": 32, "n_groups": 1},
-    MIMETIC,
+    mimetic,
 )
 GATED = {"num_heads": 3, "expand_k": 1.0, "expand_v": 1.0}
 FAMILIES = {
     "mamba2": MAMBA2,
-    "mamba2_default": replace(MAMBA2, label="Mamba-2, default start", mimetic=None),
-    "mamba": Family("Mamba-1", "stateful_mamba", {**MAMBA, "state_size": 32}, MIMETIC),
+    "mamba2_default": replace(MAMBA2, label="Mamba-2, default start", start=None, longer=4, shorter=2),
+    "mamba": Family("Mamba-1", "stateful_mamba", {**MAMBA, "state_size": 32}, mimetic),
     "falcon_mamba": Family(
-        "FalconMamba", "stateful_mamba", {**MAMBA, "state_size": 32, "mixer_rms_eps": 1e-6}, MIMETIC
+        "FalconMamba", "stateful_mamba", {**MAMBA, "state_size": 32, "mixer_rms_eps": 1e-6}, mimetic
     ),
-    "gla": Family("GLA", "stateful_gla", GATED, MIMETIC),
-    "rwkv6": Family("RWKV-6", "stateful_rwkv6", GATED),
+    "gla": Family("GLA", "stateful_gla", GATED, mimetic),
+    "rwkv6": Family("RWKV-6", "stateful_rwkv6", GATED, authors_decays),
     "rwkv5": Family("RWKV-5", "stateful_rwkv5", {"head_size": 32}),
-    "hgrn2": Family("HGRN-2", "stateful_hgrn2", {"expand_ratio": 32}),
+    "hgrn2": Family("HGRN-2", "stateful_hgrn2", {"expand_ratio": 32}, slow_bound),
     "bamba": Family(
         "Bamba (Mamba-2 and attention)",
         "bamba",
@@ -79,7 +119,7 @@ FAMILIES = {
             **{"mamba_n_heads": 6, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1},
             "attn_layer_indices": [1],
         },
-        MIMETIC,
+        mimetic,
     ),
     "qwen3_next": Family(
         "Qwen3-Next (delta rule and attention)",
@@ -90,6 +130,7 @@ FAMILIES = {
             **{"linear_value_head_dim": 32, "head_dim": 24, "mlp_only_layers": [0, 1, 2]},
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
+        slow_delta,
     ),
 }
 STOCK = {"bamba": BambaConfig, "qwen3_next": Qwen3NextConfig}
@@ -138,8 +179,8 @@ class FamilyStudy(Study):
         else:
             made: Any = CLASSES[family.model_type]
             model = made(made.config_class(**settings, training_length=length))
-        if family.mimetic is not None:
-            mimetic_initialization(model, **family.mimetic)
+        if family.start is not None:
+            family.start(model)
         return model
 
     def loaded(self, folder: Path) -> Any:
@@ -149,7 +190,14 @@ class FamilyStudy(Study):
         return load_model(str(folder))
 
     def measure(self, model: Any, length: int, seed: int, misalignment: bool = False) -> Result:
-        return super().measure(model, length, seed, misalignment) | {"states": self.states(model, length)}
+        found = super().measure(model, length, seed, misalignment) | {"states": self.states(model, length)}
+        if getattr(model, "attends", False):
+            apart = attention_apart(model, self.texts, length, progress=False)
+            found["apart"] = {
+                name: round(float((getattr(apart, name) - apart.neither).mean()), 4)
+                for name in ("both", "recurrent", "attention")
+            }
+        return found
 
     @torch.no_grad()
     def states(self, model: Any, length: int) -> dict[str, Any]:
@@ -166,21 +214,21 @@ class FamilyStudy(Study):
     def arm(self, family: str, method: str, seed: int) -> Result | None:
         """Train and measure one, or read its result; the base is trained again if its checkpoint is not there."""
         spec, settings = FAMILIES[family], self.settings
+        length = settings.training_length // spec.shorter
+        sizes = {"batch_size": settings.batch_size * spec.shorter, "training_length": length}
+        data: Any = self.blocks(length)
         if method == "base":
-            steps = settings.base_steps if spec.steps is None else spec.steps
-            return self.run(
-                f"{family}/base", seed, Training(steps, spec.learning_rate), ZeroStateTrainer, self.blocks()
-            )
+            training = Training(settings.base_steps * spec.longer, spec.learning_rate, **sizes)
+            return self.run(f"{family}/base", seed, training, ZeroStateTrainer, data)
         done = self.result(f"{family}/{method}", seed)
         start = f"{family}/base"
         if done is None and not self.report_only and not (self.folder(start, seed) / "config.json").is_file():
             self.result_file(start, seed).unlink(missing_ok=True)
             self.arm(family, "base", seed)
         chosen = METHODS[method]
-        data: Any = self.blocks()
         if chosen.trainer is TbttTrainer:
-            data = ContinuedChunks(self.stream, settings.training_length, 12)
-        training = Training(settings.cure_steps, settings.cure_learning_rate, start)
+            data = ContinuedChunks(self.stream, length, 12)
+        training = Training(settings.cure_steps, settings.cure_learning_rate, start, **sizes)
         return self.run(f"{family}/{method}", seed, training, chosen.trainer, data, **chosen.options)
 
 

@@ -1,6 +1,7 @@
 """Metrics of models beyond their training length, and their results as values, files and tables."""
 
 from .accuracy_results import AccuracyComparison, AccuracyResult
+from .attention_apart import attention_apart
 from .attention_maps import attention_maps
 from .constant_prompt import constant_prompt
 from .context_harm import window_nll
@@ -39,6 +40,7 @@ __all__ = [
     "RetrievalResult",
     "StateObserver",
     "accuracy_by_length",
+    "attention_apart",
     "attention_maps",
     "constant_prompt",
     "diagnose_states",
