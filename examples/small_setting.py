@@ -27,6 +27,7 @@ from hf_recurrent_lengthgen.evaluation.misalignment import long_short_misalignme
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, GRID, INK, MUTED
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, ZeroStateTrainer
+from hf_recurrent_lengthgen.trainers.training_runs import RunFacts
 
 SETTINGS = replace(demo.DEFAULTS, cure_steps=200, evaluation_multiple=32, sequences=16)
 TINY = replace(
@@ -74,7 +75,8 @@ class Study:
         self.report_only: bool = options.report
         tokenizer = byte_tokenizer()
         self.vocabulary = len(tokenizer)
-        self.stream = load_stream("stdlib", "train", tokenizer).tokens
+        train = load_stream("stdlib", "train", tokenizer)
+        self.stream, self.source = train.tokens, train.source
         held_out = load_stream("stdlib", "validation", tokenizer)
         self.length = self.settings.evaluation_multiple * self.settings.training_length
         self.texts = evaluation_sequences(held_out.tokens, self.settings.sequences, self.length + 1)
@@ -100,6 +102,10 @@ class Study:
     def new_model(self, name: str, length: int, seed: int) -> Any:
         """The model that a stage starts from if it goes on from no other."""
         return demo.base_model(replace(self.settings, training_length=length), self.vocabulary, seed)
+
+    def facts(self, name: str, seed: int, length: int) -> RunFacts | None:
+        """What the lineage of a stage's checkpoint says; None to write none."""
+        return None
 
     def loaded(self, folder: Path) -> Any:
         """A model from its checkpoint."""
@@ -157,6 +163,7 @@ class Study:
                 **options,
             )
             trainer = trainer_class(model, arguments, train_dataset=data)
+            trainer.facts = self.facts(name, seed, length)
             trainer.remove_callback(PrinterCallback)
             trainer.add_callback(_Snapshots(training.snapshots))
             trainer.train()

@@ -83,9 +83,13 @@ class Adapter:
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """The initial weights of a training from scratch: random, or mimetic with its options."""
+    """The initial weights of a training from scratch: random, or mimetic with its options.
+
+    `changed` says in words what else was changed in the random weights.
+    """
 
     mimetic: dict[str, Value] | None = None
+    changed: str | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, BambaConfig, Qwen3NextConfig, set_seed
@@ -19,9 +19,11 @@ from transformers import AutoModelForCausalLM, BambaConfig, Qwen3NextConfig, set
 from hf_recurrent_lengthgen import load_model, stateful
 from hf_recurrent_lengthgen.data import ContinuedChunks
 from hf_recurrent_lengthgen.evaluation import attention_apart
+from hf_recurrent_lengthgen.lineage import lineage_of
 from hf_recurrent_lengthgen.models import FAMILIES as CLASSES
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, position_axis
+from hf_recurrent_lengthgen.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.surgery.mimetic import DELTA_BIAS
 from hf_recurrent_lengthgen.trainers import (
@@ -32,6 +34,7 @@ from hf_recurrent_lengthgen.trainers import (
     TbttTrainer,
     ZeroStateTrainer,
 )
+from hf_recurrent_lengthgen.trainers.training_runs import RunFacts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from small_setting import Result, Study, Training, draw, markdown, options_of, over_seeds, panels
@@ -39,22 +42,27 @@ from small_setting import Result, Study, Training, draw, markdown, options_of, o
 HERE = Path(__file__).resolve().parent
 C = 5.0
 """Strength of slow decays: head h = 1, 2, ... starts with (h + 1)^-5 per token, as in the demo."""
-SHARED = {"hidden_size": 96, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
-MAMBA = {"initialization": "mamba-ssm", "tie_word_embeddings": True}
+SHARED = {"hidden_size": 96, "num_hidden_layers": 2, "tie_word_embeddings": True}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+MAMBA = {"initialization": "mamba-ssm"}
 HYBRID = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192, "num_hidden_layers": 3}
 
 
+class Start(NamedTuple):
+    """A change to the random weights of a new model, and its record."""
+
+    change: Callable[[Any], None]
+    weights: InitialWeights
+
+
 def mimetic(model: Any) -> None:
-    """No decay, step sizes of 1, queries like keys: `mimetic_initialization`."""
+    """No decay, step sizes of 1, queries like keys."""
     mimetic_initialization(model, c=C, offset=1)
 
 
 @torch.no_grad()
-def authors_decays(model: Any) -> None:
-    """RWKV-6 with the decays of its authors' training code, exp(-exp(-6)) to exp(-exp(-1)); fla starts at the last.
-
-    RWKV-LM, RWKV-v5/src/model.py, class RWKV_Tmix_x060: decay_speed. Our RWKV-5 starts so, too.
-    """
+def rwkv_decays(model: Any) -> None:
+    """The decays of RWKV-LM, RWKV-v5/src/model.py, class RWKV_Tmix_x060; fla starts all at exp(-exp(-1))."""
     layers = model.model.layers
     for index, layer in enumerate(layers):
         bias = layer.attn.w_proj.linear.lora[2].bias
@@ -64,17 +72,25 @@ def authors_decays(model: Any) -> None:
 
 @torch.no_grad()
 def slow_bound(model: Any) -> None:
-    """HGRN-2 whose last layer forgets at most 0.0003 per token; its first layer has no bound by construction."""
+    """The bound of HGRN-2's last layer near 1; the first layer has none by construction."""
     model.model.lower_bounds[-1] = 8.0
 
 
 @torch.no_grad()
 def slow_delta(model: Any) -> None:
-    """Gated delta layers with the decays and step sizes of a mimetic start."""
+    """The decays and step sizes of a mimetic start in gated delta layers."""
     for module in model.modules():
         if hasattr(module, "A_log"):
             module.A_log.copy_(-C * (torch.arange(len(module.A_log)) + 2.0).log())
             module.dt_bias.fill_(DELTA_BIAS)
+
+
+MIMETIC = Start(mimetic, InitialWeights({"c": C, "offset": 1}))
+RWKV_DECAYS = Start(
+    rwkv_decays, InitialWeights(changed="decays of the authors' training code, exp(-exp(-6)) to exp(-exp(-1))")
+)
+SLOW_BOUND = Start(slow_bound, InitialWeights(changed="the last layer forgets at most 0.0003 per token"))
+SLOW_DELTA = Start(slow_delta, InitialWeights(changed="decays of exp(-(h + 1)^-5) in head h = 1, 2, ..."))
 
 
 @dataclass(frozen=True)
@@ -87,7 +103,7 @@ class Family:
     label: str
     model_type: str
     config: dict[str, Any] = field(default_factory=dict)
-    start: Callable[[Any], None] | None = None
+    start: Start | None = None
     learning_rate: float = 4e-3
     longer: int = 1
     shorter: int = 1
@@ -97,20 +113,22 @@ MAMBA2 = Family(
     "Mamba-2",
     "stateful_mamba2",
     {**MAMBA, "head_dim": 32, "num_heads": 6, "state_size": 32, "n_groups": 1},
-    mimetic,
+    MIMETIC,
 )
+MAMBA1 = Family("Mamba-1", "stateful_mamba", {**MAMBA, "state_size": 32}, MIMETIC)
 GATED = {"num_heads": 3, "expand_k": 1.0, "expand_v": 1.0}
 FAMILIES = {
     "mamba2": MAMBA2,
     "mamba2_default": replace(MAMBA2, label="Mamba-2, default start", start=None, longer=4, shorter=2),
-    "mamba": Family("Mamba-1", "stateful_mamba", {**MAMBA, "state_size": 32}, mimetic),
+    "mamba": MAMBA1,
+    "mamba_default": replace(MAMBA1, label="Mamba-1, default start", start=None, longer=4, shorter=2),
     "falcon_mamba": Family(
-        "FalconMamba", "stateful_mamba", {**MAMBA, "state_size": 32, "mixer_rms_eps": 1e-6}, mimetic
+        "FalconMamba", "stateful_mamba", {**MAMBA, "state_size": 32, "mixer_rms_eps": 1e-6}, MIMETIC
     ),
-    "gla": Family("GLA", "stateful_gla", GATED, mimetic),
-    "rwkv6": Family("RWKV-6", "stateful_rwkv6", GATED, authors_decays),
+    "gla": Family("GLA", "stateful_gla", GATED, MIMETIC),
+    "rwkv6": Family("RWKV-6", "stateful_rwkv6", GATED, RWKV_DECAYS),
     "rwkv5": Family("RWKV-5", "stateful_rwkv5", {"head_size": 32}),
-    "hgrn2": Family("HGRN-2", "stateful_hgrn2", {"expand_ratio": 32}, slow_bound),
+    "hgrn2": Family("HGRN-2", "stateful_hgrn2", {"expand_ratio": 32}, SLOW_BOUND),
     "bamba": Family(
         "Bamba (Mamba-2 and attention)",
         "bamba",
@@ -119,7 +137,7 @@ FAMILIES = {
             **{"mamba_n_heads": 6, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1},
             "attn_layer_indices": [1],
         },
-        mimetic,
+        MIMETIC,
     ),
     "qwen3_next": Family(
         "Qwen3-Next (delta rule and attention)",
@@ -130,7 +148,7 @@ FAMILIES = {
             **{"linear_value_head_dim": 32, "head_dim": 24, "mlp_only_layers": [0, 1, 2]},
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
-        slow_delta,
+        SLOW_DELTA,
     ),
 }
 STOCK = {"bamba": BambaConfig, "qwen3_next": Qwen3NextConfig}
@@ -173,15 +191,27 @@ class FamilyStudy(Study):
     def new_model(self, name: str, length: int, seed: int) -> Any:
         family = FAMILIES[name.partition("/")[0]]
         set_seed(seed)
-        settings = {**SHARED, "vocab_size": self.vocabulary, **family.config}
+        settings = {**SHARED, **SPECIAL, "vocab_size": self.vocabulary, **family.config}
         if family.model_type in STOCK:
             model: Any = stateful(AutoModelForCausalLM.from_config(STOCK[family.model_type](**settings)))
         else:
             made: Any = CLASSES[family.model_type]
             model = made(made.config_class(**settings, training_length=length))
         if family.start is not None:
-            family.start(model)
+            family.start.change(model)
         return model
+
+    def facts(self, name: str, seed: int, length: int) -> RunFacts:
+        family, _, method = name.partition("/")
+        spec, base = FAMILIES[family], method == "base"
+        words = f"examples/families/run.py --families {family} --methods {method} --seeds {seed}"
+        return RunFacts(
+            Lineage() if base else lineage_of(str(self.folder(f"{family}/base", seed))),
+            self.source,
+            length,
+            ("python", *words.split()),
+            (InitialWeights() if spec.start is None else spec.start.weights) if base else None,
+        )
 
     def loaded(self, folder: Path) -> Any:
         family = FAMILIES[folder.parent.name]

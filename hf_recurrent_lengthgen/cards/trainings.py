@@ -124,11 +124,11 @@ def _weights(run: TrainingRun) -> str:
 
 def _initial_weights(run: TrainingRun) -> str:
     weights = run.initial_weights
-    if weights is None or weights.mimetic is None:
-        return "" if weights is None else "random"
-    return ", ".join(
-        ["mimetic initialization", *(f"{name} {_bare(value)}" for name, value in weights.mimetic.items())]
-    )
+    if weights is None:
+        return ""
+    options = [f"{name} {_bare(value)}" for name, value in (weights.mimetic or {}).items()]
+    start = "random" if weights.mimetic is None else "mimetic initialization"
+    return ", ".join([start, *options, *([weights.changed] if weights.changed else [])])
 
 
 def _bare(value: Value) -> str:
