@@ -17,7 +17,7 @@ Check a checkpoint folder, and write {VERIFICATION_FILE} into it if it passes, w
 A new process that cannot import this package loads the folder offline, with the code in it (hybrids and exports: with
 the class of Transformers). On random tokens, in float32 whatever the dtype of the weights, it must give the logits and
 final states of the installed classes, and so must reading in pieces with the state carried. Config, weights, shapes of
-states and tokenizer must fit together, and nothing may be NaN.
+states and tokenizer must fit together, and nothing may be NaN. A folder without code gets that of this package first.
 
 With a source, the weights must be those of the checkpoint, and the upstream implementation must give the same: on a
 GPU (--device cuda) mamba-ssm or fla, for Mamba and Mamba-2 otherwise Transformers, else our own scan in float64.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 
 from hf_recurrent_lengthgen.adapters import refuse_adapter
@@ -26,6 +26,7 @@ from hf_recurrent_lengthgen.conversion.tensor_files import FLOATS, TensorFiles, 
 from hf_recurrent_lengthgen.conversion.tensor_writing import Entry, parse_size, write_safetensors
 from hf_recurrent_lengthgen.conversion.tokenizer_files import checked_tokenizer, copy_tokenizer
 from hf_recurrent_lengthgen.json_files import read_json_object, read_settings_file
+from hf_recurrent_lengthgen.models import family_config
 from hf_recurrent_lengthgen.private_text import portable
 from hf_recurrent_lengthgen.records import Lineage, Step, file_digest, write_lineage
 from hf_recurrent_lengthgen.records import Source as Origin
@@ -123,6 +124,14 @@ def read_settings(source: Source) -> Settings | None:
 def write_code(folder: Path, config: Any) -> None:
     """Write the code of a checkpoint of this package, as `save_pretrained` does."""
     custom_object_save(blank_model(config), folder)
+
+
+def add_code(folder: Path) -> None:
+    """Write the code of a checkpoint of this package that is kept without it, such as those of `model_cards/`."""
+    settings, _ = PreTrainedConfig.get_config_dict(folder)
+    config_class = family_config(str(settings.get("model_type")))
+    if config_class is not None and settings.get("auto_map") and not any(folder.glob("*.py")):
+        write_code(folder, config_class.from_pretrained(folder))
 
 
 def write_config(folder: Path, config: Any) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from hf_recurrent_lengthgen.adapters import refuse_adapter
+from hf_recurrent_lengthgen.conversion.convert import add_code
 from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.loading import differing_code, load_model, quiet_transformers
@@ -60,6 +61,8 @@ def verify_checkpoint(
     trust_remote_code: bool = False,
 ) -> Verification:
     """Check that a checkpoint gives equal results everywhere; if so, write verification.json into its folder.
+
+    A checkpoint of this package without any code gets that of the installed package first.
 
     Memory: the weights once in `dtype` (twice with a source), and three times the logits, ROWS x length x vocabulary.
 
@@ -125,6 +128,7 @@ def _checked_folder(checkpoint: str | os.PathLike[str], trust_remote_code: bool)
         raise ValueError(
             f"{folder} is no checkpoint for Transformers: convert it with lengthgen convert, then verify that."
         )
+    add_code(folder)
     if (other := differing_code(folder)) and not trust_remote_code:
         raise ValueError(
             f"{folder} brings code that differs from the installed package ({', '.join(other)}), and a verification "

@@ -37,6 +37,15 @@ def test_a_sound_checkpoint_passes_and_says_so(checkpoint: Path, capsys: pytest.
 
 
 @pytest.mark.slow
+def test_a_checkpoint_that_is_kept_without_code_gets_it(checkpoint: Path) -> None:
+    code = {path.name: path.read_bytes() for path in checkpoint.glob("*.py")}
+    for name in code:
+        (checkpoint / name).unlink()
+    assert code
+    assert verify_checkpoint(checkpoint).passed
+    assert {path.name: path.read_bytes() for path in checkpoint.glob("*.py")} == code
+
+
 def test_code_that_computes_something_else_is_caught(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_verification(checkpoint, STALE)
     add_to_code(checkpoint, "norms.py", "return (wide *", "return (1.001 * wide *")
