@@ -193,7 +193,9 @@ class FamilyStudy(Study):
         set_seed(seed)
         settings = {**SHARED, **SPECIAL, "vocab_size": self.vocabulary, **family.config}
         if family.model_type in STOCK:
-            model: Any = stateful(AutoModelForCausalLM.from_config(STOCK[family.model_type](**settings)))
+            config = STOCK[family.model_type](**settings)
+            config.training_length = length  # as in our classes, for the commands that measure
+            model: Any = stateful(AutoModelForCausalLM.from_config(config))
         else:
             made: Any = CLASSES[family.model_type]
             model = made(made.config_class(**settings, training_length=length))
@@ -332,6 +334,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="which (all)")
     parser.add_argument("--methods", nargs="+", choices=("base", *METHODS), default=["base", *METHODS])
     options = parser.parse_args()
+    torch.set_num_threads(1)  # the results of small trainings hang on the order of sums
     study = FamilyStudy(options)
     arms: list[Callable[[], Any]] = [
         lambda family=family, method=method, seed=seed: study.arm(family, method, seed)  # type: ignore[misc]
