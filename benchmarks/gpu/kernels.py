@@ -1,0 +1,156 @@
+"""Kernels against the torch path: the tests marked `gpu`, and errors of each family against float64.
+
+A part builds two layers of a family, reads random embeddings from a random state, and takes all gradients of a random
+functional of logits and final states. Truth is the torch path in float64 on the same (rounded) numbers. An error is
+relative to the largest entry of a tensor, and the largest over the tensors of a kind is kept: for the kernels and, to
+compare, for the torch path in the same dtype.
+"""
+
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.stage import DEVICE, Part, Stage, told
+from hf_recurrent_lengthgen.models import FAMILIES
+from hf_recurrent_lengthgen.models.recurrent_state import map_state
+from tests.models.families import random_state
+from tests.models.law import model_step, run_in_pieces
+
+ROOT = Path(__file__).resolve().parents[2]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KINDS = {"logits": "outputs", "final": "states", "gradient": "gradients"}
+SECONDS = 30.0  # kernels are compiled in the first part of a family
+Errors = dict[str, float]
+
+
+def configs(width: int, head: int, state: int) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Model type and fields of each family, for layers of a width with heads of a size."""
+    heads = {"num_heads": width // head}
+    return {
+        "mamba2": ("mamba2", {"num_heads": 2 * width // head, "head_dim": head, "state_size": state, "n_groups": 1}),
+        "mamba": ("mamba", {"state_size": 16}),
+        "falcon_mamba": ("mamba", {"state_size": 16, "mixer_rms_eps": 1e-6}),
+        "gla": ("gla", heads),
+        "hgrn2": ("hgrn2", {"expand_ratio": head}),
+        "linear_attention": ("linear_attention", heads),
+        "rwkv6": ("rwkv6", heads),
+        "rwkv5": ("rwkv5", {"head_size": head}),
+    }
+
+
+def compared(kind: str, fields: dict[str, Any], dtype: torch.dtype, rows: int, length: int) -> dict[str, Any]:
+    """Errors of the kernels, or why they are missing, and of the torch path."""
+    torch.manual_seed(0)
+    made = FAMILIES[f"stateful_{kind}"]
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    config = made.config_class(vocab_size=256, num_hidden_layers=2, scan_backend="torch", **special, **fields)
+    model = made(config).to(dtype).eval()
+    embeds = torch.randn(rows, length, config.hidden_size).to(dtype)
+    state = random_state(model, rows)
+    expected = passed(deepcopy(model).double(), embeds.double(), map_state(Tensor.double, state))
+    found: dict[str, Any] = {"torch": errors(passed(model, embeds, state), expected)}
+    model.config.scan_backend = "kernel"
+    try:
+        found["kernel"] = errors(passed(model, embeds, state), expected)
+    except ValueError as error:  # how the package refuses kernels that are not there
+        found["kernel"] = {"missing": str(error)}
+    return found
+
+
+def passed(model: Any, embeds: Tensor, state: Any) -> dict[str, Tensor]:
+    """Outputs, final state and all gradients."""
+    model.to(DEVICE)
+    parameters = {name: p for name, p in model.named_parameters() if "embed" not in name}
+    state = map_state(lambda part: part.to(DEVICE), state)
+    return run_in_pieces(model_step(model), parameters, embeds.to(DEVICE), state)
+
+
+def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> Errors:
+    """The largest error by kind; NaN if there is one."""
+    found: Errors = dict.fromkeys(KINDS.values(), 0.0)
+    for name, value in expected.items():
+        if value.numel():
+            kind = KINDS[name.split()[0]]
+            error = float((actual[name].double() - value).abs().max() / value.abs().max().clamp(min=1e-30))
+            found[kind] = error if not error <= found[kind] else found[kind]
+    return {kind: float(f"{error:.3g}") for kind, error in found.items()}
+
+
+class Recorder:
+    """Keeps the outcome of each test as a part, skips those that passed, and stops when the time is over."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+
+    def pytest_sessionstart(self, session: Any) -> None:
+        self.session = session
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Tests that failed, or ended the process, come last."""
+        outcomes = {item: self.stage.parts.get(f"test {item.nodeid}", {}).get("outcome") for item in items}
+        left = [item for item in items if outcomes[item] not in ("passed", "skipped")]
+        items[:] = sorted(left, key=lambda item: outcomes[item] is not None)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.keep(nodeid, {"outcome": "the process ended in it"})
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or not report.passed:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+            found = {"outcome": report.outcome, "seconds": round(report.duration, 1)}
+            self.keep(report.nodeid, found | ({} if report.passed else {"message": reason[-500:]}))
+        if report.failed and DEVICE == "cuda":
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError as error:
+                self.session.shouldstop = f"the GPU cannot be used after this error: {told(error)}"
+        if self.stage.left() < 0:
+            self.session.shouldstop = "out of time"
+
+    def keep(self, nodeid: str, found: dict[str, Any]) -> None:
+        self.stage.parts[f"test {nodeid}"] = found
+        self.stage.write()
+
+
+def run_tests(stage: Stage) -> None:
+    """The tests marked `gpu` that have not passed yet; warnings of other packages are no errors here."""
+    files = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text("utf-8")]
+    if stage.tiny:
+        files = [file for file in files if file.name == "test_kernels_gpu.py"]
+    options = ["-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "-q", "--no-header", "-rN", "--tb=short"]
+    places = ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), *map(str, files)]
+    pytest.main([*options, *places], plugins=[Recorder(stage)])
+
+
+def run(stage: Stage) -> None:
+    """All parts: errors by family and dtype, then the tests."""
+    width, head, state = (32, 16, 16) if stage.tiny else (512, 64, 128)
+    rows, length = (1, 40) if stage.tiny else (2, 1000)
+    parts: dict[str, Part] = {
+        f"{family}, {name}": partial(compared, kind, {"hidden_size": width, **fields}, dtype, rows, length)
+        for family, (kind, fields) in configs(width, head, state).items()
+        for name, dtype in DTYPES.items()
+    }
+    if stage.run(parts, 0 if stage.tiny else SECONDS) or stage.left() > SECONDS:
+        run_tests(stage)
+
+
+def row(parts: dict[str, Any]) -> str:
+    """Outcomes of the tests, and the largest errors of kernels and torch in each dtype."""
+    outcomes = [part["outcome"] for name, part in parts.items() if name.startswith("test ")]
+    told_tests = ", ".join(f"{outcomes.count(one)} {one}" for one in sorted(set(outcomes), reverse=True))
+    lines = [f"tests: {told_tests or 'none run'}"]
+    for dtype in DTYPES:
+        for path in ("kernel", "torch"):
+            all_found = {name: part.get(path, {}) for name, part in parts.items() if name.endswith(f", {dtype}")}
+            found = {name.partition(",")[0]: part for name, part in all_found.items() if "outputs" in part}
+            if found:
+                worst = {kind: max(found, key=lambda name: found[name][kind]) for kind in KINDS.values()}
+                largest = ", ".join(f"{kind} {found[name][kind]:.1e} ({name})" for kind, name in worst.items())
+                lines.append(f"{path} {dtype}, largest errors of {len(found)} families: {largest}")
+    return "; ".join(lines)

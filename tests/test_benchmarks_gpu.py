@@ -1,0 +1,288 @@
+"""The stages for a large GPU run in miniature on a CPU, keep what is done, and go on where they stopped."""
+
+import json
+import os
+import runpy
+import sys
+import tarfile
+import time
+from functools import partial
+from hashlib import sha256
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.gpu import failure, kernels, large, report, speed
+from benchmarks.gpu.stage import RESERVE, Stage
+from hf_recurrent_lengthgen import load_model
+from hf_recurrent_lengthgen.cli import inputs
+from hf_recurrent_lengthgen.data import standard_library_corpus
+from hf_recurrent_lengthgen.trainers import INTERVENTIONS
+
+RUN = Path(__file__).parents[1] / "benchmarks/gpu/run.py"
+
+
+@pytest.fixture
+def small_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(30):
+        lines = (f"value_{index} = {index * number}\n" for index in range(30))
+        (folder / f"file_{number}.py").write_text("".join(lines))
+    corpus = standard_library_corpus(folder)
+    monkeypatch.setattr(inputs, "standard_library_corpus", lambda: corpus)
+    failure.streams.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _forget_the_corpus() -> Any:
+    yield
+    failure.streams.cache_clear()
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    runpy.run_path(str(RUN), run_name="__main__")
+
+
+def stage(folder: Path, minutes: float = 8, **options: Any) -> Stage:
+    return Stage("speed", folder, minutes, tiny=True, **options)
+
+
+def kept(folder: Path, name: str = "speed") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())["parts"]
+    return found
+
+
+def test_parts_with_a_result_are_kept_and_failed_ones_come_last(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def part(name: str, result: Any) -> Any:
+        calls.append(name)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def parts(**results: Any) -> dict[str, Any]:
+        return {name: partial(part, name, result) for name, result in results.items()}
+
+    first = parts(a={"x": 1}, b=RuntimeError("broken"), c=None, d={"missing": "fla"})
+    assert not stage(tmp_path).run(first)
+    assert calls == ["a", "b", "c", "d"]
+    expected = {"a": {"x": 1}, "b": {"error": "RuntimeError: broken"}, "d": {"missing": "fla"}}
+    assert kept(tmp_path) == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["speed.json"]
+    calls.clear()
+    assert stage(tmp_path).run(parts(a={"x": 2}, b={"x": 3}, c={"x": 4}, d={"x": 5}))
+    assert calls == ["c", "b"]
+    assert kept(tmp_path) == expected | {"b": {"x": 3}, "c": {"x": 4}}
+
+
+def test_a_part_that_ends_the_process_is_known_by_the_next_call(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        stage(tmp_path).run({"a": lambda: (_ for _ in ()).throw(KeyboardInterrupt)})
+    assert kept(tmp_path) == {"a": {"error": "The process ended in this part."}}
+
+
+def test_no_part_starts_without_the_time_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran: list[int] = []
+    late = stage(tmp_path, began=time.monotonic() - 8 * 60 + RESERVE + 30)
+    assert not late.run({"a": lambda: ran.append(1) or {"x": 1}, "b": lambda: {}}, seconds=31)
+    assert not ran
+    assert "the same command tries what is left: a, b" in capsys.readouterr().out
+    assert late.run({"a": lambda: ran.append(1) or {"x": 1}}, seconds=29)
+    assert ran
+
+
+def test_the_limit_ends_the_process_whatever_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with stage(tmp_path, began=time.monotonic() - 8 * 60 + 0.05).hard_limit():
+        time.sleep(0.3)
+    assert ended == [3]
+    with stage(tmp_path, began=time.monotonic() - 8 * 60 + 0.2).hard_limit():
+        pass
+    time.sleep(0.3)
+    assert ended == [3]
+
+
+def test_results_of_another_setting_are_refused(tmp_path: Path) -> None:
+    stage(tmp_path).write()
+    with pytest.raises(ValueError, match=r"speed\.json holds results of .*'tiny': True.* give another --output"):
+        Stage("speed", tmp_path, 8, tiny=False)
+    with pytest.raises(ValueError, match="other-texts"):
+        stage(tmp_path, text="data/other-texts")
+
+
+def test_an_error_is_relative_to_its_tensor_and_nan_shows() -> None:
+    expected = {"logits": torch.tensor([4.0, 1.0]), "final recurrent 0": torch.ones(2), "gradient of x": torch.ones(2)}
+    wrong = {**expected, "logits": torch.tensor([4.0, 1.4]), "gradient of x": torch.tensor([1.0, torch.nan])}
+    wrong["gradient of y"] = expected["gradient of y"] = torch.full((2,), 3.0)
+    found = kernels.errors(wrong, expected)
+    assert found["outputs"] == pytest.approx(0.1, abs=1e-6)
+    assert found["states"] == 0
+    assert found["gradients"] != found["gradients"]
+
+
+@pytest.mark.parametrize(("family", "field", "size"), [("mamba2", "d_model", 768), ("rwkv6", "hidden_size", 1024)])
+def test_the_models_compared_have_the_same_sizes(family: str, field: str, size: int) -> None:
+    small = {**speed.SIZES[family], "num_hidden_layers": 1}
+    assert speed.their_settings(family, speed.made(family, small).config)[field] == size
+
+
+def test_the_table_has_a_row_for_each_stage_with_results(tmp_path: Path) -> None:
+    readme, results = tmp_path / "README.md", tmp_path / "results"
+    results.mkdir()
+    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    assert "No stage has a result yet" in report.written_table(results, readme)
+    estimate = {"mean": 0.25, "low": 0.2, "high": 0.3}
+    base = {"tokens": 4000, "parameters": 100, "scan": "kernel", "harm_last": estimate, "harm_range": [32, 64]}
+    base["in_window"] = {"mean": 1.5}
+    environment = {
+        "device": "GPU",
+        "torch": "2",
+        "mamba_ssm": "2",
+        "causal_conv1d": "1",
+        "fla": "missing: not installed",
+    }
+    found = {"key": {"tiny": False, "environment": environment}, "parts": {"base, 2 times optimal": base}}
+    (results / "failure.json").write_text(json.dumps(found))
+    report.written_table(results, readme)
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
+    assert "after 4,000 bytes (2 times optimal) +0.250 (+0.200 to +0.300), loss inside 1.500; it fails |" in text
+    assert "fla missing: not installed |" in text
+    found["key"]["tiny"] = True
+    (results / "failure.json").write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="results of --tiny"):
+        report.written_table(results, readme)
+    readme.write_text("no markers\n")
+    (results / "failure.json").unlink()
+    with pytest.raises(ValueError, match="lacks the lines"):
+        report.written_table(results, readme)
+
+
+def test_a_failure_needs_a_lower_bound_above_the_threshold() -> None:
+    assert failure.fails({"harm_last": {"mean": 0.2, "low": 0.06}})
+    assert not failure.fails({"harm_last": {"mean": 0.2, "low": 0.04}})
+    assert not failure.fails({"harm_last": {"mean": 0.2, "low": None}})
+
+
+def test_a_gpu_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        command(monkeypatch, "large", "--output", tmp_path)
+
+
+@pytest.mark.slow
+def test_kernels_without_a_gpu_are_reported_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("kernels may be there")
+    chosen = kernels.configs(32, 16, 16)
+    monkeypatch.setattr(kernels, "configs", lambda *_: {name: chosen[name] for name in ("mamba2", "gla")})
+    command(monkeypatch, "kernels", "--tiny", "--output", tmp_path)
+    parts = kept(tmp_path, "kernels")
+    for dtype, limit in (("float32", 1e-4), ("bfloat16", 0.1)):
+        for family in ("mamba2", "gla"):
+            found = parts[f"{family}, {dtype}"]
+            assert "scan_backend" in found["kernel"]["missing"]
+            assert list(found["torch"]) == ["outputs", "states", "gradients"]
+            assert all(0 < error < limit for error in found["torch"].values())
+    tests = [part for name, part in parts.items() if name.startswith("test tests/models/test_kernels_gpu.py::")]
+    assert len(tests) > 100
+    assert {(part["outcome"], part["message"]) for part in tests} == {("skipped", "Skipped: needs a CUDA device")}
+
+
+@pytest.mark.slow
+def test_speeds_are_measured_and_missing_competitors_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(speed, "THEIRS", {"gla": "fla", "mamba": "mamba_ssm"})
+    monkeypatch.setattr(speed, "LARGE", {"mamba2": speed.LARGE["mamba2"]})
+    monkeypatch.setattr(speed, "METHODS", ("tbtt",))
+    command(monkeypatch, "speed", "--tiny", "--output", tmp_path)
+    parts = kept(tmp_path)
+    assert parts["states, gla"]["speed_ratio"] > 0
+    assert parts["states, gla"]["scan"] == "torch"
+    assert set(parts["StateX, mamba2"]) == {"scan", "training", "prefill", "decode", "decode_mean_ratio"}
+    assert set(parts["trainer steps"]["step_ms"]) == {"plain", "tbtt"}
+    assert "flash-linear-attention" in parts["fla, gla"]["missing"]
+    before = (tmp_path / "speed.json").read_text()
+    capsys.readouterr()
+    command(monkeypatch, "speed", "--tiny", "--output", tmp_path)
+    assert (tmp_path / "speed.json").read_text() == before
+    assert capsys.readouterr().out.count("\n") == 1  # the row: nothing ran
+
+
+@pytest.mark.slow
+def test_every_trainer_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = {name: trainer for name, trainer in INTERVENTIONS.items() if "hf_recurrent" in trainer.__module__}
+    monkeypatch.setattr(large, "TRAINERS", ours | {"alignment": large.TRAINERS["alignment"]})
+    command(monkeypatch, "large", "--tiny", "--output", tmp_path)
+    parts = kept(tmp_path, "large")
+    assert {"none", "state_passing", "tbtt", "fitted_noise", "statex", "learned", "mixed", "alignment"} <= set(parts)
+    assert not {name: part for name, part in parts.items() if "rows" not in part}
+    assert parts["statex"]["parameters"] > parts["none"]["parameters"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_corpus")
+def test_a_failure_study_that_is_stopped_goes_on_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    command(monkeypatch, "failure", "--tiny", "--output", whole)
+    limits = iter([3, 10**6])
+    steps = {"left": 0}
+
+    def left(self: Stage) -> float:  # the time is over after three steps of the base
+        steps["left"] -= 1
+        return float(steps["left"])
+
+    def train(self: Any, arguments: Any, state: Any, control: Any, **_: Any) -> None:
+        steps["left"] = -1 if state.global_step == steps["limit"] else 10**6
+
+    monkeypatch.setattr(Stage, "left", left)
+    monkeypatch.setattr(failure.Stops, "on_step_begin", train, raising=False)
+    for limit in limits:
+        steps |= {"limit": limit, "left": 10**6}
+        command(monkeypatch, "failure", "--tiny", "--output", halves)
+        if limit == 3:
+            assert kept(halves, "failure") == {}
+            assert [path.name for path in (halves / "work/failure/base").glob("checkpoint-*")] == ["checkpoint-4"]
+    expected = kept(whole, "failure")
+    assert kept(halves, "failure") == expected
+    assert list(expected) == [
+        *("base, 0.002 times optimal", "base, 0.004 times optimal", "state_passing", "control"),
+        *("weights of base", "weights of state_passing"),
+    ]
+    assert expected["state_passing"]["nll"] != expected["control"]["nll"]
+
+    content = b"".join(path.read_bytes() for path in sorted((halves / "weights").glob("base.tar.*")))
+    assert sha256(content).hexdigest() == expected["weights of base"]["sha256"]
+    with tarfile.open(fileobj=BytesIO(content)) as tar:
+        tar.extractall(tmp_path / "joined", filter="data")
+    joined = load_model(str(tmp_path / "joined/base"))
+    last = load_file(
+        halves / "work/failure" / expected["base, 0.004 times optimal"]["checkpoint"] / "model.safetensors"
+    )
+    assert joined.dtype == torch.bfloat16
+    for name, value in joined.state_dict().items():
+        if name in last:
+            torch.testing.assert_close(value, last[name].to(torch.bfloat16), rtol=0, atol=0)
+
+
+def test_large_weights_are_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "PIECE", 20_000)
+    failure.new_model(failure.TINY).save_pretrained(tmp_path / "checkpoint")
+    found = failure.write_pieces(tmp_path / "checkpoint", "base", tmp_path / "weights")
+    pieces = sorted((tmp_path / "weights").iterdir())
+    assert found["pieces"] == len(pieces) > 2
+    assert [path.name for path in pieces[:2]] == ["base.tar.00", "base.tar.01"]
+    assert max(path.stat().st_size for path in pieces) <= 20_000
