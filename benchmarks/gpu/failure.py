@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
+from tarfile import TarInfo
 from tarfile import open as open_tar
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
-from benchmarks.gpu.stage import DEVICE, Stage, scan_of
+from benchmarks.gpu.stage import DEVICE, Part, Stage, parameters_of, scan_of
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
@@ -120,6 +121,7 @@ def trained(stage: Stage, arm: str, setting: Setting, until: int, model: Callabl
     if reached == until:
         return newest
     trainer_class, options = ARMS.get(arm, (ZeroStateTrainer, {}))
+    schedule: dict[str, Any]
     if arm == "base":
         schedule = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": setting.warmup_steps}
         rate, steps = setting.learning_rate, steps_of(setting, model(), setting.multiples[-1])
@@ -162,7 +164,7 @@ def trained(stage: Stage, arm: str, setting: Setting, until: int, model: Callabl
 
 def steps_of(setting: Setting, model: Any, multiple: float) -> int:
     """Steps after which the model has read this multiple of 20 tokens for each parameter."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = parameters_of(model)
     return max(1, round(20 * multiple * parameters / (setting.rows * setting.training_length)))
 
 
@@ -182,7 +184,7 @@ def measured(stage: Stage, arm: str, setting: Setting, until: int, model: Callab
     return {
         "steps": until,
         "tokens": tokens,
-        "parameters": sum(parameter.numel() for parameter in loaded.parameters()),
+        "parameters": parameters_of(loaded),
         "text": streams(stage.text)[0].source.description,
         "epochs": round(tokens / len(streams(stage.text)[0].tokens), 2) if arm == "base" else None,
         "scan": scan_of(loaded),
@@ -201,13 +203,18 @@ def fails(result: dict[str, Any]) -> bool:
     return low is not None and low > HARM_THRESHOLD
 
 
+def without_origin(info: TarInfo) -> TarInfo:
+    """A member without time and owner, so that the same weights make the same archive."""
+    return info.replace(mtime=0, uid=0, gid=0, uname="", gname="", deep=False)
+
+
 def write_pieces(checkpoint: Path, name: str, folder: Path) -> dict[str, Any]:
     """A checkpoint in bfloat16 as a tar archive `NAME.tar.00`, `NAME.tar.01`, ... in pieces of at most 15 MB."""
     with TemporaryDirectory() as temporary:
         archive = Path(temporary) / "all.tar"
         load_model(str(checkpoint)).to(torch.bfloat16).save_pretrained(Path(temporary) / name)
         with open_tar(archive, "w") as tar:
-            tar.add(Path(temporary) / name, arcname=name)
+            tar.add(Path(temporary) / name, arcname=name, filter=without_origin)
         content = archive.read_bytes()
     pieces = [content[start : start + PIECE] for start in range(0, len(content), PIECE)]
     for number, piece in enumerate(pieces):
@@ -233,7 +240,9 @@ def run(stage: Stage) -> None:
         assert base is not None
         checkpoint = stage.work / base["checkpoint"]
         loaded = partial(load_model, str(checkpoint))
-        arms = {arm: partial(measured, stage, arm, setting, setting.cure_steps, loaded) for arm in ARMS}
+        arms: dict[str, Part] = {
+            arm: partial(measured, stage, arm, setting, setting.cure_steps, loaded) for arm in ARMS
+        }
         stage.run(arms, seconds)
         cured = stage.work / "state_passing" / f"checkpoint-{setting.cure_steps}"
         weights = {"base": checkpoint, "state_passing": cured}

@@ -248,10 +248,8 @@ def row(parts: dict[str, Any]) -> str:
             speeds, peaks = part["tokens_per_second"], part["peak_gib"]
             memory = f", {peaks['ours']} against {peaks['theirs']} GiB" if peaks["ours"] else ""
             other = "itself without" if name.startswith("states") else name.partition(",")[0].replace("_", "-")
-            lines.append(
-                f"{name.partition(', ')[2]} with states against {other}: {speeds['ours']:,} against {speeds['theirs']:,} tokens/s "
-                f"({part['speed_ratio']:.2f}x){memory}, scan by {part['scan']}"
-            )
+            told = f"{speeds['ours']:,} against {speeds['theirs']:,} tokens/s ({part['speed_ratio']:.2f}x){memory}"
+            lines.append(f"{name.partition(', ')[2]} with states against {other}: {told}, scan by {part['scan']}")
         elif "decode" in part:
             ratios = {kind: part[kind]["speed_ratio"] for kind in ("training", "prefill")}
             told = ", ".join(f"{kind} {ratio:.2f}x" for kind, ratio in ratios.items())

@@ -195,6 +195,11 @@ def scan_of(model: Any) -> str:
     return mixer.backend_for(torch.empty(0, dtype=torch.bfloat16, device=DEVICE))
 
 
+def parameters_of(model: Any) -> int:
+    """Their number."""
+    return sum(int(parameter.numel()) for parameter in model.parameters())
+
+
 def peak_gib(function: Callable[[], Any]) -> float | None:
     """Peak of allocated GPU memory during a call, in GiB; None on a CPU."""
     if DEVICE == "cuda":
