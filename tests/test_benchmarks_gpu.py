@@ -91,13 +91,18 @@ def test_a_part_that_ends_the_process_is_known_by_the_next_call(tmp_path: Path) 
 
 
 def test_no_part_starts_without_the_time_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ran: list[int] = []
+    ran: list[str] = []
+
+    def part() -> dict[str, int]:
+        ran.append("a")
+        return {"x": 1}
+
     late = stage(tmp_path, began=time.monotonic() - 8 * 60 + RESERVE + 30)
-    assert not late.run({"a": lambda: ran.append(1) or {"x": 1}, "b": lambda: {}}, seconds=31)
+    assert not late.run({"a": part, "b": part}, seconds=31)
     assert not ran
     assert "the same command tries what is left: a, b" in capsys.readouterr().out
-    assert late.run({"a": lambda: ran.append(1) or {"x": 1}}, seconds=29)
-    assert ran
+    assert late.run({"a": part}, seconds=29)
+    assert ran == ["a"]
 
 
 def test_the_limit_ends_the_process_whatever_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +147,13 @@ def test_the_table_has_a_row_for_each_stage_with_results(tmp_path: Path) -> None
     readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
     assert "No stage has a result yet" in report.written_table(results, readme)
     estimate = {"mean": 0.25, "low": 0.2, "high": 0.3}
-    base = {"tokens": 4000, "parameters": 100, "scan": "kernel", "harm_last": estimate, "harm_range": [32, 64]}
+    base: dict[str, Any] = {
+        "tokens": 4000,
+        "parameters": 100,
+        "scan": "kernel",
+        "harm_last": estimate,
+        "harm_range": [32, 64],
+    }
     base["in_window"] = {"mean": 1.5}
     environment = {
         "device": "GPU",
@@ -151,7 +162,10 @@ def test_the_table_has_a_row_for_each_stage_with_results(tmp_path: Path) -> None
         "causal_conv1d": "1",
         "fla": "missing: not installed",
     }
-    found = {"key": {"tiny": False, "environment": environment}, "parts": {"base, 2 times optimal": base}}
+    found: dict[str, Any] = {
+        "key": {"tiny": False, "environment": environment},
+        "parts": {"base, 2 times optimal": base},
+    }
     (results / "failure.json").write_text(json.dumps(found))
     report.written_table(results, readme)
     text = readme.read_text()
@@ -278,6 +292,13 @@ def test_a_failure_study_that_is_stopped_goes_on_exactly(tmp_path: Path, monkeyp
     for name, value in last.items():
         torch.testing.assert_close(joined[name], value.to(torch.bfloat16), rtol=0, atol=0)
     assert load_model(str(tmp_path / "joined/base")).config.training_length == failure.TINY.training_length
+
+
+def test_checkpoints_past_the_step_asked_for_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "work/speed/base/checkpoint-9").mkdir(parents=True)
+    monkeypatch.setattr(failure, "newest_complete_checkpoint", lambda folder: folder / "checkpoint-9")
+    with pytest.raises(ValueError, match="at step 9 already, past 6"):
+        failure.trained(stage(tmp_path), "base", failure.TINY, 6, lambda: None)
 
 
 def test_large_weights_are_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

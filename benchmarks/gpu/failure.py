@@ -120,6 +120,8 @@ def trained(stage: Stage, arm: str, setting: Setting, until: int, model: Callabl
     reached = 0 if newest is None else int(newest.name.rpartition("-")[2])
     if reached == until:
         return newest
+    if reached > until:
+        raise ValueError(f"{folder} is at step {reached} already, past {until}: remove it, or give another --output.")
     trainer_class, options = ARMS.get(arm, (ZeroStateTrainer, {}))
     schedule: dict[str, Any]
     if arm == "base":

@@ -19,8 +19,10 @@ BEGAN = time.monotonic()
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 STAGES = ("kernels", "speed", "failure", "large")
-NEEDED = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "pydantic", "scipy", "matplotlib")
-NEEDED += ("yaml", "tqdm", "detect_secrets", "shtab", "pytest", "hypothesis")
+NEEDED = (
+    *("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "pydantic", "scipy", "matplotlib"),
+    *("yaml", "tqdm", "detect_secrets", "shtab", "pytest", "hypothesis"),
+)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
