@@ -135,7 +135,15 @@ def test_an_error_is_relative_to_its_tensor_and_nan_shows() -> None:
     assert found["gradients"] == math.inf
 
 
-@pytest.mark.parametrize(("family", "field", "size"), [("mamba2", "d_model", 768), ("rwkv6", "hidden_size", 1024)])
+@pytest.mark.parametrize(
+    ("family", "field", "size"),
+    [
+        ("mamba2", "d_model", 768),
+        ("mamba", "d_model", 768),
+        ("gla", "hidden_size", 1024),
+        ("rwkv6", "hidden_size", 1024),
+    ],
+)
 def test_the_models_compared_have_the_same_sizes(family: str, field: str, size: int) -> None:
     small = {**speed.SIZES[family], "num_hidden_layers": 1}
     assert speed.their_settings(family, speed.made(family, small).config)[field] == size

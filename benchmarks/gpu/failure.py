@@ -46,10 +46,10 @@ class Setting:
     head_dim: int = 64
     state_size: int = 128
     training_length: int = 256
-    rows: int = 512
+    rows: int = 256
     multiples: tuple[float, ...] = (0.25, 0.5, 1, 2.5, 5, 7.5)
     learning_rate: float = 1e-3
-    warmup_steps: int = 300
+    warmup_steps: int = 500
     cure_steps: int = 500
     evaluation_multiple: int = 64
     sequences: int = 16
