@@ -3,6 +3,10 @@
 Du et al., 2025 (arXiv:2506.11769), section 4.2. l_extra is drawn once for each optimizer step and is the same in all
 micro-batches and processes. T + l_extra tokens of each row are read as two crops of T tokens. Their outputs are
 aligned at the tokens where both crops have read at least T/2 tokens.
+
+Two options are ours. The Jeffreys divergence in place of the symmetric cross-entropy does not reward certainty. A
+second crop that starts from zero, while the first starts from a given state, aligns predictions with and without that
+state: two crops from one state cannot, because they never read more than T tokens.
 """
 
 from collections.abc import Callable
@@ -13,6 +17,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.trainers.alignment_loss import (
+    Divergence,
     aligned_cross_entropy,
     largest_extra,
     overlap_positions,
@@ -32,6 +37,7 @@ class CropLoss:
 
     Attributes:
         alpha: Weight of the misalignment.
+        divergence: "sce" or "jeffreys", see `aligned_cross_entropy`.
         extra: l_extra, tokens between the starts of the two crops.
         overlap: Aligned pairs of outputs in the micro-batch.
         step_overlap: Aligned pairs of outputs in the whole step, over all micro-batches and processes.
@@ -39,6 +45,7 @@ class CropLoss:
     """
 
     alpha: float
+    divergence: Divergence
     extra: int
     overlap: int
     step_overlap: int
@@ -58,6 +65,7 @@ class CropLoss:
             labels,
             self.extra,
             alpha=self.alpha,
+            divergence=self.divergence,
             num_items=num_items_in_batch,
             overlap_items=divisor,
         )
@@ -74,20 +82,26 @@ class AlignmentSettings:
         length: T, tokens of a crop; None for as many as the rows allow.
         min_extra: Smallest l_extra.
         given_max_extra: Largest l_extra; None for T - T // 2 - 1, the largest that leaves an overlap.
+        divergence: "sce" or "jeffreys", see `aligned_cross_entropy`.
+        second_from_zero: Whether the second crop starts from zero, whatever the state of the first.
     """
 
     alpha: float
     length: int | None
     min_extra: int
     given_max_extra: int | None
+    divergence: Divergence
+    second_from_zero: bool
 
     @classmethod
-    def of(cls, args: InitialStateConfig, model: Any, own_loss: Callable[..., Any] | None) -> "AlignmentSettings":
-        """From the arguments of a trainer.
+    def of(
+        cls, args: InitialStateConfig, model: Any, own_loss: Callable[..., Any] | None, gives_states: bool
+    ) -> "AlignmentSettings":
+        """From the arguments of a trainer; `gives_states` is whether its method gives initial states.
 
         Raises:
-            ValueError: if the model or `own_loss` has a loss other than next-token cross-entropy, or if the length
-                does not allow the shifts.
+            ValueError: if the model or `own_loss` has a loss other than next-token cross-entropy, if the length does
+                not allow the shifts, or if the second crop is to start from zero as both crops do.
         """
         if own_loss is not None:
             raise ValueError(
@@ -97,7 +111,14 @@ class AlignmentSettings:
             raise ValueError(
                 "The alignment loss would leave out the model's router loss: set output_router_logits=False."
             )
-        settings = cls(args.alignment_alpha, args.alignment_length, args.alignment_min_extra, args.alignment_max_extra)
+        from_zero = args.alignment_second_state == "zero"
+        if from_zero and not gives_states:
+            raise ValueError(
+                "alignment_second_state='zero' has no effect where both crops start from zero: leave it out, or use a "
+                "method that gives states, such as TbttTrainer or StatePassingTrainer."
+            )
+        extra = args.alignment_min_extra, args.alignment_max_extra
+        settings = cls(args.alignment_alpha, args.alignment_length, *extra, args.alignment_divergence, from_zero)
         if settings.length is not None:
             settings._check(settings.length, f"With alignment_length {settings.length}")
         return settings
@@ -155,4 +176,6 @@ class AlignmentSettings:
         targets = shifted_targets(crops)
         # Trainer counts targets in `shift_labels`, and hands `labels` to the loss.
         overlap = overlap_positions(place.rows, length, extra)
-        return crops | {"labels": targets, "shift_labels": targets}, CropLoss(self.alpha, extra, overlap, overlap)
+        return crops | {"labels": targets, "shift_labels": targets}, CropLoss(
+            self.alpha, self.divergence, extra, overlap, overlap
+        )

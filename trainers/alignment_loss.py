@@ -7,10 +7,14 @@ appendix D pairs output 1 with itself by mistake.)
 
 With h = T // 2, the overlap is [h + l_extra, T) in crop 1 and [h, T - l_extra) in crop 2. It has T - h - l_extra
 positions, so l_extra is at most T - h - 1; the paper's T/2 would leave none.
+
+The Jeffreys divergence is an option of ours. With H the entropy, SCE(p, q) = KL(p, q) + KL(q, p) + H(p) + H(q): its
+least value is not at p = q, but where both are certain of one token. Jeffreys(p, q) = KL(p, q) + KL(q, p) is 0 for any
+p = q.
 """
 
 import hashlib
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +32,7 @@ from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace
 
 IGNORED = -100
 """Target that is not scored."""
+Divergence = Literal["sce", "jeffreys"]
 
 
 def largest_extra(length: int) -> int:
@@ -146,24 +151,27 @@ class _AlignedCrossEntropy(torch.autograd.Function):
         num_items: Tensor | int,
         overlap_items: Tensor | int,
         chunk: int,
+        divergence: Divergence,
     ) -> tuple[Tensor, Tensor, Tensor]:
         normalizers = log_normalizers(logits, chunk)
         scored = targets != IGNORED
         indices = targets.where(scored, 0)
         hit = logits.gather(-1, indices[..., None])[..., 0]
         cross_entropy = (normalizers - hit).where(scored, 0).sum() / num_items
-        expected = expected_logs(*_overlap(logits, extra), *_overlap(normalizers, extra), chunk)
-        misalignment = -expected.sum() / overlap_items
-        ctx.save_for_backward(logits, normalizers, indices, scored, expected)
-        ctx.settings = extra, alpha, num_items, overlap_items, chunk
+        pairs = _overlap(logits, extra), _overlap(normalizers, extra)
+        expected = expected_logs(*pairs[0], *pairs[1], chunk)
+        own = _expected_own_logs(*pairs, chunk) if divergence == "jeffreys" else torch.zeros_like(expected)
+        misalignment = (own - expected).sum() / overlap_items
+        ctx.save_for_backward(logits, normalizers, indices, scored, expected, own)
+        ctx.settings = extra, alpha, num_items, overlap_items, chunk, divergence
         ctx.mark_non_differentiable(cross_entropy, misalignment)
         return cross_entropy + alpha * misalignment, cross_entropy, misalignment
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        logits, normalizers, indices, scored, expected = ctx.saved_tensors
-        extra, alpha, num_items, overlap_items, chunk = ctx.settings
+        logits, normalizers, indices, scored, expected, own = ctx.saved_tensors
+        extra, alpha, num_items, overlap_items, chunk, divergence = ctx.settings
         gradient = torch.empty_like(logits)
         weights = scored * (upstream / num_items)
         for at in blocks(scored.shape, chunk):
@@ -174,9 +182,22 @@ class _AlignedCrossEntropy(torch.autograd.Function):
         pairs = tuple(zip(*(_overlap(x, extra) for x in (logits, normalizers, gradient)), strict=True))
         for at in blocks(expected.shape[1:], chunk):
             log_p, log_q = (x[at] - normalizer[at][..., None] for x, normalizer, _ in pairs)
+            if divergence == "jeffreys":  # of E_p[log p] it is p (log p - E_p[log p])
+                for (_, _, result), log, mean in zip(pairs, (log_p, log_q), own[:, *at], strict=True):
+                    result[at] += log.exp().mul_(log - mean[..., None]).mul_(share)
             for (_, _, result), piece in zip(pairs, sce_gradients(log_p, log_q, expected[:, *at]), strict=True):
                 result[at] += piece.mul_(share)
-        return gradient, *(None,) * 6
+        return gradient, *(None,) * 7
+
+
+def _expected_own_logs(logits: tuple[Tensor, Tensor], normalizers: tuple[Tensor, Tensor], chunk: int) -> Tensor:
+    """E_p[log p] and E_q[log q], the negative entropies, as (2, ...)."""
+    result = torch.empty((2, *normalizers[0].shape), dtype=normalizers[0].dtype, device=logits[0].device)
+    for found, x, normalizer in zip(result, logits, normalizers, strict=True):
+        for at in blocks(normalizer.shape, chunk):
+            log = x[at] - normalizer[at][..., None]
+            found[at] = log.exp().mul_(log).sum(-1)
+    return result
 
 
 def _overlap(x: Tensor, extra: int) -> tuple[Tensor, Tensor]:
@@ -194,8 +215,9 @@ def aligned_cross_entropy(
     num_items: Tensor | int | None = None,
     overlap_items: Tensor | int | None = None,
     chunk_size: int | None = None,
+    divergence: Divergence = "sce",
 ) -> AlignedLoss:
-    """Cross-entropy of two crops plus alpha times the mean symmetric cross-entropy of their overlap (Eq. 4).
+    """Cross-entropy of two crops plus alpha times the mean divergence of their overlap (Eq. 4).
 
     Memory: the forward pass allocates no second tensor of the size of the logits, the backward pass one, the
     gradient. All else is computed in chunks or is one number per position.
@@ -214,6 +236,8 @@ def aligned_cross_entropy(
         num_items: Number of targets to divide by; None for the scored targets of this call.
         overlap_items: Number of overlap positions to divide by; None for those of this call.
         chunk_size: Positions whose probabilities are in memory at once; by default from `LOGITS_PER_CHUNK`.
+        divergence: "sce" for the paper's symmetric cross-entropy (Eq. 1), "jeffreys" for the Jeffreys divergence
+            sum (p - q) (log p - log q), ours.
 
     Returns:
         Scalars in float32, float64 for float64 logits. The gradient has the dtype of the logits.
@@ -236,5 +260,7 @@ def aligned_cross_entropy(
     )
     chunk = chunk_positions(logits, chunk_size)
     return AlignedLoss(
-        *_AlignedCrossEntropy.apply(logits, targets.to(logits.device), extra, alpha, num_items, overlap_items, chunk)
+        *_AlignedCrossEntropy.apply(
+            logits, targets.to(logits.device), extra, alpha, num_items, overlap_items, chunk, divergence
+        )
     )

@@ -144,7 +144,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
     def _set_up_alignment(self) -> None:
         self._align: AlignmentSettings | None = None
         if self.args.alignment_alpha:
-            self._align = AlignmentSettings.of(self.args, self.model, self._own_loss)
+            self._align = AlignmentSettings.of(self.args, self.model, self._own_loss, self.needs_states)
         self.compute_loss_func = self._align or self._own_loss
 
     def _make_source(self) -> None:
@@ -221,7 +221,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
                     )
                 inputs, loss = self._align.crop(inputs, place)
                 place = place if resets is None else replace(place, continues=~resets[:, 0])
-                layout = RowLayout(2 * rows, crops=2)
+                layout = RowLayout(2 * rows, crops=2, later_from_zero=self._align.second_from_zero)
         return {**inputs, MICRO_BATCH: MicroBatch(place, layout, loss)}
 
     # --- loss ---

@@ -40,6 +40,21 @@ class InitialStateConfig(TrainingArguments):
         default=None,
         metadata={"help": "Largest shift l_extra between the two crops, in tokens. Default: T/2 - 1."},
     )
+    alignment_divergence: Literal["sce", "jeffreys"] = field(
+        default="sce",
+        metadata={
+            "help": "What the loss adds at each aligned token: the paper's symmetric cross-entropy (sce), or the "
+            "Jeffreys divergence (jeffreys, ours), which is sce without the entropies of both predictions. Default: "
+            "sce."
+        },
+    )
+    alignment_second_state: Literal["same", "zero"] = field(
+        default="same",
+        metadata={
+            "help": "Initial state of the second crop: that of the first (same), or zero (ours), so that predictions "
+            "with and without a given state are aligned. Default: same."
+        },
+    )
 
     # Parameters that control backpropagation through chunks
     bptt_chunk_length: int | None = field(
@@ -86,8 +101,8 @@ class InitialStateConfig(TrainingArguments):
             raise ValueError("output_dir is empty: give the name of a folder.")
         unused = [
             name
-            for name in ("alignment_length", "alignment_min_extra", "alignment_max_extra")
-            if getattr(self, name) != _default(name)
+            for name in sorted(InitialStateConfig.method_fields())
+            if name.startswith("alignment_") and name != "alignment_alpha" and getattr(self, name) != _default(name)
         ]
         if not self.alignment_alpha and unused:
             raise ValueError(f"{unused} have no effect without alignment_alpha: set it above 0, for instance to 0.1.")

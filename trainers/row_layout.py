@@ -27,13 +27,15 @@ class RowLayout:
         rows: R.
         first: Row of the model that starts row i of the batch, (B,); None if the rows are the same.
         last: Row of the model that ends row i of the batch, (B,).
-        crops: Number of crops of each row, with the same initial state; final states are those of the first crop.
+        crops: Number of crops of each row; final states are those of the first crop.
+        later_from_zero: Whether crops after the first start from zero instead of the state of the first.
     """
 
     rows: int
     first: Tensor | None = None
     last: Tensor | None = None
     crops: int = 1
+    later_from_zero: bool = False
 
     def scatter(self, state: RecurrentState | None) -> RecurrentState | None:
         """Initial states for the R rows of the model from those of the B rows of the batch."""
@@ -46,7 +48,8 @@ class RowLayout:
                 return part.new_zeros(self.rows, *part.shape[1:]).index_copy(0, first.to(part.device), part)
 
             state = map_state(place_rows, state)
-        return concatenate_rows([state] * self.crops) if self.crops > 1 else state
+        later = map_state(torch.zeros_like, state) if self.later_from_zero else state
+        return concatenate_rows([state, *[later] * (self.crops - 1)]) if self.crops > 1 else state
 
     def gather(self, state: RecurrentState) -> RecurrentState:
         """Final states of the B rows of the batch from those of the R rows of the model."""

@@ -308,8 +308,9 @@ def _of_optimizer(args: TrainingArguments, optimizer: Any, groups: list[dict[str
 
 def _of_method(args: InitialStateConfig) -> dict[str, Value]:
     """Settings of the method that have an effect."""
-    left_out = {*_NO_EFFECT, *(() if args.alignment_alpha else ("alignment_alpha", "alignment_min_extra"))}
-    given = {name: value for name, value in args.method_settings().items() if name not in left_out}
+    given = {name: value for name, value in args.method_settings().items() if name not in _NO_EFFECT}
+    if not args.alignment_alpha:
+        given = {name: value for name, value in given.items() if not name.startswith("alignment_")}
     return {name: _plain(value) for name, value in given.items() if value is not None}
 
 

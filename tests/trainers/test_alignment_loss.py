@@ -23,8 +23,8 @@ from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace
 ALPHA = 0.3
 
 
-def naive(logits: Tensor, targets: Tensor, extra: int) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy and mean symmetric cross-entropy in float64, position by position."""
+def naive(logits: Tensor, targets: Tensor, extra: int, divergence: str = "sce") -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy and mean divergence in float64, position by position."""
     probabilities = logits.double().softmax(-1)
     rows, length = len(logits) // 2, logits.shape[1]
     losses, distances = [], []
@@ -36,7 +36,8 @@ def naive(logits: Tensor, targets: Tensor, extra: int) -> tuple[Tensor, Tensor]:
         for token in range(length + extra):  # token stands at `token` in crop 1, at `token - extra` in crop 2
             if length // 2 <= token - extra and token < length:
                 p, q = probabilities[row, token], probabilities[rows + row, token - extra]
-                distances.append(-(p @ q.log() + q @ p.log()))
+                sce = -(p @ q.log() + q @ p.log())
+                distances.append(sce if divergence == "sce" else (p - q) @ (p / q).log())
     return torch.stack(losses).mean(), torch.stack(distances).mean()
 
 
@@ -50,14 +51,16 @@ def random_batch(
     return logits, targets
 
 
+@pytest.mark.parametrize("divergence", ["sce", "jeffreys"])
 @pytest.mark.parametrize("chunk_size", [1, 3, None])
 @pytest.mark.parametrize(("rows", "length", "extra"), [(1, 3, 1), (2, 8, 1), (2, 8, 3), (3, 9, 2), (1, 9, 4)])
 def test_loss_and_gradient_are_those_of_the_formula(
-    rows: int, length: int, extra: int, chunk_size: int | None
+    rows: int, length: int, extra: int, chunk_size: int | None, divergence: Any
 ) -> None:
     logits, targets = random_batch(rows, length)
-    result = aligned_cross_entropy(logits, targets, extra, alpha=ALPHA, chunk_size=chunk_size)
-    cross_entropy, distance = naive(logits, targets, extra)
+    options = {"alpha": ALPHA, "chunk_size": chunk_size, "divergence": divergence}
+    result = aligned_cross_entropy(logits, targets, extra, **options)
+    cross_entropy, distance = naive(logits, targets, extra, divergence)
     torch.testing.assert_close(result.cross_entropy, cross_entropy.detach())
     torch.testing.assert_close(result.misalignment, distance.detach())
     torch.testing.assert_close(result.loss, cross_entropy + ALPHA * distance)
@@ -67,11 +70,27 @@ def test_loss_and_gradient_are_those_of_the_formula(
     torch.testing.assert_close(ours, expected)
 
 
-def test_finite_differences_agree() -> None:
+@pytest.mark.parametrize("divergence", ["sce", "jeffreys"])
+def test_finite_differences_agree(divergence: Any) -> None:
     logits, targets = random_batch(1, 6, vocabulary=4)
     assert torch.autograd.gradcheck(
-        lambda x: aligned_cross_entropy(x, targets, 1, alpha=ALPHA, chunk_size=2)[0], logits
+        lambda x: aligned_cross_entropy(x, targets, 1, alpha=ALPHA, chunk_size=2, divergence=divergence)[0], logits
     )
+
+
+def test_only_the_symmetric_cross_entropy_asks_for_certainty() -> None:
+    """Two equal predictions: nothing is left to align, and sce makes both more certain all the same."""
+    logits = torch.tensor([0.0, 1.0]).expand(2, 4, 2).clone().requires_grad_()
+    targets = torch.full((2, 4), -100)
+    gradients = {}
+    for divergence in ("sce", "jeffreys"):
+        result = aligned_cross_entropy(logits, targets, 1, alpha=1.0, num_items=1, divergence=divergence)  # type: ignore[arg-type]
+        (gradients[divergence],) = torch.autograd.grad(result.loss, logits)
+        p = logits.detach()[0, 0].softmax(-1)
+        entropy = -(p @ p.log()).item()
+        assert result.misalignment.item() == pytest.approx({"sce": 2 * entropy, "jeffreys": 0}[divergence], abs=1e-6)
+    torch.testing.assert_close(gradients["jeffreys"], torch.zeros(2, 4, 2), atol=1e-7, rtol=0)
+    assert gradients["sce"][0, 3, 1] < -0.1  # a descent raises the likelier token
 
 
 @pytest.mark.parametrize("num_items", [None, 50, torch.tensor(50)], ids=["mean", "count", "tensor"])
@@ -176,7 +195,8 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def test_one_tensor_of_the_size_of_the_logits_is_made_and_none_kept() -> None:
+@pytest.mark.parametrize("divergence", ["sce", "jeffreys"])
+def test_one_tensor_of_the_size_of_the_logits_is_made_and_none_kept(divergence: Any) -> None:
     length, vocabulary, chunk = 30, 64, 4
     logits, targets = random_batch(1, length, vocabulary, torch.float32)
     kept: list[Tensor] = []
@@ -184,7 +204,7 @@ def test_one_tensor_of_the_size_of_the_logits_is_made_and_none_kept() -> None:
         torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x),
         Allocations() as forward,
     ):
-        loss = aligned_cross_entropy(logits, targets, 5, alpha=ALPHA, chunk_size=chunk).loss
+        loss = aligned_cross_entropy(logits, targets, 5, alpha=ALPHA, chunk_size=chunk, divergence=divergence).loss
     assert {x.data_ptr() for x in kept if x.numel() > 2 * length} == {logits.data_ptr()}
     assert max(forward.sizes) == chunk * vocabulary
     with Allocations() as backward:

@@ -23,6 +23,7 @@ from hf_recurrent_lengthgen.trainers import (
     StatePassingTrainer,
     TbttConfig,
     TbttTrainer,
+    ZeroStateTrainer,
 )
 
 ALPHA, SEED = 0.3, 4
@@ -250,7 +251,52 @@ def test_evaluation_is_plain_cross_entropy_on_whole_rows(toys: ModuleType, tmp_p
     assert "misalignment" not in entry
 
 
+# --- options of ours ---
+
+
+@pytest.mark.parametrize("divergence", ["sce", "jeffreys"])
+@pytest.mark.parametrize("second", ["same", "zero"])
+def test_the_second_crop_starts_where_it_is_told(
+    toys: ModuleType, tmp_path: Path, divergence: str, second: str
+) -> None:
+    length, largest, steps = 9, 4, 3
+    model = toys.tiny_model(initializer_range=0.5).double()
+    expected = copy.deepcopy(model).train()
+    batches: list[dict[str, Tensor]] = []
+    ours = {"alignment_divergence": divergence, "alignment_second_state": second, "state_drop_probability": 0.0}
+    config = StatePassingConfig(str(tmp_path), **toys.QUIET | PLAIN, **ours, max_steps=steps)
+    data = toys.sequences(12, length=length + largest)
+    StatePassingTrainer(model, config, train_dataset=data, data_collator=recording(batches)).train()
+
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
+    carried = expected.zero_state(2)
+    for step in range(steps):
+        ids, extra = batches[step]["input_ids"], extra_by_hand(step, 1, largest)
+        first = expected(ids[:, :length], initial_state=carried)
+        later = expected(ids[:, extra : extra + length], initial_state=carried if second == "same" else None)
+        labels = batches[step]["labels"]
+        crops = torch.stack([labels[:, 1:length], labels[:, extra + 1 : extra + length]])
+        logits = torch.stack([first.logits, later.logits])
+        log_p = first.logits.log_softmax(-1)[:, length // 2 + extra :]
+        log_q = later.logits.log_softmax(-1)[:, length // 2 : length - extra]
+        p, q = log_p.exp(), log_q.exp()
+        distance = (p - q) * (log_p - log_q) if divergence == "jeffreys" else -(p * log_q + q * log_p)
+        entropy = F.cross_entropy(logits[:, :, :-1].flatten(0, 2), crops.flatten())  # labels of -100 do not count
+        (entropy + ALPHA * distance.sum(-1).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        carried = detach_state(first.final_state)
+    toys.assert_same_weights(toys.weights(model), toys.weights(expected), atol=1e-7)
+
+
 # --- refusals ---
+
+
+@pytest.mark.parametrize("kind", [AlignmentTrainer, ZeroStateTrainer])
+def test_a_second_crop_from_zero_needs_states_for_the_first(toys: ModuleType, tmp_path: Path, kind: Any) -> None:
+    config = kind.config_class(str(tmp_path), **toys.QUIET | PLAIN, alignment_second_state="zero")
+    with pytest.raises(ValueError, match="has no effect where both crops start from zero"):
+        kind(toys.tiny_model(), config, train_dataset=toys.sequences(4))
 
 
 @pytest.mark.parametrize(
@@ -266,6 +312,9 @@ def test_evaluation_is_plain_cross_entropy_on_whole_rows(toys: ModuleType, tmp_p
             "alignment_max_extra must be at least alignment_min_extra, 3, got 2",
         ),
         ({"bptt_chunk_length": 4}, "bptt_chunk_length keeps no logits"),
+        ({"alignment_divergence": "kl"}, "alignment_divergence must be 'sce' or 'jeffreys', got 'kl'"),
+        ({"alignment_second_state": "own"}, "alignment_second_state must be 'same' or 'zero', got 'own'"),
+        ({"alignment_alpha": 0.0, "alignment_divergence": "jeffreys"}, "have no effect without alignment_alpha"),
     ],
 )
 def test_settings_out_of_range_are_refused(tmp_path: Path, fields: dict[str, Any], told: str) -> None:
