@@ -1,0 +1,212 @@
+"""What can the output alignment loss do for a model that fails beyond its training length?
+
+The setting is that of `interventions/`. Every arm reads the same rows as two crops of 128 bytes each and takes the
+cross-entropy of both; arms differ in the initial states of the crops and in the term that is added. An arm is one
+training and its measurement: one small file in --results. Arms that have a file are not run again. At the end,
+alignment.md, alignment.json and alignment.png are written beside the results, from all arms that are there.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_recurrent_lengthgen.data import ContinuedChunks
+from hf_recurrent_lengthgen.evaluation.misalignment import context_pairs, symmetric_cross_entropy
+from hf_recurrent_lengthgen.plotting.images import save_png
+from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, position_axis
+from hf_recurrent_lengthgen.trainers import (
+    AlignmentTrainer,
+    InitialStateTrainer,
+    StatePassingTrainer,
+    TbttTrainer,
+    ZeroStateTrainer,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from readme_tables import fill
+from small_setting import Result, Study, Training, draw, markdown, options_of, over_seeds, panels
+
+HERE = Path(__file__).resolve().parent
+NOTHING = 1e-30
+"""An alpha without effect in float32: the crops of the alignment loss, without the loss."""
+PAIRS = 8
+"""Pairs of contexts of each text, as in `long_short_misalignment`."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the crops of a row start from."""
+
+    label: str
+    trainer: type[InitialStateTrainer]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Term(NamedTuple):
+    """What is added to the cross-entropy."""
+
+    label: str
+    color: str
+    divergence: str
+    alpha: float
+
+
+FROM_ZERO = {"alignment_second_state": "zero"}
+SOURCES = {
+    "zero": Source("both from zero", AlignmentTrainer),
+    "passed": Source("both from a passed state", StatePassingTrainer),
+    "passed_zero": Source("1 from a passed state, 2 from zero", StatePassingTrainer, FROM_ZERO),
+    "tbtt_zero": Source("1 from the text before (TBTT), 2 from zero", TbttTrainer, FROM_ZERO),
+}
+TERMS = {
+    "plain": Term("nothing", "#a8780f", "sce", NOTHING),
+    "sce": Term("0.1 SCE (paper)", "#0072b2", "sce", 0.1),
+    "jeffreys": Term("0.1 Jeffreys", "#009e73", "jeffreys", 0.1),
+    "jeffreys_1": Term("1 Jeffreys", "#aa4499", "jeffreys", 1.0),
+}
+
+
+class AlignmentStudy(Study):
+    """Stages are named base, or SOURCE/TERM."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.results = Path(options.results)
+
+    def result_file(self, name: str, seed: int) -> Path:
+        return self.results / name / f"seed{seed}.json"
+
+    def measure(self, model: Any, length: int, seed: int, misalignment: bool = False) -> Result:
+        found = super().measure(model, length, seed, misalignment)
+        return found | self.divergences_inside(model, length) | self.divergences_beyond(model, length)
+
+    @torch.inference_mode()
+    def divergences_inside(self, model: Any, length: int) -> dict[str, float]:
+        """Of the predictions after two contexts of T/2 to T tokens: the pairs of `long_short_misalignment`, seed 0."""
+        contexts: tuple[list[Tensor], list[Tensor]] = [], []
+        for number, text in enumerate(torch.as_tensor(self.texts)):
+            for end, sizes in context_pairs(len(text), length, PAIRS, 0, number):
+                for found, size in zip(contexts, sizes, strict=True):
+                    found.append(model(text[None, end - size : end], logits_to_keep=1).logits[0, -1])
+        return divergences("inside", *map(torch.stack, contexts))
+
+    @torch.inference_mode()
+    def divergences_beyond(self, model: Any, length: int) -> dict[str, float]:
+        """Of the predictions after a whole text and after its last T tokens, at multiples of T in the last octave."""
+        chunks = torch.as_tensor(self.texts)[:, :-1].split(length, dim=1)
+        state, long, short = None, [], []
+        for number, chunk in enumerate(chunks, 1):
+            output = model(chunk, initial_state=state, logits_to_keep=1, output_final_state=True)
+            state = output.final_state
+            if number > len(chunks) // 2:
+                long.append(output.logits[:, -1])
+                short.append(model(chunk, logits_to_keep=1).logits[:, -1])
+        return divergences("beyond", torch.cat(long), torch.cat(short))
+
+    def first(self, seed: int) -> Result | None:
+        """The base of all arms, or its result; trained again if an arm needs a checkpoint that is not there."""
+        missing = [name for name in arms() if self.result(name, seed) is None]
+        if missing and not self.report_only and not (self.folder("base", seed) / "config.json").is_file():
+            self.result_file("base", seed).unlink(missing_ok=True)
+        training = Training(self.settings.base_steps, self.settings.base_learning_rate)
+        return self.run("base", seed, training, ZeroStateTrainer, self.blocks())
+
+    def arm(self, name: str, seed: int) -> Result | None:
+        """Train and measure one, or read its result."""
+        settings, length = self.settings, self.settings.training_length
+        source, term = arms()[name]
+        extra = length // 2 - 1
+        data: Any = self.blocks(length + extra - 1)
+        if source.trainer is TbttTrainer:
+            data = ContinuedChunks(self.stream, length, 12, lookahead=extra)
+        training = Training(settings.cure_steps, settings.cure_learning_rate, "base", settings.batch_size // 2)
+        options = {"alignment_alpha": term.alpha, "alignment_divergence": term.divergence}
+        options |= {"alignment_length": length, **source.options}
+        return self.run(name, seed, training, source.trainer, data, **options)
+
+
+def arms() -> dict[str, tuple[Source, Term]]:
+    """What differs between the arms, by name."""
+    return {f"{start}/{added}": (SOURCES[start], TERMS[added]) for start in SOURCES for added in TERMS}
+
+
+def divergences(where: str, a: Tensor, b: Tensor) -> dict[str, float]:
+    """Means over rows of the symmetric cross-entropy and the Jeffreys divergence of logits (rows, V), in nats."""
+    sce = symmetric_cross_entropy(a, b)
+    entropies = sum(-(x.softmax(-1) * x.log_softmax(-1)).sum(-1) for x in (a, b))
+    return {f"{where}_sce": float(sce.mean()), f"{where}_jeffreys": float((sce - entropies).mean())}
+
+
+def report(study: AlignmentStudy, seeds: list[int]) -> None:
+    """Table, picture and numbers of the arms that are there; the README's, too, for the results beside it."""
+    kept = {name: {seed: study.result(name, seed) for seed in seeds} for name in ("base", *arms())}
+    found = {
+        name: {seed: result["measured"] for seed, result in results.items() if result is not None}
+        for name, results in kept.items()
+        if any(results.values())
+    }
+    if not found:
+        print("No arm has a result yet.")
+        return
+    rows = []
+    for name, results in found.items():
+        values = list(results.values())
+        labels = ["base", ""] if name == "base" else [part.label for part in arms()[name]]
+        numbers = [over_seeds(values, "harm_last", "+.3f"), over_seeds(values, "nll_last")]
+        numbers += [over_seeds(values, key) for key in ("in_window", "context_use", "inside_sce", "inside_jeffreys")]
+        rows.append([*labels, ", ".join(map(str, results)), *numbers, over_seeds(values, "beyond_jeffreys")])
+    start, stop = next(iter(next(iter(found.values())).values()))["harm_range"]
+    length = study.settings.training_length
+    head = ["crops start", "added", "seeds", f"harm at {start:,}-{stop:,}", "loss there", f"loss inside {length}"]
+    table = markdown([*head, "context use", "SCE inside", "Jeffreys inside", "Jeffreys beyond"], rows)
+    study.results.mkdir(parents=True, exist_ok=True)
+    (study.results / "alignment.md").write_text(table, encoding="utf-8")
+    study.write_results(study.results / "alignment.json", found)
+    figure(study, found)
+    if study.results == HERE / "results":
+        picture = "![Harm against position: a panel for each way to start the crops](results/alignment.png)\n"
+        fill(HERE / "README.md", {"figure": picture, "table": table})
+    print(table)
+
+
+def figure(study: AlignmentStudy, found: dict[str, dict[int, Result]]) -> None:
+    """Harm against position, a panel for each way to start the crops."""
+    picture, axes = panels([f"Crops start: {source.label}" for source in SOURCES.values()], 2)
+    length = study.settings.training_length
+    for axis, start in zip(axes, SOURCES, strict=True):
+        lines = {"base": ("base", "#d55e00")} | {
+            f"{start}/{added}": (term.label, term.color) for added, term in TERMS.items()
+        }
+        for name, (label, color) in lines.items():
+            if name in found:
+                draw(axis, list(found[name].values()), "harm", length // 2, color=color, label=label)
+        axis.axhline(0, color=INK, linewidth=1, zorder=0)
+        position_axis(axis, length // 2, study.length)
+        mark_training_lengths(axis, [length])
+    handles: dict[str, Any] = {}
+    for axis in axes:
+        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    picture.legend(handles.values(), handles, loc="outside lower center", ncols=5, fontsize=FONT_SIZE - 1)
+    save_png(picture, study.results / "alignment.png")
+
+
+def main() -> None:
+    parser = options_of(__doc__)
+    parser.add_argument("--results", default=str(HERE / "results"), help="folder of the small files (%(default)s)")
+    parser.add_argument("--arms", nargs="+", choices=arms(), default=list(arms()), help="which (all)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # results of small runs hang on rounding
+    study = AlignmentStudy(options)
+    for seed in options.seeds:
+        study.first(seed)
+        for name in options.arms:
+            study.arm(name, seed)
+    report(study, options.seeds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""Tables and figures between the markers of a README, written by the command that makes them."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def fill(readme: Path, parts: Mapping[str, str]) -> None:
+    """Replace what stands between `<!-- NAME -->` and `<!-- end -->` for each name.
+
+    Raises:
+        ValueError: unless the README has each pair of markers once.
+    """
+    text = readme.read_text(encoding="utf-8")
+    for name, part in parts.items():
+        marked = rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->\n)"
+        text, found = re.subn(marked, lambda match, part=part: match[1] + part + match[2], text, flags=re.DOTALL)
+        if found != 1:
+            raise ValueError(
+                f"{readme} has {found} places for {name!r}, but must have one: a line <!-- {name} --> and a line "
+                "<!-- end -->."
+            )
+    readme.write_text(text, encoding="utf-8")
