@@ -27,9 +27,12 @@ from hf_recurrent_lengthgen.plotting.page_parts import cell
 from hf_recurrent_lengthgen.plotting.states import (
     conv_std_figure,
     distance_map_figure,
+    inputs_figure,
+    outlier_figure,
     patching_figure,
     retention_figure,
     state_std_figure,
+    whole_std_figure,
 )
 
 SETTLED = 0.1
@@ -319,6 +322,25 @@ STATES = Part(
         ),
         "state_std": Picture(
             lambda found, *_: state_std_figure(found), "A state that has settled has a flat line.", _has_heads
+        ),
+        "whole_std": Picture(
+            lambda found, *_: whole_std_figure(found),
+            "All elements of the state together. The number is the standard deviation at the last position.",
+            further=True,
+        ),
+        "state_outliers": Picture(
+            lambda found, *_: outlier_figure(found),
+            "A rising line: ever fewer elements make the spread of the head. Normally distributed elements would stay "
+            "below 5.",
+            lambda found: any(head.extremes for _, head in found.ranking),
+            further=True,
+        ),
+        "state_inputs": Picture(
+            lambda found, *_: inputs_figure(found),
+            "Flat lines: the head gets what it got in training, so a state that grows does so because it forgets too "
+            "little.",
+            lambda found: any(head.inputs for _, head in found.ranking),
+            further=True,
         ),
         "state_retention": Picture(
             lambda found, *_: retention_figure(found),

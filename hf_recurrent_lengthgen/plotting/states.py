@@ -28,13 +28,35 @@ from hf_recurrent_lengthgen.plotting.style import (
 
 DRIFT, STEADY = ROLE_COLORS["base"], ROLE_COLORS["cured"]
 NAMED_HEADS = 6
-"""Maximum number of heads named beside a panel."""
+"""Maximum number of heads named beside a panel of `HEIGHT`; fewer beside a lower one."""
 MAP_ROWS = 24
 """Maximum number of heads in a panel of the map of distances."""
 DRAWN_HEADS = 40
 """Maximum number of heads of each kind, drifting or not, that have a line."""
-WIDTH, LEFT, RIGHT, TITLE, BOTTOM, GAP = 4.8, 0.55, 1.05, 0.8, 0.55, 0.5
+WIDTH, HEIGHT, LEFT, RIGHT, TITLE, BOTTOM, GAP = 4.8, 1.75, 0.55, 1.05, 0.8, 0.55, 0.5
 """Inches."""
+
+
+def whole_std_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
+    """Standard deviation of the whole recurrent state and of each layer's, relative to that at the training length, by
+    position (Buitrago Ruiz and Gu, 2025, Figure 4, show absolute values of the whole state)."""
+    figure, panels = _panels(
+        diagnoses,
+        "Spread of the whole state",
+        "Standard deviation relative to that at the training length.\nBlack: all layers together. Blue: each layer",
+    )
+    layers = [
+        [_relative(layer.std, diagnosis) for layer in diagnosis.layers if layer.std is not None]
+        for diagnosis in diagnoses.values()
+    ]
+    whole = [_relative(diagnosis.std, diagnosis) for diagnosis in diagnoses.values()]
+    _ratio_axes(panels, diagnoses, [*whole, *(curve for found in layers for curve in found)])
+    for axes, diagnosis, found, together in zip(panels, diagnoses.values(), layers, whole, strict=True):
+        for curve in found:
+            axes.plot(diagnosis.positions, curve, color=STEADY, linewidth=1.2, alpha=0.8)
+        axes.plot(diagnosis.positions, together, color=INK, linewidth=2)
+        label_ends(axes, [(together[-1], f"{diagnosis.std[-1]:.3g}", INK)])
+    return figure
 
 
 def state_std_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
@@ -44,8 +66,50 @@ def state_std_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
         diagnoses,
         "Spread of each head's state",
         "Standard deviation relative to that at the training length",
-        lambda diagnosis, head: _relative(head.std, diagnosis),
+        {"": lambda diagnosis, head: _relative(head.std, diagnosis)},
         logarithmic=True,
+    )
+
+
+def outlier_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
+    """How far the largest element of each head's state is from the head's mean, in standard deviations of the head, by
+    position; heads without details are left out. A head whose spread comes from a few channels has a high line (Chen
+    et al., 2024, Figure 6, show the channels of one head at two positions)."""
+
+    def outlier(_: StateDiagnosis, head: HeadStates) -> list[float] | None:
+        if head.extremes is None or head.mean is None:
+            return None
+        curves = zip(head.extremes.value, head.mean, head.std, strict=True)
+        return [abs(value - mean) / std if std else math.nan for value, mean, std in curves]
+
+    return _head_figure(
+        diagnoses,
+        "Outliers among the elements of each head's state",
+        "Largest element, in standard deviations of the head",
+        {"": outlier},
+        logarithmic=True,
+    )
+
+
+def inputs_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
+    """What each head's recurrence gets, relative to the training length, by position: step sizes (if it has any) and
+    the norms of keys and values, that is Delta_t, B_t and x_t (Chen et al., 2024, Figure 7)."""
+    names = {"step": "step size", "key": "keys (B)", "value": "values (x)"}
+
+    def curve_of(name: str) -> Curves:
+        def curve(diagnosis: StateDiagnosis, head: HeadStates) -> list[float] | None:
+            values = getattr(head.inputs, name, None)
+            return None if values is None else _relative(values, diagnosis)
+
+        return curve
+
+    return _head_figure(
+        diagnoses,
+        "What the recurrence of each head gets",
+        "Mean step size and norms, relative to those at the training length",
+        {f", {label}": curve_of(name) for name, label in names.items()},
+        logarithmic=True,
+        height=1.2,
     )
 
 
@@ -56,7 +120,7 @@ def retention_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
         diagnoses,
         "How much of the first token a head still holds",
         "1: all of what the token wrote; 0: nothing",
-        lambda _, head: None if head.inputs is None else [math.exp(value) for value in head.inputs.log_retention],
+        {"": lambda _, head: None if head.inputs is None else [math.exp(x) for x in head.inputs.log_retention]},
         logarithmic=False,
     )
     for axes in figure.axes:
@@ -177,26 +241,44 @@ Curves = Callable[[StateDiagnosis, HeadStates], Sequence[float] | None]
 
 
 def _head_figure(
-    diagnoses: Mapping[str, StateDiagnosis], title: str, explanation: str, curve: Curves, logarithmic: bool
+    diagnoses: Mapping[str, StateDiagnosis],
+    title: str,
+    explanation: str,
+    quantities: Mapping[str, Curves],
+    logarithmic: bool,
+    height: float = HEIGHT,
 ) -> Figure:
-    """One line per head: orange and named if it drifts, else blue."""
-    figure, panels = _panels(diagnoses, title, f"{explanation}.\nOrange: heads that drift (L0 H5: layer 0, head 5)")
-    curves = [
-        [(layer, head, values) for layer, head in diagnosis.ranking if (values := curve(diagnosis, head)) is not None]
-        for diagnosis in diagnoses.values()
-    ]
+    """One line per head: orange and named if it drifts, else blue.
+
+    A panel per model and quantity that it has, named by both; a model without any has one empty panel.
+    """
+    shown: dict[str, StateDiagnosis] = {}
+    curves: list[list[tuple[LayerStates, HeadStates, Sequence[float]]]] = []
+    for name, diagnosis in diagnoses.items():
+        found = {
+            quantity: [
+                (layer, head, values) for layer, head in diagnosis.ranking if (values := curve(diagnosis, head))
+            ]
+            for quantity, curve in quantities.items()
+        }
+        for quantity, lines in ({quantity: lines for quantity, lines in found.items() if lines} or {"": []}).items():
+            shown[name + quantity] = diagnosis
+            curves.append(lines)
+    explained = f"{explanation}.\nOrange: heads that drift (L0 H5: layer 0, head 5)"
+    figure, panels = _panels(shown, title, explained, [height] * len(shown))
     if logarithmic:
-        _ratio_axes(panels, diagnoses, [values for found in curves for _, _, values in found])
+        _ratio_axes(panels, shown, [values for lines in curves for _, _, values in lines])
     else:
-        _position_axes(panels, diagnoses)
-    for axes, diagnosis, found in zip(panels, diagnoses.values(), curves, strict=True):
-        drifting = [line for line in found if line[1].drifts]
-        steady = [line for line in found if not line[1].drifts]
-        for lines, color, width in ((steady, STEADY, 1.2), (drifting, DRIFT, 1.6)):
-            for _, _, values in lines[:: -(-len(lines) // DRAWN_HEADS) or 1]:
+        _position_axes(panels, shown)
+    for axes, diagnosis, lines in zip(panels, shown.values(), curves, strict=True):
+        drifting = [line for line in lines if line[1].drifts]
+        steady = [line for line in lines if not line[1].drifts]
+        for kind, color, width in ((steady, STEADY, 1.2), (drifting, DRIFT, 1.6)):
+            for _, _, values in kind[:: -(-len(kind) // DRAWN_HEADS) or 1]:
                 axes.plot(diagnosis.positions, values, color=color, linewidth=width, alpha=0.85)
-        named = [(values[-1], _short_name(layer, head), DRIFT) for layer, head, values in drifting[:NAMED_HEADS]]
-        if more := drifting[NAMED_HEADS:]:
+        most = int(NAMED_HEADS * height / HEIGHT)
+        named = [(values[-1], _short_name(layer, head), DRIFT) for layer, head, values in drifting[:most]]
+        if more := drifting[most:]:
             named.append((min(values[-1] for _, _, values in more), f"+{len(more)} more", DRIFT))
         if steady:
             text = f"{len(steady)} steady" if drifting else "none drifts"
@@ -213,7 +295,7 @@ def _panels(
     left: float = LEFT,
 ) -> tuple[Figure, list[Axes]]:
     """One named panel per model; `heights` in inches. The explanation is below the title."""
-    heights = heights or [1.75] * len(diagnoses)
+    heights = heights or [HEIGHT] * len(diagnoses)
     total = TITLE + BOTTOM + sum(heights) + GAP * (len(heights) - 1)
     figure = Figure(figsize=(WIDTH, total))
     FigureCanvasAgg(figure)

@@ -43,7 +43,8 @@ def head(number: int, distance: float, growth: float = 0.0, known: bool = True) 
     zeros = (0.0,) * len(POSITIONS)
     inputs = RecurrenceInputs(retention, retention, std, std, std) if known else None
     leaves_at = 32 if drifts else None
-    return HeadStates(number, std, curve, distance, 0.2, drifts, leaves_at, growth, zeros, None, inputs)
+    extremes = Extremes(std, (0,) * len(POSITIONS))
+    return HeadStates(number, std, curve, distance, 0.2, drifts, leaves_at, growth, zeros, extremes, inputs)
 
 
 def states(

@@ -12,6 +12,7 @@ from tests.diagnosis.diagnoses import correlation, diagnosed, expected, remembra
 from tests.plotting.test_page import Reader
 
 STATE_FIGURES = {"state_distance", "state_patching", "state_std", "state_retention", "conv_std"}
+STATE_FIGURES |= {"whole_std", "state_outliers", "state_inputs"}
 EVALUATED = {"context_harm", "position_wise", "in_window"}
 
 

@@ -1,5 +1,6 @@
 """Figures of states: what they say, on diagnoses made by hand."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,18 @@ from hf_recurrent_lengthgen.plotting.states import (
     STEADY,
     conv_std_figure,
     distance_map_figure,
+    inputs_figure,
+    outlier_figure,
     patching_figure,
     retention_figure,
     state_std_figure,
+    whole_std_figure,
 )
-from hf_recurrent_lengthgen.plotting.style import DARK
+from hf_recurrent_lengthgen.plotting.style import DARK, INK
 
 POSITIONS = (8, 16, 32, 48, 64, 128, 256, 512)
 FIGURES = [state_std_figure, retention_figure, conv_std_figure, distance_map_figure, patching_figure]
+FIGURES += [whole_std_figure, outlier_figure, inputs_figure]
 
 
 def head(number: int, growth: float) -> HeadStates:
@@ -107,6 +112,55 @@ def test_lines_are_the_ratio_to_the_training_length(pair: Pair) -> None:
     lines = [line for line in conv_std_figure(pair).axes[1].get_lines() if line.get_color() == STEADY]
     assert len(lines) == 2
     np.testing.assert_allclose(lines[0].get_ydata(), 1)
+
+
+def test_the_whole_state_is_drawn_over_its_layers(pair: Pair) -> None:
+    growing = tuple(5.0 * position / 64 for position in POSITIONS)
+    layers = [
+        dataclasses.replace(layer, std=std)
+        for layer, std in zip(pair["base"].layers, (growing, (2.0,) * len(POSITIONS)), strict=True)
+    ]
+    states = dataclasses.replace(pair["base"], std=growing, layers=tuple(layers))
+    axes = whole_std_figure({"base": states}).axes[0]
+    lines = [line for line in axes.get_lines() if line.get_color() in (INK, STEADY) and len(line.get_xdata()) == 8]
+    assert [line.get_color() for line in lines] == [STEADY, STEADY, INK]
+    for line, expected in zip(lines, (np.array(POSITIONS) / 64, 1, np.array(POSITIONS) / 64), strict=True):
+        np.testing.assert_allclose(line.get_ydata(), expected)
+    assert "40" in [text.get_text() for text in axes.texts]  # 5 x 512 / 64
+
+
+def test_outliers_are_in_standard_deviations_of_their_head(pair: Pair) -> None:
+    layer = pair["base"].layers[0]
+    first = dataclasses.replace(
+        layer.heads[0],
+        mean=(1.0,) * len(POSITIONS),
+        std=(2.0,) * len(POSITIONS),
+        extremes=Extremes((-19.0,) * len(POSITIONS), (0,) * len(POSITIONS)),
+    )
+    second = dataclasses.replace(layer.heads[1], extremes=None)
+    states = dataclasses.replace(pair["base"], layers=(dataclasses.replace(layer, heads=(first, second)),))
+    figure = outlier_figure({"base": states})
+    assert colors_of(figure, 0) == [STEADY]  # the head without details is left out
+    (line,) = (line for line in figure.axes[0].get_lines() if line.get_color() == STEADY)
+    np.testing.assert_allclose(line.get_ydata(), 10)
+
+
+def test_inputs_have_a_panel_for_each_quantity_that_there_is(pair: Pair) -> None:
+    def without_steps(states: StateDiagnosis) -> StateDiagnosis:
+        layers = []
+        for layer in states.layers:
+            heads = [
+                dataclasses.replace(found, inputs=found.inputs and dataclasses.replace(found.inputs, step=None))
+                for found in layer.heads
+            ]
+            layers.append(dataclasses.replace(layer, heads=tuple(heads)))
+        return dataclasses.replace(states, layers=tuple(layers))
+
+    figure = inputs_figure({"a": pair["base"], "b": without_steps(pair["base"])})
+    titles = ["a, step size", "a, keys (B)", "a, values (x)", "b, keys (B)", "b, values (x)"]
+    assert [axes.get_title("left") for axes in figure.axes] == titles
+    lines = [line for line in figure.axes[4].get_lines() if line.get_color() == DRIFT]
+    np.testing.assert_allclose(lines[0].get_ydata(), np.array(POSITIONS) / 64)
 
 
 def test_many_heads_are_cut_down_and_counted() -> None:
