@@ -58,7 +58,8 @@ if greedy decoding gives it. Writes retrieval.json and figures. Tasks:
 ("pass key"), Chen et al., 2024 ("passkey") or Shen et al., 2025 ("infinity-bench")
   niah      a number of 7 digits in running text (NIAH-single-2 of RULER in the wording of Shen et al., 2025); the \
 papers hide it in essays, this command in --data, from its beginning
-  babilong  the questions qa1 to qa10 of bAbI, whose facts are spread through --data
+  babilong  the questions qa1 to qa10 of bAbI, whose facts are spread through --data, at random places or, with \
+--depths, with the first fact that an answer needs there
 
 Prompts share what they begin with in models whose state is a value, so a second sample or depth costs less than a
 second text. Results are cached by content: an interrupted command continues where it was. `lengthgen accuracy`
@@ -68,6 +69,7 @@ EXAMPLES = """\
 lengthgen retrieve demo-output/base demo-output/cured --lengths 1k,2k,4k
 lengthgen retrieve my-mamba2 --task niah --lengths 4k,8k,16k,32k --data essays --split train
 lengthgen retrieve my-mamba2 --task babilong --task-files tasks_1-20_v1-2/en-10k --shots 2
+lengthgen retrieve my-mamba2 --task babilong --task-files tasks_1-20_v1-2/en-10k --babi-tasks 1 --depths 0,0.5,1
 """
 DEFAULT_LENGTHS = "1k,2k,4k,8k,16k"
 DEFAULT_DEPTHS = "10"
@@ -95,14 +97,13 @@ def command_parser(arguments: Sequence[str] = ("--help",)) -> CommandParser:
         metavar="N,...",
         help="tokens of prompt and answer; 1k is 1024 (default: %(default)s)",
     )
-    if {"passkey", "niah"} & {*tasks}:
-        add(
-            "--depths",
-            default=DEFAULT_DEPTHS,
-            metavar="N | X,...",
-            help="number of depths, evenly from 0 (start of the text) to 1 (its end), or the depths themselves "
-            "(default: %(default)s) [task passkey or niah]",
-        )
+    add(
+        "--depths",
+        default=None if tasks == ["babilong"] else DEFAULT_DEPTHS,
+        metavar="N | X,...",
+        help="number of depths, evenly from 0 (start of the text) to 1 (its end), or the depths themselves "
+        f"(default: {DEFAULT_DEPTHS}; task babilong: random places)",
+    )
     add("--samples", type=positive, default=10, metavar="N", help="prompts in each cell (default: %(default)s)")
     add("--shots", type=int, default=0, metavar="N", help="solved examples before a prompt (default: %(default)s)")
     if "passkey" in tasks:
@@ -193,8 +194,9 @@ def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tu
         return {f"qa{task}": read_babi(path) for task, path in zip(options.babi_tasks, files, strict=True)}
 
     examples = questions("train") if options.shots > 0 else None
+    depths = None if options.depths is None else _depths(options.depths)
     return (
-        BabilongGrid(tokenizer, questions("test"), texts, examples=examples, **sizes),
+        BabilongGrid(tokenizer, questions("test"), texts, examples=examples, depths=depths, **sizes),
         replace(source, name=f"bAbI in {source.name}"),
     )
 
@@ -231,6 +233,6 @@ def _write(folder: Path, found: Sequence[RetrievalResult], within: Sequence[int]
     draw(heat_map_figure(found), folder / "heat_map")
     draw(retrieval_accuracy_figure(found), folder / "accuracy")
     for number, result in enumerate(found, 1):
-        if result.depths is not None:
+        if result.depths is not None and result.task != "babilong":
             draw(within_figure(result, within), folder / ("within" if len(found) == 1 else f"within_{number}"))
     return folder / "heat_map.png"

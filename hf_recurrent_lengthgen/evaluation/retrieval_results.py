@@ -61,8 +61,9 @@ class RetrievalResult:
         weights: SHA-256 of the model's parameters.
         training_length: In tokens; None if unknown.
         task: "passkey", "niah" or "babilong", with the `style` of the prompt and `shots` solved examples before it.
-        rows: Names of the rows: depths in percent, or bAbI tasks.
-        depths: Share of the text before the needle, per row; None in BABILong.
+        rows: Names of the rows: depths in percent, bAbI tasks, or both.
+        depths: Share of the text before the needle (in BABILong before the first fact needed), per row; None for facts
+            at random places.
         lengths: Tokens of prompt and answer, ascending.
         cells: One row of cells per row, one cell per length.
         data: The source of the prompts; the digest is that of all prompts.

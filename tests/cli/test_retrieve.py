@@ -97,6 +97,13 @@ def test_babilong_from_local_files(
     assert "Cells without samples" in shown
     assert not (output / "within.png").exists()
 
+    assert main(["retrieve", str(checkpoint), "--task", "babilong", *arguments, "--depths", "0,0.5"]) == 0
+    (result,) = read_result(output / "retrieval.json", RetrievalComparison).models
+    assert result.rows == ("qa1, 0 %", "qa1, 50 %", "qa2, 0 %", "qa2, 50 %")
+    assert result.depths == (0, 0.5, 0, 0.5)
+    assert [row[1].samples for row in result.cells] == [2] * 4
+    assert not (output / "within.png").exists()
+
 
 def test_needles_in_a_text(checkpoint: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "save_svg", lambda *_: None)
@@ -149,7 +156,7 @@ def test_what_cannot_be_measured_is_refused(
     [
         (["--data", "stdlib"], "unrecognized arguments: --data stdlib"),
         (["--task", "niah", "--task-style", "pass key"], "unrecognized arguments: --task-style"),
-        (["--task=babilong", "--task-files", "f", "--depths", "3"], "unrecognized arguments: --depths"),
+        (["--task=babilong", "--task-files", "f", "--within", "3"], "unrecognized arguments: --within"),
         (["--babi-tasks", "1"], "unrecognized arguments: --babi-tasks"),
         (["--task", "babilong"], "the following arguments are required: --task-files"),
         (["--task"], "argument --task: expected one argument"),

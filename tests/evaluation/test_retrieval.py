@@ -198,6 +198,25 @@ def test_babilong_by_task_and_length() -> None:
         BabilongGrid(byte_tokenizer(), {"qa1": stories}, BACKGROUND, 2, shots=6, examples={"qa1": stories})
 
 
+def test_babilong_by_depth_of_the_fact() -> None:
+    """A model that sees 900 bytes back finds the facts that are near, by depth (Du et al., 2025, Table 7)."""
+    stories = [
+        BabiQuestion((f"Mary is {10000 + number}.", "John went home."), "Where is Mary?", str(10000 + number), (0,))
+        for number in range(5)
+    ]
+    grid = BabilongGrid(byte_tokenizer(), {"qa1": stories}, BACKGROUND, samples=4, depths=[0, 0.25, 0.5, 0.75])
+    result = measured(Recaller(900), grid, [500, 1600])
+    assert result.rows == ("qa1, 0 %", "qa1, 25 %", "qa1, 50 %", "qa1, 75 %")
+    assert result.depths == (0, 0.25, 0.5, 0.75)
+    assert [[cell.right for cell in row] for row in result.cells] == [[4, 0], [4, 0], [4, 4], [4, 4]]
+    answers = [{bytes((task.answer - 3).tolist()) for task in grid.tasks(row, 1600)} for row in range(4)]
+    assert all(found == answers[0] for found in answers)
+    two = BabilongGrid(byte_tokenizer(), {"qa1": stories, "qa2": stories[:1]}, BACKGROUND, 1, depths=[0.2, 0.4])
+    assert two.rows == ("qa1, 20 %", "qa1, 40 %", "qa2, 20 %", "qa2, 40 %")
+    assert two.depths == (0.2, 0.4, 0.2, 0.4)
+    assert bytes((two.tasks(3, 500)[0].answer - 3).tolist()) == b" 10000."
+
+
 def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grid, cache = PasskeyGrid(byte_tokenizer(), [0.2, 0.9], 2), ResultCache(tmp_path)
     whole = Recaller(300)

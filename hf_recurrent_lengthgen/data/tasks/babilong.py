@@ -150,12 +150,16 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
         length: Tokens per sample.
         seed: Seed of places and background, at least 0.
         shots: Questions that precede the text with their answers, without background, for evaluation.
+        depth: Share of the background before the first fact that the answer needs, from 0 to 1, at the nearest end of
+            a sentence (Du et al., 2025, arXiv:2506.11769, Table 7, for qa1, which needs one fact). The other facts
+            stand at random places before and after it. None for random places of all facts.
 
     Attributes:
         left_out: Number of questions that do not fit.
 
     Raises:
-        ValueError: if no question fits, the background has no sentence, or the seed is negative.
+        ValueError: if no question fits, the background has no sentence, the seed is negative or the depth outside
+            [0, 1].
     """
 
     def __init__(
@@ -166,10 +170,13 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
         length: int,
         seed: int = 0,
         shots: Sequence[BabiQuestion] = (),
+        depth: float | None = None,
     ) -> None:
         if seed < 0:
             raise ValueError(f"seed is {seed}, but must be at least 0")
-        self.length, self.seed = length, seed
+        if depth is not None and not 0 <= depth <= 1:
+            raise ValueError(f"depth is {depth}, but must be from 0 (start) to 1 (end)")
+        self.length, self.seed, self.depth = length, seed, depth
         self._tokenizer = tokenizer
         self._known: dict[str, list[int]] = {}  # bAbI has few different sentences
         if not isinstance(background, BackgroundText):
@@ -200,16 +207,25 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
         question = self.questions[index]
         generator = np.random.default_rng([self.seed, index])
         body = self._take(generator, self.length - self._length_without_background(question))
-        places = np.sort(generator.integers(0, len(body) + 1, len(question.facts)))
+        first = min(question.supporting)
+        places = self._places(generator, body, len(question.facts), first)
         for fact, place in reversed(list(zip(question.facts, places.tolist(), strict=True))):
             body.insert(place, self._tokens(f" {fact}"))
         pieces = [self._head, *body, self._tokens(_ending(question))]
-        first = min(question.supporting)
         after = places[first] + first + 1  # pieces of the body up to and with the first fact needed
         distance = sum(map(len, pieces[1 + after :]))
         answer, scored = encode_answer(self._tokenizer, question.answer)
         prompt = torch.tensor([token for piece in pieces for token in piece])
         return Task(prompt, torch.tensor(answer), scored, distance)
+
+    def _places(self, generator: np.random.Generator, body: list[list[int]], facts: int, first: int) -> np.ndarray:
+        """Sentences of the body before each fact, ascending; fact `first` is the first needed."""
+        if self.depth is None:
+            return np.sort(generator.integers(0, len(body) + 1, facts))
+        ends = np.cumsum([0, *map(len, body)])
+        at = int(np.abs(ends - self.depth * ends[-1]).argmin())
+        before = np.sort(generator.integers(0, at + 1, first))
+        return np.concatenate([before, [at], np.sort(generator.integers(at, len(body) + 1, facts - first - 1))])
 
     def _take(self, generator: np.random.Generator, room: int) -> list[list[int]]:
         """Consecutive sentences of `room` tokens in total, from a random one."""

@@ -31,7 +31,8 @@ class RetrievalGrid(ABC):
         task: Name of the task.
         style: Style of the prompt.
         rows: Name of each row.
-        depths: Depth of the needle in each row, from 0 (start) to 1 (end); None for rows of another kind.
+        depths: Depth of the needle (or of the first fact needed) in each row, from 0 (start) to 1 (end); None for rows
+            of another kind.
         samples: Maximum number of prompts in a cell.
         seed: Seed, at least 0.
         shots: Number of solved examples before a prompt.
@@ -130,12 +131,15 @@ class NeedleGrid(RetrievalGrid):
 
 
 class BabilongGrid(RetrievalGrid):
-    """`BabilongPrompts`, one row per bAbI task; a cell has fewer samples, or none, if facts do not fit.
+    """`BabilongPrompts`, one row per bAbI task, or per task and depth; a cell has fewer samples, or none, if facts do
+    not fit.
 
     Args:
-        questions: Name of a row -> its questions, of which `samples` random ones that fit are used.
+        questions: Name of a task -> its questions, of which `samples` random ones that fit are used.
         background: Texts between the facts.
-        examples: Name of a row -> questions for the solved examples; needed with shots.
+        examples: Name of a task -> questions for the solved examples; needed with shots.
+        depths: Of the first fact that an answer needs, see `BabilongPrompts`; all have the same questions and
+            background. None for facts at random places.
     """
 
     task = "babilong"
@@ -150,26 +154,32 @@ class BabilongGrid(RetrievalGrid):
         seed: int = 0,
         shots: int = 0,
         examples: Mapping[str, Sequence[BabiQuestion]] | None = None,
+        depths: Sequence[float] | None = None,
     ) -> None:
-        super().__init__(list(questions), None, samples, seed, shots)
+        names = [depth_name(depth) for depth in depths or ()]
+        rows = [f"{task}, {name}" for task in questions for name in names] or list(questions)
+        of_rows = None if depths is None else [*depths] * len(questions)
+        super().__init__(rows, of_rows, samples, seed, shots)
         self._tokenizer, self._background = tokenizer, BackgroundText(tokenizer, background)
         self._questions, self._examples = [], []
-        for row, (name, asked) in enumerate(questions.items()):
-            self._questions.append(self._shuffled(asked, row, 0))
+        for number, (name, asked) in enumerate(questions.items()):
+            self._questions.append(self._shuffled(asked, number, 0))
             solved = (examples or {}).get(name, ())
             if len(solved) < shots:
                 raise ValueError(f"shots is {shots}, but {name} has only {len(solved)} questions for examples")
-            self._examples.append(self._shuffled(solved, row, 1)[:shots])
+            self._examples.append(self._shuffled(solved, number, 1)[:shots])
 
-    def _shuffled(self, questions: Sequence[BabiQuestion], row: int, part: int) -> list[BabiQuestion]:
-        order = np.random.default_rng([self.seed, row, part]).permutation(len(questions))
+    def _shuffled(self, questions: Sequence[BabiQuestion], number: int, part: int) -> list[BabiQuestion]:
+        order = np.random.default_rng([self.seed, number, part]).permutation(len(questions))
         return [questions[index] for index in order]
 
     def tasks(self, row: int, length: int) -> list[Task]:
+        number, depth = row, None
+        if self.depths is not None:
+            number, depth = row * len(self._questions) // len(self.rows), self.depths[row]
+        asked, solved = self._questions[number], self._examples[number]
         try:
-            prompts = BabilongPrompts(
-                self._tokenizer, self._questions[row], self._background, length, self.seed, self._examples[row]
-            )
+            prompts = BabilongPrompts(self._tokenizer, asked, self._background, length, self.seed, solved, depth)
         except NoQuestionFitsError:
             return []
         return [prompts.task(index) for index in range(min(self.samples, len(prompts)))]

@@ -128,6 +128,30 @@ def test_facts_stand_in_order_between_consecutive_sentences(questions: list[Babi
     assert len(firsts) > 1
 
 
+@pytest.mark.parametrize(("depth", "sentences_before"), [(0, 0), (0.24, 2), (0.5, 4), (1, 8)])
+def test_the_first_fact_needed_stands_at_a_depth_and_the_others_around_it(depth: float, sentences_before: int) -> None:
+    question = BabiQuestion(("F1.", "F2.", "F3.", "F4."), "Q?", "a", (2, 1))
+    prompts = BabilongPrompts(byte_tokenizer(), [question] * 200, ["B."], 69, depth=depth)
+    counts: dict[str, set[int]] = {fact: set() for fact in question.facts}
+    for index in range(200):
+        task = prompts.task(index)
+        text = bytes((task.prompt - 3).tolist()).decode()
+        assert len(text) + 3 == 69
+        places = [text.index(fact) for fact in question.facts]
+        assert places == sorted(places)
+        assert task.distance == len(text) - places[1] - 3
+        for fact, place in zip(question.facts, places, strict=True):
+            counts[fact].add(text[:place].count("B"))
+    assert counts["F2."] == {sentences_before}  # of 8, the last without period
+    assert counts["F1."] == set(range(sentences_before + 1))
+    assert counts["F3."] == counts["F4."] == set(range(sentences_before, 9))
+
+
+def test_a_depth_outside_of_the_text_is_refused(questions: list[BabiQuestion]) -> None:
+    with pytest.raises(ValueError, match=r"depth is 1\.5, but must be from 0"):
+        BabilongPrompts(byte_tokenizer(), questions, BACKGROUND, 300, depth=1.5)
+
+
 def test_facts_go_everywhere() -> None:
     question = BabiQuestion(("F1.", "F2."), "Q?", "a", (0,))
     prompts = BabilongPrompts(byte_tokenizer(), [question] * 400, ["B."], 60)
