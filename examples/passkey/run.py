@@ -1,0 +1,301 @@
+"""Does fitted noise let a small model find passkeys far beyond its training length?
+
+For each seed a base is trained from nothing on prompts of 128 words with a loss on every word, as in pre-training, and
+measured on its way (Chen et al., 2024, Fig. 8). Then it is fine-tuned with a loss on the key and its period only,
+plainly or from given states (Buitrago Ruiz and Gu, 2025, B.4 and Fig. 7). An arm is one training and its measurement:
+one small file in --results. Arms that have a file are not run again. At the end, the tables and the figure are written
+beside the results, from all arms that are there.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PrinterCallback, TrainerCallback, set_seed
+
+from hf_recurrent_lengthgen import load_model
+from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
+from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, PasskeyGrid, PasskeyPrompts
+from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
+from hf_recurrent_lengthgen.evaluation.retrieval import retrieval_accuracy
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.plotting.images import save_png
+from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, mark_training_lengths, position_axis
+from hf_recurrent_lengthgen.trainers import (
+    FittedNoiseTrainer,
+    InitialStateTrainer,
+    MixedStatesTrainer,
+    StatePassingTrainer,
+    ZeroStateTrainer,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from prompts import WholeRows, word_tokenizer
+from readme_tables import fill
+from small_setting import Result, markdown, panels
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of the model, of the two trainings, and of the measurement; lengths in words."""
+
+    hidden_size: int = 64
+    head_dim: int = 32
+    state_size: int = 32
+    layers: int = 2
+    length: int = 128
+    rows: int = 32
+    base_steps: int = 2400
+    base_learning_rate: float = 4e-3
+    parts: tuple[int, ...] = (16, 8, 4, 2)
+    tuning_steps: int = 300
+    tuning_learning_rate: float = 4e-4
+    lengths: tuple[int, ...] = (64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
+    depths: int = 10
+    samples: int = 5
+
+
+SETTINGS = Settings()
+TINY = replace(SETTINGS, hidden_size=16, head_dim=16, state_size=4, rows=4, base_steps=4, parts=(4, 2), tuning_steps=2)
+TINY = replace(TINY, lengths=(64, 128, 256), depths=2, samples=1)
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a base is fine-tuned."""
+
+    label: str
+    color: str
+    trainer: type[InitialStateTrainer]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+METHODS = {
+    "plain": Method("plain fine-tuning", "#a8780f", ZeroStateTrainer),
+    "fitted_noise": Method("fitted noise", "#aa4499", FittedNoiseTrainer),
+    "fitted_noise_zero": Method(
+        "fitted noise, a fifth zero", "#cc79a7", MixedStatesTrainer, {"mixture": {"zero": 0.2, "fitted_noise": 0.8}}
+    ),
+    "state_passing": Method("state passing", "#0072b2", StatePassingTrainer),
+}
+ARMS = ("base", *METHODS)
+LABELS = {"base": "base, not fine-tuned"} | {name: method.label for name, method in METHODS.items()}
+COLORS = {"base": "#d55e00"} | {name: method.color for name, method in METHODS.items()}
+
+
+class PasskeyStudy:
+    """Trains arms into folders of `options.output` and keeps one small file of each in `options.results`."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.settings = TINY if options.tiny else SETTINGS
+        self.output, self.results = Path(options.output), Path(options.results)
+        self.report_only: bool = options.report
+        self.tokenizer = word_tokenizer()
+
+    def result_file(self, name: str, seed: int) -> Path:
+        return self.results / name / f"seed{seed}.json"
+
+    def result(self, name: str, seed: int) -> Result | None:
+        file = self.result_file(name, seed)
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+    def folder(self, name: str, seed: int) -> Path:
+        return self.output / f"seed{seed}" / name
+
+    def new_model(self, seed: int) -> StatefulMamba2ForCausalLM:
+        """With the authors' initializer; the seed determines the weights."""
+        set_seed(seed)
+        settings = self.settings
+        config = StatefulMamba2Config(
+            vocab_size=len(self.tokenizer),
+            hidden_size=settings.hidden_size,
+            num_heads=2 * settings.hidden_size // settings.head_dim,
+            head_dim=settings.head_dim,
+            n_groups=1,
+            num_hidden_layers=settings.layers,
+            state_size=settings.state_size,
+            initialization="mamba-ssm",
+            tie_word_embeddings=True,
+            training_length=settings.length,
+            **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
+        )
+        return StatefulMamba2ForCausalLM(config)
+
+    def arm(self, name: str, seed: int) -> Result | None:
+        """Train and measure one, or read its result; the base is trained again if its checkpoint is not there."""
+        kept = self.result(name, seed)
+        if kept is not None or self.report_only:
+            return kept
+        base, settings = name == "base", self.settings
+        if not base and not (self.folder("base", seed) / "config.json").is_file():
+            self.result_file("base", seed).unlink(missing_ok=True)
+            self.arm("base", seed)
+        method = Method("", "", ZeroStateTrainer) if base else METHODS[name]
+        steps = settings.base_steps if base else settings.tuning_steps
+        snapshots = sorted({max(1, steps // part) for part in settings.parts}) if base else []
+        prompts = PasskeyPrompts(self.tokenizer, settings.length, steps * settings.rows, 2 * seed + (not base))
+        folder, began = self.folder(name, seed), time.process_time()
+        with quiet_libraries("warnings", "bars"):
+            arguments = method.trainer.config_class(
+                output_dir=str(folder),
+                max_steps=steps,
+                learning_rate=settings.base_learning_rate if base else settings.tuning_learning_rate,
+                per_device_train_batch_size=settings.rows,
+                lr_scheduler_type="cosine",
+                warmup_steps=0.1,
+                adam_beta2=0.95,
+                max_grad_norm=1.0,
+                weight_decay=0.1,
+                seed=seed,
+                logging_steps=max(1, steps // 8),
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                dataloader_pin_memory=False,
+                **method.options,
+            )
+            model = self.new_model(seed) if base else load_model(str(self.folder("base", seed)))
+            data = WholeRows(prompts) if base else prompts
+            trainer = method.trainer(model, arguments, train_dataset=data)
+            trainer.remove_callback(PrinterCallback)
+            trainer.add_callback(_Snapshots(snapshots))
+            trainer.train()
+            trainer.save_model()
+            trained = time.process_time() - began
+            found: Result = {"seed": seed, "log": [entry for entry in trainer.state.log_history if "loss" in entry]}
+            found["tokens"] = steps * settings.rows * settings.length
+            found["accuracy"] = self.accuracy(model)
+            found["on the way"] = {
+                str(step): self.accuracy(load_model(str(folder / f"checkpoint-{step}"))) for step in snapshots
+            }
+        found["cpu_seconds"] = {"training": round(trained), "all": round(time.process_time() - began)}
+        file = self.result_file(name, seed)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as temporary:
+            temporary.write_text(json.dumps(found), encoding="utf-8")
+        shares = " ".join(f"{length}:{share:.2f}" for length, share in found["accuracy"].items())
+        print(f"seed {seed} {name}: {shares} ({found['cpu_seconds']['all']} s)", flush=True)
+        return found
+
+    def accuracy(self, model: Any) -> dict[str, float]:
+        """Share of keys found by length, over depths evenly from 0 to 1; the same prompts for all models."""
+        depths = [place / (self.settings.depths - 1) for place in range(self.settings.depths)]
+        grid = PasskeyGrid(self.tokenizer, depths, self.settings.samples, seed=EVALUATION_SEED)
+        settings = EvaluationSettings(progress=False)
+        found = retrieval_accuracy(model, grid, self.settings.lengths, settings=settings)
+        pairs = zip(found.lengths, found.by_length, strict=True)
+        return {str(length): share.right / share.samples for length, share in pairs}
+
+
+class _Snapshots(TrainerCallback):
+    """Checkpoints after some steps."""
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        self.steps = set(steps)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_save = state.global_step in self.steps
+
+
+def accuracy_row(found: Sequence[dict[str, float]]) -> list[str]:
+    """Percent by length: mean and, from two seeds on, least and most."""
+    cells = []
+    for length in found[0]:
+        values = [100 * result[length] for result in found]
+        text = f"{sum(values) / len(values):.0f}"
+        cells.append(text if len(values) < 2 else f"{text} ({min(values):.0f} to {max(values):.0f})")
+    return cells
+
+
+def report(study: PasskeyStudy, seeds: Sequence[int]) -> None:
+    """Tables and figure of the arms that are there; the README's, too, for the results beside it."""
+    found = {name: [result for seed in seeds if (result := study.result(name, seed))] for name in ARMS}
+    found = {name: results for name, results in found.items() if results}
+    if not found:
+        print("No arm has a result yet.")
+        return
+    heads = [f"{length:,}" for length in study.settings.lengths]
+    rows = [
+        [
+            LABELS[name],
+            ", ".join(str(result["seed"]) for result in results),
+            *accuracy_row([r["accuracy"] for r in results]),
+        ]
+        for name, results in found.items()
+    ]
+    tables = {"tuning": markdown(["fine-tuned with", "seeds", *heads], rows)}
+    if "base" in found:
+        tables["tokens"] = markdown(
+            ["words read", *heads],
+            [[f"{tokens:,}", *accuracy_row(shares)] for tokens, shares in by_tokens(found["base"]).items()],
+        )
+    study.results.mkdir(parents=True, exist_ok=True)
+    for name, table in tables.items():
+        (study.results / f"{name}.md").write_text(table, encoding="utf-8")
+        print(table)
+    figure(study, found)
+    if study.results == HERE / "results":
+        picture = "![Share of keys found against length, by method and by words read](results/passkey.png)\n"
+        fill(HERE / "README.md", {"figure": picture, **tables})
+
+
+def by_tokens(bases: Sequence[Result]) -> dict[int, list[dict[str, float]]]:
+    """Accuracies of the base on its way and at its end, by words read; one entry per seed."""
+    found: dict[int, list[dict[str, float]]] = {}
+    for base in bases:
+        steps = base["log"][-1]["step"]
+        for step, shares in [*base["on the way"].items(), (steps, base["accuracy"])]:
+            found.setdefault(int(step) * base["tokens"] // steps, []).append(shares)
+    return found
+
+
+def figure(study: PasskeyStudy, found: dict[str, list[Result]]) -> None:
+    """Share of keys found against length: by method, and by words that the base has read."""
+    picture, axes = panels(["Keys found, after fine-tuning", "Keys found, by words read in pre-training"], 2)
+    lines = [(LABELS[name], COLORS[name], [r["accuracy"] for r in results]) for name, results in found.items()]
+    ways = by_tokens(found.get("base", []))
+    shades = ["#c6dbef", "#9ecae1", "#6baed6", "#3182bd", "#08306b"][-len(ways) :] if ways else []
+    later = [(f"{n:,}", shade, shares) for (n, shares), shade in zip(ways.items(), shades, strict=True)]
+    for axis, drawn in zip(axes, (lines, later), strict=True):
+        for label, color, shares in drawn:
+            lengths = [int(length) for length in shares[0]]
+            columns = [[result[str(length)] for result in shares] for length in lengths]
+            means = [sum(column) / len(column) for column in columns]
+            axis.plot(lengths, means, color=color, label=label, linewidth=2, marker="o", markersize=3)
+            axis.fill_between(lengths, list(map(min, columns)), list(map(max, columns)), color=color, alpha=0.15, lw=0)
+        axis.set_ylim(-0.03, 1.05)
+        position_axis(axis, study.settings.lengths[0], study.settings.lengths[-1])
+        mark_training_lengths(axis, [study.settings.length])
+        axis.legend(fontsize=FONT_SIZE - 2, loc="lower left")
+    save_png(picture, study.results / "passkey.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", default="demo-output/passkey", help="folder for checkpoints (%(default)s)")
+    parser.add_argument("--results", default=str(HERE / "results"), help="folder of the small files (%(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds in this order (0 1 2)")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="which (all)")
+    parser.add_argument("--report", action="store_true", help="train nothing, report on what is there")
+    parser.add_argument("--tiny", action="store_true", help="sizes that show in seconds that the command works")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # results of small runs hang on rounding
+    study = PasskeyStudy(options)
+    for seed in options.seeds:
+        for name in options.arms:
+            study.arm(name, seed)
+    report(study, options.seeds)
+
+
+if __name__ == "__main__":
+    main()

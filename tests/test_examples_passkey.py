@@ -1,0 +1,70 @@
+"""The passkey study runs in miniature and continues; its tokenizer and rows are what they should be."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_recurrent_lengthgen.data.tasks import PASSKEY_STYLES, PasskeyPrompts, passkey_prompt
+
+RUN = Path(__file__).parents[1] / "examples/passkey/run.py"
+ARMS = ("base", "fitted_noise")
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return runpy.run_path(str(RUN))
+
+
+@pytest.mark.slow
+def test_arms_are_studied_and_the_missing_one_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, results = tmp_path / "out", tmp_path / "results"
+    arguments = ["--tiny", "--seeds", "3", "--arms", *ARMS, "--output", output, "--results", results]
+    monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    runpy.run_path(str(RUN), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert [line.partition(":")[0] for line in printed.splitlines() if line.startswith("seed")] == [
+        f"seed 3 {name}" for name in ARMS
+    ]
+    base = json.loads((results / "base/seed3.json").read_text())
+    assert list(base["on the way"]) == ["1", "2"]
+    assert list(base["accuracy"]) == ["64", "128", "256"]
+    tables = [(results / f"{name}.md").read_text() for name in ("tuning", "tokens")]
+    assert all(table in printed for table in tables)
+    words = [line.split(" | ")[0] for line in tables[1].splitlines()[2:]]
+    assert words == ["| 512", "| 1,024", "| 2,048"]  # 4 rows of 128 words a step
+    assert (results / "passkey.png").read_bytes().startswith(b"\x89PNG")
+
+    (results / "fitted_noise/seed3.json").unlink()
+    (output / "seed3/base/config.json").unlink()  # as where the checkpoints were not kept
+    runpy.run_path(str(RUN), run_name="__main__")
+    again = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("seed")]
+    assert again == ["seed 3 base", "seed 3 fitted_noise"]
+    assert [(results / f"{name}.md").read_text() for name in ("tuning", "tokens")] == tables
+
+
+def test_every_word_of_the_prompts_is_a_token_and_a_key_is_three(module: dict[str, Any]) -> None:
+    tokenizer = module["word_tokenizer"]()
+    for style in PASSKEY_STYLES:
+        task = passkey_prompt(tokenizer, 100, 0.5, "12045", style)
+        assert len(task.prompt) + len(task.answer) == 100
+        assert 0 not in task.prompt
+        assert tokenizer.convert_ids_to_tokens(task.answer.tolist()) == ["12", "04", "5", "."]
+        assert task.scored == 3
+    assert tokenizer("x").input_ids == [0]
+
+
+def test_pre_training_has_a_loss_on_every_word(module: dict[str, Any]) -> None:
+    prompts = PasskeyPrompts(module["word_tokenizer"](), 80, 3)
+    rows = module["WholeRows"](prompts)
+    assert len(rows) == 3
+    assert torch.equal(rows[1]["labels"], prompts[1]["input_ids"])
+    assert int((prompts[1]["labels"] != -100).sum()) == 4
