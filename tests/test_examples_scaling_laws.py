@@ -1,11 +1,13 @@
 """The study of scaling laws runs in miniature and continues, and its README holds its results."""
 
 import json
+import math
+import re
 import runpy
 import sys
 from collections.abc import Iterator
 from dataclasses import is_dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from hf_recurrent_lengthgen.evaluation.results import Curve, DataRecord, DataSou
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalResult
 from hf_recurrent_lengthgen.evaluation.statistics import position_edges
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "scaling_laws"))
 from law import Law
@@ -82,6 +85,58 @@ def test_the_study_runs_continues_and_reports_without_training(
     run_study(monkeypatch, *arguments, "--report")
     assert capsys.readouterr().out.count("seed=3: ") == 0
     assert len(json.loads((output / "runs.json").read_text())) == 14
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_corpus")
+def test_the_runs_without_a_mimetic_start_take_the_best_rate_and_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--tiny", "--sizes", "4", "--lengths", "16", "64", "--seeds", "0", "--results", tmp_path]
+    monkeypatch.setattr(sys, "argv", ["forgetting.py", *map(str, arguments)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    runpy.run_path(str(FOLDER / "forgetting.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    losses = dict(re.findall(r"T=64 seed=0 lr=(\S+): loss (\S+),", printed))
+    assert set(losses) == {"0.003", "0.01", "0.03"}
+    best = min(losses, key=lambda rate: float(losses[rate]))
+    assert printed.count("T=16 seed=0 lr=") == printed.count(f"T=16 seed=0 lr={best}:") == 1
+    table = (tmp_path / "forgetting.md").read_text()
+    assert f"| {best} | 0 | " in table
+    assert read_result(tmp_path / "law.json", Law).thresholds[0].tried == (16, 64)
+    runpy.run_path(str(FOLDER / "forgetting.py"), run_name="__main__")
+    assert "seed=0 lr=" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("modules")
+def test_rows_go_on_with_the_text_and_the_state_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = sys.modules["training"]
+    monkeypatch.setattr(training, "_text", lambda _: torch.arange(500))
+    given: list[tuple[list[int], Any]] = []
+
+    class Counting(torch.nn.Module):
+        """Its state is the last byte that each row has read."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+
+        def forward(self, input_ids: torch.Tensor, initial_state: Any = None, **_: Any) -> SimpleNamespace:
+            given.append((input_ids[:, 0].tolist(), initial_state and initial_state[0].recurrent.tolist()))
+            final = (LayerState(input_ids[:, -1].float(), torch.zeros(len(input_ids), 0)),)
+            return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 500) * self.weight, final_state=final)
+
+    run = training.Run("text", state_size=4, length=8, seed=0, tokens=16, chunks=3)
+    losses = training._text_losses(Counting(), run, torch.Generator().manual_seed(0))
+    assert all(loss.item() == pytest.approx(math.log(500)) for loss in islice(losses, 6))
+    for first in (0, 3):
+        starts, state = given[first]
+        assert state is None
+        for number in (1, 2):
+            begins, carried = given[first + number]
+            assert begins == [start + 8 * number for start in starts]
+            assert carried == [begin - 1 for begin in begins]
+    assert given[0][0] != given[3][0]
 
 
 @pytest.mark.usefixtures("modules")

@@ -20,7 +20,7 @@ import torch
 
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.results import Curve
-from hf_recurrent_lengthgen.evaluation.scaling_laws import Threshold, forget_threshold, loss_ratio, recall_threshold
+from hf_recurrent_lengthgen.evaluation.scaling_laws import forget_threshold, loss_ratio, recall_threshold
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.plotting.images import save_png
 
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from law import Law, fit_law
 from law_figure import law_figure
+from law_tables import formulas, short
 from small_setting import markdown
 from training import Result, Run, found_or_trained
 
@@ -118,27 +119,6 @@ def recall(results: Sequence[Result]) -> tuple[Law, str]:
         rows.append([str(size), f"{elements(found):,}", str(seed), *own, short(thresholds[-1])])
     law = fit_law("recall", thresholds, RULES["recall"], **UNITS)
     return law, markdown(["N", "state elements", "seed", *map(str, lengths), "T_recall"], rows)
-
-
-def short(threshold: Threshold) -> str:
-    """The length, with a relation if it is a bound."""
-    return f"{'' if threshold.relation == '=' else threshold.relation + ' '}{threshold.length:,}"
-
-
-def formulas(laws: Sequence[Law]) -> str:
-    """Coefficients with their intervals, or why there are none."""
-    rows = []
-    for law in laws:
-        if law.fit is None:
-            rows.append([f"T_{law.quantity}", law.why_no_fit or "", "", "", ""])
-            continue
-        values = [
-            f"{name} = {e.mean:.4g}" + ("" if e.low is None else f" ({e.low:.4g} to {e.high:.4g})")
-            for name, e in law.fit.coefficients.items()
-        ]
-        form = {"linear": "a N + b", "exponential": "a (c^N - 1) + b"}[law.fit.form]
-        rows.append([f"T_{law.quantity}", form, ", ".join(values), f"{law.fit.r_squared:.3f}", str(law.fit.points)])
-    return markdown(["law", "form", "coefficients and 95 % intervals", "R²", "points"], rows)
 
 
 def tables(results: Sequence[Result]) -> dict[str, str]:

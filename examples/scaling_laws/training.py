@@ -1,15 +1,18 @@
 """The runs behind the laws: a tiny Mamba-2 of some state size, trained on bytes of text or on finding a needle.
 
 A run is a few numbers and a seed (`Run`); its result is a file, so that an interrupted study continues where it
-stopped. All models start with mimetic initialization (arXiv:2410.11135), with heads that forget almost nothing.
+stopped. Models start with mimetic initialization (arXiv:2410.11135), with heads that forget almost nothing, unless
+`mimetic_c` is None.
 """
 
 import hashlib
 import json
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from hf_recurrent_lengthgen.evaluation.statistics import bin_means, position_edg
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.models.recurrent_state import detach_state
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 
 Result = dict[str, Any]
@@ -44,7 +48,11 @@ class Run:
         task: "text" or "needle".
         state_size: N, what differs between the models of a family.
         length: Training length in tokens; needle rows have `SHORTEST_NEEDLE_ROW` to `length`.
+        mimetic_c: None for no mimetic initialization.
+        initialization: Of the other weights, see the configuration of Mamba-2.
         tokens: Tokens of a step, `length` of them a row; for needles, rows of a step.
+        chunks: Text: steps in which a row goes on with the text and the state of the step before (TBTT); 1 for rows
+            from the zero state.
         positions: Text: length of the streams on which it is measured. Needle: longest row that is tried.
         rows: Text: streams, and `window_tokens` bytes in rows of `length`. Needle: rows of each length.
     """
@@ -56,11 +64,13 @@ class Run:
     hidden_size: int = 64
     head_dim: int = 32
     layers: int = 2
-    mimetic_c: float = 5.0
+    mimetic_c: float | None = 5.0
     mimetic_offset: int = 1
     initializer_range: float = 0.02
+    initialization: str = "transformers"
     steps: int = 300
     tokens: int = 1024
+    chunks: int = 1
     learning_rate: float = 1e-2
     positions: int = 8192
     rows: int = 16
@@ -76,28 +86,28 @@ class Run:
         return folder / f"{self.label.replace(' ', '_')}_{settings}.json"
 
 
-def found_or_trained(run: Run, folder: Path) -> Result:
-    """The result of a run, which is trained if it has no file yet."""
+def found_or_trained(run: Run, folder: Path, device: str = "cpu") -> Result:
+    """The result of a run, which is trained on a device if it has no file yet."""
     file = run.file(folder)
     if not file.is_file():
         began = time.perf_counter()
-        result = {"run": asdict(run), **train(run), "seconds": round(time.perf_counter() - began, 1)}
+        result = {"run": asdict(run), **train(run, device), "seconds": round(time.perf_counter() - began, 1)}
+        file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as temporary:
             temporary.write_text(json.dumps(result), encoding="utf-8")
     found: Result = json.loads(file.read_text(encoding="utf-8"))
     return found
 
 
-def train(run: Run) -> Result:
+def train(run: Run, device: str = "cpu") -> Result:
     """Train and measure; AdamW(0.9, 0.95), gradients clipped at norm 1, warm-up over 5 % of the steps, then cosine."""
-    model = new_model(run)
-    draw, measure = {"text": (_text_loss, _text_curve), "needle": (_needle_loss, _needle_accuracy)}[run.task]
+    model = new_model(run).to(device)  # type: ignore[arg-type]
+    draw, measure = {"text": (_text_losses, _text_curve), "needle": (_needle_losses, _needle_accuracy)}[run.task]
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, run.steps))
     generator = torch.Generator().manual_seed(run.seed)
     losses = []
-    for _ in range(run.steps):
-        loss = draw(model, run, generator)
+    for loss in islice(draw(model, run, generator), run.steps):
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -125,11 +135,13 @@ def new_model(run: Run) -> StatefulMamba2ForCausalLM:
         num_hidden_layers=run.layers,
         state_size=run.state_size,
         initializer_range=run.initializer_range,
+        initialization=run.initialization,
         tie_word_embeddings=True,
         **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
     )
     model = StatefulMamba2ForCausalLM(config)
-    mimetic_initialization(model, c=run.mimetic_c, offset=run.mimetic_offset)
+    if run.mimetic_c is not None:
+        mimetic_initialization(model, c=run.mimetic_c, offset=run.mimetic_offset)
     return model
 
 
@@ -143,13 +155,20 @@ def _text(split: str) -> Tensor:
     return load_stream("stdlib", split, byte_tokenizer()).tokens
 
 
-def _text_loss(model: nn.Module, run: Run, generator: torch.Generator) -> Tensor:
-    """Mean loss of `tokens` bytes in rows of `length`, from places drawn at random."""
-    text = _text("train")
-    starts = torch.randint(len(text) - run.length, (max(1, run.tokens // run.length),), generator=generator).tolist()
-    rows = torch.stack([text[start : start + run.length + 1] for start in starts]).long()
-    logits = model(input_ids=rows[:, :-1], use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+def _text_losses(model: nn.Module, run: Run, generator: torch.Generator) -> Iterator[Tensor]:
+    """Mean losses of `tokens` bytes in rows of `length`, which begin at random places after each `chunks` steps."""
+    text, device = _text("train"), next(model.parameters()).device
+    while True:
+        places = len(text) - run.length * run.chunks
+        starts = torch.randint(places, (max(1, run.tokens // run.length),), generator=generator)
+        state = None
+        for chunk in range(run.chunks):
+            begins = (starts + chunk * run.length).tolist()
+            rows = torch.stack([text[begin : begin + run.length + 1] for begin in begins]).long().to(device)
+            carried = {"initial_state": state, "output_final_state": True} if run.chunks > 1 else {}
+            output = model(input_ids=rows[:, :-1], use_cache=False, **carried)
+            state = detach_state(output.final_state) if run.chunks > 1 else None
+            yield F.cross_entropy(output.logits.flatten(0, 1), rows[:, 1:].flatten())
 
 
 def _text_curve(model: nn.Module, run: Run) -> Result:
@@ -184,11 +203,12 @@ def needle_rows(length: int, places: Tensor, generator: torch.Generator) -> tupl
     return rows, rows[torch.arange(count), places + 1]
 
 
-def _needle_loss(model: nn.Module, run: Run, generator: torch.Generator) -> Tensor:
-    """Mean loss of the answers of rows of one length."""
-    length = int(torch.randint(min(SHORTEST_NEEDLE_ROW, run.length), run.length + 1, (), generator=generator))
-    rows, values = needle_rows(length, torch.randint(length - 2, (run.tokens,), generator=generator), generator)
-    return F.cross_entropy(model(input_ids=rows, logits_to_keep=1).logits[:, -1], values)
+def _needle_losses(model: nn.Module, run: Run, generator: torch.Generator) -> Iterator[Tensor]:
+    """Mean losses of the answers of rows, of one length each."""
+    while True:
+        length = int(torch.randint(min(SHORTEST_NEEDLE_ROW, run.length), run.length + 1, (), generator=generator))
+        rows, values = needle_rows(length, torch.randint(length - 2, (run.tokens,), generator=generator), generator)
+        yield F.cross_entropy(model(input_ids=rows, logits_to_keep=1).logits[:, -1], values)
 
 
 @torch.inference_mode()
