@@ -7,6 +7,7 @@ alignment.md, alignment.json and alignment.png are written beside the results, f
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,9 +108,9 @@ class AlignmentStudy(Study):
                 short.append(model(chunk, logits_to_keep=1).logits[:, -1])
         return divergences("beyond", torch.cat(long), torch.cat(short))
 
-    def first(self, seed: int) -> Result | None:
-        """The base of all arms, or its result; trained again if an arm needs a checkpoint that is not there."""
-        missing = [name for name in arms() if self.result(name, seed) is None]
+    def first(self, seed: int, names: Sequence[str]) -> Result | None:
+        """The base of all arms, or its result; trained again if one of these needs a checkpoint that is not there."""
+        missing = [name for name in names if self.result(name, seed) is None]
         if missing and not self.report_only and not (self.folder("base", seed) / "config.json").is_file():
             self.result_file("base", seed).unlink(missing_ok=True)
         training = Training(self.settings.base_steps, self.settings.base_learning_rate)
@@ -202,7 +203,7 @@ def main() -> None:
     torch.set_num_threads(1)  # results of small runs hang on rounding
     study = AlignmentStudy(options)
     for seed in options.seeds:
-        study.first(seed)
+        study.first(seed, options.arms)
         for name in options.arms:
             study.arm(name, seed)
     report(study, options.seeds)
