@@ -14,7 +14,8 @@ def fill(readme: Path, parts: Mapping[str, str]) -> None:
     text = readme.read_text(encoding="utf-8")
     for name, part in parts.items():
         marked = rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->\n)"
-        text, found = re.subn(marked, lambda match, part=part: match[1] + part + match[2], text, flags=re.DOTALL)
+        escaped = part.replace("\\", r"\\")  # a replacement reads backslashes
+        text, found = re.subn(marked, rf"\g<1>{escaped}\g<2>", text, flags=re.DOTALL)
         if found != 1:
             raise ValueError(
                 f"{readme} has {found} places for {name!r}, but must have one: a line <!-- {name} --> and a line "

@@ -1,4 +1,4 @@
-"""The passkey study runs in miniature and continues; its tokenizer and rows are what they should be."""
+"""The passkey study runs in miniature and continues; its tokenizer has all words."""
 
 import json
 import runpy
@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from hf_recurrent_lengthgen.data.tasks import PASSKEY_STYLES, PasskeyPrompts, passkey_prompt
+from hf_recurrent_lengthgen.data.tasks import PASSKEY_STYLES, passkey_prompt
 
 RUN = Path(__file__).parents[1] / "examples/passkey/run.py"
 ARMS = ("base", "fitted_noise")
@@ -60,11 +59,3 @@ def test_every_word_of_the_prompts_is_a_token_and_a_key_is_three(module: dict[st
         assert tokenizer.convert_ids_to_tokens(task.answer.tolist()) == ["12", "04", "5", "."]
         assert task.scored == 3
     assert tokenizer("x").input_ids == [0]
-
-
-def test_pre_training_has_a_loss_on_every_word(module: dict[str, Any]) -> None:
-    prompts = PasskeyPrompts(module["word_tokenizer"](), 80, 3)
-    rows = module["WholeRows"](prompts)
-    assert len(rows) == 3
-    assert torch.equal(rows[1]["labels"], prompts[1]["input_ids"])
-    assert int((prompts[1]["labels"] != -100).sum()) == 4

@@ -98,7 +98,8 @@ class AlignmentStudy(Study):
     @torch.inference_mode()
     def divergences_beyond(self, model: Any, length: int) -> dict[str, float]:
         """Of the predictions after a whole text and after its last T tokens, at multiples of T in the last octave."""
-        chunks = torch.as_tensor(self.texts)[:, :-1].split(length, dim=1)
+        texts: Any = torch.as_tensor(self.texts)[:, :-1]
+        chunks = texts.split(length, dim=1)
         state, long, short = None, [], []
         for number, chunk in enumerate(chunks, 1):
             output = model(chunk, initial_state=state, logits_to_keep=1, output_final_state=True)

@@ -1,14 +1,13 @@
-"""A tokenizer of whole words for passkey prompts, and rows for learning them."""
+"""A tokenizer of whole words for passkey prompts."""
 
 import re
 from itertools import chain
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from hf_recurrent_lengthgen.data.tasks import PASSKEY_STYLES, PasskeyPrompts
+from hf_recurrent_lengthgen.data.tasks import PASSKEY_STYLES
 
 PIECES = r"[A-Za-z]+|[0-9]{1,2}|[^\sA-Za-z0-9]"
 """Words, pairs of digits and signs; a key of 5 digits has 3 pieces."""
@@ -23,18 +22,5 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {word: place for place, word in enumerate(["<other>", *sorted(words - {*digits}), *digits])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<other>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), "removed", invert=True)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<other>", pad_token="<other>")
-
-
-class WholeRows(Dataset[dict[str, Tensor]]):
-    """Passkey prompts with a loss on every token, as text is read in pre-training."""
-
-    def __init__(self, prompts: PasskeyPrompts) -> None:
-        self.prompts = prompts
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = self.prompts[index]["input_ids"]
-        return {"input_ids": ids, "labels": ids}
+    fast: Any = PreTrainedTokenizerFast
+    return fast(tokenizer_object=tokenizer, unk_token="<other>", pad_token="<other>")  # type: ignore[no-any-return]
