@@ -14,7 +14,8 @@ The config of the new model has the sizes of all layers, so its checkpoint descr
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -116,7 +117,8 @@ def _expanded_weights(model: PreTrainedModel, new: Any, layers: Iterable[int], h
     mixers, old_mixers = expandable_mixers(new), expandable_mixers(model)
     for layer in layers:
         name, mixer = mixers[layer]
-        mixer.apply(new._init_weights)
+        with _drawn_as_transformers(new.config) if how == "reinit-transformers" else nullcontext():
+            mixer.apply(new._init_weights)
         mamba = expansion_of(mixer) is not EXPANSIONS["heads"]
         if how == "reinit" and mamba:
             draw_as_mamba_ssm(mixer, new.config)
@@ -129,6 +131,17 @@ def _expanded_weights(model: PreTrainedModel, new: Any, layers: Iterable[int], h
         expanded = expansion_of(mixer).weights(old, fresh, mixer, how == "inherit")
         weights |= {f"{name}.{key}": value.clone() for key, value in expanded.items()}
     return weights
+
+
+@contextmanager
+def _drawn_as_transformers(config: Any) -> Iterator[None]:
+    """New weights as Transformers draws them by default, where the `initialization` of a config says otherwise."""
+    kept = getattr(config, "initialization", "transformers"), config.initializer_range
+    if kept[0] != "transformers":
+        config.initialization, config.initializer_range = "transformers", type(config).initializer_range
+    yield
+    if kept[0] != "transformers":
+        config.initialization, config.initializer_range = kept
 
 
 def expansion_report(

@@ -67,10 +67,16 @@ def rows_of_b(mixer: Any) -> torch.Tensor:
     return mixer.in_proj.weight[2 * inner : inner + conv].detach()  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("start", ["transformers", "mamba-ssm"])
 @pytest.mark.parametrize("initialization", ["reinit", "reinit-transformers"])
-def test_expanded_mamba_layers_are_drawn_as_named(initialization: Any) -> None:
-    model = build(MAMBA2, hidden_size=64, num_heads=16, head_dim=8, expand=2, num_hidden_layers=2)
-    mixer = expand_state(model, layers=[1], factor=8, initialization=initialization).backbone.layers[1].mixer
+def test_expanded_mamba_layers_are_drawn_as_named(initialization: Any, start: str) -> None:
+    """Whatever the start of the model."""
+    changes = {"hidden_size": 64, "num_heads": 16, "head_dim": 8, "expand": 2, "num_hidden_layers": 2}
+    model = build(MAMBA2, **changes, initialization=start)
+    expanded = expand_state(model, layers=[1], factor=8, initialization=initialization)
+    assert expanded.config.initialization == start
+    assert expanded.config.initializer_range == model.config.initializer_range
+    mixer = expanded.backbone.layers[1].mixer
     std, a = rows_of_b(mixer).std(), mixer.A_log.exp()
     if initialization == "reinit":
         assert std == pytest.approx(1 / math.sqrt(3 * 64), rel=0.05)
@@ -80,6 +86,7 @@ def test_expanded_mamba_layers_are_drawn_as_named(initialization: Any) -> None:
     else:
         assert std == pytest.approx(0.1, rel=0.05)
         torch.testing.assert_close(a, torch.arange(1.0, 17))
+        assert not mixer.conv1d.bias[mixer.out_proj.in_features :].any()
 
 
 def test_expanded_layers_of_hybrids_do_not_forget_everything() -> None:
