@@ -13,6 +13,7 @@ from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
 from hf_recurrent_lengthgen.models.mixer_layouts import kind_of
 from hf_recurrent_lengthgen.surgery.expanded_weights import EXPANSIONS
+from hf_recurrent_lengthgen.surgery.layer_sizes import new_model, sizes_of_layers, with_size
 
 Layers = Iterable[int] | Literal["all"] | None
 
@@ -20,6 +21,12 @@ DEFAULT_LAYERS, DEFAULT_FACTOR = 4, 4
 
 PER_LAYER = {"state_size": "layer_state_sizes", "num_heads": "layer_num_heads"}
 """The field of our configs with the size of each layer."""
+
+ONE_SIZE = {"falcon_h1": ", and so have the multipliers of their B and C"} | {
+    stock: ", or load it with hf_recurrent_lengthgen.load_model, whose class has one size for each layer"
+    for stock in STATEFUL_CLASSES
+}
+"""Types of Transformers whose layers are expanded together only, and what else there is to say."""
 
 
 class Growth(NamedTuple):
@@ -87,8 +94,11 @@ def expansion_plan(
     changed = {layer: _new_size(growth.size, layer, before[layer], factor, given[growth.size]) for layer in chosen}
     after = before | changed
     new = copy.deepcopy(config)
-    if not growth.per_layer:
+    if not growth.per_layer and chosen == recurrent and not sizes_of_layers(config):
         setattr(new, growth.field, after[chosen[0]])
+    elif not growth.per_layer:
+        mixers = expandable_mixers(blank)
+        with_size(new, growth.field, {mixers[layer][1].layer_idx: after[layer] for layer in chosen})
     else:
         if growth.size == "num_heads" and hasattr(new, "num_kv_heads"):
             new.num_kv_heads = None
@@ -131,14 +141,17 @@ def _chosen(
         layers = list(given) if isinstance(given, Iterable) else None
         if layers is None or any(type(layer) is not int for layer in layers):
             raise ValueError(f'layers must be "all" or integers from 0, got {given!r}.')
-    if not growth.per_layer:
-        if layers != "all" and set(layers or ()) != set(recurrent):
-            ours = ", or load it with hf_recurrent_lengthgen.load_model, whose class has one size for each layer"
+    if not growth.per_layer and layers != "all" and set(layers or ()) != set(recurrent):
+        if config.model_type in ONE_SIZE:
             raise ValueError(
                 f"The configuration of {config.model_type} has one {growth.field} for all layers, so some of them "
-                f'cannot be expanded alone: give layers="all"{ours if config.model_type in STATEFUL_CLASSES else ""}.'
+                f'cannot be expanded alone: give layers="all"{ONE_SIZE[config.model_type]}.'
             )
-        layers = "all"
+        if layers is None and count is None:
+            raise ValueError(
+                f"Plain Transformers loads {config.model_type} with one {growth.field} in all layers only: give "
+                'layers="all", or layers or count for a model that plain Transformers refuses.'
+            )
     if layers is not None and count is not None:
         raise ValueError(f"Give layers or count, not both, got {layers} and {count}.")
     if layers == "all":
@@ -153,7 +166,7 @@ def _chosen(
 
 def size_of(model: PreTrainedModel, growth: Growth, layer: int) -> int:
     if not growth.per_layer:
-        return int(getattr(model.config, growth.field))
+        return int(expandable_mixers(model)[layer][1].ssm_state_size)
     recurrent = expandable_mixers(model)[layer][1].state_shape.recurrent
     return int(recurrent[-1] if growth.size == "state_size" else recurrent[0])
 
@@ -184,7 +197,11 @@ def blank_model(config: Any, model_class: type[Any] | None) -> Any:
     """The model of a config without weights."""
     config = copy.deepcopy(config)
     with torch.device("meta"), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config) if model_class is None else model_class(config)
+        make: Any = model_class
+        if make is None:
+            auto = AutoModelForCausalLM
+            make = auto._model_mapping[type(config)] if sizes_of_layers(config) else auto.from_config
+        model = new_model(make, config)
     model.tie_weights()
     return model
 

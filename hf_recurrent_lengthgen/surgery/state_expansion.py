@@ -36,6 +36,7 @@ from hf_recurrent_lengthgen.surgery.expansion_plan import (
     size_of,
 )
 from hf_recurrent_lengthgen.surgery.expansion_results import ExpansionReport, LayerExpansion
+from hf_recurrent_lengthgen.surgery.layer_sizes import new_model
 
 Initialization = Literal["reinit", "reinit-transformers", "inherit"]
 
@@ -57,8 +58,10 @@ def expand_state(
 
     Args:
         model: A language model of this package, also one whose code came with a checkpoint; or a stock or stateful
-            Mamba or hybrid of Transformers with Mamba-2 layers, where all recurrent layers are expanded together.
-        layers: Layers to expand, counted from 0, or "all"; None for `count` layers, see `spread_layers`.
+            Mamba or hybrid of Transformers with Mamba-2 layers. Stock Mamba and Falcon-H1 are expanded in all
+            recurrent layers together; so are the others if plain Transformers is to load them (`layer_sizes.py`).
+        layers: Recurrent layers to expand, counted from 0, or "all"; None for `count` layers, see `spread_layers`.
+            Stock hybrids need layers or `count`.
         count: Number of layers; default 4.
         factor: Factor by which the state of these layers grows. Default: 4 in Mamba; in families with heads, all heads
             become one.
@@ -86,7 +89,7 @@ def expand_state(
         model_class = model_class.__mro__[model_class.__mro__.index(StatefulMixin) + 1]
     plan = expansion_plan(model.config, model_class, layers, count, factor, state_size, num_heads)
     with no_init_weights():
-        new = model_class(plan.config)
+        new = new_model(model_class, plan.config)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         new.load_state_dict(_expanded_weights(model, new, plan.layers, initialization), assign=True)

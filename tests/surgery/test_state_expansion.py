@@ -19,6 +19,7 @@ from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.models import StatefulGLAConfig, StatefulMamba2Config
 from hf_recurrent_lengthgen.surgery import expand_state, expansion_report
 from hf_recurrent_lengthgen.surgery.expansion_plan import spread_layers
+from hf_recurrent_lengthgen.surgery.layer_sizes import new_model
 from hf_recurrent_lengthgen.surgery.state_expansion import (
     expanded_parameters,
     recorded_expansions,
@@ -477,6 +478,33 @@ def test_hybrids_are_expanded_in_all_layers_and_load_in_plain_transformers(model
     assert first.final_state is not None
 
 
+@pytest.mark.thinned(3)
+@needs_hybrids
+@pytest.mark.parametrize("model_type", ["bamba", "granitemoehybrid", "nemotron_h", "zamba2"])
+def test_one_layer_of_a_hybrid_is_expanded_alone(model_type: str) -> None:
+    """Its outputs stay, its states can be carried, and its config holds the size, which stock classes refuse."""
+    tokens = random_tokens(2, 20)
+    stock = tiny_model(model_type)
+    expanded = expand_state(stock, [1], factor=2, initialization="inherit")
+    assert type(expanded) is type(stock)
+    with torch.no_grad():
+        torch.testing.assert_close(expanded(tokens).logits, stock(tokens).logits, rtol=0, atol=1e-5)
+    wrapped, carried = stateful(expanded), stateful(stock)  # reads a text in pieces
+    shapes, old = ([s.recurrent for s in model.state_shapes() if s.recurrent != (0,)] for model in (wrapped, carried))
+    assert shapes == [(*shape[:-1], shape[-1] * (1 + (layer == 1))) for layer, shape in enumerate(old)]
+    report = expansion_report(stock.config, [1], factor=2)
+    assert (report.state_before, report.state_after) == tuple(sum(map(math.prod, of)) for of in (old, shapes))
+    assert report.parameters_after == sum(p.numel() for p in expanded.parameters())
+    config = type(stock.config).from_dict(expanded.config.to_dict())
+    assert config.to_dict()["per_layer_config"] == expanded.config.to_dict()["per_layer_config"] != {}
+    with pytest.raises(RuntimeError, match="is a per-layer attribute"):
+        AutoModelForCausalLM.from_config(config)
+    same = new_model(type(stock), config)
+    same.load_state_dict(wrapped.state_dict())
+    twice = expand_state(expand_state(same, [0], state_size=7), "all", factor=2)
+    assert [layer.size_after for layer in expansion_report(twice.config, "all", factor=2).layers][:2] == [28, 48]
+
+
 @needs_hybrids
 def test_every_recurrent_type_of_transformers_is_expanded_or_refused_with_the_reason() -> None:
     assert all(bool(stock.state_field) is not bool(stock.no_expansion) for stock in SUPPORTED.values())
@@ -486,8 +514,10 @@ def test_every_recurrent_type_of_transformers_is_expanded_or_refused_with_the_re
             ValueError, match=f"'{model_type}' cannot be expanded: its? .*|the state of RWKV-4|learned"
         ):
             expansion_report(config)
-    with pytest.raises(ValueError, match=r"has one mamba_d_state for all layers.*give layers=\"all\"\."):
-        expand_state(tiny_model("bamba"), [0])
+    with pytest.raises(ValueError, match=r"has one mamba_d_state for all layers.*give layers=\"all\", and so have"):
+        expand_state(tiny_model("falcon_h1"), [0])
+    with pytest.raises(ValueError, match=r'one mamba_d_state in all layers only: give layers="all", or layers or'):
+        expand_state(tiny_model("bamba"))
     with pytest.raises(ValueError, match=r"one state_size for all layers.*load_model, whose class"):
         expansion_report(Mamba2Config())
 

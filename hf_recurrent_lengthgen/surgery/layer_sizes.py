@@ -1,0 +1,60 @@
+"""Models of Transformers whose recurrent layers have states of different sizes.
+
+The sizes stand where Transformers keeps settings of single layers, in `per_layer_config` of the configuration:
+`{"0": {"mamba_d_state": 64}}`. The stock classes of hybrids do not read them for their mixers and refuse such a
+configuration (`AmbiguousGlobalPerLayerAttributeError`), so no checkpoint is loaded wrong without this package.
+"""
+
+import functools
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+
+def sizes_of_layers(config: Any) -> dict[int, dict[str, Any]]:
+    """The settings of single layers in a configuration, by layer; none in Transformers that have no such field."""
+    if not getattr(config, "is_heterogeneous", False):
+        return {}
+    return {int(layer): given for layer, given in config.to_dict()["per_layer_config"].items()}
+
+
+def with_size(config: Any, field: str, sizes: dict[int, int]) -> None:
+    """Set a field of some layers of a configuration, in place.
+
+    Raises:
+        ValueError: if the installed Transformers has no settings of single layers.
+    """
+    if not hasattr(PreTrainedConfig, "per_layer_config"):
+        raise ValueError(
+            "States of different sizes need a Transformers whose configurations have per_layer_config: install a "
+            'newer one, or give layers="all".'
+        )
+    given = sizes_of_layers(config)
+    config.per_layer_config = given | {layer: given.get(layer, {}) | {field: size} for layer, size in sizes.items()}
+
+
+@functools.cache
+def sized_class(stock: Any) -> Any:
+    """A subclass of a stock class, under its name, whose mixers have the sizes of their layers."""
+
+    def __init__(self: Any, config: Any, *positional: Any, **keyword: Any) -> None:
+        sizes = sizes_of_layers(config)
+        config.per_layer_config = None  # for all that is the same in all layers
+        stock.__init__(self, config, *positional, **keyword)
+        config.per_layer_config = sizes
+        for name, mixer in list(self.named_modules()):
+            layer = getattr(mixer, "layer_idx", None)
+            if layer in sizes and hasattr(mixer, "A_log"):
+                self.set_submodule(name, type(mixer)(config.per_layer_config[layer], layer_idx=layer))
+
+    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    return type(stock.__name__, (stock,), names | {"__init__": __init__})
+
+
+def new_model(stock: Any, config: Any) -> Any:
+    """A model of a stock class, also with layers of different sizes."""
+    if not sizes_of_layers(config):
+        return stock(config)
+    model = sized_class(stock)(config)
+    model.__class__ = stock
+    return model
