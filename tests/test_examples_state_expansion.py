@@ -1,54 +1,119 @@
-"""The study of state expansion runs from end to end in miniature and continues; its page holds its numbers."""
+"""The study of state expansion runs in miniature, arm by arm, and continues; its page holds its numbers."""
 
 import json
 import runpy
-import statistics
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from tests.versions import needs_hybrids
 
 STUDY = Path(__file__).parents[1] / "examples" / "state_expansion"
+Run = Callable[..., dict[str, Any]]
 
 
-def run_study(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["run.py", "--tiny", *map(str, arguments)])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    runpy.run_path(str(STUDY / "run.py"), run_name="__main__")
+@pytest.fixture
+def study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs the command in a copy of its page and returns its names; "main" also runs it."""
+    threads = torch.get_num_threads()
+    shutil.copy(STUDY / "README.md", tmp_path)
+
+    def run(*arguments: object, name: str = "__main__") -> dict[str, Any]:
+        given = ["--tiny", "--output", tmp_path / "out", "--results", tmp_path / "results", *arguments]
+        monkeypatch.setattr(sys, "argv", ["run.py", *map(str, given)])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        try:
+            return runpy.run_path(str(STUDY / "run.py"), run_name=name)
+        finally:
+            torch.set_num_threads(threads)
+
+    return run
 
 
-@pytest.mark.slow  # ten training runs
-def test_the_methods_are_compared_and_an_interrupted_study_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("base", "larger"),
+    [("mamba2", 7 * 16 * 2), ("gla", 24), pytest.param("bamba", 7 * 16 * 2, marks=needs_hybrids)],
+)
+def test_arms_are_compared_and_an_interrupted_study_goes_on(
+    base: str, larger: int, study: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_study(monkeypatch, "--output", tmp_path, "--seeds", 3)
-    printed, out = capsys.readouterr().out, tmp_path / "state_expansion"
-    table = (out / "state_expansion.md").read_text()
-    assert table in printed
-    stages = json.loads((out / "state_expansion.json").read_text())["stages"]
-    assert len(table.splitlines()) == 2 + len(stages) == 2 + 9
-    states = {name: found["3"]["state"] for name, found in stages.items()}
-    layer = 2 * 8 * 2  # 2 heads of 8 channels, N = 2, eight times as much where expanded
-    assert states["vanilla"] == states["base"] == 4 * layer
-    assert [states[f"reinit_{count}"] for count in (1, 2, 4)] == [(4 + 7 * count) * layer for count in (1, 2, 4)]
-    assert states["large"] == states["inherit_4"] == 32 * layer
-    assert (out / "state_expansion.png").read_bytes().startswith(b"\x89PNG")
-    (out / "seed3" / "inherit_2" / "stage.json").unlink()
-    run_study(monkeypatch, "--output", tmp_path, "--seeds", 3)
-    again = capsys.readouterr().out
-    trained = [line.partition(":")[0] for line in again.splitlines() if line.startswith("seed")]
-    assert trained == ["seed 3 inherit_2"]
-    run_study(monkeypatch, "--output", tmp_path, "--seeds", 3, 4, "--report")
-    assert capsys.readouterr().out.strip() == (out / "state_expansion.md").read_text().strip()
+    arms = ["vanilla", "inherit", "reinit_mimetic", "large", "inherit_all", "reinit"]
+    found = study("--bases", base, "--seeds", 3, "--arms", *arms)["BASES"][base]
+    arms = [arm for arm in found.arms if arm in arms]
+    stages = {file.parent.name: json.loads(file.read_text()) for file in tmp_path.glob(f"results/{base}/*/seed3.json")}
+    assert set(stages) == {"base", "large_base", *(f"{arm}_{steps}" for arm in arms for steps in (1, 2))}
+    states = {name: result["state"] - stages["base"]["state"] for name, result in stages.items()}
+    assert states["vanilla_1"] == 0
+    assert {states[f"{arm}_2"] for arm in arms if arm not in ("vanilla", "inherit_all")} == {larger}
+    if "inherit_all" in arms:
+        assert states["inherit_all_2"] == 4 * larger
+    page = (tmp_path / "README.md").read_text()
+    assert page.count("\n| ") - (STUDY / "README.md").read_text().count("\n| ") >= 2 * len(arms) + 3
+    assert (tmp_path / "state_expansion.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / f"results/{base}/inherit_2/seed3.json").unlink()
+    capsys.readouterr()
+    study("--bases", base, "--seeds", 3, "--arms", *arms)
+    again = [line for line in capsys.readouterr().out.splitlines() if line.startswith("seed")]
+    assert [line.partition(":")[0] for line in again] == [f"seed 3 {base}/inherit_2"]
+    again_2 = json.loads((tmp_path / f"results/{base}/inherit_2/seed3.json").read_text())
+    assert again_2["loss"] == stages["inherit_2"]["loss"]
+    assert (tmp_path / "README.md").read_text() == page
 
 
-@pytest.mark.skipif(not (STUDY / "state_expansion.json").is_file(), reason="the study has not been recorded yet")
-def test_the_table_of_the_page_holds_the_numbers_of_the_result_file() -> None:
-    table = [line for line in (STUDY / "README.md").read_text().splitlines() if line.startswith("| ")][2:]
-    stages = json.loads((STUDY / "state_expansion.json").read_text())["stages"]
-    assert len(table) == len(stages)
-    for line, seeds in zip(table, stages.values(), strict=True):
-        assert f"| {', '.join(seeds)} |" in line
-        for pairs in next(iter(seeds.values()))["accuracy"]:
-            mean = statistics.fmean(found["accuracy"][pairs] for found in seeds.values())
-            assert f"| {mean:.3f} (" in line
+@pytest.mark.slow
+def test_models_with_other_numbers_of_heads_are_trained_from_nothing(
+    study: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study("--bases", "heads", "--seeds", 0, 1)
+    states = [json.loads((tmp_path / f"results/heads/{heads}/seed1.json").read_text())["state"] for heads in (1, 2)]
+    assert states[0] == 2 * states[1]
+    assert "± " in (tmp_path / "README.md").read_text()
+
+
+def test_starts_differ_where_they_should_only(study: Run) -> None:
+    names = study(name="run")
+    settings, bases, arms = names["TINY"], names["BASES"], names["ARMS"]
+    new_model, expanded = names["new_model"], names["expanded"]
+    for name in ("mamba2", "mamba2_mimetic"):
+        small, large = (dict(new_model(bases[name], settings, 3, size).named_parameters()) for size in (False, True))
+        different = {
+            key for key in small if small[key].shape != large[key].shape or bool((small[key] != large[key]).any())
+        }
+        first = "backbone.layers.0.mixer."
+        drawn = {"in_proj.weight", "conv1d.weight", "conv1d.bias"}
+        drawn |= set() if bases[name].mimetic else {"A_log", "dt_bias"}
+        assert different == {first + key for key in drawn}
+    base = bases["mamba2_mimetic"]
+    model = new_model(base, settings, 3, False)
+    with torch.no_grad():  # as after training
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    plain, mimetic = (
+        expanded(model, base, arms[arm], settings, 3).backbone.layers[0].mixer for arm in ("reinit", "reinit_mimetic")
+    )
+    inner, old = 16, model.backbone.layers[0].mixer
+    for mixer in (plain, mimetic):
+        assert torch.equal(mixer.in_proj.weight[: 2 * inner], old.in_proj.weight[: 2 * inner])
+        assert torch.equal(mixer.conv1d.weight[:inner], old.conv1d.weight[:inner])
+        assert torch.equal(mixer.conv1d.bias[:inner], old.conv1d.bias[:inner])
+    start = new_model(base, settings, 3, True).backbone.layers[0].mixer
+    for key in ("A_log", "dt_bias"):
+        assert torch.equal(mimetic.get_parameter(key), start.get_parameter(key))
+        assert not torch.equal(mimetic.get_parameter(key), plain.get_parameter(key))
+    assert torch.equal(mimetic.conv1d.weight[inner:], start.conv1d.weight[inner:])
+
+
+@pytest.mark.skipif(not (STUDY / "results").is_dir(), reason="the study has not been recorded yet")
+def test_the_tables_of_the_page_hold_the_numbers_of_the_result_files(study: Run) -> None:
+    names = study(name="run")
+    recorded = names["Study"](STUDY, STUDY / "results", names["Settings"]())
+    page = (STUDY / "README.md").read_text()
+    tables = {base: names["base_table"](recorded, base) for base in names["BASES"]}
+    for name, table in (tables | {names["HEADS"]: names["heads_table"](recorded)}).items():
+        assert f"<!-- {name} -->\n{table}<!-- end -->" in page

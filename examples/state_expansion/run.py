@@ -1,219 +1,216 @@
 """Larger states after training (StateX, arXiv:2509.22630) on associative recall, against plain further training.
 
-A base, a Mamba-2 of four layers with a small state, learns to recall more pairs than its state holds. Each method then
-trains it further with the same steps and rows: as it is ("vanilla"), or with 8 times the state in 1, 2 or 4 layers,
-whose recurrence starts anew ("reinit") or is kept ("inherit"). A model that had the large states from its first step
-on is trained for all these steps, too. Writes state_expansion.png, .md and .json; an interrupted run continues.
+A base with a state that is too small is trained from nothing. Each arm then trains it on with the same rows: as it is
+("vanilla"), or with a larger state in its first recurrent layer, whose recurrence is kept ("inherit") or starts anew
+("reinit"). "Large from the start" is a base whose first layer was large before its first step, trained on alike.
+"heads" are models of GLA with different numbers of heads, trained from nothing.
+
+An arm of a seed is one small file in --results. Arms that have a file are not run again, so an interrupted study
+continues, and several commands with different --bases or --seeds share the work. Weights of bases are written to
+--output. At the end, the tables of README.md and state_expansion.png beside --results are written anew, from all arms
+that are there.
 """
 
 import json
+import re
+import statistics
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PrinterCallback
 
-from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
-from hf_recurrent_lengthgen.data.tasks import AssociativeRecall, StringCollator
-from hf_recurrent_lengthgen.evaluation.string_accuracy import accuracy_by_length
-from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE
-from hf_recurrent_lengthgen.surgery import mimetic_initialization
-from hf_recurrent_lengthgen.trainers import InitialStateConfig, StateXConfig, StateXTrainer, ZeroStateTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from small_setting import markdown, panels, parse
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from arms import ARMS, BASES, TINY, Result, Settings, expanded, fit, new_gla, new_model
+from small_setting import markdown, options_of, panels
 
-
-@dataclass(frozen=True)
-class Settings:
-    """Sizes of the study; pairs are the least and the most in a training row."""
-
-    hidden_size: int = 32
-    head_dim: int = 32
-    layers: int = 4
-    state_size: int = 2
-    factor: int = 8
-    pairs: tuple[int, int] = (4, 12)
-    vocabulary: int = 32
-    base_steps: int = 600
-    steps: int = 300
-    batch_size: int = 32
-    learning_rate: float = 1e-2
-    evaluated_pairs: tuple[int, ...] = (4, 8, 12, 16)
-    evaluation_rows: int = 256
-
-
-TINY = Settings(
-    **{"hidden_size": 8, "head_dim": 8, "layers": 4, "state_size": 2, "pairs": (2, 3), "vocabulary": 12},
-    **{"base_steps": 2, "steps": 2, "batch_size": 2, "evaluated_pairs": (2, 3), "evaluation_rows": 4},
-)
-VANILLA = {"base": "base", "vanilla": "vanilla training"}
-EXPANDED = {
-    f"{initialization}_{count}": f"{initialization}, {count} layer{'s' * (count > 1)}"
-    for initialization in ("reinit", "inherit")
-    for count in (1, 2, 4)
-}
-LABELS = VANILLA | EXPANDED | {"large": "large states from the start"}
-Found = dict[str, dict[int, dict[str, Any]]]
+HERE = Path(__file__).resolve().parent
+HEADS = "heads"
+Found = dict[str, dict[int, Result]]
+"""Results by stage and seed."""
 
 
 class Study:
-    """Trains and measures stages, each into a folder of its own."""
+    """Trains and measures stages; a stage of a base is named base, large_base or ARM_STEPS, and of "heads" by them."""
 
-    def __init__(self, output: Path, settings: Settings, report_only: bool) -> None:
-        self.output, self.settings, self.report_only = output, settings, report_only
+    def __init__(self, output: Path, results: Path, settings: Settings) -> None:
+        self.output, self.results, self.settings = output, results, settings
+        self.key = json.loads(json.dumps(asdict(settings)))
 
-    def stage(self, name: str, seed: int) -> dict[str, Any] | None:
-        """The result of a stage, which is trained if there is none; None if only a report is wanted."""
-        folder = self.output / f"seed{seed}" / name
-        file, key = folder / "stage.json", json.loads(json.dumps(asdict(self.settings)))
-        if file.is_file():
-            kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-            if kept["settings"] == key:
-                return kept
-        if self.report_only:
-            return None
-        with quiet_libraries("warnings", "bars"):
-            trainer = self._trainer(name, seed, folder)
-            trainer.train()
-            trainer.save_model()
-        model: Any = trainer.model
-        found = {"settings": key, "accuracy": self._measure(model), **_sizes(model)}
-        found["loss"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        with replacing(file) as temporary:
-            temporary.write_text(json.dumps(found), encoding="utf-8")
-        print(f"seed {seed} {name}: {found['accuracy']}", flush=True)
-        return found
-
-    def _trainer(self, name: str, seed: int, folder: Path) -> ZeroStateTrainer | StateXTrainer:
+    def arms(self, name: str) -> dict[str, Callable[[int], Any]]:
+        """The stages of a base, without the bases, or of "heads", and what trains them for a seed."""
         settings = self.settings
-        steps = {"base": settings.base_steps, "large": settings.base_steps + settings.steps}.get(name, settings.steps)
-        common: dict[str, Any] = {
-            "output_dir": str(folder),
-            "max_steps": steps,
-            "per_device_train_batch_size": settings.batch_size,
-            "learning_rate": settings.learning_rate,
-            "lr_scheduler_type": "cosine",
-            "warmup_steps": 0.1,
-            "adam_beta2": 0.95,
-            "max_grad_norm": 1.0,
-            "seed": seed,
-            "logging_steps": max(1, steps // 8),
-            **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False},
+        if name == HEADS:
+            return {str(heads): lambda seed, heads=heads: self._heads(heads, seed) for heads in settings.head_counts}  # type: ignore[misc]
+        return {
+            f"{arm}_{steps}": lambda seed, arm=arm, steps=steps: self._arm(name, arm, steps, seed)  # type: ignore[misc]
+            for steps in settings.steps
+            for arm in BASES[name].arms
         }
-        model: Any
-        if name in ("base", "large"):
-            model = _new_model(settings, seed, settings.state_size * (settings.factor if name == "large" else 1))
-        else:
-            model = load_model(str(self.output / f"seed{seed}" / "base"))
-        # other rows than those of the base
-        data = self._data(settings.batch_size * steps, 2 * seed + (name not in ("base", "large")))
-        inputs: dict[str, Any] = {"train_dataset": data, "data_collator": StringCollator()}
-        trainer: ZeroStateTrainer | StateXTrainer
-        if name in EXPANDED:
-            initialization, _, count = name.partition("_")
-            common |= {"expand_count": int(count), "expand_factor": float(settings.factor)}
-            trainer = StateXTrainer(model, StateXConfig(**common, expand_initialization=initialization), **inputs)
-        else:
-            trainer = ZeroStateTrainer(model, InitialStateConfig(**common), **inputs)
-        trainer.remove_callback(PrinterCallback)
-        return trainer
 
-    def _data(self, rows: int, seed: int) -> AssociativeRecall:
-        return AssociativeRecall(self.settings.pairs, self.settings.vocabulary, rows, seed)
+    def found(self, name: str, stage: str) -> dict[int, Result]:
+        """Results of a stage with these settings, by seed."""
+        files = sorted((self.results / name / stage).glob("seed*.json"))
+        kept = {int(file.stem.removeprefix("seed")): json.loads(file.read_text(encoding="utf-8")) for file in files}
+        return {seed: result for seed, result in kept.items() if result["settings"] == self.key}
 
-    def _measure(self, model: Any) -> dict[str, float]:
-        """Share of values that are right, by the number of pairs in a row; from the zero state."""
-        settings = self.settings
-        found = accuracy_by_length(
-            model, self._data(1, 0), list(settings.evaluated_pairs), samples=settings.evaluation_rows
-        )
-        return {str(pairs): round(accuracy.character, 4) for pairs, accuracy in found.items()}
+    def _write(self, name: str, stage: str, seed: int, result: Result) -> Result:
+        file = self.results / name / stage / f"seed{seed}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as temporary:
+            temporary.write_text(json.dumps({**result, "settings": self.key}) + "\n", encoding="utf-8")
+        print(f"seed {seed} {name}/{stage}: {result['accuracy']}, {result['seconds']} s", flush=True)
+        return result
 
+    def base(self, name: str, seed: int, large: bool) -> Any:
+        """A trained base, from its weights in --output if they and its result are there."""
+        stage = "large_base" if large else "base"
+        file = self.output / name / stage / f"seed{seed}.pt"
+        model = new_model(BASES[name], self.settings, seed, large)
+        if seed in self.found(name, stage) and file.is_file():
+            model.load_state_dict(torch.load(file, weights_only=True))
+            return model
+        result = fit(model, self.settings, self.settings.base_steps, 2 * seed)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as temporary:
+            torch.save(model.state_dict(), temporary)
+        self._write(name, stage, seed, result)
+        return model
 
-def _new_model(settings: Settings, seed: int, state_size: int) -> StatefulMamba2ForCausalLM:
-    """Mimetic initialization, without which so few steps teach no recall."""
-    torch.manual_seed(seed)
-    config = StatefulMamba2Config(
-        vocab_size=3 + settings.vocabulary,
-        hidden_size=settings.hidden_size,
-        num_heads=2 * settings.hidden_size // settings.head_dim,
-        head_dim=settings.head_dim,
-        state_size=state_size,
-        n_groups=1,
-        num_hidden_layers=settings.layers,
-        **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2},
-    )
-    model = StatefulMamba2ForCausalLM(config)
-    mimetic_initialization(model)
-    return model
+    def _arm(self, name: str, arm: str, steps: int, seed: int) -> None:
+        base, chosen = BASES[name], ARMS[arm]
+        model = expanded(self.base(name, seed, chosen.large), base, chosen, self.settings, seed)
+        self._write(name, f"{arm}_{steps}", seed, fit(model, self.settings, steps, 2 * seed + 1))
 
+    def _heads(self, heads: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        model = new_gla(self.settings, heads)
+        self._write(HEADS, str(heads), seed, fit(model, self.settings, self.settings.heads_steps, 2 * seed))
 
-def _sizes(model: Any) -> dict[str, int]:
-    """Parameters, and elements of the recurrent state."""
-    state = sum(torch.Size(shape.recurrent).numel() for shape in model.state_shapes())
-    return {"parameters": sum(p.numel() for p in model.parameters()), "state": state}
+    def run(self, name: str, arms: list[str], seed: int) -> None:
+        """Train the arms that have no result."""
+        for stage, train in self.arms(name).items():
+            if (name == HEADS or stage.rpartition("_")[0] in arms) and seed not in self.found(name, stage):
+                with quiet_libraries("warnings", "bars"):
+                    train(seed)
 
 
-def table_of(found: Found, pairs: list[str]) -> str:
-    """Mean accuracy over seeds, and least and most."""
+def spread(values: list[float], form: str = ".3f") -> str:
+    """Mean, and from two values on their standard deviation."""
+    text = format(statistics.fmean(values), form)
+    return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):.3f}"
+
+
+def cells(seeds: dict[int, Result], pairs: list[str]) -> list[str]:
+    """Seeds, parameters, state, and accuracies of a stage."""
+    first = next(iter(seeds.values()))
+    accuracies = [spread([result["accuracy"][number] for result in seeds.values()]) for number in pairs]
+    return [", ".join(map(str, seeds)), f"{first['parameters']:,}", f"{first['state']:,}", *accuracies]
+
+
+def base_table(study: Study, name: str) -> str:
+    """Accuracies of all arms of a base, and what they gain over vanilla training on the same rows, seed by seed."""
+    base, settings = BASES[name], study.settings
+    pairs, last = [str(number) for number in settings.evaluated_pairs], str(settings.pairs[1])
     rows = []
-    for name, seeds in found.items():
-        first = next(iter(seeds.values()))
-        cells = [LABELS[name], ", ".join(map(str, seeds)), f"{first['parameters']:,}", f"{first['state']:,}"]
-        for number in pairs:
-            values = [result["accuracy"][number] for result in seeds.values()]
-            cells.append(f"{sum(values) / len(values):.3f} ({min(values):.3f} to {max(values):.3f})")
-        rows.append(cells)
-    return markdown(["method", "seeds", "parameters", "state", *(f"{number} pairs" for number in pairs)], rows)
+    for stage, label in (("base", "base"), ("large_base", "base, large")):
+        if seeds := study.found(name, stage):
+            rows.append([label, f"{settings.base_steps:,}", *cells(seeds, pairs), ""])
+    for steps in settings.steps:
+        vanilla = study.found(name, f"vanilla_{steps}")
+        for arm in base.arms:
+            if seeds := study.found(name, f"{arm}_{steps}"):
+                both = [seed for seed in seeds if seed in vanilla and arm != "vanilla"]
+                gains = [seeds[seed]["accuracy"][last] - vanilla[seed]["accuracy"][last] for seed in both]
+                label = f"**{ARMS[arm].label}**" if arm == base.matched else ARMS[arm].label
+                gain = spread(gains, "+.3f") if gains else ""
+                rows.append([label, f"{steps:,}", *cells(seeds, pairs), gain])
+    head = ["method", "steps", "seeds", "parameters", "state", *(f"{number} pairs" for number in pairs)]
+    return f"{base.label}:\n\n" + markdown([*head, f"gain at {last} pairs"], rows) if rows else ""
 
 
-def figure(found: Found, pairs: list[str], path: Path) -> None:
-    """Accuracy against pairs: a panel for each initialization, vanilla training and large states in both."""
-    picture, axes = panels(["Reinit: accuracy against pairs", "Inherit: accuracy against pairs"], 2)
-    looks = {"vanilla": ("#a8780f", (0, (5, 2))), "large": ("#5b636d", (0, (1, 1)))}
-    colors = {1: "#56b4e9", 2: "#0072b2", 4: "#aa4499"}
-    for axis, initialization in zip(axes, ("reinit", "inherit"), strict=True):
-        lines: dict[str, Any] = looks | {f"{initialization}_{count}": (c, "solid") for count, c in colors.items()}
-        for name, (color, style) in lines.items():
-            if not found.get(name):
-                continue
-            columns = [[result["accuracy"][number] for result in found[name].values()] for number in pairs]
-            x = [int(number) for number in pairs]
-            label = LABELS[name].partition(", ")[2] or LABELS[name]
-            axis.plot(x, [sum(c) / len(c) for c in columns], color=color, linestyle=style, linewidth=2, label=label)
-            axis.fill_between(x, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.18, lw=0)
+def heads_table(study: Study) -> str:
+    """Table 4 of the paper in small."""
+    pairs = [str(number) for number in study.settings.evaluated_pairs]
+    rows = []
+    for stage in study.arms(HEADS):
+        if seeds := study.found(HEADS, stage):
+            losses = spread([result["loss"][-1] for result in seeds.values()])
+            rows.append([stage, *cells(seeds, pairs), losses])
+    head = ["heads", "seeds", "parameters", "state", *(f"{number} pairs" for number in pairs), "training loss"]
+    title = f"GLA from nothing, {study.settings.heads_steps:,} steps:\n\n"
+    return title + markdown(head, rows) if rows else ""
+
+
+def figure(study: Study, path: Path) -> None:
+    """Accuracy against pairs: a panel for each base and number of steps that has results."""
+    settings = study.settings
+    shown = {
+        (name, steps): lines
+        for name, base in BASES.items()
+        for steps in settings.steps
+        if (lines := {arm: seeds for arm in base.arms if (seeds := study.found(name, f"{arm}_{steps}"))})
+    }
+    if not shown:
+        return
+    titles = [f"{BASES[name].label}: {steps:,} steps" for name, steps in shown]
+    picture, axes = panels(titles, len(settings.steps))
+    handles: dict[str, Any] = {}
+    for axis, lines in zip(axes, shown.values(), strict=True):
+        for arm, seeds in lines.items():
+            look, x = ARMS[arm], list(settings.evaluated_pairs)
+            columns = [[result["accuracy"][str(number)] for result in seeds.values()] for number in x]
+            style = "dashed" if arm in ("vanilla", "large") else "solid"
+            means = list(map(statistics.fmean, columns))
+            axis.plot(x, means, linestyle=style, color=look.color, linewidth=2, label=look.label)
+            axis.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=look.color, alpha=0.1, lw=0)
         axis.set_ylim(0, 1)
         axis.set_xlabel("pairs in a row", fontsize=FONT_SIZE)
-    picture.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=FONT_SIZE - 1)
+        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    picture.legend(handles.values(), handles, loc="outside lower center", ncols=3, fontsize=FONT_SIZE - 1)
     save_png(picture, path)
 
 
+def report(study: Study) -> None:
+    """Tables into README.md, if there is one, and the figure, both beside the results."""
+    tables = {name: base_table(study, name) for name in BASES} | {HEADS: heads_table(study)}
+    print("\n".join(filter(None, tables.values())) or "No arm has a result yet.")
+    page = study.results.parent / "README.md"
+    if page.is_file():
+        text = page.read_text(encoding="utf-8")
+        for name, table in tables.items():
+            marked = re.compile(f"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+            text = marked.sub(lambda match, table=table: match[1] + table + match[2], text)  # type: ignore[misc]
+        with replacing(page) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    figure(study, study.results.parent / "state_expansion.png")
+
+
 def main() -> None:
-    """Run the stages, the most important first, and report on those that are there."""
-    options = parse(__doc__)
-    settings, output = TINY if options.tiny else Settings(), Path(options.output) / "state_expansion"
-    study = Study(output, settings, options.report)
-    found: Found = {name: {} for name in LABELS}
-    for seed in options.seeds:
-        for name in LABELS:
-            if (result := study.stage(name, seed)) is not None:
-                found[name][seed] = {key: value for key, value in result.items() if key != "settings"}
-    found = {name: seeds for name, seeds in found.items() if seeds}
-    pairs = [str(number) for number in settings.evaluated_pairs]
-    table = table_of(found, pairs)
-    (output / "state_expansion.md").write_text(table, encoding="utf-8")
-    rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(seeds)}" for name, seeds in found.items())
-    text = f'{{"setting": {json.dumps(asdict(settings))},\n"stages": {{\n{rows}}}}}\n'
-    (output / "state_expansion.json").write_text(text, encoding="utf-8")
-    figure(found, pairs, output / "state_expansion.png")
-    print(table)
+    """Run the arms, the shortest first, and report on all that are there."""
+    parser = options_of(__doc__)
+    parser.set_defaults(seeds=list(range(8)))
+    parser.add_argument("--results", default=str(HERE / "results"), help="folder of the small files (%(default)s)")
+    parser.add_argument("--bases", nargs="+", choices=[*BASES, HEADS], default=[*BASES, HEADS], help="which (all)")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="which of their arms (all)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # results of small runs hang on the order of sums
+    study = Study(
+        Path(options.output) / "state_expansion", Path(options.results), TINY if options.tiny else Settings()
+    )
+    if not options.report:
+        for seed in options.seeds:
+            for name in options.bases:
+                study.run(name, options.arms, seed)
+    report(study)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,277 @@
+"""The models of the study: how they start, are expanded, trained and measured.
+
+A base is trained from nothing. An arm expands its first recurrent layer, or all, or none, and trains on. All arms of a
+base and a seed read the same rows in the same order; those of few steps read the first of them.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BambaConfig, BambaForCausalLM
+
+from hf_recurrent_lengthgen import stateful
+from hf_recurrent_lengthgen.data.tasks import AssociativeRecall
+from hf_recurrent_lengthgen.evaluation.string_accuracy import accuracy_by_length
+from hf_recurrent_lengthgen.models import (
+    StatefulGLAConfig,
+    StatefulGLAForCausalLM,
+    StatefulMamba2Config,
+    StatefulMamba2ForCausalLM,
+)
+from hf_recurrent_lengthgen.models.mixer_layouts import known_mixers
+from hf_recurrent_lengthgen.surgery import expand_state, mimetic_initialization
+from hf_recurrent_lengthgen.surgery.expanded_weights import draw_as_mamba_ssm
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of the study.
+
+    Attributes:
+        layers: Recurrent layers.
+        heads: Heads of Mamba-2.
+        state_size: N of Mamba-2, `factor` times that in an expanded layer.
+        gla_heads: Heads of GLA, one in an expanded layer.
+        head_counts: Heads of the models of GLA that are trained from nothing, for `heads_steps`.
+        pairs: The least and the most in a training row.
+        steps: Those of the arms; each number is an arm of its own.
+    """
+
+    hidden_size: int = 16
+    layers: int = 4
+    heads: int = 2
+    state_size: int = 2
+    factor: int = 8
+    gla_heads: int = 4
+    head_counts: tuple[int, ...] = (1, 2, 4, 8)
+    heads_steps: int = 2000
+    pairs: tuple[int, int] = (3, 8)
+    vocabulary: int = 24
+    base_steps: int = 1000
+    steps: tuple[int, ...] = (300, 2000)
+    batch_size: int = 32
+    learning_rate: float = 1e-2
+    evaluated_pairs: tuple[int, ...] = (3, 5, 8, 10)
+    evaluation_rows: int = 512
+
+
+TINY = Settings(
+    hidden_size=8,
+    head_counts=(1, 2),
+    heads_steps=2,
+    pairs=(2, 3),
+    vocabulary=12,
+    base_steps=2,
+    steps=(1, 2),
+    batch_size=2,
+    evaluated_pairs=(2, 3),
+    evaluation_rows=4,
+)
+
+
+def shared(settings: Settings) -> dict[str, Any]:
+    """What the configurations of all families have."""
+    ids = {"vocab_size": 3 + settings.vocabulary, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
+    return {**ids, "hidden_size": settings.hidden_size, "num_hidden_layers": settings.layers}
+
+
+def new_mamba2(settings: Settings) -> Any:
+    """Mamba-2 with the authors' start."""
+    heads: dict[str, Any] = {
+        "num_heads": settings.heads,
+        "head_dim": 2 * settings.hidden_size // settings.heads,
+        "n_groups": 1,
+    }
+    start: dict[str, Any] = {"state_size": settings.state_size, "initialization": "mamba-ssm"}
+    return StatefulMamba2ForCausalLM(StatefulMamba2Config(**shared(settings), **heads, **start))
+
+
+def new_gla(settings: Settings, heads: int | None = None) -> Any:
+    """GLA with the authors' start."""
+    sizes: dict[str, Any] = {"num_heads": heads or settings.gla_heads, "intermediate_size": 2 * settings.hidden_size}
+    return StatefulGLAForCausalLM(StatefulGLAConfig(**shared(settings), **sizes))
+
+
+def new_bamba(settings: Settings) -> Any:
+    """A stock hybrid: attention, then Mamba-2 layers with the authors' start.
+
+    Attention comes first, where no token holds a pair yet, so what recalls must be the states.
+    """
+    attention: dict[str, Any] = {"attn_layer_indices": [0], "num_attention_heads": 2, "num_key_value_heads": 1}
+    heads: dict[str, Any] = {
+        "mamba_n_heads": settings.heads,
+        "mamba_d_head": 2 * settings.hidden_size // settings.heads,
+    }
+    sizes: dict[str, Any] = {
+        "mamba_n_groups": 1,
+        "mamba_d_state": settings.state_size,
+        "intermediate_size": 2 * settings.hidden_size,
+    }
+    given = shared(settings) | {"num_hidden_layers": settings.layers + 1}
+    model = BambaForCausalLM(BambaConfig(**given, **attention, **heads, **sizes))
+    for mixer in known_mixers(model):
+        draw_as_mamba_ssm(mixer.module, model.config)
+    return stateful(model)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What happens to a base before it is trained on.
+
+    Attributes:
+        initialization: That of `expand_state`; None for no expansion.
+        mimetic: Whether what "reinit" drew anew then gets a mimetic start.
+        large: Whether the base is the one whose first layer was large before its first step.
+        layers: The expanded recurrent layers, [0] or "all".
+    """
+
+    label: str
+    color: str
+    initialization: Any = None
+    mimetic: bool = False
+    large: bool = False
+    layers: Any = (0,)
+
+
+ARMS = {
+    "vanilla": Arm("vanilla training", "#a8780f"),
+    "inherit": Arm("inherit", "#0072b2", "inherit"),
+    "reinit": Arm("reinit, authors' start", "#d55e00", "reinit"),
+    "reinit_mimetic": Arm("reinit, mimetic start", "#aa4499", "reinit", mimetic=True),
+    "reinit_transformers": Arm("reinit, Transformers' start", "#56b4e9", "reinit-transformers"),
+    "large": Arm("large from the start", "#5b636d", large=True),
+    "inherit_all": Arm("inherit, all layers", "#009e73", "inherit", layers="all"),
+    "reinit_mimetic_all": Arm("reinit, mimetic start, all layers", "#e69f00", "reinit", True, layers="all"),
+}
+ONE_LAYER = tuple(name for name, arm in ARMS.items() if arm.layers != "all")
+
+
+@dataclass(frozen=True)
+class Base:
+    """A family and its start; `growth` is the argument of `expand_state` that makes a layer large.
+
+    Attributes:
+        matched: The arm whose expanded layer starts as the layers of the base did.
+    """
+
+    label: str
+    new: Callable[[Settings], Any]
+    growth: Callable[[Settings], dict[str, Any]]
+    arms: tuple[str, ...]
+    matched: str = "reinit"
+    mimetic: bool = False
+
+
+def _wider(settings: Settings) -> dict[str, Any]:
+    return {"factor": settings.factor}
+
+
+def _one_head(_: Settings) -> dict[str, Any]:
+    return {"num_heads": 1}
+
+
+BASES = {
+    "mamba2": Base("Mamba-2, authors' start", new_mamba2, _wider, ONE_LAYER),
+    "mamba2_mimetic": Base("Mamba-2, mimetic start", new_mamba2, _wider, ONE_LAYER, "reinit_mimetic", mimetic=True),
+    "gla": Base("GLA, authors' start", new_gla, _one_head, ("vanilla", "inherit", "reinit", "large")),
+    "bamba": Base(
+        "Bamba (attention and Mamba-2), mimetic start",
+        new_bamba,
+        _wider,
+        ("vanilla", "inherit", "reinit_mimetic", "large", "inherit_all", "reinit_mimetic_all"),
+        "reinit_mimetic",
+        mimetic=True,
+    ),
+}
+
+
+def new_model(base: Base, settings: Settings, seed: int, large: bool) -> Any:
+    """A base before its first step; the large one has the same weights but for the recurrence of its first layer."""
+    torch.manual_seed(seed)
+    model = base.new(settings)
+    if large:
+        model = expand_state(model, [0], **base.growth(settings), initialization="reinit", seed=seed)
+    if base.mimetic:
+        mimetic_initialization(model)
+    return model
+
+
+def expanded(model: Any, base: Base, arm: Arm, settings: Settings, seed: int) -> Any:
+    """The model as an arm trains it."""
+    if arm.initialization is not None:
+        growth = base.growth(settings)
+        model = expand_state(model, arm.layers, **growth, initialization=arm.initialization, seed=seed)
+    if arm.mimetic:
+        start_mimetically(model, arm.layers)
+    return model
+
+
+@torch.no_grad()
+def start_mimetically(model: Any, layers: Any) -> None:
+    """Mimetic start of what "reinit" draws anew in Mamba-2; the convolution of x, trained before, is kept."""
+    mixers = known_mixers(model)
+    mixers = mixers if layers == "all" else [mixers[layer] for layer in layers]
+    kept = [
+        (parameter, parameter[: mixer.module.out_proj.in_features].clone())
+        for mixer in mixers
+        for parameter in mixer.module.conv1d.parameters()
+    ]
+    mimetic_initialization(model, layers=[mixer.layer for mixer in mixers])
+    for parameter, of_x in kept:
+        parameter[: len(of_x)] = of_x
+
+
+def fit(model: Any, settings: Settings, steps: int, seed: int) -> Result:
+    """Train on rows of a seed, and measure; all rows of a step have equally many pairs.
+
+    The loss is the cross-entropy of the values. AdamW(0.9, 0.95), no weight decay, gradients clipped at norm 1, linear
+    warm-up over 10 % of the steps, then cosine to 0.
+
+    Returns:
+        Seconds of the processor, losses in nats as means over eighths of the run, and what `measured` returns.
+    """
+    began, rows, task = time.process_time(), settings.batch_size, recall(settings, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
+    pairs = torch.Generator().manual_seed(seed)
+    losses = []
+    for step in range(steps):
+        number = int(torch.randint(settings.pairs[0], settings.pairs[1] + 1, (), generator=pairs))
+        batch = task.resized(number, rows * steps, seed).batch(range(step * rows, (step + 1) * rows))
+        loss = model(**batch, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses.append(float(loss.detach()))
+    seconds = round(time.process_time() - began, 1)
+    means = [float(part.mean()) for part in torch.tensor(losses).chunk(8)]
+    return {"seconds": seconds, "loss": [round(mean, 4) for mean in means], **measured(model, settings)}
+
+
+def _rate(step: int, steps: int) -> float:
+    return min(1.0, 10 * (step + 1) / steps) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+
+def recall(settings: Settings, seed: int) -> AssociativeRecall:
+    """The task of all models; `resized` gives rows."""
+    return AssociativeRecall(settings.pairs, settings.vocabulary, 1, seed)
+
+
+def measured(model: Any, settings: Settings) -> Result:
+    """Share of right values by the number of pairs, from the zero state; parameters; elements of the state."""
+    lengths = list(settings.evaluated_pairs)
+    found = accuracy_by_length(model, recall(settings, 0), lengths, samples=settings.evaluation_rows)
+    return {
+        "accuracy": {str(pairs): round(share.character, 4) for pairs, share in found.items()},
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "state": sum(torch.Size(shape.recurrent).numel() for shape in model.state_shapes()),
+    }
