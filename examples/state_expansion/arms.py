@@ -114,7 +114,11 @@ def new_bamba(settings: Settings) -> Any:
         "mamba_d_state": settings.state_size,
         "intermediate_size": 2 * settings.hidden_size,
     }
-    given = shared(settings) | {"num_hidden_layers": settings.layers + 1}
+    # chunks as long as the longest row of training: rows are filled up to a multiple of that, 256 by default
+    given = shared(settings) | {
+        "num_hidden_layers": settings.layers + 1,
+        "mamba_chunk_size": 4 * settings.pairs[1] + 2,
+    }
     model = BambaForCausalLM(BambaConfig(**given, **attention, **heads, **sizes))
     for mixer in known_mixers(model):
         draw_as_mamba_ssm(mixer.module, model.config)
