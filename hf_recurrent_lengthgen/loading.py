@@ -26,6 +26,7 @@ from transformers.utils import logging
 
 from hf_recurrent_lengthgen.adapters import base_of_adapter, holds_adapter, refuse_adapter, with_adapter
 from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.hybrids.layer_sizes import sized_class, sizes_of_layers
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
 from hf_recurrent_lengthgen.json_files import read_json_object
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES, register_family
@@ -235,6 +236,8 @@ def _load(
                 f"of this package, {', '.join(sorted(STATEFUL_CLASSES))}, {', '.join(sorted(SUPPORTED))}."
             )
         loading["trust_remote_code"] = trust_remote_code
+    elif sizes_of_layers(config):
+        loader = sized_class(loader._model_mapping[type(config)])
     with reading_files(name):
         if (kept := Path(name, "generation_config.json")).is_file():
             GenerationConfig.from_dict(read_json_object(kept))  # Transformers ignores a damaged one

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.hybrids.layer_sizes import new_model
 from hf_recurrent_lengthgen.hybrids.wrapping import StatefulMixin
 from hf_recurrent_lengthgen.surgery.expanded_weights import EXPANSIONS, Weights, draw_as_mamba_ssm, expansion_of
 from hf_recurrent_lengthgen.surgery.expansion_plan import (
@@ -36,7 +37,6 @@ from hf_recurrent_lengthgen.surgery.expansion_plan import (
     size_of,
 )
 from hf_recurrent_lengthgen.surgery.expansion_results import ExpansionReport, LayerExpansion
-from hf_recurrent_lengthgen.surgery.layer_sizes import new_model
 
 Initialization = Literal["reinit", "reinit-transformers", "inherit"]
 

@@ -19,7 +19,6 @@ from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.models import StatefulGLAConfig, StatefulMamba2Config
 from hf_recurrent_lengthgen.surgery import expand_state, expansion_report
 from hf_recurrent_lengthgen.surgery.expansion_plan import spread_layers
-from hf_recurrent_lengthgen.surgery.layer_sizes import new_model
 from hf_recurrent_lengthgen.surgery.state_expansion import (
     expanded_parameters,
     recorded_expansions,
@@ -481,7 +480,7 @@ def test_hybrids_are_expanded_in_all_layers_and_load_in_plain_transformers(model
 @pytest.mark.thinned(3)
 @needs_hybrids
 @pytest.mark.parametrize("model_type", ["bamba", "granitemoehybrid", "nemotron_h", "zamba2"])
-def test_one_layer_of_a_hybrid_is_expanded_alone(model_type: str) -> None:
+def test_one_layer_of_a_hybrid_is_expanded_alone(model_type: str, tmp_path: Path) -> None:
     """Its outputs stay, its states can be carried, and its config holds the size, which stock classes refuse."""
     tokens = random_tokens(2, 20)
     stock = tiny_model(model_type)
@@ -495,13 +494,14 @@ def test_one_layer_of_a_hybrid_is_expanded_alone(model_type: str) -> None:
     report = expansion_report(stock.config, [1], factor=2)
     assert (report.state_before, report.state_after) == tuple(sum(map(math.prod, of)) for of in (old, shapes))
     assert report.parameters_after == sum(p.numel() for p in expanded.parameters())
-    config = type(stock.config).from_dict(expanded.config.to_dict())
-    assert config.to_dict()["per_layer_config"] == expanded.config.to_dict()["per_layer_config"] != {}
+    wrapped.save_pretrained(tmp_path)
     with pytest.raises(RuntimeError, match="is a per-layer attribute"):
-        AutoModelForCausalLM.from_config(config)
-    same = new_model(type(stock), config)
-    same.load_state_dict(wrapped.state_dict())
-    twice = expand_state(expand_state(same, [0], state_size=7), "all", factor=2)
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path))
+    assert type(loaded) is type(wrapped)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, wrapped(tokens).logits)
+    twice = expand_state(expand_state(loaded, [0], state_size=7), "all", factor=2)
     assert [layer.size_after for layer in expansion_report(twice.config, "all", factor=2).layers][:2] == [28, 48]
 
 

@@ -35,7 +35,7 @@ def with_size(config: Any, field: str, sizes: dict[int, int]) -> None:
 
 @functools.cache
 def sized_class(stock: Any) -> Any:
-    """A subclass of a stock class, under its name, whose mixers have the sizes of their layers."""
+    """A class that makes models of a stock class whose mixers have the sizes of their layers."""
 
     def __init__(self: Any, config: Any, *positional: Any, **keyword: Any) -> None:
         sizes = sizes_of_layers(config)
@@ -46,6 +46,7 @@ def sized_class(stock: Any) -> Any:
             layer = getattr(mixer, "layer_idx", None)
             if layer in sizes and hasattr(mixer, "A_log"):
                 self.set_submodule(name, type(mixer)(config.per_layer_config[layer], layer_idx=layer))
+        self.__class__ = stock
 
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
     return type(stock.__name__, (stock,), names | {"__init__": __init__})
@@ -53,8 +54,4 @@ def sized_class(stock: Any) -> Any:
 
 def new_model(stock: Any, config: Any) -> Any:
     """A model of a stock class, also with layers of different sizes."""
-    if not sizes_of_layers(config):
-        return stock(config)
-    model = sized_class(stock)(config)
-    model.__class__ = stock
-    return model
+    return sized_class(stock)(config) if sizes_of_layers(config) else stock(config)
