@@ -115,15 +115,15 @@ MAMBA2 = Family(
     {**MAMBA, "head_dim": 32, "num_heads": 6, "state_size": 32, "n_groups": 1},
     MIMETIC,
 )
-MAMBA1 = Family("Mamba-1", "stateful_mamba", {**MAMBA, "state_size": 32}, MIMETIC)
+MAMBA1 = Family("Mamba-1", "stateful_mamba", {**MAMBA, "state_size": 16}, MIMETIC)
 GATED = {"num_heads": 3, "expand_k": 1.0, "expand_v": 1.0}
 FAMILIES = {
     "mamba2": MAMBA2,
     "mamba2_default": replace(MAMBA2, label="Mamba-2, default start", start=None, longer=4, shorter=2),
     "mamba": MAMBA1,
-    "mamba_default": replace(MAMBA1, label="Mamba-1, default start", start=None, longer=4, shorter=2),
+    "mamba_default": replace(MAMBA1, label="Mamba-1, default start", start=None, longer=2, shorter=2),
     "falcon_mamba": Family(
-        "FalconMamba", "stateful_mamba", {**MAMBA, "state_size": 32, "mixer_rms_eps": 1e-6}, MIMETIC
+        "FalconMamba", "stateful_mamba", {**MAMBA, "state_size": 16, "mixer_rms_eps": 1e-6}, MIMETIC
     ),
     "gla": Family("GLA", "stateful_gla", GATED, MIMETIC),
     "rwkv6": Family("RWKV-6", "stateful_rwkv6", GATED, RWKV_DECAYS),
@@ -134,7 +134,13 @@ FAMILIES = {
         "bamba",
         {
             **HYBRID,
-            **{"mamba_n_heads": 6, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1},
+            **{
+                "mamba_n_heads": 6,
+                "mamba_d_head": 32,
+                "mamba_d_state": 32,
+                "mamba_n_groups": 1,
+                "mamba_chunk_size": 64,
+            },
             "attn_layer_indices": [1],
         },
         MIMETIC,
