@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-slow test-oldest lint format bench docs clean
+.PHONY: help demo test test-all test-slow test-oldest lint format bench evidence docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -46,6 +46,9 @@ format: $(INSTALLED) ## fix what can be fixed automatically
 
 bench: $(INSTALLED) ## measure speed and memory against Transformers
 	$(VENV)/bin/python benchmarks/run.py
+
+evidence: $(INSTALLED) ## repeat the studies of examples/ (hours; the same command goes on)
+	$(VENV)/bin/python examples/evidence.py
 
 docs: $(INSTALLED) ## build the documentation: writes site/
 	$(VENV)/bin/python -m mkdocs build --strict

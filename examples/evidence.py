@@ -1,0 +1,161 @@
+"""Repeat the studies of this folder, two commands at a time with one thread each.
+
+Each command keeps what it trained and measured as files, and goes on where it was interrupted: run the same again.
+Hours are for two cores without other work, estimated from the seconds of the trainings.
+
+    python examples/evidence.py --list          # the studies, what they ask, and how long they take
+    python examples/evidence.py families        # one of them
+    python examples/evidence.py                 # all
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, NamedTuple
+
+EXAMPLES = Path(__file__).resolve().parent
+FAMILIES = (
+    *("mamba2", "mamba2_default", "mamba", "mamba_default", "falcon_mamba", "gla", "rwkv6", "rwkv5", "hgrn2"),
+    *("bamba", "qwen3_next"),
+)
+SEEDS = ("0", "1", "2")
+
+
+class Study(NamedTuple):
+    """A study: its question, commands that may run side by side, one that reports at the end, hours on two cores."""
+
+    question: str
+    commands: Sequence[str]
+    report: str
+    hours: float
+
+
+STUDIES = {
+    "families": Study(
+        "Do all families fail beyond their training length, and what cures them?",
+        [f"families/run.py --families {family}" for family in FAMILIES],
+        "families/run.py --report",
+        4.0,
+    ),
+    "failure": Study(
+        "When does a model begin to fail in its training?",
+        [f"failure/run.py --seeds {seed}" for seed in SEEDS],
+        "failure/run.py --report",
+        0.3,
+    ),
+    "interventions": Study(
+        "What does each intervention cure and cost?",
+        [f"interventions/run.py --seeds {seed}" for seed in SEEDS],
+        "interventions/run.py --report",
+        0.4,
+    ),
+    "forgetting": Study(
+        "Does forgetting at inference help, and how much?",
+        [f"forgetting/run.py --seeds {seed}" for seed in SEEDS],
+        "forgetting/run.py --report",
+        0.2,
+    ),
+    "state_expansion": Study(
+        "Does a larger state help after training, and from which start?",
+        [
+            *(f"state_expansion/run.py --bases {base}" for base in ("mamba2_mimetic", "mamba2")),
+            *(f"state_expansion/run.py --bases {base} --seeds 0 1 2" for base in ("gla", "heads", "bamba")),
+        ],
+        "state_expansion/run.py --report",
+        2.0,
+    ),
+    "alignment": Study(
+        "What can the alignment loss do, alone and beside state passing?",
+        [f"alignment/run.py --seeds {seed}" for seed in SEEDS],
+        "alignment/run.py --report",
+        0.4,
+    ),
+    "passkey": Study(
+        "Does fitted noise help to find passkeys, and do more training tokens?",
+        [f"passkey/run.py --seeds {seed}" for seed in SEEDS],
+        "passkey/run.py --report",
+        0.3,
+    ),
+    "scaling_laws": Study(
+        "How long must a training sequence be for a state of a given size?",
+        [f"scaling_laws/forgetting.py --seeds 0 --sizes {size} --lengths 16 32 64 128" for size in (4, 16, 64)],
+        "scaling_laws/forgetting.py --report",
+        0.7,
+    ),
+}
+
+
+def table() -> str:
+    """The studies, for people."""
+    width = max(map(len, STUDIES))
+    return "\n".join(f"{name:{width}}  {study.hours:4.1f} h  {study.question}" for name, study in STUDIES.items())
+
+
+def run(name: str, logs: Path, workers: int) -> bool:
+    """Run the commands of a study and its report; whether all succeeded. Stops the commands on an interrupt."""
+    study, failed = STUDIES[name], False
+    waiting = list(enumerate(study.commands))
+    running: dict[subprocess.Popen, tuple[str, Path, IO[str]]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                number, words = waiting.pop(0)
+                log = logs / f"{name}-{number}.log"
+                print(f"{words}  (log: {log})", flush=True)
+                file = log.open("w", encoding="utf-8")
+                running[start(words, file)] = words, log, file
+            for process in [process for process in running if process.poll() is not None]:
+                words, log, file = running.pop(process)
+                file.close()
+                if process.returncode:
+                    failed = True
+                    print(f"{words} failed with code {process.returncode}: see {log}", flush=True)
+            time.sleep(0.2)
+        return start(study.report, None).wait() == 0 and not failed
+    finally:
+        for process in running:
+            process.terminate()
+
+
+def start(words: str, log: IO[str] | None) -> subprocess.Popen:
+    """A command of a study with one thread."""
+    script, *options = shlex.split(words)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, str(EXAMPLES / script), *options], env=environment, stdout=log, stderr=log
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("studies", nargs="*", metavar="STUDY", help=f"some of {', '.join(STUDIES)} (default: all)")
+    parser.add_argument("--list", action="store_true", help="list the studies and run nothing")
+    parser.add_argument("--logs", default="demo-output/evidence", help="folder for what commands say (%(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="commands that run at a time (%(default)s)")
+    options = parser.parse_args()
+    if unknown := [name for name in options.studies if name not in STUDIES]:
+        parser.error(f"there is no study {', '.join(unknown)}: choose from {', '.join(STUDIES)}")
+    if options.workers < 1:
+        parser.error(f"--workers must be at least 1, got {options.workers}")
+    if options.list:
+        print(table())
+        return 0
+    logs = Path(options.logs)
+    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        failed = [name for name in options.studies or STUDIES if not run(name, logs, options.workers)]
+    except KeyboardInterrupt:
+        print("\nStopped. The same command goes on where it was.")
+        return 130
+    if failed:
+        print(f"Not finished: {', '.join(failed)}. The same command runs what is missing.")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

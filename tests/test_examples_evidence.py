@@ -1,0 +1,110 @@
+"""`make evidence`: studies run two commands at a time, go on after an interrupt, and name those that failed."""
+
+import os
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "examples/evidence.py"
+
+
+@pytest.fixture
+def evidence(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    found = runpy.run_path(str(SCRIPT))
+    monkeypatch.setattr(sys, "argv", ["evidence.py"])
+    return found
+
+
+def test_every_command_is_a_script_with_these_options(evidence: dict[str, Any]) -> None:
+    shared = (SCRIPT.parent / "small_setting.py").read_text()
+    for name, study in evidence["STUDIES"].items():
+        for words in (*study.commands, study.report):
+            script, *options = shlex.split(words)
+            assert script.startswith(f"{name}/")
+            code = (SCRIPT.parent / script).read_text()
+            for option in options:
+                assert not option.startswith("--") or f'"{option}"' in code + shared, words
+    folders = {path.parent.name for path in SCRIPT.parent.glob("*/run.py")} - {"mimetic", "output_representations"}
+    assert folders <= evidence["STUDIES"].keys()
+
+
+@pytest.fixture
+def scripts(evidence: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A study of three commands: each writes a file with its threads and times, and the third fails.
+
+    The first two wait for each other, so they end only if they run side by side.
+    """
+    (tmp_path / "work.py").write_text(
+        "import os, pathlib, sys, time\n"
+        "name, other = sys.argv[1:]\n"
+        "began = time.time()\n"
+        "pathlib.Path(name + '.began').touch()\n"
+        "while not pathlib.Path(other + '.began').exists():\n"
+        "    time.sleep(0.01)\n"
+        "pathlib.Path(name).write_text(f\"{os.environ['OMP_NUM_THREADS']} {began} {time.time()}\")\n"
+        "print('said')\n"
+        "sys.exit(name == 'c')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    names = evidence["main"].__globals__
+    names["EXAMPLES"] = tmp_path
+    commands = ["work.py a b", "work.py b a", "work.py c c"]
+    names["STUDIES"] = {"one": evidence["Study"]("?", commands, "work.py report report", 0.1)}
+    return evidence
+
+
+def test_two_commands_run_at_a_time_with_one_thread_each(
+    scripts: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert scripts["main"]() == 1
+    said = capfd.readouterr().out
+    assert "work.py c c failed with code 1: see demo-output/evidence/one-2.log" in said
+    assert "Not finished: one. The same command runs what is missing." in said
+    (a, b, c) = ([float(number) for number in (tmp_path / name).read_text().split()] for name in "abc")
+    assert a[0] == b[0] == c[0] == 1
+    assert min(a[2], b[2]) <= c[1]
+    assert (tmp_path / "report").is_file()
+    assert (tmp_path / "demo-output/evidence/one-0.log").read_text() == "said\n"
+
+
+def test_studies_that_do_not_exist_are_refused(
+    evidence: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["evidence.py", "nothing"])
+    with pytest.raises(SystemExit):
+        evidence["main"]()
+    assert "there is no study nothing: choose from families" in capsys.readouterr().err
+
+
+def test_an_interrupt_stops_the_commands(tmp_path: Path) -> None:
+    (tmp_path / "evidence.py").write_text(
+        SCRIPT.read_text().replace("STUDIES = {", 'STUDIES = {"one": Study("?", ["w.py"], "w.py", 1)}\nOTHERS = {', 1)
+    )
+    (tmp_path / "w.py").write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
+    process = subprocess.Popen(
+        [sys.executable, "evidence.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert "The same command goes on where it was." in process.communicate()[0]
+    assert process.returncode == 130
+    began = time.monotonic()
+    while is_running(int((tmp_path / "pid").read_text())):
+        assert time.monotonic() < began + 300
+        time.sleep(0.01)
+
+
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
