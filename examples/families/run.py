@@ -71,6 +71,17 @@ def rwkv_decays(model: Any) -> None:
 
 
 @torch.no_grad()
+def slow_rwkv(model: Any) -> None:
+    """In RWKV-5 and RWKV-6 the decays that a mimetic start gives the keys of GLA."""
+    for module in model.modules():
+        if hasattr(module, "time_decay"):  # RWKV-5: (heads, keys)
+            module.time_decay.copy_(-C * (torch.arange(module.time_decay.shape[-1]) + 2.0).log())
+        elif hasattr(module, "w_proj"):  # RWKV-6: (heads keys,), and `bonus` (heads, keys)
+            heads, keys = module.bonus.shape
+            module.w_proj.linear.lora[2].bias.copy_((-C * (torch.arange(keys) + 2.0).log()).repeat(heads))
+
+
+@torch.no_grad()
 def slow_bound(model: Any) -> None:
     """The bound of HGRN-2's last layer near 1; the first layer has none by construction."""
     model.model.lower_bounds[-1] = 8.0
@@ -89,6 +100,7 @@ MIMETIC = Start(mimetic, InitialWeights({"c": C, "offset": 1}))
 RWKV_DECAYS = Start(
     rwkv_decays, InitialWeights(changed="decays of the authors' training code, exp(-exp(-6)) to exp(-exp(-1))")
 )
+SLOW_RWKV = Start(slow_rwkv, InitialWeights(changed="decays of exp(-(n + 1)^-5) in key n = 1, 2, ... of each head"))
 SLOW_BOUND = Start(slow_bound, InitialWeights(changed="the last layer forgets at most 0.0003 per token"))
 SLOW_DELTA = Start(slow_delta, InitialWeights(changed="decays of exp(-(h + 1)^-5) in head h = 1, 2, ..."))
 
@@ -117,6 +129,8 @@ MAMBA2 = Family(
 )
 MAMBA1 = Family("Mamba-1", "stateful_mamba", {**MAMBA, "state_size": 16}, MIMETIC)
 GATED = {"num_heads": 3, "expand_k": 1.0, "expand_v": 1.0}
+RWKV6 = Family("RWKV-6", "stateful_rwkv6", GATED, SLOW_RWKV)
+RWKV5 = Family("RWKV-5", "stateful_rwkv5", {"head_size": 32}, SLOW_RWKV)
 FAMILIES = {
     "mamba2": MAMBA2,
     "mamba2_default": replace(MAMBA2, label="Mamba-2, default start", start=None, longer=4, shorter=2),
@@ -126,8 +140,10 @@ FAMILIES = {
         "FalconMamba", "stateful_mamba", {**MAMBA, "state_size": 16, "mixer_rms_eps": 1e-6}, MIMETIC
     ),
     "gla": Family("GLA", "stateful_gla", GATED, MIMETIC),
-    "rwkv6": Family("RWKV-6", "stateful_rwkv6", GATED, RWKV_DECAYS),
-    "rwkv5": Family("RWKV-5", "stateful_rwkv5", {"head_size": 32}),
+    "rwkv6": RWKV6,
+    "rwkv6_default": replace(RWKV6, label="RWKV-6, authors' start", start=RWKV_DECAYS, longer=2, shorter=2),
+    "rwkv5": RWKV5,
+    "rwkv5_default": replace(RWKV5, label="RWKV-5, authors' start", start=None, longer=2, shorter=2),
     "hgrn2": Family("HGRN-2", "stateful_hgrn2", {"expand_ratio": 32}, SLOW_BOUND),
     "bamba": Family(
         "Bamba (Mamba-2 and attention)",
@@ -287,6 +303,18 @@ def growth(result: Result) -> float:
     return max(last / first for first, last in zip(states["1"], list(states.values())[-1], strict=True) if first)
 
 
+PARTS = {"both": "harm of both", "recurrent": "of the recurrent states alone", "attention": "of attention alone"}
+
+
+def label_of(method: str) -> str:
+    return "base" if method == "base" else METHODS[method].label
+
+
+def over_parts(results: dict[int, Result], part: str) -> str:
+    """Mean over seeds, least and most, of a harm of `attention_apart`."""
+    return over_seeds([{part: result["apart"][part]} for result in results.values()], part, "+.3f")
+
+
 def report(study: FamilyStudy, seeds: list[int]) -> None:
     """Table, picture and numbers of the arms that are there."""
     found = found_arms(study, seeds)
@@ -297,18 +325,26 @@ def report(study: FamilyStudy, seeds: list[int]) -> None:
     for family, methods in found.items():
         for method, results in methods.items():
             values = list(results.values())
-            label = "base" if method == "base" else METHODS[method].label
             numbers = [over_seeds(values, "harm_last", "+.3f")]
             numbers += [over_seeds(values, key) for key in ("in_window", "context_use")]
             grown = [growth(value) for value in values]
             numbers.append(f"{sum(grown) / len(grown):.2g} ({min(grown):.2g} to {max(grown):.2g})")
-            rows.append([FAMILIES[family].label, label, ", ".join(map(str, results)), *numbers])
+            rows.append([FAMILIES[family].label, label_of(method), ", ".join(map(str, results)), *numbers])
     start, stop = next(iter(next(iter(next(iter(found.values())).values())).values()))["harm_range"]
     length = study.settings.training_length
     head = ["family", "method", "seeds", f"harm at {start:,}-{stop:,}", f"loss inside {length}", "context use"]
     table = markdown([*head, "growth of states"], rows)
+    rows = [
+        [FAMILIES[family].label, label_of(method), *(over_parts(results, part) for part in PARTS)]
+        for family, methods in found.items()
+        for method, results in methods.items()
+        if all("apart" in result for result in results.values())
+    ]
+    tables = {"table": table}
+    if rows:
+        tables["hybrids"] = markdown(["family", "method", *PARTS.values()], rows)
     study.results.mkdir(parents=True, exist_ok=True)
-    (study.results / "families.md").write_text(table, encoding="utf-8")
+    (study.results / "families.md").write_text("\n".join(tables.values()), encoding="utf-8")
     flat = {f"{family}/{method}": seeds for family, methods in found.items() for method, seeds in methods.items()}
     study.write_results(study.results / "families.json", flat)
     figure(study, found)
@@ -322,8 +358,8 @@ def figure(study: FamilyStudy, found: dict[str, dict[str, dict[int, Result]]]) -
     for axis, methods in zip(axes, found.values(), strict=True):
         for method, results in methods.items():
             base = method == "base"
-            label, color = ("base", "#d55e00") if base else (METHODS[method].label, METHODS[method].color)
-            draw(axis, list(results.values()), "harm", length // 2, color=color, label=label)
+            color = "#d55e00" if base else METHODS[method].color
+            draw(axis, list(results.values()), "harm", length // 2, color=color, label=label_of(method))
         axis.axhline(0, color=INK, linewidth=1, zorder=0)
         position_axis(axis, length // 2, study.length)
         mark_training_lengths(axis, [length])
