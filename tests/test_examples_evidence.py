@@ -89,12 +89,18 @@ def test_an_interrupt_stops_the_commands(tmp_path: Path) -> None:
     )
     (tmp_path / "w.py").write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
     process = subprocess.Popen(
-        [sys.executable, "evidence.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "evidence.py"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # tests that run in the background of a shell ignore interrupts, and so would their children
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    assert "The same command goes on where it was." in process.communicate()[0]
+    assert "The same command goes on where it was." in process.communicate(timeout=300)[0]
     assert process.returncode == 130
     began = time.monotonic()
     while is_running(int((tmp_path / "pid").read_text())):
