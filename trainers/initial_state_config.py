@@ -43,16 +43,14 @@ class InitialStateConfig(TrainingArguments):
     alignment_divergence: Literal["sce", "jeffreys"] = field(
         default="sce",
         metadata={
-            "help": "What the loss adds at each aligned token: the paper's symmetric cross-entropy (sce), or the "
-            "Jeffreys divergence (jeffreys, ours), which is sce without the entropies of both predictions. Default: "
-            "sce."
+            "help": "Divergence of aligned tokens: the paper's symmetric cross-entropy (sce), or Jeffreys (jeffreys, "
+            "ours), which is sce without its entropies. Default: sce."
         },
     )
     alignment_second_state: Literal["same", "zero"] = field(
         default="same",
         metadata={
-            "help": "Initial state of the second crop: that of the first (same), or zero (ours), so that predictions "
-            "with and without a given state are aligned. Default: same."
+            "help": "Initial state of the second crop: that of the first (same), or zero (ours). Default: same."
         },
     )
 
