@@ -256,7 +256,7 @@ def resumable_trainer(
     rows = changes.pop("rows", 15)
     chosen = METHODS[method]
     args = chosen.config(str(output_dir), **QUIET | settings | chosen.settings | changes)
-    model = tiny_model().to(torch.float64 if double else torch.float32)
+    model = tiny_model().double() if double else tiny_model()
     return chosen.trainer(model, args, train_dataset=chosen.data(rows))
 
 
