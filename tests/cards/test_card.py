@@ -39,6 +39,7 @@ from hf_recurrent_lengthgen.records import (
 from hf_recurrent_lengthgen.trainers.hub_pushes import write_own_card
 from tests.cards.conftest import Work
 from tests.hybrids.tiny_models import tiny_model
+from tests.versions import needs_hybrids
 from tests.without_package import clean_process
 
 MINUS = "\N{MINUS SIGN}"
@@ -192,6 +193,7 @@ def run_python(text: str) -> dict[str, Any]:
     return names
 
 
+@needs_hybrids
 def test_a_hybrid_goes_on_from_its_state_and_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,9 @@ from hf_recurrent_lengthgen.evaluation import attention_apart, stream_nll, windo
 from hf_recurrent_lengthgen.hybrids import stateful
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 from tests.models.families import MAMBA2, build, random_tokens
+from tests.versions import needs_hybrids
 
+pytestmark = needs_hybrids
 T, BORDERS = 8, (3, 8, 23)
 
 

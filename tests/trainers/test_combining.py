@@ -35,6 +35,7 @@ from hf_recurrent_lengthgen.trainers import (
     combine,
 )
 from hf_recurrent_lengthgen.trainers.combining import unpacked
+from tests.versions import SINCE_5_23
 
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings(
@@ -139,7 +140,8 @@ def test_states_are_passed_in_one_forward_pass_a_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_weights_are_those_of_our_own_trainer(tmp_path: Path, accumulation: int) -> None:
     sft, _ = trained(tmp_path / "sft", gradient_accumulation_steps=accumulation)
-    changes = {"gradient_accumulation_steps": accumulation, "activation_checkpointing": True}
+    checkpointing = "activation_checkpointing" if SINCE_5_23 else "gradient_checkpointing"
+    changes = {"gradient_accumulation_steps": accumulation, checkpointing: True}
     arguments = StatePassingConfig(str(tmp_path / "own"), **SETTINGS | changes)
     data = rows().map(lambda row: {"labels": row["input_ids"]}).with_format("torch")
     own = StatePassingTrainer(model(), arguments, train_dataset=data)
