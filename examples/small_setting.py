@@ -25,6 +25,7 @@ from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
 from hf_recurrent_lengthgen.evaluation.misalignment import long_short_misalignment
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
+from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, GRID, INK, MUTED
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, ZeroStateTrainer
 from hf_recurrent_lengthgen.trainers.training_runs import RunFacts
@@ -46,6 +47,11 @@ def options_of(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--report", action="store_true", help="train nothing, report on what is there")
     parser.add_argument("--tiny", action="store_true", help="sizes that show in seconds that the command works")
     return parser
+
+
+def read_json(file: Path) -> Any:
+    """None if there is no such file."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
 def parse(description: str | None) -> argparse.Namespace:
@@ -103,6 +109,10 @@ class Study:
         """The model that a stage starts from if it goes on from no other."""
         return demo.base_model(replace(self.settings, training_length=length), self.vocabulary, seed)
 
+    def made_of(self, name: str) -> dict[str, Any]:
+        """How the model is made that a stage starts from, so that results of an older setting are not taken for new."""
+        return {}
+
     def facts(self, name: str, seed: int, length: int) -> RunFacts | None:
         """What the lineage of a stage's checkpoint says; None to write none."""
         return None
@@ -113,8 +123,12 @@ class Study:
 
     def result(self, name: str, seed: int) -> Result | None:
         """Of a finished stage."""
-        file = self.result_file(name, seed)
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        found: Result | None = read_json(self.result_file(name, seed))
+        return found
+
+    def start(self, name: str, seed: int) -> Path:
+        """The checkpoint of a stage that another goes on from."""
+        return self.folder(name, seed)
 
     def base(self, seed: int) -> Result | None:
         """The base model of the demo."""
@@ -128,21 +142,26 @@ class Study:
         training: Training,
         trainer_class: type[InitialStateTrainer],
         data: Dataset,
+        checkpoint: bool = False,
         **options: Any,
     ) -> Result | None:
-        """Train and measure a stage, or read its result; None if only a report is wanted and there is none."""
+        """Train and measure a stage, or read its result; None if only a report is wanted and there is none.
+
+        With `checkpoint`, the stage is trained again if its checkpoint is missing or of other settings.
+        """
         key = {"settings": asdict(self.settings), "training": asdict(training), "options": options, "seed": seed}
+        key |= self.made_of(name)
         key = json.loads(json.dumps(key | {"trainer": trainer_class.__name__, "data": self.description}))
-        kept = self.result(name, seed)
-        if kept is not None and kept["key"] == key:
+        folder, length = self.folder(name, seed), training.training_length or self.settings.training_length
+        kept, trained = self.result(name, seed), folder / "key.json"
+        if kept is not None and kept["key"] == key and not (checkpoint and read_json(trained) != key):
             return kept
         if self.report_only:
             return None
-        folder, length = self.folder(name, seed), training.training_length or self.settings.training_length
         batch = training.batch_size or self.settings.batch_size
         with quiet_libraries("warnings", "bars"):
             if training.start:
-                model = self.loaded(self.folder(training.start, seed))
+                model = self.loaded(self.start(training.start, seed))
             else:
                 model = self.new_model(name, length, seed)
             arguments = trainer_class.config_class(
@@ -166,16 +185,17 @@ class Study:
             trainer.facts = self.facts(name, seed, length)
             trainer.remove_callback(PrinterCallback)
             trainer.add_callback(_Snapshots(training.snapshots))
+            trained.unlink(missing_ok=True)
             trainer.train()
             trainer.save_model()
+            trained.write_text(json.dumps(key), encoding="utf-8")
             found = {"key": key, "log": [entry for entry in trainer.state.log_history if "loss" in entry]}
             for step in training.snapshots:
                 at = self.loaded(folder / f"checkpoint-{step}")
                 found[f"after {step} steps"] = self.measure(at, length, seed)
             found["measured"] = self.measure(model, length, seed)
-        file = self.result_file(name, seed)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        with replacing(self.result_file(name, seed)) as file:
+            file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         harm = found["measured"]["harm_last"]["mean"]
         print(f"seed {seed} {name}: loss {float(found['log'][-1]['loss']):.3f}, harm {harm:+.3f}", flush=True)
         return found

@@ -9,7 +9,7 @@ are written beside the results, from all arms that are there.
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -225,6 +225,12 @@ class FamilyStudy(Study):
             family.start.change(model)
         return model
 
+    def made_of(self, name: str) -> dict[str, Any]:
+        spec = FAMILIES[name.partition("/")[0]]
+        start = None if spec.start is None else asdict(spec.start.weights)
+        base = {"learning_rate": spec.learning_rate, "longer": spec.longer}
+        return {"model_type": spec.model_type, "config": {**SHARED, **spec.config}, "start": start, "base": base}
+
     def facts(self, name: str, seed: int, length: int) -> RunFacts:
         family, _, method = name.partition("/")
         spec, base = FAMILIES[family], method == "base"
@@ -265,24 +271,24 @@ class FamilyStudy(Study):
                 found[str(number)] = [float(f"{float(part.square().mean().sqrt()):.4g}") for part in parts]
         return found
 
-    def arm(self, family: str, method: str, seed: int) -> Result | None:
-        """Train and measure one, or read its result; the base is trained again if its checkpoint is not there."""
+    def start(self, name: str, seed: int) -> Path:
+        """The checkpoint of a base, which is trained again where it was not kept."""
+        self.arm(name.partition("/")[0], "base", seed, checkpoint=True)
+        return self.folder(name, seed)
+
+    def arm(self, family: str, method: str, seed: int, checkpoint: bool = False) -> Result | None:
+        """Train and measure one, or read its result."""
         spec, settings = FAMILIES[family], self.settings
         length = settings.training_length // spec.shorter
         sizes = {"batch_size": settings.batch_size * spec.shorter, "training_length": length}
         data: Any = self.blocks(length)
         if method == "base":
             training = Training(settings.base_steps * spec.longer, spec.learning_rate, **sizes)
-            return self.run(f"{family}/base", seed, training, ZeroStateTrainer, data)
-        done = self.result(f"{family}/{method}", seed)
-        start = f"{family}/base"
-        if done is None and not self.report_only and not (self.folder(start, seed) / "config.json").is_file():
-            self.result_file(start, seed).unlink(missing_ok=True)
-            self.arm(family, "base", seed)
+            return self.run(f"{family}/base", seed, training, ZeroStateTrainer, data, checkpoint)
         chosen = METHODS[method]
         if chosen.trainer is TbttTrainer:
             data = ContinuedChunks(self.stream, length, 12)
-        training = Training(settings.cure_steps, settings.cure_learning_rate, start, **sizes)
+        training = Training(settings.cure_steps, settings.cure_learning_rate, f"{family}/base", **sizes)
         return self.run(f"{family}/{method}", seed, training, chosen.trainer, data, **chosen.options)
 
 
