@@ -110,7 +110,7 @@ class Study:
         return demo.base_model(replace(self.settings, training_length=length), self.vocabulary, seed)
 
     def made_of(self, name: str) -> dict[str, Any]:
-        """How the model is made that a stage starts from, so that results of an older setting are not taken for new."""
+        """How the model of a stage is made at the start, so that results of older settings are not taken for new."""
         return {}
 
     def facts(self, name: str, seed: int, length: int) -> RunFacts | None:
