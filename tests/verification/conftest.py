@@ -1,7 +1,9 @@
 """Checkpoints to verify, and damage to them."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +12,28 @@ from safetensors.torch import load_file, save_file
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.verification import verify
+from tests.without_package import Done, clean_process
 
 SIZES: dict[str, Any] = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2}
 MAMBA2: dict[str, Any] = SIZES | {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
+
+
+@pytest.fixture(autouse=True)
+def forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the process of `lengthgen verify` from one that has imported torch, unless a test asks for a new process."""
+
+    def run(command: list[str], cwd: str, **_: Any) -> Done:
+        assert command[:2] == [sys.executable, "-P"]
+        return clean_process(Path(cwd), Path(command[2]).read_text(), Path(command[3]), check=False)
+
+    if "new_process" not in request.fixturenames:
+        monkeypatch.setattr(verify, "subprocess", SimpleNamespace(run=run))
+
+
+@pytest.fixture
+def new_process() -> None:
+    """The process of `lengthgen verify` is that which users start."""
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ STALE = Verification({}, (Check("logits", "nothing", 1, 0.0, 0.0),), {})
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("new_process")
 def test_a_sound_checkpoint_passes_and_says_so(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(checkpoint), "--length", "520"]) == 0
     found = read_verification(checkpoint)
@@ -72,6 +73,7 @@ def test_a_source_that_cannot_be_read_leaves_no_verification(checkpoint: Path, t
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("new_process")
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "norms.py"])
 def test_a_missing_file_is_caught(checkpoint: Path, name: str) -> None:
     (checkpoint / name).unlink()
