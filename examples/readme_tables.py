@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from hf_recurrent_lengthgen.models.atomic_files import replacing
+
 
 def fill(readme: Path, parts: Mapping[str, str]) -> None:
     """Replace what stands between `<!-- NAME -->` and `<!-- end -->` for each name.
@@ -21,4 +23,5 @@ def fill(readme: Path, parts: Mapping[str, str]) -> None:
                 f"{readme} has {found} places for {name!r}, but must have one: a line <!-- {name} --> and a line "
                 "<!-- end -->."
             )
-    readme.write_text(text, encoding="utf-8")
+    with replacing(readme) as file:
+        file.write_text(text, encoding="utf-8")

@@ -1,12 +1,14 @@
-"""The setting of the studies in `interventions/`, `failure/`, `families/` and `forgetting/`: that of `lengthgen demo`.
+"""What the studies share: stages that are trained, measured and kept, the setting of `lengthgen demo`, pictures.
 
-A stage is one training run and its measurement. Its folder holds the checkpoint and `stage.json`. A finished stage
-with the same settings is not run again, so an interrupted study continues where it stopped.
+A stage is one training run and its measurement. Its folder holds the checkpoint; its result is one small file, there
+or in the folder that a study has for results. A finished stage with the same settings is not run again, so an
+interrupted study continues where it stopped.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +28,7 @@ from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evalu
 from hf_recurrent_lengthgen.evaluation.misalignment import long_short_misalignment
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.models.atomic_files import replacing
-from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, GRID, INK, MUTED
+from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, GRID, INK, MUTED, mark_training_lengths, position_axis
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, ZeroStateTrainer
 from hf_recurrent_lengthgen.trainers.training_runs import RunFacts
 
@@ -39,13 +41,15 @@ TINY = replace(
 Result = dict[str, Any]
 
 
-def options_of(description: str | None) -> argparse.ArgumentParser:
-    """The options that all studies have."""
+def options_of(description: str | None, results: Path | None = None) -> argparse.ArgumentParser:
+    """The options that all studies have, and the one of those that keep results in a folder of their own."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default="demo-output/studies", help="folder for everything (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds in this order (0 1 2)")
     parser.add_argument("--report", action="store_true", help="train nothing, report on what is there")
     parser.add_argument("--tiny", action="store_true", help="sizes that show in seconds that the command works")
+    if results is not None:
+        parser.add_argument("--results", default=str(results), help="folder of the small files (%(default)s)")
     return parser
 
 
@@ -72,30 +76,20 @@ class Training:
     snapshots: tuple[int, ...] = ()
 
 
-class Study:
-    """Runs stages into folders of `options.output`."""
+class Stages:
+    """Trains stages into folders of `options.output`, and keeps their results.
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.settings = TINY if options.tiny else SETTINGS
+    Args:
+        options: Those of `options_of`.
+        settings: A dataclass, which is a part of what tells results from those of other settings.
+        texts: What is measured, in words, which is another.
+    """
+
+    def __init__(self, options: argparse.Namespace, settings: Any, texts: str) -> None:
+        self.settings, self.description = settings, texts
         self.output = Path(options.output)
+        self.results = Path(getattr(options, "results", self.output))
         self.report_only: bool = options.report
-        tokenizer = byte_tokenizer()
-        self.vocabulary = len(tokenizer)
-        train = load_stream("stdlib", "train", tokenizer)
-        self.stream, self.source = train.tokens, train.source
-        held_out = load_stream("stdlib", "validation", tokenizer)
-        self.length = self.settings.evaluation_multiple * self.settings.training_length
-        self.texts = evaluation_sequences(held_out.tokens, self.settings.sequences, self.length + 1)
-        self.description = f"{self.settings.sequences} texts of {self.length} bytes of {held_out.source.description}"
-
-    def blocks(self, length: int | None = None) -> PackedBlocks:
-        """Rows that predict `length` tokens."""
-        return PackedBlocks(self.stream, length or self.settings.training_length)
-
-    @property
-    def snapshots(self) -> tuple[int, ...]:
-        """Steps of the base after which it is measured, too: an eighth, a quarter and half of them."""
-        return tuple(sorted({max(1, self.settings.base_steps // part) for part in (8, 4, 2)}))
 
     def folder(self, name: str, seed: int) -> Path:
         """Of a stage."""
@@ -103,11 +97,23 @@ class Study:
 
     def result_file(self, name: str, seed: int) -> Path:
         """Of a stage."""
-        return self.folder(name, seed) / "stage.json"
+        if self.results == self.output:
+            return self.folder(name, seed) / "stage.json"
+        return self.results / name / f"seed{seed}.json"
 
-    def new_model(self, name: str, length: int, seed: int) -> Any:
-        """The model that a stage starts from if it goes on from no other."""
-        return demo.base_model(replace(self.settings, training_length=length), self.vocabulary, seed)
+    def result(self, name: str, seed: int) -> Result | None:
+        """Of a finished stage."""
+        found: Result | None = read_json(self.result_file(name, seed))
+        return found
+
+    def measured(self, names: Iterable[str], seeds: Sequence[int]) -> dict[str, dict[int, Result]]:
+        """Measurements by stage and seed, of the stages that have any."""
+        kept = {name: {seed: self.result(name, seed) for seed in seeds} for name in names}
+        found = {
+            name: {seed: result["measured"] for seed, result in results.items() if result is not None}
+            for name, results in kept.items()
+        }
+        return {name: results for name, results in found.items() if results}
 
     def made_of(self, name: str) -> dict[str, Any]:
         """How the model of a stage is made at the start, so that results of older settings are not taken for new."""
@@ -117,23 +123,25 @@ class Study:
         """What the lineage of a stage's checkpoint says; None to write none."""
         return None
 
+    def new_model(self, name: str, length: int, seed: int) -> Any:
+        """The model that a stage starts from if it goes on from no other."""
+        raise NotImplementedError
+
+    def measure(self, model: Any, length: int, seed: int) -> Result:
+        """What is kept of a model."""
+        raise NotImplementedError
+
+    def shown(self, measured: Result) -> str:
+        """A measurement in a few words."""
+        raise NotImplementedError
+
     def loaded(self, folder: Path) -> Any:
         """A model from its checkpoint."""
         return load_model(str(folder))
 
-    def result(self, name: str, seed: int) -> Result | None:
-        """Of a finished stage."""
-        found: Result | None = read_json(self.result_file(name, seed))
-        return found
-
     def start(self, name: str, seed: int) -> Path:
         """The checkpoint of a stage that another goes on from."""
         return self.folder(name, seed)
-
-    def base(self, seed: int) -> Result | None:
-        """The base model of the demo."""
-        training = Training(self.settings.base_steps, self.settings.base_learning_rate, snapshots=self.snapshots)
-        return self.run("base", seed, training, ZeroStateTrainer, self.blocks())
 
     def run(
         self,
@@ -152,6 +160,7 @@ class Study:
         key = {"settings": asdict(self.settings), "training": asdict(training), "options": options, "seed": seed}
         key |= self.made_of(name)
         key = json.loads(json.dumps(key | {"trainer": trainer_class.__name__, "data": self.description}))
+        began = time.process_time()
         folder, length = self.folder(name, seed), training.training_length or self.settings.training_length
         kept, trained = self.result(name, seed), folder / "key.json"
         if kept is not None and kept["key"] == key and not (checkpoint and read_json(trained) != key):
@@ -194,11 +203,56 @@ class Study:
                 at = self.loaded(folder / f"checkpoint-{step}")
                 found[f"after {step} steps"] = self.measure(at, length, seed)
             found["measured"] = self.measure(model, length, seed)
+        found["cpu_seconds"] = round(time.process_time() - began)
         with replacing(self.result_file(name, seed)) as file:
             file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        harm = found["measured"]["harm_last"]["mean"]
-        print(f"seed {seed} {name}: loss {float(found['log'][-1]['loss']):.3f}, harm {harm:+.3f}", flush=True)
+        loss = float(found["log"][-1]["loss"])
+        print(f"seed {seed} {name}: loss {loss:.3f}, {self.shown(found['measured'])}", flush=True)
         return found
+
+    def write_results(self, path: Path, found: dict[str, dict[int, Result]]) -> None:
+        """Measurements by stage and seed as JSON, one seed of a stage a line."""
+        stages = []
+        for name, seeds in found.items():
+            rows = ",\n".join(f"{json.dumps(str(seed))}: {json.dumps(result)}" for seed, result in seeds.items())
+            stages.append(f"{json.dumps(name)}: {{\n{rows}}}")
+        setting = json.dumps({"texts": self.description, **asdict(self.settings)})
+        everything = ",\n".join(stages)
+        with replacing(path) as file:
+            file.write_text(f'{{"setting": {setting},\n"stages": {{\n{everything}}}}}\n', encoding="utf-8")
+
+
+class Study(Stages):
+    """Stages in the setting of `lengthgen demo`."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        settings = TINY if options.tiny else SETTINGS
+        tokenizer = byte_tokenizer()
+        self.vocabulary = len(tokenizer)
+        train = load_stream("stdlib", "train", tokenizer)
+        self.stream, self.source = train.tokens, train.source
+        held_out = load_stream("stdlib", "validation", tokenizer)
+        self.length = settings.evaluation_multiple * settings.training_length
+        self.texts = evaluation_sequences(held_out.tokens, settings.sequences, self.length + 1)
+        texts = f"{settings.sequences} texts of {self.length} bytes of {held_out.source.description}"
+        super().__init__(options, settings, texts)
+
+    def blocks(self, length: int | None = None) -> PackedBlocks:
+        """Rows that predict `length` tokens."""
+        return PackedBlocks(self.stream, length or self.settings.training_length)
+
+    @property
+    def snapshots(self) -> tuple[int, ...]:
+        """Steps of the base after which it is measured, too: an eighth, a quarter and half of them."""
+        return tuple(sorted({max(1, self.settings.base_steps // part) for part in (8, 4, 2)}))
+
+    def new_model(self, name: str, length: int, seed: int) -> Any:
+        return demo.base_model(replace(self.settings, training_length=length), self.vocabulary, seed)
+
+    def base(self, seed: int) -> Result | None:
+        """The base model of the demo."""
+        training = Training(self.settings.base_steps, self.settings.base_learning_rate, snapshots=self.snapshots)
+        return self.run("base", seed, training, ZeroStateTrainer, self.blocks())
 
     def measure(self, model: Any, length: int, seed: int, misalignment: bool = True) -> Result:
         """What the studies keep of an evaluation; nats per byte, positions in bytes."""
@@ -222,15 +276,17 @@ class Study:
             found["misalignment"] = long_short_misalignment(model, self.texts, length, seed=0, progress=False).mean
         return found
 
-    def write_results(self, path: Path, found: dict[str, dict[int, Result]]) -> None:
-        """Measurements by stage and seed as JSON, one seed of a stage a line."""
-        stages = []
-        for name, seeds in found.items():
-            rows = ",\n".join(f"{json.dumps(str(seed))}: {json.dumps(result)}" for seed, result in seeds.items())
-            stages.append(f"{json.dumps(name)}: {{\n{rows}}}")
-        setting = json.dumps({"texts": self.description, **asdict(self.settings)})
-        everything = ",\n".join(stages)
-        path.write_text(f'{{"setting": {setting},\n"stages": {{\n{everything}}}}}\n', encoding="utf-8")
+    def shown(self, measured: Result) -> str:
+        return f"harm {measured['harm_last']['mean']:+.3f}"
+
+    def draw_harm(self, axis: Axes, lines: Mapping[str, tuple[str, Sequence[Result]]]) -> None:
+        """Harm against position, for each label a color and the measurements of its seeds."""
+        first = self.settings.training_length // 2
+        for label, (color, found) in lines.items():
+            draw(axis, found, "harm", first, color=color, label=label)
+        axis.axhline(0, color=INK, linewidth=1, zorder=0)
+        position_axis(axis, first, self.length)
+        mark_training_lengths(axis, [self.settings.training_length])
 
 
 class _Snapshots(TrainerCallback):
@@ -259,6 +315,14 @@ def panels(titles: Sequence[str], columns: int) -> tuple[Figure, list[Axes]]:
         axis.grid(axis="y", color=GRID, linewidth=0.7)
         axis.set_title(title, loc="left", fontsize=FONT_SIZE, color=INK)
     return figure, axes
+
+
+def legend_below(picture: Figure, axes: Sequence[Axes], columns: int) -> None:
+    """One legend of the lines of all panels."""
+    handles: dict[str, Any] = {}
+    for axis in axes:
+        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    picture.legend(handles.values(), handles, loc="outside lower center", ncols=columns, fontsize=FONT_SIZE - 1)
 
 
 def draw(axis: Axes, found: Sequence[Result], curve: str, first: int, **style: Any) -> None:

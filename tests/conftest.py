@@ -5,6 +5,7 @@ import os
 import uuid
 import zlib
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,21 @@ settings.load_profile("repeatable")
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test keeps its results where no other test or person does."""
     monkeypatch.setenv("LENGTHGEN_CACHE", str(tmp_path_factory.getbasetemp() / f"cache-{uuid.uuid4().hex}"))
+
+
+@pytest.fixture
+def small_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty short files in place of the standard library, which takes seconds to read."""
+    from hf_recurrent_lengthgen.cli import inputs
+    from hf_recurrent_lengthgen.data import standard_library_corpus
+
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(60):
+        lines = (f"value_{index} = {index * number}\n" for index in range(100))
+        (folder / f"file_{number}.py").write_text("".join(lines))
+    corpus = standard_library_corpus(folder)
+    monkeypatch.setattr(inputs, "standard_library_corpus", lambda: corpus)
 
 
 def pytest_collection_finish() -> None:

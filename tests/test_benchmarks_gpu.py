@@ -20,27 +20,14 @@ from safetensors.torch import load_file
 from benchmarks.gpu import failure, kernels, large, report, speed
 from benchmarks.gpu.stage import RESERVE, Stage
 from hf_recurrent_lengthgen import load_model
-from hf_recurrent_lengthgen.cli import inputs
-from hf_recurrent_lengthgen.data import standard_library_corpus
 from hf_recurrent_lengthgen.trainers import INTERVENTIONS
 
 RUN = Path(__file__).parents[1] / "benchmarks/gpu/run.py"
 
 
-@pytest.fixture
-def small_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for number in range(30):
-        lines = (f"value_{index} = {index * number}\n" for index in range(30))
-        (folder / f"file_{number}.py").write_text("".join(lines))
-    corpus = standard_library_corpus(folder)
-    monkeypatch.setattr(inputs, "standard_library_corpus", lambda: corpus)
-    failure.streams.cache_clear()
-
-
 @pytest.fixture(autouse=True)
 def _forget_the_corpus() -> Any:
+    failure.streams.cache_clear()
     yield
     failure.streams.cache_clear()
 

@@ -9,22 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_recurrent_lengthgen.cli import inputs
-from hf_recurrent_lengthgen.data import standard_library_corpus
-
 RUN = Path(__file__).parents[1] / "examples/alignment/run.py"
 ARMS = ("passed/jeffreys_1", "tbtt_zero/sce")
-
-
-@pytest.fixture
-def small_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for number in range(60):
-        lines = (f"value_{index} = {index * number}\n" for index in range(100))
-        (folder / f"file_{number}.py").write_text("".join(lines))
-    corpus = standard_library_corpus(folder)
-    monkeypatch.setattr(inputs, "standard_library_corpus", lambda: corpus)
 
 
 @pytest.fixture

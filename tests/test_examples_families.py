@@ -8,22 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_recurrent_lengthgen.cli import inputs
-from hf_recurrent_lengthgen.data import standard_library_corpus
-
 RUN = Path(__file__).parents[1] / "examples/families/run.py"
 METHODS = ("base", "control", "state_passing", "tbtt", "fitted_noise", "fitted_noise_zero")
-
-
-@pytest.fixture
-def small_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for number in range(60):
-        lines = (f"value_{index} = {index * number}\n" for index in range(100))
-        (folder / f"file_{number}.py").write_text("".join(lines))
-    corpus = standard_library_corpus(folder)
-    monkeypatch.setattr(inputs, "standard_library_corpus", lambda: corpus)
 
 
 @pytest.mark.usefixtures("small_corpus")

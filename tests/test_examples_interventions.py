@@ -8,22 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_recurrent_lengthgen.cli import inputs
-from hf_recurrent_lengthgen.data import standard_library_corpus
-
 EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
-@pytest.fixture
-def small_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixty short files instead of the standard library, which takes seconds to read."""
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for number in range(60):
-        lines = (f"value_{index} = {index * number}\n" for index in range(100))
-        (folder / f"file_{number}.py").write_text("".join(lines))
-    corpus = standard_library_corpus(folder)
-    monkeypatch.setattr(inputs, "standard_library_corpus", lambda: corpus)
 
 
 def run_study(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from hf_recurrent_lengthgen.cli import inputs
-from hf_recurrent_lengthgen.data import standard_library_corpus
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import Curve, DataRecord, DataSource, TwoResolutions
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalResult
@@ -28,18 +26,6 @@ sys.path.append(str(Path(__file__).parents[1] / "examples" / "scaling_laws"))
 from law import Law
 
 FOLDER = Path(__file__).parents[1] / "examples" / "scaling_laws"
-
-
-@pytest.fixture
-def small_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixty short files instead of the standard library, which takes seconds to read."""
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for number in range(60):
-        lines = (f"value_{index} = {index * number}\n" for index in range(100))
-        (folder / f"file_{number}.py").write_text("".join(lines))
-    corpus = standard_library_corpus(folder)
-    monkeypatch.setattr(inputs, "standard_library_corpus", lambda: corpus)
 
 
 @pytest.fixture

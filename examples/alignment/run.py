@@ -7,7 +7,6 @@ alignment.md, alignment.json and alignment.png are written beside the results, f
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ from torch import Tensor
 from hf_recurrent_lengthgen.data import ContinuedChunks
 from hf_recurrent_lengthgen.evaluation.misalignment import context_pairs, symmetric_cross_entropy
 from hf_recurrent_lengthgen.plotting.images import save_png
-from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, position_axis
 from hf_recurrent_lengthgen.trainers import (
     AlignmentTrainer,
     InitialStateTrainer,
@@ -29,7 +27,7 @@ from hf_recurrent_lengthgen.trainers import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from readme_tables import fill
-from small_setting import Result, Study, Training, draw, markdown, options_of, over_seeds, panels
+from small_setting import Result, Study, Training, legend_below, markdown, options_of, over_seeds, panels
 
 HERE = Path(__file__).resolve().parent
 NOTHING = 1e-30
@@ -74,13 +72,6 @@ TERMS = {
 class AlignmentStudy(Study):
     """Stages are named base, or SOURCE/TERM."""
 
-    def __init__(self, options: Any) -> None:
-        super().__init__(options)
-        self.results = Path(options.results)
-
-    def result_file(self, name: str, seed: int) -> Path:
-        return self.results / name / f"seed{seed}.json"
-
     def measure(self, model: Any, length: int, seed: int, misalignment: bool = False) -> Result:
         found = super().measure(model, length, seed, misalignment)
         return found | self.divergences_inside(model, length) | self.divergences_beyond(model, length)
@@ -109,13 +100,15 @@ class AlignmentStudy(Study):
                 short.append(model(chunk, logits_to_keep=1).logits[:, -1])
         return divergences("beyond", torch.cat(long), torch.cat(short))
 
-    def first(self, seed: int, names: Sequence[str]) -> Result | None:
-        """The base of all arms, or its result; trained again if one of these needs a checkpoint that is not there."""
-        missing = [name for name in names if self.result(name, seed) is None]
-        if missing and not self.report_only and not (self.folder("base", seed) / "config.json").is_file():
-            self.result_file("base", seed).unlink(missing_ok=True)
+    def start(self, name: str, seed: int) -> Path:
+        """The checkpoint of the base, which is trained again where it was not kept."""
+        self.first(seed, checkpoint=True)
+        return self.folder(name, seed)
+
+    def first(self, seed: int, checkpoint: bool = False) -> Result | None:
+        """Train and measure the base of all arms, or read its result."""
         training = Training(self.settings.base_steps, self.settings.base_learning_rate)
-        return self.run("base", seed, training, ZeroStateTrainer, self.blocks())
+        return self.run("base", seed, training, ZeroStateTrainer, self.blocks(), checkpoint)
 
     def arm(self, name: str, seed: int) -> Result | None:
         """Train and measure one, or read its result."""
@@ -145,12 +138,7 @@ def divergences(where: str, a: Tensor, b: Tensor) -> dict[str, float]:
 
 def report(study: AlignmentStudy, seeds: list[int]) -> None:
     """Table, picture and numbers of the arms that are there; the README's, too, for the results beside it."""
-    kept = {name: {seed: study.result(name, seed) for seed in seeds} for name in ("base", *arms())}
-    found = {
-        name: {seed: result["measured"] for seed, result in results.items() if result is not None}
-        for name, results in kept.items()
-        if any(results.values())
-    }
+    found = study.measured(["base", *arms()], seeds)
     if not found:
         print("No arm has a result yet.")
         return
@@ -178,33 +166,22 @@ def report(study: AlignmentStudy, seeds: list[int]) -> None:
 def figure(study: AlignmentStudy, found: dict[str, dict[int, Result]]) -> None:
     """Harm against position, a panel for each way to start the crops."""
     picture, axes = panels([f"Crops start: {source.label}" for source in SOURCES.values()], 2)
-    length = study.settings.training_length
     for axis, start in zip(axes, SOURCES, strict=True):
-        lines = {"base": ("base", "#d55e00")} | {
-            f"{start}/{added}": (term.label, term.color) for added, term in TERMS.items()
-        }
-        for name, (label, color) in lines.items():
-            if name in found:
-                draw(axis, list(found[name].values()), "harm", length // 2, color=color, label=label)
-        axis.axhline(0, color=INK, linewidth=1, zorder=0)
-        position_axis(axis, length // 2, study.length)
-        mark_training_lengths(axis, [length])
-    handles: dict[str, Any] = {}
-    for axis in axes:
-        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    picture.legend(handles.values(), handles, loc="outside lower center", ncols=5, fontsize=FONT_SIZE - 1)
+        looks = {"base": ("base", "#d55e00")} | {f"{start}/{added}": term[:2] for added, term in TERMS.items()}
+        lines = {label: (color, [*found[name].values()]) for name, (label, color) in looks.items() if name in found}
+        study.draw_harm(axis, lines)
+    legend_below(picture, axes, 5)
     save_png(picture, study.results / "alignment.png")
 
 
 def main() -> None:
-    parser = options_of(__doc__)
-    parser.add_argument("--results", default=str(HERE / "results"), help="folder of the small files (%(default)s)")
+    parser = options_of(__doc__, HERE / "results")
     parser.add_argument("--arms", nargs="+", choices=arms(), default=list(arms()), help="which (all)")
     options = parser.parse_args()
     torch.set_num_threads(1)  # results of small runs hang on rounding
     study = AlignmentStudy(options)
     for seed in options.seeds:
-        study.first(seed, options.arms)
+        study.first(seed)
         for name in options.arms:
             study.arm(name, seed)
     report(study, options.seeds)

@@ -22,7 +22,6 @@ from hf_recurrent_lengthgen.evaluation import attention_apart
 from hf_recurrent_lengthgen.lineage import lineage_of
 from hf_recurrent_lengthgen.models import FAMILIES as CLASSES
 from hf_recurrent_lengthgen.plotting.images import save_png
-from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, position_axis
 from hf_recurrent_lengthgen.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.surgery.mimetic import DELTA_BIAS
@@ -37,7 +36,7 @@ from hf_recurrent_lengthgen.trainers import (
 from hf_recurrent_lengthgen.trainers.training_runs import RunFacts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from small_setting import Result, Study, Training, draw, markdown, options_of, over_seeds, panels
+from small_setting import Result, Study, Training, legend_below, markdown, options_of, over_seeds, panels
 
 HERE = Path(__file__).resolve().parent
 C = 5.0
@@ -203,13 +202,6 @@ METHODS = {
 class FamilyStudy(Study):
     """Stages are named FAMILY/METHOD."""
 
-    def __init__(self, options: Any) -> None:
-        super().__init__(options)
-        self.results = Path(options.results)
-
-    def result_file(self, name: str, seed: int) -> Path:
-        return self.results / name / f"seed{seed}.json"
-
     def new_model(self, name: str, length: int, seed: int) -> Any:
         family = FAMILIES[name.partition("/")[0]]
         set_seed(seed)
@@ -295,11 +287,10 @@ class FamilyStudy(Study):
 def found_arms(study: FamilyStudy, seeds: list[int]) -> dict[str, dict[str, dict[int, Result]]]:
     """Measurements by family, method and seed."""
     found: dict[str, dict[str, dict[int, Result]]] = {}
-    for family in FAMILIES:
-        for method in ("base", *METHODS):
-            kept = {seed: study.result(f"{family}/{method}", seed) for seed in seeds}
-            if results := {seed: result["measured"] for seed, result in kept.items() if result is not None}:
-                found.setdefault(family, {})[method] = results
+    names = [f"{family}/{method}" for family in FAMILIES for method in ("base", *METHODS)]
+    for name, results in study.measured(names, seeds).items():
+        family, _, method = name.partition("/")
+        found.setdefault(family, {})[method] = results
     return found
 
 
@@ -360,25 +351,18 @@ def report(study: FamilyStudy, seeds: list[int]) -> None:
 def figure(study: FamilyStudy, found: dict[str, dict[str, dict[int, Result]]]) -> None:
     """Harm against position, a panel for each family."""
     picture, axes = panels([FAMILIES[family].label for family in found], min(3, len(found)))
-    length = study.settings.training_length
     for axis, methods in zip(axes, found.values(), strict=True):
-        for method, results in methods.items():
-            base = method == "base"
-            color = "#d55e00" if base else METHODS[method].color
-            draw(axis, list(results.values()), "harm", length // 2, color=color, label=label_of(method))
-        axis.axhline(0, color=INK, linewidth=1, zorder=0)
-        position_axis(axis, length // 2, study.length)
-        mark_training_lengths(axis, [length])
-    handles: dict[str, Any] = {}
-    for axis in axes:
-        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    picture.legend(handles.values(), handles, loc="outside lower center", ncols=6, fontsize=FONT_SIZE - 1)
+        lines = {
+            label_of(method): ("#d55e00" if method == "base" else METHODS[method].color, [*results.values()])
+            for method, results in methods.items()
+        }
+        study.draw_harm(axis, lines)
+    legend_below(picture, axes, 6)
     save_png(picture, study.results / "families.png")
 
 
 def main() -> None:
-    parser = options_of(__doc__)
-    parser.add_argument("--results", default=str(HERE / "results"), help="folder of the small files (%(default)s)")
+    parser = options_of(__doc__, HERE / "results")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="which (all)")
     parser.add_argument("--methods", nargs="+", choices=("base", *METHODS), default=["base", *METHODS])
     options = parser.parse_args()

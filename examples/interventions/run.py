@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from hf_recurrent_lengthgen.data import ContinuedChunks
 from hf_recurrent_lengthgen.plotting.images import save_png
-from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, position_axis
+from hf_recurrent_lengthgen.plotting.style import INK, mark_training_lengths, position_axis
 from hf_recurrent_lengthgen.trainers import (
     AlignmentTrainer,
     FittedNoiseTrainer,
@@ -28,7 +28,7 @@ from hf_recurrent_lengthgen.trainers import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from small_setting import Result, Study, Training, draw, markdown, over_seeds, panels, parse
+from small_setting import Result, Study, Training, draw, legend_below, markdown, over_seeds, panels, parse
 
 NOISE = (0.1, 0.3, 1.0, 3.0, 10.0)
 """Standard deviations of random noise, as fractions of the final states' root mean square under plain training."""
@@ -153,17 +153,13 @@ def figure(study: Study, found: dict[str, dict[int, Result]], noise: str) -> Non
         position_axis(axis, first, study.length)
         mark_training_lengths(axis, [length])
     axes[1].axhline(0, color=INK, linewidth=1, zorder=0)
-    picture.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=FONT_SIZE - 1)
+    legend_below(picture, axes, 6)
     save_png(picture, study.output / "interventions.png")
 
 
 def report(study: Study, seeds: list[int]) -> None:
     """Figure, table and numbers of the stages that are there."""
-    found: dict[str, dict[int, Result]] = {}
-    for name in labels(study):
-        kept = {seed: study.result(name, seed) for seed in seeds}
-        found[name] = {seed: result["measured"] for seed, result in kept.items() if result is not None}
-    found = {name: results for name, results in found.items() if results}
+    found = study.measured(labels(study), seeds)
     rows = []
     for name, results in found.items():
         values = list(results.values())

@@ -8,24 +8,19 @@ that are there.
 """
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, TrainerCallback, set_seed
+from transformers import set_seed
 
-from hf_recurrent_lengthgen import load_model
-from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, PasskeyGrid, PasskeyPrompts
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.retrieval import retrieval_accuracy
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, mark_training_lengths, position_axis
 from hf_recurrent_lengthgen.trainers import (
@@ -40,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from prompts import word_tokenizer
 from readme_tables import fill
-from small_setting import Result, markdown, panels
+from small_setting import Result, Stages, Training, markdown, options_of, panels
 
 HERE = Path(__file__).resolve().parent
 
@@ -93,26 +88,15 @@ LABELS = {"base": "base, not fine-tuned"} | {name: method.label for name, method
 COLORS = {"base": "#d55e00"} | {name: method.color for name, method in METHODS.items()}
 
 
-class PasskeyStudy:
-    """Trains arms into folders of `options.output` and keeps one small file of each in `options.results`."""
+class PasskeyStudy(Stages):
+    """Stages are named "base" and by the methods."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.settings = TINY if options.tiny else SETTINGS
-        self.output, self.results = Path(options.output), Path(options.results)
-        self.report_only: bool = options.report
+        settings = TINY if options.tiny else SETTINGS
+        super().__init__(options, settings, f"{settings.samples} prompts at each depth")
         self.tokenizer = word_tokenizer()
 
-    def result_file(self, name: str, seed: int) -> Path:
-        return self.results / name / f"seed{seed}.json"
-
-    def result(self, name: str, seed: int) -> Result | None:
-        file = self.result_file(name, seed)
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-
-    def folder(self, name: str, seed: int) -> Path:
-        return self.output / f"seed{seed}" / name
-
-    def new_model(self, seed: int) -> StatefulMamba2ForCausalLM:
+    def new_model(self, name: str, length: int, seed: int) -> StatefulMamba2ForCausalLM:
         """With the authors' initializer; the seed determines the weights."""
         set_seed(seed)
         settings = self.settings
@@ -127,65 +111,38 @@ class PasskeyStudy:
             state_size=settings.state_size,
             initialization="mamba-ssm",
             tie_word_embeddings=True,
-            training_length=settings.length,
+            training_length=length,
             **special,
         )
         return StatefulMamba2ForCausalLM(config)
 
-    def arm(self, name: str, seed: int) -> Result | None:
-        """Train and measure one, or read its result; the base is trained again if its checkpoint is not there."""
-        kept = self.result(name, seed)
-        if kept is not None or self.report_only:
-            return kept
+    def start(self, name: str, seed: int) -> Path:
+        """The checkpoint of the base, which is trained again where it was not kept."""
+        self.arm(name, seed, checkpoint=True)
+        return self.folder(name, seed)
+
+    def arm(self, name: str, seed: int, checkpoint: bool = False) -> Result | None:
+        """Train and measure one, or read its result."""
         base, settings = name == "base", self.settings
-        if not base and not (self.folder("base", seed) / "config.json").is_file():
-            self.result_file("base", seed).unlink(missing_ok=True)
-            self.arm("base", seed)
         method = Method("", "", ZeroStateTrainer) if base else METHODS[name]
         steps = settings.base_steps if base else settings.tuning_steps
-        snapshots = sorted({max(1, steps // part) for part in settings.parts}) if base else []
+        training = Training(
+            steps,
+            settings.base_learning_rate if base else settings.tuning_learning_rate,
+            None if base else "base",
+            settings.rows,
+            settings.length,
+            snapshots=tuple(sorted({max(1, steps // part) for part in settings.parts})) if base else (),
+        )
         prompts = PasskeyPrompts(self.tokenizer, settings.length, steps * settings.rows, 2 * seed + (not base))
-        folder, began = self.folder(name, seed), time.process_time()
-        with quiet_libraries("warnings", "bars"):
-            arguments = method.trainer.config_class(
-                output_dir=str(folder),
-                max_steps=steps,
-                learning_rate=settings.base_learning_rate if base else settings.tuning_learning_rate,
-                per_device_train_batch_size=settings.rows,
-                lr_scheduler_type="cosine",
-                warmup_steps=0.1,
-                adam_beta2=0.95,
-                max_grad_norm=1.0,
-                weight_decay=0.1,
-                seed=seed,
-                logging_steps=max(1, steps // 8),
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-                dataloader_pin_memory=False,
-                **method.options,
-            )
-            model = self.new_model(seed) if base else load_model(str(self.folder("base", seed)))
-            trainer = method.trainer(model, arguments, train_dataset=prompts)
-            trainer.remove_callback(PrinterCallback)
-            trainer.add_callback(_Snapshots(snapshots))
-            trainer.train()
-            trainer.save_model()
-            trained = time.process_time() - began
-            found: Result = {"seed": seed, "log": [entry for entry in trainer.state.log_history if "loss" in entry]}
-            found["tokens"] = steps * settings.rows * settings.length
-            found["accuracy"] = self.accuracy(model)
-            found["on the way"] = {
-                str(step): self.accuracy(load_model(str(folder / f"checkpoint-{step}"))) for step in snapshots
-            }
-        found["cpu_seconds"] = {"training": round(trained), "all": round(time.process_time() - began)}
-        file = self.result_file(name, seed)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as temporary:
-            temporary.write_text(json.dumps(found), encoding="utf-8")
-        shares = " ".join(f"{length}:{share:.2f}" for length, share in found["accuracy"].items())
-        print(f"seed {seed} {name}: {shares} ({found['cpu_seconds']['all']} s)", flush=True)
-        return found
+        options = {"weight_decay": 0.1, **method.options}
+        return self.run(name, seed, training, method.trainer, prompts, checkpoint, **options)
+
+    def measure(self, model: Any, length: int, seed: int) -> Result:
+        return {"accuracy": self.accuracy(model)}
+
+    def shown(self, measured: Result) -> str:
+        return "found " + " ".join(f"{length}:{share:.2f}" for length, share in measured["accuracy"].items())
 
     def accuracy(self, model: Any) -> dict[str, float]:
         """Share of keys found by length, over depths evenly from 0 to 1; the same prompts for all models."""
@@ -195,16 +152,6 @@ class PasskeyStudy:
         found = retrieval_accuracy(model, grid, self.settings.lengths, settings=settings)
         pairs = zip(found.lengths, found.by_length, strict=True)
         return {str(length): share.right / share.samples for length, share in pairs}
-
-
-class _Snapshots(TrainerCallback):
-    """Checkpoints after some steps."""
-
-    def __init__(self, steps: Sequence[int]) -> None:
-        self.steps = set(steps)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_save = state.global_step in self.steps
 
 
 def accuracy_row(found: Sequence[dict[str, float]]) -> list[str]:
@@ -219,51 +166,47 @@ def accuracy_row(found: Sequence[dict[str, float]]) -> list[str]:
 
 def report(study: PasskeyStudy, seeds: Sequence[int]) -> None:
     """Tables and figure of the arms that are there; the README's, too, for the results beside it."""
-    found = {name: [result for seed in seeds if (result := study.result(name, seed))] for name in ARMS}
-    found = {name: results for name, results in found.items() if results}
+    found = study.measured(ARMS, seeds)
     if not found:
         print("No arm has a result yet.")
         return
     heads = [f"{length:,}" for length in study.settings.lengths]
     rows = [
-        [
-            LABELS[name],
-            ", ".join(str(result["seed"]) for result in results),
-            *accuracy_row([r["accuracy"] for r in results]),
-        ]
+        [LABELS[name], ", ".join(map(str, results)), *accuracy_row([r["accuracy"] for r in results.values()])]
         for name, results in found.items()
     ]
     tables = {"tuning": markdown(["fine-tuned with", "seeds", *heads], rows)}
-    if "base" in found:
-        tables["tokens"] = markdown(
-            ["words read", *heads],
-            [[f"{tokens:,}", *accuracy_row(shares)] for tokens, shares in by_tokens(found["base"]).items()],
-        )
+    ways = by_words(study, seeds)
+    rows = [[f"{words:,}", *accuracy_row(shares)] for words, shares in ways.items()]
+    tables["tokens"] = markdown(["words read", *heads], rows)
     study.results.mkdir(parents=True, exist_ok=True)
     for name, table in tables.items():
         (study.results / f"{name}.md").write_text(table, encoding="utf-8")
         print(table)
-    figure(study, found)
+    figure(study, found, ways)
     if study.results == HERE / "results":
         picture = "![Share of keys found against length, by method and by words read](results/passkey.png)\n"
         fill(HERE / "README.md", {"figure": picture, **tables})
 
 
-def by_tokens(bases: Sequence[Result]) -> dict[int, list[dict[str, float]]]:
+def by_words(study: PasskeyStudy, seeds: Sequence[int]) -> dict[int, list[dict[str, float]]]:
     """Accuracies of the base on its way and at its end, by words read; one entry per seed."""
     found: dict[int, list[dict[str, float]]] = {}
-    for base in bases:
-        steps = base["log"][-1]["step"]
-        for step, shares in [*base["on the way"].items(), (steps, base["accuracy"])]:
-            found.setdefault(int(step) * base["tokens"] // steps, []).append(shares)
+    for base in filter(None, (study.result("base", seed) for seed in seeds)):
+        training = base["key"]["training"]
+        keys = {steps: f"after {steps} steps" for steps in training["snapshots"]} | {training["steps"]: "measured"}
+        for steps, key in keys.items():
+            words = steps * training["batch_size"] * training["training_length"]
+            found.setdefault(words, []).append(base[key]["accuracy"])
     return found
 
 
-def figure(study: PasskeyStudy, found: dict[str, list[Result]]) -> None:
+def figure(study: PasskeyStudy, found: dict[str, dict[int, Result]], ways: dict[int, list[dict[str, float]]]) -> None:
     """Share of keys found against length: by method, and by words that the base has read."""
     picture, axes = panels(["Keys found, after fine-tuning", "Keys found by the base, by words read"], 2)
-    lines = [(LABELS[name], COLORS[name], [r["accuracy"] for r in results]) for name, results in found.items()]
-    ways = by_tokens(found.get("base", []))
+    lines = [
+        (LABELS[name], COLORS[name], [r["accuracy"] for r in results.values()]) for name, results in found.items()
+    ]
     shades = ["#c6dbef", "#9ecae1", "#6baed6", "#3182bd", "#08306b"][-len(ways) :] if ways else []
     later = [(f"{n:,}", shade, shares) for (n, shares), shade in zip(ways.items(), shades, strict=True)]
     for axis, drawn in zip(axes, (lines, later), strict=True):
@@ -281,13 +224,8 @@ def figure(study: PasskeyStudy, found: dict[str, list[Result]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", default="demo-output/passkey", help="folder for checkpoints (%(default)s)")
-    parser.add_argument("--results", default=str(HERE / "results"), help="folder of the small files (%(default)s)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds in this order (0 1 2)")
+    parser = options_of(__doc__, HERE / "results")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="which (all)")
-    parser.add_argument("--report", action="store_true", help="train nothing, report on what is there")
-    parser.add_argument("--tiny", action="store_true", help="sizes that show in seconds that the command works")
     options = parser.parse_args()
     torch.set_num_threads(1)  # results of small runs hang on rounding
     study = PasskeyStudy(options)

@@ -12,7 +12,6 @@ that are there.
 """
 
 import json
-import re
 import statistics
 import sys
 from collections.abc import Callable
@@ -30,7 +29,8 @@ from hf_recurrent_lengthgen.plotting.style import FONT_SIZE
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arms import ARMS, BASES, TINY, Result, Settings, expanded, fit, new_gla, new_model
-from small_setting import markdown, options_of, panels
+from readme_tables import fill
+from small_setting import legend_below, markdown, options_of, panels
 
 HERE = Path(__file__).resolve().parent
 HEADS = "heads"
@@ -163,7 +163,6 @@ def figure(study: Study, path: Path) -> None:
         return
     titles = [f"{BASES[name].label}: {steps:,} steps" for name, steps in shown]
     picture, axes = panels(titles, len(settings.steps))
-    handles: dict[str, Any] = {}
     for axis, lines in zip(axes, shown.values(), strict=True):
         for arm, seeds in lines.items():
             look, x = ARMS[arm], list(settings.evaluated_pairs)
@@ -174,8 +173,7 @@ def figure(study: Study, path: Path) -> None:
             axis.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=look.color, alpha=0.1, lw=0)
         axis.set_ylim(0, 1)
         axis.set_xlabel("pairs in a row", fontsize=FONT_SIZE)
-        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    picture.legend(handles.values(), handles, loc="outside lower center", ncols=3, fontsize=FONT_SIZE - 1)
+    legend_below(picture, axes, 3)
     save_png(picture, path)
 
 
@@ -185,20 +183,14 @@ def report(study: Study) -> None:
     print("\n".join(filter(None, tables.values())) or "No arm has a result yet.")
     page = study.results.parent / "README.md"
     if page.is_file():
-        text = page.read_text(encoding="utf-8")
-        for name, table in tables.items():
-            marked = re.compile(f"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-            text = marked.sub(lambda match, table=table: match[1] + table + match[2], text)  # type: ignore[misc]
-        with replacing(page) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        fill(page, tables)
     figure(study, study.results.parent / "state_expansion.png")
 
 
 def main() -> None:
     """Run the arms, the shortest first, and report on all that are there."""
-    parser = options_of(__doc__)
+    parser = options_of(__doc__, HERE / "results")
     parser.set_defaults(seeds=list(range(8)))
-    parser.add_argument("--results", default=str(HERE / "results"), help="folder of the small files (%(default)s)")
     parser.add_argument("--bases", nargs="+", choices=[*BASES, HEADS], default=[*BASES, HEADS], help="which (all)")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="which of their arms (all)")
     options = parser.parse_args()
