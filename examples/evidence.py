@@ -38,7 +38,10 @@ class Study(NamedTuple):
 STUDIES = {
     "families": Study(
         "Do all families fail beyond their training length, and what cures them?",
-        [f"families/run.py --families {family}" for family in FAMILIES],
+        [
+            *(f"families/run.py --families {family}" for family in FAMILIES),
+            "families/run.py --families mamba2 gla --methods fitted_noise_first fitted_noise_first_zero",
+        ],
         "families/run.py --report",
         4.0,
     ),

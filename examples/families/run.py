@@ -36,6 +36,7 @@ from hf_recurrent_lengthgen.trainers import (
 from hf_recurrent_lengthgen.trainers.training_runs import RunFacts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from readme_tables import fill
 from small_setting import Result, Study, Training, legend_below, markdown, options_of, over_seeds, panels
 
 HERE = Path(__file__).resolve().parent
@@ -185,18 +186,22 @@ class Method:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+ZERO_SHARE = {"mixture": {"zero": 0.2, "fitted_noise": 0.8}}
+FIRST = {"fitted_noise_beta": 0.999}
+"""Statistics that remain those of the first step, whose texts started from zero."""
 METHODS = {
     "control": Method("plain training", ZeroStateTrainer, "#a8780f"),
     "state_passing": Method("state passing", StatePassingTrainer, "#0072b2"),
     "tbtt": Method("TBTT", TbttTrainer, "#009e73"),
     "fitted_noise": Method("fitted noise", FittedNoiseTrainer, "#aa4499"),
-    "fitted_noise_zero": Method(
-        "fitted noise, a fifth zero",
-        MixedStatesTrainer,
-        "#cc79a7",
-        {"mixture": {"zero": 0.2, "fitted_noise": 0.8}},
+    "fitted_noise_zero": Method("fitted noise, a fifth zero", MixedStatesTrainer, "#cc79a7", ZERO_SHARE),
+    "fitted_noise_first": Method("fitted noise of the first step", FittedNoiseTrainer, "#5b636d", FIRST),
+    "fitted_noise_first_zero": Method(
+        "fitted noise of the first step, a fifth zero", MixedStatesTrainer, "#9aa3ad", ZERO_SHARE | FIRST
     ),
 }
+EXTRA = ("fitted_noise_first", "fitted_noise_first_zero")
+"""Methods that run when they are asked for: what makes fitted noise costly."""
 
 
 class FamilyStudy(Study):
@@ -341,11 +346,15 @@ def report(study: FamilyStudy, seeds: list[int]) -> None:
     if rows:
         tables["hybrids"] = markdown(["family", "method", *PARTS.values()], rows)
     study.results.mkdir(parents=True, exist_ok=True)
-    (study.results / "families.md").write_text("\n".join(tables.values()), encoding="utf-8")
+    text = "\n".join(tables.values())
+    (study.results / "families.md").write_text(text, encoding="utf-8")
     flat = {f"{family}/{method}": seeds for family, methods in found.items() for method, seeds in methods.items()}
     study.write_results(study.results / "families.json", flat)
     figure(study, found)
-    print(table)
+    if study.results == HERE / "results":
+        picture = "![Harm against position: a panel for each family](results/families.png)\n"
+        fill(HERE / "README.md", {"figure": picture, **tables})
+    print(text)
 
 
 def figure(study: FamilyStudy, found: dict[str, dict[str, dict[int, Result]]]) -> None:
@@ -364,7 +373,10 @@ def figure(study: FamilyStudy, found: dict[str, dict[str, dict[int, Result]]]) -
 def main() -> None:
     parser = options_of(__doc__, HERE / "results")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="which (all)")
-    parser.add_argument("--methods", nargs="+", choices=("base", *METHODS), default=["base", *METHODS])
+    usual = ["base", *(name for name in METHODS if name not in EXTRA)]
+    parser.add_argument(
+        "--methods", nargs="+", choices=("base", *METHODS), default=usual, help=f"which (all but {', '.join(EXTRA)})"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)  # the results of small trainings hang on the order of sums
     study = FamilyStudy(options)
