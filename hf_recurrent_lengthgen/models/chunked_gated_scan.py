@@ -1,86 +1,20 @@
-"""What the scans of GLA and RWKV share: a chunked form in plain torch, and fla's kernels.
+"""Chunked linear attention with a decay per channel in plain torch, which the scans of GLA and RWKV-6 share.
 
-Chunked linear attention with decays per channel is section 4 of Yang et al. 2023 (arXiv:2312.06635). fla's kernels
-carry a float32 state from call to call, but multiply float32 matrices in TF32, below float32 round the states between
-their chunks to the dtype of the inputs, and take differences of cumulated gates: gates of hundreds blur the weak ones
-after them in a chunk of 64.
-
-Shape suffixes as in scan_backends.py, and Z = chunks * B * H.
+Section 4 of Yang et al. 2023 (arXiv:2312.06635). Shape suffixes as in scan_backends.py, and Z = chunks * B * H.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import math
-import warnings
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from .scan_backends import keeps_poison, scan_in_pieces
-
-# fla's kernels have chunks of 64 tokens, and a grid at most 65535 blocks in its second and third dimension. Offsets
-# have 64 bits, with exceptions among releases: larger inputs go in groups of rows and in pieces of tokens.
-_KERNEL_CHUNK = 64
-_KERNEL_MAX_TOKENS = 65_535 * _KERNEL_CHUNK
-_KERNEL_MAX_ELEMENTS = 2**30
-_KERNEL_MAX_HEADS = 65_535
+from .chunk_decays import Decays, GateGradient, below_diagonal, from_chunks, halves, to_chunks
+from .scan_backends import keeps_poison
 
 # Chunks are taken together up to this number of entries of one input: few calls, but all within the CPU's cache.
 _TOGETHER = 2**19
-
-
-def fla_kernel(module: str, name: str) -> Callable[..., Any] | None:
-    """A function of flash-linear-attention (fla), or None where fla or triton is not installed.
-
-    fla is imported by the first call only: that takes seconds, warns, and registers fla's classes for Transformers'
-    own `mamba` and `mamba2`, which is undone here.
-    """
-    if any(importlib.util.find_spec(package) is None for package in ("fla", "triton")):
-        return None
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        return _import_from_fla(module, name)(*args, **kwargs)
-
-    return kernel
-
-
-@cache
-def _import_from_fla(module: str, name: str) -> Callable[..., Any]:
-    registered = CONFIG_MAPPING._extra_content
-    before = set(registered)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    for model_type in (set(registered) - before) & set(CONFIG_MAPPING._mapping):
-        del registered[model_type]
-    return function
-
-
-def scan_with_fla(
-    scan: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Call a scan of fla, whose states are (B, H, N, P), in pieces that it can take."""
-    (_, length, heads, state_dim), head_dim = q.shape, v.shape[3]
-
-    def piece(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return scan(q, k, v, g, scale=1.0, initial_state=state, output_final_state=True)
-
-    state = heads * state_dim * head_dim
-    tokens = min(_KERNEL_MAX_TOKENS, _KERNEL_CHUNK * max(1, _KERNEL_MAX_ELEMENTS // state))
-    chunks = -(-min(length, tokens) // _KERNEL_CHUNK)
-    # of one row: inputs and chunk states
-    elements = chunks * max(_KERNEL_CHUNK * heads * max(state_dim, head_dim), state)
-    rows = max(1, min(_KERNEL_MAX_ELEMENTS // elements, _KERNEL_MAX_HEADS // heads))
-    inputs = (q, k.to(q.dtype), v.to(q.dtype), g)
-    y, final_state = scan_in_pieces(piece, inputs, initial_state.mT.contiguous(), rows, tokens)
-    return y.to(q.dtype), final_state.mT.to(initial_state.dtype).contiguous()
 
 
 class ChunkedGatedScan(torch.autograd.Function):
@@ -130,8 +64,8 @@ class ChunkedGatedScan(torch.autograd.Function):
         states[0] = initial_state.flatten(0, 1)
         for group in groups:
             tokens = slice(group.start * size, group.stop * size)
-            q_ZQN, k_ZQN, v_ZQP, g_ZQN = (_to_chunks(t[:, tokens], size) for t in (q, k, v, g))
-            decays = _Decays(g_ZQN, exclusive=bonus is not None)
+            q_ZQN, k_ZQN, v_ZQP, g_ZQN = (to_chunks(t[:, tokens], size) for t in (q, k, v, g))
+            decays = Decays(g_ZQN, exclusive=bonus is not None)
             ends = states[group.start + 1 : group.stop + 1]
             ends.flatten(0, 1).baddbmm_(v_ZQP.mT, k_ZQN * decays.to_end, beta=0)
             total = decays.total.view(len(ends), -1, 1, state_dim)
@@ -140,7 +74,7 @@ class ChunkedGatedScan(torch.autograd.Function):
             A = _attention(q_ZQN, k_ZQN, decays, _per_chunk(bonus, batch))
             inside = _row_by_row(A, v_ZQP) if keeps_poison(ends[-1]) else torch.bmm(A, v_ZQP)
             starts = states[group].flatten(0, 1)
-            y[:, tokens] = _from_chunks(inside.baddbmm_(q_ZQN * decays.from_start, starts.mT), y[:, tokens])
+            y[:, tokens] = from_chunks(inside.baddbmm_(q_ZQN * decays.from_start, starts.mT), y[:, tokens])
         ctx.save_for_backward(q, k, v, g, bonus, states)
         ctx.size, ctx.groups = size, groups
         return y, states[-1].view(initial_state.shape).clone()
@@ -163,8 +97,8 @@ class ChunkedGatedScan(torch.autograd.Function):
         for group in reversed(ctx.groups):
             tokens = slice(group.start * ctx.size, group.stop * ctx.size)
             inputs = (t[:, tokens] for t in (q, k, v, g, grad_y))
-            q_ZQN, k_ZQN, v_ZQP, g_ZQN, dy_ZQP = (_to_chunks(t, ctx.size) for t in inputs)
-            decays = _Decays(g_ZQN, exclusive)
+            q_ZQN, k_ZQN, v_ZQP, g_ZQN, dy_ZQP = (to_chunks(t, ctx.size) for t in inputs)
+            decays = Decays(g_ZQN, exclusive)
             starts = states[group]
 
             # the gradients of the states after each chunk, and before the first
@@ -180,19 +114,19 @@ class ChunkedGatedScan(torch.autograd.Function):
             dq = torch.bmm(dy_ZQP, starts.flatten(0, 1)).mul_(decays.from_start)
             dk = torch.bmm(v_ZQP, grad_ends.flatten(0, 1)).mul_(decays.to_end)
             through = (grad_ends * starts).sum(2).view(len(dq), -1).mul_(decays.total)
-            gates = _GateGradient(dq * q_ZQN, dk * k_ZQN, through, exclusive)
+            gates = GateGradient(dq * q_ZQN, dk * k_ZQN, through, exclusive)
 
             # within the chunk
             A = _attention(q_ZQN, k_ZQN, decays, u)
             dv = torch.bmm(A.mT, dy_ZQP).baddbmm_(k_ZQN * decays.to_end, grad_ends.flatten(0, 1).mT)
             dA = torch.bmm(dy_ZQP, v_ZQP.mT)
             for b, (to_middle, from_middle) in reversed(decays.levels.items()):
-                (_, q_right), (k_left, _) = _halves(q_ZQN, b), _halves(k_ZQN, b)
+                (_, q_right), (k_left, _) = halves(q_ZQN, b), halves(k_ZQN, b)
                 q_right, k_left = q_right * from_middle, k_left * to_middle
-                dA_block = _below_diagonal(dA, b).reshape(-1, b, b)
+                dA_block = below_diagonal(dA, b).reshape(-1, b, b)
                 dq_right, dk_left = torch.bmm(dA_block, k_left), torch.bmm(dA_block.mT, q_right)
-                _halves(dq, b)[1].addcmul_(dq_right, from_middle)
-                _halves(dk, b)[0].addcmul_(dk_left, to_middle)
+                halves(dq, b)[1].addcmul_(dq_right, from_middle)
+                halves(dk, b)[0].addcmul_(dk_left, to_middle)
                 gates.add(b, q_right.mul_(dq_right), k_left.mul_(dk_left))
             diagonal = dA.diagonal(dim1=1, dim2=2)[..., None]
             if grad_bonus is not None:
@@ -201,21 +135,8 @@ class ChunkedGatedScan(torch.autograd.Function):
             dk.addcmul_(diagonal, _times_bonus(q_ZQN, u))
 
             for out, chunks in ((grad_q, dq), (grad_k, dk), (grad_v, dv), (grad_g, gates.result())):
-                out[:, tokens] = _from_chunks(chunks, out[:, tokens])
+                out[:, tokens] = from_chunks(chunks, out[:, tokens])
         return grad_q, grad_k, grad_v, grad_g, grad_bonus, grad_state.view(grad_final.shape).clone(), None
-
-
-def _to_chunks(t_BTHX: Tensor, size: int) -> Tensor:
-    """(B, T, H, X) -> contiguous (Z, Q, X), with zeros after the last token: no key, no decay."""
-    if rest := -t_BTHX.shape[1] % size:
-        t_BTHX = F.pad(t_BTHX, (0, 0, 0, 0, 0, rest))
-    return t_BTHX.unflatten(1, (-1, size)).permute(1, 0, 3, 2, 4).contiguous().flatten(0, 2)
-
-
-def _from_chunks(t_ZQX: Tensor, like_BTHX: Tensor) -> Tensor:
-    """(Z, Q, X) -> (B, T, H, X)."""
-    batch, length, heads, _ = like_BTHX.shape
-    return t_ZQX.unflatten(0, (-1, batch, heads)).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
 
 
 def _per_chunk(bonus_HN: Tensor | None, batch: int) -> Tensor | None:
@@ -227,25 +148,13 @@ def _times_bonus(t_ZQN: Tensor, bonus: Tensor | None) -> Tensor:
     return t_ZQN if bonus is None else (t_ZQN.unflatten(0, (-1, len(bonus))) * bonus).flatten(0, 1)
 
 
-def _halves(t_ZQN: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """The left and right halves of all blocks of 2b tokens, views (Z * Q/2b, b, N)."""
-    blocks = t_ZQN.view(-1, 2, b, t_ZQN.shape[-1])
-    return blocks[:, 0], blocks[:, 1]
-
-
-def _below_diagonal(t_ZQQ: Tensor, b: int) -> Tensor:
-    """Right half against left half of all blocks of 2b tokens, a view (Z, Q/2b, b, b)."""
-    blocks = t_ZQQ.unflatten(2, (-1, 2, b)).unflatten(1, (-1, 2, b))
-    return blocks.diagonal(dim1=1, dim2=4)[:, 1, :, 0].movedim(-1, 1)
-
-
-def _attention(q_ZQN: Tensor, k_ZQN: Tensor, decays: _Decays, bonus: Tensor | None) -> Tensor:
+def _attention(q_ZQN: Tensor, k_ZQN: Tensor, decays: Decays, bonus: Tensor | None) -> Tensor:
     """A_ij, (Z, Q, Q)."""
     size = q_ZQN.shape[1]
     A = q_ZQN.new_zeros(len(q_ZQN), size, size)
     for b, (to_middle, from_middle) in decays.levels.items():
-        (_, q_right), (k_left, _) = _halves(q_ZQN, b), _halves(k_ZQN, b)
-        block = _below_diagonal(A, b)
+        (_, q_right), (k_left, _) = halves(q_ZQN, b), halves(k_ZQN, b)
+        block = below_diagonal(A, b)
         block.copy_(torch.bmm(q_right * from_middle, (k_left * to_middle).mT).view(block.shape))
     A.diagonal(dim1=1, dim2=2).copy_((q_ZQN * _times_bonus(k_ZQN, bonus)).sum(-1))
     return A
@@ -254,63 +163,3 @@ def _attention(q_ZQN: Tensor, k_ZQN: Tensor, decays: _Decays, bonus: Tensor | No
 def _row_by_row(A_ZQQ: Tensor, v_ZQP: Tensor) -> Tensor:
     """A v without the products with the zeros of later tokens, which are NaN where v is not finite."""
     return torch.cat([torch.bmm(A_ZQQ[:, i : i + 1, : i + 1], v_ZQP[:, : i + 1]) for i in range(v_ZQP.shape[1])], 1)
-
-
-class _Decays:
-    """All decays inside chunks: exponentials of sums over blocks that double in size.
-
-    Attributes:
-        levels: Of each b below Q in ascending order: from keys in left halves of blocks of 2b to the middle, and from
-            the middle to queries in right halves, each (Z * Q/2b, b, N).
-        from_start: From the chunk's start to each query, (Z, Q, N).
-        to_end: From each key to the chunk's end, (Z, Q, N).
-        total: Over the chunk, (Z, N).
-    """
-
-    def __init__(self, g_ZQN: Tensor, exclusive: bool) -> None:
-        log2 = g_ZQN * math.log2(math.e)  # on a CPU, exp takes ten times longer where it underflows, exp2 does not
-        to_end = torch.zeros_like(log2)
-        from_start = torch.zeros_like(log2) if exclusive else log2.clone()
-        totals, b = log2, 1  # totals of blocks of b
-        self.levels: dict[int, tuple[Tensor, Tensor]] = {}
-        while b < log2.shape[1]:
-            to_middle, from_middle = _halves(to_end, b)[0], _halves(from_start, b)[1]
-            self.levels[b] = to_middle.exp2(), from_middle.exp2()
-            left, right = _halves(totals, 1)
-            to_middle += right
-            from_middle += left
-            totals, b = (left + right).view(len(log2), -1, log2.shape[2]), 2 * b
-        self.from_start, self.to_end, self.total = from_start.exp2_(), to_end.exp2_(), totals[:, 0].exp2()
-
-
-class _GateGradient:
-    """Sums over all products that a gate decays.
-
-    `right` awaits sums over the tokens from a gate on, `left` sums over the tokens up to a gate, within blocks that
-    halve in size.
-    """
-
-    def __init__(self, of_queries: Tensor, of_keys: Tensor, through: Tensor, exclusive: bool) -> None:
-        self.exclusive = exclusive
-        self.right, self.left = torch.zeros_like(of_queries), torch.zeros_like(of_keys)
-        self._collect(self.right, self.left, of_queries, of_keys)
-        self.right[:, -1] += through
-
-    def _collect(self, right: Tensor, left: Tensor, of_queries: Tensor, of_keys: Tensor) -> None:
-        """The decay of a query ends with its token, or before if exclusive; that of a key begins after its token."""
-        if self.exclusive:
-            right[:, :-1] += of_queries[:, 1:]
-        else:
-            right += of_queries
-        left[:, 1:] += of_keys[:, :-1]
-
-    def add(self, b: int, of_queries: Tensor, of_keys: Tensor) -> None:
-        """Halve the blocks to size b, and add the products between both halves of each."""
-        (right_0, right_1), (left_0, left_1) = _halves(self.right, b), _halves(self.left, b)
-        right_0[:, -1] += right_1.sum(1)
-        left_1[:, 0] += left_0.sum(1)
-        self._collect(right_1, left_0, of_queries, of_keys)
-
-    def result(self) -> Tensor:
-        """(Z, Q, N), when the blocks have size 1."""
-        return self.right + self.left

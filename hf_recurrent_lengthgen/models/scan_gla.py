@@ -9,7 +9,7 @@ HGRN-2 (arXiv:2404.07904) is k = 1 - exp(g), linear attention is g = 0. Behind o
 
 - `scan_gla_reference`: the definition as a loop over time. Slow, differentiable, the truth in tests.
 - `ChunkedGatedScan`: the chunked form (section 4) in plain torch.
-- fla's `chunk_gla` on a GPU, with the limits named in chunked_gated_scan.py.
+- fla's `chunk_gla` on a GPU, with the limits named in fla_kernels.py.
 
 Shape suffixes as in scan_backends.py.
 """
@@ -17,7 +17,8 @@ Shape suffixes as in scan_backends.py.
 import torch
 from torch import Tensor
 
-from .chunked_gated_scan import ChunkedGatedScan, fla_kernel, scan_with_fla
+from .chunked_gated_scan import ChunkedGatedScan
+from .fla_kernels import fla_kernel, scan_with_fla
 from .scan_backends import ScanBackend, missing_kernel, run_scan
 
 chunk_gla = fla_kernel("fla.ops.gla", "chunk_gla")
@@ -74,4 +75,4 @@ def _scan_with_kernel(
 ) -> tuple[Tensor, Tensor]:
     if chunk_gla is None:
         raise missing_kernel("flash-linear-attention")
-    return scan_with_fla(chunk_gla, q, k, v, g, initial_state)
+    return scan_with_fla(chunk_gla, (q, k.to(q.dtype), v.to(q.dtype), g), initial_state)

@@ -7,14 +7,15 @@ row and head, with the bonus u of the current token:
     S_t = S_{t-1} diag(exp(w_t)) + v_t k_t^T          (P, N)
 
 Behind one function, `scan_rwkv6`, are the definition as a loop, the chunked form of chunked_gated_scan.py in plain
-torch, and fla's `chunk_rwkv6` on a GPU with the limits named there. fla's `fused_recurrent_rwkv6` is not used: it
-ignores the gradient of the final state. Shape suffixes as in scan_backends.py.
+torch, and fla's `chunk_rwkv6` on a GPU with the limits named in fla_kernels.py. fla's `fused_recurrent_rwkv6` is not
+used: it ignores the gradient of the final state. Shape suffixes as in scan_backends.py.
 """
 
 import torch
 from torch import Tensor
 
-from .chunked_gated_scan import ChunkedGatedScan, fla_kernel, scan_with_fla
+from .chunked_gated_scan import ChunkedGatedScan
+from .fla_kernels import fla_kernel, scan_with_fla
 from .scan_backends import ScanBackend, missing_kernel, run_scan
 
 chunk_rwkv6 = fla_kernel("fla.ops.rwkv6", "chunk_rwkv6")
@@ -82,4 +83,4 @@ def _scan_with_kernel(
     def scan(r: Tensor, k: Tensor, v: Tensor, w: Tensor, **options: object) -> tuple[Tensor, Tensor]:
         return chunk_rwkv6(r, k, v, w, u, **options)
 
-    return scan_with_fla(scan, r, k, v, w, initial_state)
+    return scan_with_fla(scan, (r, k.to(r.dtype), v.to(r.dtype), w), initial_state)

@@ -7,6 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_recurrent_lengthgen.models.scan_delta import (
+    scan_delta,
+    scan_delta_reference,
+    scan_dplr,
+    scan_dplr_reference,
+)
 from hf_recurrent_lengthgen.models.scan_gla import scan_gla, scan_gla_reference
 from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6, scan_rwkv6_reference
 from hf_recurrent_lengthgen.models.scan_selective import scan_selective, scan_selective_reference
@@ -34,7 +40,7 @@ class Scan(NamedTuple):
         decays: Arguments that the decays are made of: one over time, and Mamba's A.
         paced: Inputs, a factor for each token (T,) and one for each head (H,), to inputs whose log decays have these
             factors: in Mamba the first in dt, the second in A.
-        decay: Of the first token, against the state.
+        decay: Of the first token, against the state; in `DELTA` its transition, (B, H, N, N).
         kernel: Name of the kernel in the scan's file.
         package: That brings the kernel.
         error: Of float32 against float64, relative to the largest entry.
@@ -293,4 +299,122 @@ RWKV6 = Scan(
     error=1e-6,
 )
 
-SCANS = [ssd(1), ssd(2), ssd(4), SELECTIVE, GLA, RWKV6]
+# --- the delta rule and RWKV-7 ---
+
+
+def delta_inputs(
+    length: int,
+    dtype: torch.dtype = torch.float64,
+    rate: float = 1.0,
+    heads: int = HEADS,
+    scalar: bool = False,
+) -> Inputs:
+    """Keys of norm 1, beta uniform up to 2; one gate per head if `scalar`."""
+    _, uniform = _random(dtype)
+    inputs = gla_inputs(length, dtype, rate, heads)
+    if scalar:
+        inputs["g"] = inputs["g"][..., :1]
+    k = inputs["k"].double()
+    inputs["k"] = (k / k.norm(dim=-1, keepdim=True)).to(dtype)
+    return inputs | {"beta": 2 * uniform(BATCH, length, heads)}
+
+
+def delta_loop(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor) -> Results:
+    """Eq. 1 of arXiv:2510.26692 by single entries, S (N, P): S = (I - beta k k^T) Diag(alpha) S + beta k v^T; with
+    one gate per head, Eq. 10 of arXiv:2412.06464."""
+    rows, finals = [], []
+    eye = torch.eye(k.shape[3], dtype=k.dtype)
+    for b in range(q.shape[0]):
+        S = [initial_state[b, h].T for h in range(q.shape[2])]
+        tokens = []
+        for t in range(q.shape[1]):
+            for h in range(q.shape[2]):
+                key, rate = k[b, t, h], beta[b, t, h]
+                decay = torch.diag(g[b, t, h].exp().expand(len(key)))
+                S[h] = (eye - rate * torch.outer(key, key)) @ (decay @ S[h]) + rate * torch.outer(key, v[b, t, h])
+            tokens.append(torch.stack([S[h].T @ q[b, t, h] for h in range(q.shape[2])]))
+        rows.append(torch.stack(tokens))
+        finals.append(torch.stack([state.T for state in S]))
+    return torch.stack(rows), torch.stack(finals)
+
+
+def dplr_inputs(length: int, dtype: torch.dtype = torch.float64, rate: float = 1.0, heads: int = HEADS) -> Inputs:
+    """As in RWKV-7: -kappa of norm 1 is read, and kappa times a rate between 0 and 1 is written."""
+    _, uniform = _random(dtype)
+    inputs = gla_inputs(length, dtype, rate, heads)
+    kappa = delta_inputs(length, dtype, rate, heads)["k"].flip(-1)
+    return inputs | {"a": -kappa, "b": kappa * uniform(BATCH, length, heads, N)}
+
+
+def dplr_loop(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, initial_state: Tensor) -> Results:
+    """Eq. 17 of arXiv:2503.14456 by single entries, whose state is ours: S = S (Diag(w) + a b^T) + v k^T."""
+    rows, finals = [], []
+    for n in range(q.shape[0]):
+        S = [initial_state[n, h] for h in range(q.shape[2])]
+        tokens = []
+        for t in range(q.shape[1]):
+            for h in range(q.shape[2]):
+                transition = torch.diag(g[n, t, h].exp()) + torch.outer(a[n, t, h], b[n, t, h])
+                S[h] = S[h] @ transition + torch.outer(v[n, t, h], k[n, t, h])
+            tokens.append(torch.stack([S[h] @ q[n, t, h] for h in range(q.shape[2])]))
+        rows.append(torch.stack(tokens))
+        finals.append(torch.stack(S))
+    return torch.stack(rows), torch.stack(finals)
+
+
+def _zeros(*names: str) -> Callable[[Inputs], Inputs]:
+    return lambda inputs: inputs | {name: torch.zeros_like(inputs[name]) for name in names}
+
+
+def delta(scalar: bool) -> Scan:
+    make_inputs = partial(delta_inputs, scalar=scalar)
+    return Scan(
+        name="delta-scalar" if scalar else "delta-channels",
+        scan=scan_delta,
+        reference=scan_delta_reference,
+        loop=delta_loop,
+        make_inputs=make_inputs,
+        over_time=("q", "k", "v", "g", "beta"),
+        low=("q", "k", "v"),
+        idle=_zeros("g", "beta"),
+        resets=partial(_resets, make_inputs, "g"),
+        decays=("g",),
+        paced=lambda inputs, steps, rates: inputs | {"g": inputs["g"] * torch.outer(steps, rates)[..., None]},
+        decay=_transition_of_delta,
+        kernel="chunk_gated_delta_rule" if scalar else "chunk_kda",
+        package="flash-linear-attention",
+        error=2e-6,
+    )
+
+
+def _transition_of_delta(inputs: Inputs) -> Tensor:
+    k, decay = inputs["k"][:, 0], inputs["g"][:, 0].exp().expand_as(inputs["k"][:, 0])
+    kept = torch.eye(N, dtype=k.dtype) - inputs["beta"][:, 0, :, None, None] * k[..., :, None] * k[..., None, :]
+    return decay[..., :, None] * kept
+
+
+def _transition_of_dplr(inputs: Inputs) -> Tensor:
+    a, b, g = (inputs[name][:, 0] for name in "abg")
+    return torch.diag_embed(g.exp()) + a[..., :, None] * b[..., None, :]
+
+
+DPLR = Scan(
+    name="dplr",
+    scan=scan_dplr,
+    reference=scan_dplr_reference,
+    loop=dplr_loop,
+    make_inputs=dplr_inputs,
+    over_time=("q", "k", "v", "g", "a", "b"),
+    low=("q", "k", "v", "a", "b"),
+    idle=_zeros("g", "k", "b"),
+    resets=partial(_resets, dplr_inputs, "g"),
+    decays=("g",),
+    paced=lambda inputs, steps, rates: inputs | {"g": inputs["g"] * torch.outer(steps, rates)[..., None]},
+    decay=_transition_of_dplr,
+    kernel="chunk_dplr_delta_rule",
+    package="flash-linear-attention",
+    error=2e-6,
+)
+
+DELTA = [delta(True), delta(False), DPLR]
+SCANS = [ssd(1), ssd(2), ssd(4), SELECTIVE, GLA, RWKV6, *DELTA]

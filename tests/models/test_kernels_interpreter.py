@@ -152,7 +152,7 @@ def compare_gated(scan: Any, reference: Any, names: str, **more: tuple[int, ...]
     compare(70, 1e-5)
     compare(70, 1e-5, padding=20, scale=1 / 16)
     compare(37, 5e-5, scale=8.0)  # gates add up to hundreds: fla takes differences of their sums
-    from hf_recurrent_lengthgen.models import chunked_gated_scan as module
+    from hf_recurrent_lengthgen.models import fla_kernels as module
 
     module._KERNEL_MAX_TOKENS, module._KERNEL_MAX_HEADS = 64, FLA_H  # two pieces in time, one row at a time
     compare(70, 1e-5, padding=3)

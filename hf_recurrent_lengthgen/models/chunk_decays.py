@@ -1,0 +1,101 @@
+"""What the chunked scans share: cutting into chunks, and decays between their tokens without cancellation.
+
+The decay from one token to another is the exponential of a sum of gates. Differences of cumulated gates would lose the
+weak gates after a strong one, so the sums are built over blocks that double in size, and the gradients of gates over
+blocks that halve.
+
+Shape suffixes as in scan_backends.py, and Z = chunks * B * H.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def to_chunks(t_BTHX: Tensor, size: int) -> Tensor:
+    """(B, T, H, X) -> contiguous (Z, Q, X), with zeros after the last token: no key, no decay."""
+    if rest := -t_BTHX.shape[1] % size:
+        t_BTHX = F.pad(t_BTHX, (0, 0, 0, 0, 0, rest))
+    return t_BTHX.unflatten(1, (-1, size)).permute(1, 0, 3, 2, 4).contiguous().flatten(0, 2)
+
+
+def from_chunks(t_ZQX: Tensor, like_BTHX: Tensor) -> Tensor:
+    """(Z, Q, X) -> (B, T, H, X)."""
+    batch, length, heads, _ = like_BTHX.shape
+    return t_ZQX.unflatten(0, (-1, batch, heads)).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
+
+
+def halves(t_ZQN: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """The left and right halves of all blocks of 2b tokens, views (Z * Q/2b, b, N)."""
+    blocks = t_ZQN.view(-1, 2, b, t_ZQN.shape[-1])
+    return blocks[:, 0], blocks[:, 1]
+
+
+def below_diagonal(t_ZQQ: Tensor, b: int) -> Tensor:
+    """Right half against left half of all blocks of 2b tokens, a view (Z, Q/2b, b, b)."""
+    blocks = t_ZQQ.unflatten(2, (-1, 2, b)).unflatten(1, (-1, 2, b))
+    return blocks.diagonal(dim1=1, dim2=4)[:, 1, :, 0].movedim(-1, 1)
+
+
+class Decays:
+    """All decays inside chunks: exponentials of sums over blocks that double in size.
+
+    Attributes:
+        levels: Of each b below Q in ascending order: from keys in left halves of blocks of 2b to the middle, and from
+            the middle to queries in right halves, each (Z * Q/2b, b, N).
+        from_start: From the chunk's start to each query, (Z, Q, N).
+        to_end: From each key to the chunk's end, (Z, Q, N).
+        total: Over the chunk, (Z, N).
+    """
+
+    def __init__(self, g_ZQN: Tensor, exclusive: bool) -> None:
+        log2 = g_ZQN * math.log2(math.e)  # on a CPU, exp takes ten times longer where it underflows, exp2 does not
+        to_end = torch.zeros_like(log2)
+        from_start = torch.zeros_like(log2) if exclusive else log2.clone()
+        totals, b = log2, 1  # totals of blocks of b
+        self.levels: dict[int, tuple[Tensor, Tensor]] = {}
+        while b < log2.shape[1]:
+            to_middle, from_middle = halves(to_end, b)[0], halves(from_start, b)[1]
+            self.levels[b] = to_middle.exp2(), from_middle.exp2()
+            left, right = halves(totals, 1)
+            to_middle += right
+            from_middle += left
+            totals, b = (left + right).view(len(log2), -1, log2.shape[2]), 2 * b
+        self.from_start, self.to_end, self.total = from_start.exp2_(), to_end.exp2_(), totals[:, 0].exp2()
+
+
+class GateGradient:
+    """Sums over all products that a gate decays.
+
+    `right` awaits sums over the tokens from a gate on, `left` sums over the tokens up to a gate, within blocks that
+    halve in size.
+    """
+
+    def __init__(self, of_queries: Tensor, of_keys: Tensor, through: Tensor, exclusive: bool) -> None:
+        self.exclusive = exclusive
+        self.right, self.left = torch.zeros_like(of_queries), torch.zeros_like(of_keys)
+        self._collect(self.right, self.left, of_queries, of_keys)
+        self.right[:, -1] += through
+
+    def _collect(self, right: Tensor, left: Tensor, of_queries: Tensor, of_keys: Tensor) -> None:
+        """The decay of a query ends with its token, or before if exclusive; that of a key begins after its token."""
+        if self.exclusive:
+            right[:, :-1] += of_queries[:, 1:]
+        else:
+            right += of_queries
+        left[:, 1:] += of_keys[:, :-1]
+
+    def add(self, b: int, of_queries: Tensor, of_keys: Tensor) -> None:
+        """Halve the blocks to size b, and add the products between both halves of each."""
+        (right_0, right_1), (left_0, left_1) = halves(self.right, b), halves(self.left, b)
+        right_0[:, -1] += right_1.sum(1)
+        left_1[:, 0] += left_0.sum(1)
+        self._collect(right_1, left_0, of_queries, of_keys)
+
+    def result(self) -> Tensor:
+        """(Z, Q, N), when the blocks have size 1."""
+        return self.right + self.left

@@ -1,0 +1,150 @@
+"""The delta rule with any initial state and a final state: DeltaNet, Gated DeltaNet, Kimi Delta Attention and RWKV-7.
+
+Definitions, per batch row and head; the states are the transposes of the papers':
+
+    S_t = S_{t-1} diag(exp(g_t)) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T        `scan_delta`        (P, N)
+    S_t = S_{t-1} (diag(exp(g_t)) + a_t b_t^T) + v_t k_t^T                        `scan_dplr`
+    y_t = S_t q_t                                                                                      (P,)
+
+DeltaNet (Yang et al. 2024, arXiv:2406.06484) is g = 0, Gated DeltaNet (arXiv:2412.06464) has one gate per head, Kimi
+Delta Attention (arXiv:2510.26692) one per channel, and RWKV-7 (Peng et al. 2025, arXiv:2503.14456, Eq. 17) is the
+second, diagonal plus low rank. Both have the definition as a loop, the chunked form of chunked_delta_scan.py in plain
+torch, and fla's kernels on a GPU with the limits named in fla_kernels.py. Shape suffixes as in scan_backends.py.
+"""
+
+import torch
+from torch import Tensor
+
+from .chunked_delta_scan import ChunkedDeltaScan, DeltaRule, LowRank
+from .fla_kernels import fla_kernel, scan_with_fla
+from .scan_backends import ScanBackend, keeps_poison, missing_kernel, run_scan
+
+chunk_gated_delta_rule = fla_kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+chunk_kda = fla_kernel("fla.ops.kda", "chunk_kda")
+chunk_dplr_delta_rule = fla_kernel("fla.ops.generalized_delta_rule", "chunk_dplr_delta_rule")
+
+
+def scan_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    chunk_size: int = 64,
+    backend: ScanBackend = "torch",
+) -> tuple[Tensor, Tensor]:
+    """Run the delta rule from `initial_state` over T tokens.
+
+    Args:
+        q: Queries, already scaled, (B, T, H, N).
+        k: Keys, (B, T, H, N); the rule forgets along a key of norm 1.
+        v: Values, (B, T, H, P).
+        g: Logarithms of the decays, at most 0, (B, T, H, N), or (B, T, H, 1) for one decay per head.
+        beta: How much of a key is replaced, (B, T, H): 1 replaces its value, from 1 to 2 the eigenvalue along it is
+            negative. Where g and beta are 0, the state does not change.
+        initial_state: State before the first token, (B, H, P, N).
+        chunk_size: Tokens per chunk of the torch form, which takes the next power of two; it changes speed and
+            memory, not the result. The kernel has its own.
+        backend: "torch" (chunked form) or "kernel" (fla).
+
+    Returns:
+        Outputs in the dtype of `q`, (B, T, H, P), and the state after the last token, (B, H, P, N), in the dtype of
+        `initial_state`. Gradients flow to all tensor arguments and from both results.
+
+    Raises:
+        ValueError: for an unknown backend or a chunk size below 1.
+    """
+    return run_scan(_chunked_delta, _delta_with_kernel, (q, k, v, g, beta), initial_state, chunk_size, backend)
+
+
+def scan_delta_reference(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The definition, one token at a time. Same arguments and results as `scan_delta`."""
+    state, outputs = initial_state, []
+    for t in range(q.shape[1]):
+        key_BH1N = k[:, t, :, None]
+        state = state * g[:, t, :, None].exp()
+        change_BHP = beta[:, t, :, None] * (v[:, t] - (state * key_BH1N).sum(-1))
+        state = state + change_BHP[..., None] * key_BH1N
+        outputs.append((state * q[:, t, :, None]).sum(-1))
+    return torch.stack(outputs, dim=1), state
+
+
+def scan_dplr(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    a: Tensor,
+    b: Tensor,
+    initial_state: Tensor,
+    chunk_size: int = 64,
+    backend: ScanBackend = "torch",
+) -> tuple[Tensor, Tensor]:
+    """Run the recurrence with transitions that are diagonal plus low rank from `initial_state` over T tokens.
+
+    Args:
+        q: Queries (receptances), already scaled, (B, T, H, N).
+        k: Keys, (B, T, H, N).
+        v: Values, (B, T, H, P).
+        g: Logarithms of the decays, at most 0, (B, T, H, N).
+        a: What a token reads from the state before it, (B, T, H, N).
+        b: Where it writes what it reads, (B, T, H, N). Where g, k and b are 0, the state does not change.
+        initial_state: As in `scan_delta`, like the other arguments, results and errors.
+        chunk_size: As there.
+        backend: As there.
+    """
+    return run_scan(_chunked_dplr, _dplr_with_kernel, (q, k, v, g, a, b), initial_state, chunk_size, backend)
+
+
+def scan_dplr_reference(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, initial_state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The definition, one token at a time. Same arguments and results as `scan_dplr`."""
+    state, outputs = initial_state, []
+    for t in range(q.shape[1]):
+        read_BHP = (state * a[:, t, :, None]).sum(-1)
+        state = state * g[:, t, :, None].exp() + read_BHP[..., None] * b[:, t, :, None]
+        state = state + v[:, t, :, :, None] * k[:, t, :, None]
+        outputs.append((state * q[:, t, :, None]).sum(-1))
+    return torch.stack(outputs, dim=1), state
+
+
+def _chunked_delta(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    if q.shape[1] == 1:  # decoding
+        return scan_delta_reference(q, k, v, g, beta, state)
+    y, final = ChunkedDeltaScan.apply(DeltaRule, chunk_size, state, q, k, v, g, beta[..., None])
+    return scan_delta_reference(q, k, v, g, beta, state) if keeps_poison(final) else (y, final)
+
+
+def _chunked_dplr(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, state: Tensor, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    if q.shape[1] == 1:  # decoding
+        return scan_dplr_reference(q, k, v, g, a, b, state)
+    y, final = ChunkedDeltaScan.apply(LowRank, chunk_size, state, q, k, v, g, a, b)
+    return scan_dplr_reference(q, k, v, g, a, b, state) if keeps_poison(final) else (y, final)
+
+
+def _delta_with_kernel(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    scalar = g.shape[3] == 1
+    kernel = chunk_gated_delta_rule if scalar else chunk_kda
+    if kernel is None:
+        raise missing_kernel("flash-linear-attention")
+    g = g[..., 0] if scalar else g
+    return scan_with_fla(kernel, (q, k.to(q.dtype), v.to(q.dtype), g, beta), initial_state)
+
+
+def _dplr_with_kernel(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, initial_state: Tensor, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    if chunk_dplr_delta_rule is None:
+        raise missing_kernel("flash-linear-attention")
+    k, v, a, b = (t.to(q.dtype) for t in (k, v, a, b))
+    return scan_with_fla(chunk_dplr_delta_rule, (q, k, v, a, b, g), initial_state)
