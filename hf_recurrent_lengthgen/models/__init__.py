@@ -7,18 +7,36 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from .configuration_stateful_delta_net import StatefulDeltaNetConfig
+from .configuration_stateful_gated_deltanet import StatefulGatedDeltaNetConfig
 from .configuration_stateful_gla import StatefulGLAConfig
 from .configuration_stateful_hgrn2 import StatefulHGRN2Config
+from .configuration_stateful_kda import StatefulKDAConfig
 from .configuration_stateful_linear_attention import StatefulLinearAttentionConfig
 from .configuration_stateful_mamba import StatefulMambaConfig
 from .configuration_stateful_mamba2 import StatefulMamba2Config
 from .configuration_stateful_rwkv5 import StatefulRWKV5Config
 from .configuration_stateful_rwkv6 import StatefulRWKV6Config
+from .modeling_stateful_delta_net import (
+    StatefulDeltaNetForCausalLM,
+    StatefulDeltaNetForSequenceClassification,
+    StatefulDeltaNetModel,
+)
+from .modeling_stateful_gated_deltanet import (
+    StatefulGatedDeltaNetForCausalLM,
+    StatefulGatedDeltaNetForSequenceClassification,
+    StatefulGatedDeltaNetModel,
+)
 from .modeling_stateful_gla import StatefulGLAForCausalLM, StatefulGLAForSequenceClassification, StatefulGLAModel
 from .modeling_stateful_hgrn2 import (
     StatefulHGRN2ForCausalLM,
     StatefulHGRN2ForSequenceClassification,
     StatefulHGRN2Model,
+)
+from .modeling_stateful_kda import (
+    StatefulKDAForCausalLM,
+    StatefulKDAForSequenceClassification,
+    StatefulKDAModel,
 )
 from .modeling_stateful_linear_attention import (
     StatefulLinearAttentionForCausalLM,
@@ -85,6 +103,9 @@ def family_config(model_type: str | None) -> Any:
 
 
 for _classes in (
+    (StatefulDeltaNetForCausalLM, StatefulDeltaNetForSequenceClassification),
+    (StatefulGatedDeltaNetForCausalLM, StatefulGatedDeltaNetForSequenceClassification),
+    (StatefulKDAForCausalLM, StatefulKDAForSequenceClassification),
     (StatefulGLAForCausalLM, StatefulGLAForSequenceClassification),
     (StatefulHGRN2ForCausalLM, StatefulHGRN2ForSequenceClassification),
     (StatefulLinearAttentionForCausalLM, StatefulLinearAttentionForSequenceClassification),
@@ -98,14 +119,26 @@ for _classes in (
 __all__ = [
     "FAMILIES",
     "STATEFUL_CLASSES",
+    "StatefulDeltaNetConfig",
+    "StatefulDeltaNetForCausalLM",
+    "StatefulDeltaNetForSequenceClassification",
+    "StatefulDeltaNetModel",
     "StatefulGLAConfig",
     "StatefulGLAForCausalLM",
     "StatefulGLAForSequenceClassification",
     "StatefulGLAModel",
+    "StatefulGatedDeltaNetConfig",
+    "StatefulGatedDeltaNetForCausalLM",
+    "StatefulGatedDeltaNetForSequenceClassification",
+    "StatefulGatedDeltaNetModel",
     "StatefulHGRN2Config",
     "StatefulHGRN2ForCausalLM",
     "StatefulHGRN2ForSequenceClassification",
     "StatefulHGRN2Model",
+    "StatefulKDAConfig",
+    "StatefulKDAForCausalLM",
+    "StatefulKDAForSequenceClassification",
+    "StatefulKDAModel",
     "StatefulLinearAttentionConfig",
     "StatefulLinearAttentionForCausalLM",
     "StatefulLinearAttentionForSequenceClassification",

@@ -59,8 +59,8 @@ class ChunkedDeltaScan(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, grad_y: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-        groups = ctx.groups
-        inputs, starts = ctx.saved_tensors[: -len(groups)], ctx.saved_tensors[-len(groups) :]
+        groups, saved = ctx.groups, ctx.saved_tensors
+        inputs, starts = saved[: -len(groups)], saved[-len(groups) :]
         gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs]
         grad_state = grad_final.flatten(0, 1)  # of the state after the current chunks
         for group, start in zip(reversed(groups), reversed(starts), strict=True):

@@ -11,6 +11,7 @@ from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
 
 from .family import TINY, VOCABULARY, Family
+from .family_delta import DELTA_NET, GATED_DELTANET, KDA
 from .family_fla import GLA, HGRN2, LINEAR_ATTENTION
 from .family_mamba import FALCON_MAMBA, MAMBA
 from .family_rwkv import RWKV5, RWKV6
@@ -82,7 +83,7 @@ MAMBA2 = Family(
     conv_module="conv1d",
 )
 
-FAMILIES = [MAMBA2, MAMBA, FALCON_MAMBA, GLA, HGRN2, LINEAR_ATTENTION, RWKV6, RWKV5]
+FAMILIES = [MAMBA2, MAMBA, FALCON_MAMBA, GLA, HGRN2, LINEAR_ATTENTION, RWKV6, RWKV5, DELTA_NET, GATED_DELTANET, KDA]
 # For what the shell does alike for all: two kinds of convolution states and none.
 SHELL_FAMILIES = [MAMBA2, GLA, RWKV6]
 VARIANTS = [(family, variant) for family in FAMILIES for variant in family.variants]

@@ -39,6 +39,7 @@ HGRN2 = {"num_heads": None, "expand_ratio": 8, "num_hidden_layers": 3}
 LINEAR = {"expand_k": 0.5, "attn_mode": "chunk"}
 RWKV6 = {"proj_low_rank_dim": 3, "gate_low_rank_dim": 5, "intermediate_size": 20}
 PLAIN = {"norm_first": False, "norm_bias": False, "norm_eps": 1e-3, "expand_k": 1.0}
+DELTA = {"head_dim": 8, "expand_v": 2.0}
 GROUPED = {"num_heads": 4, "num_kv_heads": 2, "expand_k": 1.0, "expand_v": 2.0}
 FIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gla": ("GLA", {}),
@@ -64,6 +65,19 @@ FIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear_attn_dpfp": ("LinearAttention", {**LINEAR, "feature_map": "dpfp", "norm_k": True}),
     "linear_attn_elu": ("LinearAttention", {**LINEAR, "feature_map": "elu", "norm_feature_map": True}),
     "linear_attn_relu": ("LinearAttention", {**LINEAR, "feature_map": "relu", "elementwise_affine": False}),
+    "gated_deltanet": ("GatedDeltaNet", DELTA),
+    "gated_deltanet_shared_keys": (
+        "GatedDeltaNet",
+        {**DELTA, "num_v_heads": 4, "allow_neg_eigval": True, "output_gate_activation": "sigmoid", "norm_eps": 1e-3},
+    ),
+    "gated_deltanet_no_conv": ("GatedDeltaNet", {**DELTA, "use_short_conv": False, "use_gate": False}),
+    "delta_net": ("DeltaNet", {}),
+    "delta_net_gated": ("DeltaNet", {"use_gate": True, "allow_neg_eigval": True, "expand_k": 0.5, "conv_size": 3}),
+    "delta_net_sum": ("DeltaNet", {"qk_activation": "elu", "qk_norm": "sum", "use_beta": False}),
+    "delta_net_relu": ("DeltaNet", {"qk_activation": "relu", "use_short_conv": False, "tie_word_embeddings": True}),
+    "kda": ("KDA", {**DELTA, "expand_v": 1.0}),
+    "kda_bounded": ("KDA", {**DELTA, "num_v_heads": 4, "allow_neg_eigval": True, "lower_bound": -5.0}),
+    "kda_no_conv": ("KDA", {**DELTA, "use_short_conv": False, "norm_eps": 1e-3}),
     "linear_attn_identity": ("LinearAttention", {**LINEAR, "feature_map": "identity", "norm_eps": 1e-3}),
 }
 

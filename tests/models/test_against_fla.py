@@ -1,4 +1,4 @@
-"""GLA, RWKV-6, HGRN-2 and linear attention against fla's own models, whose results are stored in golden files."""
+"""Our families against fla's own models, whose results are stored in golden files."""
 
 from typing import Any
 
@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_recurrent_lengthgen.models.modeling_stateful_delta_net import StatefulDeltaNetForCausalLM
+from hf_recurrent_lengthgen.models.modeling_stateful_gated_deltanet import StatefulGatedDeltaNetForCausalLM
 from hf_recurrent_lengthgen.models.modeling_stateful_gla import StatefulGLAForCausalLM
 from hf_recurrent_lengthgen.models.modeling_stateful_hgrn2 import StatefulHGRN2ForCausalLM
+from hf_recurrent_lengthgen.models.modeling_stateful_kda import StatefulKDAForCausalLM
 from hf_recurrent_lengthgen.models.modeling_stateful_linear_attention import StatefulLinearAttentionForCausalLM
 from hf_recurrent_lengthgen.models.modeling_stateful_rwkv6 import StatefulRWKV6ForCausalLM
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
@@ -18,6 +21,9 @@ MODELS: dict[str, Any] = {
     "gla": StatefulGLAForCausalLM,
     "rwkv6": StatefulRWKV6ForCausalLM,
     "hgrn2": StatefulHGRN2ForCausalLM,
+    "delta_net": StatefulDeltaNetForCausalLM,
+    "gated_deltanet": StatefulGatedDeltaNetForCausalLM,
+    "kda": StatefulKDAForCausalLM,
     "linear_attn": StatefulLinearAttentionForCausalLM,
 }
 # Relative to the largest entry, both in float32. Where outputs are nearly 0 before their norm, fla's gradients are
@@ -42,8 +48,10 @@ def as_state(cache: dict[str, Tensor], config: dict[str, Any]) -> RecurrentState
         parts = {key.split(".", 1)[1]: value for key, value in cache.items() if key.startswith(f"{index}.")}
         conv = parts["recurrent_state" if "recurrent_state" in parts else "recurrent_state.0"].new_empty(2, 0)
         match config["model_type"]:
-            case "gla" | "hgrn2":
+            case "gla" | "hgrn2" | "delta_net" | "gated_deltanet" | "kda":
                 recurrent = parts["recurrent_state"]
+                if config["model_type"] == "delta_net":
+                    recurrent = recurrent.mT
                 if config["use_short_conv"]:
                     conv = torch.cat([parts[f"conv_state.{part}"][..., 1:] for part in range(3)], dim=1)
             case "rwkv6":

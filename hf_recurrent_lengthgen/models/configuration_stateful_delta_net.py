@@ -1,0 +1,49 @@
+"""Configuration of DeltaNet with an initial and a final state."""
+
+from .configuration_delta import DeltaRuleConfig
+
+QK_ACTIVATIONS = ("silu", "relu", "elu", "identity")
+QK_NORMS = ("l2", "sum")
+
+
+class StatefulDeltaNetConfig(DeltaRuleConfig):
+    """Fields of fla's `DeltaNetConfig`, of `DeltaRuleConfig`, and:
+
+    Args:
+        expand_k: Width of all keys over D; `expand_v` is that of all values over D.
+        use_beta: Whether the rate of the rule depends on the token; else it is 1.
+        use_gate: Whether outputs are multiplied by silu(g_proj(x)).
+        qk_activation: Of queries and keys, one of `QK_ACTIVATIONS`.
+        qk_norm: Norm that queries and keys are divided by, one of `QK_NORMS`.
+    """
+
+    model_type = "stateful_delta_net"
+    display_name = "DeltaNet"
+    hub_tags = ("linear-attention", "delta-rule")
+    upstream_types = ("delta_net",)
+    layouts = ("fla",)
+    tiny = {"num_heads": 2}  # noqa: RUF012
+    lora_target_modules = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "o_proj")
+
+    num_heads: int = 16
+    expand_k: int | float = 1.0
+    use_beta: bool = True
+    use_gate: bool = False
+    qk_activation: str = "silu"
+    qk_norm: str = "l2"
+    use_output_norm: bool = True
+
+    def check(self) -> None:
+        super().check()
+        for name, allowed in (("qk_activation", QK_ACTIVATIONS), ("qk_norm", QK_NORMS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}.")
+        if not self.use_output_norm:
+            raise ValueError("use_output_norm must be True, got False: fla's layer always has the norm.")
+        self.sizes()
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Heads of keys, heads of values H, key dim N, value dim P."""
+        keys = self.parts("expand_k * hidden_size", self.expand_k * self.hidden_size, self.num_heads)
+        values = self.parts("expand_v * hidden_size", self.expand_v * self.hidden_size, self.num_heads)
+        return self.num_heads, self.num_heads, keys, values

@@ -1,0 +1,34 @@
+"""Configuration of Kimi Delta Attention with an initial and a final state."""
+
+from .configuration_delta import HeadDimConfig
+
+
+class StatefulKDAConfig(HeadDimConfig):
+    """Fields of fla's `KDAConfig`, of `HeadDimConfig`, and:
+
+    Args:
+        lower_bound: Below 0: log decays are this bound times a sigmoid; None for minus a softplus.
+        safe_gate: Whether A_log starts from 0, and the kernels may rely on the bound.
+    """
+
+    model_type = "stateful_kda"
+    display_name = "Kimi Delta Attention"
+    hub_tags = ("linear-attention", "delta-rule")
+    upstream_types = ("kda",)
+    layouts = ("fla",)
+    tiny = {"num_heads": 2, "head_dim": 16}  # noqa: RUF012
+    lora_target_modules = (
+        *("q_proj", "k_proj", "v_proj", "f_proj.0", "f_proj.1", "g_proj.0", "g_proj.1"),
+        *("b_proj", "o_proj"),
+    )
+
+    num_heads: int = 16
+    safe_gate: bool = False
+    lower_bound: float | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.lower_bound is not None and self.lower_bound >= 0:
+            raise ValueError(f"lower_bound bounds log decays and must be below 0, got {self.lower_bound}.")
+        if self.safe_gate and self.lower_bound is None:
+            raise ValueError("safe_gate needs a lower_bound, for example -5, got None.")

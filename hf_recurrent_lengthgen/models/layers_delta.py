@@ -1,0 +1,109 @@
+"""What the mixers of DeltaNet, Gated DeltaNet and Kimi Delta Attention share, on the parameter names of fla.
+
+Different from fla's layers, beside the state and right-padded rows: gates, rates, the norms of queries and keys and
+the recurrence are in full precision.
+
+Shapes: B batch, T tokens, D hidden size, H heads of values, N key dim, P value dim.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers import initialization as init
+
+from .causal_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
+from .layers_fla import RMSNorm, repeat_heads
+from .padding import zero_past_end
+from .recurrent_state import LayerShape, LayerState
+from .scan_backends import ScanBackend
+from .scan_delta import chunk_gated_delta_rule, scan_delta
+from .scan_mixer import ScanMixer
+
+_NORM_EPS = 1e-6  # of fla's kernels
+
+
+class DeltaMixer(ScanMixer):
+    """Projections, short convolutions, delta rule, norm per head. A subclass adds its gates."""
+
+    scan = staticmethod(scan_delta)
+
+    def __init__(self, config: Any, activation: bool = True) -> None:
+        """`activation`: whether SiLU follows the convolutions of queries and keys."""
+        super().__init__(
+            config,
+            chunk_gated_delta_rule is not None and (causal_conv1d_fn is not None or not config.use_short_conv),
+        )
+        self.key_heads, self.heads, self.key_dim, self.value_dim = config.sizes()
+        D, keys, values = config.hidden_size, self.key_heads * self.key_dim, self.heads * self.value_dim
+        self.q_proj = nn.Linear(D, keys, bias=False)
+        self.k_proj = nn.Linear(D, keys, bias=False)
+        self.v_proj = nn.Linear(D, values, bias=False)
+        if config.use_short_conv:
+            self.q_conv1d = CausalConv1d.depthwise(keys, config.conv_size, bias=False, activation=activation)
+            self.k_conv1d = CausalConv1d.depthwise(keys, config.conv_size, bias=False, activation=activation)
+            self.v_conv1d = CausalConv1d.depthwise(values, config.conv_size, bias=False)
+        self.activation = activation
+        self.o_norm = RMSNorm(self.value_dim, config.norm_eps)
+        self.o_proj = nn.Linear(values, D, bias=False)
+
+    @property
+    def state_shape(self) -> LayerShape:
+        """(H, P, N), and with short convolutions (channels of q, k and v, K-1)."""
+        conv = (sum(self.conv_parts.values()), self.config.conv_size - 1) if self.config.use_short_conv else (0,)
+        return LayerShape((self.heads, self.value_dim, self.key_dim), conv)
+
+    @property
+    def conv_parts(self) -> dict[str, int]:
+        """q, k and v."""
+        keys = self.key_heads * self.key_dim
+        return {"q": keys, "k": keys, "v": self.heads * self.value_dim} if self.config.use_short_conv else {}
+
+    def project(
+        self, x: Tensor, state: LayerState, lengths: Tensor | None, backend: ScanBackend
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries and keys (B, T, heads of keys, N), values (B, T, H, P), and the conv part of the state."""
+        parts, conv = [self.q_proj(x), self.k_proj(x), self.v_proj(x)], state.conv
+        if self.config.use_short_conv:
+            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
+            parts, conv = short_convolutions(convolutions, parts, state.conv, lengths, backend)
+        else:
+            parts = [silu(part) if self.activation or index == 2 else part for index, part in enumerate(parts)]
+        q, k, v = parts
+        q, k = (part.unflatten(-1, (self.key_heads, -1)).to(state.recurrent.dtype) for part in (q, k))
+        return q, k, v.unflatten(-1, (self.heads, -1)), conv
+
+    def rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        state: LayerState,
+        lengths: Tensor | None,
+        backend: ScanBackend,
+    ) -> tuple[Tensor, LayerState]:
+        """Outputs (B, T, H, P) in the dtype of v, and the state; g (B, T, H, N) or (B, T, H, 1), beta (B, T, H)."""
+        beta = zero_past_end(beta * 2 if self.config.allow_neg_eigval else beta, lengths)
+        q, k = repeat_heads(q * self.key_dim**-0.5, self.heads), repeat_heads(k, self.heads)
+        y, state = self.advance(
+            q, k, v, zero_past_end(g, lengths), beta, state=state, lengths=lengths, backend=backend
+        )
+        return y.to(v.dtype), state
+
+
+def l2_norm(x: Tensor) -> Tensor:
+    """`x` divided by its norm over the last dimension."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
+
+
+@torch.no_grad()
+def init_decays(A_log: Tensor, dt_bias: Tensor, least: float) -> None:
+    """Rates exp(A_log) uniform up to 16, and steps softplus(dt_bias) log-uniform from 0.001 to 0.1, as in Mamba-2."""
+    init.uniform_(A_log, least, 16)
+    init.copy_(A_log, A_log.log())
+    dt = torch.empty_like(dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp().clamp(min=1e-4)
+    init.copy_(dt_bias, dt + torch.log(-torch.expm1(-dt)))

@@ -1,0 +1,67 @@
+"""Kimi Delta Attention (KDA) with a state as argument and result, on the parameter names of fla.
+
+Glossary (Kimi Team 2025, arXiv:2510.26692, Eq. 1 -> here): alpha_t -> exp(g_t), beta_t -> beta, S -> state.recurrent
+(transposed), heads H of N = d_k keys and P = d_v values. What differs from fla's layer is in layers_delta.py.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+from transformers import initialization as init
+
+from .causal_lm import StatefulForCausalLM
+from .configuration_stateful_kda import StatefulKDAConfig
+from .layers_delta import DeltaMixer, init_decays, l2_norm
+from .layers_fla import MixerMLPBackbone
+from .recurrent_state import LayerState
+
+# for users of a checkpoint without the package
+from .recurrent_state import load_state as load_state
+from .recurrent_state import save_state as save_state
+from .sequence_classification import StatefulForSequenceClassification
+
+
+class StatefulKDAMixer(DeltaMixer):
+    """The delta rule with a decay per channel of the keys, and a sigmoid gate of low rank on the outputs."""
+
+    def __init__(self, config: StatefulKDAConfig, layer: int) -> None:
+        super().__init__(config)
+        D, H, N, P = config.hidden_size, self.heads, self.key_dim, self.value_dim
+        self.f_proj = nn.Sequential(nn.Linear(D, P, bias=False), nn.Linear(P, H * N, bias=False))
+        self.b_proj = nn.Linear(D, H, bias=False)
+        self.A_log = nn.Parameter(torch.empty(H))
+        self.dt_bias = nn.Parameter(torch.empty(H * N))
+        self.g_proj = nn.Sequential(nn.Linear(D, P, bias=False), nn.Linear(P, H * P))
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """See `StatefulBackbone`."""
+        x, wide, bound = hidden_states, state.recurrent.dtype, self.config.lower_bound
+        backend = self.backend_for(x)
+        q, k, v, conv = self.project(x, state, lengths, backend)
+        rate = self.A_log.to(wide).exp()[:, None]
+        step = (self.f_proj(x).to(wide) + self.dt_bias.to(wide)).unflatten(-1, (self.heads, -1))
+        g = -rate * softplus(step) if bound is None else bound * (rate * step).sigmoid()
+        beta = self.b_proj(x).to(wide).sigmoid()
+        y, state = self.rule(l2_norm(q), l2_norm(k), v, g, beta, state, lengths, backend)
+        return self.o_proj(self.o_norm(y).flatten(2) * self.g_proj(x).sigmoid()), state._replace(conv=conv)
+
+    def init_weights(self) -> None:
+        """Decays as in fla."""
+        init_decays(self.A_log, self.dt_bias, 1)
+        if self.config.safe_gate:
+            init.zeros_(self.A_log)
+
+
+class StatefulKDAModel(MixerMLPBackbone):
+    config_class = StatefulKDAConfig
+    mixer_class = StatefulKDAMixer
+
+
+class StatefulKDAForCausalLM(StatefulForCausalLM):
+    backbone_class = StatefulKDAModel
+
+
+class StatefulKDAForSequenceClassification(StatefulForSequenceClassification):
+    backbone_class = StatefulKDAModel
