@@ -1,7 +1,7 @@
-"""Checkpoints of flash-linear-attention (fla): GLA, HGRN-2, linear attention, RWKV-6, Mamba and Mamba-2.
+"""Checkpoints of flash-linear-attention (fla): its linear attention, delta rule and RWKV classes, Mamba and Mamba-2.
 
-Parameter names are those of this package. So are the config fields of the first four, except for settings that choose
-an implementation. fla's Mamba classes have the model types of Transformers, with other names for some fields.
+Parameter names are those of this package. So are the config fields, except for settings that choose an
+implementation. But fla's Mamba classes have the model types of Transformers, with other names for some fields.
 Checkpoints from before February 2025 hold `mlp.gate_proj` and `mlp.up_proj` as one tensor; they can be read, too.
 """
 
@@ -55,10 +55,14 @@ class Kind(NamedTuple):
     fixed: tuple[str, ...] = ()
 
 
+SWIGLU: Settings = FLAGS | {"fuse_swiglu": True}
 KINDS = {
-    "gla": Kind(FLAGS | {"fuse_swiglu": True, "use_gk": True, "use_gv": False}, fixed=("gate_low_rank_dim",)),
-    "hgrn2": Kind(FLAGS | {"fuse_swiglu": True}),
-    "linear_attn": Kind(FLAGS | {"fuse_swiglu": True, "attn_mode": "fused_chunk"}),
+    "delta_net": Kind(SWIGLU),
+    "gated_deltanet": Kind(SWIGLU),
+    "kda": Kind({name: value for name, value in SWIGLU.items() if name != "fuse_linear_cross_entropy"}),
+    "gla": Kind(SWIGLU | {"use_gk": True, "use_gv": False}, fixed=("gate_low_rank_dim",)),
+    "hgrn2": Kind(SWIGLU),
+    "linear_attn": Kind(SWIGLU | {"attn_mode": "fused_chunk"}),
     "rwkv6": Kind(aliases={"eps": "norm_eps", "rms_norm_eps": "norm_eps"}),
     "mamba": Kind(
         MAMBA_FLAGS,

@@ -13,6 +13,7 @@ from hf_recurrent_lengthgen.hybrids.layer_sizes import new_model, sizes_of_layer
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
 from hf_recurrent_lengthgen.models.mixer_layouts import kind_of
+from hf_recurrent_lengthgen.models.scan_mixer import ScanMixer
 from hf_recurrent_lengthgen.surgery.expanded_weights import EXPANSIONS
 
 Layers = Iterable[int] | Literal["all"] | None
@@ -125,10 +126,9 @@ def growth_of(model: PreTrainedModel) -> Growth:
         return Growth("state_size", SUPPORTED[config.model_type].state_field, per_layer=False)
     sizes = {mixer.grows for _, mixer in expandable_mixers(model).values()}
     if len(sizes) != 1:
-        raise ValueError(
-            f"The states of {config.model_type!r} cannot be expanded: its mixers do not say how they grow "
-            "(`grows` of `ScanMixer`)."
-        )
+        mixers = (getattr(block, "scan_mixer", None) for block in getattr(model.base_model, "layers", ()))
+        reasons = {mixer.why_not_grow for mixer in mixers if mixer is not None} or {ScanMixer.why_not_grow}
+        raise ValueError(f"The states of {config.model_type!r} cannot be expanded: {'; '.join(sorted(reasons))}.")
     (size,) = sizes
     return Growth(size, PER_LAYER[size], per_layer=True)
 

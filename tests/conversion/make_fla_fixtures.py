@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 ROWS, LENGTH = 2, 19
 SHARED = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 2}
 HEADS = {"num_heads": 2, "intermediate_size": 12}
+DELTA = {**HEADS, "head_dim": 4, "expand_v": 2.0, "allow_neg_eigval": True}
 MAMBA2 = {"head_dim": 8, "state_size": 4, "chunk_size": 8}
 # Fields that only choose an implementation differ from fla's defaults in some, so that a loss of them is seen.
 FIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -32,6 +33,9 @@ FIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "rwkv6": ("RWKV6", {**HEADS, "proj_low_rank_dim": 3, "gate_low_rank_dim": 5, "intermediate_size": None}),
     "hgrn2": ("HGRN2", {"expand_ratio": 8, "intermediate_size": 12, "fuse_linear_cross_entropy": False}),
     "linear_attn": ("LinearAttention", {**HEADS, "attn_mode": "chunk", "tie_word_embeddings": True}),
+    "delta_net": ("DeltaNet", {**HEADS, "use_gate": True, "qk_activation": "relu", "fuse_norm": False}),
+    "gated_deltanet": ("GatedDeltaNet", {**DELTA, "num_v_heads": 4, "output_gate_activation": "sigmoid"}),
+    "kda": ("KDA", {**DELTA, "lower_bound": -5.0, "safe_gate": True, "tie_word_embeddings": True}),
     "mamba": ("Mamba", {"state_size": 4, "norm_eps": 1e-3, "use_bias": True, "residual_in_fp32": True, "dt_rank": 3}),
     "mamba_tied": ("Mamba", {"state_size": 4, "expand": 3, "conv_kernel": 3, "tie_word_embeddings": True}),
     # As many groups as heads: with fewer, fla's path without kernels gives groups to other heads than its kernels do.

@@ -25,7 +25,10 @@ from hf_recurrent_lengthgen.models import (
 )
 
 FIXTURES = Path(__file__).parent / "fla"
-NAMES = ["gla", "rwkv6", "hgrn2", "linear_attn", "mamba", "mamba_tied", "mamba2", "mamba2_limited"]
+NAMES = [
+    *("delta_net", "gated_deltanet", "kda", "gla", "rwkv6", "hgrn2", "linear_attn"),
+    *("mamba", "mamba_tied", "mamba2", "mamba2_limited"),
+]
 every_fixture = pytest.mark.parametrize("name", NAMES)
 
 
@@ -33,13 +36,13 @@ def final_state(golden: dict[str, Tensor], layer: int, name: str) -> tuple[Tenso
     """fla's cache of one layer in our layout: recurrent (B, H, P, N) or (B, C, N), conv (B, channels, taps)."""
     parts = {key.split(".", 1)[1]: value for key, value in golden.items() if key.startswith(f"{layer}.")}
     recurrent = parts["recurrent_state"]
-    if name in ("rwkv6", "linear_attn"):  # keys come first there
+    if name in ("rwkv6", "linear_attn", "delta_net"):  # keys come first there
         recurrent = recurrent.mT
     if name == "rwkv6":
         return recurrent, torch.cat([parts["conv_state"], parts["ffn_state"]], dim=1)[..., None]
     if "mamba" in name:
         return recurrent, parts["conv_state"][..., 1:]
-    if name == "gla":
+    if name in ("gla", "delta_net", "gated_deltanet", "kda"):
         return recurrent, torch.cat([parts[f"conv_state.{part}"][..., 1:] for part in range(3)], dim=1)
     return recurrent, recurrent.new_empty(2, 0)
 

@@ -138,7 +138,7 @@ DELTA_NET = Family(
         "relu, no convolutions": {"qk_activation": "relu", "use_short_conv": False},
     },
     loop=delta_net_loop,
-    linear_modules=PROJECTIONS | {"g_proj"},
+    linear_modules=PROJECTIONS,
     kernel=("layers_delta", "chunk_gated_delta_rule"),
     autocast_error=0.2,
 )

@@ -225,7 +225,7 @@ def test_numbers_out_of_range_are_refused_by_name(family: Family) -> None:
 @every_family
 def test_every_number_of_a_family_has_a_range(family: Family) -> None:
     """A new field of a family must say what it can be."""
-    ids_and_bounds = {"clamp_min", "bos_token_id", "eos_token_id", "pad_token_id", "attention_head_dim"}
+    ids_and_bounds = {"clamp_min", "lower_bound", "bos_token_id", "eos_token_id", "pad_token_id", "attention_head_dim"}
     constrained = {"attnres_block_size", "num_attention_heads"}  # to a few values, by the family
     known = {*COUNT_FIELDS, *POSITIVE_FIELDS, *NOT_NEGATIVE_FIELDS} | ids_and_bounds | constrained
     numbers = {name for name, kind in fields_of(family.config_class).items() if kind in ("integer", "number")}

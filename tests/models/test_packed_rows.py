@@ -14,7 +14,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from hf_recurrent_lengthgen.models.packed_rows import Packing, sequence_starts
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, map_state, take_rows
 
-from .families import FAMILIES, SHELL_FAMILIES, Family, build, random_state, random_tokens, variant_id
+from .families import DECAYING, FAMILIES, SHELL_FAMILIES, Family, build, random_state, random_tokens, variant_id
 from .law import assert_equal_up_to, weights_like
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
@@ -100,7 +100,7 @@ def test_packed_sequences_are_what_they_are_alone(family: Family, how: str) -> N
 
 
 @pytest.mark.thinned(3)
-@every_family
+@pytest.mark.parametrize("family", DECAYING, ids=variant_id)
 def test_a_window_of_forgetting_begins_with_each_sequence(family: Family) -> None:
     model = build(family, torch.float64, forgetting={"window": 3, "retention": 0.9})
     tokens = random_tokens(len(WORDS), 17)

@@ -25,8 +25,12 @@ SHARED_FILES = {
     *("scan_mixer", "sequence_classification", "token_inputs"),
 }
 MAMBA_FILES = {"causal_conv", "configuration_reference", "layers_mamba_block", "norms"}
-GATED_FILES = {"chunked_gated_scan", "forgetting_gated"}
+GATED_FILES = {"chunk_decays", "chunked_gated_scan", "fla_kernels", "forgetting_gated"}
 FLA_FILES = GATED_FILES | {"configuration_fla", "layers_fla", "norms", "scan_gla"}
+DELTA_FILES = {
+    *("causal_conv", "chunk_decays", "chunked_delta_scan", "configuration_delta", "configuration_fla"),
+    *("fla_kernels", "layers_delta", "layers_fla", "norms", "scan_delta"),
+}
 RWKV_FILES = GATED_FILES | {"layers_rwkv", "scan_rwkv6"}
 FILES_OF = {
     "mamba": MAMBA_FILES | {"forgetting_selective", "scan_selective"},
@@ -34,6 +38,9 @@ FILES_OF = {
     "gla": FLA_FILES | {"causal_conv"},
     "hgrn2": FLA_FILES | {"causal_conv"},
     "linear_attention": FLA_FILES,
+    "delta_net": DELTA_FILES,
+    "gated_deltanet": DELTA_FILES,
+    "kda": DELTA_FILES,
     "rwkv6": RWKV_FILES | {"configuration_fla"},
     "rwkv5": RWKV_FILES,
 }

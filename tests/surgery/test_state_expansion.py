@@ -25,7 +25,8 @@ from hf_recurrent_lengthgen.surgery.state_expansion import (
 )
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import (
-    FAMILIES,
+    DECAYING,
+    DELTA_FAMILIES,
     GLA,
     MAMBA,
     MAMBA2,
@@ -41,7 +42,7 @@ from tests.without_package import clean_process
 
 RECIPES = Path(__file__).parents[2] / "hf_recurrent_lengthgen" / "recipes" / "models"
 INITIALIZATIONS = ("reinit", "inherit")
-every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
+every_family = pytest.mark.parametrize("family", DECAYING, ids=variant_id)
 every_initialization = pytest.mark.parametrize("initialization", INITIALIZATIONS)
 
 
@@ -57,6 +58,12 @@ def same_as_loop(family: Family, model: Any) -> None:
     torch.testing.assert_close(output.logits, logits, rtol=2e-4, atol=2e-5)
     for ours, theirs in zip(output.final_state, state, strict=True):
         torch.testing.assert_close(ours.recurrent, theirs.recurrent, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", DELTA_FAMILIES, ids=variant_id)
+def test_the_delta_rule_is_refused_with_the_reason(family: Family) -> None:
+    with pytest.raises(ValueError, match=r"cannot be expanded: the delta rule erases along keys of norm 1"):
+        expand_state(build(family), [1], num_heads=1)
 
 
 @pytest.mark.thinned(3)
@@ -216,7 +223,7 @@ def test_mamba1_goes_on_with_its_decays() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", [f for f in FAMILIES if "mamba" not in f.name], ids=variant_id)
+@pytest.mark.parametrize("family", [f for f in DECAYING if "mamba" not in f.name], ids=variant_id)
 def test_reinit_of_merged_heads_starts_the_whole_block_anew_and_nothing_else(family: Family) -> None:
     model = build(family)
     old, new = model.state_dict(), expand_state(model, [1], factor=2).state_dict()
