@@ -22,6 +22,7 @@ from .scan_backends import ScanBackend
 from .scan_delta import chunk_gated_delta_rule, scan_delta
 from .scan_mixer import ScanMixer
 
+KERNEL_AVAILABLE = chunk_gated_delta_rule is not None and causal_conv1d_fn is not None
 _NORM_EPS = 1e-6  # of fla's kernels
 
 
@@ -35,8 +36,7 @@ class DeltaMixer(ScanMixer):
     def __init__(self, config: Any, activation: bool = True) -> None:
         """`activation`: whether SiLU follows the convolutions of queries and keys."""
         super().__init__(
-            config,
-            chunk_gated_delta_rule is not None and (causal_conv1d_fn is not None or not config.use_short_conv),
+            config, KERNEL_AVAILABLE or (chunk_gated_delta_rule is not None and not config.use_short_conv)
         )
         self.key_heads, self.heads, self.key_dim, self.value_dim = config.sizes()
         D, keys, values = config.hidden_size, self.key_heads * self.key_dim, self.heads * self.value_dim

@@ -21,6 +21,7 @@ from hf_recurrent_lengthgen.evaluation.state_trajectory import (
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.hybrids import stateful
 from tests.models.families import (
+    DECAYING,
     FAMILIES,
     GLA,
     HGRN2,
@@ -155,7 +156,7 @@ def decays_and_writes(model: Any, tokens: Tensor, layer: int) -> tuple[np.ndarra
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("family", "variant"),
-    [*((family, "default") for family in FAMILIES), (GLA, "short convolutions, gelu, grouped heads")],
+    [*((family, "default") for family in DECAYING), (GLA, "short convolutions, gelu, grouped heads")],
     ids=variant_id,
 )
 @pytest.mark.parametrize("layer", [0, 1])

@@ -139,7 +139,7 @@ DELTA_NET = Family(
     },
     loop=delta_net_loop,
     linear_modules=PROJECTIONS,
-    kernel=("layers_delta", "chunk_gated_delta_rule"),
+    kernel=("layers_delta", "KERNEL_AVAILABLE"),
     autocast_error=0.2,
 )
 GATED_DELTANET = Family(
@@ -160,7 +160,7 @@ GATED_DELTANET = Family(
     },
     loop=gated_deltanet_loop,
     linear_modules=PROJECTIONS | {"a_proj", "g_proj"},
-    kernel=("layers_delta", "chunk_gated_delta_rule"),
+    kernel=("layers_delta", "KERNEL_AVAILABLE"),
     autocast_error=0.2,
 )
 KDA = Family(
@@ -181,6 +181,6 @@ KDA = Family(
     },
     loop=kda_loop,
     linear_modules=PROJECTIONS | {"f_proj.0", "f_proj.1", "g_proj.0", "g_proj.1"},
-    kernel=("layers_delta", "chunk_gated_delta_rule"),
+    kernel=("layers_delta", "KERNEL_AVAILABLE"),
     autocast_error=0.2,
 )

@@ -28,7 +28,20 @@ from hf_recurrent_lengthgen.models.configuration_stateful import COUNT_FIELDS, N
 from hf_recurrent_lengthgen.models.configuration_stateful_mamba2 import StatefulMamba2Config
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba2ForCausalLM
 
-from .families import FAMILIES, MAMBA, VOCABULARY, Family, build, mamba2_config, random_tokens, variant_id
+from .families import (
+    DECAYING,
+    DELTA_NET,
+    FAMILIES,
+    GATED_DELTANET,
+    KDA,
+    MAMBA,
+    VOCABULARY,
+    Family,
+    build,
+    mamba2_config,
+    random_tokens,
+    variant_id,
+)
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 
@@ -139,10 +152,31 @@ def test_fields_of_layers_must_be_lists(family: Family) -> None:
             family.causal_lm_class(family.config(**{name: 1}))
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if "mamba" not in family.name], ids=variant_id)
+@pytest.mark.parametrize("family", [family for family in DECAYING if "mamba" not in family.name], ids=variant_id)
 def test_heads_of_a_layer_must_divide_its_channels(family: Family) -> None:
     with pytest.raises(ValueError, match=r"3 heads cannot share evenly|must be a multiple of every entry"):
         family.causal_lm_class(family.config(layer_num_heads=[2, 3]))
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        (DELTA_NET, {"layer_num_heads": [2, 1]}, "layer_num_heads must be None, got .* keys of norm 1"),
+        (DELTA_NET, {"qk_norm": "l1"}, r"qk_norm must be one of \('l2', 'sum'\), got 'l1'"),
+        (DELTA_NET, {"qk_activation": "gelu"}, "qk_activation must be one of .* got 'gelu'"),
+        (DELTA_NET, {"use_output_norm": False}, "use_output_norm must be True"),
+        (DELTA_NET, {"num_heads": 3}, "expand_k .* 3 heads cannot share evenly"),
+        (GATED_DELTANET, {"num_v_heads": 3}, "num_v_heads must be a multiple of 2 heads, got 3"),
+        (GATED_DELTANET, {"expand_v": 0.3}, r"expand_v \* head_dim must be an integer above 0, got 1.8"),
+        (GATED_DELTANET, {"output_gate_activation": "tanh"}, "output_gate_activation must be one of .* got 'tanh'"),
+        (KDA, {"lower_bound": 0.5}, "lower_bound bounds log decays and must be below 0, got 0.5"),
+        (KDA, {"safe_gate": True}, "safe_gate needs a lower_bound"),
+    ],
+    ids=variant_id,
+)
+def test_settings_of_the_delta_rule_are_refused_by_name(family: Family, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        family.config(**change)
 
 
 def test_sizes_that_contradict_each_other_are_refused() -> None:
