@@ -27,6 +27,10 @@ NEEDS = {
     "gla_model": "fla",
     "rwkv6": "fla",
     "rwkv6_model": "fla",
+    "gated_deltanet": "fla",
+    "kda": "fla",
+    "dplr": "fla",
+    "gated_deltanet_model": "fla",
 }
 B, H, P, N, G = 2, 4, 8, 8, 2
 # as wide and as high as to fill no block of a kernel, and different: a state taken for its transpose shows
@@ -170,6 +174,62 @@ def compare_rwkv6() -> None:
     compare_gated(module.scan_rwkv6, module.scan_rwkv6_reference, "rkw", u=(FLA_H, FLA_N))
 
 
+def compare_delta(channels: int) -> None:
+    """Keys of norm 1, beta up to 2: without beta and decay, padding leaves the state as it is."""
+    from hf_recurrent_lengthgen.models import fla_kernels
+    from hf_recurrent_lengthgen.models import scan_delta as module
+
+    def compare(length: int, tolerance: float, padding: int = 0, scale: float = 1.0) -> None:
+        def make(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+            leaves |= {"g": ends_in_padding(padding, scale * F.logsigmoid(leaves["g"]))}
+            leaves |= {"beta": ends_in_padding(padding, 2 * leaves["beta"].sigmoid())}
+            return leaves | {name: F.normalize(leaves[name], dim=-1) for name in ("q", "k")}
+
+        def with_kernel(**leaves: Tensor) -> tuple[Tensor, Tensor]:
+            return module.scan_delta(**leaves, backend="kernel")
+
+        heads = (B, length, FLA_H)
+        shapes = {"q": (*heads, FLA_N), "k": (*heads, FLA_N), "v": (*heads, FLA_P), "g": (*heads, channels)}
+        shapes |= {"beta": heads, "initial_state": (B, FLA_H, FLA_P, FLA_N)}
+        check(with_kernel, module.scan_delta_reference, shapes, tolerance, make)
+
+    compare(1, 2e-6)
+    compare(70, 1e-5)
+    compare(70, 1e-5, padding=20, scale=1 / 16)
+    fla_kernels._KERNEL_MAX_TOKENS, fla_kernels._KERNEL_MAX_HEADS = 64, FLA_H  # two pieces, one row at a time
+    compare(70, 1e-5, padding=3)
+
+
+def compare_gated_deltanet() -> None:
+    compare_delta(1)
+
+
+def compare_kda() -> None:
+    compare_delta(FLA_N)
+
+
+def compare_dplr() -> None:
+    import triton.language as tl
+    from fla.ops.generalized_delta_rule.dplr import chunk_A_bwd, chunk_A_fwd
+
+    from hf_recurrent_lengthgen.models import scan_delta as module
+
+    for kernels in (chunk_A_fwd, chunk_A_bwd):  # the interpreter replaces functions of tl, not names imported from it
+        kernels.gather = lambda *arguments, **options: tl.gather(*arguments, **options)
+
+    def make(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+        kappa = F.normalize(leaves["a"], dim=-1)
+        return leaves | {"a": -kappa, "b": kappa * leaves["b"].sigmoid(), "g": -0.6 * leaves["g"].sigmoid()}
+
+    def with_kernel(**leaves: Tensor) -> tuple[Tensor, Tensor]:
+        return module.scan_dplr(**leaves, backend="kernel")
+
+    for length in (1, 70):
+        shapes = {name: (B, length, FLA_H, FLA_N) for name in "qkgab"} | {"v": (B, length, FLA_H, FLA_P)}
+        shapes |= {"initial_state": (B, FLA_H, FLA_P, FLA_N)}
+        check(with_kernel, module.scan_dplr_reference, shapes, 2e-5, make)
+
+
 def compare_model(family: str, **fields: Any) -> None:
     """The layer with the scan kernel: outputs, final states, gradients, and a split with the state carried.
 
@@ -225,6 +285,11 @@ def compare_gla_model() -> None:
 def compare_rwkv6_model() -> None:
     fields = {"hidden_size": 24, "num_heads": 2, "proj_low_rank_dim": 4, "gate_low_rank_dim": 4}
     compare_model("RWKV6", **fields, intermediate_size=8)
+
+
+def compare_gated_deltanet_model() -> None:
+    fields = {"hidden_size": 24, "num_heads": 2, "head_dim": 8, "intermediate_size": 8, "num_v_heads": 4}
+    compare_model("GatedDeltaNet", **fields)
 
 
 if __name__ == "__main__":

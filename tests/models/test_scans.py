@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -15,6 +16,7 @@ from hf_recurrent_lengthgen.models import fla_kernels as fla_module
 from hf_recurrent_lengthgen.models import scan_gla as gla_module
 from hf_recurrent_lengthgen.models import scan_rwkv6 as rwkv6_module
 from hf_recurrent_lengthgen.models import scan_ssd as ssd_module
+from hf_recurrent_lengthgen.models.scan_delta import scan_delta, scan_dplr
 from hf_recurrent_lengthgen.models.scan_gla import scan_gla
 from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd, scan_ssd_reference
@@ -467,3 +469,101 @@ def test_linear_attention_and_hgrn2_are_cases_of_gla() -> None:
     keys = 1 - inputs["g"].exp()
     _, state = scan_gla(**(inputs | {"k": keys, "v": torch.ones_like(inputs["v"]), "initial_state": zero + 1}))
     torch.testing.assert_close(state, zero + 1)
+
+
+# --- the delta rule ---
+
+
+def keyed(keys: Tensor, beta: float, **changes: Tensor) -> Inputs:
+    """Values of ones and twos for keys (T, N) of one head, without decay, from a state of zeros."""
+    T, N = keys.shape
+    values = torch.arange(1.0, T + 1, dtype=torch.float64).view(1, T, 1, 1).expand(1, T, 1, 2)
+    gates, rates = torch.zeros(1, T, 1, 1, dtype=torch.float64), torch.full((1, T, 1), beta, dtype=torch.float64)
+    keys = keys.view(1, T, 1, N)
+    state = torch.zeros(1, 1, 2, N, dtype=torch.float64)
+    return {"q": keys, "k": keys, "v": values, "g": gates, "beta": rates, "initial_state": state} | changes
+
+
+def orthonormal(size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q
+
+
+def test_one_token_of_the_delta_rule_by_hand() -> None:
+    """What is read of the decayed state is 0.5 * 3 = 1.5; S = 1.5 + 0.8 (4 - 1.5) = 3.5 and y = 7 S."""
+    one = ones(q=7, k=1, v=4, g=math.log(0.5), initial_state=3)
+    y, state = scan_delta(**one, beta=torch.full((1, 1, 1), 0.8))
+    assert (state.item(), y.item()) == pytest.approx((3.5, 24.5))
+
+
+def test_one_token_of_the_low_rank_recurrence_by_hand() -> None:
+    """What is read of the state before its decay is 2 * 3 = 6; S = 0.5 * 3 + 6 * 0.25 + 4 * 5 = 23 and y = 7 S."""
+    y, state = scan_dplr(**ones(q=7, k=5, v=4, g=math.log(0.5), a=2, b=0.25, initial_state=3))
+    assert (state.item(), y.item()) == pytest.approx((23, 161))
+
+
+def test_a_rate_of_one_keeps_the_last_value_of_each_of_orthogonal_keys() -> None:
+    order = torch.tensor([0, 1, 2, 1, 3, 0, 0, 2] * 20)
+    keys = orthonormal(4)[order]
+    _, state = scan_delta(**keyed(keys, 1.0))
+    last = torch.tensor([float((order == key).nonzero().max() + 1) for key in range(4)], dtype=torch.float64)
+    torch.testing.assert_close(state[0, 0] @ orthonormal(4).T, last.expand(2, 4), rtol=1e-12, atol=1e-11)
+
+
+def test_a_rate_of_two_reflects_and_keeps_the_norm() -> None:
+    inputs = DELTA[0].make_inputs(200)
+    inputs |= {"beta": torch.full_like(inputs["beta"], 2.0)}
+    inputs |= {name: torch.zeros_like(inputs[name]) for name in ("v", "g")}
+    _, state = scan_delta(**inputs)
+    torch.testing.assert_close(state.norm(dim=-1), inputs["initial_state"].norm(dim=-1), rtol=1e-12, atol=0)
+    assert float((state - inputs["initial_state"]).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("gate", [-200.0, -1e3, -math.inf])
+@pytest.mark.parametrize("scalar", [True, False])
+def test_gates_of_the_delta_rule_that_erase_everything_are_exact_and_finite(gate: float, scalar: bool) -> None:
+    """y_t = beta_t (q_t . k_t) v_t."""
+    inputs = DELTA[0 if scalar else 1].make_inputs(130, dtype=torch.float32)
+    inputs["g"] = torch.full_like(inputs["g"], gate)
+    leaves = {name: value.requires_grad_() for name, value in inputs.items()}
+    y, state = scan_delta(**leaves)
+    expected = (inputs["beta"] * (inputs["q"] * inputs["k"]).sum(-1))[..., None] * inputs["v"]
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+    gradients = dict(zip(leaves, torch.autograd.grad(y.sum() + state.sum(), list(leaves.values())), strict=True))
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+    assert (gradients["initial_state"] == 0).all()
+    assert (gradients["g"] == 0).all()
+
+
+EXTREMES: dict[str, Callable[[Inputs], Inputs]] = {
+    "no decay": lambda inputs: {"g": 0 * inputs["g"]},
+    "decays near 0": lambda inputs: {"g": inputs["g"] - 20},
+    "decays near 1": lambda inputs: {"g": 1e-6 * inputs["g"]},
+    "rates of 1": lambda inputs: {"beta": torch.ones_like(inputs["beta"])},
+    "rates of 2": lambda inputs: {"beta": 0 * inputs["beta"] + 2},
+    "one key": lambda inputs: {"k": inputs["k"][:, :1].expand_as(inputs["k"])},
+    "two keys by turns": lambda inputs: {"k": inputs["k"][:, torch.arange(inputs["k"].shape[1]) % 2]},
+    "keys of norm 3": lambda inputs: {"k": 3 * inputs["k"], "g": inputs["g"] - 3},
+}
+
+
+@pytest.mark.parametrize("extreme", EXTREMES)
+@pytest.mark.parametrize("scan", DELTA[:2], ids=lambda scan: scan.name)
+def test_extremes_of_the_delta_rule_in_float32(scan: Scan, extreme: str) -> None:
+    inputs = scan.make_inputs(200)
+    inputs |= EXTREMES[extreme](inputs)
+    exact, actual = run(scan, scan.reference, inputs), run(scan, scan.scan, single(inputs))
+    assert_equal_up_to(1e-5, {name: value.double() for name, value in actual.items()}, exact)
+    assert_equal_up_to(1e-11, run(scan, scan.scan, inputs), exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [0.0, 1e-4, 1.0])
+@pytest.mark.parametrize("scan", DELTA, ids=lambda scan: scan.name)
+def test_errors_do_not_grow_over_30_000_tokens(scan: Scan, rate: float) -> None:
+    """Without decay, a delta rule of rates below 2 contracts; a state of RWKV-7 grows with what is added."""
+    inputs = scan.make_inputs(30_000, rate=rate, heads=2)
+    if scan.name == "dplr" and rate < 1:
+        inputs |= {"v": inputs["v"] * 1e-3}
+    exact, actual = run(scan, scan.scan, inputs), run(scan, scan.scan, single(inputs))
+    assert_equal_up_to(1e-5, {name: value.double() for name, value in actual.items()}, exact)
