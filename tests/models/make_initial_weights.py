@@ -3,7 +3,7 @@
 Run by hand, in an environment of its own, no GPU needed:
 pip install torch transformers einops triton "flash-linear-attention==0.6.0"
 MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE pip install --no-deps --no-build-isolation "mamba-ssm==2.3.2.post1"
-python tests/models/make_initial_weights.py
+python tests/models/make_initial_weights.py [name ...]
 
 For each parameter, all layers together: values at equal steps through all that were drawn, and the share of values up
 to each of them. `test_initial_weights.py` compares our own new models of the same config with these distributions.
@@ -31,7 +31,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gla": FLA | {"num_heads": 4},
     "rwkv6": FLA | {"num_heads": 4},
     "hgrn2": FLA | {"num_heads": 2},
+    "delta_net": FLA | {"num_heads": 4},
+    "gated_deltanet": FLA | {"num_heads": 32, "head_dim": 8},
+    "kda": FLA | {"num_heads": 32, "head_dim": 8},
 }
+CLASSES = {"delta_net": "DeltaNet", "gated_deltanet": "GatedDeltaNet"}
 STEPS = 21
 
 
@@ -44,8 +48,9 @@ def new_model(name: str) -> nn.Module:
         return MambaLMHeadModel(MambaConfig(**CONFIGS[name]))  # type: ignore[no-any-return]
     import fla.models
 
-    config = getattr(fla.models, f"{name.upper()}Config")(**CONFIGS[name])
-    return getattr(fla.models, f"{name.upper()}ForCausalLM")(config)  # type: ignore[no-any-return]
+    family = CLASSES.get(name, name.upper())
+    config = getattr(fla.models, f"{family}Config")(**CONFIGS[name])
+    return getattr(fla.models, f"{family}ForCausalLM")(config)  # type: ignore[no-any-return]
 
 
 def distributions(model: nn.Module) -> dict[str, list[tuple[float, float]]]:
@@ -63,11 +68,11 @@ def distributions(model: nn.Module) -> dict[str, list[tuple[float, float]]]:
 
 
 def main() -> None:
-    written = {}
-    for name in CONFIGS:
+    file = Path(__file__).parent / "upstream/initial_weights.json"
+    written = json.loads(file.read_text(encoding="utf-8")) if sys.argv[1:] else {}
+    for name in sys.argv[1:] or CONFIGS:
         torch.manual_seed(0)
         written[name] = {"config": CONFIGS[name], "parameters": distributions(new_model(name))}
-    file = Path(__file__).parent / "upstream/initial_weights.json"
     lines = json.dumps(written, indent=1)
     lines = re.sub(r"\[\s+(\S+),\s+(\S+)\s+\](,)?\s*", r"[\1, \2]\3 ", lines)  # a parameter in a line
     file.write_text(re.sub(r"\[\s+\[", "[[", lines).replace("] ]", "]]") + "\n", encoding="utf-8")

@@ -14,7 +14,7 @@ from transformers import BambaConfig, BambaForCausalLM
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.surgery import expand_state
 
-from .families import GLA, HGRN2, MAMBA, MAMBA2, RWKV6, Family, build, variant_id
+from .families import DELTA_FAMILIES, GLA, HGRN2, MAMBA, MAMBA2, RWKV6, Family, build, variant_id
 
 DRAWN = json.loads((Path(__file__).parent / "upstream/initial_weights.json").read_text(encoding="utf-8"))
 
@@ -30,7 +30,7 @@ def share_up_to(values: torch.Tensor, point: float) -> float:
     return float((values <= point + 1e-4 * abs(point)).double().mean())
 
 
-@pytest.mark.parametrize("family", [MAMBA, MAMBA2, GLA, RWKV6, HGRN2], ids=variant_id)
+@pytest.mark.parametrize("family", [MAMBA, MAMBA2, GLA, RWKV6, HGRN2, *DELTA_FAMILIES], ids=variant_id)
 def test_each_parameter_has_the_distribution_of_the_authors(family: Family) -> None:
     torch.manual_seed(1)
     model = family.causal_lm_class(config_of(family))
