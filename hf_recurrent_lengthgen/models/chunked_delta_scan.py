@@ -73,17 +73,15 @@ class ChunkedDeltaScan(torch.autograd.Function):
             grad_states = states.new_empty(states.shape)
             grad_states[-1] = grad_state
             grad_states[:-1].flatten(0, 1).baddbmm_(dy.mT, chunks.pairs.starts[0], beta=0)
-            parts = [t.unflatten(0, (count, -1)) for t in (*chunks.adjoint(dy), chunks.pairs.total)]
-            du: list[Tensor] = []
+            du, *parts = chunks.adjoint(dy)
+            parts = [t.unflatten(0, (count, -1)) for t in (du, *parts, chunks.pairs.total)]
             for index in reversed(range(count)):
                 known, from_end, reader, total = (t[index] for t in parts)
                 end = grad_states[index + 1]
-                du.append(torch.baddbmm(known, from_end, end.mT))
-                grad_states[index].addcmul_(end, total).baddbmm_(du[-1].mT, reader)
+                known.baddbmm_(from_end, end.mT)  # a part of du
+                grad_states[index].addcmul_(end, total).baddbmm_(known.mT, reader)
             grad_state = grad_states[0]
-            found = chunks.gradients(
-                dy, torch.cat(du[::-1]), u, states[:-1].flatten(0, 1), grad_states[1:].flatten(0, 1)
-            )
+            found = chunks.gradients(dy, du, u, states[:-1].flatten(0, 1), grad_states[1:].flatten(0, 1))
             for out, gradient in zip(gradients, found, strict=True):
                 out[:, tokens] = from_chunks(gradient, out[:, tokens])
         return None, None, grad_state.view(grad_final.shape).clone(), *gradients
@@ -94,13 +92,13 @@ def advance(chunks: DeltaRule | LowRank, state: Tensor, count: int) -> tuple[Ten
     states = state.new_empty(count + 1, *state.shape)
     states[0] = state
     chunks.written(states[1:].flatten(0, 1))
-    parts = [t.unflatten(0, (count, -1)) for t in (*chunks.read(), chunks.pairs.total)]
-    u = []
+    u, *parts = chunks.read()
+    parts = [t.unflatten(0, (count, -1)) for t in (u, *parts, chunks.pairs.total)]
     for index in range(count):
         known, from_state, writer, total = (t[index] for t in parts)
-        u.append(torch.baddbmm(known, from_state, states[index].mT))
-        states[index + 1].addcmul_(states[index], total).baddbmm_(u[-1].mT, writer)
-    return torch.cat(u), states
+        known.baddbmm_(from_state, states[index].mT, alpha=chunks.sign)  # a part of u
+        states[index + 1].addcmul_(states[index], total).baddbmm_(known.mT, writer)
+    return u, states
 
 
 class DeltaRule:
@@ -111,6 +109,9 @@ class DeltaRule:
 
         (I + K diag(beta)) u = v - (d k) S_0^T
     """
+
+    sign = -1
+    """Of the state in the equation of u."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
         self.q, self.k, self.v, self.beta = q, k, v, beta  # beta is (Z, Q, 1)
@@ -124,9 +125,9 @@ class DeltaRule:
         states.zero_()
 
     def read(self) -> tuple[Tensor, Tensor, Tensor]:
-        """u is the first plus the second times S_0^T; the third is where it is written, (Z, Q, N)."""
+        """u is the first plus `sign` times the second times S_0^T; the third is where it is written, (Z, Q, N)."""
         known, from_state = torch.bmm(self.inverse, self.v), torch.bmm(self.inverse, self.pairs.starts[1])
-        return known, from_state.neg_(), self.pairs.writes[0] * self.beta
+        return known, from_state, self.pairs.writes[0] * self.beta
 
     def outputs(self, u: Tensor, starts: Tensor) -> Tensor:
         """y, (Z, Q, P)."""
@@ -157,6 +158,8 @@ class LowRank:
 
         (I - M_ab) u = M_ak v + (d a) S_0^T
     """
+
+    sign = 1
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor) -> None:
         self.q, self.k, self.v, self.b, self.gate = q, k, v, b, g.exp()
