@@ -21,7 +21,8 @@ from typing import IO, NamedTuple
 EXAMPLES = Path(__file__).resolve().parent
 FAMILIES = (
     *("mamba2", "mamba2_default", "mamba", "mamba_default", "falcon_mamba", "gla", "rwkv6", "rwkv6_default"),
-    *("rwkv5", "rwkv5_default", "hgrn2", "bamba", "qwen3_next"),
+    *("rwkv5", "rwkv5_default", "hgrn2", "delta_net", "delta_net_negative", "gated_deltanet"),
+    *("gated_deltanet_negative", "gated_deltanet_default", "kda", "bamba", "qwen3_next"),
 )
 SEEDS = ("0", "1", "2")
 

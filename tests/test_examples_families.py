@@ -15,7 +15,21 @@ METHODS = ("base", "control", "state_passing", "tbtt", "fitted_noise", "fitted_n
 @pytest.mark.usefixtures("small_corpus")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ["mamba2", "mamba", "falcon_mamba", "gla", "rwkv6", "rwkv5", "hgrn2", "bamba", "qwen3_next"]
+    "family",
+    [
+        "mamba2",
+        "mamba",
+        "falcon_mamba",
+        "gla",
+        "rwkv6",
+        "rwkv5",
+        "hgrn2",
+        "delta_net",
+        "gated_deltanet",
+        "kda",
+        "bamba",
+        "qwen3_next",
+    ],
 )
 def test_a_family_is_studied_and_goes_on_with_the_arm_that_is_missing(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -129,6 +129,10 @@ MAMBA2 = Family(
 )
 MAMBA1 = Family("Mamba-1", "stateful_mamba", {**MAMBA, "state_size": 16}, MIMETIC)
 GATED = {"num_heads": 3, "expand_k": 1.0, "expand_v": 1.0}
+DELTA_NET = Family("DeltaNet", "stateful_delta_net", {"num_heads": 3})
+GATED_DELTANET = Family(
+    "Gated DeltaNet", "stateful_gated_deltanet", {"num_heads": 3, "head_dim": 32, "expand_v": 1.0}, SLOW_DELTA
+)
 RWKV6 = Family("RWKV-6", "stateful_rwkv6", GATED, SLOW_RWKV)
 RWKV5 = Family("RWKV-5", "stateful_rwkv5", {"head_size": 32}, SLOW_RWKV)
 FAMILIES = {
@@ -145,6 +149,18 @@ FAMILIES = {
     "rwkv5": RWKV5,
     "rwkv5_default": replace(RWKV5, label="RWKV-5, authors' start", start=None, longer=2, shorter=2),
     "hgrn2": Family("HGRN-2", "stateful_hgrn2", {"expand_ratio": 32}, SLOW_BOUND),
+    "delta_net": DELTA_NET,
+    "delta_net_negative": replace(
+        DELTA_NET, label="DeltaNet, negative eigenvalues", config=DELTA_NET.config | {"allow_neg_eigval": True}
+    ),
+    "gated_deltanet": GATED_DELTANET,
+    "gated_deltanet_negative": replace(
+        GATED_DELTANET,
+        label="Gated DeltaNet, negative eigenvalues",
+        config=GATED_DELTANET.config | {"allow_neg_eigval": True},
+    ),
+    "gated_deltanet_default": replace(GATED_DELTANET, label="Gated DeltaNet, default start", start=None, shorter=2),
+    "kda": Family("Kimi Delta Attention", "stateful_kda", {"num_heads": 3, "head_dim": 32}, SLOW_DELTA),
     "bamba": Family(
         "Bamba (Mamba-2 and attention)",
         "bamba",
