@@ -3,7 +3,7 @@
 The setting is that of `interventions/`. Every arm reads the same rows as two crops of 128 bytes each and takes the
 cross-entropy of both; arms differ in the initial states of the crops and in the term that is added. An arm is one
 training and its measurement: one small file in --results. Arms that have a file are not run again. At the end,
-alignment.md, alignment.json and alignment.png are written beside the results, from all arms that are there.
+alignment.md and alignment.png are written beside the results, from all arms that are there.
 """
 
 import sys
@@ -155,7 +155,6 @@ def report(study: AlignmentStudy, seeds: list[int]) -> None:
     table = markdown([*head, "context use", "SCE inside", "Jeffreys inside", "Jeffreys beyond"], rows)
     study.results.mkdir(parents=True, exist_ok=True)
     (study.results / "alignment.md").write_text(table, encoding="utf-8")
-    study.write_results(study.results / "alignment.json", found)
     figure(study, found)
     if study.results == HERE / "results":
         picture = "![Harm against position: a panel for each way to start the crops](results/alignment.png)\n"

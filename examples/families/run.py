@@ -3,8 +3,8 @@
 For each family and seed a base is trained from nothing on rows of 128 or 64 bytes, and each method trains it further
 with equally many steps and tokens. An arm is one such training and its measurement: one small file in --results.
 Arms that have a file are not run again, so an interrupted study continues, and several commands with different
---families share the work. Checkpoints are written to --output. At the end, families.md, families.png and families.json
-are written beside the results, from all arms that are there.
+--families share the work. Checkpoints are written to --output. At the end, families.md and families.png are written
+beside the results, from all arms that are there.
 """
 
 import sys
@@ -364,8 +364,6 @@ def report(study: FamilyStudy, seeds: list[int]) -> None:
     study.results.mkdir(parents=True, exist_ok=True)
     text = "\n".join(tables.values())
     (study.results / "families.md").write_text(text, encoding="utf-8")
-    flat = {f"{family}/{method}": seeds for family, methods in found.items() for method, seeds in methods.items()}
-    study.write_results(study.results / "families.json", flat)
     figure(study, found)
     if study.results == HERE / "results":
         picture = "![Harm against position: a panel for each family](results/families.png)\n"
