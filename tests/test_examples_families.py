@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 RUN = Path(__file__).parents[1] / "examples/families/run.py"
-METHODS = ("base", "control", "state_passing", "tbtt", "fitted_noise", "fitted_noise_zero")
+METHODS = (
+    *("base", "control", "state_passing", "tbtt", "fitted_noise", "fitted_noise_zero"),
+    *("fitted_noise_first", "fitted_noise_first_zero"),
+)
 
 
 @pytest.mark.usefixtures("small_corpus")
@@ -36,6 +39,7 @@ def test_a_family_is_studied_and_goes_on_with_the_arm_that_is_missing(
 ) -> None:
     output, results = tmp_path / "out", tmp_path / "results"
     arguments = ["--tiny", "--families", family, "--seeds", "3", "--output", output, "--results", results]
+    arguments += ["--methods", *METHODS]
     monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
     monkeypatch.setattr(sys, "path", [*sys.path])
     runpy.run_path(str(RUN), run_name="__main__")

@@ -213,7 +213,10 @@ METHODS = {
     "fitted_noise_zero": Method("fitted noise, a fifth zero", MixedStatesTrainer, "#cc79a7", ZERO_SHARE),
     "fitted_noise_first": Method("fitted noise of the first step", FittedNoiseTrainer, "#5b636d", FIRST),
     "fitted_noise_first_zero": Method(
-        "fitted noise of the first step, a fifth zero", MixedStatesTrainer, "#9aa3ad", ZERO_SHARE | FIRST
+        "fitted noise of the first step, a fifth zero",
+        MixedStatesTrainer,
+        "#9aa3ad",
+        {"mixture": {"zero": 0.2, "fitted_noise": {"share": 0.8, **FIRST}}},
     ),
 }
 EXTRA = ("fitted_noise_first", "fitted_noise_first_zero")

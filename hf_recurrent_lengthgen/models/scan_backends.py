@@ -101,7 +101,9 @@ def keeps_poison(state: Tensor) -> bool:
 
     Elsewhere the answer is no: on a GPU it would cost a synchronization, and a compiled graph cannot branch.
     """
-    return state.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(state.sum().isfinite())
+    return (
+        state.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(state.detach().sum().isfinite())
+    )
 
 
 def scan_in_pieces(
