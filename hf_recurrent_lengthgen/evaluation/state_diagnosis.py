@@ -190,7 +190,7 @@ def _left_out(model: nn.Module, layers: Sequence[LayerTrajectory], sequences: in
     unread = sum(layer.inputs is None for layer in layers)
     if not unread:
         return told
-    reason = "their scans are not known to this package"
+    reason = getattr(model.config, "why_no_forgetting", "") or "their scans are not known to this package"
     if Forgetting.of(model.config).in_recurrence:
         reason = "the model is made to forget, so its scans get other inputs than its layers computed"
     inputs = f"Inputs of the recurrence and retention were not read in {unread} of {len(layers)} layers: {reason}."

@@ -16,6 +16,8 @@ class DeltaRuleConfig(FlaConfigMixin, PreTrainedConfig):
             negative eigenvalues (Grazzi et al. 2025, arXiv:2411.12537).
     """
 
+    why_no_forgetting = "what it writes depends on what it reads, so that a state is no sum of decayed parts"
+
     expand_v: int | float = 1.0
     use_short_conv: bool = True
     conv_size: int = 4

@@ -57,6 +57,7 @@ class StatefulConfigMixin:
     has_step_size: ClassVar[bool] = False  # whether its decay has a step size, so that delta_scale applies
     lora_target_modules: ClassVar[tuple[str, ...]] = ()  # linear layers of its mixers, as PEFT names them
     upstream_types: ClassVar[tuple[str, ...]] = ()  # model types whose files have the same fields and weights
+    why_no_forgetting: ClassVar[str] = ""  # why `forgetting` is refused, in words; empty where it is not
     layouts: ClassVar[tuple[str, ...]] = ()  # formats that it is converted from and to; the first has `upstream_types`
     tiny: ClassVar[dict[str, Any]] = {}  # further settings of a model of width 64, for trials
 
@@ -149,6 +150,11 @@ class StatefulConfigMixin:
 
     def check_forgetting(self) -> None:
         """Refuse a `forgetting` that is out of range, or that this family cannot honor."""
+        if self.why_no_forgetting and Forgetting.of(self) != Forgetting():
+            raise ValueError(
+                f"{type(self).__name__} cannot forget at inference, since {self.why_no_forgetting}: set forgetting to "
+                f"None, got {self.forgetting}."
+            )
         if Forgetting.of(self).delta_scale != 1 and not self.has_step_size:
             raise ValueError(
                 f"forgetting: delta_scale scales the step sizes of Mamba, and {type(self).__name__} has none; set "

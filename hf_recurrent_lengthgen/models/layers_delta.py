@@ -30,7 +30,6 @@ class DeltaMixer(ScanMixer):
     """Projections, short convolutions, delta rule, norm per head. A subclass adds its gates."""
 
     scan = staticmethod(scan_delta)
-    why_not = "what it writes depends on what it reads, so that a state is no sum of decayed parts"
     why_not_grow = "the delta rule erases along keys of norm 1, which wider or fewer keys would change"
 
     def __init__(self, config: Any, activation: bool = True) -> None:

@@ -30,7 +30,6 @@ class ScanMixer(nn.Module):
         scan: The function of a file `scan_*.py`, as a static method: it takes the inputs of the recurrence and the
             recurrent part of a state, and gives outputs and the recurrent part after the last token.
         recurrence: How the scan forgets (`Forgetting`), a class of a file `forgetting_*.py`; None where it cannot.
-        why_not: Why it cannot forget, in words.
         why_not_grow: Why its state cannot be expanded.
         grows: What makes its state larger (StateX, Shen et al. 2025): "state_size", N of each head or channel, or
             "num_heads", fewer and larger heads; None where it cannot be expanded.
@@ -39,7 +38,6 @@ class ScanMixer(nn.Module):
 
     scan: Callable[..., Any]
     recurrence: ClassVar[type[Recurrence] | None] = None
-    why_not: ClassVar[str] = "it names no `recurrence`"
     why_not_grow: ClassVar[str] = "its mixers do not say how they grow (`grows` of `ScanMixer`)"
     grows: ClassVar[str | None] = None
     convolves: ClassVar[bool] = True
@@ -87,8 +85,8 @@ class ScanMixer(nn.Module):
         """The `recurrence`; a `ValueError` where there is none."""
         if self.recurrence is None:
             raise ValueError(
-                f"{type(self).__name__} cannot forget at inference, since {self.why_not}: set `forgetting` in the "
-                "config to None."
+                f"{type(self).__name__} cannot forget, since it names no `recurrence`: set `forgetting` in the config "
+                "to None."
             )
         return self.recurrence
 

@@ -52,9 +52,12 @@ def inputs_of_layers(model: Any, tokens: Tensor) -> tuple[list[tuple[Any, ...]],
 @pytest.mark.parametrize("family", DELTA_FAMILIES, ids=variant_id)
 @pytest.mark.parametrize("change", [{"window": 3}, {"retention": 0.9}, {"insertion": 0.9}], ids=str)
 def test_what_does_not_only_decay_is_refused_with_the_reason(family: Family, change: dict[str, Any]) -> None:
-    model = build(family)
-    with forgetting(model, **change), pytest.raises(ValueError, match="what it writes depends on what it reads"):
-        model(random_tokens(1, 4))
+    model, message = build(family), "what it writes depends on what it reads.* set forgetting to None"
+    with pytest.raises(ValueError, match=message), forgetting(model, **change):
+        pass
+    with pytest.raises(ValueError, match=message):
+        family.config(forgetting=change)
+    assert model.config.forgetting is None
 
 
 @pytest.mark.thinned(11)
