@@ -17,6 +17,7 @@ from .configuration_stateful_mamba import StatefulMambaConfig
 from .configuration_stateful_mamba2 import StatefulMamba2Config
 from .configuration_stateful_rwkv5 import StatefulRWKV5Config
 from .configuration_stateful_rwkv6 import StatefulRWKV6Config
+from .configuration_stateful_rwkv7 import StatefulRWKV7Config
 from .modeling_stateful_delta_net import (
     StatefulDeltaNetForCausalLM,
     StatefulDeltaNetForSequenceClassification,
@@ -62,6 +63,11 @@ from .modeling_stateful_rwkv6 import (
     StatefulRWKV6ForCausalLM,
     StatefulRWKV6ForSequenceClassification,
     StatefulRWKV6Model,
+)
+from .modeling_stateful_rwkv7 import (
+    StatefulRWKV7ForCausalLM,
+    StatefulRWKV7ForSequenceClassification,
+    StatefulRWKV7Model,
 )
 
 FAMILIES: dict[str, Any] = {}
@@ -113,6 +119,7 @@ for _classes in (
     (StatefulMamba2ForCausalLM, StatefulMamba2ForSequenceClassification),
     (StatefulRWKV5ForCausalLM, StatefulRWKV5ForSequenceClassification),
     (StatefulRWKV6ForCausalLM, StatefulRWKV6ForSequenceClassification),
+    (StatefulRWKV7ForCausalLM, StatefulRWKV7ForSequenceClassification),
 ):
     register_family(*_classes)
 
@@ -159,6 +166,10 @@ __all__ = [
     "StatefulRWKV6ForCausalLM",
     "StatefulRWKV6ForSequenceClassification",
     "StatefulRWKV6Model",
+    "StatefulRWKV7Config",
+    "StatefulRWKV7ForCausalLM",
+    "StatefulRWKV7ForSequenceClassification",
+    "StatefulRWKV7Model",
     "family_config",
     "register_family",
 ]

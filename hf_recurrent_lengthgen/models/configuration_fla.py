@@ -25,12 +25,13 @@ class FlaConfigMixin(StatefulConfigMixin):
         initializer_range: Standard deviation of initial weights.
 
     Token ids are None unless given. What fla offers beside the recurrence is refused: attention layers (`attn`),
-    attention residuals (`attnres_block_size`), an extra loss (`use_l2warp`). fla's flags that choose an
+    attention residuals (`attnres_block_size`), but in RWKV-7 an extra loss (`use_l2warp`). fla's flags that choose an
     implementation (`attn_mode`, `fuse_*`, `use_gk`, `use_gv`) are kept and change nothing, except that GLA derives
     a parameter name from `fuse_norm`.
     """
 
     activations: ClassVar[tuple[str, ...]] = ("swish", "silu")
+    has_l2warp: ClassVar[bool] = False  # whether its loss may have `use_l2warp`
 
     vocab_size: int = 32000
     hidden_size: int = 2048
@@ -52,7 +53,7 @@ class FlaConfigMixin(StatefulConfigMixin):
     def check(self) -> None:
         super().check()
         for name, neutral in (("attn", None), ("attnres_block_size", None), ("use_l2warp", False)):
-            if getattr(self, name) != neutral:
+            if getattr(self, name) != neutral and not (name == "use_l2warp" and self.has_l2warp):
                 raise ValueError(f"{name} must be {neutral}, got {getattr(self, name)!r}: it is not supported.")
         if self.hidden_act not in self.activations:
             raise ValueError(f"hidden_act must be one of {self.activations}, got {self.hidden_act!r}.")

@@ -15,10 +15,10 @@ CODE_FORMAT_VERSION = 1
 SCAN_BACKEND_SETTINGS = ("auto", "torch", "kernel")
 # Numeric fields of all families by their range; a field that a family lacks, or that is None, is skipped.
 COUNT_FIELDS = (
-    *("attention_hidden_size", "chunk_size", "conv_kernel", "conv_size", "expand", "expand_ratio"),
-    *("gate_low_rank_dim", "head_dim", "head_size", "head_size_divisor", "hidden_size", "intermediate_size"),
-    *("n_groups", "num_heads", "num_hidden_layers", "num_kv_heads", "num_v_heads", "proj_low_rank_dim"),
-    *("state_size", "time_step_rank", "training_length", "vocab_size"),
+    *("a_low_rank_dim", "attention_hidden_size", "chunk_size", "conv_kernel", "conv_size", "decay_low_rank_dim"),
+    *("expand", "expand_ratio", "gate_low_rank_dim", "head_dim", "head_size", "head_size_divisor", "hidden_size"),
+    *("intermediate_size", "n_groups", "num_heads", "num_hidden_layers", "num_kv_heads", "num_v_heads"),
+    *("proj_low_rank_dim", "state_size", "time_step_rank", "training_length", "v_low_rank_dim", "vocab_size"),
 )
 POSITIVE_FIELDS = (
     *("expand_k", "expand_v", "gate_logit_normalizer", "hidden_ratio"),

@@ -1,21 +1,19 @@
-"""What RWKV-5 and RWKV-6 share: token shifts, the norm of heads, and the state of time mixing.
+"""What RWKV-5, RWKV-6 and RWKV-7 share: token shifts, low-rank maps, the norm of heads, the state of time mixing.
 
 The conv part of the state is (B, 2D, 1): the last normed input of time mixing, below it that of channel mixing.
 Shapes: B batch, T tokens, D hidden size, H heads, N key dim, P value dim.
 """
 
-from typing import Any
+import math
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 from transformers import initialization as init
 
-from .forgetting_gated import GatedRecurrence
 from .padding import last_inputs
 from .recurrent_state import LayerShape
 from .scan_mixer import ScanMixer
-from .scan_rwkv6 import chunk_rwkv6, scan_rwkv6
 
 
 def token_shift(x: Tensor, initial_state: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -27,6 +25,31 @@ def token_shift(x: Tensor, initial_state: Tensor, lengths: Tensor | None = None)
         lengths: Number of real tokens in each row, (B,); None if all T are real.
     """
     return torch.cat([initial_state.mT.to(x.dtype), x[:, :-1]], dim=1), last_inputs(x, initial_state, lengths)
+
+
+class LowRank(nn.Module):
+    """`bias + up(activation(down(x)))`."""
+
+    def __init__(self, size: int, rank: int, output: int, activation: nn.Module, bias: bool = True) -> None:
+        super().__init__()
+        self.lora = nn.Sequential(nn.Linear(size, rank, bias=False), activation, nn.Linear(rank, output, bias=bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lora(x)
+
+    @property
+    def bias(self) -> Tensor:
+        """(output,); None without one."""
+        return self.lora[2].bias  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """As fla does: the result is the bias, which is zero. A time mixing calls it after its linear maps."""
+        init.zeros_(self.lora[0].weight)
+        up = self.lora[2].weight
+        init.orthogonal_(up, gain=0.1 * max(1.0, math.sqrt(up.shape[1] / up.shape[0])))
+        if self.bias is not None:
+            init.zeros_(self.bias)
 
 
 class HeadNorm(nn.Module):
@@ -47,18 +70,12 @@ class HeadNorm(nn.Module):
 
 
 class RWKVTimeMixing(ScanMixer):
-    """Base of time mixings; a subclass sets `heads`, `key_dim` and `value_dim`."""
+    """Base of time mixings; a subclass sets `heads`, `key_dim` and `value_dim`, and what a `ScanMixer` names."""
 
-    scan = staticmethod(scan_rwkv6)
-    recurrence = GatedRecurrence
-    grows = "num_heads"
     convolves = False
     heads: int
     key_dim: int
     value_dim: int
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config, chunk_rwkv6 is not None)
 
     @property
     def state_shape(self) -> LayerShape:

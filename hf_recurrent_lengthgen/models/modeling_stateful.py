@@ -160,7 +160,8 @@ class StatefulBackbone(StatefulPreTrainedModel):
         lengths: Number of real tokens in each row, (B,), the rest is padding on the right; None if there is none.
         and what `layer_inputs` gives it,
 
-    and returns outputs (B, T, D) and the `LayerState` after the last real token of each row.
+    and returns outputs (B, T, D) and the `LayerState` after the last real token of each row. What it returns beyond
+    that, (B, T, ...) each, all later layers take as their last inputs.
 
     Args of `forward`:
         input_ids: (B, T). Exactly one of `input_ids` and `inputs_embeds` is given.
@@ -269,16 +270,20 @@ class StatefulBackbone(StatefulPreTrainedModel):
     ) -> tuple[list[Tensor], RecurrentState]:
         """The hidden states before each layer, if all are kept, and after the final norm; and the state after."""
         all_hidden_states, states = [], []
+        shared: tuple[Any, ...] = ()
         rows: Any = hidden_states if layout is None else layout.to_front(hidden_states)
         for block, layer_state, inputs in zip(self.layers, state, self.layer_inputs(), strict=True):
             if keep_all:
                 all_hidden_states.append(hidden_states)
             if isinstance(layout, Packing):
-                rows, after = block(rows, layout.starting_states(layer_state), layout.lengths, *inputs)
+                starting = layout.starting_states(layer_state)
+                rows, after, *further = block(rows, starting, layout.lengths, *inputs, *shared)
                 states.append(layout.final_states(after))
             else:
-                rows, after = block(rows, layer_state, None if layout is None else layout.lengths, *inputs)
+                lengths = None if layout is None else layout.lengths
+                rows, after, *further = block(rows, layer_state, lengths, *inputs, *shared)
                 states.append(after)
+            shared = (*shared, *further)
             if keep_all and layout is not None:
                 # what is returned is what the next layer reads, so that gradients reach it
                 hidden_states = layout.back(rows)

@@ -17,6 +17,7 @@ from transformers import initialization as init
 
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_rwkv5 import StatefulRWKV5Config
+from .forgetting_gated import GatedRecurrence
 from .layers_rwkv import HeadNorm, RWKVTimeMixing, token_shift
 from .modeling_stateful import StatefulBackbone
 from .packed_rows import over_groups
@@ -27,6 +28,7 @@ from .recurrent_state import LayerState
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
 from .scan_mixer import MixerLayer
+from .scan_rwkv6 import chunk_rwkv6, scan_rwkv6
 from .sequence_classification import StatefulForSequenceClassification
 
 
@@ -38,8 +40,12 @@ def _mix(x: Tensor, shifted: Tensor, time_mix: Tensor) -> Tensor:
 class StatefulRWKV5TimeMixing(RWKVTimeMixing):
     """Token shifts, projections, recurrence with decay and bonus, norm per head, gate."""
 
+    scan = staticmethod(scan_rwkv6)
+    recurrence = GatedRecurrence
+    grows = "num_heads"
+
     def __init__(self, config: StatefulRWKV5Config, layer: int) -> None:
-        super().__init__(config)
+        super().__init__(config, chunk_rwkv6 is not None)
         self.depth = layer / max(1, config.num_hidden_layers - 1), 1 - layer / config.num_hidden_layers
         D, A = config.hidden_size, config.inner_size
         self.heads, self.key_dim = head_shape = config.heads_of(layer)

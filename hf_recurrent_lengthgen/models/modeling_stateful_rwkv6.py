@@ -10,8 +10,6 @@ lengths, the norm of the heads has its own epsilon, and decays and recurrence ar
 Shapes: B batch, T tokens, D hidden size, R rank of the token shifts.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu, silu
@@ -19,7 +17,8 @@ from transformers import initialization as init
 
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_rwkv6 import StatefulRWKV6Config
-from .layers_rwkv import HeadNorm, RWKVTimeMixing, token_shift
+from .forgetting_gated import GatedRecurrence
+from .layers_rwkv import HeadNorm, LowRank, RWKVTimeMixing, token_shift
 from .modeling_stateful import StatefulBackbone
 from .packed_rows import over_groups
 from .padding import zero_past_end
@@ -29,6 +28,7 @@ from .recurrent_state import LayerState
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
 from .scan_mixer import MixerLayer
+from .scan_rwkv6 import chunk_rwkv6, scan_rwkv6
 from .sequence_classification import StatefulForSequenceClassification
 
 
@@ -51,22 +51,15 @@ class ShiftedLinear(nn.Module):
             init.zeros_(self.mu)
 
 
-class LowRank(nn.Module):
-    """`bias + up(tanh(down(x)))`."""
-
-    def __init__(self, size: int, rank: int, output: int) -> None:
-        super().__init__()
-        self.lora = nn.Sequential(nn.Linear(size, rank, bias=False), nn.Tanh(), nn.Linear(rank, output))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lora(x)
-
-
 class StatefulRWKV6TimeMixing(RWKVTimeMixing):
     """Data-dependent token shifts, projections, recurrence with decay and bonus, norm per head, gate."""
 
+    scan = staticmethod(scan_rwkv6)
+    recurrence = GatedRecurrence
+    grows = "num_heads"
+
     def __init__(self, config: StatefulRWKV6Config, layer: int) -> None:
-        super().__init__(config)
+        super().__init__(config, chunk_rwkv6 is not None)
         D, R = config.hidden_size, config.proj_low_rank_dim
         self.heads, self.key_dim, self.value_dim = config.heads_of(layer)
         keys, values = self.heads * self.key_dim, self.heads * self.value_dim
@@ -76,7 +69,7 @@ class StatefulRWKV6TimeMixing(RWKVTimeMixing):
         )
         self.x_bias = nn.Parameter(torch.empty(5, D))
         self.r_proj = ShiftedLinear(nn.Linear(D, keys, bias=False))
-        self.w_proj = ShiftedLinear(LowRank(D, config.gate_low_rank_dim, keys))
+        self.w_proj = ShiftedLinear(LowRank(D, config.gate_low_rank_dim, keys, nn.Tanh()))
         self.k_proj = ShiftedLinear(nn.Linear(D, keys, bias=False))
         self.v_proj = ShiftedLinear(nn.Linear(D, values, bias=False))
         self.g_proj = ShiftedLinear(nn.Linear(D, values, bias=False))
@@ -115,10 +108,7 @@ class StatefulRWKV6TimeMixing(RWKVTimeMixing):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 init.xavier_uniform_(module.weight, gain=2**-2.5)
-        init.zeros_(self.get_parameter("w_proj.linear.lora.0.weight"))
-        up = self.get_parameter("w_proj.linear.lora.2.weight")
-        init.orthogonal_(up, gain=0.1 * max(1.0, math.sqrt(up.shape[1] / up.shape[0])))
-        init.zeros_(self.get_parameter("w_proj.linear.lora.2.bias"))
+        self.w_proj.linear.initialize()  # type: ignore[operator]
         init.zeros_(self.x_bias)
         init.zeros_(self.bonus)
 

@@ -98,15 +98,21 @@ class Packing(NamedTuple):
         return layer_state(torch.cat(parts)[self.last] for parts in zip(*states, strict=True))
 
 
-def over_groups(forward: Callable[..., tuple[Tensor, LayerState]]) -> Callable[..., Any]:
-    """Let the `forward` of a layer take tuples of hidden states, states and lengths too, one entry for each group."""
+def over_groups(forward: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+    """Let the `forward` of a layer take tuples of hidden states, states and lengths too, one entry for each group.
+
+    Its results are then such tuples. A further input is one tensor for all groups, or such a tuple.
+    """
 
     @wraps(forward)
     def run(self: Any, hidden_states: Any, state: Any, lengths: Any = None, *inputs: Any) -> Any:
         if isinstance(hidden_states, Tensor):
             return forward(self, hidden_states, state, lengths, *inputs)
-        results = [forward(self, *group, *inputs) for group in zip(hidden_states, state, lengths, strict=True)]
-        return tuple(x for x, _ in results), tuple(after for _, after in results)
+        results = [
+            forward(self, *group, *(given[index] if isinstance(given, tuple) else given for given in inputs))
+            for index, group in enumerate(zip(hidden_states, state, lengths, strict=True))
+        ]
+        return tuple(zip(*results, strict=True))
 
     return run
 

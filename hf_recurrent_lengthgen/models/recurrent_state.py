@@ -9,7 +9,7 @@ next is in its two parts, batch first:
     Mamba-1, FalconMamba             (B, D, N)       (B, D, K-1)             the same, D inner channels
     GLA, HGRN-2, linear attention,   (B, H, P, N)    (B, 0), or with short convolutions (B, C, K-1) for the
     DeltaNet, Gated DeltaNet, KDA                    C channels of q, k and v
-    RWKV-6, RWKV-5                   (B, H, P, N)    (B, 2*E, 1)             last inputs of the two token shifts
+    RWKV-7, RWKV-6, RWKV-5           (B, H, P, N)    (B, 2*E, 1)             last inputs of the two token shifts
 
     B batch, H heads, P head (value) dim, N state (key) dim, G groups, K convolution taps, E hidden size
 

@@ -14,7 +14,7 @@ from .family import TINY, VOCABULARY, Family
 from .family_delta import DELTA_NET, GATED_DELTANET, KDA
 from .family_fla import GLA, HGRN2, LINEAR_ATTENTION
 from .family_mamba import FALCON_MAMBA, MAMBA
-from .family_rwkv import RWKV5, RWKV6
+from .family_rwkv import RWKV5, RWKV6, RWKV7
 
 
 def mamba2_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
@@ -84,7 +84,7 @@ MAMBA2 = Family(
 )
 
 # What they write depends on what they read: they do not forget at inference, and their states do not grow.
-DELTA_FAMILIES = [DELTA_NET, GATED_DELTANET, KDA]
+DELTA_FAMILIES = [DELTA_NET, GATED_DELTANET, KDA, RWKV7]
 FAMILIES = [MAMBA2, MAMBA, FALCON_MAMBA, GLA, HGRN2, LINEAR_ATTENTION, RWKV6, RWKV5, *DELTA_FAMILIES]
 DECAYING = [family for family in FAMILIES if family not in DELTA_FAMILIES]
 # For what the shell does alike for all: two kinds of convolution states and none.

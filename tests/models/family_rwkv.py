@@ -1,4 +1,4 @@
-"""RWKV-6 and RWKV-5 as families under test."""
+"""RWKV-5, RWKV-6 and RWKV-7 as families under test."""
 
 from typing import Any
 
@@ -8,8 +8,10 @@ from torch.nn.functional import group_norm, relu, silu
 
 from hf_recurrent_lengthgen.models.configuration_stateful_rwkv5 import StatefulRWKV5Config
 from hf_recurrent_lengthgen.models.configuration_stateful_rwkv6 import StatefulRWKV6Config
+from hf_recurrent_lengthgen.models.configuration_stateful_rwkv7 import StatefulRWKV7Config
 from hf_recurrent_lengthgen.models.modeling_stateful_rwkv5 import StatefulRWKV5ForCausalLM, StatefulRWKV5Model
 from hf_recurrent_lengthgen.models.modeling_stateful_rwkv6 import StatefulRWKV6ForCausalLM, StatefulRWKV6Model
+from hf_recurrent_lengthgen.models.modeling_stateful_rwkv7 import StatefulRWKV7ForCausalLM, StatefulRWKV7Model
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
 
 from .family import TINY, Family
@@ -96,6 +98,50 @@ def rwkv5_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, Re
     return model.head(model.rwkv.ln_out(x)), tuple(final)
 
 
+def rwkv7_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
+    """Section 4 of arXiv:2503.14456, on fla's parameters, with transitions as matrices; x: (B, T, D)."""
+    c = model.config
+    D = c.hidden_size
+    H, N, _ = c.heads
+    final: list[LayerState] = []
+    first: list[Tensor] = []  # values of the first layer
+    for block, (S, conv) in zip(model.model.layers, state, strict=True):
+        before, before_ffn, outputs, m, f = conv[:, :D, 0], conv[:, D:, 0], [], block.attn, block.ffn
+
+        def low(lora: Any, z: Tensor, f: Any = lambda z: z) -> Tensor:
+            down, _, up = lora.lora
+            return f(z @ down.weight.T) @ up.weight.T + (0 if up.bias is None else up.bias)
+
+        for t in range(x.shape[1]):
+            h = block.pre_norm(x[:, t])
+            z = block.attn_norm(h)
+            mixed = {part: z + (before - z) * getattr(m, f"x_{part}")[0, 0] for part in "rwkvag"}
+            r, k, v = (mixed[part] @ getattr(m, f"{part}_proj").weight.T for part in "rkv")
+            if final:
+                v = v + (first[t] - v) * torch.sigmoid(low(m.v_lora, mixed["v"]))
+            else:
+                first.append(v)
+            a = torch.sigmoid(low(m.a_lora, mixed["a"]))
+            w = torch.exp(-(torch.e**-0.5) * torch.sigmoid(low(m.w_lora, mixed["w"], torch.tanh)))
+            g = low(m.g_lora, mixed["g"], torch.sigmoid)
+            kappa = (k * m.k_k).unflatten(-1, (H, N))
+            kappa = kappa / kappa.norm(dim=-1, keepdim=True)
+            k = k * (1 - m.k_a) + k * a * m.k_a
+            r, k, v, a, w = (part.unflatten(-1, (H, -1)) for part in (r, k, v, a, w))
+            transition = torch.diag_embed(w) - kappa[..., :, None] * (a * kappa)[..., None, :]
+            S = S @ transition + v[..., :, None] * k[..., None, :]
+            y = group_norm((S @ r[..., None]).flatten(1), H, m.g_norm.weight, m.g_norm.bias, N * c.norm_eps)
+            y = y + ((r * k * m.r_k).sum(-1, keepdim=True) * v).flatten(1)
+            h = h + (y * g) @ m.o_proj.weight.T
+            before, z = z, block.ffn_norm(h)
+            key = relu((z + (before_ffn - z) * f.x_k) @ f.key.weight.T) ** 2
+            before_ffn = z
+            outputs.append(h + key @ f.value.weight.T)
+        x = torch.stack(outputs, 1)
+        final.append(LayerState(S, torch.cat([before, before_ffn], 1)[..., None]))
+    return model.lm_head(model.model.norm(x)), tuple(final)
+
+
 def rwkv6_config(**changes: Any) -> StatefulRWKV6Config:
     fields = {"num_heads": 2, "intermediate_size": 24, "proj_low_rank_dim": 3, "gate_low_rank_dim": 5}
     return StatefulRWKV6Config(**(TINY | fields | changes))
@@ -103,6 +149,11 @@ def rwkv6_config(**changes: Any) -> StatefulRWKV6Config:
 
 def rwkv5_config(**changes: Any) -> StatefulRWKV5Config:
     return StatefulRWKV5Config(**(TINY | {"head_size": 8, "intermediate_size": 24} | changes))
+
+
+def rwkv7_config(**changes: Any) -> StatefulRWKV7Config:
+    ranks = {"decay_low_rank_dim": 3, "gate_low_rank_dim": 5, "a_low_rank_dim": 2, "v_low_rank_dim": 4}
+    return StatefulRWKV7Config(**(TINY | {"head_dim": 8, "intermediate_size": 24} | ranks | changes))
 
 
 RWKV6 = Family(
@@ -122,7 +173,7 @@ RWKV6 = Family(
         *(f"{name}.linear" for name in ("r_proj", "k_proj", "v_proj", "g_proj", "x_proj.0", "key", "receptance")),
         *("x_proj.2", "lora.0", "lora.2", "o_proj", "ffn.value"),
     },
-    kernel=("layers_rwkv", "chunk_rwkv6"),
+    kernel=("modeling_stateful_rwkv6", "chunk_rwkv6"),
     autocast_error=0.2,  # its decays are exponentials of exponentials of bfloat16
 )
 RWKV5 = Family(
@@ -141,5 +192,27 @@ RWKV5 = Family(
         *(f"attention.{name}" for name in ("key", "value", "receptance", "gate", "output")),
         *(f"feed_forward.{name}" for name in ("key", "value", "receptance")),
     },
-    kernel=("layers_rwkv", "chunk_rwkv6"),
+    kernel=("modeling_stateful_rwkv5", "chunk_rwkv6"),
+)
+RWKV7 = Family(
+    name="rwkv7",
+    config_class=StatefulRWKV7Config,
+    causal_lm_class=StatefulRWKV7ForCausalLM,
+    backbone_class=StatefulRWKV7Model,
+    config=rwkv7_config,
+    variants={
+        "default": {},
+        "wide values, three layers, tied": {
+            "value_dim": 32,
+            "head_dim": 4,
+            "num_hidden_layers": 3,
+            "tie_word_embeddings": True,
+        },
+        "plain norms, one layer": {"norm_first": False, "norm_bias": False, "num_hidden_layers": 1},
+    },
+    loop=rwkv7_loop,
+    linear_modules={
+        *("r_proj", "k_proj", "v_proj", "o_proj", "lora.0", "lora.2", "ffn.key", "ffn.value"),
+    },
+    kernel=("modeling_stateful_rwkv7", "chunk_dplr_delta_rule"),
 )
