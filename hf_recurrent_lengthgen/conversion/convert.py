@@ -150,7 +150,7 @@ def our_entries(layout: Format, config: Any, files: TensorFiles, where: str) -> 
     if tied is not None and layout.tied_head in files:
         _check_tied(files, layout.tied_head, renames, tied[1], where)
     order = {name: number for number, name in enumerate(files.keys())}
-    ignored = None if tied is None else layout.tied_head
+    ignored = layout.unused if tied is None else (*layout.unused, layout.tied_head)
     entries = to_ours(renames, files, expected_shapes(config), where, ignored)
     first = {name: order[rename.their_names[0]] for rename in renames for name in rename.our_names}
     return sorted(entries, key=lambda entry: first[entry.name])

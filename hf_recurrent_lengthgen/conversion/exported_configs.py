@@ -21,8 +21,12 @@ NOT_ARCHITECTURE = {
     # of implementations that give the same
     *("attn_mode", "chunk_size", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_swiglu"),
     *("max_position_embeddings", "rescale_every", "use_associative_scan", "use_mambapy"),
+    "use_l2warp",  # of training
 }
 """Entries of our config that do not affect predictions."""
+
+WITHOUT_EFFECT = {"stateful_mamba2": {"time_step_rank"}, "stateful_rwkv7": {"fuse_norm"}}
+"""Of some families: Mamba-2 has no such rank, and RWKV-7 the same norms either way."""
 
 UNIFORM_FIELDS = {"layer_state_sizes": "state_size", "layer_num_heads": "num_heads"}
 """Fields with the size of each layer, and the field with the size of all layers."""
@@ -93,8 +97,7 @@ def check_exportable(format: Format, config: Any) -> None:
 def _check_same(format: Format, config: Any, again: Any) -> None:
     """Raise a `ValueError` if the config changes on the way there and back."""
     ignored = NOT_ARCHITECTURE | {"forgetting", SOURCE_CONFIG, *format.from_shapes}
-    if config.model_type == "stateful_mamba2":
-        ignored |= {"time_step_rank"}  # Mamba-2 has none
+    ignored |= WITHOUT_EFFECT.get(config.model_type, set())
     names = [name for name in type(config)().to_dict() if name not in ignored]
     different = [
         f"{name} {getattr(config, name, None)!r} (there {getattr(again, name, None)!r})"

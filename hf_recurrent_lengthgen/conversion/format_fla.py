@@ -2,7 +2,8 @@
 
 Parameter names are those of this package. So are the config fields, except for settings that choose an
 implementation. But fla's Mamba classes have the model types of Transformers, with other names for some fields.
-Checkpoints from before February 2025 hold `mlp.gate_proj` and `mlp.up_proj` as one tensor; they can be read, too.
+Checkpoints from before February 2025 hold `mlp.gate_proj` and `mlp.up_proj` as one tensor, the first ones of RWKV-7
+the six token shifts of a layer; they can be read, too.
 """
 
 from collections.abc import Mapping
@@ -64,6 +65,7 @@ KINDS = {
     "hgrn2": Kind(SWIGLU),
     "linear_attn": Kind(SWIGLU | {"attn_mode": "fused_chunk"}),
     "rwkv6": Kind(aliases={"eps": "norm_eps", "rms_norm_eps": "norm_eps"}),
+    "rwkv7": Kind(),
     "mamba": Kind(
         MAMBA_FLAGS,
         MAMBA_NAMES
@@ -97,7 +99,16 @@ def _join(gate: Tensor, up: Tensor) -> Tensor:
     return torch.cat([gate, up])
 
 
+def _unstacked(shifts: Tensor) -> tuple[Tensor, ...]:
+    return tuple(shift.view(1, 1, -1) for shift in shifts)
+
+
+def _stacked(*shifts: Tensor) -> Tensor:
+    return torch.cat([shift.flatten(0, 1) for shift in shifts])
+
+
 GATE_AND_UP = Transform(_split, _join)
+SHIFTS = Transform(_unstacked, _stacked)
 
 
 def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
@@ -197,15 +208,21 @@ def _from_config(config: Any) -> Settings:
     }
 
 
+OLDER: dict[str, tuple[tuple[str, ...], Transform]] = {
+    "mlp.gate_proj.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"), GATE_AND_UP),
+    "attn.x_x": (tuple(f"attn.x_{part}" for part in "rwkvag"), SHIFTS),
+}
+"""Tensors of a layer that stood for several."""
+
+
 def _older(config: Any, metas: Mapping[str, Meta]) -> list[Rename] | None:
-    """The map for checkpoints with gate and up projections in one tensor."""
-    parts = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
-    first = "model.layers.0."
-    if first + parts[0] not in metas or first + parts[1] in metas:
-        return None
-    gate, up = (f"model.layers.{{layer}}.{part}" for part in parts)
-    others = [rename for rename in same_names(config) if not rename.our_names[0].endswith(parts)]
-    return [*others, Rename(gate, (gate, up), GATE_AND_UP)]
+    """The map for checkpoints with several tensors in one."""
+    for theirs, (ours, transform) in OLDER.items():
+        if f"model.layers.0.{theirs}" in metas and f"model.layers.0.{ours[-1]}" not in metas:
+            others = [rename for rename in same_names(config) if not rename.our_names[0].endswith(ours)]
+            parts = tuple(f"model.layers.{{layer}}.{part}" for part in ours)
+            return [*others, Rename(f"model.layers.{{layer}}.{theirs}", parts, transform)]
+    return None
 
 
 FLA = Format(

@@ -1,8 +1,9 @@
-"""Checkpoints of RWKV-5.2 and RWKV-6: the .pth files of their author, and the authors' repositories for Transformers.
+"""Checkpoints of RWKV-5.2, RWKV-6 and RWKV-7: .pth files of their author, and repositories for Transformers.
 
-A .pth file (of RWKV-LM, generations x052 and x060) has no config: sizes follow from shapes, and the code fixes all
-other settings. The repositories (RWKV/rwkv-6-world-*, RWKV/v6-Finch-*, RWKV/rwkv-5-world-*) rename the same tensors.
-Our RWKV-6 has the names and layouts of fla, our RWKV-5 those of the repositories.
+A .pth file (of RWKV-LM, generations x052, x060 and x070) has no config: sizes follow from shapes, and the code fixes
+all other settings. The authors' repositories (RWKV/rwkv-6-world-*, RWKV/v6-Finch-*, RWKV/rwkv-5-world-*) rename the
+same tensors; those of RWKV-7 have the format of fla. Our RWKV-6 and RWKV-7 have the names and layouts of fla, our
+RWKV-5 those of the repositories.
 
 Shapes: D hidden size, A width of time mixing, H heads of N channels, R rank of the token shifts, W rank of the decay.
 """
@@ -24,21 +25,24 @@ from hf_recurrent_lengthgen.conversion.formats import (
     expected_shapes,
 )
 from hf_recurrent_lengthgen.conversion.rwkv_maps import (
-    LAYER,
     RWKV5,
     RWKV6,
+    RWKV7,
+    in_layer,
+    pth_map,
     pth_renames,
     repository_renames,
-    rwkv5_map,
-    rwkv6_map,
 )
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
-from hf_recurrent_lengthgen.models import StatefulRWKV5Config, StatefulRWKV6Config
+from hf_recurrent_lengthgen.models import StatefulRWKV5Config, StatefulRWKV6Config, StatefulRWKV7Config
 
 NORM_EPSILON = 1e-5  # of all layer norms
 DIVISOR = 8  # head_size_divisor of their training: an epsilon of 1e-5 * 8**2 in the norm of the heads
 WORLD_VOCABULARY = 65536
-MATRICES = ("time_maa_w1", "time_maa_w2", "time_decay_w1", "time_decay_w2", "time_faaaa")
+# within a layer, of all generations
+VECTORS = re.compile(r"(att|ffn)\.(time_(maa|mix)_[xwkvrg]|time_decay|x_[rwkvag]|[wav]0|k_[ka])")
+HEAD_SIZE = 64  # of RWKV-7, whose code adds 64e-5 to the variances of heads
+UNUSED = tuple(f"blocks.0.att.v{number}" for number in range(3))  # of RWKV-7, which some files hold
 NOTHING = Meta((), torch.float32)
 FFN_KEY = ("feed_forward.key.weight", "ffn.key.linear.weight")
 REPOSITORY_TITLE = "the RWKV authors' repositories for Transformers"
@@ -81,12 +85,15 @@ def _generation(metas: Mapping[str, Meta], where: str) -> str:
         )
     if {"att.time_maa_x", "att.time_maa_w1"} <= names:
         return RWKV6
+    if {"att.r_k", "att.x_r", "att.w1"} <= names and "ffn.s_emb.weight" not in names:
+        return RWKV7
     decay = metas.get("blocks.0.att.time_decay", Meta((), torch.float32)).shape
     if {"att.time_mix_g", "att.gate.weight"} & names and (not decay or decay[1:] > (1,)):
         return RWKV5
     marks = {
-        "att.x_r": "RWKV-7 (x070)",
-        "att.r_k": "RWKV-7 (x070)",
+        "ffn.s_emb.weight": "RWKV-7 with deep embeddings",
+        "att.x_r": "a variant of RWKV-7 (not x070)",
+        "att.r_k": "a variant of RWKV-7 (not x070)",
         "att.time_maa_x": "a variant of RWKV-6 (not x060)",
         "att.gate.weight": "RWKV-5.1",
         "att.ln_x.weight": "RWKV-5.0",
@@ -94,7 +101,7 @@ def _generation(metas: Mapping[str, Meta], where: str) -> str:
     }
     mark, found = next(((mark, name) for mark, name in marks.items() if mark in names), ("", "no RWKV known here"))
     told = f" (it holds blocks.0.{mark})" if mark else f" (it holds {', '.join(sorted(metas)[:5])})"
-    raise ValueError(f"{where} is {found}{told}; RWKV-6 (x060) and RWKV-5.2 (x052) can be converted.")
+    raise ValueError(f"{where} is {found}{told}; RWKV-7 (x070), RWKV-6 (x060) and RWKV-5.2 (x052) can be converted.")
 
 
 def _shape(metas: Mapping[str, Meta], name: str, ndim: int) -> tuple[int, ...]:
@@ -120,20 +127,18 @@ def _pth_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrai
         "pad_token_id": None,
     }
     inner = _shape(metas, "blocks.0.att.receptance.weight", 2)[0]
-    heads, head_size = _shape(metas, "blocks.0.att.time_faaaa", 2)
+    heads, head_size = _shape(metas, f"blocks.0.att.{'r_k' if kind == RWKV7 else 'time_faaaa'}", 2)
     config: PreTrainedConfig
-    if kind == RWKV5:
+    if kind == RWKV7:
+        config = StatefulRWKV7Config(**fields, **_rwkv7_sizes(metas, head_size))
+    elif kind == RWKV5:
         fields |= {"attention_hidden_size": inner, "head_size": head_size, "head_size_divisor": DIVISOR}
         config = StatefulRWKV5Config(**fields)
     else:
         config = StatefulRWKV6Config(**fields, **_rwkv6_sizes(metas, "blocks.0.att.", inner / hidden_size, heads))
-    vectors = [
-        name
-        for rename in (rwkv5_map() if kind == RWKV5 else rwkv6_map())
-        for name in rename.their_names
-        if name.startswith(LAYER) and ".time_" in name and not name.endswith(MATRICES)
-    ]
-    flat = [n.removeprefix(LAYER) for n in vectors if len(metas.get(n.replace("{layer}", "0"), NOTHING).shape) == 1]
+    names = {in_layer(name) for rename in pth_map(config) for name in rename.their_names}
+    first = {name: "blocks.1." if name == "att.v0" else "blocks.0." for name in names if VECTORS.fullmatch(name)}
+    flat = [name for name in sorted(first) if len(metas.get(first[name] + name, NOTHING).shape) == 1]
     setattr(config, SOURCE_CONFIG, {"format": "rwkv", "flat": flat})
     return config
 
@@ -147,6 +152,25 @@ def _rwkv6_sizes(metas: Mapping[str, Meta], attention: str, expand: float, heads
         "gate_low_rank_dim": _shape(metas, f"{attention}time_decay_w1", 2)[1],
         "norm_eps": NORM_EPSILON,
         "group_norm_eps": 1e-5 * DIVISOR**2,
+    }
+
+
+def _rwkv7_sizes(metas: Mapping[str, Meta], head_size: int) -> Settings:
+    if head_size != HEAD_SIZE:
+        raise ValueError(
+            f"blocks.0.att.r_k has heads of {head_size} channels, which RWKV-7's code norms with another epsilon than "
+            f"{head_size} * {NORM_EPSILON}: only heads of {HEAD_SIZE} can be converted."
+        )
+    ranks = {"decay": "0.att.w1", "a": "0.att.a1", "gate": "0.att.g1", "v": "1.att.v1"}
+    return {
+        **{
+            f"{part}_low_rank_dim": _shape(metas, f"blocks.{name}", 2)[1]
+            for part, name in ranks.items()
+            if part != "v" or f"blocks.{name}" in metas
+        },
+        "head_dim": head_size,
+        "norm_eps": NORM_EPSILON,
+        "fuse_norm": False,
     }
 
 
@@ -222,8 +246,11 @@ def _repository_settings(config: Any) -> Settings:
     }
 
 
-SHAPED_FIELDS = ("attention_hidden_size", "hidden_ratio", "intermediate_size", "num_attention_heads")
-FIXED = (("group_norm_eps", 1e-5 * DIVISOR**2),)
+SHAPED_FIELDS = (
+    *("attention_hidden_size", "hidden_ratio", "intermediate_size", "num_attention_heads"),
+    *("num_heads", "v_low_rank_dim", "value_dim"),
+)
+FIXED = (("group_norm_eps", 1e-5 * DIVISOR**2), ("head_dim", HEAD_SIZE))
 TOKENIZER = "RWKV/rwkv-6-world-1b6"
 
 RWKV = Format(
@@ -235,6 +262,7 @@ RWKV = Format(
     from_config=lambda config: None,
     renames=pth_renames,
     tied_head="head.weight",
+    unused=UNUSED,
     keeps_config=False,
     weights_file="model.pth",
     tokenizer=TOKENIZER,

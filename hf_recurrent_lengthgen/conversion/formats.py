@@ -66,6 +66,7 @@ class Format:
             represent. Call `exported_config` instead.
         renames: The map of all our tensors, from our config; "{layer}" stands for each layer.
         tied_head: Name of its output head, which may be missing with tied embeddings.
+        unused: Names of tensors that its files may hold and its code never reads; they are left out.
         writes_tied_head: Whether its library needs the head in the file nevertheless.
         keeps_config: Whether our config.json keeps its config, because ours cannot express all entries.
         weights_file: Name of the weights in an exported folder, for `container` "torch".
@@ -85,6 +86,7 @@ class Format:
     from_config: Callable[[Any], Settings | None]
     renames: Callable[[Any], Sequence[Rename]]
     tied_head: str = "lm_head.weight"
+    unused: tuple[str, ...] = ()
     writes_tied_head: bool = False
     keeps_config: bool = True
     weights_file: str = "pytorch_model.bin"

@@ -88,9 +88,9 @@ def to_ours(
     theirs: Tensors,
     expected: Mapping[str, tuple[int, ...]],
     where: str,
-    ignored: str | None = None,
+    ignored: Iterable[str] = (),
 ) -> list[Entry]:
-    """Entries of all our tensors, made from theirs; a tensor of the name `ignored` may exist and is not used.
+    """Entries of all our tensors, made from theirs; tensors of the names `ignored` may exist and are not used.
 
     `expected` has the shapes of all our tensors. Raises a `ValueError` that lists all tensors that are missing or
     unexpected, or have another shape or mixed dtypes.
@@ -125,11 +125,11 @@ def _mapped(
     expected: Mapping[str, tuple[int, ...]] | None,
     where: str,
     wrong: Sequence[str] = (),
-    ignored: str | None = None,
+    ignored: Iterable[str] = (),
 ) -> list[Entry]:
     needed = [name for rename in renames for name in rename.their_names]
     missing = [name for name in needed if name not in source.metas]
-    unexpected = sorted(source.metas.keys() - {*needed, ignored})
+    unexpected = sorted(source.metas.keys() - {*needed, *ignored})
     entries: list[Entry] = []
     misshapen = list(wrong)
     for rename in renames:

@@ -1,8 +1,9 @@
-"""Maps of RWKV-6 and RWKV-5.2 tensors: from .pth files, and from repositories for Transformers, to ours.
+"""Maps of RWKV tensors to ours: from .pth files, and of RWKV-6 and RWKV-5.2 from repositories for Transformers.
 
 Shapes: D hidden size, A width of time mixing, R rank of the token shifts.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,9 +13,9 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, same_names
 from hf_recurrent_lengthgen.conversion.key_maps import SAME, Rename, Transform
-from hf_recurrent_lengthgen.models import StatefulRWKV5Config, StatefulRWKV6Config
+from hf_recurrent_lengthgen.models import StatefulRWKV5Config, StatefulRWKV6Config, StatefulRWKV7Config
 
-RWKV6, RWKV5 = StatefulRWKV6Config.model_type, StatefulRWKV5Config.model_type
+RWKV5, RWKV6, RWKV7 = (c.model_type for c in (StatefulRWKV5Config, StatefulRWKV6Config, StatefulRWKV7Config))
 LAYER = "blocks.{layer}."
 
 # Their order of the five token shifts is w, k, v, r, g, and that of fla r, w, k, v, g.
@@ -97,6 +98,26 @@ RWKV6_LAYER: tuple[tuple[str | tuple[str, ...], str, Transform], ...] = (
     ("ffn.receptance.weight", "ffn.receptance.linear.weight", SAME),
     ("ffn.value.weight", "ffn.value.weight", SAME),
 )
+LOW_RANK = (("0", "2.bias", VECTOR), ("1", "0.weight", TRANSPOSED), ("2", "2.weight", TRANSPOSED))
+RWKV7_LAYER: tuple[tuple[str, str, Transform], ...] = (
+    *RWKV6_LAYER[:4],  # type: ignore[arg-type]
+    *((f"att.x_{part}", f"attn.x_{part}", SAME) for part in "rwkvag"),
+    *((f"att.{kind}{part}", f"attn.{kind}_lora.lora.{ours}", how) for kind in "wa" for part, ours, how in LOW_RANK),
+    *((f"att.g{part}", f"attn.g_lora.lora.{ours}", how) for part, ours, how in LOW_RANK[1:]),
+    ("att.k_k", "attn.k_k", VECTOR),
+    ("att.k_a", "attn.k_a", VECTOR),
+    ("att.r_k", "attn.r_k", SAME),
+    *(
+        (f"att.{theirs}.weight", f"attn.{ours}_proj.weight", SAME)
+        for theirs, ours in (("receptance", "r"), ("key", "k"), ("value", "v"), ("output", "o"))
+    ),
+    ("att.ln_x.weight", "attn.g_norm.weight", SAME),
+    ("att.ln_x.bias", "attn.g_norm.bias", SAME),
+    ("ffn.x_k", "ffn.x_k", VECTOR),
+    ("ffn.key.weight", "ffn.key.weight", SAME),
+    ("ffn.value.weight", "ffn.value.weight", SAME),
+)
+"""Without the low-rank map v of the layers after the first."""
 RWKV6_OTHERS = {
     "emb.weight": "model.embeddings.weight",
     "blocks.0.ln0.weight": "model.layers.0.pre_norm.weight",
@@ -128,18 +149,28 @@ def in_repository(name: str) -> str:
     return REPOSITORY_TOP.get(name, f"rwkv.{parts}")
 
 
-def rwkv6_map() -> list[Rename]:
-    """From .pth files to our RWKV-6."""
+def rwkv6_map(parts: Sequence[tuple[str | tuple[str, ...], str, Transform]] = RWKV6_LAYER) -> list[Rename]:
+    """From .pth files to our RWKV-6, or with other `parts` of a layer."""
     layer = [
         Rename(
             f"{LAYER}{theirs}" if isinstance(theirs, str) else tuple(LAYER + name for name in theirs),
             f"model.layers.{{layer}}.{ours}",
             transform,
         )
-        for theirs, ours, transform in RWKV6_LAYER
+        for theirs, ours, transform in parts
     ]
     others = [Rename(theirs, ours) for theirs, ours in RWKV6_OTHERS.items()]
     return others[:3] + layer + others[3:]
+
+
+def rwkv7_map(layers: int) -> list[Rename]:
+    """From .pth files to our RWKV-7 with so many layers."""
+    values = [
+        Rename(f"blocks.{layer}.att.v{part}", f"model.layers.{layer}.attn.v_lora.lora.{ours}", how)
+        for layer in range(1, layers)
+        for part, ours, how in LOW_RANK
+    ]
+    return rwkv6_map(RWKV7_LAYER) + values
 
 
 def rwkv5_map() -> list[Rename]:
@@ -149,20 +180,32 @@ def rwkv5_map() -> list[Rename]:
     return [Rename(name, in_repository(name)) for name in names]
 
 
+def pth_map(config: Any) -> list[Rename]:
+    """The map of .pth files whose vectors are (1, 1, n)."""
+    if config.model_type == RWKV7:
+        return rwkv7_map(config.num_hidden_layers)
+    return rwkv5_map() if config.model_type == RWKV5 else rwkv6_map()
+
+
+def in_layer(name: str) -> str:
+    """The name of a tensor within its layer."""
+    return re.sub(r"^blocks\.(\{layer\}|\d+)\.", "", name)
+
+
 def pth_renames(config: Any) -> list[Rename]:
     """The map of .pth files; vectors are (n,) if they were in the file that the checkpoint was converted from."""
     kept = getattr(config, SOURCE_CONFIG, None) or {}
     flat = set(kept.get("flat", ())) if kept.get("format") == "rwkv" else set()
 
     def shaped(rename: Rename) -> Rename:
-        as_is = [name.removeprefix(LAYER) in flat for name in rename.their_names]
+        as_is = [in_layer(name) in flat for name in rename.their_names]
         if not any(as_is):
             return rename
         if len(as_is) > 1:
             return replace(rename, transform=_five(as_is))
         return replace(rename, transform=SAME if rename.transform is VECTOR else WIDENED)
 
-    return [shaped(rename) for rename in (rwkv5_map() if config.model_type == RWKV5 else rwkv6_map())]
+    return [shaped(rename) for rename in pth_map(config)]
 
 
 def repository_renames(config: Any) -> list[Rename]:

@@ -63,7 +63,8 @@ class StatefulRWKV7Config(FlaConfigMixin, PreTrainedConfig):
         super().check()
         if self.layer_num_heads is not None:
             raise ValueError(
-                f"The heads of RWKV-7 are alike in all layers, got layer_num_heads {self.layer_num_heads}."
+                f"layer_num_heads must be None, got {self.layer_num_heads}: RWKV-7 replaces along keys of norm 1, "
+                "which other heads would change."
             )
         given = {"num_heads": self.num_heads, "head_dim": self.head_dim}
         sizes = [size for size in given.values() if size is not None]

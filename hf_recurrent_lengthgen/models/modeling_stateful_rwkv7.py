@@ -41,12 +41,11 @@ L2_PENALTY = 1e-4
 
 
 class StatefulRWKV7TimeMixing(RWKVTimeMixing):
-    """Token shifts, projections, first layer's values, recurrence of diagonal plus low rank, norm per head, gate.
-
-    Its transitions are no decays, so it has no `recurrence` that could forget more and no heads that could grow.
-    """
+    """Token shifts, projections, first layer's values, recurrence of diagonal plus low rank, norm per head, gate."""
 
     scan = staticmethod(scan_dplr)
+    why_not = "what it writes depends on what it reads, so that a state is no sum of decayed parts"
+    why_not_grow = "RWKV-7 replaces along keys of norm 1, which fewer and larger heads would change"
 
     def __init__(self, config: StatefulRWKV7Config, layer: int) -> None:
         super().__init__(config, chunk_dplr_delta_rule is not None)

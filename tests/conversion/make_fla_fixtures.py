@@ -27,10 +27,12 @@ SHARED = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 2, "bos_toke
 HEADS = {"num_heads": 2, "intermediate_size": 12}
 DELTA = {**HEADS, "head_dim": 4, "expand_v": 2.0, "allow_neg_eigval": True}
 MAMBA2 = {"head_dim": 8, "state_size": 4, "chunk_size": 8}
+RWKV7 = {"decay_low_rank_dim": 3, "gate_low_rank_dim": 5, "a_low_rank_dim": 2, "v_low_rank_dim": 4}
 # Fields that only choose an implementation differ from fla's defaults in some, so that a loss of them is seen.
 FIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gla": ("GLA", {**HEADS, "fuse_swiglu": False, "max_position_embeddings": 64, "use_short_conv": True}),
     "rwkv6": ("RWKV6", {**HEADS, "proj_low_rank_dim": 3, "gate_low_rank_dim": 5, "intermediate_size": None}),
+    "rwkv7": ("RWKV7", {**RWKV7, "head_dim": 8, "intermediate_size": 12, "fuse_norm": False}),
     "hgrn2": ("HGRN2", {"expand_ratio": 8, "intermediate_size": 12, "fuse_linear_cross_entropy": False}),
     "linear_attn": ("LinearAttention", {**HEADS, "attn_mode": "chunk", "tie_word_embeddings": True}),
     "delta_net": ("DeltaNet", {**HEADS, "use_gate": True, "qk_activation": "relu", "fuse_norm": False}),

@@ -1,5 +1,7 @@
 """RWKV-6 and RWKV-5.2 as loops over tokens in float64, on the names of .pth files, and random weights in that layout.
 
+For RWKV-7, only such weights: its truth is the author's own code (`make_rwkv7_fixture.py`).
+
 Written from Peng et al. 2024 (arXiv:2404.05892), sections 3 and 4: RWKV-6 is its equations 10 to 21 (Finch), RWKV-5.2
 its equations 3 to 9 (Eagle); layouts of the tensors are those of RWKV-LM, generations x060 and x052.
 """
@@ -79,6 +81,49 @@ def _around(sizes: Sizes, layer: dict[str, tuple[int, ...]], A: int, F: int) -> 
     return shapes | {"ln_out.weight": (D,), "ln_out.bias": (D,), "head.weight": (sizes.vocabulary, D)}
 
 
+class Sizes7(NamedTuple):
+    """D, heads of N channels, layers, ranks of w, a, g and v, width of channel mixing, vocabulary of RWKV-7."""
+
+    width: int
+    heads: int
+    head_size: int
+    layers: int
+    ranks: dict[str, int]
+    channels: int
+    vocabulary: int
+
+
+RWKV7_SIZES = Sizes7(128, 2, 64, 2, {"w": 3, "a": 2, "g": 5, "v": 4}, 40, 29)
+
+
+def rwkv7_shapes(sizes: Sizes7) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of an x070 file."""
+    D, F = sizes.width, sizes.channels
+    layer: dict[str, tuple[int, ...]] = {f"att.x_{part}": (1, 1, D) for part in "rwkvag"}
+    for part, rank in sizes.ranks.items():
+        layer |= {f"att.{part}0": (1, 1, D), f"att.{part}1": (D, rank), f"att.{part}2": (rank, D)}
+    del layer["att.g0"]
+    layer |= {
+        "att.k_k": (1, 1, D),
+        "att.k_a": (1, 1, D),
+        "att.r_k": (sizes.heads, sizes.head_size),
+        "ffn.x_k": (1, 1, D),
+    }
+    like_6 = Sizes(D, sizes.heads, sizes.head_size, sizes.layers, 0, 0, F, sizes.vocabulary)
+    lacking = ("att.gate.weight", "ffn.receptance.weight", *(f"blocks.0.att.v{part}" for part in range(3)))
+    return {name: shape for name, shape in _around(like_6, layer, D, F).items() if not name.endswith(lacking)}
+
+
+def even_draw(shapes: dict[str, tuple[int, ...]]) -> Weights:
+    """Weights as of `draw`, the same on every machine and version of torch: the noise is the sine of squares."""
+    weights = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        place = torch.arange(math.prod(shape), dtype=torch.float64)
+        noise = math.sqrt(2) * torch.sin(0.7390851 * place**2 + number)
+        weights[name] = _draw(name, noise.reshape(shape)).float()
+    return weights
+
+
 def draw(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32, seed: int = 0) -> Weights:
     """Random weights: near 1 for norms, decays of all speeds, unit gain for matrices."""
     generator = torch.Generator().manual_seed(seed)
@@ -88,13 +133,13 @@ def draw(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32,
 def _draw(name: str, noise: Tensor) -> Tensor:
     if name.startswith("emb"):
         return noise
-    if name.endswith("time_decay"):
+    if name.endswith(("time_decay", "att.w0")):
         return noise - 1
     if "time_mix" in name:
         return 0.5 + 0.4 * noise
     if ".ln" in name or name.startswith("ln"):
         return 1 + 0.2 * noise if name.endswith("weight") else 0.4 * noise
-    if name.endswith(("w1", "w2")):
+    if name.endswith(("w1", "w2", "a1", "a2", "v1", "v2", "g1", "g2")):
         return noise / math.sqrt(noise.shape[-2])
     if noise.squeeze().ndim == 1 or name.endswith("time_faaaa"):
         return 0.4 * noise

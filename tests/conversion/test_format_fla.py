@@ -22,11 +22,12 @@ from hf_recurrent_lengthgen.models import (
     StatefulGLAForCausalLM,
     StatefulMamba2Config,
     StatefulRWKV6Config,
+    StatefulRWKV7Config,
 )
 
 FIXTURES = Path(__file__).parent / "fla"
 NAMES = [
-    *("delta_net", "gated_deltanet", "kda", "gla", "rwkv6", "hgrn2", "linear_attn"),
+    *("delta_net", "gated_deltanet", "kda", "gla", "rwkv6", "rwkv7", "hgrn2", "linear_attn"),
     *("mamba", "mamba_tied", "mamba2", "mamba2_limited"),
 ]
 every_fixture = pytest.mark.parametrize("name", NAMES)
@@ -36,9 +37,9 @@ def final_state(golden: dict[str, Tensor], layer: int, name: str) -> tuple[Tenso
     """fla's cache of one layer in our layout: recurrent (B, H, P, N) or (B, C, N), conv (B, channels, taps)."""
     parts = {key.split(".", 1)[1]: value for key, value in golden.items() if key.startswith(f"{layer}.")}
     recurrent = parts["recurrent_state"]
-    if name in ("rwkv6", "linear_attn", "delta_net"):  # keys come first there
+    if name in ("rwkv6", "rwkv7", "linear_attn", "delta_net"):  # keys come first there
         recurrent = recurrent.mT
-    if name == "rwkv6":
+    if name in ("rwkv6", "rwkv7"):
         return recurrent, torch.cat([parts["conv_state"], parts["ffn_state"]], dim=1)[..., None]
     if "mamba" in name:
         return recurrent, parts["conv_state"][..., 1:]
@@ -154,6 +155,20 @@ def test_gate_and_up_projections_in_one_tensor_are_parted(tmp_path: Path) -> Non
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+def test_token_shifts_of_rwkv7_in_one_tensor_are_parted(tmp_path: Path) -> None:
+    """As in the first checkpoints of fla: x_x of r, w, k, v, a and g, (6, D)."""
+    folder = edited(tmp_path / "old", "rwkv7")
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(2):
+        parts = [weights.pop(f"model.layers.{layer}.attn.x_{part}") for part in "rwkvag"]
+        weights[f"model.layers.{layer}.attn.x_x"] = torch.stack([part.flatten() for part in parts])
+    save_file(weights, folder / "model.safetensors")
+    convert_checkpoint(str(folder), tmp_path / "ours")
+    before, after = (load_file(path / "model.safetensors") for path in (FIXTURES / "rwkv7", tmp_path / "ours"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "told"),
     [
@@ -163,6 +178,9 @@ def test_gate_and_up_projections_in_one_tensor_are_parted(tmp_path: Path) -> Non
         ("hgrn2", {"use_l2warp": True}, "use_l2warp must be False"),
         ("linear_attn", {"tie_feature_map_qk": True}, "tie_feature_map_qk"),
         ("rwkv6", {"hidden_act": "gelu"}, "hidden_act"),
+        ("rwkv7", {"num_heads": 4}, "leave one of them None"),
+        ("rwkv7", {"head_dim": 5, "num_heads": None}, "must divide hidden_size"),
+        ("rwkv7", {"value_dim": [16, 32]}, r"value_dim must be a multiple of hidden_size \(16\)"),
         ("mamba", {"use_l2warp": True}, "use_l2warp True"),
         ("mamba", {"intermediate_size": 40}, "intermediate_size 40"),
         ("mamba", {"layer_norm_epsilon": 1e-5}, "norm_eps twice"),
@@ -251,6 +269,7 @@ def test_formats_of_a_family_are_those_that_can_hold_it() -> None:
     families = {
         StatefulGLAConfig.model_type: {"fla"},
         StatefulRWKV6Config.model_type: {"fla", "rwkv", "rwkv-hf"},
+        StatefulRWKV7Config.model_type: {"fla", "rwkv"},
         StatefulMamba2Config.model_type: {"fla", "mamba-ssm", "transformers"},
     }
     for family, formats in families.items():

@@ -1,4 +1,7 @@
-"""RWKV-6 and RWKV-5.2: .pth files and repositories compute what a loop over their own tensors does, and come back."""
+"""RWKV-6 and RWKV-5.2: .pth files and repositories compute what a loop over their own tensors does, and come back.
+
+RWKV-7: .pth files compute what the author's package does (`make_rwkv7_fixture.py`), and come back.
+"""
 
 import json
 import os
@@ -9,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,7 +27,18 @@ from hf_recurrent_lengthgen.conversion.tensor_files import Meta, TensorFiles
 from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_random_model
 from tests.models.upstream_fixtures import RWKV5_NAMES, load_fixture
 
-from .rwkv_reference import Sizes, Weights, draw, run, rwkv5_shapes, rwkv6_shapes
+from .rwkv_reference import (
+    RWKV7_SIZES,
+    Sizes,
+    Sizes7,
+    Weights,
+    draw,
+    even_draw,
+    run,
+    rwkv5_shapes,
+    rwkv6_shapes,
+    rwkv7_shapes,
+)
 
 SIZES = {
     "small ranks": Sizes(24, 3, 8, 3, 5, 7, 32, 31),
@@ -161,6 +176,78 @@ def _has(name: str, parts: str | tuple[str, ...]) -> bool:
     return any(part in name for part in ((parts,) if isinstance(parts, str) else parts))
 
 
+def test_rwkv7_computes_what_the_package_of_its_author_does_and_comes_back_the_same(tmp_path: Path) -> None:
+    weights, golden = even_draw(rwkv7_shapes(RWKV7_SIZES)), Path(__file__).parent / "rwkv/x070.safetensors"
+    convert_checkpoint(str(write_pth(weights, tmp_path / "theirs.pth")), tmp_path / "ours")
+    model, theirs = load_model(str(tmp_path / "ours")).eval(), load_file(golden)
+    with safe_open(golden, "pt") as file:
+        split = int(file.metadata()["split"])
+    ids = theirs["input_ids"][None]
+    with torch.no_grad():
+        assert_close(model(ids).logits[0], theirs["logits"])
+        state = model(ids[:, :split]).final_state
+        for layer, ours in enumerate(state):
+            assert_close(ours.recurrent[0], theirs[f"{layer}.memory"])
+            assert_close(ours.conv[0, :, 0], torch.cat([theirs[f"{layer}.time"], theirs[f"{layer}.channel"]]))
+        assert_close(model(ids[:, split:], initial_state=state).logits[0], theirs["logits"][split:])
+    export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "rwkv")
+    assert_same(torch.load(tmp_path / "back/model.pth", weights_only=True), weights)
+    export_checkpoint(str(tmp_path / "ours"), tmp_path / "fla", "fla")
+    convert_checkpoint(str(tmp_path / "fla"), tmp_path / "again")
+    files = [load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "again")]
+    assert_same(*files)
+
+
+@pytest.mark.parametrize("which", [("x_r", "k_k", "w0"), ("v0",), ("x_", "k_", "0")], ids=["some", "values", "all"])
+def test_vectors_of_rwkv7_without_leading_ones_come_back_without_them(which: tuple[str, ...], tmp_path: Path) -> None:
+    weights = {
+        name: value.flatten() if value.ndim == 3 and any(part in name.split(".")[-1] for part in which) else value
+        for name, value in even_draw(rwkv7_shapes(RWKV7_SIZES)).items()
+    }
+    assert any(value.ndim == 3 for value in weights.values()) is (which != ("x_", "k_", "0"))
+    convert_checkpoint(str(write_pth(weights, tmp_path / "theirs.pth")), tmp_path / "ours")
+    export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "rwkv")
+    assert_same(torch.load(tmp_path / "back/model.pth", weights_only=True), weights)
+
+
+def test_values_that_the_first_layer_of_rwkv7_never_reads_are_left_out(tmp_path: Path) -> None:
+    """Official files of some sizes hold them."""
+    weights = even_draw(rwkv7_shapes(RWKV7_SIZES))
+    unused = {f"blocks.0.att.v{part}": weights[f"blocks.1.att.v{part}"] for part in range(3)}
+    convert_checkpoint(str(write_pth(weights | unused, tmp_path / "theirs.pth")), tmp_path / "ours")
+    export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "rwkv")
+    assert_same(torch.load(tmp_path / "back/model.pth", weights_only=True), weights)
+    unused["blocks.0.att.v3"] = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"unexpected: blocks\.0\.att\.v3\."):
+        convert_checkpoint(str(write_pth(weights | unused, tmp_path / "more.pth")), tmp_path / "more")
+
+
+def test_rwkv7_with_heads_of_another_size_is_refused(tmp_path: Path) -> None:
+    weights = even_draw(rwkv7_shapes(RWKV7_SIZES._replace(heads=4, head_size=32)))
+    with pytest.raises(ValueError, match=r"heads of 32 channels.* only heads of 64 can be converted"):
+        convert_checkpoint(str(write_pth(weights, tmp_path / "theirs.pth")), tmp_path / "ours")
+
+
+# D, layers, ranks and the numbers of parameters in the paper's table of World models (arXiv:2503.14456, appendix)
+OFFICIAL_RWKV7 = {
+    "0.1B": (768, 12, (64, 64, 128, 32), 191_034_624),
+    "1.5B": (2048, 24, (96, 96, 256, 64), 1_527_404_544),
+}
+
+
+@pytest.mark.parametrize(("width", "layers", "ranks", "parameters"), OFFICIAL_RWKV7.values(), ids=OFFICIAL_RWKV7)
+def test_official_sizes_of_rwkv7_are_told_from_shapes(
+    width: int, layers: int, ranks: tuple[int, ...], parameters: int
+) -> None:
+    given = dict(zip("wagv", ranks, strict=True))
+    sizes = Sizes7(width, width // 64, 64, layers, given, 4 * width, 65536)
+    theirs = Shapes(rwkv7_shapes(sizes))
+    config: Any = RWKV.to_config(None, theirs.metas)
+    entries = to_ours(expand(RWKV.renames(config), layers), theirs, expected_shapes(config), "")
+    assert sum(torch.Size(entry.shape).numel() for entry in entries) == parameters
+    assert (config.heads, config.bos_token_id) == ((width // 64, 64, 64), 0)
+
+
 def test_layers_whose_vectors_have_other_shapes_than_the_first_are_refused(tmp_path: Path) -> None:
     weights = draw(rwkv6_shapes(SMALL))
     weights["blocks.1.att.time_maa_x"] = weights["blocks.1.att.time_maa_x"].flatten()
@@ -254,7 +341,8 @@ def test_rwkv6_of_fla_is_told_from_that_of_the_authors() -> None:
 @pytest.mark.parametrize(
     ("mark", "value", "told"),
     [
-        ("att.r_k", torch.zeros(2, 4), r"RWKV-7 \(x070\) \(it holds blocks.0.att.r_k\)"),
+        ("att.r_k", torch.zeros(2, 4), r"variant of RWKV-7 \(not x070\) \(it holds blocks.0.att.r_k\)"),
+        ("ffn.s_emb.weight", torch.zeros(8, 4), "RWKV-7 with deep embeddings"),
         ("att.time_mix_k", torch.zeros(1, 1, 8), "RWKV-4"),
         ("att.ln_x.weight", torch.zeros(8), r"RWKV-5\.0"),
         ("att.gate.weight", torch.zeros(8, 8), r"RWKV-5\.1"),
@@ -416,7 +504,11 @@ def test_official_sizes_are_told_from_shapes(
 
 @pytest.mark.parametrize(
     ("format", "family"),
-    [("rwkv", "rwkv6"), ("rwkv", "rwkv5"), ("rwkv-hf", "rwkv6"), ("rwkv-hf", "rwkv5"), ("fla", "rwkv6")],
+    [
+        *(("rwkv", f"rwkv{generation}") for generation in (5, 6, 7)),
+        *(("rwkv-hf", f"rwkv{generation}") for generation in (5, 6)),
+        *(("fla", f"rwkv{generation}") for generation in (6, 7)),
+    ],
 )
 def test_stand_ins_have_the_layout_of_their_format(format: str, family: str, tmp_path: Path) -> None:
     folder = write_tiny_random_model(format, family, tmp_path / "theirs")

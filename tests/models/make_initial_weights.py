@@ -34,6 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "delta_net": FLA | {"num_heads": 4},
     "gated_deltanet": FLA | {"num_heads": 32, "head_dim": 8},
     "kda": FLA | {"num_heads": 32, "head_dim": 8},
+    "rwkv7": FLA | {"head_dim": 64},
 }
 CLASSES = {"delta_net": "DeltaNet", "gated_deltanet": "GatedDeltaNet"}
 STEPS = 21

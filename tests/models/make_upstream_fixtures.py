@@ -16,6 +16,7 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -38,6 +39,9 @@ SHARED = {
 HGRN2 = {"num_heads": None, "expand_ratio": 8, "num_hidden_layers": 3}
 LINEAR = {"expand_k": 0.5, "attn_mode": "chunk"}
 RWKV6 = {"proj_low_rank_dim": 3, "gate_low_rank_dim": 5, "intermediate_size": 20}
+RWKV7 = {"head_dim": 8, "intermediate_size": 20, "fuse_norm": False, "use_l2warp": False} | {
+    f"{part}_low_rank_dim": rank for part, rank in (("decay", 3), ("gate", 5), ("a", 2), ("v", 4))
+}
 PLAIN = {"norm_first": False, "norm_bias": False, "norm_eps": 1e-3, "expand_k": 1.0}
 DELTA = {"head_dim": 8, "expand_v": 2.0}
 GROUPED = {"num_heads": 4, "num_kv_heads": 2, "expand_k": 1.0, "expand_v": 2.0}
@@ -50,6 +54,9 @@ FIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gla_clamped": ("GLA", {"clamp_min": -0.05, "feature_map": "sqrelu", "tie_word_embeddings": True}),
     "rwkv6": ("RWKV6", RWKV6),
     "rwkv6_plain_norms": ("RWKV6", {**RWKV6, **PLAIN}),
+    "rwkv7": ("RWKV7", {**RWKV7, "num_hidden_layers": 3}),
+    "rwkv7_plain_norms": ("RWKV7", {**RWKV7, "norm_first": False, "norm_bias": False, "norm_eps": 1e-3}),
+    "rwkv7_fused": ("RWKV7", {**RWKV7, "fuse_norm": True, "use_l2warp": True, "tie_word_embeddings": True}),
     "hgrn2": ("HGRN2", HGRN2),
     "hgrn2_short_conv": ("HGRN2", {**HGRN2, "use_short_conv": True, "norm_eps": 1e-3}),
     "hgrn2_no_lower_bound": ("HGRN2", {**HGRN2, "use_lower_bound": False, "elementwise_affine": False}),
@@ -106,6 +113,14 @@ def flatten(states: Any) -> dict[str, Tensor]:
     return flat
 
 
+def naive_rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **_: Any) -> tuple[Tensor, None]:
+    """fla's definition in torch in place of its chunked kernel, which here is 2e-3 from its recurrent one."""
+    from fla.ops.generalized_delta_rule.dplr.naive import dplr_recurrence
+
+    q, k, v, a, b, w = (part.transpose(1, 2) for part in (r * math.sqrt(r.shape[-1]), k, v, a, b, w))
+    return dplr_recurrence(q, k, v, a, b, w)[0].transpose(1, 2), None
+
+
 def make(name: str) -> dict[str, Tensor]:
     """Tensors of one fixture. Raises AssertionError where fla's continued run differs from its full run."""
     import fla.models
@@ -125,8 +140,11 @@ def make(name: str) -> dict[str, Tensor]:
         second = model(ids[:, SPLIT:], past_key_values=first.past_key_values, use_cache=True)
     continued = torch.cat([first.logits, second.logits], dim=1)
     print(f"{name}: continued from a cache differs by {(continued - full.logits).abs().max():.1e}")
-    logits = model(ids, use_cache=False).logits
+    with patch("fla.layers.rwkv7.chunk_rwkv7", naive_rwkv7):
+        logits = model(ids, use_cache=False).logits
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    if getattr(config, "use_l2warp", False):
+        loss = fla.modules.l2warp.l2_warp(loss, logits)
     named = dict(model.named_parameters())
     gradients = torch.autograd.grad(loss, list(named.values()))
     print(f"{name}: loss {loss:.4f}, with gradients differs by {(logits - full.logits).abs().max():.1e}")

@@ -13,6 +13,7 @@ from hf_recurrent_lengthgen.models.modeling_stateful_hgrn2 import StatefulHGRN2F
 from hf_recurrent_lengthgen.models.modeling_stateful_kda import StatefulKDAForCausalLM
 from hf_recurrent_lengthgen.models.modeling_stateful_linear_attention import StatefulLinearAttentionForCausalLM
 from hf_recurrent_lengthgen.models.modeling_stateful_rwkv6 import StatefulRWKV6ForCausalLM
+from hf_recurrent_lengthgen.models.modeling_stateful_rwkv7 import StatefulRWKV7ForCausalLM
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
 
 from .upstream_fixtures import NAMES, Fixture, load_fixture
@@ -20,6 +21,7 @@ from .upstream_fixtures import NAMES, Fixture, load_fixture
 MODELS: dict[str, Any] = {
     "gla": StatefulGLAForCausalLM,
     "rwkv6": StatefulRWKV6ForCausalLM,
+    "rwkv7": StatefulRWKV7ForCausalLM,
     "hgrn2": StatefulHGRN2ForCausalLM,
     "delta_net": StatefulDeltaNetForCausalLM,
     "gated_deltanet": StatefulGatedDeltaNetForCausalLM,
@@ -54,7 +56,7 @@ def as_state(cache: dict[str, Tensor], config: dict[str, Any]) -> RecurrentState
                     recurrent = recurrent.mT
                 if config["use_short_conv"]:
                     conv = torch.cat([parts[f"conv_state.{part}"][..., 1:] for part in range(3)], dim=1)
-            case "rwkv6":
+            case "rwkv6" | "rwkv7":
                 recurrent = parts["recurrent_state"].mT
                 conv = torch.cat([parts["conv_state"], parts["ffn_state"]], dim=1)[..., None]
             case "linear_attn" if config["norm_feature_map"]:

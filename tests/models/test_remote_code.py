@@ -32,7 +32,6 @@ DELTA_FILES = {
     *("fla_kernels", "layers_delta", "layers_fla", "norms", "scan_delta"),
 }
 RWKV_FILES = GATED_FILES | {"layers_rwkv", "scan_rwkv6"}
-DELTA_FILES = {"chunk_decays", "chunked_delta_scan", "fla_kernels", "scan_delta"}
 FILES_OF = {
     "mamba": MAMBA_FILES | {"forgetting_selective", "scan_selective"},
     "mamba2": MAMBA_FILES | {"forgetting_ssd", "gated_norm", "scan_ssd"},
@@ -44,7 +43,9 @@ FILES_OF = {
     "kda": DELTA_FILES,
     "rwkv6": RWKV_FILES | {"configuration_fla"},
     "rwkv5": RWKV_FILES,
-    "rwkv7": DELTA_FILES | {"configuration_fla", "layers_rwkv"},
+    "rwkv7": {
+        *("chunk_decays", "chunked_delta_scan", "configuration_fla", "fla_kernels", "layers_rwkv", "scan_delta"),
+    },
 }
 
 

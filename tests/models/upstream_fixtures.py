@@ -26,10 +26,10 @@ class Fixture:
     `state` and `state_at_split` are fla's caches after all tokens and after `split` tokens, named "LAYER.PART":
 
     - recurrent_state: (B, H, P, N) for GLA, HGRN-2, Gated DeltaNet and KDA; (B, H, N, P), keys first, for RWKV-6,
-      DeltaNet and linear attention, where norm_feature_map makes it two parts: .0 as above and .1 (B, 1, H, N), the
-      sum of the keys.
+      RWKV-7, DeltaNet and linear attention, where norm_feature_map makes it two parts: .0 as above and .1
+      (B, 1, H, N), the sum of the keys.
     - conv_state.0, .1, .2: (B, channels, K), the last K inputs (not K - 1) of q, k and v (HGRN-2: q, f and i).
-    - conv_state and ffn_state of RWKV-6: (B, D), the last normed input of attention and of channel mixing.
+    - conv_state and ffn_state of RWKV-6 and RWKV-7: (B, D), the last normed input of attention and of channel mixing.
     """
 
     config: dict[str, Any]
