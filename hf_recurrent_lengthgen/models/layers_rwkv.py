@@ -45,8 +45,8 @@ class LowRank(nn.Module):
     @torch.no_grad()
     def initialize(self) -> None:
         """As fla does: the result is the bias, which is zero. A time mixing calls it after its linear maps."""
-        init.zeros_(self.lora[0].weight)
-        up = self.lora[2].weight
+        init.zeros_(self.get_parameter("lora.0.weight"))
+        up = self.get_parameter("lora.2.weight")
         init.orthogonal_(up, gain=0.1 * max(1.0, math.sqrt(up.shape[1] / up.shape[0])))
         if self.bias is not None:
             init.zeros_(self.bias)

@@ -45,7 +45,7 @@ class StatefulRWKV7TimeMixing(RWKVTimeMixing):
 
     scan = staticmethod(scan_dplr)
     why_not = "what it writes depends on what it reads, so that a state is no sum of decayed parts"
-    why_not_grow = "RWKV-7 replaces along keys of norm 1, which fewer and larger heads would change"
+    why_not_grow = "the delta rule erases along keys of norm 1, which wider or fewer keys would change"
 
     def __init__(self, config: StatefulRWKV7Config, layer: int) -> None:
         super().__init__(config, chunk_dplr_delta_rule is not None)
@@ -219,9 +219,8 @@ class StatefulRWKV7ForCausalLM(StatefulForCausalLM):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if module is self.lm_head:
-            init.orthogonal_(
-                self.lm_head.weight, gain=0.5 * max(1.0, self.config.vocab_size / self.config.hidden_size) ** 0.5
-            )
+            gain = 0.5 * max(1.0, self.config.vocab_size / self.config.hidden_size) ** 0.5
+            init.orthogonal_(self.get_parameter("lm_head.weight"), gain=gain)
 
     def _loss_of(
         self,

@@ -28,6 +28,8 @@ from hf_recurrent_lengthgen.models import (
     StatefulMambaForCausalLM,
     StatefulRWKV6Config,
     StatefulRWKV6ForCausalLM,
+    StatefulRWKV7Config,
+    StatefulRWKV7ForCausalLM,
 )
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 
@@ -508,12 +510,17 @@ def test_smaller_steps_are_in_the_maps() -> None:
             r"layers \[0, 1\] of StatefulRWKV6ForCausalLM have no attention maps",
         ),
         (
+            lambda: StatefulRWKV7ForCausalLM(StatefulRWKV7Config(**SIZES, head_dim=4, intermediate_size=8)),
+            {},
+            r"layers \[0, 1\] of StatefulRWKV7ForCausalLM have no attention maps",
+        ),
+        (
             lambda: MambaForCausalLM(MambaConfig(**SIZES)),
             {},
             "layers of MambaForCausalLM are not known to this package",
         ),
     ],
-    ids=["texts", "words", "layer", "no layer", "forgetting", "RWKV", "stock"],
+    ids=["texts", "words", "layer", "no layer", "forgetting", "RWKV", "delta rule", "stock"],
 )
 def test_what_has_no_maps_is_refused(make: Any, arguments: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):

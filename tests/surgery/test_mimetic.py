@@ -17,6 +17,8 @@ from hf_recurrent_lengthgen.models import (
     StatefulMambaForCausalLM,
     StatefulRWKV6Config,
     StatefulRWKV6ForCausalLM,
+    StatefulRWKV7Config,
+    StatefulRWKV7ForCausalLM,
 )
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from tests.hybrids.tiny_models import tiny_model
@@ -192,9 +194,13 @@ def test_an_impossible_argument_is_refused_and_nothing_changed(arguments: dict[s
 def test_a_model_without_known_mixers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Linear has no mixer of Mamba-1 .*, Mamba-2 .* or GLA"):
         mimetic_initialization(nn.Linear(2, 2))
-    rwkv = StatefulRWKV6ForCausalLM(StatefulRWKV6Config(vocab_size=11, hidden_size=64, num_hidden_layers=1))
-    with pytest.raises(ValueError, match="StatefulRWKV6ForCausalLM has no mixer"):
-        mimetic_initialization(rwkv)
+    sizes = {"vocab_size": 11, "hidden_size": 64, "num_hidden_layers": 1}
+    for rwkv in (
+        StatefulRWKV6ForCausalLM(StatefulRWKV6Config(**sizes)),
+        StatefulRWKV7ForCausalLM(StatefulRWKV7Config(**sizes)),
+    ):
+        with pytest.raises(ValueError, match=f"{type(rwkv).__name__} has no mixer"):
+            mimetic_initialization(rwkv)
 
 
 def test_another_layout_of_the_input_projection_is_refused_and_nothing_changed() -> None:
