@@ -38,6 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "rwkv6": ("rwkv6", {"hidden_size": 64}),
     "rwkv5": ("rwkv5", {"hidden_size": 32, "head_size": 16}),
+    "rwkv7": ("rwkv7", {"hidden_size": 32, "head_dim": 16, "value_dim": 64}),
 }
 every_case = pytest.mark.parametrize("case", list(CASES))
 

@@ -31,6 +31,7 @@ NEEDS = {
     "kda": "fla",
     "dplr": "fla",
     "gated_deltanet_model": "fla",
+    "rwkv7_model": "fla",
 }
 B, H, P, N, G = 2, 4, 8, 8, 2
 # as wide and as high as to fill no block of a kernel, and different: a state taken for its transpose shows
@@ -208,14 +209,19 @@ def compare_kda() -> None:
     compare_delta(FLA_N)
 
 
-def compare_dplr() -> None:
+def replace_gather() -> None:
+    """The interpreter replaces functions of tl, not names imported from it."""
     import triton.language as tl
     from fla.ops.generalized_delta_rule.dplr import chunk_A_bwd, chunk_A_fwd
 
+    for kernels in (chunk_A_fwd, chunk_A_bwd):
+        kernels.gather = lambda *arguments, **options: tl.gather(*arguments, **options)
+
+
+def compare_dplr() -> None:
     from hf_recurrent_lengthgen.models import scan_delta as module
 
-    for kernels in (chunk_A_fwd, chunk_A_bwd):  # the interpreter replaces functions of tl, not names imported from it
-        kernels.gather = lambda *arguments, **options: tl.gather(*arguments, **options)
+    replace_gather()
 
     def make(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
         kappa = F.normalize(leaves["a"], dim=-1)
@@ -285,6 +291,12 @@ def compare_gla_model() -> None:
 def compare_rwkv6_model() -> None:
     fields = {"hidden_size": 24, "num_heads": 2, "proj_low_rank_dim": 4, "gate_low_rank_dim": 4}
     compare_model("RWKV6", **fields, intermediate_size=8)
+
+
+def compare_rwkv7_model() -> None:
+    ranks = {f"{part}_low_rank_dim": 4 for part in ("decay", "a", "gate", "v")}
+    replace_gather()
+    compare_model("RWKV7", hidden_size=24, head_dim=12, intermediate_size=8, **ranks)
 
 
 def compare_gated_deltanet_model() -> None:
