@@ -33,6 +33,7 @@ class StatefulRWKV7Config(FlaConfigMixin, PreTrainedConfig):
     lora_target_modules = ("r_proj", "k_proj", "v_proj", "o_proj")
     activations = ("sqrelu",)
     has_l2warp = True
+    why_no_forgetting = "what it writes depends on what it reads, so that a state is no sum of decayed parts"
 
     num_heads: int | None = None  # type: ignore[assignment]
     head_dim: int | None = 64

@@ -44,7 +44,6 @@ class StatefulRWKV7TimeMixing(RWKVTimeMixing):
     """Token shifts, projections, first layer's values, recurrence of diagonal plus low rank, norm per head, gate."""
 
     scan = staticmethod(scan_dplr)
-    why_not = "what it writes depends on what it reads, so that a state is no sum of decayed parts"
     why_not_grow = "the delta rule erases along keys of norm 1, which wider or fewer keys would change"
 
     def __init__(self, config: StatefulRWKV7Config, layer: int) -> None:
