@@ -28,6 +28,7 @@ from hf_recurrent_lengthgen.hybrids.calls import (
     checkpointing,
     refuse_padding,
 )
+from hf_recurrent_lengthgen.hybrids.delta_scans import checked_scan, set_scan
 from hf_recurrent_lengthgen.hybrids.forgetting import check_forgetting, forgetting_scans, window_shapes
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_adapter_of, stock_type_of
 from hf_recurrent_lengthgen.hybrids.state_cache import StateCache
@@ -308,12 +309,15 @@ def _check_stock(model: PreTrainedModel) -> None:
             raise ValueError(f"{name} cannot carry its states: {REFUSED[refused]}.")
 
 
-def stateful(model: PreTrainedModel) -> Any:
+def stateful(model: PreTrainedModel, scan: str | None = None) -> Any:
     """Give a stock recurrent or hybrid model of Transformers the state contract, in place.
 
     Args:
         model: A model of a type in `registry.SUPPORTED`, with or without language modeling head, or of another type
             if `verify_stateful` passes on it. Not a PEFT model: wrap first, then add adapters.
+        scan: What mixers with a delta rule run with: "auto" for our scan where no kernel is installed, "stock" for
+            the functions of Transformers everywhere. It is stored in the configuration, whose setting is the default
+            (else "auto"). A wrapped model can be given another one.
 
     Returns:
         The same object, with the methods of `StatefulMixin`. Its `forward` takes `initial_state`, `attention_cache`
@@ -321,7 +325,8 @@ def stateful(model: PreTrainedModel) -> Any:
         `generate` takes `initial_state` and `attention_cache`.
 
     Raises:
-        ValueError: with the reason, if the model's states cannot be carried.
+        ValueError: with the reason, if the model's states cannot be carried; for a `scan` that is unknown, or "stock"
+            for a model without a delta rule.
         ImportError: for Transformers before 5.21.
     """
     if not hasattr(Cache, "get_recurrent_state"):
@@ -331,8 +336,10 @@ def stateful(model: PreTrainedModel) -> Any:
         )
     stock, wrapped = cast(Any, type(model)), cast(Any, model)
     if isinstance(model, PreTrainedModel) and "initial_state" in inspect.signature(model.forward).parameters:
+        set_scan(wrapped, checked_scan(wrapped, scan))
         return model
     _check_stock(model)
+    scan = checked_scan(wrapped, scan)
     wrapped.__class__ = _stateful_class(stock)
     try:
         wrapped._layout = _layout_of(wrapped)
@@ -349,5 +356,6 @@ def stateful(model: PreTrainedModel) -> Any:
         # Some training scripts call the backbone without the head; a stock backbone would ignore a state silently.
         backbone.__class__ = _stateful_class(cast(Any, type(backbone)))
         backbone._layout = wrapped._layout
+    set_scan(wrapped, scan)
     check_forgetting(wrapped)
     return wrapped

@@ -1,0 +1,170 @@
+"""Our scan in the mixers of Transformers with a delta rule (Gated DeltaNet, Kimi Delta Attention).
+
+Without kernels, these mixers call torch functions of their module, which keep every intermediate result for the
+backward pass and compute in float32 whatever the model's dtype. The mixers of a wrapped model call `scan_delta`
+instead: each gets a subclass of its class whose `forward` finds it under the names of those functions. Modules,
+classes and functions of Transformers stay as they are, so other models do, too.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import is_kernels_available
+
+from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
+from hf_recurrent_lengthgen.models.recurrent_state import state_dtype
+from hf_recurrent_lengthgen.models.scan_delta import chunk_gated_delta_rule, scan_delta
+from hf_recurrent_lengthgen.models.stateful_model import StatefulModel
+
+SCANS = ("auto", "stock")
+# Functions of Transformers, with the arguments and results of fla's kernels; T = 1 goes to the recurrent ones.
+RULES = {
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention",
+    "recurrent_kimi_delta_attention",
+}
+KERNELS = chunk_gated_delta_rule is not None or is_kernels_available()
+
+
+def checked_scan(model: StatefulModel, scan: str | None) -> str:
+    """The setting `scan` of a model, by default that of its configuration, else "auto".
+
+    Raises:
+        ValueError: for an unknown setting, and for "stock" without mixers to which it applies.
+    """
+    scan = getattr(model.config, "scan", "auto") if scan is None else scan
+    if scan not in SCANS:
+        raise ValueError(f"scan must be one of {SCANS}, got {scan!r}.")
+    if scan == "stock" and not _delta_mixers(model):
+        raise ValueError(
+            f'scan="stock" is for mixers with a delta rule, and {type(model).__name__} has none that would run with '
+            "another scan: leave scan out."
+        )
+    return scan
+
+
+def set_scan(model: StatefulModel, scan: str) -> None:
+    """Let the mixers with a delta rule call our scan where no kernel is installed ("auto"), or not ("stock").
+
+    The configuration keeps what is not its default.
+    """
+    if scan != getattr(model.config, "scan", "auto"):
+        model.config.scan = scan
+    for mixer in _delta_mixers(model):
+        stock = _stock_class(type(mixer))
+        mixer.__class__ = stock if scan == "stock" else _scanning_class(stock)
+
+
+class DeltaScanMixin:
+    """Marks the mixers that call our scan."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty, (_stock_class(type(self)),), self.__dict__
+
+
+def _empty(stock: Any) -> Any:
+    """A mixer without attributes, for copying and unpickling."""
+    return _scanning_class(stock).__new__(_scanning_class(stock))
+
+
+def _stock_class(mixer: Any) -> Any:
+    return mixer.__mro__[2] if issubclass(mixer, DeltaScanMixin) else mixer
+
+
+def _delta_mixers(model: StatefulModel) -> list[nn.Module]:
+    """The mixers that call one of `RULES`; none for types that are not listed, whose functions were not compared."""
+    if model.config.get_text_config(decoder=True).model_type not in SUPPORTED:
+        return []
+    return [module for module in model.modules() if _names(type(module).forward) & RULES]
+
+
+def _names(function: Any) -> set[str]:
+    return set(inspect.unwrap(function).__code__.co_names)
+
+
+@functools.cache
+def _scanning_class(stock: Any) -> Any:
+    """The subclass of a mixer's class that calls our scan, under its name."""
+    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    return type(stock.__name__, (DeltaScanMixin, stock), names | {"forward": _with_our_scan(stock.forward)})
+
+
+def _with_our_scan(function: FunctionType) -> FunctionType:
+    """A copy of a function, and of what it decorates, that finds our scan under the names in `RULES`."""
+    found = {name: _in_place_of(function.__globals__[name]) for name in RULES & function.__globals__.keys()}
+    decorated = getattr(function, "__wrapped__", None)
+    cells = function.__closure__ or ()
+    closure = tuple(CellType(_with_our_scan(decorated)) if cell.cell_contents is decorated else cell for cell in cells)
+    copy = FunctionType(
+        function.__code__, function.__globals__ | found, function.__name__, function.__defaults__, closure
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(copy, function)
+
+
+def _in_place_of(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Our scan with the arguments and results of a function in `RULES`, which takes what needs a kernel."""
+
+    @functools.wraps(stock)
+    def rule(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
+        if packed or (KERNELS and query.device.type != "cpu"):
+            kwargs |= {"initial_state": initial_state, "output_final_state": output_final_state}
+            kwargs |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+            output: tuple[Tensor, Tensor | None] = stock(query, key, value, g=g, beta=beta, **kwargs)
+            return output
+        y, final = stock_delta_rule(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel)
+        return y, final if output_final_state else None
+
+    return rule
+
+
+def stock_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, normalize: bool
+) -> tuple[Tensor, Tensor]:
+    """`scan_delta` in the layouts of Transformers (and fla).
+
+    Args:
+        query: (B, T, G, N), not scaled; each of the G groups serves H / G heads one after another.
+        key: (B, T, G, N).
+        value: (B, T, H, P).
+        g: Logarithms of the decays, (B, T, H), or (B, T, H, N) with one per channel.
+        beta: (B, T, H).
+        initial_state: (B, H, N, P); zero when None.
+        normalize: Whether queries and keys are divided by their norms.
+
+    Returns:
+        Outputs in the dtype of `query`, (B, T, H, P), and the final state, (B, H, N, P), float32 or float64.
+    """
+    dtype, heads = state_dtype(query.dtype), value.shape[2]
+    q, k = (_normalized(x.to(dtype)) if normalize else x.to(dtype) for x in (query, key))
+    q = q * q.shape[3] ** -0.5
+    if q.shape[2] != heads:
+        q, k = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (q, k))
+    if initial_state is None:
+        state = q.new_zeros(len(q), heads, value.shape[3], q.shape[3])
+    else:
+        state = initial_state.as_subclass(Tensor).to(dtype).mT
+    y, final = scan_delta(q, k, value, g[..., None] if g.ndim == 3 else g, beta, state)
+    return y.to(query.dtype), final.mT.contiguous()
+
+
+def _normalized(x: Tensor) -> Tensor:
+    """Vectors of norm 1, as the stock functions make them."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
