@@ -108,8 +108,13 @@ def _with_our_scan(function: FunctionType) -> FunctionType:
     return functools.update_wrapper(copy, function)
 
 
+def needs_stock(device_type: str) -> bool:
+    """Whether the stock function may have a kernel for a device, or the device is one that our scan does not know."""
+    return device_type == "meta" or (KERNELS and device_type != "cpu")
+
+
 def _in_place_of(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Our scan with the arguments and results of a function in `RULES`, which takes what needs a kernel."""
+    """Our scan with the arguments and results of a function in `RULES`, which gets packed rows (and may refuse)."""
 
     @functools.wraps(stock)
     def rule(
@@ -123,11 +128,11 @@ def _in_place_of(stock: Callable[..., Any]) -> Callable[..., Any]:
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
-        if packed or (KERNELS and query.device.type != "cpu"):
+        if needs_stock(query.device.type) or any(kwargs.get(name) is not None for name in ("cu_seqlens", "seq_idx")):
             kwargs |= {"initial_state": initial_state, "output_final_state": output_final_state}
-            kwargs |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-            output: tuple[Tensor, Tensor | None] = stock(query, key, value, g=g, beta=beta, **kwargs)
+            output: tuple[Tensor, Tensor | None] = stock(
+                query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs
+            )
             return output
         y, final = stock_delta_rule(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel)
         return y, final if output_final_state else None
