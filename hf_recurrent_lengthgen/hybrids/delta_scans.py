@@ -95,7 +95,7 @@ def _scanning_class(stock: Any) -> Any:
     return type(stock.__name__, (DeltaScanMixin, stock), names | {"forward": _with_our_scan(stock.forward)})
 
 
-def _with_our_scan(function: FunctionType) -> FunctionType:
+def _with_our_scan(function: Any) -> Any:
     """A copy of a function, and of what it decorates, that finds our scan under the names in `RULES`."""
     found = {name: _in_place_of(function.__globals__[name]) for name in RULES & function.__globals__.keys()}
     decorated = getattr(function, "__wrapped__", None)
