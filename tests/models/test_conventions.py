@@ -23,7 +23,7 @@ def same_state(state: RecurrentState, other: RecurrentState) -> bool:
     return all(torch.equal(a, b) for x, y in zip(state, other, strict=True) for a, b in zip(x, y, strict=True))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @every_family
 def test_a_cache_is_returned_as_the_configuration_says(family: Family) -> None:
     model, tokens = build(family), random_tokens(2, 4)
@@ -62,7 +62,7 @@ def test_a_mask_may_have_the_past_too(family: Family) -> None:
         model(tokens[:, :1], attention_mask=MASK, past_key_values=cache)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @every_family
 @pytest.mark.parametrize("padding", [False, True])
 def test_hidden_states_are_on_the_way_of_gradients(family: Family, padding: bool) -> None:

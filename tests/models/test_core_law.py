@@ -47,7 +47,7 @@ def test_the_pieces_equal_the_whole_in_every_variant(family: Family, variant: st
     assert_equal_up_to(1e-10, law(model, length, LENGTHS[length]), law(model, length, []))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @every_family
 @settings(max_examples=5)
 @given(data=st.data())

@@ -60,7 +60,7 @@ def greedy_by_hand(model: Any, tokens: Tensor, state: RecurrentState | None = No
     return tokens[:, start:]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @every_family
 def test_greedy_generation_is_the_repeated_argmax(family: Family) -> None:
     model, state, prompt = model_of(family), None, random_tokens(2, 5)

@@ -397,7 +397,7 @@ def test_metadata_must_be_a_mapping(tmp_path: Path) -> None:
             load_state(tmp_path / "s")
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 def test_a_state_made_in_inference_mode_can_be_trained_from(family: Family) -> None:
     model, tokens = build(family), random_tokens(2, 9)

@@ -221,7 +221,7 @@ def test_missing_and_unexpected_weights_are_reported_and_missing_ones_initialize
     assert torch.equal(loaded.backbone.layers[1].mixer.A_log, model.backbone.layers[1].mixer.A_log)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @every_family
 def test_every_missing_weight_gets_the_values_of_a_new_model(family: Family, tmp_path: Path) -> None:
     """Weights of random numbers by their deviation; without own weights in the file nothing may stay unset."""
@@ -256,7 +256,7 @@ def test_weights_survive_saving_in_every_dtype_tied_or_not(
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(5)
 @every_family
 def test_a_configuration_saved_alone_brings_its_code(family: Family, tmp_path: Path) -> None:
     family.config().save_pretrained(tmp_path / "config")
@@ -270,7 +270,7 @@ def test_a_configuration_saved_alone_brings_its_code(family: Family, tmp_path: P
 
 
 # of a parameter that belongs to no layer, as HGRN-2's lower bounds
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.filterwarnings("ignore:The following device_map keys do not match any submodules:UserWarning")
 @every_family
 def test_weights_offloaded_to_disk_give_the_same_logits(family: Family, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_packed_rows_are_refused(family: Family) -> None:
             model(tokens, **run)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @every_family
 def test_the_backbone_of_a_language_model_is_taken_over(family: Family, tmp_path: Path) -> None:
     language = build(family)
@@ -93,7 +93,7 @@ def test_the_backbone_of_a_language_model_is_taken_over(family: Family, tmp_path
     torch.testing.assert_close(model(tokens).logits, expected[:, -1] @ model.score.weight.T)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @every_family
 def test_a_process_without_our_package_gets_the_same_logits(family: Family, tmp_path: Path) -> None:
     model, tokens = classifier(family, torch.float32), random_tokens(4, 6)
@@ -133,7 +133,7 @@ def test_states_have_the_shapes_of_the_language_model(family: Family) -> None:
     assert all(isinstance(layer, LayerState) for layer in model.zero_state(1))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @every_family
 def test_upstream_files_are_read_without_a_warning(
     family: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from tests.models.families import DECAYING, FAMILIES, Family, build, random_toke
 STEPS = 3
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 def test_state_passing_is_a_loop_that_hands_the_state_on(family: Family, tmp_path: Path) -> None:
     row = random_tokens(1, 12)[0]
@@ -65,7 +65,7 @@ SOURCES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thinned(9)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("family", "method"),
     [(f, method) for f in FAMILIES for method in SOURCES if f in DECAYING or "statex" not in method],
