@@ -381,9 +381,11 @@ def compiling(test: Any) -> Any:
 @compiling
 @pytest.mark.parametrize(
     ("family", "checkpointed"),
-    # one for each shell of a scan; the scans alone are in test_scans.py
-    [*((family, False) for family in FAMILIES if family.name in ("mamba", "gla", "gated_deltanet", "rwkv7"))]
-    + [(MAMBA2, True), (RWKV6, True)],
+    # one for each kind of scan; the scans alone are in test_scans.py
+    [
+        *((family, False) for family in FAMILIES if family.name in ("mamba", "gla", "gated_deltanet", "rwkv7")),
+        *((MAMBA2, True), (RWKV6, True)),
+    ],
     ids=variant_id,
 )
 def test_the_whole_model_is_one_graph(family: Family, checkpointed: bool) -> None:
