@@ -39,7 +39,8 @@ def write_tiny_random_model(
     config_class = STATEFUL_CLASSES[family].config_class
     settings: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": 64, "num_hidden_layers": layers}
     settings |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **config_class.tiny}
-    settings |= {name: value for name, value in layout.fixed if hasattr(config_class, name)}
+    if config_class.model_type in layout.families:
+        settings |= {name: value for name, value in layout.fixed if hasattr(config_class, name)}
     config = config_class.from_dict({"model_type": family, **settings})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
