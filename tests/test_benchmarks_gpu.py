@@ -207,7 +207,7 @@ def test_kernels_without_a_gpu_are_reported_as_missing(tmp_path: Path, monkeypat
             assert list(found["torch"]) == ["outputs", "states", "gradients"]
             assert all(0 < error < limit for error in found["torch"].values())
     tests = [part for name, part in parts.items() if name.startswith("test tests/models/test_kernels_gpu.py::")]
-    assert len(tests) == 12
+    assert len(tests) == 13
     assert {(part["outcome"], part["message"]) for part in tests} == {("skipped", "Skipped: needs a CUDA device")}
 
 

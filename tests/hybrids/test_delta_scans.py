@@ -105,7 +105,8 @@ def test_any_length_is_the_stock_functions(model_type: str, length: int) -> None
     actual, expected = (results(x, length, initial) for x in (model, stock))
     states = 1 + len(parts(initial))
     assert relative_error(actual[:states], expected[:states]) < 1e-4
-    assert relative_error(actual[states:], expected[states:]) < 1e-3
+    # against float64, the stock gradients of the model with experts are wrong by 1.1e-3 at T 130, ours by 6e-6
+    assert relative_error(actual[states:], expected[states:]) < 2e-3
 
 
 @torch.no_grad()

@@ -13,7 +13,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.without_package import clean_process
 
-from .families import FAMILIES, MAMBA2, SHELL_FAMILIES, Family, build, random_state, random_tokens, variant_id
+from .families import (
+    DELTA_FAMILIES,
+    FAMILIES,
+    MAMBA2,
+    SHELL_FAMILIES,
+    Family,
+    build,
+    random_state,
+    random_tokens,
+    variant_id,
+)
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 one_family = pytest.mark.parametrize("checkpoint", [MAMBA2], ids=variant_id, indirect=True)
@@ -235,7 +245,7 @@ def test_every_missing_weight_gets_the_values_of_a_new_model(family: Family, tmp
         assert ours.isfinite().all(), name
         if expected.unique().numel() == expected.numel() > 20:  # random
             assert float(ours.detach().std()) == pytest.approx(float(expected.detach().std()), rel=0.7), name
-        elif "dt_" not in name:
+        elif "dt_" not in name and not (family in DELTA_FAMILIES and name.endswith("A_log")):  # few random numbers
             torch.testing.assert_close(ours, expected, msg=name)
 
 
