@@ -44,7 +44,7 @@ STUDIES = {
             "families/run.py --families mamba2 gla --methods fitted_noise_first fitted_noise_first_zero",
         ],
         "families/run.py --report",
-        4.0,
+        5.5,
     ),
     "failure": Study(
         "When does a model begin to fail in its training?",

@@ -53,8 +53,11 @@ def scan_delta(
         `initial_state`. Gradients flow to all tensor arguments and from both results.
 
     Raises:
-        ValueError: for an unknown backend or a chunk size below 1.
+        ValueError: for an unknown backend, a chunk size below 1, and arguments of other shapes.
     """
+    _check_shapes({"q": q, "k": k, "g": g}, v, initial_state, one_gate=g.shape[3:] == (1,))
+    if beta.shape != q.shape[:3]:
+        raise ValueError(f"beta must have the shape (B, T, H), {tuple(q.shape[:3])}, got {tuple(beta.shape)}.")
     return run_scan(_chunked_delta, _delta_with_kernel, (q, k, v, g, beta), initial_state, chunk_size, backend)
 
 
@@ -96,6 +99,7 @@ def scan_dplr(
         chunk_size: As there.
         backend: As there.
     """
+    _check_shapes({"q": q, "k": k, "g": g, "a": a, "b": b}, v, initial_state)
     return run_scan(_chunked_dplr, _dplr_with_kernel, (q, k, v, g, a, b), initial_state, chunk_size, backend)
 
 
@@ -110,6 +114,21 @@ def scan_dplr_reference(
         state = state + v[:, t, :, :, None] * k[:, t, :, None]
         outputs.append((state * q[:, t, :, None]).sum(-1))
     return torch.stack(outputs, dim=1), state
+
+
+def _check_shapes(keyed: dict[str, Tensor], v: Tensor, initial_state: Tensor, one_gate: bool = False) -> None:
+    """Refuse arguments that would be broadcast; `keyed` are (B, T, H, N), g (B, T, H, 1) if there is `one_gate`."""
+    q = keyed["q"]
+    shapes = {name: tuple(t.shape) for name, t in keyed.items()} | {"v": tuple(v.shape)}
+    expected = dict.fromkeys(keyed, tuple(q.shape)) | {"v": (*q.shape[:3], v.shape[-1])}
+    if one_gate:
+        expected["g"] = (*q.shape[:3], 1)
+    state = (q.shape[0], *q.shape[2:3], v.shape[-1], q.shape[-1])
+    if q.ndim != 4 or shapes != expected or initial_state.shape != state:
+        raise ValueError(
+            "Queries, keys and gates must have one shape (B, T, H, N), values (B, T, H, P) and states (B, H, P, N), "
+            f"got {shapes} and the state {tuple(initial_state.shape)}."
+        )
 
 
 def _chunked_delta(

@@ -462,6 +462,16 @@ def test_inputs_of_other_shapes_are_refused() -> None:
         scan_gla(**(inputs | {"g": inputs["g"][..., :1]}))
 
 
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("scan", DELTA, ids=lambda scan: scan.name)
+def test_arguments_of_the_delta_rule_of_other_shapes_are_refused(scan: Scan, length: int) -> None:
+    inputs = scan.make_inputs(length)
+    cut = {name: value[..., 0] if name == "g" else value[..., :1] for name, value in inputs.items()}
+    for name in inputs:
+        with pytest.raises(ValueError, match=r"must have (one shape|the shape)"):
+            scan.scan(**(inputs | {name: cut[name]}))
+
+
 def test_linear_attention_and_hgrn2_are_cases_of_gla() -> None:
     """Masked (q k^T) v without gates; an average of the values with k = 1 - f."""
     inputs = gla_inputs(20)
