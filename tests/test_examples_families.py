@@ -61,3 +61,30 @@ def test_a_family_is_studied_and_goes_on_with_the_arm_that_is_missing(
     again = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("seed")]
     assert again == [f"seed 3 {family}/{method}" for method in ("base", "tbtt")]
     assert (results / "families.md").read_text() == table
+
+
+@pytest.mark.usefixtures("small_corpus")
+@pytest.mark.slow
+def test_checkpoints_are_made_once_and_their_cards_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = tmp_path / "cards"
+    made.mkdir()
+    (made / "README.md").write_text("<!-- table -->\n<!-- end -->\n")
+    arguments = ["--tiny", "--families", "gla", "--output", tmp_path / "out", "--checkpoints", made]
+    monkeypatch.setattr(sys, "argv", ["checkpoints.py", *map(str, arguments)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    runpy.run_path(str(RUN.with_name("checkpoints.py")), run_name="__main__")
+    kept = {file: file.read_bytes() for file in made.rglob("*") if file.is_file()}
+    assert {"gla-base", "gla-state-passing"} == {path.name for path in made.iterdir() if path.is_dir()}
+    (row,) = (line for line in (made / "README.md").read_text().splitlines() if line.startswith("| GLA"))
+    assert "[base](gla-base/README.md), [cured](gla-state-passing/README.md)" in row
+
+    capsys.readouterr()
+    runpy.run_path(str(RUN.with_name("checkpoints.py")), run_name="__main__")
+    assert "gla: is there" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--cards"])
+    card = made / "gla-base/README.md"
+    card.write_text(card.read_text().replace("# gla-base", "# another title"))
+    runpy.run_path(str(RUN.with_name("checkpoints.py")), run_name="__main__")
+    assert card.read_bytes() == kept[card]
