@@ -85,6 +85,9 @@ class Stages:
         texts: What is measured, in words, which is another.
     """
 
+    collator: Any = None
+    """What makes a batch of rows; None for Trainer's."""
+
     def __init__(self, options: argparse.Namespace, settings: Any, texts: str) -> None:
         self.settings, self.description = settings, texts
         self.output = Path(options.output)
@@ -190,7 +193,7 @@ class Stages:
                 dataloader_pin_memory=False,
                 **options,
             )
-            trainer = trainer_class(model, arguments, train_dataset=data)
+            trainer = trainer_class(model, arguments, train_dataset=data, data_collator=self.collator)
             trainer.facts = self.facts(name, seed, length)
             trainer.remove_callback(PrinterCallback)
             trainer.add_callback(_Snapshots(training.snapshots))
