@@ -1,103 +1,244 @@
-"""The studies of mimetic initialization run in miniature and continue, and the README holds their results."""
+"""The study of mimetic initialization runs in miniature and continues, and its README holds the results."""
 
 import json
 import runpy
-import statistics
+import shutil
 import sys
+from argparse import Namespace
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hf_recurrent_lengthgen.trainers import InitialStateConfig, ZeroStateTrainer
+
 FOLDER = Path(__file__).parents[1] / "examples" / "mimetic"
-RUNS = {"curves": 24, "switches": 16, "state_size": 10, "state_passing": 4, "patience": 2, "teacher": 3}
-FIGURES = ("curves", "switches", "state_size")
 
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Names of run.py."""
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Names of all files of the study."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    return runpy.run_path(str(FOLDER / "run.py"))
+    found = runpy.run_path(str(FOLDER / "run.py"))
+    return {**vars(sys.modules["reports"]), **vars(sys.modules["starts"]), **found}
 
 
-def run_study(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
+def run_study(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: object) -> None:
+    places = ("--tiny", "--output", folder / "out", "--results", folder / "results")
+    monkeypatch.setattr(sys, "argv", ["run.py", *map(str, (*arguments, *places))])
     monkeypatch.setattr(sys, "path", [*sys.path])
     runpy.run_path(str(FOLDER / "run.py"), run_name="__main__")
 
 
+def trained(printed: str) -> list[str]:
+    """Seeds and names of the arms."""
+    return [line.partition(": ")[0] for line in printed.splitlines() if line.startswith("seed ")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("study", RUNS)
-def test_a_study_writes_its_runs_a_table_and_a_figure(
-    study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("family", ["mamba2", "mamba"])
+def test_a_study_goes_on_where_it_stopped_and_reports_without_training(
+    family: str,
+    names: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run_study(monkeypatch, study, "--quick", "--output", tmp_path, "--seeds", 4)
-    printed = capsys.readouterr().out
-    assert printed.count("seed=4") == RUNS[study]
-    table = (tmp_path / f"{study}.md").read_text()
-    assert table in printed
-    results = json.loads((tmp_path / f"{study}.json").read_text())
-    assert len(results) == RUNS[study]
-    assert len({json.dumps(result["run"]) for result in results}) == RUNS[study]
-    assert (tmp_path / f"{study}.png").is_file() == (study in FIGURES)
+    rate = f"{names['RATE']:g}"
+    shutil.copy(FOLDER / "README.md", tmp_path)
+    arguments = ("--studies", "teacher", "--families", family, "--seeds", 4)
+    run_study(monkeypatch, tmp_path, *arguments)
+    teachers = {f"seed 4 recall/{family}/{start}/{rate}" for start in ("default", "one")}
+    students = {
+        f"seed 4 copying/{family}/layer_{layer}_of_{start}/{rate}"
+        for layer in range(4)
+        for start in ("default", "one")
+    }
+    first = capsys.readouterr().out
+    assert sorted(trained(first)) == sorted(teachers | students)
+    table = first.partition("teacher:\n\n")[2].partition("\n\n")[0]
+    assert f"<!-- teacher -->\n{table}\n<!-- end -->" in (tmp_path / "README.md").read_text()
+    assert (tmp_path / "results/tasks.png").is_file()  # of the teachers
+
+    lost = tmp_path / "results/copying" / family / f"layer_2_of_one/{rate}/seed4.json"
+    measured = json.loads(lost.read_text())["measured"]
+    lost.unlink()
+    run_study(monkeypatch, tmp_path, *arguments, "--report")
+    reported = capsys.readouterr().out
+    assert not trained(reported)
+    row = [line for line in table.splitlines() if "| one layer mimetic | layer 2 |" in line]
+    left = reported.partition("teacher:\n\n")[2].partition("\n\n")[0]
+    assert set(table.splitlines()) - set(left.splitlines()) == set(row) != set()
+    shutil.rmtree(tmp_path / "out/seed4/recall")  # as where the checkpoints were not kept
+    run_study(monkeypatch, tmp_path, *arguments)
+    assert trained(capsys.readouterr().out) == [
+        f"seed 4 recall/{family}/one/{rate}",
+        f"seed 4 copying/{family}/layer_2_of_one/{rate}",
+    ]
+    assert json.loads(lost.read_text())["measured"] == measured
 
 
 @pytest.mark.slow
-def test_an_interrupted_study_continues_and_reports_without_training(
+def test_state_passing_is_studied_with_and_without_fast_decays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ("state_size", "--quick", "--output", tmp_path, "--seeds", 0)
-    run_study(monkeypatch, *arguments)
-    first = (tmp_path / "state_size.json").read_text()
-    (lost,) = (tmp_path / "runs").glob("*mimetic*N=32*")
-    lost.unlink()
-    capsys.readouterr()
-    run_study(monkeypatch, *arguments)
-    assert capsys.readouterr().out.count("seed=0") == 1
-    again = json.loads((tmp_path / "state_size.json").read_text())
-    assert [result["curve"] for result in again] == [result["curve"] for result in json.loads(first)]
-    lost.unlink()
-    run_study(monkeypatch, *arguments, "--report")
-    assert capsys.readouterr().out.count("seed=0") == 0
-    assert len(json.loads((tmp_path / "state_size.json").read_text())) == RUNS["state_size"] - 1
+    run_study(monkeypatch, tmp_path, "--studies", "state_passing", "--seeds", 0)
+    assert len(trained(capsys.readouterr().out)) == 12
+    keys = [json.loads(file.read_text())["key"] for file in tmp_path.rglob("seed0.json")]
+    trainers = Counter((key["trainer"], key["arm"]["sizes"]["passed"]) for key in keys)
+    assert trainers == {
+        **{("ZeroStateTrainer", False): 3, ("StatePassingTrainer", True): 3},
+        **{("WithDecayRate", False): 3, ("WithDecayRate", True): 3},
+    }
 
 
-def test_starts_differ_as_they_say(modules: dict[str, Any]) -> None:
-    def model(start: str) -> Any:
-        run = modules["replace"](modules["COPYING"], start=start, steps=1)
-        return sys.modules["learning"].new_model(run)
-
-    default, some, hybrid = model("default"), model("a+conv"), model("hybrid")
-    heads = torch.arange(1, 5).float()
-    for old, new in zip(default.backbone.layers, some.backbone.layers, strict=True):
-        torch.testing.assert_close(new.mixer.A_log, -8 * heads.log())
-        taps = torch.tensor([0.0, 0, 0, 1]).expand_as(new.mixer.conv1d.weight)
-        assert torch.equal(new.mixer.conv1d.weight, taps)
-        assert torch.equal(new.mixer.dt_bias, old.mixer.dt_bias)
-        assert torch.equal(new.mixer.in_proj.weight, old.mixer.in_proj.weight)
-    assert [hasattr(layer.mixer, "q_proj") for layer in hybrid.backbone.layers] == [False, True]
-    one, other = model("teacher 1").backbone.layers
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+def test_every_arm_has_a_name_of_its_own_and_every_study_shares_arms(names: dict[str, Any]) -> None:
+    studies = {
+        name: [arm for family in names["FAMILIES"] for _, arm in rows(family)]
+        for name, (rows, _) in names["STUDIES"].items()
+    }
+    assert {name: len({arm for arm in arms if arm.family == "mamba2"}) for name, arms in studies.items()} == {
+        **{"rates": 16, "switches": 16, "tasks": 24, "linear": 12, "teacher": 10, "sweeps": 30, "state_passing": 12},
+    }
+    arms = {arm for found in studies.values() for arm in found}
+    assert len({arm.name for arm in arms}) == len(arms)
+    for name, shared in {"switches": 4, "tasks": 8, "linear": 12, "teacher": 4, "sweeps": 4}.items():
+        others = {arm for other, found in studies.items() if other != name for arm in found}
+        assert len(others & set(studies[name])) >= shared, name
 
 
-@pytest.mark.parametrize("study", ["curves", "switches", "state_size", "state_passing"])
-def test_the_readme_holds_the_results(study: str, modules: dict[str, Any]) -> None:
-    results = json.loads((FOLDER / f"{study}.json").read_text())
-    table, _ = modules["STUDIES"][study][1](results)
-    assert f"<!-- {study} -->\n{table}<!-- end -->" in (FOLDER / "README.md").read_text()
-    lines = [line for line in table.splitlines() if "mimetic" in line or "| x | x | x | x |" in line]
-    run = results[0]["run"]
-    same = [r["curve"][-1][1] for r in results if {**r["run"], "seed": 0} == {**run, "seed": 0, "start": "mimetic"}]
-    assert f" {statistics.fmean(same):.2f}" in "".join(lines)
+@pytest.mark.parametrize("family", ["mamba2", "mamba"])
+def test_starts_differ_as_they_say(family: str, names: dict[str, Any]) -> None:
+    def layers(start: str) -> Any:
+        return names["new_model"](names["Arm"](start, family=family), 22, seed=3).backbone.layers
+
+    def same(one: Any, other: Any) -> bool:
+        return all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+
+    default = layers("default")
+    for start, changed in {"one": [1], "all": [0, 1, 2, 3], "a": [1]}.items():
+        new = layers(start)
+        assert [not same(one, other) for one, other in zip(default, new, strict=True)] == [
+            layer in changed for layer in range(4)
+        ]
+        mixer = new[1].mixer
+        counts = torch.arange(1.0, mixer.A_log.shape[-1] + 1)
+        torch.testing.assert_close(mixer.A_log, (-8 * counts.log()).expand_as(mixer.A_log))
+        assert torch.equal(mixer.in_proj.weight, default[1].mixer.in_proj.weight) == (
+            start == "a" or family == "mamba"  # whose B and C are rows of x_proj
+        )
+    identity = torch.tensor([0.0, 0, 0, 1]).expand_as(default[1].mixer.conv1d.weight)
+    assert torch.equal(layers("one")[1].mixer.conv1d.weight, identity) == (family == "mamba2")
+    assert torch.equal(layers("conv")[1].mixer.conv1d.weight, identity)
+    for start, shape in {"attention": (48, 48), "linear 8": (8, 48)}.items():
+        mixers = [layer.mixer for layer in layers(start)]
+        assert [tuple(mixer.q_proj.weight.shape) if hasattr(mixer, "q_proj") else None for mixer in mixers] == [
+            None,
+            shape,
+            None,
+            None,
+        ]
 
 
-@pytest.mark.usefixtures("modules")
-def test_the_area_under_a_curve() -> None:
-    area_under_curve = sys.modules["reports"].area_under_curve
+def test_a_mimetic_layer_may_be_weaker(names: dict[str, Any]) -> None:
+    model = names["new_model"](names["Arm"]("one", changes=(("c", 2.0), ("state_size", 8))), 22, seed=0)
+    mixer = model.backbone.layers[1].mixer
+    torch.testing.assert_close(mixer.A_log, -2 * torch.arange(1.0, 7).log())
+    assert model.config.state_size == 8
+
+
+def test_all_layers_start_from_one_of_a_teacher(
+    names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = Namespace(tiny=True, output=tmp_path, results=tmp_path / "r", report=False)
+    study, arm = names["StringStudy"](options), replace(names["Arm"]("layer 2 of one", 1e-2), tiny=True)
+    study.arms[arm.name] = arm
+    model = study.new_model(arm.name, 10, seed=1)
+    taught = study.loaded(study.folder("recall/mamba2/one/0.01", 1)).backbone.layers
+    for layer in model.backbone.layers:
+        for name, value in layer.state_dict().items():
+            assert torch.equal(value, taught[2].state_dict()[name])
+    assert not torch.equal(taught[1].mixer.A_log, taught[2].mixer.A_log)
+
+
+def test_decays_learn_at_their_own_rate(names: dict[str, Any], tmp_path: Path) -> None:
+    arm = replace(names["Arm"](), tiny=True)
+    model = names["new_model"](arm, 10, seed=0)
+    arguments = InitialStateConfig(output_dir=str(tmp_path), learning_rate=0.003, weight_decay=0.1, report_to="none")
+    trainer = names["with_decay_rate"](ZeroStateTrainer, 10.0)(
+        model, arguments, train_dataset=arm.data(0), data_collator=names["StringCollator"]()
+    )
+    optimizer = trainer.create_optimizer()
+    rates = [(id(p), group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]]
+    names_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert sorted(key for key, _, _ in rates) == sorted(names_of)  # each parameter once
+    for key, rate, decay in rates:
+        is_decay = names_of[key].split(".")[-1] in ("A_log", "dt_bias")
+        assert rate == pytest.approx(0.03 if is_decay else 0.003)
+        assert not (is_decay and decay)
+    assert trainer.create_optimizer() is optimizer
+    assert len([group for group in optimizer.param_groups if group["lr"] > 0.01]) == 1
+
+
+def test_a_table_and_a_figure_show_means_over_seeds(names: dict[str, Any]) -> None:
+    layout = names["Layout"](("start", "rate"), ("1x", "2x"), drawn=("2x",), x=1)
+    seeds = {0: {"1x": 1.0, "2x": 0.25}, 2: {"1x": 1.0, "2x": 0.75}}
+    found = {
+        ("mamba2", ("default", "0.1")): seeds,
+        ("mamba2", ("default", "0.01")): {0: {"1x": 0.5, "2x": 0.125}},
+        ("mamba", ("default", "0.1")): {0: {"1x": 0.5, "2x": 0.0}},
+    }
+    assert names["table"](layout, found).splitlines()[2:] == [
+        "| Mamba-2 | default | 0.1 | 0, 2 | 1.00 (1.00 to 1.00) | 0.50 (0.25 to 0.75) |",
+        "| Mamba-2 | default | 0.01 | 0 | 0.50 | 0.12 |",
+        "| Mamba-1 | default | 0.1 | 0 | 0.50 | 0.00 |",
+    ]
+    axes = names["figure"](layout, found).axes
+    assert [axis.get_title("left") for axis in axes] == ["Mamba-2, 2x", "Mamba-1, 2x"]
+    (line,) = axes[0].lines
+    assert sorted(zip(*line.get_data(), strict=True)) == [(0.01, 0.125), (0.1, 0.5)]
+    lengths = layout._replace(drawn=("1x", "2x"), x=None, panel=1)
+    axes = names["figure"](lengths, found).axes
+    assert [axis.get_title("left") for axis in axes] == [
+        "Mamba-2, rate 0.1",
+        "Mamba-2, rate 0.01",
+        "Mamba-1, rate 0.1",
+    ]
+    assert [tuple(values) for values in axes[0].lines[0].get_data()] == [(1, 2), (1, 0.5)]
+
+
+def test_the_area_under_a_curve(names: dict[str, Any]) -> None:
+    area_under_curve = names["area_under_curve"]
     assert area_under_curve({1: 1.0, 2: 1.0, 4: 1.0}) == 1.0
     # between 50 and 100 the mean is 0.75, between 100 and 200 it is 0.25
     assert area_under_curve({200: 0.0, 50: 1.0, 100: 0.5}) == pytest.approx((50 * 0.75 + 100 * 0.25) / 150)
     with pytest.raises(ValueError, match="at least two lengths, got 1"):
         area_under_curve({50: 1.0})
+
+
+def test_the_readme_holds_the_results(names: dict[str, Any]) -> None:
+    options = Namespace(tiny=False, output="", results=FOLDER / "results", report=True)
+    study, readme = names["StringStudy"](options), (FOLDER / "README.md").read_text()
+    for name, (_, layout) in names["STUDIES"].items():
+        found = names["found_results"](study, name)
+        assert f"<!-- {name} -->\n{names['table'](layout, found) if found else ''}<!-- end -->\n" in readme
+        assert (f"(results/{name}.png)" in readme) == bool(found and layout.drawn)
+
+
+def test_tiny_runs_keep_away_from_the_results_of_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["run.py", "--tiny", "--output", str(tmp_path), "--seeds", "0"])
+    names = runpy.run_path(str(FOLDER / "run.py"))
+    main = names["main"]
+    main.__globals__["STUDIES"] = {
+        "rates": (lambda family: [next(names["rates"](family))], names["STUDIES"]["rates"][1])
+    }
+    before = (FOLDER / "README.md").read_bytes()
+    main()
+    assert (tmp_path / "tiny_mimetic/copying/mamba2/default/0.01/seed0.json").is_file()
+    assert (FOLDER / "README.md").read_bytes() == before

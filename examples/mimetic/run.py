@@ -1,134 +1,167 @@
-"""Mimetic initialization in small: learning curves, its four switches, state sizes, and state passing on copying.
+"""Does a mimetic start help small Mambas to copy and recall, and which part of it?
 
-curves         four tasks, Mamba-1 and Mamba-2, default and mimetic start and one attention layer
-switches       all 16 combinations of the four switches, copying
-state_size     area under the generalization curve against the state size N, copying
-state_passing  copying with and without state passing, on strings 6 times the shortest of training
-patience       default and mimetic with four times as many steps, copying
-teacher        all layers from one layer of a trained model (section 6), copying
+An arm is one training from nothing on strings of 5 to 10 symbols, and its accuracy at up to 4 times that length: one
+small file in --results. Arms that have a file are not run again, so an interrupted study continues, and several
+commands with different --studies, --families or --seeds share the work. The studies:
 
-Writes <study>.json, <study>.md and, for the first three, <study>.png into the output folder, and each run into a
-folder below it. An interrupted study continues. Several processes may share the work: give them seeds in different
-orders.
+rates          four starts at four learning rates, copying
+switches       all 16 combinations of the four switches in one layer, copying (Fig. 3)
+tasks          four tasks at two learning rates (Fig. 2 and 4)
+linear         linear attention in place of one layer, copying (Fig. 5)
+teacher        all layers from one layer of a trained model, copying (section 6)
+sweeps         vocabulary, state, width, layers, length and steps, copying (Fig. 6 to 9)
+state_passing  copying with state passing (Buitrago Ruiz and Gu, 2025, Table 1)
+
+At the end, the tables of README.md and the pictures beside the results are written anew, from all arms that are there.
 """
 
-import argparse
-import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from itertools import chain, combinations
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from hf_recurrent_lengthgen.plotting.images import save_png
-from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES
+from hf_recurrent_lengthgen.surgery.mimetic import PAPER_SWITCHES, SWITCHES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import reports
-from learning import Result, Run, found_or_trained, train
-from passing import train_with_states
+from readme_tables import fill
+from reports import Found, Layout, figure, table
+from small_setting import options_of
+from starts import FAMILIES, TASKS, Arm, Sizes, StringStudy
 
-TASKS = {"copying": 32, "stack_copying": 32, "sorting": 64, "recall": 64}
-"""Tasks and their vocabularies."""
-QUICK: dict[str, Any] = {
-    **{"shortest": 3, "length": 3},
-    **{"hidden_size": 8, "head_dim": 8, "steps": 2, "batch_size": 2, "evaluation_rows": 2, "final_rows": 2},
+HERE = Path(__file__).resolve().parent
+RATES = (1e-2, 1e-3, 5e-4, 1e-4)
+"""The paper's three, and ten times their largest for models of this size."""
+RATE = 1e-2
+"""The best of the default start in `rates`; the studies with one learning rate have it."""
+RATES_OF_TASKS = (1e-2, 1e-3)
+"""The best two of `rates`; `RATE` is among them, so teachers are trained once."""
+STARTS = {
+    "default": "default",
+    "one": "one layer mimetic",
+    "all": "all layers mimetic",
+    "attention": "one attention layer",
 }
-STATE_SIZES = (8, 16, 32, 64, 128)
-COPYING = Run("copying", "mamba2", "default", seed=0)
-MAMBA1: dict[str, Any] = {"state_size": 16, "shortest": 4, "length": 8, "batch_size": 32}
-"""What a run of Mamba-1, whose scan costs more on a CPU, has less of."""
+HEAD_DIMS = (8, 32, 128)
+SWEEPS = {
+    "vocabulary": (8, 16, 64, 256),
+    "state_size": (8, 16, 32, 64, 128),
+    "width": (24, 48, 96),
+    "layers": (2, 4, 8),
+    "longest": (5, 10, 20),
+    "steps": (1000, 4000),
+}
+Row = tuple[tuple[str, ...], Arm]
+"""What a table says of an arm, and the arm."""
 
 
-def curves(seed: int) -> Iterator[Run]:
-    """Every task, family and start."""
-    for family in reports.FAMILIES:
-        for task, vocabulary in TASKS.items():
-            for start in reports.STARTS:
-                run = replace(COPYING, task=task, family=family, start=start, seed=seed, vocabulary=vocabulary)
-                if family == "mamba":
-                    run = replace(run, **MAMBA1, vocabulary=16 if "copying" in task else vocabulary)
-                if task == "recall":  # a pair is two symbols
-                    run = replace(run, shortest=run.shortest * 2 // 3, length=run.length * 2 // 3)
-                yield run
+def rates(family: str) -> Iterator[Row]:
+    for start, rate in product(STARTS, RATES):
+        yield (STARTS[start], f"{rate:g}"), Arm(start, rate, family=family)
 
 
-def switches(seed: int) -> Iterator[Run]:
-    """All subsets of the switches, of Mamba-2."""
-    names = {0: "default", len(SWITCHES): "mimetic"}
-    for subset in chain.from_iterable(combinations(SWITCHES, count) for count in range(len(SWITCHES) + 1)):
-        yield replace(COPYING, start=names.get(len(subset), "+".join(subset)), seed=seed)
+def switches(family: str) -> Iterator[Row]:
+    for on in product((False, True), repeat=len(SWITCHES)):
+        chosen = tuple(switch for switch, is_on in zip(SWITCHES, on, strict=True) if is_on)
+        start = {(): "default", PAPER_SWITCHES[FAMILIES[family]]: "one"}.get(chosen, "+".join(chosen))
+        yield tuple("x" if is_on else "" for is_on in on), Arm(start, RATE, family=family)
 
 
-def state_size(seed: int) -> Iterator[Run]:
-    """Default and mimetic, Mamba-2."""
-    for size in STATE_SIZES:
-        for start in ("default", "mimetic"):
-            yield replace(COPYING, start=start, state_size=size, seed=seed, multiples=(1, 1.5, 2, 3, 4), evaluations=1)
+def tasks(family: str) -> Iterator[Row]:
+    for task, start, rate in product(TASKS, ("default", "one", "attention"), RATES_OF_TASKS):
+        yield (task.replace("_", " "), STARTS[start], f"{rate:g}"), Arm(start, rate, task, family)
 
 
-def state_passing(seed: int) -> Iterator[Run]:
-    """Strings of l to 2 l symbols, measured at 6 l; default and mimetic."""
-    for start in ("default", "mimetic"):
-        for states in ("zero", "passed"):
-            yield replace(COPYING, start=start, seed=seed, states=states, multiples=(1, 3), evaluations=1)
+def linear(family: str) -> Iterator[Row]:
+    layers = {start: STARTS[start] for start in ("default", "one", "attention")}
+    layers |= {f"linear {size}": f"linear attention, head dim {size}" for size in HEAD_DIMS}
+    for start, rate in product(layers, RATES_OF_TASKS):
+        yield (layers[start], f"{rate:g}"), Arm(start, rate, family=family)
 
 
-def patience(seed: int) -> Iterator[Run]:
-    """Four times the steps."""
-    for start in ("default", "mimetic"):
-        yield replace(COPYING, start=start, seed=seed, steps=4 * COPYING.steps, evaluations=4)
+def teacher(family: str) -> Iterator[Row]:
+    for start in ("default", "one"):
+        yield (STARTS[start], "the teacher, on recall"), Arm(start, RATE, "recall", family)
+        for layer in range(Sizes().layers):
+            yield (STARTS[start], f"layer {layer}"), Arm(f"layer {layer} of {start}", RATE, family=family)
 
 
-def teacher(seed: int) -> Iterator[Run]:
-    """Each layer of a model trained from the mimetic start, and the default; every run trains its teacher."""
-    for start in ("default", *(f"teacher {layer}" for layer in range(COPYING.layers))):
-        yield replace(COPYING, start=start, seed=seed, evaluations=1)
+def sweeps(family: str) -> Iterator[Row]:
+    for name, values in SWEEPS.items():
+        for value, start in product(values, ("default", "one")):
+            is_base = value == getattr(Arm(family=family).sizes, name)
+            changes = () if is_base else ((name, value),)
+            yield (name.replace("_", " "), str(value), STARTS[start]), Arm(start, RATE, family=family, changes=changes)
 
 
-STUDIES: dict[str, tuple[Callable[[int], Iterator[Run]], Callable[[Sequence[Result]], reports.Report]]] = {
-    "curves": (curves, reports.curves),
-    "switches": (switches, reports.switches),
-    "state_size": (state_size, reports.state_size),
-    "state_passing": (state_passing, reports.state_passing),
-    "patience": (patience, reports.patience),
-    "teacher": (teacher, reports.patience),
+def state_passing(family: str) -> Iterator[Row]:
+    starts = {"default": {}, "one layer mimetic, c = 2": {"c": 2.0}, "one layer mimetic, c = 8": {"c": 8.0}}
+    for label, factor, passed in product(starts, (1.0, 10.0), (False, True)):
+        changes = {"steps": 2 * Sizes().steps, "passed": passed, "decay_rate": factor} | starts[label]
+        start = "one" if "c" in changes else "default"
+        row = (label, f"{factor:g}x", "yes" if passed else "no")
+        yield row, Arm(start, RATE, family=family, changes=tuple(changes.items()))
+
+
+ON = ("A ~ 1", "Delta ~ 1", "W_C ~ W_B", "identity conv")
+LENGTHS = ("1x", "2x", "3x", "4x")
+STUDIES: dict[str, tuple[Callable[[str], Iterator[Row]], Layout]] = {
+    "rates": (rates, Layout(("start", "learning rate"), drawn=("1x", "2x"), x=1)),
+    "switches": (switches, Layout(ON)),
+    "tasks": (tasks, Layout(("task", "start", "learning rate"), drawn=LENGTHS, panel=0)),
+    "linear": (linear, Layout(("second layer", "learning rate"), drawn=LENGTHS, panel=1)),
+    "teacher": (teacher, Layout(("start of the teacher", "all layers from"))),
+    "sweeps": (sweeps, Layout(("swept", "value", "start"), ("area", "1x", "2x", "4x"), ("area",), 1, 0)),
+    "state_passing": (state_passing, Layout(("start", "rate of decays", "state passing"), ("1x", "3x"))),
 }
 
 
-def write(study: str, results: Sequence[Result], output: Path) -> None:
-    """Results as JSON, one run a line, the table, and the figure if there is one."""
-    lines = ",\n".join(json.dumps(result) for result in results)
-    (output / f"{study}.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    table, figure = STUDIES[study][1](results)
-    (output / f"{study}.md").write_text(table, encoding="utf-8")
-    if figure is not None:
-        save_png(figure, output / f"{study}.png")
-    print(table)
+def found_results(study: StringStudy, name: str) -> Found:
+    """Measurements of the arms that have any, of all seeds."""
+    seeds = sorted({int(file.stem.removeprefix("seed")) for file in study.results.rglob("seed*.json")})
+    found = {
+        (family, labels): {seed: result["measured"] for seed in seeds if (result := study.arm(arm, seed))}
+        for family in FAMILIES
+        for labels, arm in STUDIES[name][0](family)
+    }
+    return {key: results for key, results in found.items() if results}
+
+
+def report(study: StringStudy) -> None:
+    """Tables into README.md, if there is one beside the results, and figures."""
+    study.report_only = True
+    parts = {}
+    for name, (_, layout) in STUDIES.items():
+        found, picture = found_results(study, name), study.results / f"{name}.png"
+        parts[name] = table(layout, found) if found else ""
+        print(f"{name}:\n\n{parts[name]}" if found else f"{name}: no results yet.\n")
+        if layout.drawn:
+            parts[f"{name} figure"] = f"![Accuracy in the study {name}](results/{name}.png)\n" if found else ""
+            if found:
+                save_png(figure(layout, found), picture)
+    page = study.results.parent / "README.md"
+    if page.is_file():
+        fill(page, parts)
+
+
+def main() -> None:
+    parser = options_of(__doc__, HERE / "results")
+    parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES), help="which (all)")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=["mamba2"], help="which (mamba2)")
+    options = parser.parse_args()
+    if options.tiny and options.results == parser.get_default("results"):
+        options.results = f"{options.output}/tiny_mimetic"  # not among those of the README
+    torch.set_num_threads(1)  # results of small trainings hang on the order of sums
+    study = StringStudy(options)
+    if not options.report:
+        for seed, name, family in product(options.seeds, options.studies, options.families):
+            for _, arm in STUDIES[name][0](family):
+                study.arm(arm, seed)
+    report(study)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("--output", default="demo-output/mimetic", help="folder for everything (%(default)s)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds in this order (0 1 2)")
-    parser.add_argument("--family", choices=reports.FAMILIES, help="only the runs of this family (both)")
-    parser.add_argument("--task", choices=TASKS, help="only the runs of this task (all)")
-    parser.add_argument("--report", action="store_true", help="train nothing, report on what is there")
-    parser.add_argument("--quick", action="store_true", help="sizes that show in seconds that the command works")
-    options = parser.parse_args()
-    torch.set_num_threads(1)  # more threads are no faster at these sizes
-    output = Path(options.output)
-    runs = [run for seed in options.seeds for run in STUDIES[options.study][0](seed)]
-    runs = [run for run in runs if options.family in (None, run.family) and options.task in (None, run.task)]
-    if options.quick:
-        runs = [replace(run, **QUICK) for run in runs]
-    if options.report:
-        runs = [run for run in runs if run.file(output / "runs").is_file()]
-    trainers = {"plain": train, "zero": train_with_states, "passed": train_with_states}
-    found = [found_or_trained(run, output / "runs", trainers[run.states]) for run in runs]
-    write(options.study, found, output)
+    main()
