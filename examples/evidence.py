@@ -85,6 +85,15 @@ STUDIES = {
         "passkey/run.py --report",
         0.3,
     ),
+    "mimetic": Study(
+        "Does a mimetic start help to copy and recall, and which part of it?",
+        [
+            *(f"mimetic/run.py --seeds {seed}" for seed in SEEDS),
+            *(f"mimetic/run.py --studies rates tasks --families mamba --seeds {seed}" for seed in SEEDS),
+        ],
+        "mimetic/run.py --report",
+        2.8,
+    ),
     "scaling_laws": Study(
         "How long must a training sequence be for a state of a given size?",
         [f"scaling_laws/forgetting.py --seeds 0 --sizes {size} --lengths 16 32 64 128" for size in (4, 16, 64)],

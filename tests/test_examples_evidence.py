@@ -31,7 +31,7 @@ def test_every_command_is_a_script_with_these_options(evidence: dict[str, Any]) 
             code = (SCRIPT.parent / script).read_text()
             for option in options:
                 assert not option.startswith("--") or f'"{option}"' in code + shared, words
-    folders = {path.parent.name for path in SCRIPT.parent.glob("*/run.py")} - {"mimetic", "output_representations"}
+    folders = {path.parent.name for path in SCRIPT.parent.glob("*/run.py")} - {"output_representations"}
     assert folders <= evidence["STUDIES"].keys()
 
 
