@@ -8,6 +8,15 @@ indicator is printed the wrong way round)
 where B_dj = Delta_dj B_j; D x is not included. In Mamba-2, GLA and similar families each head has one map. In GLA, C
 are the scaled queries, B the keys and A the gates. (Delta, B, C) are the values that the model passes to its scan.
 
+The delta rule (DeltaNet, Gated DeltaNet, KDA, RWKV-7) is linear in its values, too: with the transition A_k of
+`scan_dplr`, a diagonal plus low rank that depends on the keys,
+
+    M[i, j] = C_i^T (A_{j+1} ... A_i)^T B_j,
+
+where B_j = beta_j k_j in `scan_delta`. Its mask is the share of what k_j wrote that k_j still reads at i,
+k_j^T (A_{j+1} ... A_i)^T k_j / |k_j|^2, which is below 0 where erasing overshoots. RWKV-7's bonus for the current
+token, after the norm, is not included.
+
 Shapes: T tokens, D channels or heads, N states (keys).
 """
 
@@ -50,13 +59,13 @@ class Correlation(NamedTuple):
 class _Scan(NamedTuple):
     """The inputs of a layer's scan in one form for all families, in float64.
 
-    For a slice of c of the D `channels`, `part` returns queries and keys (c, T, N) and the cumulative log decays
-    (c, T, N), or (c, T, 1) if all states share them. `linear` (T, T) is the mean over channels of C_i . B_j.
+    For a slice of c of the D `channels`, `maps` returns maps and masks, (c, T, T) each. `linear` (T, T) is the mean
+    over channels of C_i . B_j.
     """
 
     kind: str
     channels: int
-    part: Callable[[slice], tuple[Tensor, Tensor, Tensor]]
+    maps: Callable[[slice], tuple[Tensor, Tensor]]
     linear: Tensor
 
 
@@ -83,8 +92,9 @@ def attention_maps(
 
     Raises:
         ValueError: for more than one text, a number of words other than T, a layer that does not exist or whose scan
-            has no such map (RWKV gives the current token its own weight), and a model whose recurrence is made to
-            forget (`retention`, `insertion` or `window`; a `delta_scale` is part of the steps, so of the maps).
+            has no such map (RWKV-5 and RWKV-6 give the current token its own weight), and a model whose recurrence is
+            made to forget (`retention`, `insertion` or `window`; a `delta_scale` is part of the steps, so of the
+            maps).
     """
     began = time.perf_counter()
     tokens_1T = _one_text(input_ids)
@@ -130,7 +140,7 @@ def attention_maps(
 def channel_maps(model: nn.Module, input_ids: Tensor, layer: int, channels: slice) -> Tensor:
     """M_d (Eq. 8) of some channels (heads) of a layer, (c, T, T) in float64; arguments as in `attention_maps`."""
     scan = _scans(model, _one_text(input_ids), [layer])[layer]
-    return scan[None] if isinstance(scan, Tensor) else _maps(*scan.part(channels))[0]
+    return scan[None] if isinstance(scan, Tensor) else scan.maps(channels)[0]
 
 
 @torch.no_grad()
@@ -168,14 +178,17 @@ def _averages(scan: _Scan) -> tuple[Tensor, Tensor]:
     average, mask = scan.linear.new_zeros(2, length, length)
     at_once = max(1, MAP_ELEMENTS // length**2)
     for start in range(0, scan.channels, at_once):
-        maps, masks = _maps(*scan.part(slice(start, start + at_once)))
+        maps, masks = scan.maps(slice(start, start + at_once))
         average += maps.sum(0) / scan.channels
         mask += masks.sum(0) / scan.channels
     return average, mask
 
 
 def _maps(q_cTN: Tensor, k_cTN: Tensor, s_cTN: Tensor) -> tuple[Tensor, Tensor]:
-    """Eq. 8, and its decays averaged over the states, (c, T, T) each; computed one state at a time."""
+    """Eq. 8, and its decays averaged over the states, (c, T, T) each; computed one state at a time.
+
+    Queries and keys are (c, T, N), the cumulative log decays (c, T, N), or (c, T, 1) if all states share them.
+    """
     length, states = q_cTN.shape[1:]
     future = torch.ones(length, length, dtype=torch.bool, device=q_cTN.device).triu(1)
 
@@ -191,6 +204,23 @@ def _maps(q_cTN: Tensor, k_cTN: Tensor, s_cTN: Tensor) -> tuple[Tensor, Tensor]:
         mask += kept / states
         maps += kept * q_cTN[:, :, None, n] * k_cTN[:, None, :, n]
     return maps, mask
+
+
+def _delta_maps(q: Tensor, k: Tensor, beta: Tensor, g: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Maps and masks of the delta rule, (c, T, T) each: the scan of unit values, one for each token.
+
+    q, k, a and b (c, T, N) and the log decays g (c, T, N or 1) are those of `scan_dplr`; token j writes beta_j k_j.
+    """
+    maps, masks = q.new_zeros(2, len(q), q.shape[1], q.shape[1])
+    squares = k.square().sum(-1).clamp(min=torch.finfo(k.dtype).tiny)
+    state = torch.zeros_like(k)  # row j is what is left of the key of token j
+    for t in range(q.shape[1]):
+        read = (state @ a[:, t, :, None]) * b[:, t, None]
+        state = state * g[:, t, None].exp() + read
+        state[:, t] = k[:, t]
+        maps[:, t] = (state @ q[:, t, :, None])[..., 0] * beta
+        masks[:, t] = (state * k).sum(-1) / squares
+    return maps, masks
 
 
 # --- what the layers scan ---
@@ -222,8 +252,8 @@ def _scans(model: Any, tokens_1T: Tensor, layers: Sequence[int] | None) -> dict[
         model.base_model(tokens_1T.to(device), output_final_state=False)
     if unknown := [layer for layer in wanted if layer not in record]:
         raise ValueError(
-            f"The layers {unknown} of {type(model).__name__} have no attention maps. Layers of Mamba, GLA, HGRN-2 and "
-            "linear attention have them, and softmax attention in models of these families."
+            f"The layers {unknown} of {type(model).__name__} have no attention maps. Layers of Mamba, GLA, HGRN-2, "
+            "linear attention and the delta rule have them, and softmax attention in models of these families."
         )
     return {layer: record[layer] for layer in sorted(set(wanted))}
 
@@ -232,11 +262,11 @@ def _read_selective(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *_: 
     """dt (1, T, D), A (D, N), B and C (1, T, N)."""
     dt_DT, A_DN, B_TN, C_TN = dt[0].double().T, A.double(), B[0].double(), C[0].double()
 
-    def part(channels: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def maps(channels: slice) -> tuple[Tensor, Tensor]:
         steps = dt_DT[channels, :, None]
-        return C_TN.expand(len(steps), -1, -1), steps * B_TN, (steps * A_DN[channels, None]).cumsum(1)
+        return _maps(C_TN.expand(len(steps), -1, -1), steps * B_TN, (steps * A_DN[channels, None]).cumsum(1))
 
-    return _Scan("Mamba-1", len(A), part, C_TN @ B_TN.T)
+    return _Scan("Mamba-1", len(A), maps, C_TN @ B_TN.T)
 
 
 def _read_ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *_: Tensor) -> _Scan:
@@ -245,23 +275,40 @@ def _read_ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *_: Tensor
     B_GTN, C_GTN = (x[0].double().transpose(0, 1) for x in (B, C))
     heads = len(A) // len(B_GTN)
 
-    def part(channels: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def maps(channels: slice) -> tuple[Tensor, Tensor]:
         groups = torch.arange(len(A), device=A.device)[channels] // heads
         steps = dt_HT1[channels]
-        return C_GTN[groups], steps * B_GTN[groups], (steps * A_H[channels, None, None]).cumsum(1)
+        return _maps(C_GTN[groups], steps * B_GTN[groups], (steps * A_H[channels, None, None]).cumsum(1))
 
-    return _Scan("Mamba-2", len(A), part, (C_GTN @ B_GTN.mT).mean(0))
+    return _Scan("Mamba-2", len(A), maps, (C_GTN @ B_GTN.mT).mean(0))
 
 
 def _read_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *_: Tensor) -> _Scan:
     """q, k and g (1, T, H, N)."""
     q_HTN, k_HTN, g_HTN = (x[0].double().transpose(0, 1) for x in (q, k, g))
 
-    def part(channels: slice) -> tuple[Tensor, Tensor, Tensor]:
-        return q_HTN[channels], k_HTN[channels], g_HTN[channels].cumsum(1)
+    def maps(channels: slice) -> tuple[Tensor, Tensor]:
+        return _maps(q_HTN[channels], k_HTN[channels], g_HTN[channels].cumsum(1))
 
     kind = "gated linear attention" if bool(g.any()) else "linear attention"
-    return _Scan(kind, len(q_HTN), part, (q_HTN @ k_HTN.mT).mean(0))
+    return _Scan(kind, len(q_HTN), maps, (q_HTN @ k_HTN.mT).mean(0))
+
+
+def _read_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *_: Tensor) -> _Scan:
+    """q and k (1, T, H, N), g (1, T, H, N or 1), beta (1, T, H)."""
+    return _delta_scan(q, k, beta, g, g.exp() * k, -beta[..., None] * k)
+
+
+def _read_dplr(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, *_: Tensor) -> _Scan:
+    """q, k, g, a and b (1, T, H, N)."""
+    return _delta_scan(q, k, torch.ones_like(k[..., 0]), g, a, b)
+
+
+def _delta_scan(*inputs: Tensor) -> _Scan:
+    """q, k, beta, g, a and b as in `_delta_maps`, (1, T, H, ...)."""
+    over_heads = [x[0].double().transpose(0, 1) for x in inputs]
+    linear = (over_heads[0] @ over_heads[1].mT).mean(0)
+    return _Scan("delta rule", len(over_heads[0]), lambda heads: _delta_maps(*(x[heads] for x in over_heads)), linear)
 
 
 def _read_linear(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> _Scan:
@@ -280,6 +327,8 @@ _READERS: dict[str, Callable[..., _Scan | Tensor]] = {
     "scan_selective": _read_selective,
     "scan_ssd": _read_ssd,
     "scan_gla": _read_gla,
+    "scan_delta": _read_delta,
+    "scan_dplr": _read_dplr,
     "linear_attention": _read_linear,
     "scaled_dot_product_attention": _read_attention,
 }

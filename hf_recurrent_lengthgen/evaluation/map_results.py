@@ -20,10 +20,10 @@ class LayerNumbers:
 
     Attributes:
         layer: Number of the layer, from 0.
-        kind: "Mamba-1" (with FalconMamba), "Mamba-2", "gated linear attention", "linear attention" or
-            "softmax attention".
+        kind: "Mamba-1" (with FalconMamba), "Mamba-2", "gated linear attention", "linear attention",
+            "delta rule" or "softmax attention".
         linear_distance: ||average - L|| / ||L|| for the linear attention L = tril(C^T B) of Eq. 12, which has the same
-            B and C, steps of 1 and no decay; None for softmax attention.
+            B and C, steps of 1, no decay and no erasure; None for softmax attention.
         cosine: Cosine of W_B and W_C as vectors; None for a layer without them.
         identity: Cosine of W_C^T W_B and the identity, at most sqrt(N / D); None for a layer without them.
     """
@@ -43,7 +43,7 @@ class LayerMaps(LayerNumbers):
         average: (T, T) float32, the mean of the maps M_d over the channels (section 2): entry (i, j) is the weight of
             token j in the output at token i, 0 for j > i.
         mask: (T, T) float32, the share that is left at i of what was written at j, mean over channels and states: 1 if
-            nothing is forgotten.
+            nothing is forgotten. For the delta rule, the share that the key of j still reads at i.
     """
 
     average: np.ndarray
