@@ -47,9 +47,23 @@ def uniform(config: Any) -> Any:
         if config.model_type == "stateful_rwkv5":
             config.head_size = config.inner_size // sizes[0]
         else:
+            _merge_head_dims(config, sizes[0])
             setattr(config, common, sizes[0])
         setattr(config, each, None)
     return config
+
+
+def _merge_head_dims(config: Any, heads: int) -> None:
+    """Set `head_dim` where it goes with the number of heads of `layer_num_heads`."""
+    if config.model_type == "stateful_rwkv7":
+        config.head_dim = config.hidden_size // heads
+    elif config.model_type == "stateful_gated_deltanet":
+        config.head_dim = config.num_heads * config.head_dim // heads
+    elif config.model_type == "stateful_kda":
+        raise ValueError(
+            f"layer_num_heads is {config.layer_num_heads}, and gates keep the rank {config.gate_rank}, which no other "
+            "layout can hold: publish the model as a checkpoint of this package."
+        )
 
 
 def exported_config(format: Format, config: Any, metas: Mapping[str, Meta]) -> Settings | None:

@@ -190,7 +190,9 @@ def _left_out(model: nn.Module, layers: Sequence[LayerTrajectory], sequences: in
     unread = sum(layer.inputs is None for layer in layers)
     if not unread:
         return told
-    reason = getattr(model.config, "why_no_forgetting", "") or "their scans are not known to this package"
+    reason = "their scans are not known to this package"
+    if why := getattr(model.config, "why_no_window", ""):
+        reason = f"{why} (lengthgen maps shows what is left of each token of a short text)"
     if Forgetting.of(model.config).in_recurrence:
         reason = "the model is made to forget, so its scans get other inputs than its layers computed"
     inputs = f"Inputs of the recurrence and retention were not read in {unread} of {len(layers)} layers: {reason}."

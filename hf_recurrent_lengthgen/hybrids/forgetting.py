@@ -1,7 +1,8 @@
 """Forgetting (`models/forgetting.py`) in the Mamba mixers of Transformers, by replacing their scans.
 
-Forgetting needs a recurrence that only decays what was written. Refused are the mixers of the delta rule, xLSTM and
-RWKV-4, whose recurrence does more, and those of MiniMax and Bailing, whose scan is inside a larger function.
+Refused are the mixers of the delta rule, which forget in the families of this package only, those of xLSTM and RWKV-4,
+whose recurrence does more than decay what was written, and those of MiniMax and Bailing, whose scan is inside a larger
+function.
 """
 
 import sys
@@ -50,7 +51,7 @@ def check_forgetting(model: HybridModel) -> None:
     if other or not mixers or not all(hasattr(file, SCAN) or hasattr(file, CHUNKS) for file in files):
         raise ValueError(
             f"{type(model).__name__} cannot be made to forget (layers {other or 'without Mamba mixers'}): this needs "
-            "mixers of Mamba-1 or Mamba-2, whose state is a sum that only decays. Set forgetting to None."
+            "mixers of Mamba-1 or Mamba-2. Set forgetting to None."
         )
     if rule.window is not None and any(mixer.A_log.ndim > 2 for mixer in mixers.values()):
         raise ValueError(

@@ -3,6 +3,7 @@
 from transformers import PreTrainedConfig
 
 from .configuration_fla import FlaConfigMixin
+from .forgetting import NO_WINDOW_OF_DELTA_RULE
 
 
 class DeltaRuleConfig(FlaConfigMixin, PreTrainedConfig):
@@ -16,20 +17,12 @@ class DeltaRuleConfig(FlaConfigMixin, PreTrainedConfig):
             negative eigenvalues (Grazzi et al. 2025, arXiv:2411.12537).
     """
 
-    why_no_forgetting = "what it writes depends on what it reads, so that a state is no sum of decayed parts"
+    why_no_window = NO_WINDOW_OF_DELTA_RULE
 
     expand_v: int | float = 1.0
     use_short_conv: bool = True
     conv_size: int = 4
     allow_neg_eigval: bool = False
-
-    def check(self) -> None:
-        super().check()
-        if self.layer_num_heads is not None:
-            raise ValueError(
-                f"layer_num_heads must be None, got {self.layer_num_heads}: the delta rule erases along keys of norm "
-                "1, which wider keys of fewer heads would change."
-            )
 
 
 class HeadDimConfig(DeltaRuleConfig):
@@ -51,7 +44,20 @@ class HeadDimConfig(DeltaRuleConfig):
         width = self.expand_v * self.head_dim
         if width < 1 or width != int(width):
             raise ValueError(f"expand_v * head_dim must be an integer above 0, got {width:g}.")
+        heads = self.layer_num_heads
+        if heads is not None and self.num_v_heads is not None:
+            raise ValueError(
+                f"layer_num_heads and num_v_heads exclude each other, got {heads} and {self.num_v_heads}: leave one "
+                "of them None."
+            )
+        for count in heads or ():
+            self.parts("num_heads * head_dim", self.num_heads * self.head_dim, count)
+            self.parts("num_heads * head_dim * expand_v", self.num_heads * width, count)
 
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Heads of keys, heads of values H, key dim N, value dim P."""
-        return self.num_heads, self.num_v_heads or self.num_heads, self.head_dim, int(self.expand_v * self.head_dim)
+    def heads_of(self, layer: int) -> tuple[int, int, int, int]:
+        """Of one layer: heads of keys, heads of values H, key dim N, value dim P."""
+        heads, N, P = self.num_heads, self.head_dim, int(self.expand_v * self.head_dim)
+        if self.layer_num_heads is None:
+            return heads, self.num_v_heads or heads, N, P
+        merged = self.layer_num_heads[layer]
+        return merged, merged, heads * N // merged, heads * P // merged

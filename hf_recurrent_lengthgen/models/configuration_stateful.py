@@ -57,7 +57,7 @@ class StatefulConfigMixin:
     has_step_size: ClassVar[bool] = False  # whether its decay has a step size, so that delta_scale applies
     lora_target_modules: ClassVar[tuple[str, ...]] = ()  # linear layers of its mixers, as PEFT names them
     upstream_types: ClassVar[tuple[str, ...]] = ()  # model types whose files have the same fields and weights
-    why_no_forgetting: ClassVar[str] = ""  # why `forgetting` is refused, in words; empty where it is not
+    why_no_window: ClassVar[str] = ""  # why forgetting by a window is refused, in words; empty where it is not
     layouts: ClassVar[tuple[str, ...]] = ()  # formats that it is converted from and to; the first has `upstream_types`
     tiny: ClassVar[dict[str, Any]] = {}  # further settings of a model of width 64, for trials
 
@@ -150,15 +150,16 @@ class StatefulConfigMixin:
 
     def check_forgetting(self) -> None:
         """Refuse a `forgetting` that is out of range, or that this family cannot honor."""
-        if self.why_no_forgetting and Forgetting.of(self) != Forgetting():
+        rule = Forgetting.of(self)
+        if self.why_no_window and rule.window is not None:
             raise ValueError(
-                f"{type(self).__name__} cannot forget at inference, since {self.why_no_forgetting}: set forgetting to "
-                f"None, got {self.forgetting}."
+                f"forgetting: {type(self).__name__} has no window, since {self.why_no_window}; set retention or "
+                f"insertion, or give it only the last {rule.window} tokens of a text."
             )
-        if Forgetting.of(self).delta_scale != 1 and not self.has_step_size:
+        if rule.delta_scale != 1 and not self.has_step_size:
             raise ValueError(
                 f"forgetting: delta_scale scales the step sizes of Mamba, and {type(self).__name__} has none; set "
-                "retention, insertion or window."
+                f"retention{' or insertion' if self.why_no_window else ', insertion or window'}."
             )
 
 

@@ -40,10 +40,12 @@ class StatefulDeltaNetConfig(DeltaRuleConfig):
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}.")
         if not self.use_output_norm:
             raise ValueError("use_output_norm must be True, got False: fla's layer always has the norm.")
-        self.sizes()
+        for layer in range(self.num_hidden_layers):
+            self.heads_of(layer)
 
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Heads of keys, heads of values H, key dim N, value dim P."""
-        keys = self.parts("expand_k * hidden_size", self.expand_k * self.hidden_size, self.num_heads)
-        values = self.parts("expand_v * hidden_size", self.expand_v * self.hidden_size, self.num_heads)
-        return self.num_heads, self.num_heads, keys, values
+    def heads_of(self, layer: int) -> tuple[int, int, int, int]:
+        """Of one layer: heads of keys, heads of values H, key dim N, value dim P."""
+        heads = self.num_heads if self.layer_num_heads is None else self.layer_num_heads[layer]
+        keys = self.parts("expand_k * hidden_size", self.expand_k * self.hidden_size, heads)
+        values = self.parts("expand_v * hidden_size", self.expand_v * self.hidden_size, heads)
+        return heads, heads, keys, values

@@ -26,6 +26,11 @@ class StatefulKDAConfig(HeadDimConfig):
     safe_gate: bool = False
     lower_bound: float | None = None
 
+    @property
+    def gate_rank(self) -> int:
+        """Rank of the projections to gates: value dim of the heads that `layer_num_heads` merges."""
+        return int(self.expand_v * self.head_dim)
+
     def check(self) -> None:
         super().check()
         if self.lower_bound is not None and self.lower_bound >= 0:

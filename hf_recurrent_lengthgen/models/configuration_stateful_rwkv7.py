@@ -3,6 +3,7 @@
 from transformers import PreTrainedConfig
 
 from .configuration_fla import FlaConfigMixin
+from .forgetting import NO_WINDOW_OF_DELTA_RULE
 
 
 class StatefulRWKV7Config(FlaConfigMixin, PreTrainedConfig):
@@ -33,7 +34,7 @@ class StatefulRWKV7Config(FlaConfigMixin, PreTrainedConfig):
     lora_target_modules = ("r_proj", "k_proj", "v_proj", "o_proj")
     activations = ("sqrelu",)
     has_l2warp = True
-    why_no_forgetting = "what it writes depends on what it reads, so that a state is no sum of decayed parts"
+    why_no_window = NO_WINDOW_OF_DELTA_RULE
 
     num_heads: int | None = None  # type: ignore[assignment]
     head_dim: int | None = 64
@@ -47,10 +48,12 @@ class StatefulRWKV7Config(FlaConfigMixin, PreTrainedConfig):
     norm_bias: bool = True
     norm_eps: float = 1e-5
 
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """Of each layer: heads H, key dim N, value dim P."""
-        heads = self.num_heads or self.hidden_size // self.head_dim  # type: ignore[operator]
+    def heads_of(self, layer: int) -> tuple[int, int, int]:
+        """Of one layer: heads H, key dim N, value dim P."""
+        if self.layer_num_heads is not None:
+            heads = self.layer_num_heads[layer]
+        else:
+            heads = self.num_heads or self.hidden_size // self.head_dim  # type: ignore[operator]
         return heads, self.hidden_size // heads, self._value_widths[0] // heads
 
     @property
@@ -62,11 +65,6 @@ class StatefulRWKV7Config(FlaConfigMixin, PreTrainedConfig):
     def check(self) -> None:
         """See `FlaConfigMixin.check`; also sizes that do not go together."""
         super().check()
-        if self.layer_num_heads is not None:
-            raise ValueError(
-                f"layer_num_heads must be None, got {self.layer_num_heads}: RWKV-7 replaces along keys of norm 1, "
-                "which other heads would change."
-            )
         given = {"num_heads": self.num_heads, "head_dim": self.head_dim}
         sizes = [size for size in given.values() if size is not None]
         if not sizes or any(self.hidden_size % size for size in sizes):
@@ -75,6 +73,8 @@ class StatefulRWKV7Config(FlaConfigMixin, PreTrainedConfig):
             raise ValueError(
                 f"num_heads * head_dim must be hidden_size ({self.hidden_size}), got {given}: leave one of them None."
             )
+        for count in self.layer_num_heads or ():
+            self.parts("hidden_size", self.hidden_size, count)
         widths = self._value_widths
         if (
             len(widths) != self.num_hidden_layers

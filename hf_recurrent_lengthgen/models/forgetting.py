@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+NO_WINDOW_OF_DELTA_RULE = "every key changes what earlier tokens wrote, so that a state is no sum of decayed writes"
+
 
 class Forgetting(NamedTuple):
     """How a model forgets more than it has learned to forget.

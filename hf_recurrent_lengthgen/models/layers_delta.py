@@ -15,11 +15,12 @@ from torch.nn.functional import silu
 from transformers import initialization as init
 
 from .causal_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
+from .forgetting_delta import DeltaRecurrence
 from .layers_fla import RMSNorm, repeat_heads
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
 from .scan_backends import ScanBackend
-from .scan_delta import chunk_gated_delta_rule, scan_delta
+from .scan_delta import NORMED_BY_HEAD, chunk_gated_delta_rule, kernel_limit_of, scan_delta
 from .scan_mixer import ScanMixer
 
 KERNEL_AVAILABLE = chunk_gated_delta_rule is not None and causal_conv1d_fn is not None
@@ -30,14 +31,16 @@ class DeltaMixer(ScanMixer):
     """Projections, short convolutions, delta rule, norm per head. A subclass adds its gates."""
 
     scan = staticmethod(scan_delta)
-    why_not_grow = "the delta rule erases along keys of norm 1, which wider or fewer keys would change"
+    recurrence = DeltaRecurrence
+    grows = "num_heads"
+    why_not_inherit = NORMED_BY_HEAD
 
-    def __init__(self, config: Any, activation: bool = True) -> None:
+    def __init__(self, config: Any, layer: int, activation: bool = True) -> None:
         """`activation`: whether SiLU follows the convolutions of queries and keys."""
         super().__init__(
             config, KERNEL_AVAILABLE or (chunk_gated_delta_rule is not None and not config.use_short_conv)
         )
-        self.key_heads, self.heads, self.key_dim, self.value_dim = config.sizes()
+        self.key_heads, self.heads, self.key_dim, self.value_dim = config.heads_of(layer)
         D, keys, values = config.hidden_size, self.key_heads * self.key_dim, self.heads * self.value_dim
         self.q_proj = nn.Linear(D, keys, bias=False)
         self.k_proj = nn.Linear(D, keys, bias=False)
@@ -61,6 +64,10 @@ class DeltaMixer(ScanMixer):
         """q, k and v."""
         keys = self.key_heads * self.key_dim
         return {"q": keys, "k": keys, "v": self.heads * self.value_dim} if self.config.use_short_conv else {}
+
+    def kernel_limit(self, dtype: torch.dtype) -> str:
+        """See `ScanMixer`."""
+        return super().kernel_limit(dtype) or kernel_limit_of(self.key_dim)
 
     def project(
         self, x: Tensor, state: LayerState, lengths: Tensor | None, backend: ScanBackend

@@ -25,7 +25,7 @@ class StatefulDeltaNetMixer(DeltaMixer):
     """The delta rule without decay."""
 
     def __init__(self, config: StatefulDeltaNetConfig, layer: int) -> None:
-        super().__init__(config, activation=config.qk_activation == "silu")
+        super().__init__(config, layer, activation=config.qk_activation == "silu")
         if config.use_beta:
             self.b_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
         if config.use_gate:

@@ -24,7 +24,7 @@ class StatefulGatedDeltaNetMixer(DeltaMixer):
     """The delta rule with one decay per head, as in Mamba-2, and an output gate."""
 
     def __init__(self, config: StatefulGatedDeltaNetConfig, layer: int) -> None:
-        super().__init__(config)
+        super().__init__(config, layer)
         D = config.hidden_size
         self.a_proj = nn.Linear(D, self.heads, bias=False)
         self.b_proj = nn.Linear(D, self.heads, bias=False)

@@ -25,13 +25,14 @@ class StatefulKDAMixer(DeltaMixer):
     """The delta rule with a decay per channel of the keys, and a sigmoid gate of low rank on the outputs."""
 
     def __init__(self, config: StatefulKDAConfig, layer: int) -> None:
-        super().__init__(config)
+        super().__init__(config, layer)
         D, H, N, P = config.hidden_size, self.heads, self.key_dim, self.value_dim
-        self.f_proj = nn.Sequential(nn.Linear(D, P, bias=False), nn.Linear(P, H * N, bias=False))
+        rank = config.gate_rank
+        self.f_proj = nn.Sequential(nn.Linear(D, rank, bias=False), nn.Linear(rank, H * N, bias=False))
         self.b_proj = nn.Linear(D, H, bias=False)
         self.A_log = nn.Parameter(torch.empty(H))
         self.dt_bias = nn.Parameter(torch.empty(H * N))
-        self.g_proj = nn.Sequential(nn.Linear(D, P, bias=False), nn.Linear(P, H * P))
+        self.g_proj = nn.Sequential(nn.Linear(D, rank, bias=False), nn.Linear(rank, H * P))
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None

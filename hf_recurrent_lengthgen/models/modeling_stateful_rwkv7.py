@@ -22,6 +22,7 @@ from transformers import initialization as init
 
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_rwkv7 import StatefulRWKV7Config
+from .forgetting_delta import DeltaRecurrence
 from .layers_rwkv import HeadNorm, LowRank, RWKVTimeMixing, token_shift
 from .modeling_stateful import StatefulBackbone
 from .packed_rows import over_groups
@@ -31,7 +32,7 @@ from .recurrent_state import LayerState
 # for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
-from .scan_delta import chunk_dplr_delta_rule, scan_dplr
+from .scan_delta import NORMED_BY_HEAD, chunk_dplr_delta_rule, kernel_limit_of, scan_dplr
 from .scan_mixer import MixerLayer
 from .sequence_classification import StatefulForSequenceClassification
 from .token_inputs import TokenInputs
@@ -44,12 +45,14 @@ class StatefulRWKV7TimeMixing(RWKVTimeMixing):
     """Token shifts, projections, first layer's values, recurrence of diagonal plus low rank, norm per head, gate."""
 
     scan = staticmethod(scan_dplr)
-    why_not_grow = "the delta rule erases along keys of norm 1, which wider or fewer keys would change"
+    recurrence = DeltaRecurrence
+    grows = "num_heads"
+    why_not_inherit = NORMED_BY_HEAD
 
     def __init__(self, config: StatefulRWKV7Config, layer: int) -> None:
         super().__init__(config, chunk_dplr_delta_rule is not None)
         D, self.layer = config.hidden_size, layer
-        self.heads, self.key_dim, self.value_dim = config.heads
+        self.heads, self.key_dim, self.value_dim = config.heads_of(layer)
         values = self.heads * self.value_dim
         self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g = (
             nn.Parameter(torch.empty(1, 1, D)) for _ in range(6)
@@ -66,6 +69,10 @@ class StatefulRWKV7TimeMixing(RWKVTimeMixing):
         self.a_lora = LowRank(D, config.a_low_rank_dim, D, nn.Identity())
         self.g_lora = LowRank(D, config.gate_low_rank_dim, values, nn.Sigmoid(), bias=False)
         self.g_norm = HeadNorm(values, self.key_dim * config.norm_eps)
+
+    def kernel_limit(self, dtype: torch.dtype) -> str:
+        """See `ScanMixer`."""
+        return super().kernel_limit(dtype) or kernel_limit_of(self.key_dim)
 
     def forward(
         self, x: Tensor, state: LayerState, lengths: Tensor | None = None, first_values: Tensor | None = None

@@ -23,6 +23,14 @@ chunk_gated_delta_rule = fla_kernel("fla.ops.gated_delta_rule", "chunk_gated_del
 chunk_kda = fla_kernel("fla.ops.kda", "chunk_kda")
 chunk_dplr_delta_rule = fla_kernel("fla.ops.generalized_delta_rule", "chunk_dplr_delta_rule")
 
+NORMED_BY_HEAD = "the delta rule erases along keys of norm 1 in each head, and a merged head norms them together"
+"""Why heads cannot be merged with their weights."""
+
+
+def kernel_limit_of(key_dim: int) -> str:
+    """What fla's kernels of the delta rule need of the keys, in words; empty if they can run them."""
+    return f"keys of at most 256 dimensions, got {key_dim}" if key_dim > 256 else ""
+
 
 def scan_delta(
     q: Tensor,

@@ -30,16 +30,16 @@ class ScanMixer(nn.Module):
         scan: The function of a file `scan_*.py`, as a static method: it takes the inputs of the recurrence and the
             recurrent part of a state, and gives outputs and the recurrent part after the last token.
         recurrence: How the scan forgets (`Forgetting`), a class of a file `forgetting_*.py`; None where it cannot.
-        why_not_grow: Why its state cannot be expanded.
         grows: What makes its state larger (StateX, Shen et al. 2025): "state_size", N of each head or channel, or
             "num_heads", fewer and larger heads; None where it cannot be expanded.
+        why_not_inherit: Why an expansion cannot keep its trained weights; empty where it can.
         convolves: Whether the convolution part of the state is that of short convolutions, which have kernels.
     """
 
     scan: Callable[..., Any]
     recurrence: ClassVar[type[Recurrence] | None] = None
-    why_not_grow: ClassVar[str] = "its mixers do not say how they grow (`grows` of `ScanMixer`)"
     grows: ClassVar[str | None] = None
+    why_not_inherit: ClassVar[str] = ""
     convolves: ClassVar[bool] = True
 
     def __init__(self, config: Any, kernel_available: bool = False) -> None:

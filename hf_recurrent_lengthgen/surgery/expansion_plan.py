@@ -13,7 +13,6 @@ from hf_recurrent_lengthgen.hybrids.layer_sizes import new_model, sizes_of_layer
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
 from hf_recurrent_lengthgen.models.mixer_layouts import kind_of
-from hf_recurrent_lengthgen.models.scan_mixer import ScanMixer
 from hf_recurrent_lengthgen.surgery.expanded_weights import EXPANSIONS
 
 Layers = Iterable[int] | Literal["all"] | None
@@ -22,6 +21,9 @@ DEFAULT_LAYERS, DEFAULT_FACTOR = 4, 4
 
 PER_LAYER = {"state_size": "layer_state_sizes", "num_heads": "layer_num_heads"}
 """The field of our configs with the size of each layer."""
+
+SHARED_HEADS = ("num_kv_heads", "num_v_heads")
+"""Fields with another number of heads than `num_heads`, where several heads share one of keys."""
 
 ONE_SIZE = {"falcon_h1": ", and so have the multipliers of their B and C"} | {
     stock: ", or load it with hf_recurrent_lengthgen.load_model, whose class has one size for each layer"
@@ -84,12 +86,13 @@ def expansion_plan(
     other = "num_heads" if growth.size == "state_size" else "state_size"
     if given[other] is not None:
         raise ValueError(f"{other} does not apply to {config.model_type}: its state grows by {growth.size} or factor.")
-    if getattr(config, "num_kv_heads", None) not in (None, getattr(config, "num_heads", None)):
-        raise ValueError(
-            f"Each head of keys and values serves {config.num_heads // config.num_kv_heads} heads of queries "
-            "(num_kv_heads), so merged heads would need more weights. Only models "
-            "with as many heads of keys as of queries can be expanded."
-        )
+    for field in SHARED_HEADS:
+        if getattr(config, field, None) not in (None, getattr(config, "num_heads", None)):
+            raise ValueError(
+                f"{field} is {getattr(config, field)} and num_heads {config.num_heads}, so that heads share keys, and "
+                "merged heads would need more weights. Only models with as many heads of keys as of queries and "
+                "values can be expanded."
+            )
     chosen = _chosen(config, growth, recurrent, layers, count)
     before = {layer: size_of(blank, growth, layer) for layer in recurrent}
     changed = {layer: _new_size(growth.size, layer, before[layer], factor, given[growth.size]) for layer in chosen}
@@ -101,8 +104,9 @@ def expansion_plan(
         mixers = expandable_mixers(blank)
         with_size(new, growth.field, {mixers[layer][1].layer_idx: after[layer] for layer in chosen})
     else:
-        if growth.size == "num_heads" and hasattr(new, "num_kv_heads"):
-            new.num_kv_heads = None
+        for field in SHARED_HEADS:
+            if growth.size == "num_heads" and hasattr(new, field):
+                setattr(new, field, None)
         known = getattr(config, growth.field) or [getattr(config, growth.size, None)] * config.num_hidden_layers
         setattr(new, growth.field, [after.get(layer, size) for layer, size in enumerate(known)])
     return Plan(new, growth.size, recurrent, chosen, before, after)
@@ -126,9 +130,10 @@ def growth_of(model: PreTrainedModel) -> Growth:
         return Growth("state_size", SUPPORTED[config.model_type].state_field, per_layer=False)
     sizes = {mixer.grows for _, mixer in expandable_mixers(model).values()}
     if len(sizes) != 1:
-        mixers = (getattr(block, "scan_mixer", None) for block in getattr(model.base_model, "layers", ()))
-        reasons = {mixer.why_not_grow for mixer in mixers if mixer is not None} or {ScanMixer.why_not_grow}
-        raise ValueError(f"The states of {config.model_type!r} cannot be expanded: {'; '.join(sorted(reasons))}.")
+        raise ValueError(
+            f"The states of {config.model_type!r} cannot be expanded: its mixers do not say how they grow (`grows` of "
+            "`ScanMixer`)."
+        )
     (size,) = sizes
     return Growth(size, PER_LAYER[size], per_layer=True)
 

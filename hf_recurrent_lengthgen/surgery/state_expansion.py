@@ -4,11 +4,17 @@
 
 - Mamba-2 gets more rows of B and C, that is, keys and queries of more dimensions (Eq. 5). So does Mamba-1.
 - GLA gets fewer and larger heads (Eq. 4). H heads of N keys and P values hold H N P numbers. One head of H N keys and
-  H P values holds H times as many, with the same weights. Beyond the paper, linear attention, HGRN-2, RWKV-6 and
-  RWKV-5 do the same.
+  H P values holds H times as many, with the same weights. Beyond the paper, linear attention, HGRN-2, RWKV-5 to
+  RWKV-7, DeltaNet, Gated DeltaNet and KDA do the same.
 - 4 layers are expanded, one in every m from the first (4.4).
 - "reinit", the paper's choice, initializes the recurrence of these layers anew, as the authors' packages do
   (mamba-ssm, fla). "inherit" keeps the trained weights (4.3).
+
+The delta rule (DeltaNet, Gated DeltaNet, KDA, RWKV-7) cannot inherit. A key of norm 1 over g merged heads has a norm
+of about 1 / sqrt(g) in each, so that it erases 1 / g of what it erased, and g rates and decays become one. The same
+heads with wider keys could: new rows of k that are zero keep the state, and small ones of q change the outputs by
+their square only, if the scale of queries stays; zero ones would stop all gradients. That takes key sizes and scales
+of each layer, which there are not.
 
 The config of the new model has the sizes of all layers, so its checkpoint describes itself.
 """
@@ -73,7 +79,7 @@ def expand_state(
             as in mamba-ssm; "reinit-transformers" draws them as Transformers does. "inherit" keeps the trained
             weights. In Mamba-1 and Mamba-2 the logits are then unchanged (to 1e-5), and every new weight has a
             gradient, those of B from the second step on. Merged heads read what the others wrote, so their logits
-            change with "inherit", too.
+            change with "inherit", too; the delta rule refuses it.
         seed: Seed of the new weights; torch's global random state does not change.
 
     Raises:
@@ -129,6 +135,8 @@ def _expanded_weights(model: PreTrainedModel, new: Any, layers: Iterable[int], h
             raise ValueError(
                 f'"reinit-transformers" is for Mamba: {type(mixer).__name__} has one initialization, that of "reinit".'
             )
+        if how == "inherit" and (reason := getattr(mixer, "why_not_inherit", "")):
+            raise ValueError(f'{type(mixer).__name__} cannot "inherit" its weights, since {reason}: give "reinit".')
         old = {key: value.detach() for key, value in old_mixers[layer][1].state_dict().items()}
         fresh = {key: value.to(old[key]) for key, value in mixer.state_dict().items()}
         expanded = expansion_of(mixer).weights(old, fresh, mixer, how == "inherit")

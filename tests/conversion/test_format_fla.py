@@ -24,6 +24,8 @@ from hf_recurrent_lengthgen.models import (
     StatefulRWKV6Config,
     StatefulRWKV7Config,
 )
+from hf_recurrent_lengthgen.surgery import expand_state
+from tests.models.families import DELTA_NET, GATED_DELTANET, KDA, RWKV7, Family, build, variant_id
 
 FIXTURES = Path(__file__).parent / "fla"
 NAMES = [
@@ -230,6 +232,25 @@ def test_what_fla_has_not_is_not_exported(changes: dict[str, Any], told: str, tm
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ValueError, match=told):
         export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "fla")
+
+
+@pytest.mark.parametrize("family", [DELTA_NET, GATED_DELTANET, RWKV7], ids=variant_id)
+def test_heads_that_were_all_merged_alike_are_exported(family: Family, tmp_path: Path) -> None:
+    model = expand_state(build(family), "all")
+    model.save_pretrained(tmp_path / "ours")
+    export_checkpoint(str(tmp_path / "ours"), tmp_path / "fla", "fla")
+    config = json.loads((tmp_path / "fla/config.json").read_text())
+    assert (config["model_type"], config["num_heads"]) == (family.name, 1)
+    assert "layer_num_heads" not in config
+    tokens = torch.arange(3, 15)[None]
+    torch.testing.assert_close(load_model(str(tmp_path / "fla")).eval()(tokens).logits, model(tokens).logits)
+
+
+def test_merged_heads_of_kda_are_not_exported(tmp_path: Path) -> None:
+    """fla's gates would have the rank of a merged head."""
+    expand_state(build(KDA), "all").save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match=r"layer_num_heads is \[1, 1\], and gates keep the rank 6"):
+        export_checkpoint(str(tmp_path / "ours"), tmp_path / "fla", "fla")
 
 
 def test_a_gate_of_another_rank_is_not_exported(tmp_path: Path) -> None:

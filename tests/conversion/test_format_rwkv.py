@@ -245,7 +245,7 @@ def test_official_sizes_of_rwkv7_are_told_from_shapes(
     config: Any = RWKV.to_config(None, theirs.metas)
     entries = to_ours(expand(RWKV.renames(config), layers), theirs, expected_shapes(config), "")
     assert sum(torch.Size(entry.shape).numel() for entry in entries) == parameters
-    assert (config.heads, config.bos_token_id) == ((width // 64, 64, 64), 0)
+    assert (config.heads_of(0), config.bos_token_id) == ((width // 64, 64, 64), 0)
 
 
 def test_layers_whose_vectors_have_other_shapes_than_the_first_are_refused(tmp_path: Path) -> None:

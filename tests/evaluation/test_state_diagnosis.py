@@ -15,7 +15,17 @@ from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.state_diagnosis import diagnose_states, patched_groups
 from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis, head_name
-from tests.models.families import LINEAR_ATTENTION, MAMBA, MAMBA2, RWKV6, Family, build, random_tokens, variant_id
+from tests.models.families import (
+    DELTA_FAMILIES,
+    LINEAR_ATTENTION,
+    MAMBA,
+    MAMBA2,
+    RWKV6,
+    Family,
+    build,
+    random_tokens,
+    variant_id,
+)
 
 QUIET = EvaluationSettings(progress=False)
 T, LENGTH, SEQUENCES = 16, 512, 4
@@ -133,6 +143,16 @@ def test_what_is_left_out_is_said() -> None:
         "its scans get other inputs than its layers computed.",
     )
     assert all(head.inputs is None for _, head in found.ranking)
+
+
+@pytest.mark.parametrize("family", DELTA_FAMILIES, ids=variant_id)
+def test_the_delta_rule_is_diagnosed_without_retention(family: Family) -> None:
+    found = diagnosed(build(family), patched_heads=1)
+    (reason,) = found.left_out
+    assert "not read in 2 of 2 layers: every key changes what earlier tokens wrote" in reason
+    assert "lengthgen maps shows" in reason
+    assert found.patching is not None
+    assert len(found.ranking) == sum(shape.recurrent[0] for shape in build(family).state_shapes())
 
 
 def test_groups_to_patch() -> None:

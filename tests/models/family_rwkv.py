@@ -102,10 +102,10 @@ def rwkv7_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, Re
     """Section 4 of arXiv:2503.14456, on fla's parameters, with transitions as matrices; x: (B, T, D)."""
     c = model.config
     D = c.hidden_size
-    H, N, _ = c.heads
     final: list[LayerState] = []
     first: list[Tensor] = []  # values of the first layer
     for block, (S, conv) in zip(model.model.layers, state, strict=True):
+        H, _, N = S.shape[1:]
         before, before_ffn, outputs, m, f = conv[:, :D, 0], conv[:, D:, 0], [], block.attn, block.ffn
 
         def low(lora: Any, z: Tensor, f: Any = lambda z: z) -> Tensor:
@@ -202,9 +202,9 @@ RWKV7 = Family(
     config=rwkv7_config,
     variants={
         "default": {},
-        "wide values, three layers, tied": {
+        "wide values, three layers with heads of their own, tied": {
             "value_dim": 32,
-            "head_dim": 4,
+            "layer_num_heads": [4, 1, 2],
             "num_hidden_layers": 3,
             "tie_word_embeddings": True,
         },

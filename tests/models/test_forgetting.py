@@ -25,11 +25,18 @@ from .law import assert_equal_up_to, weights_like
 from .test_generation import generate, greedy_by_hand
 
 every_family = pytest.mark.parametrize("family", DECAYING, ids=variant_id)
+delta_families = pytest.mark.parametrize("family", DELTA_FAMILIES, ids=variant_id)
 every_variant = pytest.mark.parametrize(
     ("family", "variant"), [pair for pair in VARIANTS if pair[0] in DECAYING], ids=variant_id
 )
 STEPPED = {"mamba", "mamba2", "falcon_mamba"}
 ALL = {"window": 6, "retention": 0.97, "insertion": 0.75}
+MULTIPLIERS = {"retention": 0.9, "insertion": 1.5}
+
+
+def settings_of(family: Family) -> dict[str, Any]:
+    """All that a family can forget by."""
+    return ALL if family in DECAYING else MULTIPLIERS
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
@@ -49,15 +56,44 @@ def inputs_of_layers(model: Any, tokens: Tensor) -> tuple[list[tuple[Any, ...]],
     return caught, state
 
 
-@pytest.mark.parametrize("family", DELTA_FAMILIES, ids=variant_id)
-@pytest.mark.parametrize("change", [{"window": 3}, {"retention": 0.9}, {"insertion": 0.9}], ids=str)
-def test_what_does_not_only_decay_is_refused_with_the_reason(family: Family, change: dict[str, Any]) -> None:
-    model, message = build(family), "what it writes depends on what it reads.* set forgetting to None"
-    with pytest.raises(ValueError, match=message), forgetting(model, **change):
+@delta_families
+def test_the_delta_rule_has_no_window(family: Family) -> None:
+    model, message = build(family), "no window, since every key changes .* give it only the last 3 tokens of a text"
+    with pytest.raises(ValueError, match=message), forgetting(model, window=3):
         pass
     with pytest.raises(ValueError, match=message):
-        family.config(forgetting=change)
+        family.config(forgetting={"window": 3, "retention": 0.9})
     assert model.config.forgetting is None
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize(
+    ("family", "variant"), [pair for pair in VARIANTS if pair[0] in DELTA_FAMILIES], ids=variant_id
+)
+@torch.no_grad()
+def test_the_delta_rule_keeps_and_takes_in_less(family: Family, variant: str) -> None:
+    """S_t = r S_{t-1} A_t + i W_t, with the transition A_t and the write W_t of a layer found by probing."""
+    model = build(family, torch.float64, **family.variants[variant])
+    (inputs, _), layer = inputs_of_layers(model, random_tokens(1, 12)), model.base_model.layers[-1]
+    (x, extra), before = inputs[-1], model.zero_state(1)[-1]
+    H, P, N = before.recurrent.shape[1:]
+    units = torch.eye(N, dtype=torch.float64).expand(H, N, N)[:, :, None].expand(H, N, P, N).transpose(0, 1)
+
+    def step(t: int, start: Tensor, conv: Tensor) -> Any:
+        many = before._replace(recurrent=start, conv=conv.expand(len(start), *conv.shape[1:]))
+        values = [v[:, t : t + 1].expand(len(start), -1, -1) for v in extra]
+        return layer(x[:, t : t + 1].expand(len(start), -1, -1), many, None, *values)[1]
+
+    S, conv = before.recurrent, before.conv
+    for t in range(12):
+        written = step(t, torch.zeros_like(S), conv)
+        rows = step(t, units, conv).recurrent - written.recurrent  # [n, h, p] is row n of A_t, for every p
+        S = 0.9 * torch.einsum("hpn,nhm->hpm", S[0], rows[:, :, 0])[None] + 0.75 * written.recurrent
+        conv = written.conv
+    with forgetting(model, retention=0.9, insertion=0.75):
+        found = layer(x, before, None, *extra)[1].recurrent
+    assert error(found, S) < 1e-12
+    assert error(found, layer(x, before, None, *extra)[1].recurrent) > 0.05
 
 
 @pytest.mark.thinned(11)
@@ -86,7 +122,7 @@ def test_a_window_longer_than_the_text_changes_nothing(family: Family) -> None:
     assert error(output.logits, expected.logits) < 1e-12
 
 
-@every_family
+@pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 @torch.no_grad()
 def test_multipliers_of_one_are_the_identity(family: Family) -> None:
     model, tokens = build(family), random_tokens(2, 50)
@@ -100,8 +136,11 @@ def test_multipliers_of_one_are_the_identity(family: Family) -> None:
 
 
 @pytest.mark.thinned(7)
-@every_family
-@pytest.mark.parametrize("settings", [ALL, {"retention": 0.9, "insertion": 1.5}], ids=["window", "multipliers"])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [(family, settings_of(family)) for family in FAMILIES] + [(family, MULTIPLIERS) for family in DECAYING],
+    ids=variant_id,
+)
 def test_in_any_pieces_as_at_once_with_all_gradients(family: Family, settings: dict[str, Any]) -> None:
     model, tokens = build(family, torch.float64), random_tokens(2, 41)
 
@@ -126,13 +165,13 @@ def test_in_any_pieces_as_at_once_with_all_gradients(family: Family, settings: d
             assert_equal_up_to(1e-9, run(sizes), whole)
 
 
-@every_family
+@pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 @torch.no_grad()
 def test_padding_is_neither_kept_nor_counted(family: Family) -> None:
     model, tokens = build(family, torch.float64), random_tokens(3, 30)
     mask = torch.ones_like(tokens)
     mask[0, :13] = mask[1, 5:9] = mask[1, -4:] = mask[2, :29] = 0
-    with forgetting(model, **ALL):
+    with forgetting(model, **settings_of(family)):
         first = model(tokens[:, :17], attention_mask=mask[:, :17])
         second = model(tokens[:, 17:], attention_mask=mask[:, 17:], initial_state=first.final_state)
         logits = torch.cat([first.logits, second.logits], dim=1)
@@ -144,7 +183,8 @@ def test_padding_is_neither_kept_nor_counted(family: Family) -> None:
                 take_rows(second.final_state, slice(row, row + 1)), alone.final_state, strict=True
             ):
                 assert error(found.recurrent, expected.recurrent) < 1e-11
-                assert torch.allclose(found.window[:, 1:], expected.window[:, 1:], rtol=1e-11, atol=1e-13)
+                if family in DECAYING:
+                    assert torch.allclose(found.window[:, 1:], expected.window[:, 1:], rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.thinned(5)
@@ -234,7 +274,7 @@ def test_wrong_settings_are_refused(name: str) -> None:
         FAMILIES[0].config(forgetting=setting)
 
 
-@every_family
+@pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 def test_steps_are_scaled_where_there_are_steps(family: Family) -> None:
     if family.name in STEPPED:
         assert family.config(forgetting={"delta_scale": 0.5}).forgetting == {"delta_scale": 0.5}
@@ -285,16 +325,16 @@ def test_blocks_may_end_in_any_order_and_threads_take_turns() -> None:
     assert model.config is config
 
 
-@pytest.mark.thinned(3)
-@every_family
+@pytest.mark.thinned(5)
+@pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 @torch.no_grad()
 def test_a_checkpoint_says_what_it_forgets(family: Family, tmp_path: Path) -> None:
     model, tokens = build(family), random_tokens(1, 30)
-    with forgetting(model, **ALL):
+    with forgetting(model, **settings_of(family)):
         expected = model(tokens).logits
         model.save_pretrained(tmp_path)
     loaded = family.causal_lm_class.from_pretrained(tmp_path)
-    assert loaded.config.forgetting == ALL
+    assert loaded.config.forgetting == settings_of(family)
     assert torch.equal(loaded(tokens).logits, expected)
     with forgetting(loaded):
         assert torch.equal(loaded(tokens).logits, model(tokens).logits)

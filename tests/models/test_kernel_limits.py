@@ -1,5 +1,7 @@
 """What the GPU kernels cannot take is kept from them: layouts, sizes beyond 32-bit addresses, configurations."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd, scan_ssd_reference
 
-from .families import mamba2_config
+from .families import GATED_DELTANET, RWKV7, Family, mamba2_config, variant_id
 
 CHANNELS, TAPS = 16, 4
 
@@ -150,3 +152,19 @@ def test_a_configuration_within_the_limits_takes_the_kernels(dtype: torch.dtype)
     assert limit == ""
     assert resolve_backend("auto", "cuda", True, limit) == resolve_backend("kernel", "cuda", True, limit) == "kernel"
     assert resolve_backend("auto", "cpu", True, limit) == resolve_backend("auto", "cuda", False, limit) == "torch"
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        (GATED_DELTANET, {"num_heads": 2, "head_dim": 256, "layer_num_heads": [2, 1]}),
+        (RWKV7, {"hidden_size": 512, "head_dim": 256, "layer_num_heads": [2, 1]}),
+    ],
+    ids=variant_id,
+)
+def test_wide_keys_of_the_delta_rule_are_kept_from_its_kernels(family: Family, sizes: dict[str, Any]) -> None:
+    """fla's kernels take 256; heads that StateX merges may have more."""
+    with torch.device("meta"):
+        layers = family.causal_lm_class(family.config(**sizes)).model.layers
+    limits = [layer.scan_mixer.kernel_limit(torch.float32) for layer in layers]
+    assert limits == ["", "keys of at most 256 dimensions, got 512"]

@@ -39,7 +39,7 @@ GATED_FILES = {"chunk_decays", "chunked_gated_scan", "fla_kernels", "forgetting_
 FLA_FILES = GATED_FILES | {"configuration_fla", "layers_fla", "norms", "scan_gla"}
 DELTA_FILES = {
     *("causal_conv", "chunk_decays", "chunked_delta_scan", "configuration_delta", "configuration_fla"),
-    *("fla_kernels", "layers_delta", "layers_fla", "norms", "scan_delta"),
+    *("fla_kernels", "forgetting_delta", "layers_delta", "layers_fla", "norms", "scan_delta"),
 }
 RWKV_FILES = GATED_FILES | {"layers_rwkv", "scan_rwkv6"}
 FILES_OF = {
@@ -54,7 +54,8 @@ FILES_OF = {
     "rwkv6": RWKV_FILES | {"configuration_fla"},
     "rwkv5": RWKV_FILES,
     "rwkv7": {
-        *("chunk_decays", "chunked_delta_scan", "configuration_fla", "fla_kernels", "layers_rwkv", "scan_delta"),
+        *("chunk_decays", "chunked_delta_scan", "configuration_fla", "fla_kernels", "forgetting_delta"),
+        *("layers_rwkv", "scan_delta"),
     },
 }
 

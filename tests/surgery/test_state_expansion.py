@@ -27,10 +27,15 @@ from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import (
     DECAYING,
     DELTA_FAMILIES,
+    DELTA_NET,
+    FAMILIES,
+    GATED_DELTANET,
     GLA,
+    KDA,
     MAMBA,
     MAMBA2,
     RWKV6,
+    RWKV7,
     SHELL_FAMILIES,
     Family,
     build,
@@ -42,8 +47,14 @@ from tests.without_package import clean_process
 
 RECIPES = Path(__file__).parents[2] / "hf_recurrent_lengthgen" / "recipes" / "models"
 INITIALIZATIONS = ("reinit", "inherit")
-every_family = pytest.mark.parametrize("family", DECAYING, ids=variant_id)
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 every_initialization = pytest.mark.parametrize("initialization", INITIALIZATIONS)
+# the delta rule cannot inherit
+every_expansion = pytest.mark.parametrize(
+    ("family", "initialization"),
+    [(f, how) for f in FAMILIES for how in INITIALIZATIONS if how == "reinit" or f in DECAYING],
+    ids=variant_id,
+)
 
 
 def grown(family: Family) -> dict[str, Any]:
@@ -61,15 +72,40 @@ def same_as_loop(family: Family, model: Any) -> None:
 
 
 @pytest.mark.parametrize("family", DELTA_FAMILIES, ids=variant_id)
-def test_the_delta_rule_is_refused_with_the_reason(family: Family) -> None:
-    with pytest.raises(ValueError, match=r"cannot be expanded: the delta rule erases along keys of norm 1"):
-        expand_state(build(family), [1], num_heads=1)
+def test_the_delta_rule_does_not_inherit(family: Family) -> None:
+    with pytest.raises(ValueError, match=r"cannot \"inherit\" .* erases along keys of norm 1 .*: give \"reinit\""):
+        expand_state(build(family), [1], num_heads=1, initialization="inherit")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "before", "after"),
+    [
+        (DELTA_NET, (2, 8, 8), (1, 16, 16)),
+        (GATED_DELTANET, (2, 12, 6), (1, 24, 12)),
+        (KDA, (2, 6, 6), (1, 12, 12)),
+        (RWKV7, (2, 8, 8), (1, 16, 16)),
+    ],
+    ids=variant_id,
+)
+def test_merged_heads_of_the_delta_rule(
+    family: Family, before: tuple[int, ...], after: tuple[int, ...], tmp_path: Path
+) -> None:
+    """(H, P, N) as in Eq. 4: one head with the keys and values of all; the checkpoint says so."""
+    model = build(family, **({"expand_v": 2.0} if family is GATED_DELTANET else {}))
+    expand_state(model, [1]).save_pretrained(tmp_path)
+    loaded = family.causal_lm_class.from_pretrained(tmp_path)
+    assert [shape.recurrent for shape in loaded.state_shapes()] == [before, after]
+    assert loaded.config.layer_num_heads == [before[0], 1]
+    assert recorded_expansions(loaded.config) == {1: "reinit"}
+    sizes = [sum(p.numel() for p in m.parameters()) for m in (model, loaded)]
+    assert sizes[1] < 1.01 * sizes[0]
+    same_as_loop(family, loaded)
 
 
 @pytest.mark.thinned(3)
 @torch.no_grad()
-@every_family
-@every_initialization
+@every_expansion
 def test_an_expanded_model_follows_the_equations_with_sizes_of_its_own(family: Family, initialization: str) -> None:
     model = build(family)
     expanded = expand_state(model, [1], **grown(family), initialization=initialization)  # type: ignore[arg-type]
@@ -151,8 +187,7 @@ def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, Tens
 
 
 @pytest.mark.thinned(3)
-@every_family
-@every_initialization
+@every_expansion
 def test_every_new_weight_is_trained(family: Family, initialization: str) -> None:
     """Each element: with B and C both zero in the new rows, neither would ever move."""
     model = expand_state(build(family), "all", **grown(family), initialization=initialization)  # type: ignore[arg-type]
@@ -223,7 +258,7 @@ def test_mamba1_goes_on_with_its_decays() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", [f for f in DECAYING if "mamba" not in f.name], ids=variant_id)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if "mamba" not in f.name], ids=variant_id)
 def test_reinit_of_merged_heads_starts_the_whole_block_anew_and_nothing_else(family: Family) -> None:
     model = build(family)
     old, new = model.state_dict(), expand_state(model, [1], factor=2).state_dict()
@@ -240,7 +275,8 @@ def test_model_and_config_given_stay_as_they_are(family: Family) -> None:
     torch.manual_seed(7)
     expected_draw = torch.rand(3)
     torch.manual_seed(7)
-    expanded = expand_state(model, **grown(family), initialization="inherit")
+    how: Any = "inherit" if family in DECAYING else "reinit"
+    expanded = expand_state(model, **grown(family), initialization=how)
     assert torch.equal(torch.rand(3), expected_draw)
     assert expanded.config is not model.config
     assert other.config is model.config
@@ -314,8 +350,7 @@ def test_layers_may_be_chosen_and_expanded_twice() -> None:
 
 
 @pytest.mark.thinned(3)
-@every_family
-@every_initialization
+@every_expansion
 def test_the_parameters_that_hold_new_values_are_found_from_the_record(family: Family, initialization: str) -> None:
     """They are those whose values or shapes differ, and where heads are merged the whole block."""
     model = build(family, num_hidden_layers=3)
@@ -394,8 +429,7 @@ def test_the_report_is_what_the_expansion_does(family: Family) -> None:
 
 
 @pytest.mark.thinned(3)
-@every_family
-@every_initialization
+@every_expansion
 def test_an_expanded_checkpoint_describes_itself_and_streams(
     family: Family, initialization: str, tmp_path: Path
 ) -> None:
@@ -554,7 +588,8 @@ def test_every_recurrent_type_of_transformers_is_expanded_or_refused_with_the_re
         (GLA, {"num_heads": 4}, {"factor": 0}, "factor must be a finite number above 1, got 0"),
         (GLA, {"num_heads": 4}, {"factor": 8}, "is 4 and would become 0.5"),
         (GLA, {"num_heads": 1}, {}, "Layer 0 has one head already"),
-        (GLA, {"num_heads": 4, "num_kv_heads": 2}, {}, r"serves 2 heads of queries \(num_kv_heads\)"),
+        (GATED_DELTANET, {"num_v_heads": 4}, {}, "num_v_heads is 4 and num_heads 2, so that heads share keys"),
+        (GLA, {"num_heads": 4, "num_kv_heads": 2}, {}, "num_kv_heads is 2 and num_heads 4, so that heads share"),
     ],
 )
 def test_what_cannot_be_done_is_refused(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.models.recurrent_state import detach_state
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
-from tests.models.families import DECAYING, FAMILIES, Family, build, random_tokens, variant_id
+from tests.models.families import DELTA_FAMILIES, FAMILIES, RWKV7, Family, build, random_tokens, variant_id
 
 STEPS = 3
 
@@ -68,12 +68,15 @@ SOURCES: dict[str, dict[str, Any]] = {
 @pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("family", "method"),
-    [(f, method) for f in FAMILIES for method in SOURCES if f in DECAYING or "statex" not in method],
+    # a new block of RWKV-7 gives zeros, so that more than two steps would be needed
+    [(f, method) for f in FAMILIES for method in SOURCES if f is not RWKV7 or "statex" not in method],
     ids=variant_id,
 )
 def test_every_method_trains_every_weight(family: Family, toys: ModuleType, tmp_path: Path, method: str) -> None:
     chosen = toys.METHODS[method]
     settings = toys.QUIET | chosen.settings | SOURCES[method]
+    if "expand_initialization" in settings and family in DELTA_FAMILIES:
+        settings["expand_initialization"] = "reinit"  # they cannot inherit
     fields = {"per_device_train_batch_size": 2, "max_steps": 2, "learning_rate": 1e-2, "logging_steps": 1}
     config = chosen.config(str(tmp_path), **settings, **fields, save_strategy="no")
     trainer = chosen.trainer(build(family), config, train_dataset=chosen.data(16))
