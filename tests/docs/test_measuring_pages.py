@@ -15,7 +15,7 @@ from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.recipes.catalogue import CHECKPOINTS
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("evaluate", "diagnose", "states", "hybrids", "surgery", "publish", "recipes", "harness")
+PAGES = ("evaluate", "diagnose", "states", "hybrids", "delta_rule", "surgery", "publish", "recipes", "harness")
 QUICK = {
     "train": "--max-steps 2 --report-to none --eval-strategy no",
     "evaluate": "--sequences 2",
@@ -29,6 +29,7 @@ QUICK = {
 ELSEWHERE = {
     "evaluate": ("my-mamba2",),
     "diagnose": ("my-mamba2",),
+    "delta_rule": ("BlinkDL",),
     "publish": (
         "state-spaces",
         "--model mamba2",
