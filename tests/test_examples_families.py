@@ -76,9 +76,9 @@ def test_checkpoints_are_made_once_and_their_cards_again(
     monkeypatch.setattr(sys, "path", [*sys.path])
     runpy.run_path(str(RUN.with_name("checkpoints.py")), run_name="__main__")
     kept = {file: file.read_bytes() for file in made.rglob("*") if file.is_file()}
-    assert {"gla-base", "gla-state-passing"} == {path.name for path in made.iterdir() if path.is_dir()}
+    assert {"gla-base", "gla-cured"} == {path.name for path in made.iterdir() if path.is_dir()}
     (row,) = (line for line in (made / "README.md").read_text().splitlines() if line.startswith("| GLA"))
-    assert "[base](gla-base/README.md), [cured](gla-state-passing/README.md)" in row
+    assert "[base](gla-base/README.md), [cured](gla-cured/README.md)" in row
 
     capsys.readouterr()
     runpy.run_path(str(RUN.with_name("checkpoints.py")), run_name="__main__")

@@ -16,7 +16,7 @@ from tests.cards.test_model_cards import MODEL_CARDS, recorded
 ROOT = Path(__file__).parents[1]
 PACKAGE = "hf_recurrent_lengthgen"
 RECORDS = ("records", "lineage", "trainers.training_runs", "evaluation.results", "evaluation.diagnosis_results")
-NAME = "mamba2-state-passing"
+NAME = "mamba2-cured"
 
 OTHER_PATTERNS = {
     "adapters.py": "names of layers",

@@ -22,7 +22,7 @@ def blocks_of(language: str) -> list[str]:
 
 @pytest.fixture
 def demo_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder like the one that `make demo` writes, as the working directory sees it."""
+    """A folder with small checkpoints in place of those of a clone, of `make demo` and of a training."""
     config = StatefulMamba2Config(
         hidden_size=16,
         num_heads=4,
@@ -36,10 +36,16 @@ def demo_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         eos_token_id=1,
         training_length=16,
     )
-    for name in ("base", "cured"):
+    for name in (
+        "demo-output/base",
+        "demo-output/cured",
+        "model_cards/mamba2-base",
+        "model_cards/mamba2-cured",
+        "cured",
+    ):
         torch.manual_seed(0)
-        StatefulMamba2ForCausalLM(config).save_pretrained(tmp_path / "demo-output" / name)
-        byte_tokenizer().save_pretrained(tmp_path / "demo-output" / name)
+        StatefulMamba2ForCausalLM(config).save_pretrained(tmp_path / name)
+        byte_tokenizer().save_pretrained(tmp_path / name)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -25,7 +25,7 @@ def recorded(name: str) -> Checkpoint:
 
 def test_each_family_has_a_base_and_a_cured_checkpoint() -> None:
     families = {name.removesuffix("-base") for name in NAMES if name.endswith("-base")}
-    assert sorted(f"{family}-{method}" for family in families for method in ("base", "state-passing")) == NAMES
+    assert sorted(f"{family}-{method}" for family in families for method in ("base", "cured")) == NAMES
     assert families
 
 

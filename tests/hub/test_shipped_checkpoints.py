@@ -14,7 +14,7 @@ from tests.cards.test_model_cards import MODEL_CARDS, NAMES
 from .client import PYTHON, STRANGER, environment
 from .endpoint import Endpoint
 
-CURED = [name for name in NAMES if name.endswith("-state-passing")]
+CURED = [name for name in NAMES if name.endswith("-cured")]
 CODE = """
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
