@@ -130,7 +130,7 @@ def _continue(checkpoint: Checkpoint) -> list[str]:
         _prompt("text", "A text that may be long. ", checkpoint),
         *cache,
         "with torch.no_grad():",
-        f"    state = model(**text{read}).final_state  # all that the model keeps of the text",
+        f"    state = model(**text{read}).final_state  # what it keeps of the text",
         _prompt("question", "It says", checkpoint),
         *_generate("question", f", initial_state=state{keys}", checkpoint),
     ]
