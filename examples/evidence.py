@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 EXAMPLES = Path(__file__).resolve().parent
+DELTA_RULE = (
+    *("rwkv7", "rwkv7_default", "delta_net", "delta_net_negative", "gated_deltanet", "gated_deltanet_negative"),
+    *("gated_deltanet_default", "kda", "qwen3_next"),
+)
 FAMILIES = (
     *("mamba2", "mamba2_default", "mamba", "mamba_default", "falcon_mamba", "gla", "rwkv6", "rwkv6_default"),
-    *("rwkv5", "rwkv5_default", "hgrn2", "delta_net", "delta_net_negative", "gated_deltanet"),
-    *("gated_deltanet_negative", "gated_deltanet_default", "kda", "bamba", "qwen3_next"),
+    *("rwkv5", "rwkv5_default", "hgrn2", "bamba", *DELTA_RULE, *(f"{name}_short" for name in DELTA_RULE)),
 )
 SEEDS = ("0", "1", "2")
 

@@ -1,12 +1,15 @@
 """The study of all families runs in miniature, arm by arm, and continues where it was stopped."""
 
 import json
+import math
 import runpy
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 RUN = Path(__file__).parents[1] / "examples/families/run.py"
 METHODS = (
@@ -26,6 +29,7 @@ METHODS = (
         "gla",
         "rwkv6",
         "rwkv5",
+        "rwkv7",
         "hgrn2",
         "delta_net",
         "gated_deltanet",
@@ -88,3 +92,17 @@ def test_checkpoints_are_made_once_and_their_cards_again(
     card.write_text(card.read_text().replace("# gla-base", "# another title"))
     runpy.run_path(str(RUN.with_name("checkpoints.py")), run_name="__main__")
     assert card.read_bytes() == kept[card]
+
+
+@pytest.mark.parametrize("family", ["rwkv6", "rwkv7"])
+def test_slow_starts_of_rwkv_decay_by_powers_of_the_place_of_a_key(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    run = runpy.run_path(str(RUN))
+    study = SimpleNamespace(vocabulary=256)
+    mixer = run["FamilyStudy"].new_model(study, f"{family}/base", 128, 0).model.layers[1].attn
+    bias = (mixer.w_proj.linear if family == "rwkv6" else mixer.w_lora).lora[2].bias.double()
+    rates = bias.exp() if family == "rwkv6" else math.exp(-0.5) * bias.sigmoid()
+    expected = torch.tensor([[(n + 1) ** -5.0 for n in range(1, 33)]] * 3, dtype=torch.float64)
+    torch.testing.assert_close(rates.view(3, 32), expected, rtol=1e-5, atol=0)

@@ -21,6 +21,7 @@ from hf_recurrent_lengthgen.data import ContinuedChunks
 from hf_recurrent_lengthgen.evaluation import attention_apart
 from hf_recurrent_lengthgen.lineage import lineage_of
 from hf_recurrent_lengthgen.models import FAMILIES as CLASSES
+from hf_recurrent_lengthgen.models.modeling_stateful_rwkv7 import DECAY_RATE
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
@@ -72,13 +73,16 @@ def rwkv_decays(model: Any) -> None:
 
 @torch.no_grad()
 def slow_rwkv(model: Any) -> None:
-    """In RWKV-5 and RWKV-6 the decays that a mimetic start gives the keys of GLA."""
+    """In RWKV-5, RWKV-6 and RWKV-7 the decays that a mimetic start gives the keys of GLA."""
     for module in model.modules():
         if hasattr(module, "time_decay"):  # RWKV-5: (heads, keys)
             module.time_decay.copy_(-C * (torch.arange(module.time_decay.shape[-1]) + 2.0).log())
         elif hasattr(module, "w_proj"):  # RWKV-6: (heads keys,), and `bonus` (heads, keys)
             heads, keys = module.bonus.shape
             module.w_proj.linear.lora[2].bias.copy_((-C * (torch.arange(keys) + 2.0).log()).repeat(heads))
+        elif hasattr(module, "w_lora"):  # RWKV-7: as RWKV-6, exp(-DECAY_RATE * sigmoid), and `r_k` (heads, keys)
+            heads, keys = module.r_k.shape
+            module.w_lora.bias.copy_(torch.logit((torch.arange(keys) + 2.0) ** -C / DECAY_RATE).repeat(heads))
 
 
 @torch.no_grad()
@@ -134,6 +138,7 @@ GATED_DELTANET = Family(
     "Gated DeltaNet", "stateful_gated_deltanet", {"num_heads": 3, "head_dim": 32, "expand_v": 1.0}, SLOW_DELTA
 )
 RWKV6 = Family("RWKV-6", "stateful_rwkv6", GATED, SLOW_RWKV)
+RWKV7 = Family("RWKV-7", "stateful_rwkv7", {"head_dim": 32}, SLOW_RWKV)
 RWKV5 = Family("RWKV-5", "stateful_rwkv5", {"head_size": 32}, SLOW_RWKV)
 FAMILIES = {
     "mamba2": MAMBA2,
@@ -148,6 +153,8 @@ FAMILIES = {
     "rwkv6_default": replace(RWKV6, label="RWKV-6, authors' start", start=RWKV_DECAYS, longer=2, shorter=2),
     "rwkv5": RWKV5,
     "rwkv5_default": replace(RWKV5, label="RWKV-5, authors' start", start=None, longer=2, shorter=2),
+    "rwkv7": RWKV7,
+    "rwkv7_default": replace(RWKV7, label="RWKV-7, default start", start=None),
     "hgrn2": Family("HGRN-2", "stateful_hgrn2", {"expand_ratio": 32}, SLOW_BOUND),
     "delta_net": DELTA_NET,
     "delta_net_negative": replace(
@@ -159,7 +166,7 @@ FAMILIES = {
         label="Gated DeltaNet, negative eigenvalues",
         config=GATED_DELTANET.config | {"allow_neg_eigval": True},
     ),
-    "gated_deltanet_default": replace(GATED_DELTANET, label="Gated DeltaNet, default start", start=None, shorter=2),
+    "gated_deltanet_default": replace(GATED_DELTANET, label="Gated DeltaNet, default start", start=None),
     "kda": Family("Kimi Delta Attention", "stateful_kda", {"num_heads": 3, "head_dim": 32}, SLOW_DELTA),
     "bamba": Family(
         "Bamba (Mamba-2 and attention)",
@@ -188,6 +195,13 @@ FAMILIES = {
         },
         SLOW_DELTA,
     ),
+}
+SHORT = 8
+"""Of the second training length of the delta rule: 16, half of the keys of a head."""
+FAMILIES |= {
+    f"{name}_short": replace(family, label=f"{family.label}, rows of 16", shorter=SHORT)
+    for name, family in FAMILIES.items()
+    if name.startswith(("rwkv7", "delta_net", "gated_deltanet", "kda", "qwen3_next"))
 }
 STOCK = {"bamba": BambaConfig, "qwen3_next": Qwen3NextConfig}
 
