@@ -157,13 +157,11 @@ def stock_delta_rule(
     Returns:
         Outputs in the dtype of `query`, (B, T, H, P), and the final state, (B, H, N, P), float32 or float64.
     """
-    dtype, heads = state_dtype(query.dtype), value.shape[2]
+    dtype = state_dtype(query.dtype)
     q, k = (_normalized(x.to(dtype)) if normalize else x.to(dtype) for x in (query, key))
     q = q * q.shape[3] ** -0.5
-    if q.shape[2] != heads:
-        q, k = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (q, k))
     if initial_state is None:
-        state = q.new_zeros(len(q), heads, value.shape[3], q.shape[3])
+        state = q.new_zeros(len(q), *value.shape[2:], q.shape[3])
     else:
         state = initial_state.as_subclass(Tensor).to(dtype).mT
     y, final = scan_delta(q, k, value, g[..., None] if g.ndim == 3 else g, beta, state)

@@ -16,16 +16,37 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def to_chunks(t_BTHX: Tensor, size: int) -> Tensor:
-    """(B, T, H, X) -> contiguous (Z, Q, X), with zeros after the last token: no key, no decay."""
+def chunk_groups(
+    length: int, state_BHPN: Tensor, chunk_size: int, together: int
+) -> tuple[int, list[tuple[slice, slice]]]:
+    """How to cut a sequence: the size of its chunks, and the chunks and tokens of groups that are computed together.
+
+    The size is the next power of two of `chunk_size`, or of the length if that is less. A group has up to `together`
+    entries of one input, but at least one chunk.
+    """
+    batch, heads, *widths = state_BHPN.shape
+    size = 1
+    while size < min(chunk_size, length):
+        size *= 2
+    step = max(1, together // (batch * heads * max(widths) * size))
+    count = len(range(0, length, size))  # a range makes the length a constant where this is compiled
+    groups = [slice(start, min(start + step, count)) for start in range(0, count, step)]
+    return size, [(group, slice(group.start * size, group.stop * size)) for group in groups]
+
+
+def to_chunks(t_BTHX: Tensor, size: int, repeats: int = 1) -> Tensor:
+    """(B, T, H, X) -> contiguous (Z, Q, X), with zeros after the last token: no key, no decay; heads are repeated."""
     if rest := -t_BTHX.shape[1] % size:
         t_BTHX = F.pad(t_BTHX, (0, 0, 0, 0, 0, rest))
-    return t_BTHX.unflatten(1, (-1, size)).permute(1, 0, 3, 2, 4).contiguous().flatten(0, 2)
+    chunks = t_BTHX.unflatten(1, (-1, size)).permute(1, 0, 3, 2, 4)
+    return chunks.unsqueeze(3).expand(-1, -1, -1, repeats, -1, -1).contiguous().flatten(0, 3)
 
 
-def from_chunks(t_ZQX: Tensor, like_BTHX: Tensor) -> Tensor:
-    """(Z, Q, X) -> (B, T, H, X)."""
+def from_chunks(t_ZQX: Tensor, like_BTHX: Tensor, repeats: int = 1) -> Tensor:
+    """(Z, Q, X) -> (B, T, H, X); repeated heads are summed."""
     batch, length, heads, _ = like_BTHX.shape
+    if repeats > 1:
+        t_ZQX = t_ZQX.unflatten(0, (-1, repeats)).sum(1)
     return t_ZQX.unflatten(0, (-1, batch, heads)).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
 
 

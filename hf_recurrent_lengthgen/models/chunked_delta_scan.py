@@ -8,14 +8,14 @@ Its adjoint is the transposed system, backwards in time. Shape suffixes as in sc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
-from .chunk_decays import Decays, GateGradient, below_diagonal, from_chunks, to_chunks
+from .chunk_decays import Decays, GateGradient, below_diagonal, chunk_groups, from_chunks, to_chunks
 
 # Chunks are taken together up to this number of entries of one input: few calls, but all within the CPU's cache.
 _TOGETHER = 2**18
@@ -24,29 +24,24 @@ _TOGETHER = 2**18
 class ChunkedDeltaScan(torch.autograd.Function):
     """A recurrence over chunks, with a backward pass that recomputes them from every few states.
 
-    `rule` (`DeltaRule` or `LowRank`) has the equations of a chunk, `inputs` are its arguments, (B, T, H, X) each.
+    `rule` (`DeltaRule` or `LowRank`) has the equations of a chunk, `inputs` are its arguments, (B, T, H, X) each, or
+    (B, T, G, X) if each of G groups serves H / G heads one after another.
     """
 
     @staticmethod
     def forward(
         ctx: Any, rule: type[DeltaRule | LowRank], chunk_size: int, initial_state: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        batch, length, heads, _ = inputs[0].shape
-        size = 1
-        while size < min(chunk_size, length):
-            size *= 2
-        together = max(1, _TOGETHER // (batch * size * heads * max(initial_state.shape[2:])))
-        count = len(range(0, length, size))  # a range makes the length a constant where this is compiled
-        groups = [slice(start, min(start + together, count)) for start in range(0, count, together)]
-        y = initial_state.new_empty(batch, length, heads, initial_state.shape[2])
+        (batch, length), (_, heads, width, _) = inputs[0].shape[:2], initial_state.shape
+        size, groups = chunk_groups(length, initial_state, chunk_size, _TOGETHER)
+        y = initial_state.new_empty(batch, length, heads, width)
         state, starts = initial_state.flatten(0, 1), []
-        for group in groups:
-            tokens = slice(group.start * size, group.stop * size)
-            chunks = rule(*(to_chunks(t[:, tokens], size) for t in inputs))
+        for group, tokens in groups:
+            chunks = rule(*(to_chunks(t[:, tokens], size, heads // t.shape[2]) for t in inputs))
             starts.append(state)
-            u, states = advance(chunks, state, group.stop - group.start)
+            states, _, written = advance(chunks, state, group.stop - group.start)
             state = states[-1].clone()  # the others are made again in the backward pass
-            y[:, tokens] = from_chunks(chunks.outputs(u, states[:-1].flatten(0, 1)), y[:, tokens])
+            y[:, tokens] = from_chunks(chunks.outputs(written, states[:-1].flatten(0, 1)), y[:, tokens])
         ctx.save_for_backward(*inputs, *starts)
         ctx.rule, ctx.size, ctx.groups = rule, size, groups
         return y, state.view(initial_state.shape).clone()
@@ -62,141 +57,143 @@ class ChunkedDeltaScan(torch.autograd.Function):
         groups, saved = ctx.groups, ctx.saved_tensors
         inputs, starts = saved[: -len(groups)], saved[-len(groups) :]
         gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs]
+        repeats = [grad_y.shape[2] // t.shape[2] for t in inputs]
         grad_state = grad_final.flatten(0, 1)  # of the state after the current chunks
-        for group, start in zip(reversed(groups), reversed(starts), strict=True):
-            tokens, count = slice(group.start * ctx.size, group.stop * ctx.size), group.stop - group.start
-            chunks = ctx.rule(*(to_chunks(t[:, tokens], ctx.size) for t in inputs))
+        for (group, tokens), start in zip(reversed(groups), reversed(starts), strict=True):
+            parts = (to_chunks(t[:, tokens], ctx.size, n) for t, n in zip(inputs, repeats, strict=True))
+            chunks = ctx.rule(*parts)
+            states, read, written = advance(chunks, start, group.stop - group.start)
             dy = to_chunks(grad_y[:, tokens], ctx.size)
-            u, states = advance(chunks, start, count)
-
-            # the gradients of the states after each chunk, and before the first
-            grad_states = states.new_empty(states.shape)
-            grad_states[-1] = grad_state
-            grad_states[:-1].flatten(0, 1).baddbmm_(dy.mT, chunks.pairs.starts[0], beta=0)
-            du, *parts = chunks.adjoint(dy)
-            parts = [t.unflatten(0, (count, -1)) for t in (du, *parts, chunks.pairs.total)]
-            for index in reversed(range(count)):
-                known, from_end, reader, total = (t[index] for t in parts)
-                end = grad_states[index + 1]
-                known.baddbmm_(from_end, end.mT)  # a part of du
-                grad_states[index].addcmul_(end, total).baddbmm_(known.mT, reader)
+            grad_states, d_written, d_read = retreat(chunks, dy, grad_state, group.stop - group.start)
             grad_state = grad_states[0]
-            found = chunks.gradients(dy, du, u, states[:-1].flatten(0, 1), grad_states[1:].flatten(0, 1))
-            for out, gradient in zip(gradients, found, strict=True):
-                out[:, tokens] = from_chunks(gradient, out[:, tokens])
+            through = states[:-1].flatten(0, 1), grad_states[1:].flatten(0, 1)
+            found = chunks.gradients(dy, d_written, d_read, read, written, *through)
+            for out, gradient, n in zip(gradients, found, repeats, strict=True):
+                out[:, tokens] = from_chunks(gradient, out[:, tokens], n)
         return None, None, grad_state.view(grad_final.shape).clone(), *gradients
 
 
-def advance(chunks: DeltaRule | LowRank, state: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """What is read in `count` chunks, u (Z, Q, P), and the states around them, (count + 1, B*H, P, N)."""
+def advance(chunks: _Rule, state: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The states around `count` chunks, (count + 1, B*H, P, N), r and w, (Z, Q, P) each."""
     states = state.new_empty(count + 1, *state.shape)
     states[0] = state
-    chunks.written(states[1:].flatten(0, 1))
-    u, *parts = chunks.read()
-    parts = [t.unflatten(0, (count, -1)) for t in (u, *parts, chunks.pairs.total)]
-    for index in range(count):
-        known, from_state, writer, total = (t[index] for t in parts)
-        known.baddbmm_(from_state, states[index].mT, alpha=chunks.sign)  # a part of u
-        states[index + 1].addcmul_(states[index], total).baddbmm_(known.mT, writer)
-    return u, states
+    read, written, pairs = torch.empty_like(chunks.known), torch.empty_like(chunks.known), chunks.pairs
+    parts = (read, written, chunks.known, chunks.solve, pairs.starts[1], pairs.total, *chunks.values, *pairs.writes)
+    for start, end, (r, w, known, solve, reader, total, *rest) in zip(
+        states[:-1], states[1:], _by_chunk(count, *parts), strict=True
+    ):
+        torch.baddbmm(known, reader, start.mT, out=r)
+        torch.bmm(solve, r, out=w)
+        torch.mul(start, total, out=end)
+        values = w, *rest[: len(chunks.values)]
+        for value, writer in zip(values, rest[len(chunks.values) :], strict=True):
+            end.baddbmm_(value.mT, writer)
+    return states, read, written
 
 
-class DeltaRule:
+def retreat(chunks: _Rule, dy: Tensor, grad_state: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the states around `count` chunks, of w but for what comes through r, and of r."""
+    grad_states = grad_state.new_empty(count + 1, *grad_state.shape)
+    grad_states[-1], pairs = grad_state, chunks.pairs
+    grad_states[:-1].flatten(0, 1).baddbmm_(dy.mT, pairs.starts[0], beta=0)
+    d_written = torch.bmm(pairs.M[0][0].mT, dy)
+    d_read = torch.empty_like(d_written)
+    parts = _by_chunk(count, d_read, d_written, chunks.solve, pairs.starts[1], pairs.writes[0], pairs.total)
+    steps = list(zip(grad_states[:-1], grad_states[1:], parts, strict=True))
+    for start, end, (dr, dw, solve, reader, writer, total) in reversed(steps):
+        dw.baddbmm_(writer, end.mT)
+        torch.bmm(solve.mT, dw, out=dr)
+        start.addcmul_(end, total).baddbmm_(dr.mT, reader)
+    return grad_states, d_written, d_read
+
+
+def _by_chunk(count: int, *parts: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """For each chunk its parts, (Z, ...) -> (B*H, ...)."""
+    return zip(*(t.unflatten(0, (count, -1)).unbind(0) for t in parts), strict=True)
+
+
+class _Rule:
+    """Chunks of a recurrence: what a token reads of the state, r, and what it writes, w, (Z, Q, P) each.
+
+    Of `pairs`, the queries are the first reader, and w goes to the first writer:
+
+        r = known + starts_1 S_0^T        w = solve r
+
+    Attributes:
+        pairs: Products of readers and writers.
+        known: What is known of r before the states.
+        solve: (Z, Q, Q).
+        values: What the other writers write.
+    """
+
+    pairs: ScalarPairs | ChannelPairs
+    known: Tensor
+    solve: Tensor
+    values: Sequence[Tensor] = ()
+
+    def outputs(self, written: Tensor, starts: Tensor) -> Tensor:
+        """y, (Z, Q, P)."""
+        y = torch.bmm(self.pairs.starts[0], starts.mT)
+        for M, value in zip(self.pairs.M[0], (written, *self.values), strict=True):
+            y.baddbmm_(M, value)
+        return y
+
+
+class DeltaRule(_Rule):
     """Chunks of S_t = S_{t-1} diag(exp(g_t)) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T and y_t = S_t q_t.
 
-    u_t = v_t - S_{t-1} diag(exp(g_t)) k_t is what is wrong about the value of a key, and beta_t u_t is written. With
-    K_ij = k_i^T diag(decay from j to i) k_j for j < i:
+    u_t = v_t - S_{t-1} diag(exp(g_t)) k_t is what is wrong about the value of a key, and w_t = beta_t u_t is written.
+    With M_ij = -k_i^T diag(decay from j to i) k_j for j < i, u = r + M w:
 
-        (I + K diag(beta)) u = v - (d k) S_0^T
+        w = diag(beta) (I - M diag(beta))^-1 r        r = v - (d k) S_0^T
     """
-
-    sign = -1
-    """Of the state in the equation of u."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
-        self.q, self.k, self.v, self.beta = q, k, v, beta  # beta is (Z, Q, 1)
+        self.q, self.k, self.known = q, k, v
         pairs = ScalarPairs if g.shape[2] == 1 else ChannelPairs
-        self.pairs = pairs(g, [q, k], [k], exclusive=False)
+        self.pairs = pairs(g, [q, -k], [k], exclusive=False)
         self.pairs.M[0][0].diagonal(dim1=1, dim2=2).copy_((q * k).sum(-1))
-        self.inverse = _inverse(self.pairs.M[1][0] * beta.mT)
+        self.solve = _inverse(self.pairs.M[1][0] * -beta.mT).mul_(beta)  # beta is (Z, Q, 1)
 
-    def written(self, states: Tensor) -> None:
-        """Nothing is written that is known before the states."""
-        states.zero_()
-
-    def read(self) -> tuple[Tensor, Tensor, Tensor]:
-        """u is the first plus `sign` times the second times S_0^T; the third is where it is written, (Z, Q, N)."""
-        known, from_state = torch.bmm(self.inverse, self.v), torch.bmm(self.inverse, self.pairs.starts[1])
-        return known, from_state, self.pairs.writes[0] * self.beta
-
-    def outputs(self, u: Tensor, starts: Tensor) -> Tensor:
-        """y, (Z, Q, P)."""
-        return torch.bmm(self.pairs.M[0][0], u * self.beta).baddbmm_(self.pairs.starts[0], starts.mT)
-
-    def adjoint(self, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradient of what is written is the first plus the second times that of the next state, transposed; the
-        third is what it reads of the state, (Z, Q, N)."""
-        inverse = _inverse(self.pairs.M[1][0] * self.beta)
-        known = torch.bmm(inverse.mT, torch.bmm(self.pairs.M[0][0].mT, dy))
-        return known, torch.bmm(inverse.mT, self.pairs.writes[0]), self.pairs.starts[1] * -self.beta
-
-    def gradients(self, dy: Tensor, de: Tensor, u: Tensor, starts: Tensor, grad_ends: Tensor) -> Sequence[Tensor]:
-        """Of q, k, v, g and beta, from that of what is written, `de`."""
-        e, dv = u * self.beta, de * self.beta
-        (dq, dk_read), (dk,), dg = self.pairs.gradients([dy, -dv], [e], starts, grad_ends)
-        own = (dy * e).sum(-1, keepdim=True)
+    def gradients(
+        self, dy: Tensor, dw: Tensor, dr: Tensor, r: Tensor, w: Tensor, starts: Tensor, grad_ends: Tensor
+    ) -> Sequence[Tensor]:
+        """Of q, k, v, g and beta."""
+        (dq, dk_read), (dk,), dg = self.pairs.gradients([dy, dr], [w], starts, grad_ends)
+        own, M = (dy * w).sum(-1, keepdim=True), self.pairs.M[1][0]
         dq.addcmul_(own, self.k)
-        dk.add_(dk_read).addcmul_(own, self.q)
-        return dq, dk, dv, dg, (de * u).sum(-1, keepdim=True)
+        dk.sub_(dk_read).addcmul_(own, self.q)
+        dbeta = (dw.baddbmm_(M.mT, dr) * r.baddbmm_(M, w)).sum(-1, keepdim=True)
+        return dq, dk, dr, dg, dbeta
 
 
-class LowRank:
+class LowRank(_Rule):
     """Chunks of S_t = S_{t-1} (diag(exp(g_t)) + a_t b_t^T) + v_t k_t^T and y_t = S_t q_t.
 
-    u_t = S_{t-1} a_t is what is read. A reader a does not see its own gate, so all decays end before their token, and
-    the other reader is exp(g) q:
+    w_t = S_{t-1} a_t is what is read, and written. A reader a does not see its own gate, so all decays end before
+    their token, and the other reader is exp(g) q:
 
-        (I - M_ab) u = M_ak v + (d a) S_0^T
+        w = (I - M_ab)^-1 r        r = M_ak v + (d a) S_0^T
     """
 
-    sign = 1
-
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor) -> None:
-        self.q, self.k, self.v, self.b, self.gate = q, k, v, b, g.exp()
-        self.pairs = ChannelPairs(g, [q * self.gate, a], [b, k], exclusive=True)
-        for index, writer in enumerate((b, k)):
-            self.pairs.M[0][index].diagonal(dim1=1, dim2=2).copy_((q * writer).sum(-1))
-        self.inverse = _inverse(-self.pairs.M[1][0])
+        self.q, self.gate, self.writers, self.values = q, g.exp(), (b, k), (v,)
+        self.pairs = ChannelPairs(g, [q * self.gate, a], self.writers, exclusive=True)
+        for M, writer in zip(self.pairs.M[0], self.writers, strict=True):
+            M.diagonal(dim1=1, dim2=2).copy_((q * writer).sum(-1))
+        self.solve, self.known = _inverse(-self.pairs.M[1][0]), torch.bmm(self.pairs.M[1][1], v)
 
-    def written(self, states: Tensor) -> None:
-        """The values, which are known before the states."""
-        states.baddbmm_(self.v.mT, self.pairs.writes[1], beta=0)
-
-    def read(self) -> tuple[Tensor, Tensor, Tensor]:
-        """See `DeltaRule`."""
-        M = self.pairs.M[1]
-        known = torch.bmm(self.inverse, torch.bmm(M[1], self.v))
-        return known, torch.bmm(self.inverse, self.pairs.starts[1]), self.pairs.writes[0]
-
-    def outputs(self, u: Tensor, starts: Tensor) -> Tensor:
-        """y, (Z, Q, P)."""
-        M = self.pairs.M[0]
-        return torch.bmm(M[0], u).baddbmm_(M[1], self.v).baddbmm_(self.pairs.starts[0], starts.mT)
-
-    def adjoint(self, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `DeltaRule`; what is read is what is written."""
-        known = torch.bmm(self.inverse.mT, torch.bmm(self.pairs.M[0][0].mT, dy))
-        return known, torch.bmm(self.inverse.mT, self.pairs.writes[0]), self.pairs.starts[1]
-
-    def gradients(self, dy: Tensor, du: Tensor, u: Tensor, starts: Tensor, grad_ends: Tensor) -> Sequence[Tensor]:
+    def gradients(
+        self, dy: Tensor, dw: Tensor, dr: Tensor, r: Tensor, w: Tensor, starts: Tensor, grad_ends: Tensor
+    ) -> Sequence[Tensor]:
         """Of q, k, v, g, a and b."""
-        M = self.pairs.M
-        dv = torch.bmm(M[0][1].mT, dy).baddbmm_(M[1][1].mT, du).baddbmm_(self.pairs.writes[1], grad_ends.mT)
-        (dq, da), (db, dk), dg = self.pairs.gradients([dy, du], [u, self.v], starts, grad_ends)
+        M, values = self.pairs.M, (w, *self.values)
+        dv = torch.bmm(M[0][1].mT, dy).baddbmm_(M[1][1].mT, dr).baddbmm_(self.pairs.writes[1], grad_ends.mT)
+        (dq, da), (db, dk), dg = self.pairs.gradients([dy, dr], values, starts, grad_ends)
         dq.mul_(self.gate)
         dg.addcmul_(dq, self.q)
-        for values, writer, gradient in ((u, self.b, db), (self.v, self.k, dk)):
-            own = (dy * values).sum(-1, keepdim=True)
+        for value, writer, gradient in zip(values, self.writers, (db, dk), strict=True):
+            own = (dy * value).sum(-1, keepdim=True)
             dq.addcmul_(own, writer)
             gradient.addcmul_(own, self.q)
         return dq, dk, dv, dg, da, db
@@ -208,11 +205,14 @@ def _inverse(lower: Tensor) -> Tensor:
     return solve_triangular(lower, identity, upper=False, unitriangular=True)
 
 
+Tensors = Sequence[Tensor]
+
+
 class PairGradients(NamedTuple):
     """Of readers, writers and gates, (Z, Q, N) each; gates as they were given."""
 
-    readers: Sequence[Tensor]
-    writers: Sequence[Tensor]
+    readers: Tensors
+    writers: Tensors
     gates: Tensor
 
 
@@ -231,18 +231,21 @@ class _Pairs:
         total: Decay over the chunk, (Z, 1, N) or (Z, 1, 1).
     """
 
-    M: Sequence[Sequence[Tensor]]
+    M: Sequence[Tensors]
 
-    def __init__(self, g: Tensor, readers: Sequence[Tensor], writers: Sequence[Tensor], exclusive: bool) -> None:
+    def __init__(self, g: Tensor, readers: Tensors, writers: Tensors, exclusive: bool) -> None:
         self.exclusive, self.decays = exclusive, Decays(g, exclusive)
         self.readers, self.writers = readers, writers
         self.starts = [t * self.decays.from_start for t in readers]
         self.writes = [t * self.decays.to_end for t in writers]
         self.total = self.decays.total[:, None]
 
-    def gradients(
-        self, outs: Sequence[Tensor], values: Sequence[Tensor], starts: Tensor, grad_ends: Tensor
-    ) -> PairGradients:
+    def _around(self, outs: Tensors, values: Tensors, starts: Tensor, grad_ends: Tensor) -> tuple[Tensors, Tensors]:
+        """What `starts` and `writes` pass on to the gradients of readers and writers."""
+        d_readers = [torch.bmm(out, starts).mul_(self.decays.from_start) for out in outs]
+        return d_readers, [torch.bmm(value, grad_ends).mul_(self.decays.to_end) for value in values]
+
+    def gradients(self, outs: Tensors, values: Tensors, starts: Tensor, grad_ends: Tensor) -> PairGradients:
         """What M, `starts` and `writes` pass on.
 
         Args:
@@ -251,28 +254,13 @@ class _Pairs:
             starts: States before the chunks, (Z, P, N).
             grad_ends: Gradients of the states after them.
         """
-        d_readers = [torch.bmm(out, starts).mul_(self.decays.from_start) for out in outs]
-        d_writers = [torch.bmm(value, grad_ends).mul_(self.decays.to_end) for value in values]
-        through = (grad_ends * starts).sum(1)
-        gates = self._inside(outs, values, d_readers, d_writers, through)
-        return PairGradients(d_readers, d_writers, gates)
-
-    def _inside(
-        self,
-        outs: Sequence[Tensor],
-        values: Sequence[Tensor],
-        d_readers: Sequence[Tensor],
-        d_writers: Sequence[Tensor],
-        through: Tensor,
-    ) -> Tensor:
-        """Add what comes from within the chunk to the gradients of readers and writers; the gradient of the gates."""
         raise NotImplementedError
 
 
 class ScalarPairs(_Pairs):
     """With one gate per head: each product is a matrix product times the decays; never `exclusive`."""
 
-    def __init__(self, g: Tensor, readers: Sequence[Tensor], writers: Sequence[Tensor], exclusive: bool) -> None:
+    def __init__(self, g: Tensor, readers: Tensors, writers: Tensors, exclusive: bool) -> None:
         super().__init__(g, readers, writers, exclusive)
         assert not exclusive
         self.between = g.new_zeros(len(g), g.shape[1], g.shape[1])
@@ -281,14 +269,8 @@ class ScalarPairs(_Pairs):
             block.copy_((from_middle * to_middle.mT).view(block.shape))
         self.M = [[torch.bmm(r, w.mT).mul_(self.between) for w in writers] for r in readers]
 
-    def _inside(
-        self,
-        outs: Sequence[Tensor],
-        values: Sequence[Tensor],
-        d_readers: Sequence[Tensor],
-        d_writers: Sequence[Tensor],
-        through: Tensor,
-    ) -> Tensor:
+    def gradients(self, outs: Tensors, values: Tensors, starts: Tensor, grad_ends: Tensor) -> PairGradients:
+        d_readers, d_writers = self._around(outs, values, starts, grad_ends)
         of_readers, of_writers = (
             torch.stack([(d * t).sum(2) for d, t in zip(d, of, strict=True)]).sum(0)
             for d, of in ((d_readers, self.readers), (d_writers, self.writers))
@@ -304,13 +286,14 @@ class ScalarPairs(_Pairs):
         before = torch.ones_like(inside[0]).triu_(1)  # 1 where the writer of a row is before the token of a column
         gates = (inside.tril_(-1).flatten(0, 1) @ before).view_as(inside).tril_().sum(1)
         gates += of_readers @ (1 - before).to(gates) + of_writers @ before
-        return (gates + through.sum(1, keepdim=True) * self.total[:, 0])[..., None]
+        through = torch.linalg.vecdot(grad_ends.flatten(1), starts.flatten(1))[:, None] * self.total[:, 0]
+        return PairGradients(d_readers, d_writers, (gates + through)[..., None])
 
 
 class ChannelPairs(_Pairs):
     """With a gate per channel: products are built by halving the chunk, as in `ChunkedGatedScan`."""
 
-    def __init__(self, g: Tensor, readers: Sequence[Tensor], writers: Sequence[Tensor], exclusive: bool) -> None:
+    def __init__(self, g: Tensor, readers: Tensors, writers: Tensors, exclusive: bool) -> None:
         super().__init__(g, readers, writers, exclusive)
         self.joined = torch.stack([*readers], 2), torch.stack([*writers], 2)
         (count, size, R, _), W = self.joined[0].shape, len(writers)
@@ -327,20 +310,15 @@ class ChannelPairs(_Pairs):
         right, left = _half(self.joined[0], b, 1) * from_middle, _half(self.joined[1], b, 0) * to_middle
         return right.flatten(1, 2), left.flatten(1, 2), to_middle, from_middle
 
-    def _inside(
-        self,
-        outs: Sequence[Tensor],
-        values: Sequence[Tensor],
-        d_readers: Sequence[Tensor],
-        d_writers: Sequence[Tensor],
-        through: Tensor,
-    ) -> Tensor:
+    def gradients(self, outs: Tensors, values: Tensors, starts: Tensor, grad_ends: Tensor) -> PairGradients:
+        d_readers, d_writers = self._around(outs, values, starts, grad_ends)
         (count, size, R, _), W = self.joined[0].shape, len(self.writers)
         of_readers, of_writers = (
             torch.stack([d * t for d, t in zip(d, of, strict=True)]).sum(0)
             for d, of in ((d_readers, self.readers), (d_writers, self.writers))
         )
-        gates = GateGradient(of_readers, of_writers, through * self.total[:, 0], self.exclusive)
+        through = (grad_ends * starts).sum(1) * self.total[:, 0]
+        gates = GateGradient(of_readers, of_writers, through, self.exclusive)
         dM = torch.bmm(torch.stack([*outs], 2).flatten(1, 2), torch.stack([*values], 2).flatten(1, 2).mT)
         dM = dM.view(count, size, R, size, W).permute(2, 4, 0, 1, 3).contiguous()
         d_right, d_left = (torch.stack([*d], 2) for d in (d_readers, d_writers))
@@ -356,7 +334,7 @@ class ChannelPairs(_Pairs):
         for total, parts in ((d_right, d_readers), (d_left, d_writers)):
             for index, part in enumerate(parts):
                 part.copy_(total[:, :, index])
-        return gates.result()
+        return PairGradients(d_readers, d_writers, gates.result())
 
 
 def _half(t_ZQXN: Tensor, b: int, which: int) -> Tensor:

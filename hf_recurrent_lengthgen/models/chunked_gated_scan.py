@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .chunk_decays import Decays, GateGradient, below_diagonal, from_chunks, halves, to_chunks
+from .chunk_decays import Decays, GateGradient, below_diagonal, chunk_groups, from_chunks, halves, to_chunks
 from .scan_backends import keeps_poison
 
 # Chunks are taken together up to this number of entries of one input: few calls, but all within the CPU's cache.
@@ -53,17 +53,11 @@ class ChunkedGatedScan(torch.autograd.Function):
             raise ValueError(
                 f"Queries, keys and gates must have one shape (B, T, H, N), and values (B, T, H, P), got {shapes}."
             )
-        size = 1
-        while size < min(chunk_size, length):
-            size *= 2
-        together = max(1, _TOGETHER // (batch * size * heads * max(state_dim, head_dim)))
-        count = len(range(0, length, size))  # a range makes the length a constant where this is compiled
-        groups = [slice(start, min(start + together, count)) for start in range(0, count, together)]
+        size, groups = chunk_groups(length, initial_state, chunk_size, _TOGETHER)
         y = torch.empty_like(v, memory_format=torch.contiguous_format)
-        states = initial_state.new_empty(count + 1, batch * heads, head_dim, state_dim)
+        states = initial_state.new_empty(-(-length // size) + 1, batch * heads, head_dim, state_dim)
         states[0] = initial_state.flatten(0, 1)
-        for group in groups:
-            tokens = slice(group.start * size, group.stop * size)
+        for group, tokens in groups:
             q_ZQN, k_ZQN, v_ZQP, g_ZQN = (to_chunks(t[:, tokens], size) for t in (q, k, v, g))
             decays = Decays(g_ZQN, exclusive=bonus is not None)
             ends = states[group.start + 1 : group.stop + 1]
@@ -94,8 +88,7 @@ class ChunkedGatedScan(torch.autograd.Function):
         grad_bonus = None if bonus is None else torch.zeros_like(bonus)
         exclusive, u = bonus is not None, _per_chunk(bonus, q.shape[0])
         grad_state = grad_final.flatten(0, 1)  # of the state after the current chunks
-        for group in reversed(ctx.groups):
-            tokens = slice(group.start * ctx.size, group.stop * ctx.size)
+        for group, tokens in reversed(ctx.groups):
             inputs = (t[:, tokens] for t in (q, k, v, g, grad_y))
             q_ZQN, k_ZQN, v_ZQP, g_ZQN, dy_ZQP = (to_chunks(t, ctx.size) for t in inputs)
             decays = Decays(g_ZQN, exclusive)

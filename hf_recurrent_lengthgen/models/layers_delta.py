@@ -16,7 +16,7 @@ from transformers import initialization as init
 
 from .causal_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
 from .forgetting_delta import DeltaRecurrence
-from .layers_fla import RMSNorm, repeat_heads
+from .layers_fla import RMSNorm
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
 from .scan_backends import ScanBackend
@@ -96,10 +96,8 @@ class DeltaMixer(ScanMixer):
     ) -> tuple[Tensor, LayerState]:
         """Outputs (B, T, H, P) in the dtype of v, and the state; g (B, T, H, N) or (B, T, H, 1), beta (B, T, H)."""
         beta = zero_past_end(beta * 2 if self.config.allow_neg_eigval else beta, lengths)
-        q, k = repeat_heads(q * self.key_dim**-0.5, self.heads), repeat_heads(k, self.heads)
-        y, state = self.advance(
-            q, k, v, zero_past_end(g, lengths), beta, state=state, lengths=lengths, backend=backend
-        )
+        q, g = q * self.key_dim**-0.5, zero_past_end(g, lengths)
+        y, state = self.advance(q, k, v, g, beta, state=state, lengths=lengths, backend=backend)
         return y.to(v.dtype), state
 
 

@@ -55,11 +55,6 @@ class MixerMLPBlock(MixerLayer):
         return hidden_states + self.mlp(self.mlp_norm(hidden_states)), state
 
 
-def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """(B, T, H_kv, N) to (B, T, H, N): each head is repeated for H / H_kv consecutive heads."""
-    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
-
-
 class MixerMLPBackbone(StatefulBackbone):
     """The backbone of families with these blocks. A family sets `config_class` and `mixer_class`."""
 

@@ -17,13 +17,14 @@ from .causal_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_gla import StatefulGLAConfig
 from .forgetting_gated import GatedRecurrence
-from .layers_fla import MixerMLPBackbone, RMSNorm, repeat_heads
+from .layers_fla import MixerMLPBackbone, RMSNorm
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
 
 # for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
+from .scan_backends import repeat_heads
 from .scan_gla import chunk_gla, scan_gla
 from .scan_mixer import ScanMixer
 from .sequence_classification import StatefulForSequenceClassification

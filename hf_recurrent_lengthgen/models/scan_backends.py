@@ -90,6 +90,11 @@ def run_scan(
     return y.to(inputs[0].dtype), final_state
 
 
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, T, H_kv, N) to (B, T, H, N): each head is repeated for H / H_kv consecutive heads."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
+
+
 def even_pieces(length: int, size: int) -> list[slice]:
     """Cut a length into pieces of about `size`, all of one size but the last: 65 are one piece of 65, not 64 + 1."""
     even = -(-length // max(1, round(length / size)))

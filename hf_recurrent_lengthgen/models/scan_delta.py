@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .chunked_delta_scan import ChunkedDeltaScan, DeltaRule, LowRank
 from .fla_kernels import fla_kernel, scan_with_fla
-from .scan_backends import ScanBackend, keeps_poison, missing_kernel, run_scan
+from .scan_backends import ScanBackend, keeps_poison, missing_kernel, repeat_heads, run_scan
 
 chunk_gated_delta_rule = fla_kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
 chunk_kda = fla_kernel("fla.ops.kda", "chunk_kda")
@@ -39,14 +39,15 @@ def scan_delta(
     g: Tensor,
     beta: Tensor,
     initial_state: Tensor,
-    chunk_size: int = 64,
+    chunk_size: int = 32,
     backend: ScanBackend = "torch",
 ) -> tuple[Tensor, Tensor]:
     """Run the delta rule from `initial_state` over T tokens.
 
     Args:
-        q: Queries, already scaled, (B, T, H, N).
-        k: Keys, (B, T, H, N); the rule forgets along a key of norm 1.
+        q: Queries, already scaled, (B, T, H, N), or (B, T, G, N) if each of G groups serves H / G heads one after
+            another.
+        k: Keys, as q; the rule forgets along a key of norm 1.
         v: Values, (B, T, H, P).
         g: Logarithms of the decays, at most 0, (B, T, H, N), or (B, T, H, 1) for one decay per head.
         beta: How much of a key is replaced, (B, T, H): 1 replaces its value, from 1 to 2 the eigenvalue along it is
@@ -63,9 +64,7 @@ def scan_delta(
     Raises:
         ValueError: for an unknown backend, a chunk size below 1, and arguments of other shapes.
     """
-    _check_shapes({"q": q, "k": k, "g": g}, v, initial_state, one_gate=g.shape[3:] == (1,))
-    if beta.shape != q.shape[:3]:
-        raise ValueError(f"beta must have the shape (B, T, H), {tuple(q.shape[:3])}, got {tuple(beta.shape)}.")
+    _check_shapes({"q": q, "k": k, "v": v, "g": g, "beta": beta}, initial_state)
     return run_scan(_chunked_delta, _delta_with_kernel, (q, k, v, g, beta), initial_state, chunk_size, backend)
 
 
@@ -74,6 +73,7 @@ def scan_delta_reference(
 ) -> tuple[Tensor, Tensor]:
     """The definition, one token at a time. Same arguments and results as `scan_delta`."""
     state, outputs = initial_state, []
+    q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
     for t in range(q.shape[1]):
         key_BH1N = k[:, t, :, None]
         state = state * g[:, t, :, None].exp()
@@ -91,7 +91,7 @@ def scan_dplr(
     a: Tensor,
     b: Tensor,
     initial_state: Tensor,
-    chunk_size: int = 64,
+    chunk_size: int = 32,
     backend: ScanBackend = "torch",
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence with transitions that are diagonal plus low rank from `initial_state` over T tokens.
@@ -107,7 +107,7 @@ def scan_dplr(
         chunk_size: As there.
         backend: As there.
     """
-    _check_shapes({"q": q, "k": k, "g": g, "a": a, "b": b}, v, initial_state)
+    _check_shapes({"q": q, "k": k, "v": v, "g": g, "a": a, "b": b}, initial_state)
     return run_scan(_chunked_dplr, _dplr_with_kernel, (q, k, v, g, a, b), initial_state, chunk_size, backend)
 
 
@@ -124,19 +124,26 @@ def scan_dplr_reference(
     return torch.stack(outputs, dim=1), state
 
 
-def _check_shapes(keyed: dict[str, Tensor], v: Tensor, initial_state: Tensor, one_gate: bool = False) -> None:
-    """Refuse arguments that would be broadcast; `keyed` are (B, T, H, N), g (B, T, H, 1) if there is `one_gate`."""
-    q = keyed["q"]
-    shapes = {name: tuple(t.shape) for name, t in keyed.items()} | {"v": tuple(v.shape)}
-    expected = dict.fromkeys(keyed, tuple(q.shape)) | {"v": (*q.shape[:3], v.shape[-1])}
-    if one_gate:
-        expected["g"] = (*q.shape[:3], 1)
-    state = (q.shape[0], *q.shape[2:3], v.shape[-1], q.shape[-1])
-    if q.ndim != 4 or shapes != expected or initial_state.shape != state:
-        raise ValueError(
-            "Queries, keys and gates must have one shape (B, T, H, N), values (B, T, H, P) and states (B, H, P, N), "
-            f"got {shapes} and the state {tuple(initial_state.shape)}."
-        )
+def _check_shapes(inputs: dict[str, Tensor], initial_state: Tensor) -> None:
+    """Refuse arguments that would be broadcast, but for gates of a head, and queries and keys of several heads."""
+    q, shapes = inputs["q"], {name: tuple(t.shape) for name, t in inputs.items()}
+    if q.ndim == initial_state.ndim == 4:
+        (batch, heads, width, keys), (length, groups) = initial_state.shape, q.shape[1:3]
+        expected: dict[str, tuple[int, ...]] = dict.fromkeys(inputs, (batch, length, heads, keys))
+        expected["v"] = batch, length, heads, width
+        if "beta" in inputs:
+            expected["beta"] = batch, length, heads
+            if shapes["g"][3:] == (1,):
+                expected["g"] = batch, length, heads, 1
+            if groups and heads % groups == 0:
+                expected["q"] = expected["k"] = batch, length, groups, keys
+        if shapes == expected:
+            return
+    shared = ", queries and keys (B, T, G, N) where G divides H, gates also (B, T, H, 1), beta (B, T, H)"
+    raise ValueError(
+        "Arguments of the delta rule must have the shape (B, T, H, N), values (B, T, H, P), states (B, H, P, N)"
+        f"{shared if 'beta' in inputs else ''}; got {shapes} and the state {tuple(initial_state.shape)}."
+    )
 
 
 def _chunked_delta(
@@ -165,6 +172,7 @@ def _delta_with_kernel(
     if kernel is None:
         raise missing_kernel("flash-linear-attention")
     g = g[..., 0] if scalar else g
+    q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
     return scan_with_fla(kernel, (q, k.to(q.dtype), v.to(q.dtype), g, beta), initial_state)
 
 

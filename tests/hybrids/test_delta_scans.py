@@ -135,8 +135,6 @@ def test_layouts_and_heads_of_the_rule(channels: bool) -> None:
     q, k, v, state = random(2, 66, 2, 5), random(2, 66, 2, 5), random(2, 66, 4, 3), random(2, 4, 5, 3)
     g = -random(2, 66, 4, *([5] if channels else [])).exp()
     beta = 2 * random(2, 66, 4).sigmoid()
-    if channels:
-        q, k = (x.repeat_interleave(2, 2) for x in (q, k))
     inputs = [x.requires_grad_() for x in (q, k, v, g, beta, state)]
     expected = loop(q, k, v, g, beta, initial_state=state)
     last, outputs = state, []

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hf_recurrent_lengthgen.models import chunked_delta_scan as chunked_delta_module
 from hf_recurrent_lengthgen.models import chunked_gated_scan as chunked_module
 from hf_recurrent_lengthgen.models import fla_kernels as fla_module
 from hf_recurrent_lengthgen.models import scan_gla as gla_module
@@ -446,12 +447,13 @@ def test_large_inputs_go_through_the_kernels_of_fla_in_rows_and_pieces(
     assert_equal_up_to(1e-12, actual, run(scan, scan.reference, inputs))
 
 
-@pytest.mark.parametrize("scan", [GLA, RWKV6], ids=lambda scan: scan.name)
+@pytest.mark.parametrize("scan", [GLA, RWKV6, *DELTA], ids=lambda scan: scan.name)
 def test_many_chunks_at_once_and_one_by_one_are_the_same(scan: Scan, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = scan.make_inputs(200)
-    monkeypatch.setattr(chunked_module, "_TOGETHER", 3 * 8 * 4 * 5 * 2)  # three chunks of eight
+    module = chunked_delta_module if scan in DELTA else chunked_module
+    monkeypatch.setattr(module, "_TOGETHER", 3 * 8 * 4 * 5 * 2)  # three chunks of eight
     few = run(scan, scan.scan, inputs, chunk_size=8)
-    monkeypatch.setattr(chunked_module, "_TOGETHER", 1)
+    monkeypatch.setattr(module, "_TOGETHER", 1)
     assert_equal_up_to(1e-14, few, run(scan, scan.scan, inputs, chunk_size=8))
     assert_equal_up_to(1e-12, few, run(scan, scan.reference, inputs))
 
@@ -470,6 +472,23 @@ def test_arguments_of_the_delta_rule_of_other_shapes_are_refused(scan: Scan, len
     for name in inputs:
         with pytest.raises(ValueError, match=r"must have (one shape|the shape)"):
             scan.scan(**(inputs | {name: cut[name]}))
+
+
+@pytest.mark.parametrize("length", [1, 70])
+@pytest.mark.parametrize("scan", DELTA[:2], ids=lambda scan: scan.name)
+def test_heads_may_share_queries_and_keys(scan: Scan, length: int) -> None:
+    """The same as with a copy for each head, whose gradients are summed."""
+    inputs = scan.make_inputs(length)
+    shared = inputs | {name: inputs[name][:, :, :2] for name in "qk"}
+    copied = shared | {name: shared[name][:, :, [0, 0, 1, 1]] for name in "qk"}
+    expected = run(scan, scan.loop, copied)
+    for name in ("q", "k"):
+        expected[f"gradient of {name}"] = expected[f"gradient of {name}"].unflatten(2, (2, 2)).sum(3)
+    for function in (scan.scan, scan.reference):
+        assert_equal_up_to(1e-12, run(scan, function, shared), expected)
+    for groups in (0, 3):
+        with pytest.raises(ValueError, match="where G divides H"):
+            scan.scan(**(inputs | {name: inputs[name][:, :, :groups] for name in "qk"}))
 
 
 def test_linear_attention_and_hgrn2_are_cases_of_gla() -> None:
