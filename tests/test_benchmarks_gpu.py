@@ -21,6 +21,7 @@ from benchmarks.gpu import failure, kernels, large, report, speed
 from benchmarks.gpu.stage import RESERVE, Stage
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.trainers import INTERVENTIONS
+from tests.models.test_kernels_gpu import CASES
 
 RUN = Path(__file__).parents[1] / "benchmarks/gpu/run.py"
 
@@ -207,7 +208,7 @@ def test_kernels_without_a_gpu_are_reported_as_missing(tmp_path: Path, monkeypat
             assert list(found["torch"]) == ["outputs", "states", "gradients"]
             assert all(0 < error < limit for error in found["torch"].values())
     tests = [part for name, part in parts.items() if name.startswith("test tests/models/test_kernels_gpu.py::")]
-    assert len(tests) == 13
+    assert len(tests) == len(CASES)
     assert {(part["outcome"], part["message"]) for part in tests} == {("skipped", "Skipped: needs a CUDA device")}
 
 

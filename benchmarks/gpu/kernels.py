@@ -41,6 +41,10 @@ def configs(width: int, head: int, state: int) -> dict[str, tuple[str, dict[str,
         "linear_attention": ("linear_attention", heads),
         "rwkv6": ("rwkv6", heads),
         "rwkv5": ("rwkv5", {"head_size": head}),
+        "delta_net": ("delta_net", heads),
+        "gated_deltanet": ("gated_deltanet", {**heads, "head_dim": head}),
+        "kda": ("kda", {**heads, "head_dim": head}),
+        "rwkv7": ("rwkv7", {"head_dim": head}),
     }
 
 

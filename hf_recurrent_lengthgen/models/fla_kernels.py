@@ -19,8 +19,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .scan_backends import scan_in_pieces
 
-# fla's kernels have chunks of 64 tokens, and a grid at most 65535 blocks in its second and third dimension. Offsets
-# have 64 bits, with exceptions among releases: larger inputs go in groups of rows and in pieces of tokens.
+# fla's kernels have chunks of 64 tokens if not told, and a grid at most 65535 blocks in its second and third axis.
+# Offsets have 64 bits, with exceptions among releases: larger inputs go in groups of rows and in pieces of tokens.
 _KERNEL_CHUNK = 64
 _KERNEL_MAX_TOKENS = 65_535 * _KERNEL_CHUNK
 _KERNEL_MAX_ELEMENTS = 2**30
@@ -55,11 +55,15 @@ def _import_from_fla(module: str, name: str) -> Callable[..., Any]:
 
 
 def scan_with_fla(
-    scan: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Tensor], initial_state: Tensor
+    scan: Callable[..., tuple[Tensor, Tensor]],
+    inputs: Sequence[Tensor],
+    initial_state: Tensor,
+    chunk: int = _KERNEL_CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Call a scan of fla, whose states are (B, H, N, P), in pieces that it can take.
 
     `inputs` are over time, (B, T, H, ...): the queries, then all others. The outputs have the dtype of the queries.
+    The kernel keeps a state for each `chunk` tokens.
     """
     (_, length, heads, _), state = inputs[0].shape, initial_state[0].numel()
 
@@ -67,10 +71,10 @@ def scan_with_fla(
         *over_time, state = pieces
         return scan(*over_time, scale=1.0, initial_state=state, output_final_state=True)
 
-    tokens = min(_KERNEL_MAX_TOKENS, _KERNEL_CHUNK * max(1, _KERNEL_MAX_ELEMENTS // state))
-    chunks = -(-min(length, tokens) // _KERNEL_CHUNK)
+    tokens = min(_KERNEL_MAX_TOKENS, chunk * max(1, _KERNEL_MAX_ELEMENTS // state))
+    chunks = -(-min(length, tokens) // chunk)
     # of one row: inputs and chunk states
-    elements = chunks * max(_KERNEL_CHUNK * heads * max(initial_state.shape[2:]), state)
+    elements = chunks * max(chunk * heads * max(initial_state.shape[2:]), state)
     rows = max(1, min(_KERNEL_MAX_ELEMENTS // elements, _KERNEL_MAX_HEADS // heads))
     y, final_state = scan_in_pieces(piece, inputs, initial_state.mT.contiguous(), rows, tokens)
     return y.to(inputs[0].dtype), final_state.mT.to(initial_state.dtype).contiguous()

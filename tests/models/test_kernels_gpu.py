@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, softplus
+from torch.nn.functional import logsigmoid, normalize, softplus
 
+from hf_recurrent_lengthgen.models.scan_delta import scan_delta, scan_delta_reference, scan_dplr, scan_dplr_reference
 from hf_recurrent_lengthgen.models.scan_gla import scan_gla, scan_gla_reference
 from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6, scan_rwkv6_reference
 from hf_recurrent_lengthgen.models.scan_selective import scan_selective, scan_selective_reference
@@ -15,12 +16,18 @@ from hf_recurrent_lengthgen.models.scan_selective import scan_selective, scan_se
 from .families import FAMILIES, VOCABULARY, build, random_state, random_tokens
 from .law import assert_equal_up_to, model_step, run_in_pieces, weights_like
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # fla says so of RWKV-7 in float32, which these tests measure
+    pytest.mark.filterwarnings("ignore:ChunkDeltaRuleFunction does not support float32:RuntimeWarning"),
+]
 # The kernels multiply float32 matrices in TF32 (10 bits); in bfloat16 (7 bits) they also round states between chunks.
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.15}
 
 MAMBA2 = {"hidden_size": 32, "head_dim": 16, "state_size": 16, "chunk_size": 64}
 MAMBA = {"hidden_size": 32, "state_size": 16}
+DELTA = {"hidden_size": 64, "num_heads": 2, "use_short_conv": False}
+HEAD_DIM = DELTA | {"head_dim": 16, "expand_v": 2.0}
 # head sizes that kernels take, P different from N where they may be: a transposed state would show
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("mamba2", {**MAMBA2, "n_groups": 1}),
@@ -35,6 +42,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear_attention, normalized": (
         "linear_attention",
         {"hidden_size": 32, "feature_map": "hedgehog", "norm_feature_map": True},
+    ),
+    "delta_net": ("delta_net", DELTA | {"expand_v": 0.5}),
+    "delta_net with convolutions": ("delta_net", DELTA | {"use_short_conv": True, "allow_neg_eigval": True}),
+    "gated_deltanet": ("gated_deltanet", HEAD_DIM),
+    "gated_deltanet with shared keys": ("gated_deltanet", HEAD_DIM | {"num_v_heads": 4, "allow_neg_eigval": True}),
+    "kda": ("kda", HEAD_DIM),
+    "kda with shared keys and a bound": (
+        "kda",
+        HEAD_DIM | {"num_v_heads": 4, "lower_bound": -5.0, "safe_gate": True},
     ),
     "rwkv6": ("rwkv6", {"hidden_size": 64}),
     "rwkv5": ("rwkv5", {"hidden_size": 32, "head_size": 16}),
@@ -98,9 +114,13 @@ def test_generation_picks_tokens_that_torch_finds_best(case: str) -> None:
 
 B, T, H, P, N, INNER = 2, 200, 3, 32, 16, 24
 HEADS: dict[str, tuple[int, ...]] = {"v": (B, T, H, P), "initial_state": (B, H, P, N)}
+RULE: dict[str, tuple[int, ...]] = {name: (B, T, H, N) for name in "qkg"} | {"beta": (B, T, H)} | HEADS
 SCANS: dict[str, tuple[Any, Any, dict[str, tuple[int, ...]]]] = {
     "gla": (scan_gla, scan_gla_reference, {name: (B, T, H, N) for name in "qkg"} | HEADS),
     "rwkv6": (scan_rwkv6, scan_rwkv6_reference, {name: (B, T, H, N) for name in "rkw"} | HEADS | {"u": (H, N)}),
+    "delta, one gate per head": (scan_delta, scan_delta_reference, RULE | {"g": (B, T, H, 1)}),
+    "delta, one gate per channel": (scan_delta, scan_delta_reference, RULE),
+    "dplr": (scan_dplr, scan_dplr_reference, {name: (B, T, H, N) for name in "qkgab"} | HEADS),
     "selective": (
         scan_selective,
         scan_selective_reference,
@@ -114,7 +134,19 @@ RANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "w": lambda w: -w.exp(),
     "dt": softplus,
     "A": lambda A: -A.exp(),
+    "beta": lambda beta: 2 * beta.sigmoid(),
 }
+
+
+def in_range(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gates below 0; the delta rule erases along keys of norm 1, as in RWKV-7 (a, b), up to twice (beta)."""
+    made = {key: RANGES.get(key, Tensor.clone)(leaf) for key, leaf in leaves.items()}
+    if "beta" in leaves:
+        made["k"] = normalize(leaves["k"], dim=-1)
+    if "b" in leaves:
+        kappa = normalize(leaves["a"], dim=-1)
+        made |= {"a": -kappa, "b": kappa * leaves["b"].sigmoid()}
+    return made
 
 
 @pytest.mark.parametrize("name", list(SCANS))
@@ -122,7 +154,7 @@ def test_the_scan_kernels_are_the_definition(name: str) -> None:
     scan, reference, shapes = SCANS[name]
     generator = torch.Generator().manual_seed(0)
     leaves = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
-    leaves = {key: RANGES.get(key, Tensor.clone)(leaf).cuda() for key, leaf in leaves.items()}
+    leaves = {key: leaf.cuda() for key, leaf in in_range(leaves).items()}
 
     def run(scan: Any, dtype: torch.dtype, **options: str) -> dict[str, Tensor]:
         inputs = {key: leaf.to(dtype).requires_grad_() for key, leaf in leaves.items()}

@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_recurrent_lengthgen.models import chunked_delta_scan as chunked_delta_module
 from hf_recurrent_lengthgen.models import chunked_gated_scan as chunked_module
 from hf_recurrent_lengthgen.models import fla_kernels as fla_module
+from hf_recurrent_lengthgen.models import scan_delta as delta_module
 from hf_recurrent_lengthgen.models import scan_gla as gla_module
 from hf_recurrent_lengthgen.models import scan_rwkv6 as rwkv6_module
 from hf_recurrent_lengthgen.models import scan_ssd as ssd_module
@@ -23,7 +24,7 @@ from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd, scan_ssd_reference
 
 from .law import assert_equal_up_to
-from .scans import DELTA, GLA, RWKV6, SCANS, Inputs, Scan, gla_inputs, rwkv6_inputs, ssd_inputs
+from .scans import DELTA, DPLR, GLA, RWKV6, SCANS, Inputs, Scan, gla_inputs, rwkv6_inputs, ssd_inputs
 from .scans import ssd as ssd_scan
 
 LENGTHS = [1, 2, 3, 63, 64, 65, 200]
@@ -445,6 +446,25 @@ def test_large_inputs_go_through_the_kernels_of_fla_in_rows_and_pieces(
     actual = run(scan, scan.scan, inputs, backend="kernel")
     assert seen == calls
     assert_equal_up_to(1e-12, actual, run(scan, scan.reference, inputs))
+
+
+def test_the_kernel_of_rwkv7_keeps_a_state_for_each_16_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def kernel(q, k, v, a, b, g, scale, initial_state, output_final_state):  # type: ignore[no-untyped-def]
+        seen.append(tuple(q.shape[:2]))
+        y, state = DPLR.reference(q, k, v, g, a, b, initial_state.mT)
+        return y, state.mT
+
+    monkeypatch.setattr(delta_module, DPLR.kernel, kernel)
+    inputs = DPLR.make_inputs(65)
+    states, five = inputs["initial_state"][0].numel(), 2 * 5 * 16 * 4 * 5  # of both rows, five chunks
+    expected = run(DPLR, DPLR.reference, inputs)
+    for elements, pieces in ((five, [(2, 65)]), (five - 1, [(1, 65)] * 2), (states, [*[(1, 16)] * 4, (1, 1)] * 2)):
+        monkeypatch.setattr(fla_module, "_KERNEL_MAX_ELEMENTS", elements)
+        assert_equal_up_to(1e-12, run(DPLR, DPLR.scan, inputs, backend="kernel"), expected)
+        assert seen == pieces
+        seen.clear()
 
 
 @pytest.mark.parametrize("scan", [GLA, RWKV6, *DELTA], ids=lambda scan: scan.name)
