@@ -20,7 +20,7 @@ from chunked_backprop import bench_chunked_backprop, peak_of_chunks
 from effective_remembrance import bench_remembrance, peak_of_remembrance
 from families import bench_gla, bench_mamba1, bench_rwkv6, peak_of_mamba1, peak_of_scan
 from forgetting import bench_window, peak_of_window
-from hybrids import bench_hybrid
+from hybrids import bench_delta, bench_hybrid
 from measure import in_own_process, peak_mib, saved_bytes, take_turns
 from retrieval import bench_retrieval
 from states import bench_states, peak_of_states
@@ -167,6 +167,7 @@ BENCHMARKS = {
     "mamba1": bench_mamba1,
     "gla": bench_gla,
     "rwkv6": bench_rwkv6,
+    "delta": bench_delta,
     "hybrid": bench_hybrid,
     "trainer": bench_trainer,
     "alignment": bench_alignment,
