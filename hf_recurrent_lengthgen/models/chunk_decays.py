@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+# Chunks are taken together up to this number of entries of one input: few calls, but all within the CPU's cache.
+_TOGETHER = 2**19
 
-def chunk_groups(
-    length: int, state_BHPN: Tensor, chunk_size: int, together: int
-) -> tuple[int, list[tuple[slice, slice]]]:
+
+def chunk_groups(length: int, state_BHPN: Tensor, chunk_size: int) -> tuple[int, list[tuple[slice, slice]]]:
     """How to cut a sequence: the size of its chunks, and the chunks and tokens of groups that are computed together.
 
-    The size is the next power of two of `chunk_size`, or of the length if that is less. A group has up to `together`
-    entries of one input, but at least one chunk.
+    The size is the next power of two of `chunk_size`, or of the length if that is less.
     """
     batch, heads, *widths = state_BHPN.shape
     size = 1
     while size < min(chunk_size, length):
         size *= 2
-    step = max(1, together // (batch * heads * max(widths) * size))
+    step = max(1, _TOGETHER // (batch * heads * max(widths) * size))
     count = len(range(0, length, size))  # a range makes the length a constant where this is compiled
     groups = [slice(start, min(start + step, count)) for start in range(0, count, step)]
     return size, [(group, slice(group.start * size, group.stop * size)) for group in groups]

@@ -17,9 +17,6 @@ from torch.linalg import solve_triangular
 
 from .chunk_decays import Decays, GateGradient, below_diagonal, chunk_groups, from_chunks, to_chunks
 
-# Chunks are taken together up to this number of entries of one input: few calls, but all within the CPU's cache.
-_TOGETHER = 2**18
-
 
 class ChunkedDeltaScan(torch.autograd.Function):
     """A recurrence over chunks, with a backward pass that recomputes them from every few states.
@@ -33,7 +30,7 @@ class ChunkedDeltaScan(torch.autograd.Function):
         ctx: Any, rule: type[DeltaRule | LowRank], chunk_size: int, initial_state: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
         (batch, length), (_, heads, width, _) = inputs[0].shape[:2], initial_state.shape
-        size, groups = chunk_groups(length, initial_state, chunk_size, _TOGETHER)
+        size, groups = chunk_groups(length, initial_state, chunk_size)
         y = initial_state.new_empty(batch, length, heads, width)
         state, starts = initial_state.flatten(0, 1), []
         for group, tokens in groups:

@@ -13,9 +13,6 @@ from torch import Tensor
 from .chunk_decays import Decays, GateGradient, below_diagonal, chunk_groups, from_chunks, halves, to_chunks
 from .scan_backends import keeps_poison
 
-# Chunks are taken together up to this number of entries of one input: few calls, but all within the CPU's cache.
-_TOGETHER = 2**19
-
 
 class ChunkedGatedScan(torch.autograd.Function):
     """Chunked linear attention with a decay per channel, and a backward pass that recomputes each chunk.
@@ -53,7 +50,7 @@ class ChunkedGatedScan(torch.autograd.Function):
             raise ValueError(
                 f"Queries, keys and gates must have one shape (B, T, H, N), and values (B, T, H, P), got {shapes}."
             )
-        size, groups = chunk_groups(length, initial_state, chunk_size, _TOGETHER)
+        size, groups = chunk_groups(length, initial_state, chunk_size)
         y = torch.empty_like(v, memory_format=torch.contiguous_format)
         states = initial_state.new_empty(-(-length // size) + 1, batch * heads, head_dim, state_dim)
         states[0] = initial_state.flatten(0, 1)
