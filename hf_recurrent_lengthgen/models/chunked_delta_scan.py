@@ -32,11 +32,13 @@ class ChunkedDeltaScan(torch.autograd.Function):
         (batch, length), (_, heads, width, _) = inputs[0].shape[:2], initial_state.shape
         size, groups = chunk_groups(length, initial_state, chunk_size)
         y = initial_state.new_empty(batch, length, heads, width)
-        state, starts = initial_state.flatten(0, 1), []
+        state, starts, (room,) = initial_state.flatten(0, 1), [], _rooms(1, initial_state, groups)
         for group, tokens in groups:
             chunks = rule(*(to_chunks(t[:, tokens], size, heads // t.shape[2]) for t in inputs))
+            states = room[: group.stop - group.start + 1]
+            states[0] = state
             starts.append(state)
-            states, _, written = advance(chunks, state, group.stop - group.start)
+            _, written = advance(chunks, states)
             state = states[-1].clone()  # the others are made again in the backward pass
             y[:, tokens] = from_chunks(chunks.outputs(written, states[:-1].flatten(0, 1)), y[:, tokens])
         ctx.save_for_backward(*inputs, *starts)
@@ -55,29 +57,34 @@ class ChunkedDeltaScan(torch.autograd.Function):
         inputs, starts = saved[: -len(groups)], saved[-len(groups) :]
         gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs]
         repeats = [grad_y.shape[2] // t.shape[2] for t in inputs]
-        grad_state = grad_final.flatten(0, 1)  # of the state after the current chunks
+        grad_state, rooms = grad_final.flatten(0, 1), _rooms(2, grad_final, groups)
         for (group, tokens), start in zip(reversed(groups), reversed(starts), strict=True):
             parts = (to_chunks(t[:, tokens], ctx.size, n) for t, n in zip(inputs, repeats, strict=True))
             chunks = ctx.rule(*parts)
-            states, read, written = advance(chunks, start, group.stop - group.start)
+            states, grad_states = (room[: group.stop - group.start + 1] for room in rooms)
+            states[0], grad_states[-1] = start, grad_state
+            read, written = advance(chunks, states)
             dy = to_chunks(grad_y[:, tokens], ctx.size)
-            grad_states, d_written, d_read = retreat(chunks, dy, grad_state, group.stop - group.start)
-            grad_state = grad_states[0]
+            d_written, d_read = retreat(chunks, dy, grad_states)
+            grad_state = grad_states[0].clone()
             through = states[:-1].flatten(0, 1), grad_states[1:].flatten(0, 1)
             found = chunks.gradients(dy, d_written, d_read, read, written, *through)
             for out, gradient, n in zip(gradients, found, repeats, strict=True):
                 out[:, tokens] = from_chunks(gradient, out[:, tokens], n)
-        return None, None, grad_state.view(grad_final.shape).clone(), *gradients
+        return None, None, grad_state.view(grad_final.shape), *gradients
 
 
-def advance(chunks: _Rule, state: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The states around `count` chunks, (count + 1, B*H, P, N), r and w, (Z, Q, P) each."""
-    states = state.new_empty(count + 1, *state.shape)
-    states[0] = state
+def _rooms(number: int, state_BHPN: Tensor, groups: Sequence[tuple[slice, slice]]) -> list[Tensor]:
+    """Memory for the states around the chunks of a group, (chunks + 1, B*H, P, N), made once: fresh pages are slow."""
+    return [state_BHPN.new_empty(groups[0][0].stop + 1, *state_BHPN.flatten(0, 1).shape) for _ in range(number)]
+
+
+def advance(chunks: _Rule, states: Tensor) -> tuple[Tensor, Tensor]:
+    """r and w, (Z, Q, P) each; fills the states around the chunks, (1 + chunks, B*H, P, N), from the first on."""
     read, written, pairs = torch.empty_like(chunks.known), torch.empty_like(chunks.known), chunks.pairs
     parts = (read, written, chunks.known, chunks.solve, pairs.starts[1], pairs.total, *chunks.values, *pairs.writes)
     for start, end, (r, w, known, solve, reader, total, *rest) in zip(
-        states[:-1], states[1:], _by_chunk(count, *parts), strict=True
+        states[:-1], states[1:], _by_chunk(len(states) - 1, *parts), strict=True
     ):
         torch.baddbmm(known, reader, start.mT, out=r)
         torch.bmm(solve, r, out=w)
@@ -85,13 +92,12 @@ def advance(chunks: _Rule, state: Tensor, count: int) -> tuple[Tensor, Tensor, T
         values = w, *rest[: len(chunks.values)]
         for value, writer in zip(values, rest[len(chunks.values) :], strict=True):
             end.baddbmm_(value.mT, writer)
-    return states, read, written
+    return read, written
 
 
-def retreat(chunks: _Rule, dy: Tensor, grad_state: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the states around `count` chunks, of w but for what comes through r, and of r."""
-    grad_states = grad_state.new_empty(count + 1, *grad_state.shape)
-    grad_states[-1], pairs = grad_state, chunks.pairs
+def retreat(chunks: _Rule, dy: Tensor, grad_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of w but for what comes through r, and of r; fills those of the states, from the last one back."""
+    pairs, count = chunks.pairs, len(grad_states) - 1
     grad_states[:-1].flatten(0, 1).baddbmm_(dy.mT, pairs.starts[0], beta=0)
     d_written = torch.bmm(pairs.M[0][0].mT, dy)
     d_read = torch.empty_like(d_written)
@@ -101,7 +107,7 @@ def retreat(chunks: _Rule, dy: Tensor, grad_state: Tensor, count: int) -> tuple[
         dw.baddbmm_(writer, end.mT)
         torch.bmm(solve.mT, dw, out=dr)
         start.addcmul_(end, total).baddbmm_(dr.mT, reader)
-    return grad_states, d_written, d_read
+    return d_written, d_read
 
 
 def _by_chunk(count: int, *parts: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -243,7 +249,7 @@ class _Pairs:
         return d_readers, [torch.bmm(value, grad_ends).mul_(self.decays.to_end) for value in values]
 
     def gradients(self, outs: Tensors, values: Tensors, starts: Tensor, grad_ends: Tensor) -> PairGradients:
-        """What M, `starts` and `writes` pass on.
+        """What M, `starts` and `writes` pass on; overwrites the states `starts`.
 
         Args:
             outs: Gradients of what each reader reads, (Z, Q, P).
@@ -283,7 +289,7 @@ class ScalarPairs(_Pairs):
         before = torch.ones_like(inside[0]).triu_(1)  # 1 where the writer of a row is before the token of a column
         gates = (inside.tril_(-1).flatten(0, 1) @ before).view_as(inside).tril_().sum(1)
         gates += of_readers @ (1 - before).to(gates) + of_writers @ before
-        through = torch.linalg.vecdot(grad_ends.flatten(1), starts.flatten(1))[:, None] * self.total[:, 0]
+        through = starts.mul_(grad_ends).flatten(1).sum(1, keepdim=True) * self.total[:, 0]
         return PairGradients(d_readers, d_writers, (gates + through)[..., None])
 
 
@@ -314,7 +320,7 @@ class ChannelPairs(_Pairs):
             torch.stack([d * t for d, t in zip(d, of, strict=True)]).sum(0)
             for d, of in ((d_readers, self.readers), (d_writers, self.writers))
         )
-        through = (grad_ends * starts).sum(1) * self.total[:, 0]
+        through = starts.mul_(grad_ends).sum(1) * self.total[:, 0]
         gates = GateGradient(of_readers, of_writers, through, self.exclusive)
         dM = torch.bmm(torch.stack([*outs], 2).flatten(1, 2), torch.stack([*values], 2).flatten(1, 2).mT)
         dM = dM.view(count, size, R, size, W).permute(2, 4, 0, 1, 3).contiguous()
