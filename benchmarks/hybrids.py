@@ -14,7 +14,7 @@ from hf_recurrent_lengthgen.hybrids.delta_scans import stock_delta_rule
 from hf_recurrent_lengthgen.models.scan_delta import scan_delta_reference
 
 LENGTH = 2048
-LOOP_LENGTH = 256  # of the loop, whose time grows with the length, and which keeps 4 MiB for each token
+LOOP_LENGTH = 256  # of the loop, whose time grows with the length, and which keeps 2 MiB for each token
 SIZES = {"hidden_size": 1024, "num_hidden_layers": 1, "vocab_size": 256, "head_dim": 128}
 HEADS = {"linear_num_key_heads": 8, "linear_num_value_heads": 16, "num_attention_heads": 8, "num_key_value_heads": 2}
 WIDTHS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "intermediate_size": 1024}
