@@ -282,14 +282,17 @@ class Study(Stages):
     def shown(self, measured: Result) -> str:
         return f"harm {measured['harm_last']['mean']:+.3f}"
 
-    def draw_harm(self, axis: Axes, lines: Mapping[str, tuple[str, Sequence[Result]]]) -> None:
-        """Harm against position, for each label a color and the measurements of its seeds."""
-        first = self.settings.training_length // 2
+    def draw_harm(
+        self, axis: Axes, lines: Mapping[str, tuple[str, Sequence[Result]]], length: int | None = None
+    ) -> None:
+        """Harm against position, for each label a color and the measurements of its seeds; `length` of their rows."""
+        length = length or self.settings.training_length
+        first = length // 2
         for label, (color, found) in lines.items():
             draw(axis, found, "harm", first, color=color, label=label)
         axis.axhline(0, color=INK, linewidth=1, zorder=0)
         position_axis(axis, first, self.length)
-        mark_training_lengths(axis, [self.settings.training_length])
+        mark_training_lengths(axis, [length])
 
 
 class _Snapshots(TrainerCallback):

@@ -23,6 +23,7 @@ from hf_recurrent_lengthgen.lineage import lineage_of
 from hf_recurrent_lengthgen.models import FAMILIES as CLASSES
 from hf_recurrent_lengthgen.models.modeling_stateful_rwkv7 import DECAY_RATE
 from hf_recurrent_lengthgen.plotting.images import save_png
+from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK
 from hf_recurrent_lengthgen.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.surgery.mimetic import DELTA_BIAS
@@ -41,6 +42,7 @@ from readme_tables import fill
 from small_setting import Result, Study, Training, legend_below, markdown, options_of, over_seeds, panels
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 C = 5.0
 """Strength of slow decays: head h = 1, 2, ... starts with (h + 1)^-5 per token, as in the demo."""
 SHARED = {"hidden_size": 96, "num_hidden_layers": 2, "tie_word_embeddings": True}
@@ -233,6 +235,9 @@ METHODS = {
         {"mixture": {"zero": 0.2, "fitted_noise": {"share": 0.8, **FIRST}}},
     ),
 }
+Found = dict[str, dict[str, dict[int, Result]]]
+VARIANTS = ("_default", "_negative", "_short")
+"""Ends of the names of families that differ from another in one thing."""
 EXTRA = ("fitted_noise_first", "fitted_noise_first_zero")
 """Methods that run when they are asked for: what makes fitted noise costly."""
 
@@ -306,10 +311,13 @@ class FamilyStudy(Study):
         self.arm(name.partition("/")[0], "base", seed, checkpoint=True)
         return self.folder(name, seed)
 
+    def length_of(self, family: str) -> int:
+        """Of the training rows, in bytes."""
+        return self.settings.training_length // FAMILIES[family].shorter
+
     def arm(self, family: str, method: str, seed: int, checkpoint: bool = False) -> Result | None:
         """Train and measure one, or read its result."""
-        spec, settings = FAMILIES[family], self.settings
-        length = settings.training_length // spec.shorter
+        spec, settings, length = FAMILIES[family], self.settings, self.length_of(family)
         sizes = {"batch_size": settings.batch_size * spec.shorter, "training_length": length}
         data: Any = self.blocks(length)
         if method == "base":
@@ -322,9 +330,9 @@ class FamilyStudy(Study):
         return self.run(f"{family}/{method}", seed, training, chosen.trainer, data, **chosen.options)
 
 
-def found_arms(study: FamilyStudy, seeds: list[int]) -> dict[str, dict[str, dict[int, Result]]]:
+def found_arms(study: FamilyStudy, seeds: list[int]) -> Found:
     """Measurements by family, method and seed."""
-    found: dict[str, dict[str, dict[int, Result]]] = {}
+    found: Found = {}
     names = [f"{family}/{method}" for family in FAMILIES for method in ("base", *METHODS)]
     for name, results in study.measured(names, seeds).items():
         family, _, method = name.partition("/")
@@ -366,8 +374,7 @@ def report(study: FamilyStudy, seeds: list[int]) -> None:
             numbers.append(f"{sum(grown) / len(grown):.2g} ({min(grown):.2g} to {max(grown):.2g})")
             rows.append([FAMILIES[family].label, label_of(method), ", ".join(map(str, results)), *numbers])
     start, stop = next(iter(next(iter(next(iter(found.values())).values())).values()))["harm_range"]
-    length = study.settings.training_length
-    head = ["family", "method", "seeds", f"harm at {start:,}-{stop:,}", f"loss inside {length}", "context use"]
+    head = ["family", "method", "seeds", f"harm at {start:,}-{stop:,}", "loss inside", "context use"]
     table = markdown([*head, "growth of states"], rows)
     rows = [
         [FAMILIES[family].label, label_of(method), *(over_parts(results, part) for part in PARTS)]
@@ -381,24 +388,53 @@ def report(study: FamilyStudy, seeds: list[int]) -> None:
     study.results.mkdir(parents=True, exist_ok=True)
     text = "\n".join(tables.values())
     (study.results / "families.md").write_text(text, encoding="utf-8")
-    figure(study, found)
+    variants = {name: methods for name, methods in found.items() if name.endswith(VARIANTS)}
+    families = {name: methods for name, methods in found.items() if name not in variants}
+    parts = {"families": families, "variants": variants}
+    figures = {f"{name} figure": figure(study, name, part) for name, part in parts.items() if part}
     if study.results == HERE / "results":
-        picture = "![Harm against position: a panel for each family](results/families.png)\n"
-        fill(HERE / "README.md", {"figure": picture, **tables})
+        fill(HERE / "README.md", tables | figures)
+        fill(ROOT / "README.md", {"families": summary(families)})
     print(text)
 
 
-def figure(study: FamilyStudy, found: dict[str, dict[str, dict[int, Result]]]) -> None:
-    """Harm against position, a panel for each family."""
-    picture, axes = panels([FAMILIES[family].label for family in found], min(3, len(found)))
-    for axis, methods in zip(axes, found.values(), strict=True):
+def summary(found: Found) -> str:
+    """Mean harm of the base, after plain training and after state passing; of the recurrent part in hybrids."""
+    shown = ("base", "control", "state_passing")
+    rows = [
+        [FAMILIES[family].label, *(f"{recurrent_harm(methods[method]):+.2f}" for method in shown)]
+        for family, methods in found.items()
+        if methods.keys() >= {*shown}
+    ]
+    return markdown(["", *map(label_of, shown)], rows).replace("-0.00", "+0.00")
+
+
+def recurrent_harm(results: dict[int, Result]) -> float:
+    """Mean over seeds of the harm, in hybrids of that of the recurrent states alone."""
+    harms = [
+        result["apart"]["recurrent"] if "apart" in result else result["harm_last"]["mean"]
+        for result in results.values()
+    ]
+    return float(sum(harms) / len(harms))
+
+
+def figure(study: FamilyStudy, name: str, found: Found) -> str:
+    """Harm against position, a panel for each family, as NAME.png; what a README says to show it."""
+    picture, axes = panels([FAMILIES[family].label for family in found], min(4, len(found)))
+    for axis, (family, methods) in zip(axes, found.items(), strict=True):
         lines = {
             label_of(method): ("#d55e00" if method == "base" else METHODS[method].color, [*results.values()])
             for method, results in methods.items()
+            if method not in EXTRA
         }
-        study.draw_harm(axis, lines)
+        study.draw_harm(axis, lines, study.length_of(family))
+        low, high = axis.get_ylim()
+        axis.set_ylim(min(low, -0.02), max(high, 0.1))
+    for axis in axes[::4]:
+        axis.set_ylabel("harm, nats per byte", fontsize=FONT_SIZE - 1, color=INK)
     legend_below(picture, axes, 6)
-    save_png(picture, study.results / "families.png")
+    save_png(picture, study.results / f"{name}.png")
+    return f"![Harm against position: a panel for each family](results/{name}.png)\n"
 
 
 def main() -> None:
