@@ -36,6 +36,7 @@ from hf_recurrent_lengthgen.evaluation.results import DataRecord
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.mixer_layouts import key_and_query_weights, known_mixers
+from hf_recurrent_lengthgen.models.scan_backends import repeat_heads
 from hf_recurrent_lengthgen.versions import installed_versions
 
 MAP_ELEMENTS = 2**22
@@ -295,7 +296,8 @@ def _read_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *_: Tensor) -> _Scan:
 
 
 def _read_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *_: Tensor) -> _Scan:
-    """q and k (1, T, H, N), g (1, T, H, N or 1), beta (1, T, H)."""
+    """q and k (1, T, H, N), or (1, T, G, N) if heads share them, g (1, T, H, N or 1), beta (1, T, H)."""
+    q, k = (repeat_heads(x, beta.shape[2]) for x in (q, k))
     return _delta_scan(q, k, beta, g, g.exp() * k, -beta[..., None] * k)
 
 

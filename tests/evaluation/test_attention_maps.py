@@ -200,13 +200,14 @@ def delta_rule_heads(model: Any) -> tuple[Tensor, ...]:
     projections = [name for name in ("a_proj", "f_proj", "b_proj") if hasattr(mixer, name)]
     found = {name: out[0] for name, (_, out) in seen(model, "q_proj", "k_proj", *projections).items()}
     q, k = (silu(found[name]).unflatten(-1, (2, -1)) for name in ("q_proj", "k_proj"))
-    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     beta = 2 * found["b_proj"].sigmoid()
+    q, k = (x[:, [h * 2 // beta.shape[1] for h in range(beta.shape[1])]] for x in (q, k))
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     w = torch.ones_like(k)
     if "a_proj" in found:
         w = w * torch.exp(-mixer.A_log.detach().exp() * softplus(found["a_proj"] + mixer.dt_bias.detach()))[..., None]
     if "f_proj" in found:
-        step = softplus(found["f_proj"] + mixer.dt_bias.detach()).unflatten(-1, (2, -1))
+        step = softplus(found["f_proj"] + mixer.dt_bias.detach()).unflatten(-1, (beta.shape[1], -1))
         w = torch.exp(-mixer.A_log.detach().exp()[:, None] * step)
     return q / k.shape[-1] ** 0.5, k, w, w * k, -beta[..., None] * k, beta
 
@@ -216,6 +217,12 @@ def delta_rule(name: str) -> Any:
         "DeltaNet": (StatefulDeltaNetForCausalLM, StatefulDeltaNetConfig, {"num_heads": 2}),
         "Gated DeltaNet": (StatefulGatedDeltaNetForCausalLM, StatefulGatedDeltaNetConfig, {"head_dim": 3}),
         "KDA": (StatefulKDAForCausalLM, StatefulKDAConfig, {"head_dim": 3}),
+        "Gated DeltaNet, shared keys": (
+            StatefulGatedDeltaNetForCausalLM,
+            StatefulGatedDeltaNetConfig,
+            {"head_dim": 3, "num_v_heads": 4},
+        ),
+        "KDA, shared keys": (StatefulKDAForCausalLM, StatefulKDAConfig, {"head_dim": 3, "num_v_heads": 4}),
         "RWKV-7": (StatefulRWKV7ForCausalLM, StatefulRWKV7Config, {"head_dim": 4}),
     }
     model_class, config_class, fields = makes[name]
@@ -224,12 +231,16 @@ def delta_rule(name: str) -> Any:
     return randomized(model_class(config_class(**(SIZES | {"intermediate_size": 12} | fields))))
 
 
-@pytest.mark.parametrize("name", ["DeltaNet", "Gated DeltaNet", "KDA", "RWKV-7"])
+DELTA_RULES = ["DeltaNet", "Gated DeltaNet", "KDA", "Gated DeltaNet, shared keys", "KDA, shared keys"]
+
+
+@pytest.mark.parametrize("name", [*DELTA_RULES, "RWKV-7"])
 def test_maps_of_the_delta_rule_equal_products_of_matrices(name: str) -> None:
     model = delta_rule(name)
     q, k, w, a, b, beta = delta_rule_heads(model)
-    maps, masks = torch.zeros(2, 2, 7, 7)
-    for h in range(2):
+    heads = q.shape[1]
+    maps, masks = torch.zeros(2, heads, 7, 7)
+    for h in range(heads):
         for j in range(7):
             left = k[j, h]  # a row, which later transitions multiply from the right
             for i in range(j, 7):
@@ -240,18 +251,19 @@ def test_maps_of_the_delta_rule_equal_products_of_matrices(name: str) -> None:
     layer = attention_maps(model, IDS).layers[1]
     np.testing.assert_allclose(layer.average, maps.mean(0), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(layer.mask, masks.mean(0), rtol=1e-4, atol=1e-5)
-    linear = torch.einsum("ihn,jhn->ij", q, k).tril() / 2
+    linear = torch.einsum("ihn,jhn->ij", q, k).tril() / heads
     distance = float((maps.mean(0) - linear).norm() / linear.norm())
     assert (layer.kind, layer.cosine) == ("delta rule", None)
     assert layer.linear_distance == pytest.approx(distance, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["DeltaNet", "Gated DeltaNet", "KDA"])
+@pytest.mark.parametrize("name", DELTA_RULES)
 def test_maps_of_the_delta_rule_applied_to_v_are_the_output_of_the_scan(name: str) -> None:
     model = delta_rule(name)
     found = seen(model, "v_proj", "o_norm")
-    v = silu(found["v_proj"][1][0]).unflatten(-1, (2, -1))
-    y = torch.einsum("hij,jhp->ihp", channel_maps(model, IDS, 1, ALL).float(), v)
+    maps = channel_maps(model, IDS, 1, ALL).float()
+    v = silu(found["v_proj"][1][0]).unflatten(-1, (len(maps), -1))
+    y = torch.einsum("hij,jhp->ihp", maps, v)
     torch.testing.assert_close(y, found["o_norm"][0][0][0], rtol=1e-4, atol=1e-5)
 
 
