@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from hf_recurrent_lengthgen.adapters import refuse_adapter
 from hf_recurrent_lengthgen.conversion.convert import add_code
+from hf_recurrent_lengthgen.conversion.tensor_files import TensorFiles
 from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.loading import differing_code, load_model, quiet_transformers
@@ -95,6 +96,7 @@ def verify_checkpoint(
     sizes = Sizes(tokens, getattr(torch, dtype), device)
     try:
         opened = None if located is None else open_source(located, folder)
+        TensorFiles(folder)  # refuses damaged files
         found = _ask_clean_process(folder, sizes)
         ours, checks = _own_checks(folder, sizes, found, trust_remote_code)
         checks += _tokenizer_checks(folder, found, _vocabulary(folder))

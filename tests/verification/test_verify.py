@@ -86,6 +86,15 @@ def test_a_missing_file_is_caught(checkpoint: Path, name: str) -> None:
     assert read_verification(checkpoint) is None
 
 
+def test_damaged_weights_are_named_and_leave_no_verification(checkpoint: Path) -> None:
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    write_verification(checkpoint, STALE)
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged .*: copy or download it again"):
+        verify_checkpoint(checkpoint, length=9)
+    assert read_verification(checkpoint) is None
+
+
 @pytest.mark.slow
 def test_weights_that_do_not_fit_are_named(checkpoint: Path) -> None:
     change_config(checkpoint, num_hidden_layers=3)
