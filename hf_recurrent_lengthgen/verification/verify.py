@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from hf_recurrent_lengthgen.adapters import refuse_adapter
 from hf_recurrent_lengthgen.conversion.convert import add_code
@@ -126,7 +126,7 @@ def _checked_folder(checkpoint: str | os.PathLike[str], trust_remote_code: bool)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json, so it is no checkpoint.")
     settings, _ = PreTrainedConfig.get_config_dict(folder)
-    if "model_type" not in settings:
+    if settings.get("model_type") not in CONFIG_MAPPING and "auto_map" not in settings:
         raise ValueError(
             f"{folder} is no checkpoint for Transformers: convert it with lengthgen convert, then verify that."
         )

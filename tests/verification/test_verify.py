@@ -161,6 +161,7 @@ def test_what_cannot_be_verified_is_refused_with_the_reason(checkpoint: Path, tm
     (checkpoint / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match="lengthgen merge"):
         verify_checkpoint(checkpoint)
-    (tmp_path / "config.json").write_text(json.dumps({"d_model": 8, "n_layer": 1}))
-    with pytest.raises(ValueError, match="convert it with lengthgen convert"):
-        verify_checkpoint(tmp_path)
+    for config in ({"d_model": 8, "n_layer": 1}, {"model_type": "gated_deltanet"}):  # of mamba-ssm and of fla
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match="convert it with lengthgen convert"):
+            verify_checkpoint(tmp_path)
