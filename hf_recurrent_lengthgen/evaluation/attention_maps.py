@@ -14,8 +14,8 @@ The delta rule (DeltaNet, Gated DeltaNet, KDA, RWKV-7) is linear in its values, 
     M[i, j] = C_i^T (A_{j+1} ... A_i)^T B_j,
 
 where B_j = beta_j k_j in `scan_delta`. Its mask is the share of what k_j wrote that k_j still reads at i,
-k_j^T (A_{j+1} ... A_i)^T k_j / |k_j|^2, which is below 0 where erasing overshoots. RWKV-7's bonus for the current
-token, after the norm, is not included.
+k_j^T (A_{j+1} ... A_i)^T k_j / |k_j|^2, which may be below 0, also where no beta is above 1. RWKV-7's bonus for the
+current token, after the norm, is not included.
 
 Shapes: T tokens, D channels or heads, N states (keys).
 """

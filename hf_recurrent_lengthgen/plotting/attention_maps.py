@@ -23,7 +23,7 @@ def attention_maps_figure(maps: AttentionMaps) -> Figure:
 
     Rows are the tokens of the output, columns the tokens of the input. Weights above 0 are red, weights below 0 blue.
     Each map has its own scale, on which color grows with the square root of the weight, so that a hundredth of the
-    largest weight is still visible. Masks range from 0 (forgotten) to 1 (kept).
+    largest weight is still visible. Masks range from 0 (forgotten), or the least of all layers below it, to 1 (kept).
     """
     count = len(maps.layers)
     columns = min(count, 4 if count <= 12 else 6)
@@ -43,7 +43,7 @@ def attention_maps_figure(maps: AttentionMaps) -> Figure:
     grid = figure.subplots(2 * bands, columns, squeeze=False)
     for axes in grid.flat:
         axes.set_visible(False)
-    masks = []
+    masks, least = [], min(0.0, *(float(layer.mask.min()) for layer in maps.layers))
     for index, layer in enumerate(maps.layers):
         band, column = divmod(index, columns)
         above, below = grid[2 * band, column], grid[2 * band + 1, column]
@@ -54,7 +54,7 @@ def attention_maps_figure(maps: AttentionMaps) -> Figure:
         bar.ax.minorticks_off()
         bar.ax.tick_params(labelsize=FONT_SIZE - 4, colors=MUTED, labelcolor=INK)
         above.set_title(_title(layer), fontsize=FONT_SIZE - 2.5, color=INK, loc="left", parse_math=False)
-        masks.append(_panel(below, layer.mask, cmap="viridis", vmin=0.0, vmax=1.0))
+        masks.append(_panel(below, layer.mask, cmap="viridis", vmin=least, vmax=1.0))
         _token_axes(above, maps.tokens, names=False)
         _token_axes(below, maps.tokens, names=True)
     bar = figure.colorbar(masks[0], ax=list(grid.flat), location="bottom", shrink=0.5, aspect=40, pad=0.01)

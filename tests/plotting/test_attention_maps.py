@@ -67,6 +67,13 @@ def test_scales_are_symmetric_for_maps_and_from_0_to_1_for_masks() -> None:
             assert (norm.vmin, norm.vmax) == (0, 1)
 
 
+def test_masks_below_0_are_shown_on_one_scale() -> None:
+    maps = maps_of(3, list("abcd"))
+    maps.layers[1].mask[3, 0] = -0.25
+    scales = [(i.norm.vmin, i.norm.vmax) for axes in attention_maps_figure(maps).axes for i in axes.images]
+    assert scales.count((-0.25, 1)) == 3
+
+
 def test_short_texts_are_written_at_the_axes_and_long_ones_counted() -> None:
     figure = attention_maps_figure(maps_of(1, ["a", " ", "\n", "$x", ""]))
     labels = [[text.get_text() for text in axes.get_yticklabels()] for axes in figure.axes if axes.images]
