@@ -90,7 +90,7 @@ def interval(estimate: Estimate) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(SHIPPED), help="which (all)")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(SHIPPED), help="(those that fail)")
     parser.add_argument("--output", default="demo-output/studies", help="that of the study (%(default)s)")
     parser.add_argument("--checkpoints", default="model_cards", help="their folder (%(default)s)")
     parser.add_argument("--cards", action="store_true", help="make no checkpoint, write the cards again")
