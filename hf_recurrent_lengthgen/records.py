@@ -267,6 +267,9 @@ def unverified(folder: str | os.PathLike[str], now: dict[str, str] | None = None
         return f"its verification did not pass ({'; '.join(failed) or 'it holds no checks'})"
     now = verified_files(folder) if now is None else now
     differing = {name for name, _ in now.items() ^ verification.files.items()}
+    code = {name for name in verification.files if name.endswith(".py")}
+    if differing and differing == code:
+        return "it lacks the code that was verified"
     return f"it has changed since it was verified ({', '.join(sorted(differing))})" if differing else None
 
 

@@ -302,6 +302,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "modeling_stateful_mamba2.py").unlink(),
         r"changed since it was verified .modeling_stateful_mamba2.py",
     ),
+    "no code": (
+        lambda folder: [code.unlink() for code in folder.glob("*.py")],
+        "it lacks the code that was verified: run lengthgen verify",
+    ),
     "only pickles": (
         lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
         r"changed since it was verified .model.safetensors",
