@@ -72,5 +72,6 @@ def figure(layout: Layout, found: Found) -> Figure:
         axis.set_ylim(-0.02, 1.04)
         label = "length over the longest in training" if layout.x is None else layout.columns[layout.x]
         axis.set_xlabel(label, fontsize=FONT_SIZE)
+        axis.set_ylabel("accuracy", fontsize=FONT_SIZE)
     legend_below(picture, axes, 3)
     return picture
