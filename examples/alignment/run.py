@@ -175,6 +175,7 @@ def figure(study: AlignmentStudy, found: dict[str, dict[int, Result]]) -> None:
 
 def main() -> None:
     parser = options_of(__doc__, HERE / "results")
+    parser.set_defaults(output="demo-output/alignment")  # other studies have a stage "base", too
     parser.add_argument("--arms", nargs="+", choices=arms(), default=list(arms()), help="which (all)")
     options = parser.parse_args()
     torch.set_num_threads(1)  # results of small runs hang on rounding

@@ -225,6 +225,7 @@ def figure(study: PasskeyStudy, found: dict[str, dict[int, Result]], ways: dict[
 
 def main() -> None:
     parser = options_of(__doc__, HERE / "results")
+    parser.set_defaults(output="demo-output/passkey")  # other studies have stages of these names, too
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="which (all)")
     options = parser.parse_args()
     torch.set_num_threads(1)  # results of small runs hang on rounding
