@@ -53,6 +53,14 @@ def options_of(description: str | None, results: Path | None = None) -> argparse
     return parser
 
 
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """What was asked for; tiny runs go to the folder of results that a README shows only if they are told to."""
+    options = parser.parse_args()
+    if options.tiny and options.results == parser.get_default("results"):
+        options.results = f"{options.output}/tiny_{Path(options.results).parent.name}"
+    return options
+
+
 def read_json(file: Path) -> Any:
     """None if there is no such file."""
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
@@ -105,9 +113,10 @@ class Stages:
         return self.results / name / f"seed{seed}.json"
 
     def result(self, name: str, seed: int) -> Result | None:
-        """Of a finished stage."""
+        """Of a finished stage; None if it has other settings."""
         found: Result | None = read_json(self.result_file(name, seed))
-        return found
+        settings = json.loads(json.dumps(asdict(self.settings)))
+        return found if found is not None and found["key"]["settings"] == settings else None
 
     def measured(self, names: Iterable[str], seeds: Sequence[int]) -> dict[str, dict[int, Result]]:
         """Measurements by stage and seed, of the stages that have any."""

@@ -27,7 +27,7 @@ from hf_recurrent_lengthgen.trainers import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from readme_tables import fill
-from small_setting import Result, Study, Training, legend_below, markdown, options_of, over_seeds, panels
+from small_setting import Result, Study, Training, legend_below, markdown, options_of, over_seeds, panels, parsed
 
 HERE = Path(__file__).resolve().parent
 NOTHING = 1e-30
@@ -177,7 +177,7 @@ def main() -> None:
     parser = options_of(__doc__, HERE / "results")
     parser.set_defaults(output="demo-output/alignment")  # other studies have a stage "base", too
     parser.add_argument("--arms", nargs="+", choices=arms(), default=list(arms()), help="which (all)")
-    options = parser.parse_args()
+    options = parsed(parser)
     torch.set_num_threads(1)  # results of small runs hang on rounding
     study = AlignmentStudy(options)
     for seed in options.seeds:

@@ -39,7 +39,7 @@ from hf_recurrent_lengthgen.trainers.training_runs import RunFacts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from readme_tables import fill
-from small_setting import Result, Study, Training, legend_below, markdown, options_of, over_seeds, panels
+from small_setting import Result, Study, Training, legend_below, markdown, options_of, over_seeds, panels, parsed
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -444,7 +444,7 @@ def main() -> None:
     parser.add_argument(
         "--methods", nargs="+", choices=("base", *METHODS), default=usual, help=f"which (all but {', '.join(EXTRA)})"
     )
-    options = parser.parse_args()
+    options = parsed(parser)
     torch.set_num_threads(1)  # the results of small trainings hang on the order of sums
     study = FamilyStudy(options)
     arms: list[Callable[[], Any]] = [

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from readme_tables import fill
 from reports import Found, Layout, figure, table
-from small_setting import options_of
+from small_setting import options_of, parsed
 from starts import FAMILIES, TASKS, Arm, Sizes, StringStudy
 
 HERE = Path(__file__).resolve().parent
@@ -151,9 +151,7 @@ def main() -> None:
     parser = options_of(__doc__, HERE / "results")
     parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES), help="which (all)")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=["mamba2"], help="which (mamba2)")
-    options = parser.parse_args()
-    if options.tiny and options.results == parser.get_default("results"):
-        options.results = f"{options.output}/tiny_mimetic"  # not among those of the README
+    options = parsed(parser)
     torch.set_num_threads(1)  # results of small trainings hang on the order of sums
     study = StringStudy(options)
     if not options.report:

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from prompts import word_tokenizer
 from readme_tables import fill
-from small_setting import Result, Stages, Training, markdown, options_of, panels
+from small_setting import Result, Stages, Training, markdown, options_of, panels, parsed
 
 HERE = Path(__file__).resolve().parent
 
@@ -227,7 +227,7 @@ def main() -> None:
     parser = options_of(__doc__, HERE / "results")
     parser.set_defaults(output="demo-output/passkey")  # other studies have stages of these names, too
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="which (all)")
-    options = parser.parse_args()
+    options = parsed(parser)
     torch.set_num_threads(1)  # results of small runs hang on rounding
     study = PasskeyStudy(options)
     for seed in options.seeds:

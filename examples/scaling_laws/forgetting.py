@@ -93,6 +93,8 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="train nothing, report on what is there")
     parser.add_argument("--tiny", action="store_true", help="sizes that show in seconds that the command works")
     options = parser.parse_args()
+    if options.tiny and options.results == parser.get_default("results"):
+        options.results = "demo-output/tiny_scaling_laws"  # not among those of the README
     torch.set_num_threads(1)  # results of small runs hang on rounding
     study = ForgettingStudy(options)
     rows, thresholds, seconds = [], [], 0.0

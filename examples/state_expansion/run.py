@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arms import ARMS, BASES, TINY, Result, Settings, expanded, fit, new_gla, new_model
 from readme_tables import fill
-from small_setting import legend_below, markdown, options_of, panels
+from small_setting import legend_below, markdown, options_of, panels, parsed
 
 HERE = Path(__file__).resolve().parent
 HEADS = "heads"
@@ -193,7 +193,7 @@ def main() -> None:
     parser.set_defaults(seeds=list(range(8)))
     parser.add_argument("--bases", nargs="+", choices=[*BASES, HEADS], default=[*BASES, HEADS], help="which (all)")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="which of their arms (all)")
-    options = parser.parse_args()
+    options = parsed(parser)
     torch.set_num_threads(1)  # results of small runs hang on the order of sums
     study = Study(
         Path(options.output) / "state_expansion", Path(options.results), TINY if options.tiny else Settings()

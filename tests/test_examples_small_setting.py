@@ -1,0 +1,49 @@
+"""What the studies share: results of other settings are not reported, and tiny runs keep away from READMEs."""
+
+import argparse
+import json
+import sys
+from argparse import Namespace
+from dataclasses import make_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import small_setting
+
+    return small_setting
+
+
+def test_results_of_other_settings_are_none(shared: Any, tmp_path: Path) -> None:
+    settings = make_dataclass("Settings", [("steps", tuple[int, ...])])
+    studies = [
+        shared.Stages(Namespace(output=tmp_path, results=tmp_path / "results", report=True), settings(steps), "")
+        for steps in ((1, 2), (1, 3))
+    ]
+    file = studies[0].result_file("base", 0)
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"key": {"settings": {"steps": [1, 2]}}, "measured": {"share": 0.5}}))
+    assert [study.measured(["base", "other"], [0, 1]) for study in studies] == [{"base": {0: {"share": 0.5}}}, {}]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], "study/results"),
+        (["--tiny"], "out/tiny_study"),
+        (["--tiny", "--results", "elsewhere"], "elsewhere"),
+    ],
+)
+def test_tiny_runs_have_results_of_their_own(
+    given: list[str], expected: str, shared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py", "--output", "out", *given])
+    parser: argparse.ArgumentParser = shared.options_of("", Path("study/results"))
+    assert shared.parsed(parser).results == expected
