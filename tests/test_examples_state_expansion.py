@@ -66,6 +66,14 @@ def test_arms_are_compared_and_an_interrupted_study_goes_on(
     assert json.loads(file.read_text())["loss"] == stages[f"{arms[1]}_2"]["loss"]
     assert (tmp_path / "README.md").read_text() == page
 
+    weights = tmp_path / f"out/state_expansion/{base}/base/seed3.pt"
+    torch.save({**torch.load(weights), "settings": {}}, weights)  # as of another study
+    file.unlink()
+    study("--bases", base, "--seeds", 3, "--arms", *arms)
+    again = [line for line in capsys.readouterr().out.splitlines() if line.startswith("seed")]
+    trained = [line.partition(":")[0] for line in again]
+    assert trained == [f"seed 3 {base}/{stage}" for stage in ("base", f"{arms[1]}_2")]
+
 
 @pytest.mark.slow
 def test_models_with_other_numbers_of_heads_are_trained_from_nothing(

@@ -75,13 +75,14 @@ class Study:
         stage = "large_base" if large else "base"
         file = self.output / name / stage / f"seed{seed}.pt"
         model = new_model(BASES[name], self.settings, seed, large)
-        if seed in self.found(name, stage) and file.is_file():
-            model.load_state_dict(torch.load(file, weights_only=True))
+        kept = torch.load(file, weights_only=True) if seed in self.found(name, stage) and file.is_file() else {}
+        if kept.get("settings") == self.key:
+            model.load_state_dict(kept["weights"])
             return model
         result = fit(model, self.settings, self.settings.base_steps, 2 * seed)
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as temporary:
-            torch.save(model.state_dict(), temporary)
+            torch.save({"weights": model.state_dict(), "settings": self.key}, temporary)
         self._write(name, stage, seed, result)
         return model
 
