@@ -70,11 +70,11 @@ STUDIES = {
     "state_expansion": Study(
         "Does a larger state help after training, and from which start?",
         [
-            *(f"state_expansion/run.py --bases {base}" for base in ("mamba2_mimetic", "mamba2")),
-            *(f"state_expansion/run.py --bases {base} --seeds 0 1 2" for base in ("gla", "heads", "bamba")),
+            "state_expansion/run.py --bases mamba2_mimetic",
+            *(f"state_expansion/run.py --bases {base} --seeds 0 1 2" for base in ("gla", "heads", "mamba2", "bamba")),
         ],
         "state_expansion/run.py --report",
-        2.0,
+        1.5,
     ),
     "alignment": Study(
         "What can the alignment loss do, alone and beside state passing?",

@@ -55,7 +55,7 @@ def test_arms_are_compared_and_an_interrupted_study_goes_on(
     assert [states[f"{arm}_2"] // larger for arm in arms] == [0, 4 if arms[1] == "inherit_all" else 1, 1]
     page = (tmp_path / "README.md").read_text()
     table = page.partition(f"<!-- {base} -->\n")[2].partition("<!-- end -->")[0]
-    assert table.count("\n| ") == 2 + 2 + 2 * len(arms)
+    assert table.count("\n| ") == 2 + 3 + 2 * len(arms)
     assert (tmp_path / "state_expansion.png").read_bytes().startswith(b"\x89PNG")
     file = tmp_path / f"results/{base}/{arms[1]}_2/seed3.json"
     file.unlink()
@@ -118,6 +118,14 @@ def test_starts_differ_where_they_should_only(study: Run) -> None:
         assert torch.equal(mimetic.get_parameter(key), start.get_parameter(key))
         assert not torch.equal(mimetic.get_parameter(key), plain.get_parameter(key))
     assert torch.equal(mimetic.conv1d.weight[inner:], start.conv1d.weight[inner:])
+
+
+def test_without_recall_a_value_is_guessed_among_those_that_are_left(study: Run) -> None:
+    names = study(name="run")
+    settings, without_recall = names["Settings"](), names["without_recall"]
+    assert without_recall(settings, 1) == 1
+    equal = 1 / (settings.vocabulary // 2)  # both values of two pairs are the same
+    assert without_recall(settings, 2) == pytest.approx((equal + (1 - equal) / 2 + 1) / 2, abs=0.02)
 
 
 @pytest.mark.skipif(not (STUDY / "results").is_dir(), reason="the study has not been recorded yet")

@@ -28,7 +28,7 @@ from hf_recurrent_lengthgen.plotting.style import FONT_SIZE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from arms import ARMS, BASES, TINY, Result, Settings, expanded, fit, new_gla, new_model
+from arms import ARMS, BASES, TINY, Result, Settings, expanded, fit, new_gla, new_model, without_recall
 from readme_tables import fill
 from small_setting import legend_below, markdown, options_of, panels, parsed
 
@@ -134,6 +134,9 @@ def base_table(study: Study, name: str) -> str:
                 label = f"**{ARMS[arm].label}**" if arm == base.matched else ARMS[arm].label
                 gain = spread(gains, "+.3f") if gains else ""
                 rows.append([label, f"{steps:,}", *cells(seeds, pairs), gain])
+    if rows:
+        floor = [f"{without_recall(settings, number):.3f}" for number in settings.evaluated_pairs]
+        rows.insert(0, ["without recall", "", "", "", "", *floor, ""])
     head = ["method", "steps", "seeds", "parameters", "state", *(f"{number} pairs" for number in pairs)]
     return f"{base.label}:\n\n" + markdown([*head, f"gain at {last} pairs"], rows) if rows else ""
 
