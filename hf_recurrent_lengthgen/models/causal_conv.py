@@ -70,6 +70,8 @@ def causal_conv(
         Outputs (B, T, C) in the dtype of `x`, and the state after the last real token in the dtype of
         `initial_state`, (B, C, K-1).
     """
+    if x.shape[1] == 1 and lengths is None:
+        return _convolve_one(x, weight, bias, initial_state, activation)
     final_state = last_inputs(x, initial_state, lengths)
     if backend == "kernel":
         y = _convolve_with_kernel(x, weight, bias, initial_state, activation)
@@ -78,6 +80,17 @@ def causal_conv(
         bias = x.new_zeros(x.shape[2]) if bias is None else bias
         y = _CausalConv.apply(x, weight.to(dtype), bias.to(dtype), initial_state, activation)
     return y, final_state
+
+
+def _convolve_one(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor, activation: bool
+) -> tuple[Tensor, Tensor]:
+    """`causal_conv` of one token."""
+    dtype = initial_state.dtype
+    columns = torch.cat([initial_state, x.mT.to(dtype)], dim=2)
+    a = (columns * weight.to(dtype)).sum(2)
+    a = a if bias is None else a + bias.to(dtype)
+    return (silu(a) if activation else a)[:, None].to(x.dtype), columns[:, :, 1:].clone()
 
 
 def short_convolutions(

@@ -31,6 +31,7 @@ from .recurrent_state import (
     RecurrentState,
     check_finite_state,
     check_state,
+    own_state,
     state_dtype,
     zero_state,
 )
@@ -251,9 +252,10 @@ class StatefulBackbone(StatefulPreTrainedModel):
         hidden_states = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         check_token_types(token_type_ids, inputs.real)
         state = self._starting_state(initial_state, past_key_values, batch_size, hidden_states.device)
-        all_hidden_states, final_state = self._through_layers(
-            hidden_states, state, _layout(inputs.starts, inputs.real), bool(output_hidden_states)
-        )
+        layout = _layout(inputs.starts, inputs.real)
+        if past_key_values is not None and past_key_values.may_overwrite and layout is None:
+            state = own_state(state)
+        all_hidden_states, final_state = self._through_layers(hidden_states, state, layout, bool(output_hidden_states))
         if use_cache or past_key_values is not None:
             past_key_values = RecurrentCache() if past_key_values is None else past_key_values
             past_key_values.advance(final_state, length)

@@ -9,6 +9,8 @@ from .recurrent_state import RecurrentState, map_state, state_batch_size, take_r
 class RecurrentCache(Cache):
     """The state after the tokens seen so far. Every update replaces it; the old value is never changed.
 
+    But inside `generate`, a token overwrites the state that the tokens before it in this `generate` have made.
+
     Args:
         state: State to start from; None for zero.
 
@@ -23,6 +25,7 @@ class RecurrentCache(Cache):
         super().__init__(layers=[])
         self.state = state
         self.tokens_seen = 0
+        self._in_generate = self._is_own = False
 
     def state_for(self, batch_size: int) -> RecurrentState | None:
         """The state with its rows repeated for beams or several returned sequences of each prompt."""
@@ -37,8 +40,17 @@ class RecurrentCache(Cache):
 
     def advance(self, state: RecurrentState, tokens: int) -> None:
         """Replace the state by the one after `tokens` more tokens."""
-        self.state = state
+        self.state, self._is_own = state, self._in_generate
         self.tokens_seen += tokens
+
+    def set_in_generate(self, begins: bool) -> None:
+        """Whether a `generate` begins or ends: the states before and after it belong to the caller."""
+        self._in_generate, self._is_own = begins, False
+
+    @property
+    def may_overwrite(self) -> bool:
+        """Whether nobody but this cache holds the state."""
+        return self._is_own
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.state is not None:

@@ -39,6 +39,8 @@ class RecurrentGenerationMixin(GenerationMixin):
             )
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = RecurrentCache()
+        if (cache := model_kwargs.get("past_key_values")) is not None:
+            cache.set_in_generate(True)
 
     def _prefill(
         self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -135,7 +137,7 @@ class RecurrentGenerationMixin(GenerationMixin):
         if (ids := kwargs.get("input_ids") if inputs is None else inputs) is not None:
             check_token_ids(ids, model.config.vocab_size)
         if initial_state is None:
-            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+            return self._generate(inputs, *args, **kwargs)
         if kwargs.get("past_key_values") is not None:
             raise ValueError(
                 "Give initial_state or past_key_values, not both: each of them is the state to start from."
@@ -152,4 +154,15 @@ class RecurrentGenerationMixin(GenerationMixin):
             initial_state, model.state_shapes(), prompt.shape[0], model.device, state_dtype(model.dtype)
         )
         check_finite_state(state)
-        return super().generate(inputs, *args, past_key_values=RecurrentCache(state), **kwargs)  # type: ignore[misc]
+        return self._generate(inputs, *args, **kwargs | {"past_key_values": RecurrentCache(state)})
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`GenerationMixin.generate`; afterwards, the state in the cache is the caller's."""
+        result = None
+        try:
+            result = super().generate(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            for cache in (kwargs.get("past_key_values"), getattr(result, "past_key_values", None)):
+                if cache is not None:
+                    cache.set_in_generate(False)
+        return result

@@ -17,7 +17,7 @@ A part that a layer does not have is an empty tensor of shape (B, 0). All parts 
 the dtype of the model (float64 in a float64 model). The convolution keeps K-1 columns: of K stored
 ones the oldest never reaches an output.
 
-No function changes a state it is given.
+No function changes a state it is given, unless it is an `OwnLayerState`, which only `generate` makes.
 """
 
 import json
@@ -41,6 +41,10 @@ class LayerState(NamedTuple):
 
     recurrent: Tensor
     conv: Tensor
+
+
+class OwnLayerState(LayerState):
+    """A `LayerState` that nobody else holds, so that a mixer may overwrite its recurrent part."""
 
 
 class WindowedLayerState(NamedTuple):
@@ -106,6 +110,13 @@ def zero_state(
     return tuple(
         layer_state(torch.zeros(batch_size, *shape, device=device, dtype=dtype) for shape in layer) for layer in shapes
     )
+
+
+def own_state(state: RecurrentState) -> RecurrentState:
+    """The same state for mixers that may overwrite it; unchanged where gradients are on, and with a `window`."""
+    if torch.is_grad_enabled() or any(len(layer) > len(LayerState._fields) for layer in state):
+        return state
+    return tuple(OwnLayerState(*layer) for layer in state)
 
 
 def detach_state(state: RecurrentState) -> RecurrentState:

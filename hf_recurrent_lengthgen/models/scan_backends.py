@@ -63,15 +63,19 @@ def resolve_backend(setting: str, device_type: str, kernel_available: bool, limi
 def run_scan(
     chunked: Callable[..., tuple[Tensor, Tensor]],
     kernel: Callable[..., tuple[Tensor, Tensor]],
+    step: Callable[..., tuple[Tensor, Tensor]],
     inputs: Sequence[Tensor],
     initial_state: Tensor,
     chunk_size: int,
     backend: str,
+    in_place: bool,
 ) -> tuple[Tensor, Tensor]:
     """Call `chunked` or `kernel` with `(*inputs, initial_state, chunk_size)`.
 
-    The chunked form receives its inputs in the dtype of the state, with autocast off, and its outputs return to the
-    dtype of the first input. The kernel receives everything as it is.
+    One token goes to `step` with `(*inputs, initial_state, out)` on every backend; `out` is the state itself where it
+    may be overwritten (`in_place`), else None. Chunked form and step receive their inputs in the dtype of the state,
+    with autocast off, and their outputs return to the dtype of the first input. The kernel receives everything as it
+    is.
 
     NaN or infinite inputs of a token reach the outputs from that token on only, in the chunked forms on a CPU and
     uncompiled. Elsewhere they may reach all outputs of its chunk, and gradients everywhere.
@@ -81,13 +85,25 @@ def run_scan(
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
-    if backend == "kernel":
-        return kernel(*inputs, initial_state, chunk_size)
-    if backend != "torch":
+    if backend not in ("torch", "kernel"):
         raise ValueError(f'backend must be "torch" or "kernel", got {backend!r}.')
+    one_token = inputs[0].shape[1] == 1
+    if backend == "kernel" and not one_token:
+        return kernel(*inputs, initial_state, chunk_size)
     with torch.autocast(initial_state.device.type, enabled=False):
-        y, final_state = chunked(*(t.to(initial_state.dtype) for t in inputs), initial_state, chunk_size)
+        wide = [t.to(initial_state.dtype) for t in inputs]
+        if one_token:
+            y, final_state = step(*wide, initial_state, initial_state if in_place else None)
+        else:
+            y, final_state = chunked(*wide, initial_state, chunk_size)
     return y.to(inputs[0].dtype), final_state
+
+
+def decayed_and_written(state: Tensor, decay: Tensor, value: Tensor, key: Tensor, out: Tensor | None) -> Tensor:
+    """`state * decay + value * key`, all of them broadcast; in `out`, if given."""
+    if out is None:
+        return (state * decay).addcmul_(value, key)
+    return torch.mul(state, decay, out=out).addcmul_(value, key)
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

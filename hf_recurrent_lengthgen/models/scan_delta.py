@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .chunked_delta_scan import ChunkedDeltaScan, DeltaRule, LowRank
 from .fla_kernels import fla_kernel, scan_with_fla
-from .scan_backends import ScanBackend, keeps_poison, missing_kernel, repeat_heads, run_scan
+from .scan_backends import ScanBackend, decayed_and_written, keeps_poison, missing_kernel, repeat_heads, run_scan
 
 chunk_gated_delta_rule = fla_kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
 chunk_kda = fla_kernel("fla.ops.kda", "chunk_kda")
@@ -41,6 +41,7 @@ def scan_delta(
     initial_state: Tensor,
     chunk_size: int = 32,
     backend: ScanBackend = "torch",
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Run the delta rule from `initial_state` over T tokens.
 
@@ -56,6 +57,8 @@ def scan_delta(
         chunk_size: Tokens per chunk of the torch form, which takes the next power of two; it changes speed and
             memory, not the result. The kernel has its own.
         backend: "torch" (chunked form) or "kernel" (fla).
+        in_place: Whether the initial state may be overwritten with the final one, which only a call without gradients
+            and with a single token does.
 
     Returns:
         Outputs in the dtype of `q`, (B, T, H, P), and the state after the last token, (B, H, P, N), in the dtype of
@@ -65,7 +68,10 @@ def scan_delta(
         ValueError: for an unknown backend, a chunk size below 1, and arguments of other shapes.
     """
     _check_shapes({"q": q, "k": k, "v": v, "g": g, "beta": beta}, initial_state)
-    return run_scan(_chunked_delta, _delta_with_kernel, (q, k, v, g, beta), initial_state, chunk_size, backend)
+    inputs = q, k, v, g, beta
+    return run_scan(
+        _chunked_delta, _delta_with_kernel, _delta_step, inputs, initial_state, chunk_size, backend, in_place
+    )
 
 
 def scan_delta_reference(
@@ -93,6 +99,7 @@ def scan_dplr(
     initial_state: Tensor,
     chunk_size: int = 32,
     backend: ScanBackend = "torch",
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence with transitions that are diagonal plus low rank from `initial_state` over T tokens.
 
@@ -106,9 +113,11 @@ def scan_dplr(
         initial_state: As in `scan_delta`, like the other arguments, results and errors.
         chunk_size: As there.
         backend: As there.
+        in_place: As there.
     """
     _check_shapes({"q": q, "k": k, "v": v, "g": g, "a": a, "b": b}, initial_state)
-    return run_scan(_chunked_dplr, _dplr_with_kernel, (q, k, v, g, a, b), initial_state, chunk_size, backend)
+    inputs = q, k, v, g, a, b
+    return run_scan(_chunked_dplr, _dplr_with_kernel, _dplr_step, inputs, initial_state, chunk_size, backend, in_place)
 
 
 def scan_dplr_reference(
@@ -149,8 +158,6 @@ def _check_shapes(inputs: dict[str, Tensor], initial_state: Tensor) -> None:
 def _chunked_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    if q.shape[1] == 1:  # decoding
-        return scan_delta_reference(q, k, v, g, beta, state)
     y, final = ChunkedDeltaScan.apply(DeltaRule, chunk_size, state, q, k, v, g, beta[..., None])
     return scan_delta_reference(q, k, v, g, beta, state) if keeps_poison(final) else (y, final)
 
@@ -158,10 +165,28 @@ def _chunked_delta(
 def _chunked_dplr(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, state: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    if q.shape[1] == 1:  # decoding
-        return scan_dplr_reference(q, k, v, g, a, b, state)
     y, final = ChunkedDeltaScan.apply(LowRank, chunk_size, state, q, k, v, g, a, b)
     return scan_dplr_reference(q, k, v, g, a, b, state) if keeps_poison(final) else (y, final)
+
+
+def _delta_step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    q, k = (repeat_heads(x, v.shape[2])[:, 0] for x in (q, k))
+    v, decay, beta = v[:, 0], g[:, 0].exp(), beta[:, 0, :, None]
+    change = beta * (v - (state * (decay * k)[:, :, None]).sum(-1))
+    state = decayed_and_written(state, decay[:, :, None], change[..., None], k[:, :, None], out)
+    return (state * q[:, :, None]).sum(-1)[:, None], state
+
+
+def _dplr_step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, state: Tensor, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    q, k, v, g, a, b = (x[:, 0] for x in (q, k, v, g, a, b))
+    read = (state * a[:, :, None]).sum(-1, keepdim=True)
+    state = decayed_and_written(state, g[:, :, None].exp(), read, b[:, :, None], out)
+    state = state.addcmul_(v[..., None], k[:, :, None])
+    return (state * q[:, :, None]).sum(-1)[:, None], state
 
 
 def _delta_with_kernel(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .chunked_gated_scan import ChunkedGatedScan
 from .fla_kernels import fla_kernel, scan_with_fla
-from .scan_backends import ScanBackend, missing_kernel, run_scan
+from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, run_scan
 
 chunk_gla = fla_kernel("fla.ops.gla", "chunk_gla")
 
@@ -32,6 +32,7 @@ def scan_gla(
     initial_state: Tensor,
     chunk_size: int = 64,
     backend: ScanBackend = "torch",
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Run gated linear attention from `initial_state` over T tokens.
 
@@ -44,6 +45,8 @@ def scan_gla(
         chunk_size: Tokens per chunk of the torch form, which takes the next power of two; it changes speed and
             memory, not the result. The kernel has its own.
         backend: "torch" (chunked form) or "kernel" (fla).
+        in_place: Whether the initial state may be overwritten with the final one, which only a call without gradients
+            and with a single token does.
 
     Returns:
         Outputs in the dtype of `q`, (B, T, H, P), and the state after the last token, (B, H, P, N), in the dtype of
@@ -52,7 +55,8 @@ def scan_gla(
     Raises:
         ValueError: for an unknown backend or a chunk size below 1.
     """
-    return run_scan(_chunked, _scan_with_kernel, (q, k, v, g), initial_state, chunk_size, backend)
+    inputs = q, k, v, g
+    return run_scan(_chunked, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)
 
 
 def scan_gla_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,9 +69,13 @@ def scan_gla_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state
 
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
-    if q.shape[1] == 1:  # decoding
-        return scan_gla_reference(q, k, v, g, state)
     return ChunkedGatedScan.apply(q, k, v, g, None, state, chunk_size)
+
+
+def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    q, k, v, g = q[:, 0], k[:, 0], v[:, 0], g[:, 0]
+    state = decayed_and_written(state, g[:, :, None].exp(), v[..., None], k[:, :, None], out)
+    return (state * q[:, :, None]).sum(-1)[:, None], state
 
 
 def _scan_with_kernel(

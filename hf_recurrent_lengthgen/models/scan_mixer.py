@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .forgetting import Forgetting
 from .forgetting_scans import Recurrence
-from .recurrent_state import LayerShape, LayerState
+from .recurrent_state import LayerShape, LayerState, OwnLayerState
 from .scan_backends import ScanBackend, check_backend_setting, resolve_backend
 
 
@@ -28,7 +28,8 @@ class ScanMixer(nn.Module):
 
     Attributes:
         scan: The function of a file `scan_*.py`, as a static method: it takes the inputs of the recurrence and the
-            recurrent part of a state, and gives outputs and the recurrent part after the last token.
+            recurrent part of a state, and gives outputs and the recurrent part after the last token. With
+            `in_place=True` it may overwrite the one it is given.
         recurrence: How the scan forgets (`Forgetting`), a class of a file `forgetting_*.py`; None where it cannot.
         grows: What makes its state larger (StateX, Shen et al. 2025): "state_size", N of each head or channel, or
             "num_heads", fewer and larger heads; None where it cannot be expanded.
@@ -101,8 +102,10 @@ class ScanMixer(nn.Module):
         rule = Forgetting.of(self.config)
         if rule != Forgetting():
             return self.forgetful().with_forgetting(rule, self.scan, inputs, state, lengths, **options)
+        if isinstance(state, OwnLayerState):
+            options["in_place"] = True
         y, recurrent = self.scan(*inputs, state.recurrent, **options)
-        return y, state._replace(recurrent=recurrent)
+        return y, LayerState(recurrent, state.conv)
 
 
 class MixerLayer(GradientCheckpointingLayer):

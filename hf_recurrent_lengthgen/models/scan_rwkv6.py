@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .chunked_gated_scan import ChunkedGatedScan
 from .fla_kernels import fla_kernel, scan_with_fla
-from .scan_backends import ScanBackend, missing_kernel, run_scan
+from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, run_scan
 
 chunk_rwkv6 = fla_kernel("fla.ops.rwkv6", "chunk_rwkv6")
 
@@ -30,6 +30,7 @@ def scan_rwkv6(
     initial_state: Tensor,
     chunk_size: int = 64,
     backend: ScanBackend = "torch",
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Run the RWKV-6 recurrence from `initial_state` over T tokens.
 
@@ -43,6 +44,8 @@ def scan_rwkv6(
         chunk_size: Tokens per chunk of the torch form, which takes the next power of two; it changes speed and
             memory, not the result. The kernel has its own.
         backend: "torch" (chunked form) or "kernel" (fla).
+        in_place: Whether the initial state may be overwritten with the final one, which only a call without gradients
+            and with a single token does.
 
     Returns:
         Outputs in the dtype of `r`, (B, T, H, P), and the state after the last token, (B, H, P, N), in the dtype of
@@ -51,7 +54,8 @@ def scan_rwkv6(
     Raises:
         ValueError: for an unknown backend or a chunk size below 1.
     """
-    return run_scan(_chunked, _scan_with_kernel, (r, k, v, w, u), initial_state, chunk_size, backend)
+    inputs = r, k, v, w, u
+    return run_scan(_chunked, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)
 
 
 def scan_rwkv6_reference(
@@ -69,9 +73,15 @@ def scan_rwkv6_reference(
 def _chunked(
     r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, state: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    if r.shape[1] == 1:  # decoding
-        return scan_rwkv6_reference(r, k, v, w, u, state)
     return ChunkedGatedScan.apply(r, k, v, w, u, state, chunk_size)
+
+
+def _step(
+    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, state: Tensor, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    r, k, v, w = r[:, 0], k[:, 0], v[:, 0], w[:, 0]
+    y = (state * r[:, :, None]).sum(-1) + (u * k * r).sum(-1, keepdim=True) * v
+    return y[:, None], decayed_and_written(state, w[:, :, None].exp(), v[..., None], k[:, :, None], out)
 
 
 def _scan_with_kernel(

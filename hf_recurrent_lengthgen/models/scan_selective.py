@@ -6,12 +6,13 @@ zero-order hold, B by Euler), for each batch row, channel d and state n:
     h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t      (D, N)
     y_t = sum_n C_t h_t + D x_t                   (D,)
 
-Three forms behind one function, `scan_selective`:
+Four forms behind one function, `scan_selective`:
 
 - `scan_selective_reference`: the definition as a loop over time. Slow, differentiable, the truth in tests.
 - `_scan`: the same loop, one fused operation per token on slabs that stay in the cache of a CPU. No decay is ever
   divided by or summed up, so any decay, zero and complete erasure included, is as exact as in the definition. Its
   backward pass computes the slabs again from one state per chunk: no tensor of B*T*D*N elements exists.
+- `_step`: one token, for decoding.
 - mamba-ssm's `selective_scan_fn` on a GPU, which knows no initial state and drops the gradient of the final one:
   both go through it as tokens, see `_scan_with_kernel`.
 
@@ -24,7 +25,7 @@ import re
 import torch
 from torch import Tensor
 
-from .scan_backends import ScanBackend, missing_kernel, run_scan, scan_in_pieces
+from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, run_scan, scan_in_pieces
 
 try:
     from mamba_ssm.ops.selective_scan_interface import selective_scan_cuda, selective_scan_fn
@@ -53,6 +54,7 @@ def scan_selective(
     initial_state: Tensor,
     chunk_size: int = 16,
     backend: ScanBackend = "torch",
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Run the selective recurrence from `initial_state` over T tokens.
 
@@ -67,6 +69,8 @@ def scan_selective(
         chunk_size: Tokens per state that the torch form keeps for its backward pass; it changes speed and memory,
             not the result. The kernel has its own.
         backend: "torch" or "kernel" (mamba-ssm).
+        in_place: Whether the initial state may be overwritten with the final one, which only a call without gradients
+            and with a single token does.
 
     Returns:
         Outputs in the dtype of `x`, (B, T, D), and the state after the last token, (B, D, N), in the dtype of
@@ -75,7 +79,8 @@ def scan_selective(
     Raises:
         ValueError: for an unknown backend, one that is not installed, or a chunk size below 1.
     """
-    return run_scan(_scan_with_torch, _scan_with_kernel, (x, dt, A, B, C, D), initial_state, chunk_size, backend)
+    inputs = x, dt, A, B, C, D
+    return run_scan(_scan_with_torch, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)
 
 
 def scan_selective_reference(
@@ -88,6 +93,22 @@ def scan_selective_reference(
         state = decay_BDN * state + (dt[:, t] * x[:, t])[..., None] * B[:, t, None]
         outputs.append((state * C[:, t, None]).sum(-1) + D * x[:, t])
     return torch.stack(outputs, dim=1), state
+
+
+def _step(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """One token; .mT, since the other forms leave states with the channels last in memory."""
+    x_BD, dt_BD = x[:, 0], dt[:, 0]
+    state = decayed_and_written(
+        state.mT,
+        (dt_BD[:, None] * A.mT).exp(),
+        (dt_BD * x_BD)[:, None],
+        B[:, 0, :, None],
+        None if out is None else out.mT,
+    )
+    y = (state * C[:, 0, :, None]).sum(1)
+    return torch.addcmul(y, x_BD, D)[:, None], state.mT
 
 
 def _scan_with_torch(

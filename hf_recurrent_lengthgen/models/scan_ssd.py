@@ -6,12 +6,13 @@ Recurrent Models", arXiv:2507.02782, Eq. 1 and 4), per batch row and head, with 
     h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T        (P, N)
     y_t = h_t C_t + D x_t                             (P,)
 
-Three forms behind one function, `scan_ssd`:
+Four forms behind one function, `scan_ssd`:
 
 - `scan_ssd_reference`: the definition as a loop over time. Slow, differentiable, the truth in tests.
 - `_ChunkedSSD`: the chunked form in plain torch. Inside a chunk of Q tokens the map is a masked
   (Q, Q) matrix per head, between chunks one state is carried. Its backward pass recomputes the chunk
   matrices, so that only inputs, outputs and one state per chunk are kept in memory.
+- `_step`: one token, for decoding, on the state as it lies in memory.
 - mamba-ssm's `mamba_chunk_scan_combined` on a GPU. It carries a float32 state from call to call, but multiplies
   float32 matrices in TF32, and below float32 rounds the states between its chunks to the dtype of the inputs.
 
@@ -25,7 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .scan_backends import ScanBackend, even_pieces, keeps_poison, missing_kernel, run_scan, scan_in_pieces
+from .scan_backends import (
+    ScanBackend,
+    decayed_and_written,
+    even_pieces,
+    keeps_poison,
+    missing_kernel,
+    run_scan,
+    scan_in_pieces,
+)
 
 try:
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
@@ -50,6 +59,7 @@ def scan_ssd(
     initial_state: Tensor,
     chunk_size: int = 64,
     backend: ScanBackend = "torch",
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Run the SSD recurrence from `initial_state` over T tokens.
 
@@ -64,6 +74,8 @@ def scan_ssd(
         chunk_size: Tokens per chunk, about, of the chunked forms; it changes speed and memory, not the result. The
             kernel takes the next power of two, from 16 to 256.
         backend: "torch" (chunked form) or "kernel" (mamba-ssm).
+        in_place: Whether the initial state may be overwritten with the final one, which only a call without gradients
+            and with a single token does.
 
     Returns:
         Outputs in the dtype of `x`, (B, T, H, P), and the state after the last token, (B, H, P, N), in
@@ -72,7 +84,8 @@ def scan_ssd(
     Raises:
         ValueError: for an unknown backend or a chunk size below 1.
     """
-    return run_scan(_ChunkedSSD.apply, _scan_with_kernel, (x, dt, A, B, C, D), initial_state, chunk_size, backend)
+    inputs = x, dt, A, B, C, D
+    return run_scan(_ChunkedSSD.apply, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)
 
 
 def scan_ssd_reference(
@@ -89,6 +102,25 @@ def scan_ssd_reference(
         state = decay_BH[..., None, None] * state + update_BHPN
         outputs.append((state * C_BHN[:, :, None, :]).sum(-1) + D[:, None] * x[:, t])
     return torch.stack(outputs, dim=1), state
+
+
+def _step(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """One token; heads are (G, R)."""
+    heads = B.shape[2], -1
+    x_BHP, dt_BH = x[:, 0], dt[:, 0]
+    decay_BGR11 = torch.exp(dt_BH * A).unflatten(1, heads)[..., None, None]
+    u_BGRP1 = (dt_BH[..., None] * x_BHP).unflatten(1, heads)[..., None]
+    state = decayed_and_written(
+        state.unflatten(1, heads),
+        decay_BGR11,
+        u_BGRP1,
+        B[:, 0, :, None, None],
+        None if out is None else out.unflatten(1, heads),
+    )
+    y = (state * C[:, 0, :, None, None]).sum(-1).flatten(1, 2)
+    return torch.addcmul(y, x_BHP, D[:, None])[:, None], state.flatten(1, 2)
 
 
 def _scan_with_kernel(
@@ -161,7 +193,7 @@ class _ChunkedSSD(torch.autograd.Function):
             chunk.decay(states[index], out=states[index + 1]).baddbmm_(
                 chunk.B_ZQN.mT, chunk.groups_of(chunk.weighted_u_BQHP())
             )
-        if x.shape[1] > 1 and keeps_poison(states[-1]):
+        if keeps_poison(states[-1]):
             for index, piece in enumerate(pieces):
                 if keeps_poison(x[:, piece] * dt[:, piece, :, None]):  # times the zeros of earlier tokens it is NaN
                     state = _from_inner(states[index], initial_state.shape)

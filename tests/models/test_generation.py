@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import ByT5Tokenizer, GenerationConfig, TextGenerationPipeline
+from transformers import ByT5Tokenizer, GenerationConfig, LogitsProcessor, TextGenerationPipeline
 
 from hf_recurrent_lengthgen.models.recurrent_cache import RecurrentCache
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, clone_state, concatenate_rows, take_rows
@@ -136,6 +136,51 @@ def test_the_state_after_generation_has_read_all_but_the_last_token(family: Fami
     for layer, truth in zip(output.past_key_values.state, expected, strict=True):
         for part, true_part in zip(layer, truth, strict=True):
             torch.testing.assert_close(part, true_part)
+
+
+@every_family
+def test_generation_overwrites_its_own_states_only(family: Family) -> None:
+    """A token is read in place, but states that anyone else may hold keep their bits."""
+    model, prompt = model_of(family), random_tokens(2, 5)
+    given, seen, kept = random_state(model, 2), [], []
+
+    def look(_: Any, __: Any, output: Any) -> None:
+        if output.past_key_values is not None:
+            seen.append(output.past_key_values.state[0].recurrent.data_ptr())
+
+    def keep(state: RecurrentState | None) -> None:
+        assert state is not None
+        kept.append((state, clone_state(state)))
+
+    keep(given)
+    hook = model.register_forward_hook(look)
+    first = generate(model, prompt, initial_state=given, return_dict_in_generate=True)
+    in_place = len(set(seen[:NEW])) == 1
+    hook.remove()
+    assert in_place == (model.config.forgetting is None)
+    cache = first.past_key_values
+    keep(cache.state)
+    again = generate(model, first.sequences, past_key_values=cache, return_dict_in_generate=True)
+    keep(again.past_key_values.state)
+    with torch.no_grad():
+        keep(model(random_tokens(2, 1), past_key_values=cache).final_state)
+        model(random_tokens(2, 1), past_key_values=cache)
+    with pytest.raises(RuntimeError, match="stop"):
+        generate(model, first.sequences, past_key_values=RecurrentCache(given), logits_processor=[_Stops()])
+    for state, copy in kept:
+        assert all(torch.equal(a, b) for x, y in zip(state, copy, strict=True) for a, b in zip(x, y, strict=True))
+
+
+class _Stops(LogitsProcessor):
+    """Fails at the fourth token."""
+
+    calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 4:
+            raise RuntimeError("stop")
+        return scores
 
 
 @shell_families

@@ -118,6 +118,20 @@ def test_without_decay_and_input_the_state_stays_bit_for_bit(scan: Scan, length:
 
 
 @every_scan
+def test_one_token_in_place_is_the_definition(scan: Scan) -> None:
+    inputs = scan.make_inputs(1)
+    state = inputs["initial_state"].clone()
+    expected = run(scan, scan.reference, inputs)
+    with torch.no_grad():
+        y, final = scan.scan(**inputs)
+        assert torch.equal(inputs["initial_state"], state)
+        y_in_place, final_in_place = scan.scan(**inputs, in_place=True)
+    torch.testing.assert_close(y, expected["y"], rtol=0, atol=1e-12)
+    assert torch.equal(y, y_in_place) and torch.equal(final, final_in_place)
+    assert final_in_place.data_ptr() == inputs["initial_state"].data_ptr()
+
+
+@every_scan
 def test_weak_decays_after_a_strong_one_keep_their_precision(scan: Scan) -> None:
     """A reset (a decay of e^-1000) in a chunk must not blur the small decays of the tokens after it."""
     inputs = scan.resets()
