@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from alignment import bench_alignment, peak_of_alignment
 from chunked_backprop import bench_chunked_backprop, peak_of_chunks
+from decoding import bench_decode
 from effective_remembrance import bench_remembrance, peak_of_remembrance
 from families import bench_gla, bench_mamba1, bench_rwkv6, peak_of_mamba1, peak_of_scan
 from forgetting import bench_window, peak_of_window
@@ -172,6 +173,7 @@ BENCHMARKS = {
     "trainer": bench_trainer,
     "alignment": bench_alignment,
     "chunked_backprop": bench_chunked_backprop,
+    "decode": bench_decode,
     "statex": bench_statex,
     "stream": bench_stream,
     "states": bench_states,

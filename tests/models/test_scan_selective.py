@@ -198,7 +198,7 @@ def test_states_pass_through_a_kernel_that_has_none_as_tokens(
     kernel = {name: value.double() for name, value in run(scan_selective, inputs, backend="kernel").items()}
     for name, value in exact.items():
         assert (kernel[name] - value).norm() <= max(2e-6, rate * 1e-11) * value.norm() + 1e-12, name
-    assert calls == [(2, 8, length + 2 * 5)]
+    assert calls == [(2, 8, length + 2 * 5)] * (length > 1)  # one token needs no kernel
 
 
 def test_large_inputs_go_through_the_kernel_in_rows_and_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

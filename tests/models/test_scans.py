@@ -127,7 +127,8 @@ def test_one_token_in_place_is_the_definition(scan: Scan) -> None:
         assert torch.equal(inputs["initial_state"], state)
         y_in_place, final_in_place = scan.scan(**inputs, in_place=True)
     torch.testing.assert_close(y, expected["y"], rtol=0, atol=1e-12)
-    assert torch.equal(y, y_in_place) and torch.equal(final, final_in_place)
+    assert torch.equal(y, y_in_place)
+    assert torch.equal(final, final_in_place)
     assert final_in_place.data_ptr() == inputs["initial_state"].data_ptr()
 
 
