@@ -1,0 +1,69 @@
+"""Generation, token by token, against Transformers and against reading the weights."""
+
+import torch
+from measure import take_turns
+from torch import nn
+from torch.nn.functional import linear
+from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
+
+from hf_recurrent_lengthgen.models import FAMILIES
+
+ROWS, PROMPT, NEW = (1, 8, 32), 8, 16
+SIZES = {"vocab_size": 8192, "hidden_size": 768, "num_hidden_layers": 4}
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MODELS = {
+    "mamba2": {"num_heads": 24, "head_dim": 64, "state_size": 128, "n_groups": 1},
+    "mamba": {"state_size": 16},
+    "gla": {"num_heads": 4},
+    "rwkv6": {"num_heads": 12, "expand_k": 1.0, "expand_v": 1.0},
+    "rwkv7": {"head_dim": 64},
+    "gated_deltanet": {"num_heads": 6, "head_dim": 128},
+}
+STOCK = {"mamba2": (Mamba2ForCausalLM, Mamba2Config), "mamba": (MambaForCausalLM, MambaConfig)}
+
+
+def bench_decode(rounds: int) -> dict[str, float]:
+    """Tokens/s of `generate` after a prompt, four layers at 130m's dimensions, fp32; the limit reads all matrices."""
+    result = {}
+    for name, sizes in MODELS.items():
+        torch.manual_seed(0)
+        settings = {**SIZES, **IDS, **sizes}
+        made = FAMILIES[f"stateful_{name}"]
+        models = {"ours": made(made.config_class(**settings)).eval()}
+        if name in STOCK:
+            stock, config = STOCK[name]
+            models["theirs"] = stock(config(**settings)).eval()
+        for rows in ROWS:
+            runs = {who: Generating(model, rows) for who, model in models.items()}
+            runs |= {"limit": Reading(models["ours"], rows), "theirs": runs.get("theirs", runs["ours"])}
+            seconds, ratio = take_turns(rounds, runs)
+            prefix = f"{name}_{rows}_rows"
+            result[f"{prefix}_tokens_per_second"] = rows * NEW / seconds["ours"]
+            result[f"{prefix}_limit"] = rows * NEW / seconds["limit"]
+            if name in STOCK:
+                result[f"{prefix}_ratio"] = ratio
+    return result
+
+
+class Generating:
+    """Greedy generation of `NEW` tokens, when called."""
+
+    def __init__(self, model: nn.Module, rows: int) -> None:
+        self.model, self.ids = model, torch.arange(rows * PROMPT).view(rows, PROMPT) % 251 + 3
+
+    def __call__(self) -> None:
+        self.model.generate(self.ids, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)  # type: ignore[operator]
+
+
+class Reading:
+    """`NEW` products of each matrix of a model with one vector per row, when called."""
+
+    def __init__(self, model: nn.Module, rows: int) -> None:
+        weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+        self.pairs = [(torch.randn(rows, weight.shape[1]), weight) for weight in weights]
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        for _ in range(NEW):
+            for x, weight in self.pairs:
+                linear(x, weight)
