@@ -395,6 +395,7 @@ def report(study: FamilyStudy, seeds: list[int]) -> None:
     if study.results == HERE / "results":
         fill(HERE / "README.md", tables | figures)
         fill(ROOT / "README.md", {"families": summary(families)})
+        fill(ROOT / "docs/delta_rule.md", {"lengths": lengths_table(found)})
     print(text)
 
 
@@ -407,6 +408,19 @@ def summary(found: Found) -> str:
         if methods.keys() >= {*shown}
     ]
     return markdown(["", *map(label_of, shown)], rows).replace("-0.00", "+0.00")
+
+
+def lengths_table(found: Found) -> str:
+    """Families with two training lengths: mean harm of the base and after state passing, at each."""
+
+    def cell(family: str) -> str:
+        methods = found.get(family, {})
+        harms = [recurrent_harm(methods[method]) for method in ("base", "state_passing") if method in methods]
+        return ", then ".join(f"{harm:+.2f}" for harm in harms)
+
+    pairs = [(name, f"{name}_short") for name in FAMILIES if f"{name}_short" in FAMILIES]
+    rows = [[FAMILIES[long].label, cell(long), cell(short)] for long, short in pairs if {long, short} & found.keys()]
+    return markdown(["", "rows of 128", "rows of 16"], rows).replace("-0.00", "+0.00")
 
 
 def recurrent_harm(results: dict[int, Result]) -> float:
