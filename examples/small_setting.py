@@ -220,6 +220,12 @@ class Stages:
             file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         loss = float(found["log"][-1]["loss"])
         print(f"seed {seed} {name}: loss {loss:.3f}, {self.shown(found['measured'])}", flush=True)
+        if kept is not None and kept["key"] == key and kept["measured"] != found["measured"]:
+            print(
+                f"Note: trained again, seed {seed} {name} has other results than before, as other machines round sums "
+                "differently. Stages that are there went on from the earlier one: delete their files for one start.",
+                flush=True,
+            )
         return found
 
     def write_results(self, path: Path, found: dict[str, dict[int, Result]]) -> None:

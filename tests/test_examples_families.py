@@ -61,8 +61,14 @@ def test_a_family_is_studied_and_goes_on_with_the_arm_that_is_missing(
     older = results / family / "tbtt/seed3.json"
     older.write_text(older.read_text().replace('"model_type": "', '"model_type": "other_'))
     shutil.rmtree(output / f"seed3/{family}/base")  # as where the checkpoints were not kept
+    base = results / family / "base/seed3.json"
+    elsewhere = json.loads(base.read_text())
+    elsewhere["measured"]["context_use"]["mean"] += 1.0
+    base.write_text(json.dumps(elsewhere))
     runpy.run_path(str(RUN), run_name="__main__")
-    again = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("seed")]
+    printed = capsys.readouterr().out
+    assert printed.count(f"seed 3 {family}/base has other results than before") == 1
+    again = [line.partition(":")[0] for line in printed.splitlines() if line.startswith("seed")]
     assert again == [f"seed 3 {family}/{method}" for method in ("base", "tbtt")]
     assert (results / "families.md").read_text() == table
 
