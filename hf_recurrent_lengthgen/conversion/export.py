@@ -55,9 +55,14 @@ def export_checkpoint(
     check_exportable(layout, config)
     files = TensorFiles(found.path)
     renames = expand(layout.renames(config), config.num_hidden_layers)
+    tied, shared = tied_names(config), {}
+    if tied is not None and any(tied[0] in rename.our_names for rename in renames):
+        raise ValueError(
+            f"{layout.title} cannot hold this model, whose head is its embeddings (tie_word_embeddings True): publish "
+            "it as a checkpoint of this package."
+        )
     entries = to_theirs(renames, files, expected_shapes(config), checkpoint)
-    shared = {}
-    if layout.writes_tied_head and (tied := tied_names(config)) is not None:
+    if tied is not None and layout.writes_tied_head:
         shared[layout.tied_head] = next(x.their_names[0] for x in renames if x.our_names == (tied[1],))
     metas = {entry.name: Meta(entry.shape, entry.dtype) for entry in entries}
     settings = exported_config(layout, config, metas | {name: metas[other] for name, other in shared.items()})

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, same_names
+from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, is_tied, same_names
 from hf_recurrent_lengthgen.conversion.key_maps import SAME, Rename, Transform
 from hf_recurrent_lengthgen.models import StatefulRWKV5Config, StatefulRWKV6Config, StatefulRWKV7Config
 
@@ -211,4 +211,5 @@ def pth_renames(config: Any) -> list[Rename]:
 def repository_renames(config: Any) -> list[Rename]:
     if config.model_type == RWKV5:
         return same_names(config)
-    return [replace(rename, theirs=tuple(map(in_repository, rename.their_names))) for rename in rwkv6_map()]
+    renames = [rename for rename in rwkv6_map() if not (is_tied(config) and rename.theirs == "head.weight")]
+    return [replace(rename, theirs=tuple(map(in_repository, rename.their_names))) for rename in renames]

@@ -272,6 +272,20 @@ def test_repositories_compute_what_the_loop_does_and_come_back_the_same(generati
     assert "It has no code" in code_note(RWKV_HF, tmp_path / "back")
 
 
+@pytest.mark.parametrize("generation", [6, 5])
+def test_repositories_hold_tied_heads_and_pth_files_do_not(generation: int, tmp_path: Path) -> None:
+    weights = draw(SHAPES[f"rwkv{generation}"](OFFICIAL))
+    del weights["head.weight"]
+    folder = write_repository(weights, tmp_path / "theirs", generation, OFFICIAL, tie_word_embeddings=True)
+    convert_checkpoint(str(folder), tmp_path / "ours")
+    assert_computes(tmp_path / "ours", weights | {"head.weight": weights["emb.weight"]})
+    export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "rwkv-hf")
+    assert_same(load_file(tmp_path / "back/model.safetensors"), load_file(folder / "model.safetensors"))
+    with pytest.raises(ValueError, match="whose head is its embeddings"):
+        export_checkpoint(str(tmp_path / "ours"), tmp_path / "pth", "rwkv")
+    assert not (tmp_path / "pth").exists()
+
+
 def test_the_code_of_a_repository_on_the_hub_is_named(tmp_path: Path) -> None:
     folder = write_repository(draw(rwkv6_shapes(OFFICIAL)), tmp_path / "theirs", 6, OFFICIAL)
     snapshot = tmp_path / "models--user--name" / "snapshots" / ("0" * 40)
@@ -451,7 +465,7 @@ def test_repositories_whose_config_does_not_fit_are_refused(
         ("fla", {}, "group_norm_eps 0.00064"),
         ("rwkv", {"group_norm_eps": 1e-3}, "group_norm_eps 0.001"),
         ("rwkv", {"norm_eps": 1e-6}, "norm_eps 1e-06"),
-        ("rwkv", {"tie_word_embeddings": True}, "tie_word_embeddings True"),
+        ("rwkv", {"tie_word_embeddings": True}, r"head is its embeddings \(tie_word_embeddings True\)"),
         ("rwkv-hf", {}, r"proj_low_rank_dim 5 \(there 32\), gate_low_rank_dim 7 \(there 64\)"),
     ],
 )
