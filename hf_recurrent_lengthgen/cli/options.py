@@ -287,7 +287,8 @@ def _flags_of(path: str) -> list[str]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold options as 'option: value' lines, got {type(values).__name__}.")
     flags, known = [], _known()
-    for key, value in values.items():
+    for name, value in values.items():
+        key = "output_dir" if name == "output" else name  # as on the command line
         if key not in known:
             raise ValueError(f"{path}: unknown option {key!r}; {_hint(key)}.")
         if isinstance(value, list):

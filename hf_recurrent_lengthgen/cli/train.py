@@ -41,6 +41,8 @@ def run(arguments: Sequence[str]) -> int:
     command = ["lengthgen", "train", *arguments]
     if {"-h", "--help", "--help-all"} & set(arguments):
         command_parser("--help-all" in arguments).parse_args(["--help"])
+    if any(argument.partition("=")[0] == "--config" for argument in arguments):
+        raise ValueError("A config file needs no --config: lengthgen train CONFIG.yaml [options].")
     config_file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     settings, training, trainer_class = read_options(arguments, config_file)
     try:

@@ -202,8 +202,9 @@ def test_a_file_gives_options_and_flags_win(tmp_path: Path) -> None:
     assert not training.carry_conv_state
 
 
-def test_training_from_a_file(checkpoint: Path, text_file: Path, tmp_path: Path) -> None:
-    lines = {"model": checkpoint, "data": text_file, "output_dir": tmp_path / "out", "learning_rate": "1e-3"} | TINY
+@pytest.mark.parametrize("output", ["output", "output_dir"])
+def test_training_from_a_file(output: str, checkpoint: Path, text_file: Path, tmp_path: Path) -> None:
+    lines = {"model": checkpoint, "data": text_file, output: tmp_path / "out", "learning_rate": "1e-3"} | TINY
     path = write(tmp_path / "config.yaml", "".join(f"{name}: {value}\n" for name, value in lines.items()))
     assert main(["train", str(path), "--max-steps", "1"]) == 0
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
@@ -229,6 +230,12 @@ def test_an_unusable_file_is_refused(
     error = capsys.readouterr().err
     assert str(path) in error
     assert any(part in error for part in message.split("|"))
+
+
+@pytest.mark.parametrize("arguments", [["--config", "c.yaml"], ["--use-cpu", "--config=c.yaml"]])
+def test_a_file_is_not_an_option(arguments: list[str], train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(*arguments) == 1
+    assert "lengthgen train CONFIG.yaml [options]" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there_is_refused(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
