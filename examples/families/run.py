@@ -145,6 +145,14 @@ RWKV5 = Family("RWKV-5", "stateful_rwkv5", {"head_size": 32}, SLOW_RWKV)
 FAMILIES = {
     "mamba2": MAMBA2,
     "mamba2_default": replace(MAMBA2, label="Mamba-2, default start", start=None, longer=4, shorter=2),
+    "mamba2_large_default": replace(
+        MAMBA2,
+        label="Mamba-2, default start, N 128, rows of 16",
+        config=MAMBA2.config | {"state_size": 128},
+        start=None,
+        longer=4,
+        shorter=8,
+    ),
     "mamba": MAMBA1,
     "mamba_default": replace(MAMBA1, label="Mamba-1, default start", start=None, longer=2, shorter=2),
     "falcon_mamba": Family(
