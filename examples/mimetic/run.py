@@ -99,10 +99,12 @@ def sweeps(family: str) -> Iterator[Row]:
 
 def state_passing(family: str) -> Iterator[Row]:
     starts = {"default": {}, "one layer mimetic, c = 2": {"c": 2.0}, "one layer mimetic, c = 8": {"c": 8.0}}
-    for label, factor, passed in product(starts, (1.0, 10.0), (False, True)):
-        changes = {"steps": 2 * Sizes().steps, "passed": passed, "decay_rate": factor} | starts[label]
+    steps = 2 * Sizes().steps
+    runs = [*product(starts, (1.0, 10.0), (steps,)), *product(starts, (1.0,), (4 * steps,))]
+    for (label, factor, count), passed in product(runs, (False, True)):
+        changes = {"steps": count, "passed": passed, "decay_rate": factor} | starts[label]
         start = "one" if "c" in changes else "default"
-        row = (label, f"{factor:g}x", "yes" if passed else "no")
+        row = (label, f"{count:,}", f"{factor:g}x", "yes" if passed else "no")
         yield row, Arm(start, RATE, family=family, changes=tuple(changes.items()))
 
 
@@ -115,7 +117,7 @@ STUDIES: dict[str, tuple[Callable[[str], Iterator[Row]], Layout]] = {
     "linear": (linear, Layout(("second layer", "learning rate"), drawn=LENGTHS, panel=1)),
     "teacher": (teacher, Layout(("start of the teacher", "all layers from"))),
     "sweeps": (sweeps, Layout(("swept", "value", "start"), ("area", "1x", "2x", "4x"), ("area",), 1, 0)),
-    "state_passing": (state_passing, Layout(("start", "rate of decays", "state passing"), ("1x", "3x"))),
+    "state_passing": (state_passing, Layout(("start", "steps", "rate of decays", "state passing"), ("1x", "3x"))),
 }
 
 
