@@ -86,11 +86,11 @@ def test_state_passing_is_studied_with_and_without_fast_decays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_study(monkeypatch, tmp_path, "--studies", "state_passing", "--seeds", 0)
-    assert len(trained(capsys.readouterr().out)) == 18
+    assert len(trained(capsys.readouterr().out)) == 16
     keys = [json.loads(file.read_text())["key"] for file in tmp_path.rglob("seed0.json")]
     trainers = Counter((key["trainer"], key["arm"]["sizes"]["passed"]) for key in keys)
     assert trainers == {
-        **{("ZeroStateTrainer", False): 6, ("StatePassingTrainer", True): 6},
+        **{("ZeroStateTrainer", False): 5, ("StatePassingTrainer", True): 5},
         **{("WithDecayRate", False): 3, ("WithDecayRate", True): 3},
     }
 
@@ -101,7 +101,7 @@ def test_every_arm_has_a_name_of_its_own_and_every_study_shares_arms(names: dict
         for name, (rows, _) in names["STUDIES"].items()
     }
     assert {name: len({arm for arm in arms if arm.family == "mamba2"}) for name, arms in studies.items()} == {
-        **{"rates": 16, "switches": 16, "tasks": 24, "linear": 12, "teacher": 10, "sweeps": 30, "state_passing": 18},
+        **{"rates": 16, "switches": 16, "tasks": 24, "linear": 12, "teacher": 10, "sweeps": 30, "state_passing": 16},
     }
     arms = {arm for found in studies.values() for arm in found}
     assert len({arm.name for arm in arms}) == len(arms)

@@ -55,10 +55,10 @@ class Settings:
     mimetic_c: float = 5.0
     length: int = 128
     rows: int = 16
-    base_steps: int = 1600
+    base_steps: int = 3200
     base_learning_rate: float = 4e-3
     parts: tuple[int, ...] = (16, 8, 4, 2)
-    tuning_steps: int = 300
+    tuning_steps: int = 1000
     tuning_learning_rate: float = 4e-4
     lengths: tuple[int, ...] = (64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
     depths: int = 10
