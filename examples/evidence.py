@@ -72,7 +72,8 @@ STUDIES = {
         "Does a larger state help after training, and from which start?",
         [
             "state_expansion/run.py --bases mamba2_mimetic",
-            *(f"state_expansion/run.py --bases {base} --seeds 0 1 2" for base in ("gla", "heads", "mamba2", "bamba")),
+            *(f"state_expansion/run.py --bases {base} --seeds 0 1 2" for base in ("gla", "heads")),
+            "state_expansion/run.py --bases mamba2 bamba --arms vanilla --seeds 0",  # bases that do not learn to recall
         ],
         "state_expansion/run.py --report",
         1.5,
