@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-slow test-oldest lint format bench evidence docs clean
+.PHONY: help demo test test-all test-slow test-oldest lint format bench bench-full evidence docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -44,7 +44,10 @@ format: $(INSTALLED) ## fix what can be fixed automatically
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: $(INSTALLED) ## measure speed and memory against Transformers
+bench: $(INSTALLED) ## measure the ratios that matter most in minutes, and say which fell
+	$(VENV)/bin/python benchmarks/guard.py
+
+bench-full: $(INSTALLED) ## measure speed and memory against Transformers
 	$(VENV)/bin/python benchmarks/run.py
 
 evidence: $(INSTALLED) ## repeat the studies of examples/ (hours; the same command goes on)

@@ -22,20 +22,26 @@ MODELS = {
 STOCK = {"mamba2": (Mamba2ForCausalLM, Mamba2Config), "mamba": (MambaForCausalLM, MambaConfig)}
 
 
+def models(name: str) -> dict[str, nn.Module]:
+    """Four layers at 130m's dimensions, float32: ours, and Transformers' if it has one."""
+    torch.manual_seed(0)
+    settings = {**SIZES, **IDS, **MODELS[name]}
+    made = FAMILIES[f"stateful_{name}"]
+    found = {"ours": made(made.config_class(**settings)).eval()}
+    if name in STOCK:
+        stock, config = STOCK[name]
+        found["theirs"] = stock(config(**settings)).eval()
+    return found
+
+
 def bench_decode(rounds: int) -> dict[str, float]:
     """Tokens/s of `generate` after a prompt, four layers at 130m's dimensions, fp32; the limit reads all matrices."""
     result = {}
-    for name, sizes in MODELS.items():
-        torch.manual_seed(0)
-        settings = {**SIZES, **IDS, **sizes}
-        made = FAMILIES[f"stateful_{name}"]
-        models = {"ours": made(made.config_class(**settings)).eval()}
-        if name in STOCK:
-            stock, config = STOCK[name]
-            models["theirs"] = stock(config(**settings)).eval()
+    for name in MODELS:
+        found = models(name)
         for rows in ROWS:
-            runs = {who: Generating(model, rows) for who, model in models.items()}
-            runs |= {"limit": Reading(models["ours"], rows), "theirs": runs.get("theirs", runs["ours"])}
+            runs = {who: Generating(model, rows) for who, model in found.items()}
+            runs |= {"limit": Reading(found["ours"], rows), "theirs": runs.get("theirs", runs["ours"])}
             seconds, ratio = take_turns(rounds, runs)
             prefix = f"{name}_{rows}_rows"
             result[f"{prefix}_tokens_per_second"] = rows * NEW / seconds["ours"]
@@ -46,13 +52,14 @@ def bench_decode(rounds: int) -> dict[str, float]:
 
 
 class Generating:
-    """Greedy generation of `NEW` tokens, when called."""
+    """Greedy generation of `new` tokens after a prompt, when called."""
 
-    def __init__(self, model: nn.Module, rows: int) -> None:
-        self.model, self.ids = model, torch.arange(rows * PROMPT).view(rows, PROMPT) % 251 + 3
+    def __init__(self, model: nn.Module, rows: int, prompt: int = PROMPT, new: int = NEW) -> None:
+        self.model, self.new = model, new
+        self.ids = torch.arange(rows * prompt).view(rows, prompt) % 251 + 3
 
     def __call__(self) -> None:
-        self.model.generate(self.ids, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)  # type: ignore[operator]
+        self.model.generate(self.ids, max_new_tokens=self.new, min_new_tokens=self.new, do_sample=False)  # type: ignore[operator]
 
 
 class Reading:

@@ -70,8 +70,8 @@ def bench_delta(rounds: int) -> dict[str, float]:
     }
 
 
-def bench_hybrid(rounds: int) -> dict[str, float]:
-    """A wrapped Qwen3-Next mixer, forward and backward, B 1, D 1024, 16 value heads of 128 (8 of keys), float32."""
+def mixer_passes() -> tuple[dict[str, Callable[[], None]], dict[str, tuple[Callable[[], Tensor], nn.Module]]]:
+    """Forward and backward of a mixer with our scan and the stock one, and of its projections alone; the mixers."""
     layers = {"ours": delta_layer("auto"), "theirs": delta_layer("stock")}
     maps = [module for module in layers["ours"][1].modules() if isinstance(module, nn.Linear)]
     hidden = [torch.randn(LENGTH, module.in_features, requires_grad=True) for module in maps]
@@ -81,7 +81,13 @@ def bench_hybrid(rounds: int) -> dict[str, float]:
             module(x).sum().backward()
 
     passes = {name: lambda loss=loss: loss().backward() for name, (loss, _) in layers.items()}
-    seconds, ratio = take_turns(rounds, passes | {"projections_alone": projections})
+    return passes | {"projections_alone": projections}, layers
+
+
+def bench_hybrid(rounds: int) -> dict[str, float]:
+    """A wrapped Qwen3-Next mixer, forward and backward, B 1, D 1024, 16 value heads of 128 (8 of keys), float32."""
+    passes, layers = mixer_passes()
+    seconds, ratio = take_turns(rounds, passes)
     saved = {name: saved_bytes(loss, mixer.parameters()) / 2**20 for name, (loss, mixer) in layers.items()}
     return {f"{name}_tokens_per_second": LENGTH / value for name, value in seconds.items()} | {
         "speed_ratio": ratio,

@@ -5,22 +5,30 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 
 
-def take_turns(rounds: int, competitors: dict[str, Callable[[], None]]) -> tuple[dict[str, float], float]:
-    """Median seconds of each, and the median over rounds of theirs / ours; one round before is not counted."""
+def times_of_turns(
+    rounds: int, competitors: Mapping[str, Callable[[], object]], clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Seconds of each in each round, one after the other; a round before is not counted."""
     times: dict[str, list[float]] = {name: [] for name in competitors}
     for _ in range(rounds + 1):
         for name, run in competitors.items():
-            began = time.perf_counter()
+            began = clock()
             run()
-            times[name].append(time.perf_counter() - began)
-    ratios = [theirs / ours for theirs, ours in zip(times["theirs"][1:], times["ours"][1:], strict=True)]
-    return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}, statistics.median(ratios)
+            times[name].append(clock() - began)
+    return {name: seconds[1:] for name, seconds in times.items()}
+
+
+def take_turns(rounds: int, competitors: Mapping[str, Callable[[], object]]) -> tuple[dict[str, float], float]:
+    """Median seconds of each, and the median over rounds of theirs / ours."""
+    times = times_of_turns(rounds, competitors)
+    ratios = [theirs / ours for theirs, ours in zip(times["theirs"], times["ours"], strict=True)]
+    return {name: statistics.median(seconds) for name, seconds in times.items()}, statistics.median(ratios)
 
 
 def saved_bytes(forward: Callable[[], torch.Tensor], parameters: Iterable[torch.Tensor] = ()) -> int:

@@ -73,7 +73,7 @@ STUDIES = {
         [
             "state_expansion/run.py --bases mamba2_mimetic",
             *(f"state_expansion/run.py --bases {base} --seeds 0 1 2" for base in ("gla", "heads")),
-            "state_expansion/run.py --bases mamba2 bamba --arms vanilla --seeds 0",  # bases that do not learn to recall
+            "state_expansion/run.py --bases mamba2 bamba --arms vanilla --seeds 0",  # bases that learn no recall
         ],
         "state_expansion/run.py --report",
         1.5,

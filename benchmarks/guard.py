@@ -1,0 +1,185 @@
+"""The ratios that matter most, in minutes: one table, and which of them fell since they were last kept.
+
+    python benchmarks/guard.py             # the table; the code is 1 if a ratio fell
+    python benchmarks/guard.py --keep      # the same, and keep the ratios in ratios.json, beside this file
+    python benchmarks/guard.py --json FILE # all rounds, for programs
+
+Competitors take turns. Times are seconds of the processor, so other work on the machine slows both alike. "Limit" is
+what no change of ours can shorten: the projections of a layer, or a product of each matrix with each token's vector.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from decoding import NEW, Generating, Reading
+from decoding import models as decoders
+from families import scan_pass
+from forgetting import LENGTH as WINDOWED
+from forgetting import passes as window_passes
+from hybrids import delta_losses, mixer_passes
+from mamba2 import loss_of, scans, training_passes
+from measure import saved_bytes, times_of_turns
+from torch import Tensor
+from trainer_steps import LENGTH
+from transformers.utils import logging
+
+KEPT = Path(__file__).with_name("ratios.json")
+SLACK = 0.05
+"""A ratio fell if its median is this share below the least of the rounds that were kept."""
+
+
+class Row(NamedTuple):
+    """Competitors by name: "ours", and "theirs", "limit" or both; each processes `tokens` when called."""
+
+    name: str
+    tokens: int
+    competitors: dict[str, Callable[[], object]]
+
+
+class Measured(NamedTuple):
+    """Seconds of each competitor in each round, or bytes, once."""
+
+    name: str
+    tokens: int
+    found: Mapping[str, Sequence[float]]
+
+    def ratios(self, other: str) -> list[float]:
+        """How many times the seconds of ours the other takes, in each round: more is better for ours."""
+        return [theirs / ours for theirs, ours in zip(self.found.get(other, ()), self.found["ours"], strict=False)]
+
+
+def backwards(losses: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], object]]:
+    """Forward and backward of each."""
+    return {name: lambda loss=loss: loss().backward() for name, loss in losses.items()}  # type: ignore[misc]
+
+
+def rows() -> Iterator[Row]:
+    """What is timed; models are made when their row is asked for."""
+    yield Row("Mamba-2 scan, training", LENGTH, backwards(scans()[0]))
+    passes, _ = training_passes()
+    yield Row("Mamba-2 model, training", LENGTH, {**passes, "limit": passes["projections"]})
+    losses, _ = delta_losses()
+    yield Row("delta rule, training", LENGTH, backwards({name: losses[name] for name in ("ours", "theirs")}))
+    passes, _ = mixer_passes()
+    yield Row("Qwen3-Next mixer, training", LENGTH, {**passes, "limit": passes["projections_alone"]})
+    gla, rwkv6 = (scan_pass(name)[0] for name in ("gla", "rwkv6"))
+    yield Row("RWKV-6 scan (theirs: GLA), training", LENGTH, backwards({"ours": rwkv6, "theirs": gla}))
+    for family in ("mamba2", "mamba", "gla", "rwkv6"):
+        passes = window_passes(family)
+        runs: dict[str, Callable[[], object]] = {"ours": passes["theirs"], "theirs": passes["ours"]}
+        yield Row(f"{family} scan, window (theirs: none)", WINDOWED, runs)
+    for family in ("mamba2", "mamba", "gla", "rwkv6", "rwkv7"):
+        found = decoders(family)
+        for count in (1, 8):
+            runs = {who: Generating(model, count) for who, model in found.items()}
+            yield Row(
+                f"{family} decoding, rows {count}", count * NEW, {**runs, "limit": Reading(found["ours"], count)}
+            )
+        if family == "mamba2":
+            runs = {who: Generating(model, 1, LENGTH, 1) for who, model in found.items()}
+            yield Row(f"{family} first token after {LENGTH:,}", LENGTH, runs)
+
+
+def kept_bytes() -> Iterator[Measured]:
+    """What a training pass keeps for its backward pass."""
+    _, models = training_passes()
+    sizes = {
+        name: saved_bytes(lambda model=model: loss_of(model), model.parameters()) for name, model in models.items()
+    }
+    yield Measured("Mamba-2 model, bytes kept", 1, {name: [size] for name, size in sizes.items()})
+    losses, inputs = delta_losses()
+    sizes = {name: saved_bytes(losses[name], inputs) for name in ("ours", "theirs")}
+    yield Measured("delta rule, bytes kept", 1, {name: [size] for name, size in sizes.items()})
+
+
+def measured(rounds: int) -> Iterator[Measured]:
+    """All rows."""
+    for row in rows():
+        chosen = {name: row.competitors[name] for name in ("ours", "theirs", "limit") if name in row.competitors}
+        yield Measured(row.name, row.tokens, times_of_turns(rounds, chosen, time.process_time))
+    yield from kept_bytes()
+
+
+HEAD = ("", "ours", "theirs", "ratio", "rounds", "limit", "share")
+
+
+def line(row: Measured) -> tuple[str, ...]:
+    """Tokens/s (MiB for bytes) of each, the ratio to theirs with its range, and the share of the limit."""
+
+    def figure(name: str) -> str:
+        if name not in row.found:
+            return ""
+        middle = statistics.median(row.found[name])
+        return f"{row.tokens / middle:,.0f}" if row.tokens > 1 else f"{middle / 2**20:,.0f} MiB"
+
+    ratios, shares = row.ratios("theirs"), row.ratios("limit")
+    return (
+        row.name,
+        figure("ours"),
+        figure("theirs"),
+        f"{statistics.median(ratios):.2f}x" if ratios else "",
+        f"{min(ratios):.2f} to {max(ratios):.2f}" if len(ratios) > 1 else "",
+        figure("limit"),
+        f"{statistics.median(shares):.2f}" if shares else "",
+    )
+
+
+def summary(rows: list[Measured]) -> dict[str, dict[str, float]]:
+    """Median and least ratio of each row, to theirs and to the limit."""
+    return {
+        f"{row.name}, to {other}": {"median": statistics.median(ratios), "least": min(ratios)}
+        for row in rows
+        for other in ("theirs", "limit")
+        if (ratios := row.ratios(other))
+    }
+
+
+def fallen(now: dict[str, dict[str, float]], kept: dict[str, dict[str, float]]) -> list[str]:
+    """What fell below the kept rounds, or is no longer measured, in words."""
+    gone = [f"{name}: no longer measured" for name in kept if name not in now]
+    return gone + [
+        f"{name}: {now[name]['median']:.2f}, kept {then['median']:.2f} (least {then['least']:.2f})"
+        for name, then in kept.items()
+        if name in now and now[name]["median"] < (1 - SLACK) * then["least"]
+    ]
+
+
+def main() -> int:
+    """Measure, print, compare, keep; 1 if a ratio fell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each competitor (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="file for the seconds of all rounds")
+    parser.add_argument("--keep", action="store_true", help=f"keep the ratios in {KEPT.name}")
+    options = parser.parse_args()
+    logging.set_verbosity_error()  # of kernels that a CPU has not
+    threads = torch.get_num_threads()
+    print(f"torch {torch.__version__}, {threads} threads, load average {os.getloadavg()[0]:.1f}; tokens/s of a core\n")
+    form = "{:40} {:>10} {:>10} {:>8} {:>14} {:>10} {:>6}"
+    print(form.format(*HEAD), flush=True)
+    found = []
+    for row in measured(options.rounds):
+        found.append(row)
+        print(form.format(*line(row)), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps([row._asdict() for row in found], indent=1) + "\n", encoding="utf-8")
+    now = summary(found)
+    if options.keep:
+        KEPT.write_text(json.dumps({"threads": threads, "ratios": now}, indent=1) + "\n", encoding="utf-8")
+    kept: dict[str, Any] = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {"ratios": {}}
+    if kept.get("threads", threads) != threads:
+        print(f"\nThe kept ratios are of {kept['threads']} threads: set OMP_NUM_THREADS={kept['threads']} to compare.")
+        return 0
+    fell = fallen(now, kept["ratios"])
+    print("\n" + ("Fell:\n" + "\n".join(fell) if fell else "No ratio fell." if kept["ratios"] else "None are kept."))
+    return int(bool(fell))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

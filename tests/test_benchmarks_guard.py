@@ -1,0 +1,79 @@
+"""benchmarks/guard.py says which ratios fell; what it measures is not a test."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def guard(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(FOLDER)
+    before = set(sys.modules)
+    module = importlib.import_module("guard")
+    yield module
+    for name in set(sys.modules) - before:  # modules of this folder have common names, such as "forgetting"
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(FOLDER)):
+            del sys.modules[name]
+
+
+def rows(guard: Any, theirs: list[float]) -> list[Any]:
+    ours = [1.0] * len(theirs)
+    return [
+        guard.Measured("scan", 2048, {"ours": ours, "theirs": theirs, "limit": [0.5] * len(theirs)}),
+        guard.Measured("bytes", 1, {"ours": [2**20], "theirs": [3 * 2**20]}),
+    ]
+
+
+def test_a_line_has_rates_ratio_range_and_share_of_the_limit(guard: Any) -> None:
+    scan, size = rows(guard, [2.0, 4.0, 3.0])
+    assert guard.line(scan) == ("scan", "2,048", "683", "3.00x", "2.00 to 4.00", "4,096", "0.50")
+    assert guard.line(size) == ("bytes", "1 MiB", "3 MiB", "3.00x", "", "", "")
+
+
+def run(guard: Any, monkeypatch: pytest.MonkeyPatch, theirs: list[float], *options: str) -> int:
+    monkeypatch.setattr(guard, "measured", lambda rounds: iter(rows(guard, theirs)))
+    monkeypatch.setattr(sys, "argv", ["guard.py", *options])
+    code: int = guard.main()
+    return code
+
+
+def test_only_a_ratio_below_the_kept_rounds_fell(
+    guard: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(guard, "KEPT", tmp_path / "ratios.json")
+    assert run(guard, monkeypatch, [2.0, 4.0, 3.0]) == 0
+    assert "None are kept." in capsys.readouterr().out
+    assert run(guard, monkeypatch, [2.0, 4.0, 3.0], "--keep", "--json", str(tmp_path / "all.json")) == 0
+    assert json.loads((tmp_path / "all.json").read_text())[0]["found"]["theirs"] == [2.0, 4.0, 3.0]
+    assert run(guard, monkeypatch, [1.91, 1.95, 1.85]) == 0  # within 5 % of the least that was kept
+    assert "No ratio fell." in capsys.readouterr().out
+    assert run(guard, monkeypatch, [1.89, 1.8, 4.0]) == 1
+    assert "scan, to theirs: 1.89, kept 3.00 (least 2.00)" in capsys.readouterr().out
+
+
+def test_a_row_that_is_gone_and_other_threads_are_told(
+    guard: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "ratios.json"
+    monkeypatch.setattr(guard, "KEPT", kept)
+    run(guard, monkeypatch, [2.0], "--keep")
+    found = json.loads(kept.read_text())
+    kept.write_text(json.dumps(found | {"ratios": found["ratios"] | {"old": {"median": 1.0, "least": 1.0}}}))
+    assert run(guard, monkeypatch, [2.0]) == 1
+    assert "old: no longer measured" in capsys.readouterr().out
+    kept.write_text(json.dumps(found | {"threads": 99}))
+    assert run(guard, monkeypatch, [0.1]) == 0
+    assert "set OMP_NUM_THREADS=99 to compare" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_every_row_can_be_made(guard: Any) -> None:
+    """With models and inputs of full size, not run: a row that cannot be made would stop the table in its middle."""
+    names = [row.name for row in guard.rows() if {"ours"} < set(row.competitors)]
+    assert len(names) == len(set(names)) == 20
