@@ -4,8 +4,8 @@
     python benchmarks/guard.py --keep      # the same, and keep the ratios in ratios.json, beside this file
     python benchmarks/guard.py --json FILE # all rounds, for programs
 
-Competitors take turns. Times are seconds of the processor, so other work on the machine slows both alike. "Limit" is
-what no change of ours can shorten: the projections of a layer, or a product of each matrix with each token's vector.
+Competitors take turns, on one thread. Times are seconds of the processor, so other work on the machine slows both
+alike. "Limit" is what no change of ours can shorten: the projections of a layer, or a product of each matrix with each token's vector.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from decoding import NEW, Generating, Reading
@@ -159,8 +159,8 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help=f"keep the ratios in {KEPT.name}")
     options = parser.parse_args()
     logging.set_verbosity_error()  # of kernels that a CPU has not
-    threads = torch.get_num_threads()
-    print(f"torch {torch.__version__}, {threads} threads, load average {os.getloadavg()[0]:.1f}; tokens/s of a core\n")
+    torch.set_num_threads(1)  # seconds of the processor count threads that wait for others, too
+    print(f"torch {torch.__version__}, load average {os.getloadavg()[0]:.1f}; tokens per second of a core\n")
     form = "{:40} {:>10} {:>10} {:>8} {:>14} {:>10} {:>6}"
     print(form.format(*HEAD), flush=True)
     found = []
@@ -171,13 +171,10 @@ def main() -> int:
         options.json.write_text(json.dumps([row._asdict() for row in found], indent=1) + "\n", encoding="utf-8")
     now = summary(found)
     if options.keep:
-        KEPT.write_text(json.dumps({"threads": threads, "ratios": now}, indent=1) + "\n", encoding="utf-8")
-    kept: dict[str, Any] = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {"ratios": {}}
-    if kept.get("threads", threads) != threads:
-        print(f"\nThe kept ratios are of {kept['threads']} threads: set OMP_NUM_THREADS={kept['threads']} to compare.")
-        return 0
-    fell = fallen(now, kept["ratios"])
-    print("\n" + ("Fell:\n" + "\n".join(fell) if fell else "No ratio fell." if kept["ratios"] else "None are kept."))
+        KEPT.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+    kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {}
+    fell = fallen(now, kept)
+    print("\n" + ("Fell:\n" + "\n".join(fell) if fell else "No ratio fell." if kept else "None are kept."))
     return int(bool(fell))
 
 
