@@ -24,8 +24,8 @@ DELTA_RULE = (
     *("gated_deltanet_default", "kda", "qwen3_next"),
 )
 FAMILIES = (
-    *("mamba2", "mamba2_default", "mamba2_large_default", "mamba", "mamba_default", "falcon_mamba", "gla"),
-    *("rwkv6", "rwkv6_default", "rwkv5", "rwkv5_default", "hgrn2", "bamba"),
+    *("mamba2", "mamba2_default", "mamba2_large_default", "mamba2_long_default", "mamba", "mamba_default"),
+    *("falcon_mamba", "gla", "rwkv6", "rwkv6_default", "rwkv5", "rwkv5_default", "hgrn2", "bamba"),
     *(*DELTA_RULE, *(f"{name}_short" for name in DELTA_RULE)),
 )
 SEEDS = ("0", "1", "2")

@@ -153,8 +153,23 @@ FAMILIES = {
         longer=4,
         shorter=8,
     ),
+    "mamba2_long_default": replace(
+        MAMBA2,
+        label="Mamba-2, default start, width 64, 33 million bytes",
+        config=MAMBA2.config | {"hidden_size": 64, "num_heads": 4},
+        start=None,
+        longer=16,
+        shorter=2,
+    ),
     "mamba": MAMBA1,
-    "mamba_default": replace(MAMBA1, label="Mamba-1, default start", start=None, longer=2, shorter=2),
+    "mamba_default": replace(
+        MAMBA1,
+        label="Mamba-1, default start, width 64",
+        config=MAMBA1.config | {"hidden_size": 64},
+        start=None,
+        longer=4,
+        shorter=2,
+    ),
     "falcon_mamba": Family(
         "FalconMamba", "stateful_mamba", {**MAMBA, "state_size": 16, "mixer_rms_eps": 1e-6}, MIMETIC
     ),
