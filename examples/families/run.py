@@ -155,10 +155,10 @@ FAMILIES = {
     ),
     "mamba2_long_default": replace(
         MAMBA2,
-        label="Mamba-2, default start, width 64, 33 million bytes",
+        label="Mamba-2, default start, width 64, 20 million bytes",
         config=MAMBA2.config | {"hidden_size": 64, "num_heads": 4},
         start=None,
-        longer=16,
+        longer=10,
         shorter=2,
     ),
     "mamba": MAMBA1,
