@@ -18,8 +18,10 @@ from typing import Any, ClassVar
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.trainer_utils import TrainOutput
 
+from hf_recurrent_lengthgen.data.pieces import piece_of_rows
 from hf_recurrent_lengthgen.data.segments import split_at_resets
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.methods import PLAIN, Method
@@ -41,6 +43,7 @@ from hf_recurrent_lengthgen.trainers.nonfinite_states import checked_states
 from hf_recurrent_lengthgen.trainers.resumable_runs import ResumableTrainer, RunCallback
 from hf_recurrent_lengthgen.trainers.row_layout import RowLayout, share_of_zero_rows, without_padding
 from hf_recurrent_lengthgen.trainers.scored_targets import token_shape_of
+from hf_recurrent_lengthgen.trainers.shared_rows import SharedRows
 from hf_recurrent_lengthgen.trainers.step_logs import StepLogs
 
 MICRO_BATCH = "micro_batch_facts"
@@ -98,6 +101,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         check_config(type(self), args)
         if isinstance(model, str):
             model = load_model(model)
+        self._shared = SharedRows.of(args)
         super().__init__(self.prepared(model, args), args, *positional, **keyword)
         self.data_collator = without_padding(self.data_collator)
         check_trainer(self)
@@ -203,11 +207,16 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         cropped in pairs, and a `MicroBatch` describes the layout."""
         inputs = dict(self._scored(batch))
         rows = token_shape_of(inputs)[0]
-        first_row = self.args.process_index * self._train_batch_size
+        first_row = self.args.row_process_index * self._train_batch_size
         place = BatchPlace(self.args.seed, self.state.global_step, micro_batch, first_row, rows)
         layout, loss = RowLayout(rows), None
         resets = inputs.pop("state_resets", None)
-        if resets is not None or self._align is not None:
+        if self._shared.group is not None:
+            if resets is not None:
+                inputs["seq_idx"] = pad(resets[:, 1:].long(), (1, 0)).cumsum(1)
+                place = replace(place, continues=~resets[:, 0])
+            inputs = piece_of_rows(inputs, self._shared.rank, self._shared.size)
+        elif resets is not None or self._align is not None:
             if bool((inputs.get("attention_mask", torch.ones(1)) == 1).all()):
                 inputs.pop("attention_mask", None)
             if self._align is None:
@@ -272,6 +281,8 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             self.run_record.given = self.run_record.given + place.rows * (1 - from_zero.double())
             self._logs.add(zero_states=from_zero)
             inputs |= {"initial_state": layout.scatter(state), "output_final_state": True}
+        if self._shared.group is not None:
+            inputs["sequence_group"] = self._shared.group
         if crop_loss is not None:
             inputs.pop("shift_labels")  # Trainer counted them
         self._calls.watch(base_of(self.accelerator.unwrap_model(self.model, keep_torch_compile=False)))
@@ -353,7 +364,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             )
         if self._takes_states:
             rows = token_shape_of(inputs)[0]
-            first_row = self.args.process_index * rows
+            first_row = self.args.row_process_index * rows
             place = BatchPlace(self.args.seed, self.state.global_step, self._evaluation_batches, first_row, rows)
             state = self.initial_states.evaluation_state(place)
             # Trainer moves plain tuples only.

@@ -62,11 +62,24 @@ def check_trainer(trainer: Any) -> None:
     check_arguments(args)
     check_state_limits(model, args)
     keep_states_in_full_precision(trainer.accelerator.state)
+    if args.context_parallel_size > 1:
+        check_shares_rows(model)
     if args.bptt_chunk_length is not None:
         check_chunkable(innermost_model(model))
     for name in ("train_dataset", "eval_dataset"):
         check_not_empty(name, getattr(trainer, name))
     check_evaluation_data(trainer.eval_dataset)
+
+
+def check_shares_rows(model: nn.Module) -> None:
+    """Raise a `ValueError` for a model whose rows processes cannot share."""
+    base = base_of(model)
+    if "sequence_group" not in inspect.signature(base.forward).parameters:
+        raise ValueError(
+            f"{type(base).__name__} takes no sequence_group, so processes cannot share its rows: leave "
+            "context_parallel_size out, or give a causal language model of this package."
+        )
+    base.check_has_states()
 
 
 def check_train_data(trainer: Any, alignment: AlignmentSettings | None) -> None:
@@ -260,7 +273,7 @@ def check_continued_data(trainer: Any, dataset: Any, alignment: AlignmentSetting
         )
     if isinstance(dataset, ContinuedStream):
         rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        wanted = {"rows": rows, "process_index": args.process_index, "num_processes": args.world_size}
+        wanted = {"rows": rows, "process_index": args.row_process_index, "num_processes": args.row_processes}
         wrong = {name: value for name, value in wanted.items() if getattr(dataset, name) != value}
         if wrong:
             given = {name: getattr(dataset, name) for name in wrong}

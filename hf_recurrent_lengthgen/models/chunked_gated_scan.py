@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .chunk_decays import Decays, GateGradient, below_diagonal, chunk_groups, from_chunks, halves, to_chunks
 from .scan_backends import keeps_poison
+from .sequence_pieces import AffineMap, decays_to_end
 
 
 class ChunkedGatedScan(torch.autograd.Function):
@@ -127,6 +128,12 @@ class ChunkedGatedScan(torch.autograd.Function):
             for out, chunks in ((grad_q, dq), (grad_k, dk), (grad_v, dv), (grad_g, gates.result())):
                 out[:, tokens] = from_chunks(chunks, out[:, tokens])
         return grad_q, grad_k, grad_v, grad_g, grad_bonus, grad_state.view(grad_final.shape).clone(), None
+
+
+def gated_piece(k: Tensor, v: Tensor, g: Tensor) -> AffineMap:
+    """What T tokens do to a state: keys and log decays (B, T, H, N), values (B, T, H, P)."""
+    to_end, total = decays_to_end(g)
+    return AffineMap(total[:, :, None], v.permute(0, 2, 3, 1) @ (k * to_end).transpose(1, 2))
 
 
 def _per_chunk(bonus_HN: Tensor | None, batch: int) -> Tensor | None:

@@ -14,9 +14,10 @@ used: it ignores the gradient of the final state. Shape suffixes as in scan_back
 import torch
 from torch import Tensor
 
-from .chunked_gated_scan import ChunkedGatedScan
+from .chunked_gated_scan import ChunkedGatedScan, gated_piece
 from .fla_kernels import fla_kernel, scan_with_fla
 from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, run_scan
+from .sequence_pieces import AffineMap
 
 chunk_rwkv6 = fla_kernel("fla.ops.rwkv6", "chunk_rwkv6")
 
@@ -68,6 +69,11 @@ def scan_rwkv6_reference(
         outputs.append(((state + u[:, None] * update_BHPN) * r[:, t, :, None]).sum(-1))
         state = state * w[:, t, :, None].exp() + update_BHPN
     return torch.stack(outputs, dim=1), state
+
+
+def piece_rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **_: object) -> AffineMap:
+    """What T tokens do to a state; arguments as of `scan_rwkv6`."""
+    return gated_piece(k, v, w)
 
 
 def _chunked(

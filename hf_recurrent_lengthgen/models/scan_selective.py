@@ -21,11 +21,13 @@ many of them whatever N is.
 """
 
 import re
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, run_scan, scan_in_pieces
+from .sequence_pieces import AffineMap
 
 try:
     from mamba_ssm.ops.selective_scan_interface import selective_scan_cuda, selective_scan_fn
@@ -93,6 +95,12 @@ def scan_selective_reference(
         state = decay_BDN * state + (dt[:, t] * x[:, t])[..., None] * B[:, t, None]
         outputs.append((state * C[:, t, None]).sum(-1) + D * x[:, t])
     return torch.stack(outputs, dim=1), state
+
+
+def piece_selective(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **options: Any) -> AffineMap:
+    """What T tokens do to a state; arguments as of `scan_selective`."""
+    zero = x.new_zeros(len(x), *A.shape)
+    return AffineMap((dt.sum(1)[..., None] * A).exp(), scan_selective(x, dt, A, B, C, D, zero, **options)[1])
 
 
 def _step(

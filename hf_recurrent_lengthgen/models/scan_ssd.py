@@ -35,6 +35,7 @@ from .scan_backends import (
     run_scan,
     scan_in_pieces,
 )
+from .sequence_pieces import AffineMap, decays_to_end
 
 try:
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
@@ -102,6 +103,14 @@ def scan_ssd_reference(
         state = decay_BH[..., None, None] * state + update_BHPN
         outputs.append((state * C_BHN[:, :, None, :]).sum(-1) + D[:, None] * x[:, t])
     return torch.stack(outputs, dim=1), state
+
+
+def piece_ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **_: object) -> AffineMap:
+    """What T tokens do to a state; arguments as of `scan_ssd`."""
+    to_end, total = decays_to_end(dt * A)
+    u_BGMT = (x * (dt * to_end)[..., None]).unflatten(2, (B.shape[2], -1)).flatten(3).permute(0, 2, 3, 1)
+    written = (u_BGMT @ B.transpose(1, 2)).unflatten(2, (-1, x.shape[3])).flatten(1, 2)
+    return AffineMap(total[..., None, None], written)
 
 
 def _step(
