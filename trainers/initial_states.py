@@ -45,7 +45,8 @@ class BatchPlace:
         seed: Seed of the run.
         step: Optimizer step, from 0.
         micro_batch: Micro-batch within the step under gradient accumulation, from 0.
-        first_row: Global number of the first row: index of the process (or of the group that shares rows) times its rows.
+        first_row: Global number of the first row: rows per process times the index of the process, or of the group of
+            processes that share rows.
         rows: Rows in this micro-batch.
         continues: Rows that continue the text of the previous step, (rows,) bool; None for all rows. The other rows do
             not start from carried states.

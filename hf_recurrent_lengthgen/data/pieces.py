@@ -36,7 +36,7 @@ def piece_of_rows(inputs: Mapping[str, Any], rank: int, size: int) -> dict[str, 
             where a piece begins, whose output is in the piece before.
     """
     tokens = next(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
-    rows, length = shape = tuple(tokens.shape[:2])
+    shape, length = tuple(tokens.shape[:2]), tokens.shape[1]
     if length < size:
         raise ValueError(
             f"Rows of {length} tokens cannot be shared by {size} processes: each needs a token. Give longer rows, or "
@@ -52,7 +52,8 @@ def piece_of_rows(inputs: Mapping[str, Any], rank: int, size: int) -> dict[str, 
     if (labels := whole.pop("labels", None)) is not None and targets is None:
         if labels.shape != shape:
             raise ValueError(
-                f"labels must have one target for each token, {shape}, to be cut into pieces; got {tuple(labels.shape)}."
+                f"labels must have one target for each token, {shape}, to be cut into pieces, got "
+                f"{tuple(labels.shape)}."
             )
         targets = pad(scored_labels(labels, real, starts)[:, 1:], (0, 1), value=IGNORED_LABEL)
     first, last = (length * place // size for place in (rank, rank + 1))
