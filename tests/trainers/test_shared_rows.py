@@ -45,6 +45,12 @@ def last_checkpoint(folder: Path) -> Path:
     return max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
 
 
+def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Of the model, unless a learned state is all that was trained."""
+    file = checkpoint / "model.safetensors"
+    return load_file(file) if file.is_file() else {}
+
+
 def resumed_jobs(root: Path) -> list[dict[str, Any]]:
     """A run that is killed in a save of process 1 and resumed, on 2 x 2 processes."""
     (job,) = [job for job in jobs_of(root, "state passing") if job["processes"] == 4]
@@ -60,13 +66,13 @@ def test_processes_that_share_rows_train_what_one_trains(
 ) -> None:
     trainer = toys.resumable_trainer(tmp_path, batch_size=4, method=method, double=True)
     trainer.train()
-    expected = load_file(last_checkpoint(tmp_path) / "model.safetensors")
+    expected = weights_of(last_checkpoint(tmp_path))
     carried = trainer.initial_states.state_dict()
     for job in jobs_of(shared, method):
         folder, size = last_checkpoint(Path(job["output_dir"])), job["context_parallel_size"]
-        # Transformers computes losses in float32, of which a third is rounded
-        tolerance = 1e-6 if size == 3 else 1e-12
-        toys.assert_same_weights(load_file(folder / "model.safetensors"), expected, atol=tolerance)
+        # Transformers computes losses in float32, of which a third is rounded, and Adam divides by small gradients
+        tolerance = 1e-5 if size == 3 else 1e-12
+        toys.assert_same_weights(weights_of(folder), expected, atol=tolerance)
         entries = json.loads((folder / "trainer_state.json").read_text())["log_history"]
         losses = [[entry["loss"] for entry in log if "loss" in entry] for log in (entries, trainer.state.log_history)]
         torch.testing.assert_close(*map(torch.tensor, losses), rtol=0, atol=1e-5)
@@ -74,7 +80,7 @@ def test_processes_that_share_rows_train_what_one_trains(
         for name, rows in carried.items():
             for group in range(0, len(states), size):
                 assert all(torch.equal(states[group][name], one[name]) for one in states[group : group + size])
-            found = torch.cat([one[name] for one in states[::size]]) if name.startswith("micro") else states[0][name]
+            found = torch.cat([one[name] for one in states[::size]]) if "micro_batches" in name else states[0][name]
             torch.testing.assert_close(found, rows, rtol=0, atol=max(tolerance, 1e-9))
 
 
@@ -85,7 +91,7 @@ def test_a_run_that_was_killed_in_a_save_resumes_bit_for_bit(toys: ModuleType, s
     (whole,) = [job for job in jobs_of(shared, "state passing") if job["processes"] == 4]
     found, expected = (last_checkpoint(Path(folder)) for folder in (tmp_path / "resumed", whole["output_dir"]))
     assert found.name == expected.name
-    toys.assert_same_weights(load_file(found / "model.safetensors"), load_file(expected / "model.safetensors"))
+    toys.assert_same_weights(weights_of(found), weights_of(expected))
     for rank in range(4):
         name = f"initial_states_{rank}.safetensors"
         torch.testing.assert_close(load_file(found / name), load_file(expected / name), rtol=0, atol=0)
