@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/context_parallel.py              # all families, a table
     OMP_NUM_THREADS=1 python benchmarks/context_parallel.py --families mamba2 --length 16384
+    python benchmarks/context_parallel.py --model                        # when the gathers matter on GPUs: a calculation
 
 A model of two layers at the dimensions of a 130 million parameter model, small vocabulary, float32, one row, forward and
 backward. "Memory" is the growth of the peak of a process of its own over that of one token, against the whole row on
@@ -62,6 +63,34 @@ def bytes_per_layer(family: str, processes: int) -> int:
     }.get(family, recurrent[0] * recurrent[-1] ** 2)
     history = 0 if conv.numel() == 0 else conv.numel() + (2 if family.startswith("rwkv") else 1)
     return 4 * (processes - 1) * (recurrent.numel() + factor + history)
+
+
+LARGE = {  # parameters of a layer, and its state with the factor, in numbers
+    "Mamba-2 130M": (130e6 / 24, 24 * (64 * 128 + 1)),
+    "Mamba-2 1.3B": (1.3e9 / 48, 64 * (64 * 128 + 1)),
+    "GLA 1.3B": (1.3e9 / 24, 4 * (512 * 256 + 256)),
+    "Gated DeltaNet 1.3B": (1.3e9 / 24, 6 * (512 * 256 + 256 * 256)),
+    "RWKV-7 2.9B": (2.9e9 / 32, 40 * (64 * 64 + 64 * 64)),
+    "Mamba-2 7B": (7e9 / 64, 128 * (64 * 128 + 1)),
+}
+RATE, INSIDE, BETWEEN = 4e14, 450e9, 50e9
+"""Of an H100: FLOP/s in bf16 at 40 % of its peak, bytes/s to others in its machine (NVLink) and in other machines
+(400 Gbit/s each)."""
+
+
+def model_table(processes: int = 8) -> str:
+    """What a gather takes of the forward pass of a layer, on H100s: bytes received over bandwidth, over FLOP over rate."""
+    tokens = (65_536, 262_144, 1_048_576)
+    head = ["", "received per layer (MiB)", *(f"{count // 1024}k tokens" for count in tokens)]
+    lines = [head, ["---"] * len(head)]
+    for name, (parameters, numbers) in LARGE.items():
+        received = 4 * numbers * (processes - 1)
+        shares = []
+        for count in tokens:
+            compute = 2 * parameters * count / processes / RATE
+            shares.append(" / ".join(f"{received / speed / compute:.1%}" for speed in (INSIDE, BETWEEN)))
+        lines.append([name, f"{received / 2**20:.1f}", *shares])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def peak_mib() -> float:
@@ -137,9 +166,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", choices=MODELS, default=list(MODELS), help="which (all)")
     parser.add_argument("--length", type=int, default=8192, help="tokens of the row (%(default)s)")
+    parser.add_argument("--model", action="store_true", help="a calculation for GPUs in place of measurements")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.model:
+        print(model_table())
+        return
     if options.rank:
         rank, size = map(int, options.rank.split("/"))
         run_process(options.families[0], options.length, rank, size, options.store)
