@@ -2,13 +2,13 @@
 
     OMP_NUM_THREADS=1 python benchmarks/context_parallel.py              # all families, a table
     OMP_NUM_THREADS=1 python benchmarks/context_parallel.py --families mamba2 --length 16384
-    python benchmarks/context_parallel.py --model                        # when the gathers matter on GPUs: a calculation
+    python benchmarks/context_parallel.py --model           # when the gathers matter on GPUs: a calculation
 
-A model of two layers at the dimensions of a 130 million parameter model, small vocabulary, float32, one row, forward and
+Two layers at the dimensions of a model of 130 million parameters, small vocabulary, float32, one row, forward and
 backward. "Memory" is the growth of the peak of a process of its own over that of one token, against the whole row on
-one process. "Compute" is the processor seconds of a process without the seconds of gathers, times the processes,
-against the whole row: what is above 1 is the cost of computing maps. "Sent" is counted at the collectives, by layer and
-process, and compared with the formula of `bytes_per_layer`.
+one process. "Compute" is the processor seconds of all processes without those of gathers, against the whole row: what
+is above 1 is the cost of the maps. "Sent" is counted at the collectives, by layer and process, and compared with the
+formula of `bytes_per_layer`.
 """
 
 import argparse
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,7 +78,7 @@ RATE, INSIDE, BETWEEN = 4e14, 450e9, 50e9
 
 
 def model_table(processes: int = 8) -> str:
-    """What a gather takes of the forward pass of a layer, on H100s: bytes received over bandwidth, over FLOP over rate."""
+    """Share of the forward pass of a layer that its gather takes: bytes received over bandwidth, FLOP over rate."""
     tokens = (65_536, 262_144, 1_048_576)
     head = ["", "received per layer (MiB)", *(f"{count // 1024}k tokens" for count in tokens)]
     lines = [head, ["---"] * len(head)]

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from hf_recurrent_lengthgen.trainers.checks import check_shares_rows
 
-# what one process trains with 4 rows of 9 tokens in a micro-batch, by processes and context_parallel_size; powers of 2,
-# since Transformers computes losses in float32, of which a third is rounded, and Adam divides by small gradients
+# what one process trains with 4 rows of 9 tokens in a micro-batch, by processes and context_parallel_size; no 3, since
+# Transformers computes losses in float32, where a third is rounded, and Adam divides by small gradients
 SHARED = [(2, 2), (4, 2), (4, 4)]
 METHODS = [
     *("zero state", "random noise", "fitted noise", "state passing", "tbtt", "tbtt by document", "learned state"),
