@@ -77,9 +77,9 @@ def check_shares_rows(model: nn.Module) -> None:
     if "sequence_group" not in inspect.signature(base.forward).parameters:
         raise ValueError(
             f"{type(base).__name__} takes no sequence_group, so processes cannot share its rows: leave "
-            "context_parallel_size out, or give a causal language model of this package."
+            "context_parallel_size out, or give a causal language model of this package or stateful(model)."
         )
-    base.check_has_states()
+    base.check_shares_rows()
 
 
 def check_train_data(trainer: Any, alignment: AlignmentSettings | None) -> None:

@@ -112,6 +112,10 @@ class StatefulPreTrainedModel(PreTrainedModel):
                 "with use_cache=False, and train without carried or random states."
             )
 
+    def check_shares_rows(self) -> None:
+        """Raise a `ValueError` if processes cannot share rows (`sequence_group`)."""
+        self.check_has_states()
+
     def zero_state(self, batch_size: int) -> RecurrentState:
         """The state before any token, on the device of the model."""
         return zero_state(self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -105,13 +106,14 @@ def run_job(
     return {key: value.detach().clone() for key, value in found.items()}
 
 
-def run_process(rank: int, size: int, folder: Path, jobs: list[dict[str, Any]]) -> None:
+def run_process(run: Callable[..., Any], rank: int, size: int, folder: Path, jobs: list[dict[str, Any]]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{size}", rank=rank, world_size=size)
-    torch.save([run_job(**job, group=dist.group.WORLD) for job in jobs], folder / f"{size}_{rank}.pt")
+    torch.save([run(**job, group=dist.group.WORLD) for job in jobs], folder / f"{size}_{rank}.pt")
     dist.destroy_process_group()
 
 
-def main() -> None:
+def main(run: Callable[..., Any] = run_job) -> None:
+    """Run jobs in processes; `run` takes the keywords of a job and the `group`."""
     file, jobs = sys.argv[1], json.loads(sys.argv[2])
     torch.set_num_threads(1)
     gc.freeze()
@@ -122,7 +124,7 @@ def main() -> None:
             for rank in range(size):
                 child = os.fork()
                 if not child:
-                    run_process(rank, size, Path(folder), jobs)
+                    run_process(run, rank, size, Path(folder), jobs)
                     os._exit(0)
                 children.append(child)
             codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]

@@ -31,9 +31,9 @@ def settings(job: Job) -> dict[str, Any]:
     return dict(zip(("name", "rows", "dtype", "checkpointed"), job, strict=True))
 
 
-def results_of(jobs: list[dict[str, Any]], file: Any) -> Results:
+def results_of(jobs: list[dict[str, Any]], file: Any, script: str = "tests.models.pieces_in_processes") -> Results:
     """By job and number of processes, what each process got."""
-    command = [sys.executable, "-m", "tests.models.pieces_in_processes", str(file), json.dumps(jobs)]
+    command = [sys.executable, "-m", script, str(file), json.dumps(jobs)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     results = torch.load(file)
