@@ -22,7 +22,7 @@ JOBS: list[dict[str, Any]] = [
     *({"model_type": name} for name in SHARING),
     *({"model_type": name, "checkpointed": True} for name in CHECKPOINTED),
 ]
-TOLERANCE = 2e-5  # float32, in which stock layers compute whatever the dtype of the model
+TOLERANCE = 1e-4  # of float32 in the stock scans, whose own gradients of A are off by up to 3e-5
 
 
 @pytest.fixture(scope="module")
