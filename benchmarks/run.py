@@ -26,6 +26,7 @@ from forgetting import bench_window, peak_of_window
 from hybrids import bench_delta, bench_hybrid
 from mamba2 import bench_model, bench_scan, peak_of_pass
 from measure import in_own_process, peak_mib
+from reading import bench_reading
 from retrieval import bench_retrieval
 from states import bench_states, peak_of_states
 from statex import bench_statex
@@ -83,6 +84,7 @@ BENCHMARKS = {
     "decode": bench_decode,
     "statex": bench_statex,
     "stream": bench_stream,
+    "reading": bench_reading,
     "states": bench_states,
     "window": bench_window,
     "retrieval": bench_retrieval,
