@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
@@ -39,8 +38,6 @@ STATES_PER_FORWARD = 2**28
 """Default limit of elements in the windows of states that forget (rows x state): 1 GiB."""
 LOGITS_AT_ONCE = 2**29
 """Limit of logits in one forward pass of a model that must read a text at once: 2 GiB."""
-LOGITS_PER_LOSS = 2**18
-"""Logits whose log-probabilities are in memory at once: 1 MiB, which caches hold."""
 SHORTEST_CHUNK = 256
 """Rows are split into batches before a chunk gets shorter than this many tokens."""
 
@@ -158,20 +155,10 @@ def stream_chunks(
     for begin, stop in chunk_borders(length, chunk_length if reader.carries else length, stops, start):
         # One token more than the model reads: the last target of a chunk is the first input of the next.
         ids = torch.from_numpy(rows[:, begin : stop + 1].astype(np.int64)).to(reader.device)
-        logits, cache = reader.read(ids[:, :-1], cache)
-        nll, state = _nll(logits, ids[:, 1:]), reader.state(cache)
-        del logits
+        nll, cache = reader.nll(ids, cache)
+        state = reader.state(cache)
         _check_finite(nll, state, begin, stop, origins)
         yield Chunk(begin, nll, state)
-
-
-def _nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """NLL (B, C) in float32 of targets (B, C) from logits (B, C, V), in pieces that caches hold."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    tokens = max(1, LOGITS_PER_LOSS // logits.shape[-1])
-    pieces = zip(logits.flatten(0, 1).split(tokens), targets.flatten().split(tokens), strict=True)
-    nll = torch.cat([F.cross_entropy(piece.to(dtype), own, reduction="none").float() for piece, own in pieces])
-    return nll.view(targets.shape)
 
 
 def chunk_borders(

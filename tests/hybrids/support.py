@@ -198,7 +198,8 @@ def measure(model_type: str) -> Row:
 def table(rows: list[Row]) -> str:
     """The Markdown table."""
     lines = [
-        "| `model_type` | works | recurrent part | outputs | states | gradients | initial state | checkpointed | shares rows |",
+        "| `model_type` | works | recurrent part | outputs | states | gradients | initial state | checkpointed "
+        "| shares rows |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
