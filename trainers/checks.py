@@ -4,8 +4,10 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, RandomSampler
 from transformers import TrainingArguments
@@ -217,6 +219,31 @@ def check_batch(model: nn.Module | None, inputs: Mapping[str, Any]) -> None:
         check_token_ids(ids, vocabulary)
     for name in token_labels(base_of(model), inputs):
         check_token_ids(inputs[name], vocabulary, name, IGNORED_LABEL)
+
+
+def without_wrong_ids(
+    model: nn.Module | None, inputs: Mapping[str, Any]
+) -> tuple[dict[str, Any], Tensor | None, Callable[[], None]]:
+    """The inputs of `check_batch` for a device that is not waited for.
+
+    Returns:
+        Inputs without ids and labels outside the vocabulary, whether there were any (None for no ids), and a function
+        that raises what `check_batch` raises for them.
+    """
+    vocabulary = getattr(getattr(base_of(model), "config", None), "vocab_size", None)
+    names = [] if vocabulary is None else ["input_ids", *token_labels(base_of(model), inputs)]
+    found, usable = [], dict(inputs)
+    for name in names:
+        ids = inputs.get(name)
+        if not isinstance(ids, Tensor):
+            continue
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            check_batch(model, inputs)
+        wrong = (ids < 0) | (ids >= vocabulary)
+        wrong &= ids != IGNORED_LABEL if name != "input_ids" else True
+        usable[name] = ids.masked_fill(wrong, 0 if name == "input_ids" else IGNORED_LABEL)
+        found.append(wrong.any())
+    return usable, torch.stack(found).any() if found else None, partial(check_batch, model, inputs)
 
 
 def check_trainable(model: nn.Module, learns_state: bool) -> None:

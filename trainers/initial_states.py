@@ -20,7 +20,6 @@ from torch import Tensor
 from hf_recurrent_lengthgen.models.recurrent_state import (
     LayerState,
     RecurrentState,
-    clone_state,
     concatenate_rows,
     detach_state,
     keep_rows,
@@ -96,7 +95,7 @@ class InitialStateSource(ABC):
         Args:
             place: The micro-batch.
             final_state: Its final states; those of broken rows are zero.
-            broken: Rows whose states were not finite or exploded, (rows,) bool; None for none.
+            broken: Rows whose states were not finite or exploded, (rows,) bool; None if such rows stop the run.
         """
 
     def end_step(self) -> None:  # noqa: B027
@@ -153,11 +152,11 @@ class PassedStates(InitialStateSource):
             return None
         keep = place.uniform("drop") >= self.drop_probability
         if place.continues is not None:
-            keep &= place.continues.cpu()
+            keep = keep.to(place.continues.device) & place.continues
         return keep_rows(_resize_rows(carried, place.rows), keep)
 
     def observe(self, place: BatchPlace, final_state: RecurrentState, broken: Tensor | None = None) -> None:
-        state = clone_state(detach_state(final_state))
+        state = map_state(_in_own_memory, detach_state(final_state))
         if not self.carry_conv_state:
             state = zero_conv(state)
         carried = self._carried.get(place.micro_batch)
@@ -200,6 +199,11 @@ class PassedStates(InitialStateSource):
                 raise ValueError(f"The carried states lack {[f'{place}.{name}' for name in missing]}.")
             carried[micro_batch] = (*before, LayerState(**parts))
         self._carried = carried
+
+
+def _in_own_memory(part: Tensor) -> Tensor:
+    """The part; a copy if it would keep more memory alive than its own, as a slice of all inputs of a layer does."""
+    return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
 
 
 def _resize_rows(state: RecurrentState, rows: int) -> RecurrentState:

@@ -40,7 +40,7 @@ from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import (
     LayerShape,
     RecurrentState,
-    check_finite_state,
+    check_given_state,
     check_state,
     map_state,
     state_batch_size,
@@ -125,7 +125,7 @@ class StatefulMixin:
 
     def _check_state(self: Any, state: RecurrentState, batch_size: int) -> RecurrentState:
         state = check_state(state, self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))
-        check_finite_state(state)
+        check_given_state(state)
         return state
 
     def _forward(

@@ -30,7 +30,7 @@ from .recurrent_cache import RecurrentCache
 from .recurrent_state import (
     LayerShape,
     RecurrentState,
-    check_finite_state,
+    check_given_state,
     check_state,
     own_state,
     state_dtype,
@@ -332,8 +332,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         shapes, dtype = self.state_shapes(), state_dtype(self.dtype)
         if initial_state is not None:
             initial_state = check_state(initial_state, shapes, batch_size, device, dtype)
-            if not torch.compiler.is_compiling():
-                check_finite_state(initial_state)
+            check_given_state(initial_state)
             return initial_state
         if cache is not None and (state := cache.state_for(batch_size)) is not None:
             return check_state(state, shapes, batch_size, device, dtype, "past_key_values.state")
