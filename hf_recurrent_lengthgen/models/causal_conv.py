@@ -88,10 +88,10 @@ def _convolve_one(
 ) -> tuple[Tensor, Tensor]:
     """`causal_conv` of one token."""
     dtype = initial_state.dtype
-    columns = torch.cat([initial_state, x.mT.to(dtype)], dim=2)
-    a = (columns * weight.to(dtype)).sum(2)
+    inputs = torch.cat([initial_state.mT, x.to(dtype)], dim=1)  # (B, K, C): as x, the channels are last in memory
+    a = (inputs * weight.mT.to(dtype)).sum(1)
     a = a if bias is None else a + bias.to(dtype)
-    return (silu(a) if activation else a)[:, None].to(x.dtype), columns[:, :, 1:].clone()
+    return (silu(a) if activation else a)[:, None].to(x.dtype), inputs[:, 1:].clone().mT
 
 
 def short_convolutions(

@@ -117,19 +117,20 @@ def _step(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """One token; heads are (G, R)."""
-    heads = B.shape[2], -1
-    x_BHP, dt_BH = x[:, 0], dt[:, 0]
-    decay_BGR11 = torch.exp(dt_BH * A).unflatten(1, heads)[..., None, None]
-    u_BGRP1 = (dt_BH[..., None] * x_BHP).unflatten(1, heads)[..., None]
+    batch, _, groups, state_dim = B.shape
+    shape = batch, groups, -1, x.shape[3], state_dim
     state = decayed_and_written(
-        state.unflatten(1, heads),
-        decay_BGR11,
-        u_BGRP1,
-        B[:, 0, :, None, None],
-        None if out is None else out.unflatten(1, heads),
+        state.view(shape),
+        torch.exp(dt * A).view(batch, groups, -1, 1, 1),
+        (dt[..., None] * x).view(batch, groups, -1, x.shape[3], 1),
+        B.view(batch, groups, 1, 1, state_dim),
+        None if out is None else out.view(shape),
     )
-    y = (state * C[:, 0, :, None, None]).sum(-1).flatten(1, 2)
-    return torch.addcmul(y, x_BHP, D[:, None])[:, None], state.flatten(1, 2)
+    if torch.is_grad_enabled():  # autocast around a backward pass would round matrix products
+        y = (state * C.view(batch, groups, 1, 1, state_dim)).sum(-1)
+    else:  # no memory of the size of a state; C on the right would be slower
+        y = C.view(batch, groups, 1, state_dim) @ state.flatten(2, 3).mT
+    return torch.addcmul(y.view(x.shape), x, D[:, None]), state.flatten(1, 2)
 
 
 def _scan_with_kernel(
