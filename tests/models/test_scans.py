@@ -542,7 +542,8 @@ def test_mamba_3_with_one_input_is_a_case_of_gla() -> None:
     Pairs of channels are complex numbers (Lahoti et al. 2026, arXiv:2603.15569), and what token t adds for the one
     before it is `late`:
 
-        h_t = exp(-i phi_t) alpha_t (h_{t-1} + late_t x_{t-1} b_{t-1}^T) + now_t x_t b_t^T        y_t = Re(h_t conj(c_t))
+        h_t = exp(-i phi_t) alpha_t (h_{t-1} + late_t x_{t-1} b_{t-1}^T) + now_t x_t b_t^T
+        y_t = Re(h_t conj(c_t))
     """
     generator = torch.Generator().manual_seed(0)
 
