@@ -66,7 +66,7 @@ class ChunkedGatedScan(torch.autograd.Function):
             A = _attention(q_ZQN, k_ZQN, decays, _per_chunk(bonus, batch))
             inside = _row_by_row(A, v_ZQP) if keeps_poison(ends[-1]) else torch.bmm(A, v_ZQP)
             starts = states[group].flatten(0, 1)
-            y[:, tokens] = from_chunks(inside.baddbmm_(q_ZQN * decays.from_start, starts.mT), y[:, tokens])
+            from_chunks(inside.baddbmm_(q_ZQN * decays.from_start, starts.mT), y[:, tokens])
         ctx.save_for_backward(q, k, v, g, bonus, states)
         ctx.size, ctx.groups = size, groups
         return y, states[-1].view(initial_state.shape).clone()
@@ -126,7 +126,7 @@ class ChunkedGatedScan(torch.autograd.Function):
             dk.addcmul_(diagonal, _times_bonus(q_ZQN, u))
 
             for out, chunks in ((grad_q, dq), (grad_k, dk), (grad_v, dv), (grad_g, gates.result())):
-                out[:, tokens] = from_chunks(chunks, out[:, tokens])
+                from_chunks(chunks, out[:, tokens])
         return grad_q, grad_k, grad_v, grad_g, grad_bonus, grad_state.view(grad_final.shape).clone(), None
 
 
