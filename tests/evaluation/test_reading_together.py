@@ -52,7 +52,7 @@ def test_the_command_starts_the_processes(tmp_path: Path) -> None:
     harms = [
         read_result(tmp_path / name / "result.json", Comparison).models[0].evaluation.harm for name in ("one", "two")
     ]
-    torch.testing.assert_close(*(torch.tensor(harm.mean) for harm in harms), rtol=0, atol=1e-4)
+    torch.testing.assert_close(*(torch.tensor(harm.last.mean) for harm in harms), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
