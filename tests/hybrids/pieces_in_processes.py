@@ -35,7 +35,7 @@ def run_job(model_type: str, checkpointed: bool = False, group: Any = None) -> d
     tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
     embeds = model.get_input_embeddings()(tokens[:, :-1]).detach()
     inputs = embeds[:, piece].clone().requires_grad_()
-    state = map_state(lambda part: part.clone().requires_grad_(), random_state(model, ROWS))
+    state = map_state(lambda part: part.detach().clone().requires_grad_(), random_state(model, ROWS))
     given: dict[str, Any] = {"shift_labels": tokens[:, 1:][:, piece].contiguous(), "num_items_in_batch": ROWS * LENGTH}
     given |= {"labels": given["shift_labels"]} if group is None else {"sequence_group": group}
     output = model(inputs_embeds=inputs, initial_state=state, output_final_state=True, **given)

@@ -71,7 +71,7 @@ def run_job(
     model = model_of(name, variant, dtype, checkpointed)
     embeds = model.get_input_embeddings()(random_tokens(len(PADDED), LENGTH)).detach()
     inputs = embeds[:, piece].clone().requires_grad_()
-    state = map_state(lambda part: part.clone().requires_grad_(), random_state(model, len(PADDED)))
+    state = map_state(lambda part: part.detach().clone().requires_grad_(), random_state(model, len(PADDED)))
     targets = random_tokens(len(PADDED), LENGTH, seed=7)
     shown = torch.ones(len(PADDED), LENGTH, dtype=torch.bool) if mask is None else mask.bool()
     targets = targets.masked_fill(~shown, -100)
