@@ -261,8 +261,8 @@ def _stateful_class(stock: Any) -> Any:
     signature = inspect.signature(stock.forward)
     parameters = list(signature.parameters.values())
     catch_all = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
-    names = ("initial_state", "output_final_state", "attention_cache", "sequence_group")
-    added = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=None) for k in names]
+    own = ("initial_state", "output_final_state", "attention_cache", "sequence_group")
+    added = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=None) for k in own]
 
     def forward(
         self: Any,

@@ -157,7 +157,7 @@ class LinearAttentionMixer(_AttentionMixer):
         return LayerShape((1, self.value_dim, self.head_dim), (0,))
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
+        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | Piece | None = None
     ) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
