@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from accelerate.utils import recursively_apply
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
 
 
 class SharedRows(NamedTuple):
@@ -22,11 +21,13 @@ class SharedRows(NamedTuple):
         size: Processes of a group.
         rank: Place of this process in its group, in the order of time.
         group: The group, for the model; None where a process has rows for itself.
+        mesh: All processes, groups by places in them.
     """
 
     size: int = 1
     rank: int = 0
     group: Any = None
+    mesh: Any = None
 
     @classmethod
     def of(cls, args: Any) -> "SharedRows":
@@ -43,20 +44,14 @@ class SharedRows(NamedTuple):
             )
         if size == 1:
             return cls()
-        ranks = torch.arange(processes).view(-1, size)
-        made = [dist.new_group(each) for each in ranks.tolist()]  # all processes make all groups
-        return cls(size, args.process_index % size, made[args.row_process_index])
+        mesh = init_device_mesh(args.device.type, (processes // size, size), mesh_dim_names=("dp_replicate", "cp"))
+        return cls(size, mesh["cp"].get_local_rank(), mesh["cp"].get_group(), mesh)
 
     @contextmanager
     def dealing(self, accelerator: Any) -> Iterator[None]:
         """Within the `with` block, the accelerator prepares loaders that give the same rows to all of a group."""
-        if self.size == 1:
-            yield
-            return
         state = accelerator.state
-        kept = state.device_mesh
-        ranks = torch.arange(dist.get_world_size()).view(-1, self.size)
-        state.device_mesh = DeviceMesh(accelerator.device.type, ranks, mesh_dim_names=("dp_replicate", "cp"))
+        kept, state.device_mesh = state.device_mesh, self.mesh or state.device_mesh
         try:
             yield
         finally:
@@ -66,7 +61,7 @@ class SharedRows(NamedTuple):
         """`accelerator.gather_for_metrics`, with the rows of each group once."""
 
         def of_first(gathered: torch.Tensor) -> torch.Tensor:
-            return torch.cat(gathered.chunk(dist.get_world_size())[:: self.size])
+            return torch.cat(gathered.chunk(self.mesh.size())[:: self.size])
 
         found = recursively_apply(of_first, accelerator.gather(data))
         ending = accelerator.gradient_state
