@@ -78,9 +78,8 @@ class GatedRecurrence(Recurrence):
         old_chunks = reversed_chunks(CHUNK, old[2], after, old[0], old[1])
         new_chunks = chunks(CHUNK, g, self.reads_before, y, q)[::-1]
         for (since, y_chunk, q), (rest, k, v) in zip(new_chunks, old_chunks, strict=True):
-            q, k, v = (
-                t.transpose(1, 2) for t in (times(fast_exp(since), q), times(fast_exp(rest), k), v)
-            )  # (B, H, Q, ...)
+            q, k = times(fast_exp(since), q), times(fast_exp(rest), k)
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, Q, ...)
             more, later = later_attention(q, k, v, later, not self.reads_before)
             outputs.append(plus(y_chunk, more.transpose(1, 2)))
         return torch.cat(outputs[::-1], dim=1) if torch.is_grad_enabled() else y

@@ -20,7 +20,15 @@ from torch import Tensor
 
 from .chunked_delta_scan import ChunkedDeltaScan, DeltaRule, LowRank
 from .fla_kernels import fla_kernel, scan_with_fla
-from .scan_backends import ScanBackend, decayed_and_written, keeps_poison, missing_kernel, repeat_heads, run_scan
+from .scan_backends import (
+    ScanBackend,
+    decayed_and_written,
+    keeps_poison,
+    missing_kernel,
+    read_out,
+    repeat_heads,
+    run_scan,
+)
 from .sequence_pieces import AffineMap
 
 chunk_gated_delta_rule = fla_kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
@@ -212,19 +220,18 @@ def _delta_step(
 ) -> tuple[Tensor, Tensor]:
     q, k = (repeat_heads(x, v.shape[2])[:, 0] for x in (q, k))
     v, decay, beta = v[:, 0], g[:, 0].exp(), beta[:, 0, :, None]
-    change = beta * (v - (state * (decay * k)[:, :, None]).sum(-1))
+    change = beta * (v - read_out(state, decay * k))
     state = decayed_and_written(state, decay[:, :, None], change[..., None], k[:, :, None], out)
-    return (state * q[:, :, None]).sum(-1)[:, None], state
+    return read_out(state, q)[:, None], state
 
 
 def _dplr_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, state: Tensor, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     q, k, v, g, a, b = (x[:, 0] for x in (q, k, v, g, a, b))
-    read = (state * a[:, :, None]).sum(-1, keepdim=True)
-    state = decayed_and_written(state, g[:, :, None].exp(), read, b[:, :, None], out)
+    state = decayed_and_written(state, g[:, :, None].exp(), read_out(state, a)[..., None], b[:, :, None], out)
     state = state.addcmul_(v[..., None], k[:, :, None])
-    return (state * q[:, :, None]).sum(-1)[:, None], state
+    return read_out(state, q)[:, None], state
 
 
 def _delta_with_kernel(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .chunked_gated_scan import ChunkedGatedScan, gated_piece
 from .fla_kernels import fla_kernel, scan_with_fla
-from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, run_scan
+from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
 from .sequence_pieces import AffineMap
 
 chunk_gla = fla_kernel("fla.ops.gla", "chunk_gla")
@@ -81,7 +81,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, chunk_si
 def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
     q, k, v, g = q[:, 0], k[:, 0], v[:, 0], g[:, 0]
     state = decayed_and_written(state, g[:, :, None].exp(), v[..., None], k[:, :, None], out)
-    return (state * q[:, :, None]).sum(-1)[:, None], state
+    return read_out(state, q)[:, None], state
 
 
 def _scan_with_kernel(

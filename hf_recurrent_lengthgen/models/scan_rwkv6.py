@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .chunked_gated_scan import ChunkedGatedScan, gated_piece
 from .fla_kernels import fla_kernel, scan_with_fla
-from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, run_scan
+from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
 from .sequence_pieces import AffineMap
 
 chunk_rwkv6 = fla_kernel("fla.ops.rwkv6", "chunk_rwkv6")
@@ -86,7 +86,7 @@ def _step(
     r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, state: Tensor, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     r, k, v, w = r[:, 0], k[:, 0], v[:, 0], w[:, 0]
-    y = (state * r[:, :, None]).sum(-1) + (u * k * r).sum(-1, keepdim=True) * v
+    y = read_out(state, r) + (u * k * r).sum(-1, keepdim=True) * v
     return y[:, None], decayed_and_written(state, w[:, :, None].exp(), v[..., None], k[:, :, None], out)
 
 

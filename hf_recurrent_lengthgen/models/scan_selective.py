@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, run_scan, scan_in_pieces
+from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan, scan_in_pieces
 from .sequence_pieces import AffineMap
 
 try:
@@ -118,11 +118,7 @@ def _step(
         B[:, 0, :, None],
         None if out is None else out.mT,
     )
-    if torch.is_grad_enabled():  # autocast around a backward pass would round matrix products
-        y = (state * C[:, 0, :, None]).sum(1)
-    else:  # no memory of the size of a state
-        y = (C @ state)[:, 0]
-    return torch.addcmul(y, x_BD, D)[:, None], state.mT
+    return torch.addcmul(read_out(state.mT, C[:, 0]), x_BD, D)[:, None], state.mT
 
 
 def _scan_with_torch(

@@ -32,6 +32,7 @@ from .scan_backends import (
     even_pieces,
     keeps_poison,
     missing_kernel,
+    read_out,
     run_scan,
     scan_in_pieces,
 )
@@ -126,10 +127,7 @@ def _step(
         B.view(batch, groups, 1, 1, state_dim),
         None if out is None else out.view(shape),
     )
-    if torch.is_grad_enabled():  # autocast around a backward pass would round matrix products
-        y = (state * C.view(batch, groups, 1, 1, state_dim)).sum(-1)
-    else:  # no memory of the size of a state; C on the right would be slower
-        y = C.view(batch, groups, 1, state_dim) @ state.flatten(2, 3).mT
+    y = read_out(state.flatten(2, 3), C[:, 0])
     return torch.addcmul(y.view(x.shape), x, D[:, None]), state.flatten(1, 2)
 
 
