@@ -5,7 +5,8 @@
     python benchmarks/guard.py --json FILE # all rounds, for programs
 
 Competitors take turns, on one thread. Times are seconds of the processor, so other work on the machine slows both
-alike. "Limit" is what no change of ours can shorten: the projections of a layer, or a product of each matrix with each token's vector.
+alike. "Limit" is what no change of ours can shorten: the projections of a layer, or a product of each matrix with
+each token's vector.
 """
 
 import argparse

@@ -26,6 +26,8 @@ from forgetting import bench_window, peak_of_window
 from hybrids import bench_delta, bench_hybrid
 from mamba2 import bench_model, bench_scan, peak_of_pass
 from measure import in_own_process, peak_mib
+from memory import bench_memory, make_checkpoint, peak_of_use
+from reading import bench_reading
 from retrieval import bench_retrieval
 from states import bench_states, peak_of_states
 from statex import bench_statex
@@ -83,7 +85,9 @@ BENCHMARKS = {
     "decode": bench_decode,
     "statex": bench_statex,
     "stream": bench_stream,
+    "reading": bench_reading,
     "states": bench_states,
+    "memory": bench_memory,
     "window": bench_window,
     "retrieval": bench_retrieval,
     "remembrance": bench_remembrance,
@@ -93,6 +97,8 @@ CALLS = {
     "peak_of_remembrance": peak_of_remembrance,
     "peak_of_states": peak_of_states,
     "stream_of": stream_of,
+    "make_checkpoint": make_checkpoint,
+    "peak_of_use": peak_of_use,
     "peak_of_alignment": peak_of_alignment,
     "peak_of_chunks": peak_of_chunks,
     "peak_of_mamba1": peak_of_mamba1,

@@ -10,6 +10,7 @@ from hf_recurrent_lengthgen.models import (
     StatefulMamba2Config,
     StatefulMamba2ForCausalLM,
 )
+from hf_recurrent_lengthgen.models.recurrent_cache import RecurrentCache
 from hf_recurrent_lengthgen.surgery import expand_state
 
 TRAINING_TOKENS, PREFILL_TOKENS = 256, 512
@@ -47,14 +48,16 @@ def bench_statex(rounds: int) -> dict[str, float]:
 
 
 class Run:
-    """A training step (forward, backward, SGD), a prefill or the decoding of one token from a state, when called."""
+    """A training step (forward, backward, SGD), a prefill, or one more token as `generate` decodes it, when called."""
 
     def __init__(self, kind: str, model: nn.Module, rows: int) -> None:
         self.kind, self.model = kind, model
         length = {"training": TRAINING_TOKENS, "prefill": PREFILL_TOKENS, "decode": 1}[kind]
         self.ids = torch.arange(rows * length, device=DEVICE).view(rows, length) % 251
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-        self.state = model.zero_state(rows) if kind == "decode" else None  # type: ignore[operator]
+        self.cache = RecurrentCache() if kind == "decode" else None
+        if self.cache is not None:
+            self.cache.set_in_generate(True)  # each token overwrites the state before it
 
     def __call__(self) -> None:
         if self.kind == "training":
@@ -63,6 +66,6 @@ class Run:
             self.optimizer.zero_grad()
         else:
             with torch.inference_mode():
-                self.model(input_ids=self.ids, initial_state=self.state, logits_to_keep=1)
+                self.model(input_ids=self.ids, past_key_values=self.cache, logits_to_keep=1)
         if DEVICE == "cuda":
             torch.cuda.synchronize()

@@ -18,11 +18,15 @@ from typing import Any, ClassVar
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.trainer_utils import TrainOutput
+from transformers.training_args import OptimizerNames
 
+from hf_recurrent_lengthgen.data.pieces import piece_of_rows
 from hf_recurrent_lengthgen.data.segments import split_at_resets
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.methods import PLAIN, Method
+from hf_recurrent_lengthgen.models.recurrent_state import keep_rows, states_checked_by_caller
 from hf_recurrent_lengthgen.trainers.alignment import AlignmentSettings, CropLoss
 from hf_recurrent_lengthgen.trainers.checks import (
     base_of,
@@ -31,32 +35,43 @@ from hf_recurrent_lengthgen.trainers.checks import (
     check_no_forgetting,
     check_train_data,
     check_trainer,
+    without_wrong_ids,
 )
 from hf_recurrent_lengthgen.trainers.chunked_backprop import forward_in_chunks
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
 from hf_recurrent_lengthgen.trainers.metric_callbacks import MetricCallback
 from hf_recurrent_lengthgen.trainers.model_calls import ModelCalls, say_lost, say_passed_by
-from hf_recurrent_lengthgen.trainers.nonfinite_states import checked_states
+from hf_recurrent_lengthgen.trainers.nonfinite_states import StateSizes
 from hf_recurrent_lengthgen.trainers.resumable_runs import ResumableTrainer, RunCallback
-from hf_recurrent_lengthgen.trainers.row_layout import RowLayout, share_of_zero_rows, without_padding
+from hf_recurrent_lengthgen.trainers.row_layout import RowLayout, without_padding, zero_rows
 from hf_recurrent_lengthgen.trainers.scored_targets import token_shape_of
+from hf_recurrent_lengthgen.trainers.shared_rows import SharedRows
+from hf_recurrent_lengthgen.trainers.step_checks import StepChecks
 from hf_recurrent_lengthgen.trainers.step_logs import StepLogs
 
 MICRO_BATCH = "micro_batch_facts"
 """The key of a `MicroBatch` in the inputs, between `get_batch_samples` and `compute_loss`."""
+UPDATE_IN_BACKWARD = {OptimizerNames.LOMO, OptimizerNames.ADALOMO}
+"""Optimizers that change the weights in the backward pass of each micro-batch."""
 _NEVER_DECAYED = re.compile(r"(^|\.)(A_log$|learned_state\.)")
 
 
 @dataclass
 class MicroBatch:
-    """The place of a micro-batch in the run, the layout of its rows, its loss if rows are cropped, and whether the
-    loss was computed. (Not a tuple: Trainer rebuilds tuples when it moves a batch to the device.)"""
+    """The place of a micro-batch in the run, the layout of its rows, its loss if rows are cropped, whether the loss
+    was computed, and whether weights change after it. (Not a tuple: Trainer rebuilds tuples when it moves a batch to
+    the device.)"""
 
     place: BatchPlace
     layout: RowLayout
     crop_loss: CropLoss | None = None
     is_trained: bool = False
+    is_last: bool = True
+
+    @property
+    def where(self) -> str:
+        return f"step {self.place.step}, micro-batch {self.place.micro_batch}"
 
 
 INTERVENTIONS: dict[str, type["InitialStateTrainer"]] = {}
@@ -98,6 +113,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         check_config(type(self), args)
         if isinstance(model, str):
             model = load_model(model)
+        self._shared = SharedRows.of(args)
         super().__init__(self.prepared(model, args), args, *positional, **keyword)
         self.data_collator = without_padding(self.data_collator)
         check_trainer(self)
@@ -109,6 +125,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         self._evaluation_batches = 0
         self._calls = ModelCalls()
         self._logs = StepLogs()
+        self._checks = StepChecks(self.resume_hint)
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, MetricCallback):
                 callback.attach(self)
@@ -176,9 +193,13 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             ValueError: as in `ResumableTrainer.train`, and for a model that is made to forget.
         """
         check_no_forgetting(self.model)
+        self._checks = StepChecks(self.resume_hint)
+        # Trainer's filter reads each loss, to leave those that are not finite out of the log; here they end the run.
+        asked, self.args.logging_nan_inf_filter = self.args.logging_nan_inf_filter, False
         try:
             return super().train(*args, **kwargs)
         finally:
+            self.args.logging_nan_inf_filter = asked
             self._calls.stop()
 
     # --- batches ---
@@ -189,6 +210,9 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         """Trainer's micro-batches of a step, laid out before Trainer counts their labels."""
         laid_out = (self._lay_out(batch, micro_batch) for micro_batch, batch in enumerate(epoch_iterator))
         batches, num_items = super().get_batch_samples(laid_out, num_batches, device)
+        if self.args.optim not in UPDATE_IN_BACKWARD:
+            for batch in batches[:-1]:
+                batch[MICRO_BATCH].is_last = False
         if self._align is not None:
             losses = [batch[MICRO_BATCH].crop_loss for batch in batches]
             overlap = sum(loss.overlap for loss in losses)
@@ -201,20 +225,28 @@ class InitialStateTrainer(ResumableTrainer, ABC):
     def _lay_out(self, batch: dict[str, Any], micro_batch: int) -> dict[str, Any]:
         """The inputs of the model for a micro-batch: labels that are not scored are -100, rows are cut at resets or
         cropped in pairs, and a `MicroBatch` describes the layout."""
-        inputs = dict(self._scored(batch))
+        inputs = dict(self._scored(self._with_usable_ids(batch)))
         rows = token_shape_of(inputs)[0]
-        first_row = self.args.process_index * self._train_batch_size
+        first_row = self.args.row_process_index * self._train_batch_size
         place = BatchPlace(self.args.seed, self.state.global_step, micro_batch, first_row, rows)
         layout, loss = RowLayout(rows), None
         resets = inputs.pop("state_resets", None)
-        if resets is not None or self._align is not None:
-            if bool((inputs.get("attention_mask", torch.ones(1)) == 1).all()):
-                inputs.pop("attention_mask", None)
-            if self._align is None:
+        if self._shared.group is not None:
+            if resets is not None:
+                inputs["seq_idx"] = pad(resets[:, 1:].long(), (1, 0)).cumsum(1)
+                place = replace(place, continues=~resets[:, 0])
+            inputs = piece_of_rows(inputs, self._shared.rank, self._shared.size)
+        elif resets is not None or self._align is not None:
+            if "attention_mask" in inputs and bool((inputs["attention_mask"] == 1).all()):
+                inputs.pop("attention_mask")
+            if resets is not None and not getattr(self.train_dataset, "reset_at_document", True):
+                place = replace(place, continues=~resets[:, 0])
+                resets = None  # rows reset at their first token only, which reading all of them would find out
+            if self._align is None and resets is not None:
                 cut = split_at_resets(inputs, resets)
                 inputs, place = cut.inputs, replace(place, continues=cut.continues)
                 layout = RowLayout(token_shape_of(inputs)[0], cut.first, cut.last)
-            else:
+            elif self._align is not None:
                 if resets is not None and bool(resets[:, 1:].any()):
                     raise ValueError(
                         "The alignment loss cannot be computed across resets inside rows: leave reset_at_document out."
@@ -223,6 +255,13 @@ class InitialStateTrainer(ResumableTrainer, ABC):
                 place = place if resets is None else replace(place, continues=~resets[:, 0])
                 layout = RowLayout(2 * rows, crops=2, later_from_zero=self._align.second_from_zero)
         return {**inputs, MICRO_BATCH: MicroBatch(place, layout, loss)}
+
+    def _with_usable_ids(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch without ids and labels outside the vocabulary, for which the run stops before weights change."""
+        usable, question, refuse = without_wrong_ids(self.model, batch)
+        if question is not None:
+            self._checks.ask(question, lambda found: refuse() if found else None)
+        return usable
 
     # --- loss ---
 
@@ -233,7 +272,8 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             ValueError: if the loss comes from a `compute_loss` that does not call the method's.
         """
         try:
-            loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+            with states_checked_by_caller():
+                loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
         except (TypeError, ValueError) as error:  # from a model that got the method's own input
             if MICRO_BATCH not in str(error):
                 raise
@@ -255,8 +295,8 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             ValueError: for ids and labels outside the vocabulary, for a training loss that is not finite, and for a
                 broken final state if `nonfinite_states` is "stop".
         """
-        check_batch(self.model, inputs)
         if not model.training:
+            check_batch(self.model, inputs)
             if self.args.world_size > 1:
                 num_items_in_batch = None  # the mean of this process; `prediction_step` averages over processes
             with self._loss_function(None if self._align else self.compute_loss_func):
@@ -268,10 +308,13 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         place, layout, crop_loss = micro_batch.place, micro_batch.layout, micro_batch.crop_loss
         if self._takes_states:
             state = self.initial_states.initial_state(place)
-            from_zero = share_of_zero_rows(state)
+            from_zero, is_broken = zero_rows(state)
+            self._checks.ask_initial_state(is_broken, micro_batch.where, type(self.initial_states).__name__)
             self.run_record.given = self.run_record.given + place.rows * (1 - from_zero.double())
             self._logs.add(zero_states=from_zero)
             inputs |= {"initial_state": layout.scatter(state), "output_final_state": True}
+        if self._shared.group is not None:
+            inputs["sequence_group"] = self._shared.group
         if crop_loss is not None:
             inputs.pop("shift_labels")  # Trainer counted them
         self._calls.watch(base_of(self.accelerator.unwrap_model(self.model, keep_torch_compile=False)))
@@ -282,35 +325,35 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         ):
             found = self._loss(model, inputs, return_outputs, num_items_in_batch)
         loss = found[0] if return_outputs else found
-        where = f"step {place.step}, micro-batch {place.micro_batch}"
-        if not torch.isfinite(loss):
-            raise ValueError(
-                f"The loss of {where} is {loss.item()}. {self.resume_hint()} Lower the learning rate, clip gradients "
-                "(max_grad_norm), and look for batches without labels."
-            )
+        self._checks.ask_loss(loss, micro_batch.where)
         if crop_loss is not None:
             if crop_loss.misalignment is None:
                 say_lost(self, "the alignment loss was not computed", "compute_loss_func")
             self._logs.add(misalignment=crop_loss.misalignment)
         if self._takes_states:
-            self._observe(micro_batch, inputs["initial_state"] is not None, where)
+            self._observe(micro_batch, inputs["initial_state"] is not None)
+        if micro_batch.is_last:
+            self._checks.read()
         micro_batch.is_trained = True
         if not self.is_in_train:
             self._calls.stop()
         return found
 
-    def _observe(self, micro_batch: MicroBatch, gave_state: bool, where: str) -> None:
-        """Show the source the final states that the model returned."""
+    def _observe(self, micro_batch: MicroBatch, gave_state: bool) -> None:
+        """Show the source the final states that the model returned; zeros in broken rows if these are reset."""
         if gave_state and not self._calls.got_state:
             say_lost(self, "the model got no initial_state", "the initial_state of the inputs")
-        if self._calls.final_state is None:
+        final_state = self._calls.take_final_state()
+        if final_state is None:
             say_lost(self, "the model returned no final_state", "the output_final_state of the inputs")
-        state, limit, otherwise = self._calls.final_state, self.args.max_state_rms, self.args.nonfinite_states
-        checked = checked_states(
-            micro_batch.layout.gather(state), limit, otherwise, f"final_state of {where}: ", self.resume_hint
-        )
-        self._logs.add(**checked.logs)
-        self.initial_states.observe(micro_batch.place, checked.state, checked.broken)
+        state = micro_batch.layout.gather(final_state)
+        sizes = StateSizes.of(state, self.args.max_state_rms)
+        broken, resets = sizes.broken_rows(), self.args.nonfinite_states == "reset"
+        self._checks.ask_final_state(sizes, broken, micro_batch.where, resets, self._logs)
+        if resets:
+            self.initial_states.observe(micro_batch.place, keep_rows(state, ~broken), broken)
+        else:
+            self.initial_states.observe(micro_batch.place, state)
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items: Any) -> Any:
         """The training loss of the trainer that the method is combined with."""
@@ -353,7 +396,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             )
         if self._takes_states:
             rows = token_shape_of(inputs)[0]
-            first_row = self.args.process_index * rows
+            first_row = self.args.row_process_index * rows
             place = BatchPlace(self.args.seed, self.state.global_step, self._evaluation_batches, first_row, rows)
             state = self.initial_states.evaluation_state(place)
             # Trainer moves plain tuples only.

@@ -35,7 +35,9 @@ DIGESTS_FILE = "digests.sha256"  # as `sha256sum --check` reads it
 EDITED = {".json", ".md", ".py", ".txt"}
 """Text files, which people and cards may edit; only `trainer_state.json` among them has a digest."""
 FORMAT, FORMAT_VERSION = "initial_states", 1
-NOT_IN_OLD_CHECKPOINTS = {"start", "train_dataset.record", "alignment_divergence", "alignment_second_state"}
+NOT_IN_OLD_CHECKPOINTS = {
+    *("start", "train_dataset.record", "alignment_divergence", "alignment_second_state", "context_parallel_size"),
+}
 """Entries that files of the first versions lack; a missing one is not compared."""
 
 

@@ -4,8 +4,10 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, RandomSampler
 from transformers import TrainingArguments
@@ -62,11 +64,24 @@ def check_trainer(trainer: Any) -> None:
     check_arguments(args)
     check_state_limits(model, args)
     keep_states_in_full_precision(trainer.accelerator.state)
+    if args.context_parallel_size > 1:
+        check_shares_rows(model)
     if args.bptt_chunk_length is not None:
         check_chunkable(innermost_model(model))
     for name in ("train_dataset", "eval_dataset"):
         check_not_empty(name, getattr(trainer, name))
     check_evaluation_data(trainer.eval_dataset)
+
+
+def check_shares_rows(model: nn.Module) -> None:
+    """Raise a `ValueError` for a model whose rows processes cannot share."""
+    base = base_of(model)
+    if "sequence_group" not in inspect.signature(base.forward).parameters:
+        raise ValueError(
+            f"{type(base).__name__} takes no sequence_group, so processes cannot share its rows: leave "
+            "context_parallel_size out, or give a causal language model of this package or stateful(model)."
+        )
+    base.check_shares_rows()
 
 
 def check_train_data(trainer: Any, alignment: AlignmentSettings | None) -> None:
@@ -206,6 +221,31 @@ def check_batch(model: nn.Module | None, inputs: Mapping[str, Any]) -> None:
         check_token_ids(inputs[name], vocabulary, name, IGNORED_LABEL)
 
 
+def without_wrong_ids(
+    model: nn.Module | None, inputs: Mapping[str, Any]
+) -> tuple[dict[str, Any], Tensor | None, Callable[[], None]]:
+    """The inputs of `check_batch` for a device that is not waited for.
+
+    Returns:
+        Inputs without ids and labels outside the vocabulary, whether there were any (None for no ids), and a function
+        that raises what `check_batch` raises for them.
+    """
+    vocabulary: Any = getattr(getattr(base_of(model), "config", None), "vocab_size", None)
+    names = [] if vocabulary is None else ["input_ids", *token_labels(base_of(model), inputs)]
+    found, usable = [], dict(inputs)
+    for name in names:
+        ids = inputs.get(name)
+        if not isinstance(ids, Tensor):
+            continue
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            check_batch(model, inputs)
+        wrong = (ids < 0) | (ids >= vocabulary)
+        wrong &= ids != IGNORED_LABEL if name != "input_ids" else True
+        usable[name] = ids.masked_fill(wrong, 0 if name == "input_ids" else IGNORED_LABEL)
+        found.append(wrong.any())
+    return usable, torch.stack(found).any() if found else None, partial(check_batch, model, inputs)
+
+
 def check_trainable(model: nn.Module, learns_state: bool) -> None:
     """Raise a `ValueError` for a model without trainable parameters, and for one with a leftover learned state."""
     if hasattr(model, "learned_state") and not learns_state:
@@ -260,7 +300,7 @@ def check_continued_data(trainer: Any, dataset: Any, alignment: AlignmentSetting
         )
     if isinstance(dataset, ContinuedStream):
         rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        wanted = {"rows": rows, "process_index": args.process_index, "num_processes": args.world_size}
+        wanted = {"rows": rows, "process_index": args.row_process_index, "num_processes": args.row_processes}
         wrong = {name: value for name, value in wanted.items() if getattr(dataset, name) != value}
         if wrong:
             given = {name: getattr(dataset, name) for name in wrong}

@@ -112,6 +112,11 @@ class _OnTexts(InitialStateTrainer):
     def __init__(self, model: Any = None, args: Any = None, *positional: Any, **keyword: Any) -> None:
         if getattr(args, "bptt_chunk_length", None) is not None:
             raise ValueError("bptt_chunk_length gives no losses per token, which SFTTrainer needs: leave it out.")
+        if getattr(args, "context_parallel_size", 1) > 1:
+            raise ValueError(
+                "SFTTrainer computes its loss and metrics from the labels of whole rows, so processes cannot share "
+                "rows: leave context_parallel_size out."
+            )
         if getattr(args, "alignment_alpha", 0) and args.loss_type == "dft":
             raise ValueError(
                 "alignment_alpha works with cross-entropy only, not with loss_type='dft': leave one of them out."

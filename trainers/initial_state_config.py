@@ -67,6 +67,16 @@ class InitialStateConfig(TrainingArguments):
         metadata={"help": "Number of chunks after which the gradient through the state is stopped. Default: never."},
     )
 
+    # Parameters that control how processes share rows
+    context_parallel_size: int = field(
+        default=1,
+        metadata={
+            "help": "Number of processes that share each row, each with a piece of its tokens, so that rows may be as "
+            "many times longer. It divides the number of processes; groups of them read different rows. The result "
+            "is that of whole rows. Default 1: each process has its own rows."
+        },
+    )
+
     # Parameters that control what happens to broken states
     nonfinite_states: Literal["stop", "reset"] = field(
         default="stop",
@@ -113,8 +123,29 @@ class InitialStateConfig(TrainingArguments):
             raise ValueError("bptt_window counts chunks, so it needs bptt_chunk_length: set it, too.")
         if self.bptt_chunk_length is not None and self.alignment_alpha:
             raise ValueError("bptt_chunk_length keeps no logits, which alignment_alpha needs: set only one of them.")
+        if self.context_parallel_size > 1:
+            beside = {
+                "alignment_alpha": bool(self.alignment_alpha),
+                "bptt_chunk_length": self.bptt_chunk_length is not None,
+                "torch_compile": self.torch_compile,
+            }
+            if wrong := [name for name, given in beside.items() if given]:
+                raise ValueError(
+                    f"context_parallel_size does not work with {wrong}: the crops of the alignment loss, chunks and "
+                    "compiled graphs are those of whole rows. Set only one of them."
+                )
         if self.bptt_chunk_length is not None and self.torch_compile:
             raise ValueError("bptt_chunk_length does not work with torch_compile: set only one of them.")
+
+    @property
+    def row_processes(self) -> int:
+        """Number of processes, or of groups of processes that share rows, that read different rows."""
+        return self.world_size // self.context_parallel_size
+
+    @property
+    def row_process_index(self) -> int:
+        """Number of this process, or of its group, among `row_processes`."""
+        return self.process_index // self.context_parallel_size
 
     @classmethod
     def alone(cls, **settings: Any) -> Self:

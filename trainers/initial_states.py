@@ -20,7 +20,6 @@ from torch import Tensor
 from hf_recurrent_lengthgen.models.recurrent_state import (
     LayerState,
     RecurrentState,
-    clone_state,
     concatenate_rows,
     detach_state,
     keep_rows,
@@ -45,7 +44,8 @@ class BatchPlace:
         seed: Seed of the run.
         step: Optimizer step, from 0.
         micro_batch: Micro-batch within the step under gradient accumulation, from 0.
-        first_row: Global number of the first row: process index times rows per process.
+        first_row: Global number of the first row: rows per process times the index of the process, or of the group of
+            processes that share rows.
         rows: Rows in this micro-batch.
         continues: Rows that continue the text of the previous step, (rows,) bool; None for all rows. The other rows do
             not start from carried states.
@@ -95,7 +95,7 @@ class InitialStateSource(ABC):
         Args:
             place: The micro-batch.
             final_state: Its final states; those of broken rows are zero.
-            broken: Rows whose states were not finite or exploded, (rows,) bool; None for none.
+            broken: Rows whose states were not finite or exploded, (rows,) bool; None if such rows stop the run.
         """
 
     def end_step(self) -> None:  # noqa: B027
@@ -152,11 +152,11 @@ class PassedStates(InitialStateSource):
             return None
         keep = place.uniform("drop") >= self.drop_probability
         if place.continues is not None:
-            keep &= place.continues.cpu()
+            keep = keep.to(place.continues.device) & place.continues
         return keep_rows(_resize_rows(carried, place.rows), keep)
 
     def observe(self, place: BatchPlace, final_state: RecurrentState, broken: Tensor | None = None) -> None:
-        state = clone_state(detach_state(final_state))
+        state = map_state(_in_own_memory, detach_state(final_state))
         if not self.carry_conv_state:
             state = zero_conv(state)
         carried = self._carried.get(place.micro_batch)
@@ -199,6 +199,11 @@ class PassedStates(InitialStateSource):
                 raise ValueError(f"The carried states lack {[f'{place}.{name}' for name in missing]}.")
             carried[micro_batch] = (*before, LayerState(**parts))
         self._carried = carried
+
+
+def _in_own_memory(part: Tensor) -> Tensor:
+    """The part; a copy if it would keep more memory alive than its own, as a slice of all inputs of a layer does."""
+    return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
 
 
 def _resize_rows(state: RecurrentState, rows: int) -> RecurrentState:

@@ -38,6 +38,11 @@ class ModelCalls:
                 self._hooks.append(module.register_forward_hook(self._after))
         self.got_state, self.final_state = False, None
 
+    def take_final_state(self) -> RecurrentState | None:
+        """`final_state`, which is not kept, so that whoever takes it decides how long it lives."""
+        taken, self.final_state = self.final_state, None
+        return taken
+
     def stop(self) -> None:
         """Remove the hooks from the model."""
         for hook in self._hooks:

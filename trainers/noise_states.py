@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, LayerStatistics, RecurrentState, take_rows
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, LayerStatistics, RecurrentState
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
 
 ZeroState = Callable[[int], RecurrentState]
@@ -119,9 +119,7 @@ class FittedNoise(_Noise):
 
     def observe(self, place: BatchPlace, final_state: RecurrentState, broken: Tensor | None = None) -> None:
         """Add the states to the sums of the step, except for broken rows."""
-        if broken is not None:
-            final_state = take_rows(final_state, ~broken)
-        sums = [_sums(layer.recurrent, self.groups) for layer in final_state]
+        sums = [_sums(layer.recurrent, self.groups, broken) for layer in final_state]
         if self._sums is not None:
             sums = [old + new for old, new in zip(self._sums, sums, strict=True)]
         self._sums = sums
@@ -133,15 +131,19 @@ class FittedNoise(_Noise):
         sizes = [len(sums) for sums in self._sums]
         total = self.sum_over_processes(torch.cat(self._sums))
         self._sums = None
-        if not bool(total[:, 0].any()):  # every row of the step was broken
+        some = total[:, :1].any()  # whether a row of the step was not broken
+        if self._statistics is None and not bool(some):
             return
         fresh = [_moments(sums) for sums in total.split(sizes)]
         if self._statistics is not None:
             fresh = [
-                LayerStatistics(*((1 - self.beta) * new + self.beta * old for new, old in zip(*pair, strict=True)))
+                LayerStatistics(*(self._moved(new, old, some) for new, old in zip(*pair, strict=True)))
                 for pair in zip(fresh, self._statistics, strict=True)
             ]
         self._statistics = tuple(fresh)
+
+    def _moved(self, new: Tensor, old: Tensor, some: Tensor) -> Tensor:
+        return torch.where(some, (1 - self.beta) * new + self.beta * old, old)
 
     def reset(self) -> None:
         """Forget the statistics."""
@@ -190,11 +192,13 @@ def _by_group(recurrent: Tensor, groups: int | None) -> Tensor:
     return recurrent.reshape(len(recurrent), groups, recurrent.shape[1:].numel() // groups)
 
 
-def _sums(recurrent: Tensor, groups: int | None) -> Tensor:
-    """Count, sum and sum of squares of each group of heads, (groups, 3) in float64."""
-    values = _by_group(recurrent, groups).transpose(0, 1).flatten(1).double()
-    count = values.new_full(values.shape[:1], values.shape[1])
-    return torch.stack([count, values.sum(1), values.square().sum(1)], 1)
+def _sums(recurrent: Tensor, groups: int | None, broken: Tensor | None) -> Tensor:
+    """Count, sum and sum of squares of each group of heads, (groups, 3) in float64, without broken (zero) rows."""
+    values, double = _by_group(recurrent, groups), torch.float64
+    rows = values.new_full((), len(values), dtype=double) if broken is None else (~broken).sum(dtype=double)
+    squares = torch.linalg.vector_norm(values, dim=2, dtype=double).square()
+    counts = (rows * values.shape[2]).expand(values.shape[1])
+    return torch.stack([counts, values.sum(2, dtype=double).sum(0), squares.sum(0)], 1)
 
 
 def _moments(sums: Tensor) -> LayerStatistics:

@@ -1,59 +1,60 @@
 """Broken states: with NaN or infinite values, or exploded."""
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
 
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, keep_rows
-
-logger = logging.get_logger(__name__)
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
 
 
-class CheckedStates(NamedTuple):
-    """Final states with zeros in broken rows, a mask of these rows ((B,) bool, None for none), and values to log."""
+class StateSizes(NamedTuple):
+    """The sizes of the final states of a micro-batch: what can be said about them when the states are gone.
 
-    state: RecurrentState
-    broken: Tensor | None
-    logs: dict[str, Tensor]
-
-
-def checked_states(
-    state: RecurrentState,
-    max_rms: float | None,
-    otherwise: Literal["stop", "reset"],
-    told: str,
-    hint: Callable[[], str],
-) -> CheckedStates:
-    """Replace broken rows of final states by zero, or stop the run.
-
-    Args:
-        state: Final states of a micro-batch.
+    Attributes:
+        norms: `part_norms`.
+        layers: `recurrent_layers`.
+        rms: `recurrent_rms`.
         max_rms: Root mean square of a layer's recurrent state above which it counts as exploded; None for no limit.
-        otherwise: What to do with broken rows.
-        told: Beginning of the message: which states these are.
-        hint: Says how to continue a run that stops here.
-
-    Raises:
-        ValueError: for broken rows with "stop".
     """
-    norms = part_norms(state)
-    broken = nonfinite_rows(state, norms, max_rms)
-    logs, found = {"reset_states": broken.double().mean()}, bool(broken.any())
-    if found:
-        told += describe_nonfinite(state, norms, max_rms)
-        if otherwise == "stop":
-            raise ValueError(f"{told}. {hint()} To go on from zero in these rows, set nonfinite_states='reset'.")
-        logger.warning(f"{told}. The states of these rows are reset to zero.")
-        state = keep_rows(state, ~broken)
-    rms = recurrent_rms(state, norms)
-    if found:
-        rms = rms[:, ~broken]
-    if rms.numel():
-        logs |= {"state_rms": rms.mean(), "state_rms_max": rms.max()}
-    return CheckedStates(state, broken if found else None, logs)
+
+    norms: Tensor
+    layers: list[int]
+    rms: Tensor
+    max_rms: float | None
+
+    @classmethod
+    def of(cls, state: RecurrentState, max_rms: float | None) -> "StateSizes":
+        norms = part_norms(state)
+        return cls(norms, recurrent_layers(state), recurrent_rms(state, norms), max_rms)
+
+    def broken_rows(self) -> Tensor:
+        """Rows with a value that is not finite or a layer above `max_rms`, (B,)."""
+        broken = ~self.norms.isfinite().all(0).all(0)
+        return broken if self.max_rms is None else broken | (self.rms > self.max_rms).any(0)
+
+    def describe_broken(self) -> str:
+        """The first broken layer, its defect and the rows, in words."""
+        rms = dict(zip(self.layers, self.rms, strict=True))
+        for index in range(len(self.norms)):
+            for part, name in enumerate(LayerState._fields):
+                rows = (~self.norms[index, part].isfinite()).nonzero().flatten().tolist()
+                if rows:
+                    return f"layer {index}, part '{name}' has NaN or infinite values in rows {rows}"
+            if self.max_rms is not None and index in rms and bool((rms[index] > self.max_rms).any()):
+                rows = (rms[index] > self.max_rms).nonzero().flatten().tolist()
+                return (
+                    f"layer {index} has exploded in rows {rows}: the root mean square of its recurrent state is "
+                    f"{float(rms[index].max()):.3g}, above max_state_rms {self.max_rms:g}"
+                )
+        raise AssertionError("no broken state to describe")
+
+    def logs(self, broken: Tensor | None) -> dict[str, Tensor]:
+        """Values to log; `broken` are rows to leave out, None for none."""
+        kept = self.rms if broken is None else self.rms[:, ~broken]
+        share = kept.new_zeros(()) if broken is None else broken.double().mean()
+        sizes = {"state_rms": kept.mean(), "state_rms_max": kept.max()} if kept.numel() else {}
+        return {"reset_states": share, **sizes}
 
 
 def part_norms(state: RecurrentState) -> Tensor:
@@ -73,28 +74,3 @@ def recurrent_rms(state: RecurrentState, norms: Tensor) -> Tensor:
     layers = recurrent_layers(state)
     sizes = [state[index].recurrent.shape[1:].numel() for index in layers]
     return norms[layers, 0] / norms.new_tensor(sizes).sqrt()[:, None]
-
-
-def nonfinite_rows(state: RecurrentState, norms: Tensor, max_rms: float | None) -> Tensor:
-    """Rows with a value that is not finite or a layer above `max_rms`, (B,)."""
-    broken = ~norms.isfinite().all(0).all(0)
-    if max_rms is not None:
-        broken = broken | (recurrent_rms(state, norms) > max_rms).any(0)
-    return broken
-
-
-def describe_nonfinite(state: RecurrentState, norms: Tensor, max_rms: float | None) -> str:
-    """The first broken layer, its defect and the rows, in words."""
-    rms = dict(zip(recurrent_layers(state), recurrent_rms(state, norms), strict=True))
-    for index in range(len(state)):
-        for part, name in enumerate(LayerState._fields):
-            rows = (~norms[index, part].isfinite()).nonzero().flatten().tolist()
-            if rows:
-                return f"layer {index}, part '{name}' has NaN or infinite values in rows {rows}"
-        if max_rms is not None and index in rms and bool((rms[index] > max_rms).any()):
-            rows = (rms[index] > max_rms).nonzero().flatten().tolist()
-            return (
-                f"layer {index} has exploded in rows {rows}: the root mean square of its recurrent state is "
-                f"{float(rms[index].max()):.3g}, above max_state_rms {max_rms:g}"
-            )
-    raise AssertionError("no broken state to describe")

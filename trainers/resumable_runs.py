@@ -200,7 +200,7 @@ class ResumableTrainer(SameRowsTrainer):
         data: Any = self.train_dataset
         if isinstance(data, ContinuedChunks) or not has_length(data):
             return {}
-        rows = len(data) % (self.args.per_device_train_batch_size * self.args.world_size)
+        rows = len(data) % (self.args.per_device_train_batch_size * self.args.row_processes)
         return {"rows_left_out": rows} if rows else {}
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

@@ -75,9 +75,16 @@ def _collate_equal_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return batch
 
 
-def share_of_zero_rows(state: RecurrentState | None) -> Tensor:
-    """Share of the rows of a batch that start from zero."""
+def zero_rows(state: RecurrentState | None) -> tuple[Tensor, Tensor]:
+    """Share of the rows of a batch that start from zero, and whether any of them has NaN or infinite values."""
     if state is None:
-        return torch.ones(())
-    nonzero = torch.stack([part.detach().flatten(1).any(1) for layer in state for part in layer])
-    return 1 - nonzero.any(0).double().mean()
+        return torch.ones(()), torch.zeros((), dtype=torch.bool)
+    largest = torch.stack(
+        [
+            torch.linalg.vector_norm(part.detach().flatten(1), torch.inf, 1)
+            for layer in state
+            for part in layer
+            if part[0].numel()
+        ]
+    )
+    return (largest == 0).all(0).double().mean(), ~largest.isfinite().all()

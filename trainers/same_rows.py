@@ -6,7 +6,7 @@ the same number.
 """
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,10 +17,13 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream, StreamRowSampler
+from hf_recurrent_lengthgen.data.pieces import piece_of_rows
 from hf_recurrent_lengthgen.trainers.checks import base_of, takes_states
 from hf_recurrent_lengthgen.trainers.chunked_backprop import IGNORED
 from hf_recurrent_lengthgen.trainers.hub_pushes import PushingTrainer
+from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.scored_targets import token_labels, token_shape_of, with_scored_labels
+from hf_recurrent_lengthgen.trainers.shared_rows import SharedRows
 
 logger = logging.get_logger(__name__)
 
@@ -38,6 +41,8 @@ _SETTINGS = {
 class SameRowsTrainer(PushingTrainer):
     """`Trainer` that trains and evaluates the same rows on any number of processes, and rows that continue."""
 
+    args: InitialStateConfig
+    _shared = SharedRows()
     _sampler: Any = None
     _sampler_has_no_seed = False
 
@@ -73,13 +78,22 @@ class SameRowsTrainer(PushingTrainer):
         check_batches(self, len(loader))
         return loader
 
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
+        with self._shared.dealing(self.accelerator):
+            loader: DataLoader = super()._get_dataloader(*args, **kwargs)
+        return loader
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Trainer's, counting the rows of a group of processes once."""
+        return int(super().get_total_train_batch_size(args)) // args.context_parallel_size
+
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
         if not isinstance(dataset, ContinuedChunks):
             self._sampler = super()._get_train_sampler(train_dataset)
             self._sampler_has_no_seed = getattr(self._sampler, "generator", self) is None
             return self._sampler
-        stream_rows = self.args.world_size * self._train_batch_size * self.args.gradient_accumulation_steps
+        stream_rows = self.args.row_processes * self._train_batch_size * self.args.gradient_accumulation_steps
         self._sampler = StreamRowSampler(dataset, stream_rows, self._data_seed)
         return self._sampler
 
@@ -107,7 +121,7 @@ class SameRowsTrainer(PushingTrainer):
         if len(batches) == num_batches or has_length(self.train_dataset):
             return batches, num_items
         if self.state.global_step == 0:
-            rows = self._train_batch_size * self.args.world_size
+            rows = self._train_batch_size * self.args.row_processes
             raise ValueError(
                 f"The training data ended after {len(batches)} batches of {rows} rows, but one step needs "
                 f"{num_batches}: give more data, or a smaller per_device_train_batch_size or "
@@ -128,6 +142,11 @@ class SameRowsTrainer(PushingTrainer):
 
     # --- evaluation ---
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if self._shared.group is not None:  # Trainer restores it after the loop
+            self.gather_function = partial(self._shared.gather_once, self.accelerator)
+        return super().evaluation_loop(*args, **kwargs)
+
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -135,8 +154,16 @@ class SameRowsTrainer(PushingTrainer):
         inputs = self._scored(dict(inputs))
         if self.args.world_size == 1:
             return super().prediction_step(model, inputs, *args, **kwargs)
-        base, present = base_of(self.model), present_rows(self.accelerator, token_shape_of(inputs)[0])
+        base, rows = base_of(self.model), token_shape_of(inputs)[0]
+        present = present_rows(self.accelerator, rows, self.args.row_process_index)
         inputs, scored = without_repeated_rows(base, inputs, present, self.accelerator.device)
+        loss_only = args[0] if args else kwargs.get("prediction_loss_only")
+        if (
+            self._shared.group is not None and loss_only and token_labels(base, inputs)
+        ):  # predictions are of whole rows
+            inputs = piece_of_rows(inputs, self._shared.rank, self._shared.size)
+            scored = inputs["shift_labels"].ne(IGNORED).sum().to(self.accelerator.device)
+            inputs["sequence_group"] = self._shared.group
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         if loss is not None and scored is not None:
             if is_filled_up(self.accelerator) and not token_labels(base, inputs):
@@ -150,11 +177,11 @@ class SameRowsTrainer(PushingTrainer):
 def check_batches(trainer: Any, batches: int) -> None:
     """Raise a `ValueError` if an epoch has no batch, and warn about the rows that it leaves out."""
     dataset: Any = trainer.train_dataset
-    rows = trainer._train_batch_size * trainer.args.world_size
+    rows = trainer._train_batch_size * trainer.args.row_processes
     if not batches:
         raise ValueError(
             f"The training data have {len(dataset)} rows, fewer than one batch of {rows} rows "
-            f"({trainer._train_batch_size} on each of {trainer.args.world_size} processes): give a smaller "
+            f"({trainer._train_batch_size} on each of {trainer.args.row_processes} processes): give a smaller "
             "per_device_train_batch_size or more data."
         )
     dropped = len(dataset) - batches * rows
@@ -166,9 +193,14 @@ def check_batches(trainer: Any, batches: int) -> None:
 def stream_loader(trainer: Any, stream: IterableDataset[Any]) -> DataLoader:
     """Batches of a stream: one process reads the batch of all processes and distributes it. A `ContinuedStream` gives
     only the rows of its own process already."""
-    processes = trainer.args.world_size
+    processes = trainer.args.row_processes
     if isinstance(stream, ContinuedStream):
         stream, processes = stream.in_micro_batches(trainer.args.gradient_accumulation_steps), 1
+    elif processes < trainer.args.world_size:
+        raise ValueError(
+            "Processes that share rows (context_parallel_size) read them from data with a length or from a "
+            f"ContinuedStream, got {type(stream).__name__}, which one process would read for all: give one of those."
+        )
     loader = DataLoader(
         stream,
         batch_size=trainer._train_batch_size * processes,
@@ -197,11 +229,11 @@ def is_filled_up(accelerator: Any) -> bool:
     return bool(state.end_of_dataloader and state.remainder > 0)
 
 
-def present_rows(accelerator: Any, rows: int) -> int:
-    """How many of the `rows` of this process are not repeated; these come first."""
+def present_rows(accelerator: Any, rows: int, index: int) -> int:
+    """How many of the `rows` of this process, the `index`-th that reads rows, are not repeated; these come first."""
     if not is_filled_up(accelerator):
         return rows
-    left = accelerator.gradient_state.remainder - accelerator.process_index * rows  # counted over all processes
+    left = accelerator.gradient_state.remainder - index * rows  # counted over all processes
     return min(max(left, 0), rows)
 
 

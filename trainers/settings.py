@@ -11,7 +11,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 # Other numbers must be at least 0, or at least their default if that is negative, such as -1 for "not given".
 AT_LEAST_ONE = (
     *("alignment_length", "alignment_max_extra", "alignment_min_extra", "training_length", "bptt_chunk_length"),
-    *("bptt_window", "eval_accumulation_steps", "expand_count", "expand_num_heads", "expand_state_size"),
+    *(
+        "bptt_window",
+        "context_parallel_size",
+        "eval_accumulation_steps",
+        "expand_count",
+        "expand_num_heads",
+        "expand_state_size",
+    ),
     *("fitted_noise_groups", "gradient_accumulation_steps", "lora_alpha", "lora_r", "per_device_eval_batch_size"),
     *("per_device_train_batch_size", "task_vocabulary"),
 )

@@ -122,7 +122,8 @@ def training_run(trainer: Trainer, output: TrainOutput, facts: RunFacts) -> Trai
     """
     args, state = trainer.args, trainer.state
     record = getattr(trainer, "run_record", None) or RunRecord()
-    rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    readers = getattr(args, "row_processes", args.world_size)
+    rows = args.train_batch_size * args.gradient_accumulation_steps * readers
     all_rows, tokens = _rows_seen(trainer, rows), record.tokens(trainer)
     best = args.load_best_model_at_end and state.best_global_step not in (None, state.global_step)
     return TrainingRun(

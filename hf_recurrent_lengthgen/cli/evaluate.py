@@ -1,5 +1,6 @@
 """`lengthgen evaluate`: position-wise loss, context harm and the length verdict of one or more checkpoints."""
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from hf_recurrent_lengthgen.cli.measuring import (
     told_of_cache,
 )
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
+from hf_recurrent_lengthgen.cli.processes import add_context_parallel, started, together
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
+from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison
 from hf_recurrent_lengthgen.evaluation.tables import rows_of, write_csv
 from hf_recurrent_lengthgen.lineage import last_training
@@ -31,6 +34,7 @@ in windows of T. Results are cached by content: an interrupted command continues
 EXAMPLES = """\
 lengthgen evaluate demo-output/base demo-output/cured --roles base,cured
 lengthgen evaluate my-mamba2 --data book.txt --training-length 2048 --length 65536 --sequences 4
+lengthgen evaluate my-mamba2 --data book.txt --sequences 1 --length 1000000 --context-parallel 8
 lengthgen evaluate state-spaces/mamba2-1.3b-hf --training-length 2048 --dtype bfloat16
 """
 
@@ -38,11 +42,28 @@ lengthgen evaluate state-spaces/mamba2-1.3b-hf --training-length 2048 --dtype bf
 def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen evaluate", DESCRIPTION, EXAMPLES)
     add_options(parser, EvaluationSettings, output="evaluation", sequences=32)
+    add_context_parallel(parser)
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
+    if (status := started(options, "evaluate", arguments)) is not None:
+        return status
+    with together(options) as first:
+        comparison, cache = compare(options, arguments)
+    if not first:
+        return 0
+    print(f"\n{summary_table(comparison)}")
+    page = write_report(comparison, Path(options.output))
+    if options.csv:
+        write_csv(page.with_name("result.csv"), rows_of(comparison))
+    print(f"{told_of_cache(cache)}\nReport: {page}")
+    return 0
+
+
+def compare(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[Comparison, ResultCache | None]:
+    """Measure all models; also the cache of results."""
     settings = settings_of(EvaluationSettings, options, ["lengthgen", "evaluate", *arguments])
     inputs = load_inputs(options)
     compared = []
@@ -52,10 +73,4 @@ def run(arguments: Sequence[str]) -> int:
             model, about = on_device(subject.model, options.device), (subject.label, inputs.data)
             result = evaluate_model(model, inputs.tokens, inputs.training_length, *about, settings, cache=inputs.cache)
             compared.append(ComparedModel(subject.role, result, last_training(read_lineage(name))))
-    comparison = Comparison("Beyond the training length", tuple(compared))
-    print(f"\n{summary_table(comparison)}")
-    page = write_report(comparison, Path(options.output))
-    if options.csv:
-        write_csv(page.with_name("result.csv"), rows_of(comparison))
-    print(f"{told_of_cache(inputs.cache)}\nReport: {page}")
-    return 0
+    return Comparison("Beyond the training length", tuple(compared)), inputs.cache

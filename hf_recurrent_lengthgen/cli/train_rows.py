@@ -34,7 +34,7 @@ def _lookahead(training: InitialStateConfig) -> int:
 
 def training_rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
     """The training data."""
-    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
+    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.row_processes
     samples = rows * training.max_steps if training.max_steps > 0 else TASK_SAMPLES
     if settings.of_symbols:
         return _symbols(settings, samples, training.seed)

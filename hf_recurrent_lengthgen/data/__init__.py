@@ -3,6 +3,7 @@
 from .continued import ChunkKey, ContinuedChunks, ContinuedStream, StreamRowSampler, keep_long_documents
 from .corpora import Corpus, Document, load_texts, split_names, standard_library_corpus
 from .packing import IGNORED_LABEL, PackedBlocks, evaluation_sequences
+from .pieces import piece_of_rows
 from .segments import Segments, split_at_resets
 from .tokens import byte_tokenizer, token_stream
 
@@ -20,6 +21,7 @@ __all__ = [
     "evaluation_sequences",
     "keep_long_documents",
     "load_texts",
+    "piece_of_rows",
     "split_at_resets",
     "split_names",
     "standard_library_corpus",

@@ -13,6 +13,7 @@ from .forgetting_search import search_forgetting
 from .map_results import AttentionMaps, read_maps, save_maps
 from .misalignment import long_short_misalignment
 from .rank_correlation import rank_correlation
+from .readers import reading_together
 from .results import Comparison, DataRecord, DataSource, EvaluationResult, ForgettingSearch
 from .retrieval import retrieval_accuracy
 from .retrieval_results import RetrievalComparison, RetrievalResult
@@ -56,6 +57,7 @@ __all__ = [
     "read_maps",
     "read_result",
     "read_rows",
+    "reading_together",
     "recall_threshold",
     "retrieval_accuracy",
     "rows_of",

@@ -83,7 +83,8 @@ def window_nll(
             bar.update(len(origins) * width)
             return _window_rows(reader, array, origins, width, chunk_length)
 
-        batch, _ = reading_plan(reader, len(windows), training_length, batch_size, chunk_length)
+        # Whole windows, so that no state is carried inside one, as long as their tokens fit into a forward pass.
+        batch, _ = reading_plan(reader, len(windows), training_length, batch_size, chunk_length, training_length)
         begin = 0
         if kept := None if partial is None else partial.load():
             truncated, in_window, begin = kept["truncated"], kept["in_window"], int(kept["windows"][0])

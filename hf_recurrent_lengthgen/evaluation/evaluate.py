@@ -47,7 +47,7 @@ VERDICT_PER_OCTAVE = 2
 """Few, wide bins, because the noise of each bin enters the verdict."""
 
 
-BY_MEMORY = "(default: 4,096 tokens in all, fewer with many logits)"
+BY_MEMORY = "(default: 4,096 tokens in all, 2,048 on a CPU, fewer with many logits)"
 
 
 def option(default: Any, help: str) -> Any:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
@@ -30,15 +29,16 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     take_rows,
 )
 
-TOKENS_PER_FORWARD = 4096
-"""Default limit of tokens in one forward pass (rows x chunk), which bounds the activations."""
+TOKENS_PER_FORWARD, TOKENS_PER_FORWARD_ON_CPU = 4096, 2048
+"""Default limits of tokens in one forward pass (rows x chunk), which bound the activations. More take longer per token
+on a CPU, whose caches they leave."""
 LOGITS_PER_FORWARD = 2**25
 """Default limit of logits in one forward pass (rows x chunk x vocabulary): 128 MiB."""
 STATES_PER_FORWARD = 2**28
 """Default limit of elements in the windows of states that forget (rows x state): 1 GiB."""
 LOGITS_AT_ONCE = 2**29
 """Limit of logits in one forward pass of a model that must read a text at once: 2 GiB."""
-SHORTEST_CHUNK = 64
+SHORTEST_CHUNK = 256
 """Rows are split into batches before a chunk gets shorter than this many tokens."""
 
 Tokens = np.ndarray | Tensor
@@ -102,16 +102,24 @@ def window_elements(model: Any) -> int:
 
 
 def forward_plan(
-    rows: int, length: int, vocabulary: int, batch_size: int | None, chunk_length: int | None, state: int = 0
+    rows: int,
+    length: int,
+    vocabulary: int,
+    batch_size: int | None,
+    chunk_length: int | None,
+    state: int = 0,
+    shortest: int = SHORTEST_CHUNK,
+    most: int = TOKENS_PER_FORWARD,
 ) -> tuple[int, int]:
     """Rows and tokens of one forward pass: as given, or the most within the three limits of this module.
 
-    `state` is the `window_elements` of a row.
+    `state` is the `window_elements` of a row. Rows are split into batches before a chunk gets shorter than `shortest`.
+    `most` is the limit of tokens.
     """
     check_pieces(batch_size, chunk_length)
-    tokens = max(1, min(TOKENS_PER_FORWARD, LOGITS_PER_FORWARD // vocabulary))
+    tokens = max(1, min(most, LOGITS_PER_FORWARD // vocabulary))
     if batch_size is None:
-        batch_size = max(1, tokens // min(length, chunk_length or SHORTEST_CHUNK))
+        batch_size = max(1, tokens // min(length, chunk_length or shortest))
         batch_size = max(1, min(batch_size, STATES_PER_FORWARD // max(state, 1)))
     batch_size = min(batch_size, rows)
     return batch_size, min(length, chunk_length or max(1, tokens // batch_size))
@@ -147,11 +155,8 @@ def stream_chunks(
     for begin, stop in chunk_borders(length, chunk_length if reader.carries else length, stops, start):
         # One token more than the model reads: the last target of a chunk is the first input of the next.
         ids = torch.from_numpy(rows[:, begin : stop + 1].astype(np.int64)).to(reader.device)
-        logits, cache = reader.read(ids[:, :-1], cache)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        nll = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").float()
-        nll, state = nll.view(len(rows), stop - begin), reader.state(cache)
-        del logits
+        nll, cache = reader.nll(ids, cache)
+        state = reader.state(cache)
         _check_finite(nll, state, begin, stop, origins)
         yield Chunk(begin, nll, state)
 
@@ -194,23 +199,29 @@ def _check_finite(
 
 
 def reading_plan(
-    reader: Reader, rows: int, length: int, batch_size: int | None, chunk_length: int | None
+    reader: Reader,
+    rows: int,
+    length: int,
+    batch_size: int | None,
+    chunk_length: int | None,
+    shortest: int = SHORTEST_CHUNK,
 ) -> tuple[int, int]:
     """`forward_plan` for a reader; one that carries nothing reads whole texts.
 
     Raises:
         ValueError: for a text that does not fit into one forward pass of such a model.
     """
+    most = TOKENS_PER_FORWARD_ON_CPU if reader.device.type == "cpu" else TOKENS_PER_FORWARD
     if reader.carries:
         state = window_elements(reader.model)
-        return forward_plan(rows, length, reader.vocabulary, batch_size, chunk_length, state)
+        return forward_plan(rows, length, reader.vocabulary, batch_size, chunk_length, state, shortest, most)
     if length * reader.vocabulary > LOGITS_AT_ONCE:
         raise ValueError(
             f"{reader.refusal(f'a text of {length:,} tokens')} At once it can read at most "
             f"{LOGITS_AT_ONCE // reader.vocabulary:,} tokens here."
         )
-    most = max(1, LOGITS_PER_FORWARD // (length * reader.vocabulary), TOKENS_PER_FORWARD // length)
-    return min(rows, batch_size or most), length
+    batch = max(1, LOGITS_PER_FORWARD // (length * reader.vocabulary), most // length)
+    return min(rows, batch_size or batch), length
 
 
 def progress_bar(total: int, description: str, enabled: bool) -> Any:

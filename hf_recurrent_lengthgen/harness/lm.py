@@ -31,6 +31,8 @@ from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 GENERATION_ARGUMENTS = {"do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "num_beams"}
 """Arguments for `generate`. Others, such as penalties for repetition, need the prompt, which has been read already."""
+ROW_LENGTH = 64
+"""Tokens of a row, by which the rows of a batch are as many as memory limits allow."""
 MAX_GENERATED = 256
 """Default number of tokens to generate, as in lm_eval."""
 
@@ -314,7 +316,7 @@ def _reader(pretrained: Any, device: str | None, dtype: str | torch.dtype | None
 
 def _batch_size(reader: Reader, batch_size: int | str | None, most: int | None) -> int:
     if batch_size == "auto" or batch_size is None:
-        automatic = forward_plan(2**31, 2**31, reader.vocabulary, None, None)[0]
+        automatic = forward_plan(2**31, 2**31, reader.vocabulary, None, ROW_LENGTH)[0]
         return automatic if most is None else min(automatic, most)
     if not str(batch_size).isdecimal() or int(batch_size) < 1:
         raise ValueError(f'batch_size must be at least 1, or "auto", got {batch_size}.')

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from hf_recurrent_lengthgen.hybrids.forgetting import forgetting_scans
 from hf_recurrent_lengthgen.hybrids.mixers import Mamba1StateCache, limited_steps, scans_from_state
+from hf_recurrent_lengthgen.hybrids.sharing import Shared, shared_scans
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, state_dtype
@@ -47,6 +48,7 @@ class CacheAdapter:
         argument: The name of the cache argument in the model's `forward`.
         arguments: The names that it may have.
         reads_prompts: Whether a mixer that reads several tokens from a stock cache starts from its recurrent state.
+        shares: Whether processes can share rows: the layers read and write their states through the cache.
         rounds: Whether mixers need the recurrent state in the dtype of the model. A bfloat16 model then rounds it
             between calls, as the stock model does.
 
@@ -56,6 +58,7 @@ class CacheAdapter:
 
     arguments: ClassVar[tuple[str, ...]] = ("past_key_values", "cache_params")
     reads_prompts: ClassVar[bool] = True
+    shares: ClassVar[bool] = True
     rounds: ClassVar[bool] = False
 
     def __init__(self, model: HybridModel) -> None:
@@ -71,12 +74,18 @@ class CacheAdapter:
         layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
         return self.state_cache_class()(layers, state, single_token, attention, self.dtype)
 
+    def shared_cache(self, state: RecurrentState, shared: Shared) -> StateCache:
+        """A state cache for a piece of rows that processes share; `state` is that before the whole rows."""
+        return self.state_cache_class()(len(state), state, False, None, self.dtype, shared)
+
     def state_cache_class(self) -> type[StateCache]:
         return StateCache
 
     def mixers(self, state_cache: Any) -> AbstractContextManager[None]:
         """The context in which the mixers run with the state cache, also when they are recomputed."""
         rule = Forgetting.of(self.model.config)
+        if state_cache.shared is not None:
+            return shared_scans(self.model, state_cache.shared)
         if rule != Forgetting():
             return forgetting_scans(self.model, rule, state_cache)
         return limited_steps(self.model) if state_cache.single_token else nullcontext()
@@ -124,6 +133,7 @@ class CacheAdapter:
 class RoundingCacheAdapter(CacheAdapter):
     """The usual cache, for mixers that need states in the dtype of the model."""
 
+    shares = False
     rounds = True
 
 
@@ -214,6 +224,7 @@ class RwkvStateCache(list):
 class RwkvCacheAdapter(CacheAdapter):
     """The list of five tensors of RWKV-4."""
 
+    shares = False
     arguments = ("state",)
 
     def mixers(self, state_cache: Any) -> AbstractContextManager[None]:
@@ -270,6 +281,8 @@ class XlstmStateCache:
 
 
 class XlstmCacheAdapter(CacheAdapter):
+    shares = False
+
     def state_cache(self, state: RecurrentState | None, single_token: bool, attention: Cache | None) -> HoldsState:
         config, dtype = self.model.config, state_dtype(self.model.dtype)
         if state is None:

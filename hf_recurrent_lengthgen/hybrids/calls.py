@@ -38,6 +38,25 @@ def check_arguments(cache_argument: str, arguments: dict[str, Any]) -> tuple[int
     return rows, length
 
 
+def targets_of_piece(arguments: dict[str, Any], attention_cache: Cache | None) -> dict[str, Any]:
+    """The arguments for a piece of rows that processes share; stock models compute a loss where they get labels.
+
+    Raises:
+        ValueError: for what is not known for a piece: its labels, which need the next piece, and an attention cache.
+    """
+    given = [name for name in ("labels", "seq_idx") if arguments.get(name) is not None]
+    given += ["attention_cache"] * (attention_cache is not None)
+    if given:
+        raise ValueError(
+            f"With a sequence_group, leave {given} out: give shift_labels, rows of one sequence, and no keys of an "
+            "earlier text."
+        )
+    if (targets := arguments.get("shift_labels")) is None:
+        return arguments
+    targets = targets.contiguous()  # Transformers takes views of it
+    return arguments | {"labels": targets, "shift_labels": targets}
+
+
 def check_attention_cache(model: HybridModel, cache: Cache, state: RecurrentState | None, batch_size: int) -> None:
     """Refuse an attention cache that cannot belong to the model, the rows or the state."""
     if not model.attends:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers.utils import is_kernels_available
 
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
+from hf_recurrent_lengthgen.hybrids.sharing import shared_now
 from hf_recurrent_lengthgen.models.recurrent_state import state_dtype
-from hf_recurrent_lengthgen.models.scan_delta import chunk_gated_delta_rule, scan_delta
+from hf_recurrent_lengthgen.models.scan_delta import chunk_gated_delta_rule, piece_delta, scan_delta
 from hf_recurrent_lengthgen.models.stateful_model import StatefulModel
 
 SCANS = ("auto", "stock")
@@ -128,20 +129,29 @@ def _in_place_of(stock: Callable[..., Any]) -> Callable[..., Any]:
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        if needs_stock(query.device.type) or any(kwargs.get(name) is not None for name in ("cu_seqlens", "seq_idx")):
+        shared = shared_now()
+        packed = any(kwargs.get(name) is not None for name in ("cu_seqlens", "seq_idx"))
+        if packed or (shared is None and needs_stock(query.device.type)):
             kwargs |= {"initial_state": initial_state, "output_final_state": output_final_state}
             output: tuple[Tensor, Tensor | None] = stock(
                 query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs
             )
             return output
-        y, final = stock_delta_rule(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel)
+        y, final = stock_delta_rule(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel, shared)
         return y, final if output_final_state else None
 
     return rule
 
 
 def stock_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, normalize: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    normalize: bool,
+    shared: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """`scan_delta` in the layouts of Transformers (and fla).
 
@@ -153,6 +163,7 @@ def stock_delta_rule(
         beta: (B, T, H).
         initial_state: (B, H, N, P); zero when None.
         normalize: Whether queries and keys are divided by their norms.
+        shared: What shares the rows with other processes (`sharing.Shared`), if any does.
 
     Returns:
         Outputs in the dtype of `query`, (B, T, H, P), and the final state, (B, H, N, P), float32 or float64.
@@ -164,7 +175,11 @@ def stock_delta_rule(
         state = q.new_zeros(len(q), *value.shape[2:], q.shape[3])
     else:
         state = initial_state.as_subclass(Tensor).to(dtype).mT
-    y, final = scan_delta(q, k, value, g[..., None] if g.ndim == 3 else g, beta, state)
+    inputs = q, k, value, g[..., None] if g.ndim == 3 else g, beta
+    if shared is None:
+        y, final = scan_delta(*inputs, state)
+    else:
+        y, final = shared.scan(scan_delta, piece_delta, inputs, state, {})
     return y.to(query.dtype), final.mT.contiguous()
 
 

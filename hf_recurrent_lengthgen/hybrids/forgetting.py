@@ -13,7 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, SCAN, STEP, exchanged
+from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, SCAN, STEP, exchanged, ssd_arguments
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.forgetting_selective import SelectiveRecurrence
@@ -82,26 +82,16 @@ def _scan_of(rule: Forgetting, state_cache: StateCache | None) -> Callable[..., 
         B: Tensor,
         C: Tensor,
         chunk_size: int = 64,
-        D: Tensor | None = None,
-        dt_bias: Tensor | None = None,
         initial_states: Tensor | None = None,
-        dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, float("inf")),
         return_final_states: bool = False,
         **kwargs: Any,
     ) -> Any:
-        A = A.float()
-        dt = dt.to(A.dtype) if dt_bias is None else dt.to(A.dtype) + dt_bias.to(A.dtype)
-        dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-        D = A.new_zeros(A.shape) if D is None else D.to(A.dtype)
-        if initial_states is None:
-            initial_states = A.new_zeros(len(x), *x.shape[2:], B.shape[3])
-        parts = [initial_states.as_subclass(Tensor).to(A.dtype), A.new_empty(len(x), 0)]
+        inputs, before = ssd_arguments(x, dt, A, B, C, initial_states, **kwargs)
+        parts = [before, before.new_empty(len(x), 0)]
         if rule.window is not None:
             assert state_cache is not None
             parts.append(state_cache.window())
         backend = resolve_backend("auto", x.device.type, mamba_chunk_scan_combined is not None)
-        inputs = (x.to(A.dtype), dt, A, B.to(A.dtype), C.to(A.dtype), D)
         sizes = {"chunk_size": chunk_size if backend == "kernel" else 64}
         y, state = SSDRecurrence.with_forgetting(
             rule, scan_ssd, inputs, layer_state(parts), None, backend=backend, **sizes

@@ -26,7 +26,7 @@ from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.forgetting_selective import SelectiveRecurrence
 from hf_recurrent_lengthgen.models.recurrent_state import layer_state, state_dtype
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
-from hf_recurrent_lengthgen.models.scan_selective import scan_selective, selective_scan_fn
+from hf_recurrent_lengthgen.models.scan_selective import piece_selective, scan_selective, selective_scan_fn
 from hf_recurrent_lengthgen.models.stateful_model import StatefulModel
 
 STEP, CHUNKS, SCAN = "mamba2_selective_state_update", "mamba2_chunk_scan", "mamba_selective_scan"
@@ -69,6 +69,30 @@ def exchanged(files: Iterable[ModuleType], name: str, replacement: Callable[[Any
                     setattr(file, name, switch.stock)
 
 
+def ssd_arguments(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    initial_states: Tensor | None = None,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The inputs of `scan_ssd` and the state before them, from arguments of `mamba2_chunk_scan` of Transformers."""
+    A = A.float()
+    dt = dt.to(A.dtype) if dt_bias is None else dt.to(A.dtype) + dt_bias.to(A.dtype)
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    D = A.new_zeros(A.shape) if D is None else D.to(A.dtype)
+    if initial_states is None:
+        initial_states = A.new_zeros(len(x), *x.shape[2:], B.shape[3])
+    inputs = x.to(A.dtype), dt, A, B.to(A.dtype), C.to(A.dtype), D
+    return inputs, initial_states.as_subclass(Tensor).to(A.dtype)
+
+
 @contextmanager
 def limited_steps(model: StatefulModel) -> Iterator[None]:
     """Limit the step size in single-token steps, too, if the state comes from a `StateCache`."""
@@ -105,8 +129,7 @@ class Mamba1StateCache(StateCache):
     """Hides the recurrent state from Mamba-1 mixers, which use it for single tokens only, and gives it to our scan."""
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        self.asking = layer_idx
-        state = self._initial(layer_idx, "recurrent")
+        state = self._asked(layer_idx)
         # The mixer asks right before it scans. Zamba scans the heads of (B, H, P, N) one by one.
         heads = () if state is None else state.unbind(1) if state.ndim == 4 else (state,)
         self.to_scan = iter(heads)
@@ -159,6 +182,11 @@ def _scan_of(state_cache: Mamba1StateCache, rule: Forgetting, stock: Any) -> Any
         backend = resolve_backend("auto", x.device.type, selective_scan_fn is not None)
         parts = [state, state.new_empty(len(x), 0)] + ([] if rule.window is None else [state_cache.window()])
         inputs = (x.mT, dt.mT, A, B.mT, C.mT, D)
+        if state_cache.shared is not None:
+            y, recurrent = state_cache.shared.scan(
+                scan_selective, piece_selective, inputs, state, {"backend": backend}
+            )
+            return (y.mT * F.silu(z)).to(x.dtype), recurrent
         y, final = SelectiveRecurrence.with_forgetting(
             rule, scan_selective, inputs, layer_state(parts), None, backend=backend
         )

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from hf_recurrent_lengthgen.models.padding import inputs_around
 from hf_recurrent_lengthgen.models.recurrent_state import (
     LayerState,
     RecurrentState,
@@ -57,6 +58,7 @@ class StateCache(Cache):
         single_token: Whether the pass has one token; mixers then write their state in place.
         attention: A stock cache that keeps the keys and values of the attention layers; None to keep none.
         dtype: Dtype in which mixers get their states; None for that of the states.
+        shared: What shares the rows with other processes (`sharing.Shared`); None where none does.
 
     Attributes:
         attending: The layers that asked for keys and values during the pass.
@@ -74,12 +76,14 @@ class StateCache(Cache):
         single_token: bool = False,
         attention: Cache | None = None,
         dtype: torch.dtype | None = None,
+        shared: Any = None,
     ) -> None:
         Cache.__init__(self, layers=[])  # by name: MiniMax's cache, mixed in, takes no arguments
         self.initial_state = initial_state
         self.single_token = single_token
         self.attention = attention
         self.dtype = dtype
+        self.shared = shared
         self.attending: dict[int, list[tuple[int, int]]] = {}
         self.asking = 0
         self.dropped_columns = [1] * num_layers
@@ -126,6 +130,10 @@ class StateCache(Cache):
             self._final[layer_idx]["conv"] = conv_states
             return conv_states
         initial = self._initial(layer_idx, "conv")
+        if self.shared is not None:
+            assert initial is not None
+            before, self._final[layer_idx]["conv"] = inputs_around([conv_states.mT], initial, self.shared.piece)
+            return torch.cat([before.to(conv_states.dtype), conv_states], dim=-1)
         if initial is None:
             columns = F.pad(conv_states, (conv_kernel_size - 1, 0))
         else:
@@ -136,8 +144,14 @@ class StateCache(Cache):
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The recurrent state before the first token, in the model's own layout; None at the start."""
         _only_one_state(state_idx)
+        return self._handed_out(layer_idx, "recurrent", self._asked(layer_idx))
+
+    def _asked(self, layer_idx: int) -> Tensor | None:
         self.asking = layer_idx
-        return self._handed_out(layer_idx, "recurrent", self._initial(layer_idx, "recurrent"))
+        state = self._initial(layer_idx, "recurrent")
+        if self.shared is not None and state is not None:
+            self.shared.asked.add(layer_idx)
+        return state
 
     def window(self) -> Tensor:
         """The window of the layer that last asked for its recurrent state."""
@@ -190,17 +204,23 @@ class StateCache(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """The keys and values to attend to: the given ones, or those of the attention cache."""
         self.attending[layer_idx] = [(part.shape[1], part.shape[3]) for part in (key_states, value_states)]
+        if self.shared is not None:
+            return self.shared.up_to_here(key_states), self.shared.up_to_here(value_states)
         if self.attention is None:
             return key_states, value_states
         return self.attention.update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of tokens whose keys are kept, which is the position of the first new token."""
+        if self.shared is not None:
+            return int(self.shared.start)
         return 0 if self.attention is None else self.attention.get_seq_length(layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Number of keys, and position of the first key."""
-        return (query_length, 0) if self.attention is None else self.attention.get_mask_sizes(query_length, layer_idx)
+        if self.attention is None:
+            return query_length + self.get_seq_length(), 0
+        return self.attention.get_mask_sizes(query_length, layer_idx)
 
     @property
     def is_sliding(self) -> list[bool]:

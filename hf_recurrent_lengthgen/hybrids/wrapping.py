@@ -27,10 +27,12 @@ from hf_recurrent_lengthgen.hybrids.calls import (
     check_forgetting_in_cache,
     checkpointing,
     refuse_padding,
+    targets_of_piece,
 )
 from hf_recurrent_lengthgen.hybrids.delta_scans import checked_scan, set_scan
 from hf_recurrent_lengthgen.hybrids.forgetting import check_forgetting, forgetting_scans, window_shapes
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_adapter_of, stock_type_of
+from hf_recurrent_lengthgen.hybrids.sharing import Shared
 from hf_recurrent_lengthgen.hybrids.state_cache import StateCache
 from hf_recurrent_lengthgen.hybrids.verify import close, verify_stateful
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
@@ -38,7 +40,7 @@ from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import (
     LayerShape,
     RecurrentState,
-    check_finite_state,
+    check_given_state,
     check_state,
     map_state,
     state_batch_size,
@@ -88,6 +90,16 @@ class StatefulMixin:
         """Refuse a `forgetting` of the configuration that the mixers do not support."""
         check_forgetting(self)
 
+    def check_shares_rows(self: Any) -> None:
+        """Raise a `ValueError` if processes cannot share rows (`sequence_group`)."""
+        listed = self.config.get_text_config(decoder=True).model_type in SUPPORTED
+        if not listed or not cache_adapter_of(self).shares or Forgetting.of(self.config) != Forgetting():
+            raise ValueError(
+                f"Processes cannot share rows of this {type(self).__name__}, because its states do not go through the "
+                "cache of Transformers by value, its type is unknown, or it is made to forget: leave sequence_group "
+                "(context_parallel_size) out."
+            )
+
     def zero_state(self: Any, batch_size: int) -> RecurrentState:
         """The state before any token, on the device of the model."""
         return zero_state(self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))
@@ -113,7 +125,7 @@ class StatefulMixin:
 
     def _check_state(self: Any, state: RecurrentState, batch_size: int) -> RecurrentState:
         state = check_state(state, self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))
-        check_finite_state(state)
+        check_given_state(state)
         return state
 
     def _forward(
@@ -121,12 +133,17 @@ class StatefulMixin:
         initial_state: RecurrentState | None,
         output_final_state: bool | None,
         attention_cache: Cache | None,
+        group: Any,
         arguments: dict[str, Any],
     ) -> Any:
         rule, adapter = Forgetting.of(self.config), cache_adapter_of(self)
         if rule != Forgetting():
             check_forgetting(self)
-        if initial_state is None and not output_final_state and attention_cache is None:
+        if group is not None:
+            self.check_shares_rows()
+            arguments = targets_of_piece(arguments, attention_cache)
+            output_final_state = True if output_final_state is None else output_final_state
+        elif initial_state is None and not output_final_state and attention_cache is None:
             inside = isinstance(arguments.get(adapter.argument), StateCache)  # the backbone of a model that does so
             if rule == Forgetting() or inside:
                 return super().forward(**arguments)  # type: ignore[misc]
@@ -143,11 +160,17 @@ class StatefulMixin:
             initial_state = self.zero_state(batch_size)
         else:
             initial_state = self._check_state(initial_state, batch_size)
-        state_cache = adapter.state_cache(initial_state, length == 1, attention_cache)
-        if attention_cache is not None and "position_ids" in inspect.signature(self.forward).parameters:
-            start = attention_cache.get_seq_length()  # given, because Bamba does not ask the cache
+        if group is None:
+            state_cache: Any = adapter.state_cache(initial_state, length == 1, attention_cache)
+        else:
+            state_cache = adapter.shared_cache(initial_state, Shared(group, length, self.device))
+        asked = attention_cache is not None or group is not None
+        if asked and "position_ids" in inspect.signature(self.forward).parameters:
+            start = state_cache.get_seq_length()  # given, because Bamba does not ask the cache
             arguments["position_ids"] = torch.arange(start, start + length, device=self.device)[None]
         output = self._carry(state_cache, arguments)
+        if group is not None:
+            state_cache.shared.check(type(self).__name__)
         stock_output: Any = type(output)
         output = _output_class(stock_output)(**{**output, adapter.argument: None})
         if output_final_state:
@@ -238,8 +261,8 @@ def _stateful_class(stock: Any) -> Any:
     signature = inspect.signature(stock.forward)
     parameters = list(signature.parameters.values())
     catch_all = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
-    defaults = {"initial_state": None, "output_final_state": None, "attention_cache": None}
-    added = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=v) for k, v in defaults.items()]
+    own = ("initial_state", "output_final_state", "attention_cache", "sequence_group")
+    added = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=None) for k in own]
 
     def forward(
         self: Any,
@@ -247,12 +270,14 @@ def _stateful_class(stock: Any) -> Any:
         initial_state: RecurrentState | None = None,
         output_final_state: bool | None = None,
         attention_cache: Cache | None = None,
+        sequence_group: Any = None,
         **kwargs: Any,
     ) -> Any:
         bound = signature.bind(self, *args, **kwargs).arguments
         extra = bound.pop(catch_all[0].name, {}) if catch_all else {}
         bound.pop("self")
-        return self._forward(initial_state, output_final_state, attention_cache, {**bound, **extra})
+        arguments = {**bound, **extra}
+        return self._forward(initial_state, output_final_state, attention_cache, sequence_group, arguments)
 
     forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[p for p in parameters if p not in catch_all] + added + catch_all
@@ -321,8 +346,9 @@ def stateful(model: PreTrainedModel, scan: str | None = None) -> Any:
 
     Returns:
         The same object, with the methods of `StatefulMixin`. Its `forward` takes `initial_state`, `attention_cache`
-        and `output_final_state` (by default true if one of the others is given) and returns `final_state`. Its
-        `generate` takes `initial_state` and `attention_cache`.
+        and `output_final_state` (by default true if one of the others is given) and returns `final_state`. It also
+        takes a `sequence_group` of processes that share rows, as the models of this package do. Its `generate` takes
+        `initial_state` and `attention_cache`.
 
     Raises:
         ValueError: with the reason, if the model's states cannot be carried; for a `scan` that is unknown, or "stock"

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from .padding import last_inputs
+from .padding import inputs_around
 from .scan_backends import ScanBackend
+from .sequence_pieces import Piece
 
 try:
     from causal_conv1d import causal_conv1d_fn
@@ -39,7 +40,7 @@ class CausalConv1d(nn.Conv1d):
         return conv
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, initial_state: Tensor, lengths: Tensor | None = None, backend: ScanBackend = "torch"
+        self, x: Tensor, initial_state: Tensor, lengths: Tensor | Piece | None = None, backend: ScanBackend = "torch"
     ) -> tuple[Tensor, Tensor]:
         """See `causal_conv`."""
         return causal_conv(x, self.weight.squeeze(1), self.bias, initial_state, lengths, backend, self.activation)
@@ -50,7 +51,7 @@ def causal_conv(
     weight: Tensor,
     bias: Tensor | None,
     initial_state: Tensor,
-    lengths: Tensor | None = None,
+    lengths: Tensor | Piece | None = None,
     backend: ScanBackend = "torch",
     activation: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -62,7 +63,7 @@ def causal_conv(
         bias: (C,) or None.
         initial_state: The K-1 inputs before the first token, (B, C, K-1).
         lengths: Number of real tokens in each row, (B,); None if all T are real. Inputs past the length
-            do not enter the returned state.
+            do not enter the returned state. A `Piece` where processes share the sequence.
         backend: "torch" or "kernel" (causal-conv1d).
         activation: Whether SiLU follows.
 
@@ -72,7 +73,7 @@ def causal_conv(
     """
     if x.shape[1] == 1 and lengths is None:
         return _convolve_one(x, weight, bias, initial_state, activation)
-    final_state = last_inputs(x, initial_state, lengths)
+    initial_state, final_state = inputs_around([x], initial_state, lengths)
     if backend == "kernel":
         y = _convolve_with_kernel(x, weight, bias, initial_state, activation)
     else:
@@ -87,26 +88,29 @@ def _convolve_one(
 ) -> tuple[Tensor, Tensor]:
     """`causal_conv` of one token."""
     dtype = initial_state.dtype
-    columns = torch.cat([initial_state, x.mT.to(dtype)], dim=2)
-    a = (columns * weight.to(dtype)).sum(2)
+    inputs = torch.cat([initial_state.mT, x.to(dtype)], dim=1)  # (B, K, C): as x, the channels are last in memory
+    a = (inputs * weight.mT.to(dtype)).sum(1)
     a = a if bias is None else a + bias.to(dtype)
-    return (silu(a) if activation else a)[:, None].to(x.dtype), columns[:, :, 1:].clone()
+    return (silu(a) if activation else a)[:, None].to(x.dtype), inputs[:, 1:].clone().mT
 
 
 def short_convolutions(
     convolutions: Sequence[CausalConv1d],
     inputs: list[Tensor],
     state: Tensor,
-    lengths: Tensor | None,
+    lengths: Tensor | Piece | None,
     backend: ScanBackend,
 ) -> tuple[list[Tensor], Tensor]:
     """Convolve several inputs; their states stand one below the other in `state`, (B, C, K-1)."""
+    after = None
+    if isinstance(lengths, Piece):
+        (state, after), lengths = inputs_around(inputs, state, lengths), lengths.lengths
     states = state.split([x.shape[2] for x in inputs], dim=1)
     results = [
         convolution(x, part, lengths, backend)
         for convolution, x, part in zip(convolutions, inputs, states, strict=True)
     ]
-    return [y for y, _ in results], torch.cat([part for _, part in results], dim=1)
+    return [y for y, _ in results], torch.cat([part for _, part in results], dim=1) if after is None else after
 
 
 def _convolve_with_kernel(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import ModelOutput
 
@@ -14,7 +15,7 @@ from .modeling_stateful import StatefulModelWithHead
 from .recurrent_cache import RecurrentCache
 from .recurrent_generation import RecurrentGenerationMixin
 from .recurrent_state import RecurrentState, state_dtype
-from .token_inputs import TokenInputs, read_inputs, scored_labels
+from .token_inputs import TokenInputs, check_targets, read_inputs, scored_labels
 
 
 @dataclass
@@ -26,6 +27,10 @@ class StatefulCausalLMOutput(ModelOutput):
     final_state: RecurrentState | None = None
     past_key_values: RecurrentCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+
+
+def _numbers(starts: Tensor | None) -> Tensor | None:
+    return None if starts is None else starts.cumsum(1)
 
 
 def _keeps_all(logits_to_keep: int | Tensor) -> bool:
@@ -47,6 +52,9 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
         num_items_in_batch: Number of tokens that the summed loss is divided by, as Trainer passes it. Transformers'
             own Trainer also counts labels that are not scored, which makes loss and gradients too small: set those
             labels to -100 in the data. The trainers of hf_recurrent_lengthgen count scored labels only.
+        sequence_group: As in `StatefulBackbone`. Targets then come as `shift_labels`, since that of the last token is
+            in the next piece. With `num_items_in_batch`, the targets of all pieces, the losses of the processes sum
+            up to that of the whole rows; without it each is a mean over its own targets.
         others: `shift_labels` (B, T), labels that the caller has shifted, as in the losses of Transformers: the
             target of output t is at t, so that a piece of a sequence is also scored on the token after it. They
             replace `labels`. Outputs before the first real token of a row are not scored. (In the signature,
@@ -91,6 +99,7 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        sequence_group: ProcessGroup | None = None,
         **others: Any,
     ) -> StatefulCausalLMOutput | tuple:
         """Run T tokens from a state; arguments as in the class.
@@ -99,7 +108,11 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
             ValueError: for labels of either kind together with `logits_to_keep`, and as in `StatefulBackbone.forward`.
         """
         shift_labels: Tensor | None = others.pop("shift_labels", None)
-        inputs = read_inputs(input_ids, inputs_embeds, attention_mask, past_key_values, position_ids, others)
+        inputs = read_inputs(
+            input_ids, inputs_embeds, attention_mask, past_key_values, position_ids, others, sequence_group
+        )
+        if sequence_group is not None:
+            check_targets(labels, shift_labels, inputs.real, sequence_group)
         keep_all = _keeps_all(logits_to_keep)
         if not (labels is None and shift_labels is None) and not keep_all:
             raise ValueError("labels need all logits: drop logits_to_keep.")
@@ -114,7 +127,8 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
             output_hidden_states=output_hidden_states,
             return_dict=True,
             token_type_ids=token_type_ids,
-            seq_idx=None if inputs.starts is None else inputs.starts.cumsum(1),
+            seq_idx=_numbers(inputs.starts) if sequence_group is None else others.get("seq_idx"),
+            sequence_group=sequence_group,
         )
         hidden_states = output.last_hidden_state
         if not keep_all:

@@ -42,12 +42,14 @@ def to_chunks(t_BTHX: Tensor, size: int, repeats: int = 1) -> Tensor:
     return chunks.unsqueeze(3).expand(-1, -1, -1, repeats, -1, -1).contiguous().flatten(0, 3)
 
 
-def from_chunks(t_ZQX: Tensor, like_BTHX: Tensor, repeats: int = 1) -> Tensor:
-    """(Z, Q, X) -> (B, T, H, X); repeated heads are summed."""
-    batch, length, heads, _ = like_BTHX.shape
+def from_chunks(t_ZQX: Tensor, out_BTHX: Tensor, repeats: int = 1) -> None:
+    """(Z, Q, X) -> (B, T, H, X), written into `out_BTHX`; repeated heads are summed."""
+    batch, _, heads, _ = out_BTHX.shape
     if repeats > 1:
         t_ZQX = t_ZQX.unflatten(0, (-1, repeats)).sum(1)
-    return t_ZQX.unflatten(0, (-1, batch, heads)).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
+    chunks = t_ZQX.unflatten(0, (-1, batch, heads)).transpose(2, 3)
+    for chunk, out in zip(chunks, out_BTHX.split(t_ZQX.shape[1], dim=1), strict=True):
+        out.copy_(chunk[:, : out.shape[1]])
 
 
 def halves(t_ZQN: Tensor, b: int) -> tuple[Tensor, Tensor]:

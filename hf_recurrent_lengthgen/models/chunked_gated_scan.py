@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .chunk_decays import Decays, GateGradient, below_diagonal, chunk_groups, from_chunks, halves, to_chunks
 from .scan_backends import keeps_poison
+from .sequence_pieces import AffineMap, decays_to_end
 
 
 class ChunkedGatedScan(torch.autograd.Function):
@@ -65,7 +66,7 @@ class ChunkedGatedScan(torch.autograd.Function):
             A = _attention(q_ZQN, k_ZQN, decays, _per_chunk(bonus, batch))
             inside = _row_by_row(A, v_ZQP) if keeps_poison(ends[-1]) else torch.bmm(A, v_ZQP)
             starts = states[group].flatten(0, 1)
-            y[:, tokens] = from_chunks(inside.baddbmm_(q_ZQN * decays.from_start, starts.mT), y[:, tokens])
+            from_chunks(inside.baddbmm_(q_ZQN * decays.from_start, starts.mT), y[:, tokens])
         ctx.save_for_backward(q, k, v, g, bonus, states)
         ctx.size, ctx.groups = size, groups
         return y, states[-1].view(initial_state.shape).clone()
@@ -125,8 +126,14 @@ class ChunkedGatedScan(torch.autograd.Function):
             dk.addcmul_(diagonal, _times_bonus(q_ZQN, u))
 
             for out, chunks in ((grad_q, dq), (grad_k, dk), (grad_v, dv), (grad_g, gates.result())):
-                out[:, tokens] = from_chunks(chunks, out[:, tokens])
+                from_chunks(chunks, out[:, tokens])
         return grad_q, grad_k, grad_v, grad_g, grad_bonus, grad_state.view(grad_final.shape).clone(), None
+
+
+def gated_piece(k: Tensor, v: Tensor, g: Tensor) -> AffineMap:
+    """What T tokens do to a state: keys and log decays (B, T, H, N), values (B, T, H, P)."""
+    to_end, total = decays_to_end(g)
+    return AffineMap(total[:, :, None], v.permute(0, 2, 3, 1) @ (k * to_end).transpose(1, 2))
 
 
 def _per_chunk(bonus_HN: Tensor | None, batch: int) -> Tensor | None:

@@ -19,6 +19,7 @@ from .forgetting_scans import (
     later_attention,
     plus,
     reversed_chunks,
+    times,
 )
 from .recurrent_state import LayerShape, LayerState
 
@@ -69,7 +70,7 @@ class GatedRecurrence(Recurrence):
     def collect(self, old: Sequence[Tensor], after: Tensor) -> Tensor:
         state = torch.zeros(())
         for rest, k, v in reversed_chunks(CHUNK, old[2], after, old[0], old[1]):
-            state = state + v.permute(0, 2, 3, 1) @ (k * fast_exp(rest)).transpose(1, 2)
+            state = state + v.permute(0, 2, 3, 1) @ times(fast_exp(rest), k).transpose(1, 2)
         return state
 
     def with_leaving(self, y: Tensor, q: Tensor, g: Tensor, old: Sequence[Tensor], after: Tensor) -> Tensor:
@@ -77,7 +78,8 @@ class GatedRecurrence(Recurrence):
         old_chunks = reversed_chunks(CHUNK, old[2], after, old[0], old[1])
         new_chunks = chunks(CHUNK, g, self.reads_before, y, q)[::-1]
         for (since, y_chunk, q), (rest, k, v) in zip(new_chunks, old_chunks, strict=True):
-            q, k, v = (t.transpose(1, 2) for t in (q * fast_exp(since), k * fast_exp(rest), v))  # (B, H, Q, ...)
+            q, k = times(fast_exp(since), q), times(fast_exp(rest), k)
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, Q, ...)
             more, later = later_attention(q, k, v, later, not self.reads_before)
             outputs.append(plus(y_chunk, more.transpose(1, 2)))
         return torch.cat(outputs[::-1], dim=1) if torch.is_grad_enabled() else y

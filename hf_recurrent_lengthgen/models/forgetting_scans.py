@@ -24,6 +24,7 @@ states share. `Recurrence` is what a family says of itself, in a file `forgettin
 Shape suffixes as in scan_backends.py; r tokens in the window, F features of a token.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -165,16 +166,21 @@ def forgetful_scan(
         parts: Any = state
         recurrent, conv, window = parts
         marks, old = _unpacked(window, (k, v, g))
-        outputs = []
+        outputs, whole = [], None
         for start in range(0, q.shape[1], rule.window):
             piece = slice(start, start + rule.window)
             new = [t[:, piece] for t in (k, v, g)]
             real = None if lengths is None else (lengths - start).clamp(0, new[0].shape[1])
             y, recurrent, marks = _piece_with_window(recurrence, q[:, piece], new, recurrent, old, marks, real)
             old = [_last_tokens(*parts, real) for parts in zip(old, new, strict=True)]
-            outputs.append(y)
-        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-        return y, layer_state((recurrent, conv, _packed(marks, old)))
+            if torch.is_grad_enabled() or rule.window >= q.shape[1]:
+                outputs.append(y)
+                continue
+            whole = y.new_empty(len(y), q.shape[1], *y.shape[2:]) if whole is None else whole
+            whole[:, piece] = y  # the next piece reuses its memory
+        if whole is None:
+            whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return whole, layer_state((recurrent, conv, _packed(marks, old)))
 
 
 def _piece_with_window(
@@ -229,8 +235,12 @@ def _unpacked(window: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, list[Tens
 
 def _packed(marks: Tensor, parts: Sequence[Tensor]) -> Tensor:
     """Inverse of `_unpacked`."""
-    tokens = torch.cat([part.flatten(2) for part in parts], dim=-1)
-    return torch.cat([pad(marks[:, None], (0, tokens.shape[2] - 2)), tokens], dim=1)
+    widths = [part[0, 0].numel() for part in parts]
+    window = marks.new_zeros(len(marks), 1 + parts[0].shape[1], sum(widths))
+    window[:, 0, :2] = marks
+    for part, end, width in zip(parts, itertools.accumulate(widths), widths, strict=True):
+        window[:, 1:, end - width : end] = part.flatten(2)
+    return window
 
 
 def _last_tokens(old: Tensor, new: Tensor, lengths: Tensor | None) -> Tensor:
@@ -245,7 +255,7 @@ def _last_tokens(old: Tensor, new: Tensor, lengths: Tensor | None) -> Tensor:
 
 def fast_exp(x: Tensor) -> Tensor:
     """exp by way of exp2: on a CPU, exp is many times slower where it underflows."""
-    return torch.exp2(x * LOG2_E)
+    return (x * LOG2_E).exp2_()
 
 
 def times(new: Tensor, factor: Tensor | float) -> Tensor:

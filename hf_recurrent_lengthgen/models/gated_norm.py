@@ -23,6 +23,8 @@ class GatedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        if x.shape[1] == 1 and not torch.is_grad_enabled():
+            return _normed(x, gate, self.weight, self.groups, self.eps)
         return _GatedRMSNorm.apply(x, gate, self.weight, self.groups, self.eps)
 
 
@@ -39,8 +41,7 @@ class _GatedRMSNorm(torch.autograd.Function):
         ctx.groups, ctx.eps = groups, eps
         y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
         for block in token_blocks(x):
-            v, inverse_rms = _gate(x[:, block], silu(_widen(gate[:, block])), groups, eps)
-            y[:, block] = weight * (v * inverse_rms).flatten(-2).to(x.dtype)
+            y[:, block] = _normed(x[:, block], gate[:, block], weight, groups, eps)
         return y
 
     @staticmethod
@@ -61,6 +62,12 @@ class _GatedRMSNorm(torch.autograd.Function):
             grad_x[:, block] = grad_v * swish
             grad_gate[:, block] = torch.ops.aten.silu_backward(grad_v * x[:, block], wide_gate)
         return grad_x, grad_gate, grad_weight.to(weight.dtype), None, None
+
+
+def _normed(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+    """y, with nothing kept."""
+    v, inverse_rms = _gate(x, silu(_widen(gate)), groups, eps)
+    return weight * (v * inverse_rms).flatten(-2).to(x.dtype)
 
 
 def _widen(x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from .packed_rows import over_groups
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState, state_dtype
 from .scan_mixer import MixerLayer, ScanMixer
+from .sequence_pieces import AffineMap, Piece
 
 _CHUNK = 64  # tokens of linear attention at once
 
@@ -108,6 +109,11 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Te
     return torch.cat(outputs, dim=2), state
 
 
+def piece_linear(q: Tensor, k: Tensor, v: Tensor) -> AffineMap:
+    """What T tokens do to a state; arguments as of `linear_attention`."""
+    return AffineMap(k.new_ones(len(k), 1, 1, 1), v.mT @ k)
+
+
 class _AttentionMixer(ScanMixer):
     """One head of causal attention: projections q, k, v and o, named as in Transformers' attention layers."""
 
@@ -143,6 +149,7 @@ class LinearAttentionMixer(_AttentionMixer):
     """One head of causal linear attention, with values of D channels."""
 
     scan = staticmethod(linear_attention)
+    piece = staticmethod(piece_linear)
 
     @property
     def state_shape(self) -> LayerShape:
@@ -150,14 +157,17 @@ class LinearAttentionMixer(_AttentionMixer):
         return LayerShape((1, self.value_dim, self.head_dim), (0,))
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
+        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | Piece | None = None
     ) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         q, k, dtype = q * self.head_dim**-0.5, zero_past_end(k, lengths), q.dtype
         with torch.autocast(q.device.type, enabled=False):
             q, k, v = (part[:, None].to(state.recurrent.dtype) for part in (q, k, v))
-            y, recurrent = self.scan(q, k, v, state.recurrent)
+            if isinstance(lengths, Piece):
+                y, recurrent = lengths.scan(self.scan, self.piece, (q, k, v), state.recurrent, {})
+            else:
+                y, recurrent = self.scan(q, k, v, state.recurrent)
         return self.o_proj(y[:, 0].to(dtype)), state._replace(recurrent=recurrent)
 
 

@@ -11,20 +11,23 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 from transformers import initialization as init
 
-from .padding import last_inputs
+from .padding import inputs_around
 from .recurrent_state import LayerShape
 from .scan_mixer import ScanMixer
+from .sequence_pieces import Piece
 
 
-def token_shift(x: Tensor, initial_state: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def token_shift(x: Tensor, initial_state: Tensor, lengths: Tensor | Piece | None = None) -> tuple[Tensor, Tensor]:
     """The input before each token, x_{t-1} (arXiv:2404.05892, section 3.1), and the last real input.
 
     Args:
         x: Inputs, (B, T, D).
         initial_state: The input before the first token, (B, D, 1).
-        lengths: Number of real tokens in each row, (B,); None if all T are real.
+        lengths: Number of real tokens in each row, (B,); None if all T are real. A `Piece` where processes share the
+            sequence.
     """
-    return torch.cat([initial_state.mT.to(x.dtype), x[:, :-1]], dim=1), last_inputs(x, initial_state, lengths)
+    before, after = inputs_around([x], initial_state, lengths)
+    return torch.cat([before.mT.to(x.dtype), x[:, :-1]], dim=1), after
 
 
 class LowRank(nn.Module):

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers import initialization as init
@@ -29,13 +30,14 @@ from .recurrent_cache import RecurrentCache
 from .recurrent_state import (
     LayerShape,
     RecurrentState,
-    check_finite_state,
+    check_given_state,
     check_state,
     own_state,
     state_dtype,
     zero_state,
 )
 from .scan_mixer import MixerLayer
+from .sequence_pieces import Piece
 from .token_inputs import check_token_types, read_inputs
 
 
@@ -110,6 +112,10 @@ class StatefulPreTrainedModel(PreTrainedModel):
                 "with use_cache=False, and train without carried or random states."
             )
 
+    def check_shares_rows(self) -> None:
+        """Raise a `ValueError` if processes cannot share rows (`sequence_group`)."""
+        self.check_has_states()
+
     def zero_state(self, batch_size: int) -> RecurrentState:
         """The state before any token, on the device of the model."""
         return zero_state(self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))
@@ -158,7 +164,8 @@ class StatefulBackbone(StatefulPreTrainedModel):
 
         hidden_states: (B, T, D).
         state: `LayerState` before the first token.
-        lengths: Number of real tokens in each row, (B,), the rest is padding on the right; None if there is none.
+        lengths: Number of real tokens in each row, (B,), the rest is padding on the right; None if there is none. Or a
+            `Piece` of rows that processes share.
         and what `layer_inputs` gives it,
 
     and returns outputs (B, T, D) and the `LayerState` after the last real token of each row. What it returns beyond
@@ -183,6 +190,9 @@ class StatefulBackbone(StatefulPreTrainedModel):
             state, and `final_state` is that of the last one. Under torch.compile, reading positions breaks the
             graph.
         token_type_ids: (B, T), all 0, as tokenizers return them.
+        sequence_group: Processes that share the rows, each with a piece of them, in the order of time
+            (sequence_pieces.py). All give the same `initial_state`, that before the whole rows, and get the same
+            `final_state`, that after them. Packed rows need `seq_idx`, counted over the pieces.
         others: `seq_idx` (B, T), the number of each token's sequence, which some collators for packed rows give in
             place of `position_ids`. Other arguments are refused.
     """
@@ -230,6 +240,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         return_dict: bool | None = None,
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        sequence_group: ProcessGroup | None = None,
         **others: Any,
     ) -> StatefulModelOutput | tuple:
         """Run T tokens from a state; arguments as in the class.
@@ -237,25 +248,30 @@ class StatefulBackbone(StatefulPreTrainedModel):
         Raises:
             ValueError: for arguments that contradict each other, do not fit, or do not apply to recurrent models.
         """
-        inputs = read_inputs(input_ids, inputs_embeds, attention_mask, past_key_values, position_ids, others)
+        inputs = read_inputs(
+            input_ids, inputs_embeds, attention_mask, past_key_values, position_ids, others, sequence_group
+        )
         batch_size, length = inputs.shape
         if initial_state is not None and past_key_values is not None:
             raise ValueError(
                 "Give initial_state or past_key_values, not both: each of them is the state to start from."
             )
         if use_cache is None:
-            use_cache = self.config.use_cache and output_final_state and not (self.training or self.stateless_layers)
-        if initial_state is not None or past_key_values is not None or use_cache:
+            use_cache = self.config.use_cache and output_final_state and sequence_group is None
+            use_cache = use_cache and not (self.training or self.stateless_layers)
+        if not (initial_state is None and past_key_values is None and sequence_group is None) or use_cache:
             self.check_has_states()
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         hidden_states = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         check_token_types(token_type_ids, inputs.real)
         state = self._starting_state(initial_state, past_key_values, batch_size, hidden_states.device)
-        layout = _layout(inputs.starts, inputs.real)
+        layout = _layout(inputs.starts, inputs.real, sequence_group is not None)
         if past_key_values is not None and past_key_values.may_overwrite and layout is None:
             state = own_state(state)
-        all_hidden_states, final_state = self._through_layers(hidden_states, state, layout, bool(output_hidden_states))
+        all_hidden_states, final_state = self._through_layers(
+            hidden_states, state, layout, bool(output_hidden_states), sequence_group
+        )
         if use_cache or past_key_values is not None:
             past_key_values = RecurrentCache() if past_key_values is None else past_key_values
             past_key_values.advance(final_state, length)
@@ -268,21 +284,31 @@ class StatefulBackbone(StatefulPreTrainedModel):
         return output.to_tuple() if self._wants_tuple(return_dict) else output
 
     def _through_layers(
-        self, hidden_states: Tensor, state: RecurrentState, layout: Padding | Packing | None, keep_all: bool
+        self,
+        hidden_states: Tensor,
+        state: RecurrentState,
+        layout: Padding | Packing | None,
+        keep_all: bool,
+        group: ProcessGroup | None,
     ) -> tuple[list[Tensor], RecurrentState]:
         """The hidden states before each layer, if all are kept, and after the final norm; and the state after."""
         all_hidden_states, states = [], []
         shared: tuple[Any, ...] = ()
         rows: Any = hidden_states if layout is None else layout.to_front(hidden_states)
+        lengths: Any = None if layout is None else layout.lengths
+        if group is not None:
+            if isinstance(layout, Packing):
+                lengths = Piece(group, lengths[0], layout.ended), *lengths[1:]
+            else:
+                lengths = Piece(group, lengths)
         for block, layer_state, inputs in zip(self.layers, state, self.layer_inputs(), strict=True):
             if keep_all:
                 all_hidden_states.append(hidden_states)
             if isinstance(layout, Packing):
                 starting = layout.starting_states(layer_state)
-                rows, after, *further = block(rows, starting, layout.lengths, *inputs, *shared)
+                rows, after, *further = block(rows, starting, lengths, *inputs, *shared)
                 states.append(layout.final_states(after))
             else:
-                lengths = None if layout is None else layout.lengths
                 rows, after, *further = block(rows, layer_state, lengths, *inputs, *shared)
                 states.append(after)
             shared = (*shared, *further)
@@ -306,18 +332,17 @@ class StatefulBackbone(StatefulPreTrainedModel):
         shapes, dtype = self.state_shapes(), state_dtype(self.dtype)
         if initial_state is not None:
             initial_state = check_state(initial_state, shapes, batch_size, device, dtype)
-            if not torch.compiler.is_compiling():
-                check_finite_state(initial_state)
+            check_given_state(initial_state)
             return initial_state
         if cache is not None and (state := cache.state_for(batch_size)) is not None:
             return check_state(state, shapes, batch_size, device, dtype, "past_key_values.state")
         return zero_state(shapes, batch_size, device, dtype)
 
 
-def _layout(starts: Tensor | None, real: Tensor | None) -> Padding | Packing | None:
+def _layout(starts: Tensor | None, real: Tensor | None, pieces: bool) -> Padding | Packing | None:
     """How rows are moved for the layers; None where they are whole sequences of real tokens."""
     if starts is not None:
-        return Packing.from_starts(starts, torch.ones_like(starts) if real is None else real)
+        return Packing.from_starts(starts, torch.ones_like(starts) if real is None else real, pieces)
     return None if real is None else Padding.from_mask(real)
 
 

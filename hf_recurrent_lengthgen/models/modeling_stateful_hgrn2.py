@@ -25,7 +25,7 @@ from .recurrent_state import LayerShape, LayerState, state_dtype
 # for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
-from .scan_gla import chunk_gla, scan_gla
+from .scan_gla import chunk_gla, piece_gla, scan_gla
 from .scan_mixer import ScanMixer
 from .sequence_classification import StatefulForSequenceClassification
 
@@ -34,6 +34,7 @@ class StatefulHGRN2Mixer(ScanMixer):
     """Projections, optional short convolutions, gated recurrence, norm."""
 
     scan = staticmethod(scan_gla)
+    piece = staticmethod(piece_gla)
     recurrence = GatedRecurrence
     grows = "num_heads"
 

@@ -23,7 +23,7 @@ from .recurrent_state import LayerShape, LayerState
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
 from .scan_backends import repeat_heads
-from .scan_gla import chunk_gla, scan_gla
+from .scan_gla import chunk_gla, piece_gla, scan_gla
 from .scan_mixer import ScanMixer
 from .sequence_classification import StatefulForSequenceClassification
 
@@ -85,6 +85,7 @@ class StatefulLinearAttentionMixer(ScanMixer):
     """Projections, feature maps, recurrence without decay, norm per head."""
 
     scan = staticmethod(scan_gla)
+    piece = staticmethod(piece_gla)
     recurrence = GatedRecurrence
     grows = "num_heads"
 

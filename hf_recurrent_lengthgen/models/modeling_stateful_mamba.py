@@ -29,7 +29,7 @@ from .recurrent_state import LayerShape, LayerState, state_dtype
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
 from .scan_mixer import ScanMixer
-from .scan_selective import scan_selective, selective_scan_fn
+from .scan_selective import piece_selective, scan_selective, selective_scan_fn
 from .sequence_classification import StatefulForSequenceClassification
 
 KERNEL_AVAILABLE = selective_scan_fn is not None and causal_conv1d_fn is not None
@@ -52,6 +52,7 @@ class StatefulMambaMixer(ScanMixer):
     """
 
     scan = staticmethod(scan_selective)
+    piece = staticmethod(piece_selective)
     recurrence = SelectiveRecurrence
     grows = "state_size"
 

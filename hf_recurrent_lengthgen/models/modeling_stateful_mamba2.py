@@ -27,7 +27,7 @@ from .recurrent_state import LayerShape, LayerState
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
 from .scan_mixer import ScanMixer
-from .scan_ssd import mamba_chunk_scan_combined, scan_ssd
+from .scan_ssd import mamba_chunk_scan_combined, piece_ssd, scan_ssd
 from .sequence_classification import StatefulForSequenceClassification
 
 KERNEL_AVAILABLE = mamba_chunk_scan_combined is not None and causal_conv1d_fn is not None
@@ -40,6 +40,7 @@ class StatefulMamba2Mixer(ScanMixer):
     """
 
     scan = staticmethod(scan_ssd)
+    piece = staticmethod(piece_ssd)
     recurrence = SSDRecurrence
     grows = "state_size"
 

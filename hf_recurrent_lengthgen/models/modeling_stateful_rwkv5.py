@@ -28,7 +28,7 @@ from .recurrent_state import LayerState
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
 from .scan_mixer import MixerLayer
-from .scan_rwkv6 import chunk_rwkv6, scan_rwkv6
+from .scan_rwkv6 import chunk_rwkv6, piece_rwkv6, scan_rwkv6
 from .sequence_classification import StatefulForSequenceClassification
 
 
@@ -41,6 +41,7 @@ class StatefulRWKV5TimeMixing(RWKVTimeMixing):
     """Token shifts, projections, recurrence with decay and bonus, norm per head, gate."""
 
     scan = staticmethod(scan_rwkv6)
+    piece = staticmethod(piece_rwkv6)
     recurrence = GatedRecurrence
     grows = "num_heads"
 

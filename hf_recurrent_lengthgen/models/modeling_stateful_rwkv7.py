@@ -32,7 +32,7 @@ from .recurrent_state import LayerState
 # for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
-from .scan_delta import NORMED_BY_HEAD, chunk_dplr_delta_rule, kernel_limit_of, scan_dplr
+from .scan_delta import NORMED_BY_HEAD, chunk_dplr_delta_rule, kernel_limit_of, piece_dplr, scan_dplr
 from .scan_mixer import MixerLayer
 from .sequence_classification import StatefulForSequenceClassification
 from .token_inputs import TokenInputs
@@ -45,6 +45,7 @@ class StatefulRWKV7TimeMixing(RWKVTimeMixing):
     """Token shifts, projections, first layer's values, recurrence of diagonal plus low rank, norm per head, gate."""
 
     scan = staticmethod(scan_dplr)
+    piece = staticmethod(piece_dplr)
     recurrence = DeltaRecurrence
     grows = "num_heads"
     why_not_inherit = NORMED_BY_HEAD

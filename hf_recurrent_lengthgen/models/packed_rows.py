@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .recurrent_state import LayerState, layer_state
+from .sequence_pieces import gathered
 
 PACKING_KEYS = ("position_ids", "seq_idx")
 
@@ -29,6 +30,9 @@ class Packing(NamedTuple):
         owners: For each group the row of which each sequence is the first, B for others; (N,).
         source: The place of each token among the concatenated places of the groups; (B, T).
         last: The last sequence of each row among the concatenated sequences of the groups; (B,).
+        ended: (B,) bool, where rows are pieces of sequences (`Piece`): the sequence that enters the row ends in it.
+            The first group then has the B sequences that enter, and the B last ones that begin in the rows, or
+            nothing.
     """
 
     orders: tuple[Tensor, ...]
@@ -37,26 +41,36 @@ class Packing(NamedTuple):
     owners: tuple[Tensor, ...]
     source: Tensor
     last: Tensor
+    ended: Tensor | None = None
 
     @classmethod
     @torch.compiler.disable
-    def from_starts(cls, starts: Tensor, real: Tensor) -> "Packing":
-        """From boolean masks (B, T): the real tokens, and those that begin a sequence inside a row (at least one)."""
+    def from_starts(cls, starts: Tensor, real: Tensor, pieces: bool = False) -> "Packing":
+        """From boolean masks (B, T): the real tokens, and those that begin a sequence inside a row (at least one).
+
+        If rows are `pieces` of sequences, their first real tokens may begin one, too.
+        """
         rows, device = len(starts), starts.device
-        begins = starts.clone()
-        begins[:, 0] = True
-        sequence = begins.flatten().cumsum(0) - 1
+        inside = starts.cumsum(1)
+        last = inside[:, -1].add(1).cumsum(0) - 1  # sequences of each row, the one that enters it among them
+        first = last - inside[:, -1]
+        sequence = (inside + first[:, None]).flatten()
         tokens, read = real.flatten().nonzero()[:, 0], real.flatten().cumsum(0)
-        before = (read - real.flatten().long())[begins.flatten()]  # real tokens before each sequence
+        size = torch.zeros(int(last[-1]) + 2, dtype=torch.long, device=device)  # behind the others: nothing
+        size.index_add_(0, sequence, real.flatten().long())
+        before = size.cumsum(0) - size  # real tokens before each sequence
         place = (read - 1 - before[sequence]).clamp(min=0)
-        size = torch.cat([before[1:], read[-1:]]) - before
-        first, last = (sequence.view_as(starts)[:, column] for column in (0, -1))
         owner = torch.full_like(size, rows).scatter(0, first, torch.arange(rows, device=device))
 
+        ended = last > first
+        ends = torch.cat([first, torch.where(ended, last, len(size) - 1)])
+        apart = set(ends.tolist()) if pieces else {len(size) - 1}
         members: dict[int, list[int]] = {}
         for index, length in enumerate(size.tolist()):
-            members.setdefault(max(length - 1, 0).bit_length(), []).append(index)
+            if index not in apart:
+                members.setdefault(max(length - 1, 0).bit_length(), []).append(index)
         groups = [torch.tensor(indices, device=device) for indices in members.values()]
+        groups = [ends, *groups] if pieces else groups
         orders, valid, lengths = [], [], []
         offset, places = torch.empty_like(size), 0
         for group in groups:
@@ -66,7 +80,8 @@ class Packing(NamedTuple):
             lengths.append(None if bool(valid[-1].all()) else size[group])
             offset[group] = places + len(steps) * torch.arange(len(group), device=device)
             places += orders[-1].numel()
-        rank = torch.empty_like(size).scatter(0, torch.cat(groups), torch.arange(len(size), device=device))
+        members_of = torch.cat(groups)
+        rank = torch.empty_like(size).scatter(0, members_of, torch.arange(len(members_of), device=device))
         return cls(
             tuple(orders),
             tuple(valid),
@@ -74,6 +89,7 @@ class Packing(NamedTuple):
             tuple(owner[group] for group in groups),
             (offset[sequence] + place).view_as(starts),
             rank[last],
+            ended if pieces else None,
         )
 
     def to_front(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -91,10 +107,13 @@ class Packing(NamedTuple):
     def starting_states(self, state: LayerState) -> tuple[LayerState, ...]:
         """For each group the state of its sequences: that of the row for the first one of a row, zero for others."""
         padded = [torch.cat([part, part.new_zeros(1, *part.shape[1:])]) for part in state]
-        return tuple(layer_state(part[owner] for part in padded) for owner in self.owners)
+        found = [layer_state(part[owner] for part in padded) for owner in self.owners]
+        return tuple(found if self.ended is None else [state, *found[1:]])
 
     def final_states(self, states: tuple[LayerState, ...]) -> LayerState:
         """The state after the last sequence of each row."""
+        if self.ended is not None:
+            return states[0]
         return layer_state(torch.cat(parts)[self.last] for parts in zip(*states, strict=True))
 
 
@@ -149,6 +168,38 @@ def sequence_starts(given: dict[str, Any], shape: tuple[int, int], real: Tensor 
     if len(found) > 1 and not torch.equal(*found):
         raise ValueError("position_ids and seq_idx begin sequences at different tokens: leave one of them out.")
     return found[0] if found and bool(found[0].any()) else None
+
+
+@torch.compiler.disable
+def piece_starts(numbers: Tensor, real: Tensor | None, group: Any) -> Tensor | None:
+    """Where new sequences begin in this piece of rows that the processes of `group` share.
+
+    Args:
+        numbers: Of each token's sequence, (B, T), counted over the pieces.
+        real: (B, T) bool, true at real tokens; None if all are.
+        group: The processes, in the order of time; all of them call this function.
+
+    Returns:
+        (B, T) bool, also true at the first real token of the piece if the one before it has another number; None where
+        no sequence begins in the piece.
+
+    Raises:
+        ValueError: for numbers that go down.
+    """
+    real = torch.ones_like(numbers, dtype=torch.bool) if real is None else real
+    starts, any_real = _changes(numbers, real), real.any(1)
+    places = torch.arange(numbers.shape[1], device=numbers.device)
+    first, last = real.long().argmax(1), (places * real).argmax(1)
+    edges = [numbers.gather(1, place[:, None])[:, 0] for place in (first, last)]
+    seen, before = torch.zeros_like(any_real), torch.zeros_like(first)
+    pieces = gathered(torch.stack([any_real.long(), edges[1]]), group)
+    for has, number in pieces[: torch.distributed.get_rank(group)]:
+        seen, before = seen | has.bool(), torch.where(has.bool(), number, before)
+    entered = any_real & seen
+    if bool((entered & (edges[0] < before)).any()):
+        raise ValueError("seq_idx goes down from one piece to the next: count sequences over the whole row.")
+    starts = starts.scatter(1, first[:, None], (entered & (edges[0] > before))[:, None])
+    return starts if bool(starts.any()) else None
 
 
 def _previous(values: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

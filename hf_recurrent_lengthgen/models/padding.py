@@ -3,10 +3,13 @@
 Shapes: B batch, T tokens, D channels.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .sequence_pieces import Piece, inputs_before, lengths_of
 
 
 class Padding(NamedTuple):
@@ -35,8 +38,9 @@ class Padding(NamedTuple):
         return x.gather(1, self.source[..., None].expand_as(x))
 
 
-def zero_past_end(x: Tensor, lengths: Tensor | None) -> Tensor:
+def zero_past_end(x: Tensor, lengths: Tensor | Piece | None) -> Tensor:
     """`x` (B, T, ...) with zeros at the tokens past the length of each row; unchanged without `lengths` (B,)."""
+    lengths = lengths_of(lengths)
     if lengths is None:
         return x
     past_end = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
@@ -55,3 +59,34 @@ def last_inputs(x: Tensor, initial_state: Tensor, lengths: Tensor | None = None)
         final_state = columns.gather(1, index[..., None].expand(-1, -1, x.shape[2])).mT
     # a copy: a view would keep the whole input alive as long as the state
     return final_state.to(initial_state.dtype, copy=True)
+
+
+def inputs_around(
+    inputs: Sequence[Tensor], initial_state: Tensor, lengths: Tensor | Piece | None = None
+) -> tuple[Tensor, Tensor]:
+    """The last K real inputs before and after the T tokens.
+
+    Args:
+        inputs: Parts (B, T, C_i) of what is carried, which stand one below the other in the state.
+        initial_state: The last K inputs before the sequence, (B, C, K).
+        lengths: Real tokens of each row, (B,); None if all are; a `Piece` where processes share the sequence.
+
+    Returns:
+        (B, C, K) each; the second after the whole sequence.
+    """
+    parts = initial_state.split([x.shape[2] for x in inputs], dim=1)
+    if not isinstance(lengths, Piece):
+        return initial_state, joined([last_inputs(x, part, lengths) for x, part in zip(inputs, parts, strict=True)], 1)
+    rows, length = inputs[0].shape[:2]
+    real = lengths.lengths
+    tails = [
+        last_inputs(x, part.new_zeros(rows, *part.shape[1:]), real) for x, part in zip(inputs, parts, strict=True)
+    ]
+    count = torch.full((rows,), length, device=initial_state.device) if real is None else real
+    before, after = inputs_before(joined(tails, 1), count.clamp(max=initial_state.shape[2]), initial_state, lengths)
+    return lengths.with_later(before), after
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """`torch.cat` that makes no copy of a single part."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

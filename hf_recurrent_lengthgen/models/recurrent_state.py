@@ -22,7 +22,9 @@ No function changes a state it is given, unless it is an `OwnLayerState`, which 
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -181,8 +183,30 @@ def state_statistics(state: RecurrentState) -> tuple[LayerStatistics, ...]:
     return tuple(statistics)
 
 
+_CHECKED_BY_CALLER = ContextVar("_CHECKED_BY_CALLER", default=False)
+
+
+@contextmanager
+def states_checked_by_caller() -> Iterator[None]:
+    """Within the `with` block, models do not look at the values of initial states, which would wait for the device."""
+    token = _CHECKED_BY_CALLER.set(True)
+    try:
+        yield
+    finally:
+        _CHECKED_BY_CALLER.reset(token)
+
+
+def check_given_state(state: RecurrentState) -> None:
+    """`check_finite_state` of the state that a model is given, unless its caller does that, or it is compiled."""
+    if not torch.compiler.is_compiling() and not _CHECKED_BY_CALLER.get():
+        check_finite_state(state)
+
+
 def check_finite_state(state: RecurrentState, name: str = "initial_state") -> None:
     """Raise a `ValueError` that names the first layer and part with NaN or infinite values, and its rows."""
+    parts = [part for layer in state for part in layer]
+    if not parts or bool(torch.stack([part.isfinite().all() for part in parts]).all()):
+        return
     for index, layer in enumerate(state):
         for part_name, part in zip(WindowedLayerState._fields, layer, strict=False):
             if not bool(part.isfinite().all()):

@@ -106,6 +106,14 @@ def decayed_and_written(state: Tensor, decay: Tensor, value: Tensor, key: Tensor
     return torch.mul(state, decay, out=out).addcmul_(value, key)
 
 
+def read_out(state: Tensor, query: Tensor) -> Tensor:
+    """Sums over N of a state (B, ..., P, N) times a query (B, ..., N): (B, ..., P)."""
+    if torch.is_grad_enabled():  # a backward pass inside autocast would round the gradients of matrix products
+        return (state * query[..., None, :]).sum(-1)
+    # no memory of the size of a state; with the query on the right it would be several times slower on a CPU
+    return (query[..., None, :] @ state.mT)[..., 0, :]
+
+
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """(B, T, H_kv, N) to (B, T, H, N): each head is repeated for H / H_kv consecutive heads."""
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)

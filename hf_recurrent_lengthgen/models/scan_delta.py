@@ -12,12 +12,24 @@ second, diagonal plus low rank. Both have the definition as a loop, the chunked 
 torch, and fla's kernels on a GPU with the limits named in fla_kernels.py. Shape suffixes as in scan_backends.py.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .chunked_delta_scan import ChunkedDeltaScan, DeltaRule, LowRank
 from .fla_kernels import fla_kernel, scan_with_fla
-from .scan_backends import ScanBackend, decayed_and_written, keeps_poison, missing_kernel, repeat_heads, run_scan
+from .scan_backends import (
+    ScanBackend,
+    decayed_and_written,
+    keeps_poison,
+    missing_kernel,
+    read_out,
+    repeat_heads,
+    run_scan,
+)
+from .sequence_pieces import AffineMap
 
 chunk_gated_delta_rule = fla_kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
 chunk_kda = fla_kernel("fla.ops.kda", "chunk_kda")
@@ -133,6 +145,40 @@ def scan_dplr_reference(
     return torch.stack(outputs, dim=1), state
 
 
+def piece_delta(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **options: Any) -> AffineMap:
+    """What T tokens do to a state; arguments as of `scan_delta`."""
+    return _piece_of(scan_delta, q, k, v, gates, options)
+
+
+def piece_dplr(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **options: Any) -> AffineMap:
+    """What T tokens do to a state; arguments as of `scan_dplr`."""
+    return _piece_of(scan_dplr, q, k, v, gates, options)
+
+
+def _piece_of(
+    scan: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: tuple[Tensor, ...],
+    options: dict[str, Any],
+) -> AffineMap:
+    """The rows of a state do not meet, so N more of them, which start as unit vectors and get no values, end as the
+    matrix of the piece, and what they give is what reads the state before it."""
+    (batch, length, heads, width), keys = v.shape, k.shape[3]
+    unit = torch.eye(keys, dtype=v.dtype, device=v.device).expand(batch, heads, -1, -1)
+    start = torch.cat([unit.new_zeros(batch, heads, width, keys), unit], dim=2)
+    values = torch.cat([v, v.new_zeros(batch, length, heads, keys)], dim=3)
+    y, end = scan(q, k, values, *gates, start, **options)
+    own, reading = y.split([width, keys], dim=3)
+    written, matrix = end.split([width, keys], dim=2)
+
+    def read(before: Tensor) -> Tensor:
+        return own + (reading.transpose(1, 2) @ before.mT).transpose(1, 2)
+
+    return AffineMap(matrix, written, is_matrix=True, read=read)
+
+
 def _check_shapes(inputs: dict[str, Tensor], initial_state: Tensor) -> None:
     """Refuse arguments that would be broadcast, but for gates of a head, and queries and keys of several heads."""
     q, shapes = inputs["q"], {name: tuple(t.shape) for name, t in inputs.items()}
@@ -174,19 +220,18 @@ def _delta_step(
 ) -> tuple[Tensor, Tensor]:
     q, k = (repeat_heads(x, v.shape[2])[:, 0] for x in (q, k))
     v, decay, beta = v[:, 0], g[:, 0].exp(), beta[:, 0, :, None]
-    change = beta * (v - (state * (decay * k)[:, :, None]).sum(-1))
+    change = beta * (v - read_out(state, decay * k))
     state = decayed_and_written(state, decay[:, :, None], change[..., None], k[:, :, None], out)
-    return (state * q[:, :, None]).sum(-1)[:, None], state
+    return read_out(state, q)[:, None], state
 
 
 def _dplr_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, state: Tensor, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     q, k, v, g, a, b = (x[:, 0] for x in (q, k, v, g, a, b))
-    read = (state * a[:, :, None]).sum(-1, keepdim=True)
-    state = decayed_and_written(state, g[:, :, None].exp(), read, b[:, :, None], out)
+    state = decayed_and_written(state, g[:, :, None].exp(), read_out(state, a)[..., None], b[:, :, None], out)
     state = state.addcmul_(v[..., None], k[:, :, None])
-    return (state * q[:, :, None]).sum(-1)[:, None], state
+    return read_out(state, q)[:, None], state
 
 
 def _delta_with_kernel(

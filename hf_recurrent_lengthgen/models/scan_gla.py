@@ -17,9 +17,10 @@ Shape suffixes as in scan_backends.py.
 import torch
 from torch import Tensor
 
-from .chunked_gated_scan import ChunkedGatedScan
+from .chunked_gated_scan import ChunkedGatedScan, gated_piece
 from .fla_kernels import fla_kernel, scan_with_fla
-from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, run_scan
+from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
+from .sequence_pieces import AffineMap
 
 chunk_gla = fla_kernel("fla.ops.gla", "chunk_gla")
 
@@ -68,6 +69,11 @@ def scan_gla_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state
     return torch.stack(outputs, dim=1), state
 
 
+def piece_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **_: object) -> AffineMap:
+    """What T tokens do to a state; arguments as of `scan_gla`."""
+    return gated_piece(k, v, g)
+
+
 def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
     return ChunkedGatedScan.apply(q, k, v, g, None, state, chunk_size)
 
@@ -75,7 +81,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, chunk_si
 def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
     q, k, v, g = q[:, 0], k[:, 0], v[:, 0], g[:, 0]
     state = decayed_and_written(state, g[:, :, None].exp(), v[..., None], k[:, :, None], out)
-    return (state * q[:, :, None]).sum(-1)[:, None], state
+    return read_out(state, q)[:, None], state
 
 
 def _scan_with_kernel(

@@ -14,6 +14,7 @@ from .forgetting import Forgetting
 from .forgetting_scans import Recurrence
 from .recurrent_state import LayerShape, LayerState, OwnLayerState
 from .scan_backends import ScanBackend, check_backend_setting, resolve_backend
+from .sequence_pieces import AffineMap, Piece
 
 
 class ScanMixer(nn.Module):
@@ -30,6 +31,8 @@ class ScanMixer(nn.Module):
         scan: The function of a file `scan_*.py`, as a static method: it takes the inputs of the recurrence and the
             recurrent part of a state, and gives outputs and the recurrent part after the last token. With
             `in_place=True` it may overwrite the one it is given.
+        piece: What the scan does to a state as an affine map, a static method of its inputs and options, so that
+            processes can share a sequence (`Piece`); None where they cannot.
         recurrence: How the scan forgets (`Forgetting`), a class of a file `forgetting_*.py`; None where it cannot.
         grows: What makes its state larger (StateX, Shen et al. 2025): "state_size", N of each head or channel, or
             "num_heads", fewer and larger heads; None where it cannot be expanded.
@@ -38,6 +41,7 @@ class ScanMixer(nn.Module):
     """
 
     scan: Callable[..., Any]
+    piece: Callable[..., AffineMap] | None = None
     recurrence: ClassVar[type[Recurrence] | None] = None
     grows: ClassVar[str | None] = None
     why_not_inherit: ClassVar[str] = ""
@@ -92,7 +96,7 @@ class ScanMixer(nn.Module):
         return self.recurrence
 
     def advance(
-        self, *inputs: Tensor, state: LayerState, lengths: Tensor | None, **options: Any
+        self, *inputs: Tensor, state: LayerState, lengths: Tensor | Piece | None, **options: Any
     ) -> tuple[Tensor, LayerState]:
         """Outputs, and the state with the recurrent part after T tokens.
 
@@ -100,6 +104,12 @@ class ScanMixer(nn.Module):
         rows, if given, must write nothing.
         """
         rule = Forgetting.of(self.config)
+        if isinstance(lengths, Piece):
+            if self.piece is None or rule != Forgetting():
+                why = "names no `piece`" if self.piece is None else f"is made to forget ({rule})"
+                raise ValueError(f"Processes cannot share a sequence of a model whose {type(self).__name__} {why}.")
+            y, recurrent = lengths.scan(self.scan, self.piece, inputs, state.recurrent, options)
+            return y, LayerState(recurrent, state.conv)
         if rule != Forgetting():
             return self.forgetful().with_forgetting(rule, self.scan, inputs, state, lengths, **options)
         if isinstance(state, OwnLayerState):

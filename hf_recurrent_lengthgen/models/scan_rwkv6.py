@@ -14,9 +14,10 @@ used: it ignores the gradient of the final state. Shape suffixes as in scan_back
 import torch
 from torch import Tensor
 
-from .chunked_gated_scan import ChunkedGatedScan
+from .chunked_gated_scan import ChunkedGatedScan, gated_piece
 from .fla_kernels import fla_kernel, scan_with_fla
-from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, run_scan
+from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
+from .sequence_pieces import AffineMap
 
 chunk_rwkv6 = fla_kernel("fla.ops.rwkv6", "chunk_rwkv6")
 
@@ -70,6 +71,11 @@ def scan_rwkv6_reference(
     return torch.stack(outputs, dim=1), state
 
 
+def piece_rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **_: object) -> AffineMap:
+    """What T tokens do to a state; arguments as of `scan_rwkv6`."""
+    return gated_piece(k, v, w)
+
+
 def _chunked(
     r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, state: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
@@ -80,7 +86,7 @@ def _step(
     r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, state: Tensor, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     r, k, v, w = r[:, 0], k[:, 0], v[:, 0], w[:, 0]
-    y = (state * r[:, :, None]).sum(-1) + (u * k * r).sum(-1, keepdim=True) * v
+    y = read_out(state, r) + (u * k * r).sum(-1, keepdim=True) * v
     return y[:, None], decayed_and_written(state, w[:, :, None].exp(), v[..., None], k[:, :, None], out)
 
 

@@ -20,12 +20,15 @@ Shape suffixes as in scan_backends.py. Slabs are (Q, B, N, D): the channels come
 many of them whatever N is.
 """
 
+import math
 import re
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, run_scan, scan_in_pieces
+from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan, scan_in_pieces
+from .sequence_pieces import AffineMap
 
 try:
     from mamba_ssm.ops.selective_scan_interface import selective_scan_cuda, selective_scan_fn
@@ -37,6 +40,8 @@ else:
 
 # Every copy of this file, as in checkpoints, has operators of its own.
 _OPERATORS = re.sub(r"\W", "_", __name__)
+# On a CPU, exp takes three times longer than exp2, and ten times where it underflows.
+_LOG2_E = math.log2(math.e)
 _BLOCK_ELEMENTS = 2**16  # of a state: 256 KiB in float32
 # Half of what 32-bit addresses reach.
 _KERNEL_MAX_ELEMENTS = 2**30
@@ -95,6 +100,12 @@ def scan_selective_reference(
     return torch.stack(outputs, dim=1), state
 
 
+def piece_selective(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **options: Any) -> AffineMap:
+    """What T tokens do to a state; arguments as of `scan_selective`."""
+    zero = x.new_zeros(len(x), *A.shape)
+    return AffineMap((dt.sum(1)[..., None] * A).exp(), scan_selective(x, dt, A, B, C, D, zero, **options)[1])
+
+
 def _step(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -102,13 +113,12 @@ def _step(
     x_BD, dt_BD = x[:, 0], dt[:, 0]
     state = decayed_and_written(
         state.mT,
-        (dt_BD[:, None] * A.mT).exp(),
+        (dt_BD[:, None] * _LOG2_E * A.mT).exp2_(),
         (dt_BD * x_BD)[:, None],
         B[:, 0, :, None],
         None if out is None else out.mT,
     )
-    y = (state * C[:, 0, :, None]).sum(1)
-    return torch.addcmul(y, x_BD, D)[:, None], state.mT
+    return torch.addcmul(read_out(state.mT, C[:, 0]), x_BD, D)[:, None], state.mT
 
 
 def _scan_with_torch(
@@ -119,7 +129,7 @@ def _scan_with_torch(
     # without gradients no graph is needed, and one token at a time is faster
     scan = _scan if keep or torch.compiler.is_compiling() else _loop
     y, final_state, _ = scan(x, dt, A.mT, B, C, initial_state.mT, chunk_size, keep)
-    return torch.addcmul(y, x, D), final_state.mT
+    return y.addcmul_(x, D), final_state.mT
 
 
 def _loop(
@@ -128,15 +138,17 @@ def _loop(
     """The recurrence without D; A (N, D), states (B, N, D). Third is the state before each chunk, or none."""
     y, final_state, starts = _empty_results(x, dt, A, B, C, initial_state, chunk_size, keep)
     for rows, channels in _blocks(initial_state):
-        A_ND, state = A[:, channels], initial_state[rows, :, channels]
+        log2_A, state = _log2(A[:, channels]), initial_state[rows, :, channels]
+        slabs = _slabs(2, state, min(chunk_size, x.shape[1]))
         for index, start in enumerate(range(0, x.shape[1], chunk_size)):
             piece = rows, slice(start, start + chunk_size)
             if keep:
                 starts[index, rows, :, channels] = state
             u_QBD = (dt[piece][..., channels] * x[piece][..., channels]).transpose(0, 1)
-            _, states = _states(dt[piece][..., channels].transpose(0, 1), A_ND, u_QBD, B[piece].transpose(0, 1), state)
+            dt_QBD, B_QBN = dt[piece][..., channels].transpose(0, 1), B[piece].transpose(0, 1)
+            _, states = _states(dt_QBD, log2_A, u_QBD, B_QBN, state, slabs)
             y[piece][..., channels] = (C[piece].transpose(0, 1)[:, :, None] @ states)[:, :, 0].transpose(0, 1)
-            state = states[-1]
+            state = states[-1].clone()
         final_state[rows, :, channels] = state
     return y, final_state, starts
 
@@ -178,26 +190,28 @@ def _scan_backward(
         summed.zero_()
     for rows, channels in _blocks(grad_final):
         A_ND, grad_state = A[:, channels], grad_final[rows, :, channels]
+        log2_A = _log2(A_ND)
+        slabs = _slabs(3, grad_state, min(chunk_size, x.shape[1]))
         for index, start in reversed(list(enumerate(range(0, x.shape[1], chunk_size)))):
             piece = rows, slice(start, start + chunk_size)
             x_QBD, dt_QBD, grad_y_QBD = (t[piece][..., channels].transpose(0, 1) for t in (x, dt, grad_y))
             B_QBN, C_QBN = B[piece].transpose(0, 1), C[piece].transpose(0, 1)
             u_QBD, first = dt_QBD * x_QBD, starts[index, rows, :, channels]
-            decays, states = _states(dt_QBD, A_ND, u_QBD, B_QBN, first)
+            decays, states = _states(dt_QBD, log2_A, u_QBD, B_QBN, first, slabs)
 
-            g = C_QBN[..., None] * grad_y_QBD[:, :, None]
+            g = torch.mul(C_QBN[..., None], grad_y_QBD[:, :, None], out=slabs[2, : len(u_QBD)])
             g[-1].add_(grad_state)
             for now, decay_after, after in reversed(list(zip(g[:-1], decays[1:], g[1:], strict=True))):
                 now.addcmul_(decay_after, after)
 
-            grad_C[piece] += (states * grad_y_QBD[:, :, None]).sum(-1).transpose(0, 1)
-            grad_B[piece] += (g * u_QBD[:, :, None]).sum(-1).transpose(0, 1)
+            grad_C[piece] += (states @ grad_y_QBD[..., None])[..., 0].transpose(0, 1)
+            grad_B[piece] += (g @ u_QBD[..., None])[..., 0].transpose(0, 1)
             grad_u = (B_QBN[:, :, None] @ g)[:, :, 0]
             w = g.mul_(decays)
             grad_state = w[0].clone()
             w[1:].mul_(states[:-1])
             w[0].mul_(first)
-            grad_A[:, channels] += (w * dt_QBD[:, :, None]).sum((0, 1))
+            grad_A[:, channels] += torch.mul(w, dt_QBD[:, :, None], out=decays).sum((0, 1))
             grad_dt[piece][..., channels] = (w.mul_(A_ND).sum(2).addcmul_(grad_u, x_QBD)).transpose(0, 1)
             grad_x[piece][..., channels] = (grad_u * dt_QBD).transpose(0, 1)
         grad_initial[rows, :, channels] = grad_state
@@ -258,10 +272,23 @@ def _blocks(state_BND: Tensor) -> list[tuple[slice, slice]]:
     ]
 
 
-def _states(dt_QBD: Tensor, A_ND: Tensor, u_QBD: Tensor, B_QBN: Tensor, state_BND: Tensor) -> tuple[Tensor, Tensor]:
-    """Decays exp(dt_t A) and states h_t of a chunk, (Q, B, N, D) each, with u = dt x."""
-    decays = (dt_QBD[:, :, None] * A_ND).exp_()
-    states = B_QBN[..., None] * u_QBD[:, :, None]
+def _log2(A_ND: Tensor) -> Tensor:
+    """Rates in units of log 2, with the channels last in memory."""
+    return (A_ND * _LOG2_E).contiguous()
+
+
+def _slabs(count: int, state_BND: Tensor, tokens: int) -> Tensor:
+    """Memory that all chunks share, since fresh memory costs more than what is computed in it."""
+    return state_BND.new_empty(count, tokens, *state_BND.shape)
+
+
+def _states(
+    dt_QBD: Tensor, log2_A_ND: Tensor, u_QBD: Tensor, B_QBN: Tensor, state_BND: Tensor, slabs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Decays exp(dt_t A) and states h_t of a chunk, (Q, B, N, D) each, with u = dt x; written into the slabs."""
+    decays, states = slabs[:2, : len(dt_QBD)]
+    torch.mul(dt_QBD[:, :, None], log2_A_ND, out=decays).exp2_()
+    torch.mul(B_QBN[..., None], u_QBD[:, :, None], out=states)
     for decay, now in zip(decays.unbind(0), states.unbind(0), strict=True):
         state_BND = now.addcmul_(decay, state_BND)
     return decays, states

@@ -32,9 +32,11 @@ from .scan_backends import (
     even_pieces,
     keeps_poison,
     missing_kernel,
+    read_out,
     run_scan,
     scan_in_pieces,
 )
+from .sequence_pieces import AffineMap, decays_to_end
 
 try:
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
@@ -104,23 +106,29 @@ def scan_ssd_reference(
     return torch.stack(outputs, dim=1), state
 
 
+def piece_ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **_: object) -> AffineMap:
+    """What T tokens do to a state; arguments as of `scan_ssd`."""
+    to_end, total = decays_to_end(dt * A)
+    u_BGMT = (x * (dt * to_end)[..., None]).unflatten(2, (B.shape[2], -1)).flatten(3).permute(0, 2, 3, 1)
+    written = (u_BGMT @ B.transpose(1, 2)).unflatten(2, (-1, x.shape[3])).flatten(1, 2)
+    return AffineMap(total[..., None, None], written)
+
+
 def _step(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """One token; heads are (G, R)."""
-    heads = B.shape[2], -1
-    x_BHP, dt_BH = x[:, 0], dt[:, 0]
-    decay_BGR11 = torch.exp(dt_BH * A).unflatten(1, heads)[..., None, None]
-    u_BGRP1 = (dt_BH[..., None] * x_BHP).unflatten(1, heads)[..., None]
+    batch, _, groups, state_dim = B.shape
+    shape = batch, groups, -1, x.shape[3], state_dim
     state = decayed_and_written(
-        state.unflatten(1, heads),
-        decay_BGR11,
-        u_BGRP1,
-        B[:, 0, :, None, None],
-        None if out is None else out.unflatten(1, heads),
+        state.view(shape),
+        torch.exp(dt * A).view(batch, groups, -1, 1, 1),
+        (dt[..., None] * x).view(batch, groups, -1, x.shape[3], 1),
+        B.view(batch, groups, 1, 1, state_dim),
+        None if out is None else out.view(shape),
     )
-    y = (state * C[:, 0, :, None, None]).sum(-1).flatten(1, 2)
-    return torch.addcmul(y, x_BHP, D[:, None])[:, None], state.flatten(1, 2)
+    y = read_out(state.flatten(2, 3), C[:, 0])
+    return torch.addcmul(y.view(x.shape), x, D[:, None]), state.flatten(1, 2)
 
 
 def _scan_with_kernel(

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-from .packed_rows import sequence_starts
+from .packed_rows import piece_starts, sequence_starts
 from .recurrent_cache import RecurrentCache
 
 
@@ -35,6 +36,7 @@ def read_inputs(
     cache: RecurrentCache | None,
     position_ids: Tensor | None,
     others: dict[str, Any],
+    group: ProcessGroup | None = None,
 ) -> TokenInputs:
     """Check what a model is given; arguments as in `StatefulBackbone.forward`."""
     given = sorted(name for name, x in others.items() if x is not None and x is not False and name != "seq_idx")
@@ -46,8 +48,31 @@ def read_inputs(
     check_cache(cache)
     shape = token_shape(input_ids, inputs_embeds)
     real = real_tokens(mask_of_new_tokens(attention_mask, cache, shape))
+    if group is not None:
+        starts = _starts_in_piece(others.get("seq_idx"), position_ids, cache, shape, real, group)
+        return TokenInputs(shape, real, starts)
     packing = {"position_ids": position_ids, "seq_idx": others.get("seq_idx")}
     return TokenInputs(shape, real, starts_inside_rows(packing, shape, real))
+
+
+def _starts_in_piece(
+    seq_idx: Tensor | None,
+    position_ids: Tensor | None,
+    cache: RecurrentCache | None,
+    shape: tuple[int, int],
+    real: Tensor | None,
+    group: ProcessGroup,
+) -> Tensor | None:
+    if position_ids is not None or cache is not None:
+        name = "position_ids" if cache is None else "past_key_values"
+        raise ValueError(
+            f"With a sequence_group, leave {name} out: packed rows take seq_idx, counted over the pieces, and states "
+            "go in as initial_state and out as final_state."
+        )
+    if seq_idx is None:
+        return None
+    sequence_starts({"seq_idx": seq_idx}, shape, real)  # checks shape and kind
+    return piece_starts(seq_idx.expand(shape), real, group)
 
 
 def check_cache(cache: Any) -> None:
@@ -147,3 +172,22 @@ def scored_labels(
     if starts is not None and not shifted:
         labels = labels.masked_fill(starts, -100)
     return labels
+
+
+def check_targets(
+    labels: Tensor | None, shift_labels: Tensor | None, real: Tensor | None, group: ProcessGroup
+) -> None:
+    """Refuse targets that a piece of rows cannot score."""
+    if labels is not None:
+        raise ValueError(
+            "With a sequence_group, give shift_labels in place of labels: the target of the last token is in the next "
+            "piece."
+        )
+    if shift_labels is None or real is None or torch.distributed.get_rank(group) == 0:
+        return
+    unread = real.long().cumsum(1) == 0
+    if bool((unread & (shift_labels != -100)).any()):
+        raise ValueError(
+            "A target stands at padding in the beginning of a piece, where the output of the token before it is in "
+            "another piece: label padding with -100."
+        )

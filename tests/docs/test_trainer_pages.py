@@ -42,7 +42,7 @@ SHRUNK = {
     r"length=4096": "length=1024",
 }
 """What makes the code of pages quick."""
-TRAINING = "--max-steps 2 --report-to none --per-device-train-batch-size 4"
+TRAINING = "--max-steps 2 --report-to none --per-device-train-batch-size 4 --context-parallel-size 1"
 QUICK = {
     "train": f"{TRAINING} --training-length 16 --data texts",
     "evaluate": "--sequences 2 --length 64 --data texts --split train",

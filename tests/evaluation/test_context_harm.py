@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hf_recurrent_lengthgen import forgetting
+from hf_recurrent_lengthgen.evaluation import context_harm, streaming
 from hf_recurrent_lengthgen.evaluation.context_harm import context_use_bands, last_octave, window_nll
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from tests.models.families import MAMBA2, VOCABULARY, build
@@ -90,6 +91,25 @@ def test_harm_of_a_model_that_worsens_with_every_token_is_the_hand_computed_one(
         full, short = ((math.log(math.exp(4 - c / 40) + 6) - (4 - c / 40)) for c in (position + 1, kept))
         assert harm[0, position - 16] == pytest.approx(full - short, abs=2e-6)
     assert (harm > 0).all()
+
+
+def test_windows_are_read_whole_as_rows_of_a_batch(
+    counter_model: Any, random_tokens: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that no state is carried inside a window, as long as a forward pass may have its tokens."""
+    seen = []
+
+    def watched(reader: Any, rows: np.ndarray, chunk: int, *given: Any) -> Any:
+        seen.append((len(rows), chunk))
+        return streaming.stream_chunks(reader, rows, chunk, *given)
+
+    monkeypatch.setattr(context_harm, "stream_chunks", watched)
+    monkeypatch.setattr(streaming, "TOKENS_PER_FORWARD_ON_CPU", 100)
+    window_nll(counter_model(fading), random_tokens[:1], 20, progress=False)  # 12 windows
+    assert seen == [(5, 20), (5, 20), (2, 20)]
+    seen.clear()
+    window_nll(counter_model(fading), random_tokens[:1], 128, progress=False)
+    assert seen == [(1, 100), (1, 66)]  # a whole window, and the one that the end of the text cuts
 
 
 def test_errors_in_windows_name_sequence_and_position(counter_model: Any, random_tokens: np.ndarray) -> None:

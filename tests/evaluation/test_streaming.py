@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_recurrent_lengthgen.evaluation import streaming
 from hf_recurrent_lengthgen.evaluation.streaming import forward_plan, stream_nll
 from hf_recurrent_lengthgen.models.recurrent_state import take_rows
 
@@ -151,16 +152,29 @@ def test_unusable_tokens_are_refused(counter_model: Any, tokens: np.ndarray, mes
 
 
 def test_forward_plan_keeps_to_its_limits() -> None:
-    assert forward_plan(32, 4096, 384, None, None) == (32, 128)
+    assert forward_plan(32, 4096, 384, None, None) == (16, 256)
+    assert forward_plan(32, 4096, 384, None, None, most=2048) == (8, 256)
+    assert forward_plan(32, 1000, 384, None, None, shortest=1000) == (4, 1000)
+    assert forward_plan(32, 5000, 384, None, None, shortest=5000) == (1, 4096)
     assert forward_plan(1, 2**20, 384, None, None) == (1, 4096)
     assert forward_plan(4096, 64, 384, None, None) == (64, 64)
-    assert forward_plan(32, 4096, 50_280, None, None) == (10, 66)
+    assert forward_plan(32, 4096, 50_280, None, None) == (2, 333)
     assert forward_plan(5, 30, 2**26, None, None) == (1, 1)
     assert forward_plan(32, 4096, 384, 2, 10_000) == (2, 4096)
     assert forward_plan(32, 4096, 384, None, None, state=2**25) == (8, 512)
     assert forward_plan(32, 4096, 384, None, None, state=2**30) == (1, 4096)
     with pytest.raises(ValueError, match="chunk_length must be at least 1"):
         forward_plan(1, 10, 10, None, 0)
+
+
+def test_nll_in_pieces_is_that_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, targets = torch.randn(3, 5, 7, dtype=torch.float64), torch.randint(0, 7, (3, 5))
+    expected = -logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    for most in (1, 28, 2**18):
+        monkeypatch.setattr(streaming, "LOGITS_PER_LOSS", most)
+        found = streaming._nll(logits, targets)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected.float())
 
 
 def test_progress_counts_every_token_once(

@@ -198,16 +198,18 @@ def measure(model_type: str) -> Row:
 def table(rows: list[Row]) -> str:
     """The Markdown table."""
     lines = [
-        "| `model_type` | works | recurrent part | outputs | states | gradients | initial state | checkpointed |",
-        "|---|---|---|---|---|---|---|---|",
+        "| `model_type` | works | recurrent part | outputs | states | gradients | initial state | checkpointed "
+        "| shares rows |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         if row.errors is None:
-            lines.append(f"| `{row.model_type}` | no: {row.reason} | | | | | | |")
+            lines.append(f"| `{row.model_type}` | no: {row.reason} | | | | | | | |")
         else:
             works = "yes" if row.supported else "**no**"
             numbers = " | ".join(f"{error:.0e}" for error in row.errors)
-            lines.append(f"| `{row.model_type}` | {works} | {row.layout} | {numbers} |")
+            shares = "yes" if SUPPORTED[row.model_type].adapter.shares else "no"
+            lines.append(f"| `{row.model_type}` | {works} | {row.layout} | {numbers} | {shares} |")
     return "\n".join(lines)
 
 

@@ -111,15 +111,20 @@ def test_the_convolution_part_can_be_left_behind() -> None:
     assert given[1].conv.tolist() == [[0.0], [0.0]]
 
 
-def test_carried_states_are_copies() -> None:
-    final = (LayerState(torch.tensor([[1.0], [2.0]]), torch.zeros(2, 0)),)
+def test_carried_states_take_no_memory_but_their_own() -> None:
+    """A state in its own memory is kept as it is, without its graph; a slice of something larger is copied."""
+    whole = torch.ones(2, 3, requires_grad=True) * 2
+    inputs = torch.ones(2, 50)
     source = PassedStates(drop_probability=0.0)
-    source.observe(place(), final)
-    final[0].recurrent.fill_(7.0)
+    source.observe(place(), (LayerState(whole, inputs[:, -4:]),))
+    layer = next(iter(source._carried.values()))[0]
+    assert not layer.recurrent.requires_grad
+    assert layer.recurrent.data_ptr() == whole.data_ptr()
+    assert layer.conv.untyped_storage().nbytes() == 2 * 4 * 4
     given = source.initial_state(place(1))
     assert given is not None
     given[0].recurrent.fill_(8.0)
-    assert starts(source, place(1)) == [1.0, 2.0]
+    assert starts(source, place(1)) == [2.0, 2.0]
 
 
 def test_a_dropped_row_is_zero_even_where_its_state_is_nan() -> None:

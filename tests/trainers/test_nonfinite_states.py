@@ -12,12 +12,11 @@ import torch
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, map_state
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, StatePassingConfig, StatePassingTrainer
 from hf_recurrent_lengthgen.trainers.nonfinite_states import (
-    describe_nonfinite,
-    nonfinite_rows,
+    StateSizes,
     part_norms,
     recurrent_rms,
 )
-from hf_recurrent_lengthgen.trainers.row_layout import share_of_zero_rows
+from hf_recurrent_lengthgen.trainers.row_layout import zero_rows
 from hf_recurrent_lengthgen.trainers.step_logs import StepLogs
 
 
@@ -28,9 +27,9 @@ def state_of_ones(rows: int = 3) -> RecurrentState:
 
 
 def found(state: RecurrentState, limit: float | None = None) -> tuple[list[bool], str]:
-    norms = part_norms(state)
-    broken = nonfinite_rows(state, norms, limit)
-    return broken.tolist(), describe_nonfinite(state, norms, limit) if bool(broken.any()) else ""
+    sizes = StateSizes.of(state, limit)
+    broken = sizes.broken_rows()
+    return broken.tolist(), sizes.describe_broken() if bool(broken.any()) else ""
 
 
 def test_norms_and_root_mean_squares_are_those_computed_by_hand() -> None:
@@ -61,11 +60,14 @@ def test_layers_without_a_recurrent_part_have_no_root_mean_square() -> None:
 def test_a_row_starts_from_zero_if_all_of_its_state_is_zero() -> None:
     """Whatever the first layer has: here nothing, then a convolution only."""
     state = map_state(torch.zeros_like, (LayerState(torch.ones(4, 0), torch.ones(4, 0)), *state_of_ones(4)))
-    assert share_of_zero_rows(None) == share_of_zero_rows(state) == 1.0
+    assert zero_rows(None) == zero_rows(state) == (1.0, False)
     state[1].recurrent[1, 0, 1] = 1.0
-    assert share_of_zero_rows(state) == 0.75
+    assert zero_rows(state) == (0.75, False)
     state[2].conv[3] = 1.0
-    assert share_of_zero_rows(state) == 0.5
+    assert zero_rows(state) == (0.5, False)
+    for value in (math.nan, math.inf):
+        state[2].conv[2, 1] = value
+        assert zero_rows(state) == (0.25, True)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

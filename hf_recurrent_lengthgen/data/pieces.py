@@ -1,0 +1,93 @@
+"""Rows cut into pieces for the processes that share them (`sequence_group` of the models)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hf_recurrent_lengthgen.models.packed_rows import PACKING_KEYS
+from hf_recurrent_lengthgen.models.token_inputs import real_tokens, scored_labels, starts_inside_rows
+
+from .packing import IGNORED_LABEL
+
+CUT = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "shift_labels", "seq_idx")
+"""What is cut; `labels` become `shift_labels`, `position_ids` `seq_idx`."""
+
+
+def piece_of_rows(inputs: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """What one of the processes that share the rows of a batch gives to the model.
+
+    Pieces differ by one token at most. The target of the last token of a piece is the first token of the next.
+
+    Args:
+        inputs: The whole rows, the same on all processes: `input_ids` or `inputs_embeds` (B, S, ...), and any of
+            `labels`, `shift_labels`, `attention_mask`, `token_type_ids`, `seq_idx` and `position_ids`, (B, S) each.
+            Values without tokens, such as `initial_state`, are passed on.
+        rank: Of the process, from 0 in the order of time.
+        size: Number of processes.
+
+    Returns:
+        The inputs of the piece, with `shift_labels` if there are targets and `seq_idx` if rows are packed.
+
+    Raises:
+        ValueError: for rows of fewer tokens than processes, for other inputs with tokens, and for targets at padding
+            where a piece begins, whose output is in the piece before.
+    """
+    tokens = next(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
+    shape, length = tuple(tokens.shape[:2]), tokens.shape[1]
+    if length < size:
+        raise ValueError(
+            f"Rows of {length} tokens cannot be shared by {size} processes: each needs a token. Give longer rows, or "
+            "fewer processes (context_parallel_size)."
+        )
+    whole = {name: value for name, value in inputs.items() if value is not None}
+    real = real_tokens(whole.get("attention_mask"))
+    packing = {name: whole.pop(name) for name in PACKING_KEYS if name in whole}
+    starts = starts_inside_rows(packing, shape, real)
+    if starts is not None:
+        whole["seq_idx"] = starts.cumsum(1)
+    targets = whole.get("shift_labels")
+    if (labels := whole.pop("labels", None)) is not None and targets is None:
+        if labels.shape != shape:
+            raise ValueError(
+                f"labels must have one target for each token, {shape}, to be cut into pieces, got "
+                f"{tuple(labels.shape)}."
+            )
+        targets = pad(scored_labels(labels, real, starts)[:, 1:], (0, 1), value=IGNORED_LABEL)
+    first, last = (length * place // size for place in (rank, rank + 1))
+    piece = slice(first, last)
+    if targets is not None:
+        whole["shift_labels"] = _scored(scored_labels(targets, real, starts, shifted=True), real, size)
+    wrong = sorted(
+        name
+        for name, value in whole.items()
+        if name not in CUT and isinstance(value, Tensor) and value.shape[:2] == shape
+    )
+    if wrong:
+        raise ValueError(
+            f"{wrong} cannot be cut into pieces of rows: leave them out. What is cut is {', '.join(CUT)}, labels and "
+            "position_ids."
+        )
+    return {name: value[:, piece] if name in CUT else value for name, value in whole.items()}
+
+
+def _scored(targets: Tensor, real: Tensor | None, size: int) -> Tensor:
+    """The targets; a `ValueError` if one stands at padding in the beginning of a piece, after real tokens."""
+    if real is None:
+        return targets
+    length = targets.shape[1]
+    read = real.cumsum(1)
+    borders = torch.tensor([length * place // size for place in range(size)], device=real.device)
+    places = torch.arange(length, device=real.device)
+    begins = borders[torch.searchsorted(borders, places, right=True) - 1]  # of the piece of each token
+    before = pad(read, (1, 0))[:, begins]
+    lost = (read == before) & (before > 0) & (targets != IGNORED_LABEL)
+    if bool(lost.any()):
+        row, place = lost.nonzero()[0].tolist()
+        raise ValueError(
+            f"Row {row} has padding with a target at position {place}, at the beginning of a piece and after real "
+            "tokens: label padding with -100."
+        )
+    return targets

@@ -1,0 +1,108 @@
+"""Rows of a wrapped model that several processes share, each with a piece of them (`models/sequence_pieces.py`).
+
+Recurrent layers run their scan from the state folded from the maps of all pieces, with the functions that they call
+replaced during one forward pass (Mamba, Mamba-2), or with our scan of the delta rule in their place. Attention layers
+attend to the gathered keys and values of the pieces before and of their own, which stand in memory on each process.
+"""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, exchanged, ssd_arguments
+from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
+from hf_recurrent_lengthgen.models.scan_ssd import mamba_chunk_scan_combined, piece_ssd, scan_ssd
+from hf_recurrent_lengthgen.models.sequence_pieces import Piece, gathered
+from hf_recurrent_lengthgen.models.stateful_model import HybridModel
+
+
+class Shared:
+    """What a state cache knows of the other pieces.
+
+    Attributes:
+        piece: The piece, for scans and convolutions.
+        lengths: Tokens of all pieces.
+        asked: Layers that asked for their recurrent state in the forward pass.
+        scanned: Scans that started from a folded state.
+    """
+
+    def __init__(self, group: Any, length: int, device: torch.device) -> None:
+        self.piece = Piece(group)
+        self.rank = dist.get_rank(group)
+        found = gathered(torch.tensor([length], device=device), group)
+        self.lengths = [int(one) for one in found]
+        self.asked: set[int] = set()
+        self.scanned = 0
+        if min(self.lengths) < 2:
+            raise ValueError(
+                f"The pieces have {self.lengths} tokens, but a wrapped model reads a single token in another way: "
+                "give each process at least two."
+            )
+
+    @property
+    def start(self) -> int:
+        """Position of the first token."""
+        return sum(self.lengths[: self.rank])
+
+    def up_to_here(self, x: Tensor) -> Tensor:
+        """Keys or values (B, H, T, D) of this piece, after those of the pieces before."""
+        missing = max(self.lengths) - x.shape[2]
+        whole = gathered(torch.nn.functional.pad(x, (0, 0, 0, missing)), self.piece.group)
+        pieces = [part[:, :, :length] for part, length in zip(whole, self.lengths, strict=True)]
+        return torch.cat(pieces[: self.rank + 1], dim=2)
+
+    def scan(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """`Piece.scan`."""
+        self.scanned += 1
+        return self.piece.scan(*arguments)
+
+    def check(self, name: str) -> None:
+        """Raise a `ValueError` if some layer scanned as if its piece were the whole row."""
+        if self.scanned < len(self.asked):
+            raise ValueError(
+                f"{len(self.asked)} layers of {name} have recurrent states, but only {self.scanned} scans can be "
+                'shared by processes: leave sequence_group out, or scan="stock".'
+            )
+
+
+_of_thread = threading.local()
+
+
+def shared_now() -> Shared | None:
+    """What the delta rule shares rows with in the forward pass of this thread."""
+    return getattr(_of_thread, "shared", None)
+
+
+@contextmanager
+def shared_scans(model: HybridModel, shared: Shared) -> Iterator[None]:
+    """Let the Mamba-2 mixers and the delta rule of a model scan from folded states."""
+
+    def scan(
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int = 64,
+        initial_states: Tensor | None = None,
+        return_final_states: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        inputs, state = ssd_arguments(x, dt, A, B, C, initial_states, **kwargs)
+        backend = resolve_backend("auto", x.device.type, mamba_chunk_scan_combined is not None)
+        y, final = shared.scan(scan_ssd, piece_ssd, inputs, state, {"backend": backend})
+        return (y, final) if return_final_states else y
+
+    files = {sys.modules[type(module).__module__] for module in model.modules()}
+    before, _of_thread.shared = shared_now(), shared
+    try:
+        with exchanged((file for file in files if hasattr(file, CHUNKS)), CHUNKS, lambda _: scan):
+            yield
+    finally:
+        _of_thread.shared = before

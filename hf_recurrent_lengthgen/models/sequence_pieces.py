@@ -1,0 +1,182 @@
+"""One sequence on several processes (context parallelism): each holds a piece of every row, in the order of time.
+
+What a piece does to a state is an affine map, S_out = A S_in + B. Each process computes A and B of its own piece. One
+gather per layer shows all maps to all processes, and each folds them from the state before the whole sequence: this
+gives its own exact initial state, and the state after the whole sequence. The backward pass is the reverse gather, by
+autograd of `torch.distributed`. Convolutions and token shifts gather the last inputs of each piece.
+
+A loss is the sum over all processes. So the gradient of a parameter, or of the state before the sequence, is the sum
+of the gradients of all processes, and a loss on the state after it belongs to one of them, or a share to each.
+
+Shapes: B rows, T tokens of the piece, F numbers of a row.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
+
+
+class AffineMap(NamedTuple):
+    """What a piece does to the recurrent part of a state.
+
+    Attributes:
+        factor: A, (B, ...) to be broadcast over the state, or, if `is_matrix`, (B, H, N, N) to be multiplied from the
+            right.
+        written: B, the state after the piece from the zero state.
+        is_matrix: Which of both `factor` is.
+        read: From the state before the piece to outputs in the dtype of the state, where that is cheaper than another
+            scan; None where it is not.
+    """
+
+    factor: Tensor
+    written: Tensor
+    is_matrix: bool = False
+    read: Callable[[Tensor], Tensor] | None = None
+
+
+class Piece(NamedTuple):
+    """The piece of B rows that a layer is called with; takes the place of `lengths`.
+
+    Attributes:
+        group: The processes that hold the pieces, in the order of time.
+        lengths: Real tokens of each row in this piece, the rest is padding on the right; None if there is none.
+        ended: (B,) bool, in packed rows: where the sequence that enters the piece ends in it. Then the layer gets 2 B
+            rows: the sequences that enter the piece, and the last ones of each row, which begin in it (`Packing`).
+    """
+
+    group: ProcessGroup
+    lengths: Tensor | None = None
+    ended: Tensor | None = None
+
+    def scan(
+        self,
+        scan: Callable[..., tuple[Tensor, Tensor]],
+        piece: Callable[..., AffineMap],
+        inputs: Sequence[Tensor],
+        state: Tensor,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs of the piece, and the state after the whole sequence, from the `state` before it.
+
+        `piece` takes the inputs of `scan` before the state, in the dtype of the state, and its options.
+        """
+        with torch.autocast(state.device.type, enabled=False):
+            found = piece(*(x.to(state.dtype) for x in inputs), **options)
+            factor, written = found.factor, found.written
+            if self.ended is not None:
+                ended = self.ended.view(-1, *[1] * (written.ndim - 1))
+                entering, last = written.chunk(2)
+                factor, written = factor[: len(entering)].masked_fill(ended, 0.0), torch.where(ended, last, entering)
+            flat = torch.cat([factor.flatten(1), written.flatten(1)], dim=1)
+            maps = gathered(flat, self.group)
+            before, after = _Fold.apply(state, dist.get_rank(self.group), found.is_matrix, factor.shape, *maps)
+            before = self.with_later(before)
+            y = None if found.read is None else found.read(before).to(inputs[0].dtype)
+        return (scan(*inputs, before, **options)[0] if y is None else y), after
+
+    def with_later(self, before: Tensor) -> Tensor:
+        """A part of the states before the sequences of the call; those that begin in the piece start from zero."""
+        return before if self.ended is None else torch.cat([before, torch.zeros_like(before)])
+
+
+def lengths_of(rows: Tensor | Piece | None) -> Tensor | None:
+    """The number of real tokens of each row of a call; None if all are."""
+    return rows.lengths if isinstance(rows, Piece) else rows
+
+
+def decays_to_end(log_decays: Tensor) -> tuple[Tensor, Tensor]:
+    """From log decays (B, T, ...) the decay from each token to the end, (B, T, ...), and of all tokens, (B, ...).
+
+    Sums begin at the end, so that nothing cancels, whatever stands before.
+    """
+    sums = log_decays.flip(1).cumsum(1)
+    return pad(sums.flip(1)[:, 1:], (0, 0) * (sums.ndim - 2) + (0, 1)).exp(), sums[:, -1].exp()
+
+
+def gathered(x: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
+    """The tensors of all processes, of one shape, in the order of their ranks; differentiable."""
+    from torch.distributed import _functional_collectives as collectives  # not in every build of torch
+
+    gather: Any = getattr(collectives, "all_gather_single_autograd", None)
+    gather = gather or collectives.all_gather_tensor_autograd  # its name before torch 2.13
+    whole: Tensor = gather(x.contiguous(), 0, group)
+    return whole.chunk(dist.get_world_size(group))
+
+
+def inputs_before(tail: Tensor, count: Tensor, before: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+    """The last K inputs before this piece, and before the end of the sequence.
+
+    Args:
+        tail: The last K inputs of this piece, (B, C, K); zeros stand before them where there are fewer.
+        count: How many of these are real, (B,).
+        before: The last K inputs before the whole sequence, (B, C, K).
+        piece: This piece.
+
+    Returns:
+        (B, C, K) each.
+    """
+    columns = before.shape[2]
+    if piece.ended is not None:  # a sequence that began in the piece has nothing before it
+        (entering, last), ended = tail.chunk(2), piece.ended
+        tail = torch.where(ended[:, None, None], last, entering)
+        count = torch.where(ended, columns, count[: len(ended)])
+    flat = torch.cat([tail.flatten(1), count[:, None].to(tail.dtype)], dim=1)
+    places, states = torch.arange(columns, device=tail.device), [before]
+    for one in gathered(flat, piece.group):
+        tail, count = one[:, :-1].view_as(before), one.detach()[:, -1:].long()
+        index = torch.where(places < columns - count, places + count, places + columns)
+        both = torch.cat([states[-1], tail], dim=2)
+        states.append(both.gather(2, index[:, None].expand_as(before)))
+    # stacked: so that every process takes part in the gather of the backward pass, also the first
+    stacked = torch.stack(states)
+    return stacked[dist.get_rank(piece.group)], stacked[-1].clone()
+
+
+class _Fold(torch.autograd.Function):
+    """The states before one piece and after all, from the state before all and the maps of all pieces, (B, F) each.
+
+    Keeps the maps and computes the states between them again: there are as many as processes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, state: Tensor, rank: int, is_matrix: bool, shape: torch.Size, *maps: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(state, *maps)
+        ctx.rank, ctx.is_matrix, ctx.shape = rank, is_matrix, shape
+        states = _folded(state, is_matrix, shape, maps)
+        return states[rank].clone(), states[-1].clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_before: Tensor, grad_after: Tensor) -> tuple[Tensor | None, ...]:
+        state, *maps = ctx.saved_tensors
+        states = _folded(state, ctx.is_matrix, ctx.shape, maps)
+        gradients, grad = [], grad_after
+        for index in reversed(range(len(maps))):
+            factor, _ = _map_of(maps[index], state, ctx.shape)
+            if ctx.is_matrix:
+                grad_factor, passed = states[index].mT @ grad, grad @ factor.mT
+            else:
+                grad_factor, passed = (states[index] * grad).sum_to_size(ctx.shape), factor * grad
+            gradients.append(torch.cat([grad_factor.flatten(1), grad.flatten(1)], dim=1))
+            grad = passed + grad_before if index == ctx.rank else passed
+        return grad, None, None, None, *reversed(gradients)
+
+
+def _map_of(flat: Tensor, state: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    factor, written = flat.split([shape[1:].numel(), state[0].numel()], dim=1)
+    return factor.view(shape), written.view_as(state)
+
+
+def _folded(state: Tensor, is_matrix: bool, shape: torch.Size, maps: Sequence[Tensor]) -> list[Tensor]:
+    states = [state]
+    for flat in maps:
+        factor, written = _map_of(flat, state, shape)
+        states.append(states[-1] @ factor + written if is_matrix else torch.addcmul(written, factor, states[-1]))
+    return states

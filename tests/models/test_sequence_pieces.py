@@ -1,0 +1,92 @@
+"""Rows that 2, 3 and 4 processes share give exactly what one process gives: outputs, states and all gradients."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from .families import FAMILIES
+from .pieces_in_processes import PROCESSES, run_job
+
+Job = tuple[str, str, str, bool]
+ROWS = ("whole", "padded", "packed", "packed, padded")
+NAMES = [family.name for family in FAMILIES]
+# float64 loses nothing but the order of sums; float32 and bfloat16 lose digits on one process, too
+TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.05}
+JOBS: list[Job] = [
+    *((name, rows, "float64", False) for name in NAMES for rows in ROWS),
+    *((name, rows, "float64", True) for name in NAMES for rows in ("whole", "packed, padded")),
+    *((name, "packed, padded", dtype, False) for name in NAMES for dtype in ("float32", "bfloat16")),
+]
+VARIANTS = [(family.name, variant) for family in FAMILIES for variant in family.variants]
+
+Results = dict[str, dict[int, list[dict[str, Tensor]]]]
+
+
+def settings(job: Job) -> dict[str, Any]:
+    return dict(zip(("name", "rows", "dtype", "checkpointed"), job, strict=True))
+
+
+def results_of(jobs: list[dict[str, Any]], file: Any, script: str = "tests.models.pieces_in_processes") -> Results:
+    """By job and number of processes, what each process got."""
+    command = [sys.executable, "-m", script, str(file), json.dumps(jobs)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = torch.load(file)
+    return {str(job): {n: [each[i] for each in results[n]] for n in PROCESSES} for i, job in enumerate(jobs)}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return results_of([settings(job) for job in JOBS], tmp_path_factory.mktemp("pieces") / "results")
+
+
+@pytest.fixture(scope="module")
+def found_of_variants(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return results_of([of_variant(*job) for job in VARIANTS], tmp_path_factory.mktemp("pieces") / "variants")
+
+
+def of_variant(name: str, variant: str) -> dict[str, Any]:
+    return {"name": name, "rows": "packed", "dtype": "float64", "variant": variant}
+
+
+def errors(pieces: list[dict[str, Tensor]], whole: dict[str, Tensor]) -> dict[str, float]:
+    """By result, the largest error relative to the largest entry; losses and gradients of weights are sums."""
+    found = {}
+    for key, expected in whole.items():
+        parts = [piece[key] for piece in pieces if key in piece]
+        if not expected.numel():
+            continue
+        if key in ("logits", "gradient of inputs"):
+            value = torch.cat(parts, 1)
+        elif key.startswith("final"):
+            value = parts[0]
+            assert all(torch.equal(part, value) for part in parts), f"{key} differs between processes"
+        else:
+            value = torch.stack(parts).sum(0)
+        scale = expected.abs().max().clamp(min=1e-30)
+        found[key] = float((value - expected).abs().max() / scale)
+    return found
+
+
+def check(pieces: dict[int, list[dict[str, Tensor]]], whole: dict[str, Tensor], tolerance: float) -> None:
+    for size, each in pieces.items():
+        limits = {"loss": max(tolerance, 1e-6)}  # Transformers computes losses in float32
+        wrong = {key: error for key, error in errors(each, whole).items() if not error <= limits.get(key, tolerance)}
+        assert not wrong, (size, wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_processes_that_share_rows_give_what_one_gives(job: Job, found: Results) -> None:
+    check(found[str(settings(job))], run_job(**settings(job)), TOLERANCES[job[2]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", VARIANTS, ids=str)
+def test_every_variant_shares_rows(job: tuple[str, str], found_of_variants: Results) -> None:
+    check(found_of_variants[str(of_variant(*job))], run_job(**of_variant(*job)), 1e-12)

@@ -1,0 +1,69 @@
+"""Processes that share the rows of a batch, each with a piece of them (context parallelism).
+
+Groups of `context_parallel_size` processes of consecutive ranks read the same rows; different groups read different
+ones. Accelerate's own context parallelism (`ParallelismConfig(cp_size=...)`) is for attention: it needs FSDP2, deals
+tokens to processes out of order, and refuses recurrent layers. What it is used for here is to deal rows to groups.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import recursively_apply
+from torch.distributed.device_mesh import init_device_mesh
+
+
+class SharedRows(NamedTuple):
+    """How the processes of a run share rows.
+
+    Attributes:
+        size: Processes of a group.
+        rank: Place of this process in its group, in the order of time.
+        group: The group, for the model; None where a process has rows for itself.
+        mesh: All processes, groups by places in them.
+    """
+
+    size: int = 1
+    rank: int = 0
+    group: Any = None
+    mesh: Any = None
+
+    @classmethod
+    def of(cls, args: Any) -> "SharedRows":
+        """For the arguments of a run; all processes call it.
+
+        Raises:
+            ValueError: if groups of `context_parallel_size` do not fill the processes.
+        """
+        size, processes = args.context_parallel_size, args.world_size
+        if processes % size:
+            raise ValueError(
+                f"context_parallel_size={size} must divide the number of processes, {processes}: start a multiple of "
+                f"{size} processes (accelerate launch --num_processes), or change context_parallel_size."
+            )
+        if size == 1:
+            return cls()
+        mesh = init_device_mesh(args.device.type, (processes // size, size), mesh_dim_names=("dp_replicate", "cp"))
+        return cls(size, mesh["cp"].get_local_rank(), mesh["cp"].get_group(), mesh)
+
+    @contextmanager
+    def dealing(self, accelerator: Any) -> Iterator[None]:
+        """Within the `with` block, the accelerator prepares loaders that give the same rows to all of a group."""
+        state = accelerator.state
+        kept, state.device_mesh = state.device_mesh, self.mesh or state.device_mesh
+        try:
+            yield
+        finally:
+            state.device_mesh = kept
+
+    def gather_once(self, accelerator: Any, data: Any) -> Any:
+        """`accelerator.gather_for_metrics`, with the rows of each group once."""
+
+        def of_first(gathered: torch.Tensor) -> torch.Tensor:
+            return torch.cat(gathered.chunk(self.mesh.size())[:: self.size])
+
+        found = recursively_apply(of_first, accelerator.gather(data))
+        ending = accelerator.gradient_state
+        left = ending.remainder if ending.end_of_dataloader else 0
+        return recursively_apply(lambda rows: rows[:left], found) if left > 0 else found
