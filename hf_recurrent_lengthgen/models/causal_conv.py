@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 
 from .padding import inputs_around
 from .scan_backends import ScanBackend
-from .sequence_pieces import Piece
+from .sequence_pieces import Lengths, Piece
 
 try:
     from causal_conv1d import causal_conv1d_fn
@@ -40,7 +40,7 @@ class CausalConv1d(nn.Conv1d):
         return conv
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, initial_state: Tensor, lengths: Tensor | Piece | None = None, backend: ScanBackend = "torch"
+        self, x: Tensor, initial_state: Tensor, lengths: Lengths = None, backend: ScanBackend = "torch"
     ) -> tuple[Tensor, Tensor]:
         """See `causal_conv`."""
         return causal_conv(x, self.weight.squeeze(1), self.bias, initial_state, lengths, backend, self.activation)
@@ -51,7 +51,7 @@ def causal_conv(
     weight: Tensor,
     bias: Tensor | None,
     initial_state: Tensor,
-    lengths: Tensor | Piece | None = None,
+    lengths: Lengths = None,
     backend: ScanBackend = "torch",
     activation: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -98,7 +98,7 @@ def short_convolutions(
     convolutions: Sequence[CausalConv1d],
     inputs: list[Tensor],
     state: Tensor,
-    lengths: Tensor | Piece | None,
+    lengths: Lengths,
     backend: ScanBackend,
 ) -> tuple[list[Tensor], Tensor]:
     """Convolve several inputs; their states stand one below the other in `state`, (B, C, K-1)."""

@@ -22,6 +22,7 @@ from .recurrent_state import LayerShape, LayerState
 from .scan_backends import ScanBackend
 from .scan_delta import NORMED_BY_HEAD, chunk_gated_delta_rule, kernel_limit_of, piece_delta, scan_delta
 from .scan_mixer import ScanMixer
+from .sequence_pieces import Lengths
 
 KERNEL_AVAILABLE = chunk_gated_delta_rule is not None and causal_conv1d_fn is not None
 _NORM_EPS = 1e-6  # of fla's kernels
@@ -71,7 +72,7 @@ class DeltaMixer(ScanMixer):
         return super().kernel_limit(dtype) or kernel_limit_of(self.key_dim)
 
     def project(
-        self, x: Tensor, state: LayerState, lengths: Tensor | None, backend: ScanBackend
+        self, x: Tensor, state: LayerState, lengths: Lengths, backend: ScanBackend
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries and keys (B, T, heads of keys, N), values (B, T, H, P), and the conv part of the state."""
         parts, conv = [self.q_proj(x), self.k_proj(x), self.v_proj(x)], state.conv
@@ -92,7 +93,7 @@ class DeltaMixer(ScanMixer):
         g: Tensor,
         beta: Tensor,
         state: LayerState,
-        lengths: Tensor | None,
+        lengths: Lengths,
         backend: ScanBackend,
     ) -> tuple[Tensor, LayerState]:
         """Outputs (B, T, H, P) in the dtype of v, and the state; g (B, T, H, N) or (B, T, H, 1), beta (B, T, H)."""

@@ -15,6 +15,7 @@ from .norms import RMSNorm
 from .packed_rows import over_groups
 from .recurrent_state import LayerState
 from .scan_mixer import MixerLayer, ScanMixer
+from .sequence_pieces import Lengths
 
 
 class GatedMLP(nn.Module):
@@ -47,7 +48,7 @@ class MixerMLPBlock(MixerLayer):
 
     @over_groups
     def forward(
-        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None, *inputs: Tensor
+        self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None, *inputs: Tensor
     ) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         output, state = self.attn(self.attn_norm(hidden_states), state, lengths, *inputs)

@@ -23,7 +23,7 @@ from .packed_rows import over_groups
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState, state_dtype
 from .scan_mixer import MixerLayer, ScanMixer
-from .sequence_pieces import AffineMap, Piece
+from .sequence_pieces import AffineMap, Lengths, Piece
 
 _CHUNK = 64  # tokens of linear attention at once
 
@@ -38,9 +38,7 @@ class MixerBlock(MixerLayer):
         self.mixer = mixer
 
     @over_groups
-    def forward(
-        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
-    ) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         normed = self.norm(hidden_states.to(self.norm.weight.dtype))
         residual = hidden_states.to(state_dtype(hidden_states.dtype)) if self.residual_in_fp32 else hidden_states
@@ -137,9 +135,7 @@ class SoftmaxAttentionMixer(_AttentionMixer):
         """Both parts are empty."""
         return LayerShape((0,), (0,))
 
-    def forward(
-        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
-    ) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`; padding is at the end of a row, where no real token attends to it."""
         q, k, v = (projection(hidden_states)[:, None] for projection in (self.q_proj, self.k_proj, self.v_proj))
         return self.o_proj(self.scan(q, k, v, is_causal=True)[:, 0]), state
@@ -156,9 +152,7 @@ class LinearAttentionMixer(_AttentionMixer):
         """(1, D, N), and no convolution."""
         return LayerShape((1, self.value_dim, self.head_dim), (0,))
 
-    def forward(
-        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | Piece | None = None
-    ) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         q, k, dtype = q * self.head_dim**-0.5, zero_past_end(k, lengths), q.dtype

@@ -14,10 +14,10 @@ from transformers import initialization as init
 from .padding import inputs_around
 from .recurrent_state import LayerShape
 from .scan_mixer import ScanMixer
-from .sequence_pieces import Piece
+from .sequence_pieces import Lengths
 
 
-def token_shift(x: Tensor, initial_state: Tensor, lengths: Tensor | Piece | None = None) -> tuple[Tensor, Tensor]:
+def token_shift(x: Tensor, initial_state: Tensor, lengths: Lengths = None) -> tuple[Tensor, Tensor]:
     """The input before each token, x_{t-1} (arXiv:2404.05892, section 3.1), and the last real input.
 
     Args:

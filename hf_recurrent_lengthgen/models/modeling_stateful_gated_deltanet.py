@@ -18,6 +18,7 @@ from .recurrent_state import LayerState
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
 from .sequence_classification import StatefulForSequenceClassification
+from .sequence_pieces import Lengths
 
 
 class StatefulGatedDeltaNetMixer(DeltaMixer):
@@ -33,9 +34,7 @@ class StatefulGatedDeltaNetMixer(DeltaMixer):
         if config.use_gate:
             self.g_proj = nn.Linear(D, self.heads * self.value_dim, bias=False)
 
-    def forward(
-        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
-    ) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         x, wide, config = hidden_states, state.recurrent.dtype, self.config
         backend = self.backend_for(x)

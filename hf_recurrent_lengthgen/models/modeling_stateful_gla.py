@@ -28,6 +28,7 @@ from .scan_backends import repeat_heads
 from .scan_gla import chunk_gla, piece_gla, scan_gla
 from .scan_mixer import ScanMixer
 from .sequence_classification import StatefulForSequenceClassification
+from .sequence_pieces import Lengths
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": relu,
@@ -86,9 +87,7 @@ class StatefulGLAMixer(ScanMixer):
             return {}
         return {"q": self.heads * self.key_dim, "k": self.kv_heads * self.key_dim, "v": self.kv_heads * self.value_dim}
 
-    def forward(
-        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
-    ) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         config = self.config
         backend = self.backend_for(hidden_states)

@@ -28,6 +28,7 @@ from .recurrent_state import save_state as save_state
 from .scan_gla import chunk_gla, piece_gla, scan_gla
 from .scan_mixer import ScanMixer
 from .sequence_classification import StatefulForSequenceClassification
+from .sequence_pieces import Lengths
 
 
 class StatefulHGRN2Mixer(ScanMixer):
@@ -64,7 +65,7 @@ class StatefulHGRN2Mixer(ScanMixer):
         return dict.fromkeys(("q", "k", "v"), self.config.hidden_size) if self.config.use_short_conv else {}
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None, *lower_bound: Tensor
+        self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None, *lower_bound: Tensor
     ) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`; `lower_bound` (D,) bounds the forget gates, at 0 if it is left out."""
         config = self.config

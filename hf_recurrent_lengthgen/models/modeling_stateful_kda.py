@@ -19,6 +19,7 @@ from .recurrent_state import LayerState
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
 from .sequence_classification import StatefulForSequenceClassification
+from .sequence_pieces import Lengths
 
 
 class StatefulKDAMixer(DeltaMixer):
@@ -34,9 +35,7 @@ class StatefulKDAMixer(DeltaMixer):
         self.dt_bias = nn.Parameter(torch.empty(H * N))
         self.g_proj = nn.Sequential(nn.Linear(D, rank, bias=False), nn.Linear(rank, H * P))
 
-    def forward(
-        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
-    ) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         x, wide, bound = hidden_states, state.recurrent.dtype, self.config.lower_bound
         backend = self.backend_for(x)

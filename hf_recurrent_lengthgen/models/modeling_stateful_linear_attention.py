@@ -26,6 +26,7 @@ from .scan_backends import repeat_heads
 from .scan_gla import chunk_gla, piece_gla, scan_gla
 from .scan_mixer import ScanMixer
 from .sequence_classification import StatefulForSequenceClassification
+from .sequence_pieces import Lengths
 
 
 class Hedgehog(nn.Module):
@@ -108,9 +109,7 @@ class StatefulLinearAttentionMixer(ScanMixer):
         """(H, P, N), with P + 1 rows for `norm_feature_map`; no convolution."""
         return LayerShape((self.heads, self.value_dim + self.config.norm_feature_map, self.features), (0,))
 
-    def forward(
-        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
-    ) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         config = self.config
         backend = self.backend_for(hidden_states)

@@ -31,6 +31,7 @@ from .recurrent_state import save_state as save_state
 from .scan_mixer import ScanMixer
 from .scan_selective import piece_selective, scan_selective, selective_scan_fn
 from .sequence_classification import StatefulForSequenceClassification
+from .sequence_pieces import Lengths
 
 KERNEL_AVAILABLE = selective_scan_fn is not None and causal_conv1d_fn is not None
 
@@ -80,9 +81,7 @@ class StatefulMambaMixer(ScanMixer):
             return f"a state_size of at most 256, got {self.state_size}"
         return super().kernel_limit(dtype)
 
-    def forward(
-        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
-    ) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         backend = self.backend_for(hidden_states)
         conv_input, gate = self.in_proj(hidden_states).chunk(2, -1)

@@ -29,6 +29,7 @@ from .recurrent_state import save_state as save_state
 from .scan_mixer import ScanMixer
 from .scan_ssd import mamba_chunk_scan_combined, piece_ssd, scan_ssd
 from .sequence_classification import StatefulForSequenceClassification
+from .sequence_pieces import Lengths
 
 KERNEL_AVAILABLE = mamba_chunk_scan_combined is not None and causal_conv1d_fn is not None
 
@@ -74,9 +75,7 @@ class StatefulMamba2Mixer(ScanMixer):
         bc = self.n_groups * self.state_size
         return {"x": self.inner_size, "B": bc, "C": bc}
 
-    def forward(
-        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
-    ) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         backend = self.backend_for(hidden_states)
         gate, conv_input, dt = self.in_proj(hidden_states).split([self.inner_size, self.conv_size, self.num_heads], -1)

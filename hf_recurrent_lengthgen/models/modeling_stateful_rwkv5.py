@@ -30,6 +30,7 @@ from .recurrent_state import save_state as save_state
 from .scan_mixer import MixerLayer
 from .scan_rwkv6 import chunk_rwkv6, piece_rwkv6, scan_rwkv6
 from .sequence_classification import StatefulForSequenceClassification
+from .sequence_pieces import Lengths
 
 
 def _mix(x: Tensor, shifted: Tensor, time_mix: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ class StatefulRWKV5TimeMixing(RWKVTimeMixing):
         self.output = nn.Linear(A, D, bias=False)
         self.ln_x = HeadNorm(A, 1e-5 * config.head_size_divisor**2)  # official code: whatever layer_norm_epsilon
 
-    def forward(self, x: Tensor, state: LayerState, lengths: Tensor | None = None) -> tuple[Tensor, LayerState]:
+    def forward(self, x: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
         """Run T tokens; arguments as in `StatefulBackbone`, with the time mixing's part of the state."""
         backend = self.backend_for(x)
         shifted, shift_state = token_shift(x, state.conv, lengths)
@@ -115,7 +116,7 @@ class StatefulRWKV5ChannelMixing(nn.Module):
         self.receptance = nn.Linear(D, D, bias=False)
         self.value = nn.Linear(size, D, bias=False)
 
-    def forward(self, x: Tensor, state: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, state: Tensor, lengths: Lengths = None) -> tuple[Tensor, Tensor]:
         """Outputs (B, T, D) and the last real input, (B, D, 1), from the one before the first token."""
         shifted, state = token_shift(x, state, lengths)
         key = relu(self.key(_mix(x, shifted, self.time_mix_key))).square()
@@ -146,9 +147,7 @@ class StatefulRWKV5Block(MixerLayer):
         self.feed_forward = StatefulRWKV5ChannelMixing(config, layer)
 
     @over_groups
-    def forward(
-        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
-    ) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         attention_shift, feed_forward_shift = state.conv.chunk(2, dim=1)
         if self.first:

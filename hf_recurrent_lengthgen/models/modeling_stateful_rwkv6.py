@@ -30,6 +30,7 @@ from .recurrent_state import save_state as save_state
 from .scan_mixer import MixerLayer
 from .scan_rwkv6 import chunk_rwkv6, piece_rwkv6, scan_rwkv6
 from .sequence_classification import StatefulForSequenceClassification
+from .sequence_pieces import Lengths
 
 
 class ShiftedLinear(nn.Module):
@@ -79,7 +80,7 @@ class StatefulRWKV6TimeMixing(RWKVTimeMixing):
         self.g_norm = HeadNorm(values, eps)
         self.o_proj = nn.Linear(values, D, bias=False)
 
-    def forward(self, x: Tensor, state: LayerState, lengths: Tensor | None = None) -> tuple[Tensor, LayerState]:
+    def forward(self, x: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
         """Run T tokens; arguments as in `StatefulBackbone`, with the time mixing's part of the state."""
         backend = self.backend_for(x)
         shifted, shift_state = token_shift(x, state.conv, lengths)
@@ -126,7 +127,7 @@ class StatefulRWKV6ChannelMixing(nn.Module):
         self.value = nn.Linear(size, D, bias=False)
         self.receptance = ShiftedLinear(nn.Linear(D, D, bias=False), D)
 
-    def forward(self, x: Tensor, state: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, state: Tensor, lengths: Lengths = None) -> tuple[Tensor, Tensor]:
         """Outputs (B, T, D) and the last real input, (B, D, 1), from the one before the first token."""
         shifted, state = token_shift(x, state, lengths)
         delta = shifted - x
@@ -151,9 +152,7 @@ class StatefulRWKV6Block(MixerLayer):
         self.ffn = StatefulRWKV6ChannelMixing(config)
 
     @over_groups
-    def forward(
-        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
-    ) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         attn_shift, ffn_shift = state.conv.chunk(2, dim=1)
         hidden_states = self.pre_norm(hidden_states)

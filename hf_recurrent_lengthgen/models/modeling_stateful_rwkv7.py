@@ -35,6 +35,7 @@ from .recurrent_state import save_state as save_state
 from .scan_delta import NORMED_BY_HEAD, chunk_dplr_delta_rule, kernel_limit_of, piece_dplr, scan_dplr
 from .scan_mixer import MixerLayer
 from .sequence_classification import StatefulForSequenceClassification
+from .sequence_pieces import Lengths
 from .token_inputs import TokenInputs
 
 DECAY_RATE = math.exp(-0.5)  # the largest
@@ -76,7 +77,7 @@ class StatefulRWKV7TimeMixing(RWKVTimeMixing):
         return super().kernel_limit(dtype) or kernel_limit_of(self.key_dim)
 
     def forward(
-        self, x: Tensor, state: LayerState, lengths: Tensor | None = None, first_values: Tensor | None = None
+        self, x: Tensor, state: LayerState, lengths: Lengths = None, first_values: Tensor | None = None
     ) -> tuple[Tensor, LayerState, Tensor]:
         """Run T tokens; arguments as in `StatefulBackbone`, with the time mixing's part of the state.
 
@@ -147,7 +148,7 @@ class StatefulRWKV7ChannelMixing(nn.Module):
         self.key = nn.Linear(D, size, bias=False)
         self.value = nn.Linear(size, D, bias=False)
 
-    def forward(self, x: Tensor, state: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, state: Tensor, lengths: Lengths = None) -> tuple[Tensor, Tensor]:
         """Outputs (B, T, D) and the last real input, (B, D, 1), from the one before the first token."""
         shifted, state = token_shift(x, state, lengths)
         return self.value(relu(self.key(torch.addcmul(x, shifted - x, self.x_k))).square()), state
@@ -183,7 +184,7 @@ class StatefulRWKV7Block(MixerLayer):
         self,
         hidden_states: Tensor,
         state: LayerState,
-        lengths: Tensor | None = None,
+        lengths: Lengths = None,
         first_values: Tensor | None = None,
     ) -> tuple[Tensor, LayerState] | tuple[Tensor, LayerState, Tensor]:
         """See `StatefulBackbone`. The first layer also returns its values (B, T, V), which all later ones take.

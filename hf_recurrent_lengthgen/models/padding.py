@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .sequence_pieces import Piece, inputs_before, lengths_of
+from .sequence_pieces import Lengths, Piece, inputs_before, lengths_of
 
 
 class Padding(NamedTuple):
@@ -38,7 +38,7 @@ class Padding(NamedTuple):
         return x.gather(1, self.source[..., None].expand_as(x))
 
 
-def zero_past_end(x: Tensor, lengths: Tensor | Piece | None) -> Tensor:
+def zero_past_end(x: Tensor, lengths: Lengths) -> Tensor:
     """`x` (B, T, ...) with zeros at the tokens past the length of each row; unchanged without `lengths` (B,)."""
     lengths = lengths_of(lengths)
     if lengths is None:
@@ -61,9 +61,7 @@ def last_inputs(x: Tensor, initial_state: Tensor, lengths: Tensor | None = None)
     return final_state.to(initial_state.dtype, copy=True)
 
 
-def inputs_around(
-    inputs: Sequence[Tensor], initial_state: Tensor, lengths: Tensor | Piece | None = None
-) -> tuple[Tensor, Tensor]:
+def inputs_around(inputs: Sequence[Tensor], initial_state: Tensor, lengths: Lengths = None) -> tuple[Tensor, Tensor]:
     """The last K real inputs before and after the T tokens.
 
     Args:

@@ -14,7 +14,7 @@ from .forgetting import Forgetting
 from .forgetting_scans import Recurrence
 from .recurrent_state import LayerShape, LayerState, OwnLayerState
 from .scan_backends import ScanBackend, check_backend_setting, resolve_backend
-from .sequence_pieces import AffineMap, Piece
+from .sequence_pieces import AffineMap, Lengths, Piece
 
 
 class ScanMixer(nn.Module):
@@ -96,7 +96,7 @@ class ScanMixer(nn.Module):
         return self.recurrence
 
     def advance(
-        self, *inputs: Tensor, state: LayerState, lengths: Tensor | Piece | None, **options: Any
+        self, *inputs: Tensor, state: LayerState, lengths: Lengths, **options: Any
     ) -> tuple[Tensor, LayerState]:
         """Outputs, and the state with the recurrent part after T tokens.
 

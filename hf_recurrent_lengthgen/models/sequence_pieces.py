@@ -84,7 +84,11 @@ class Piece(NamedTuple):
         return before if self.ended is None else torch.cat([before, torch.zeros_like(before)])
 
 
-def lengths_of(rows: Tensor | Piece | None) -> Tensor | None:
+Lengths = Tensor | Piece | None
+"""What layers know of their rows: real tokens of each, (B,), None if all are, or the piece that they hold."""
+
+
+def lengths_of(rows: Lengths) -> Tensor | None:
     """The number of real tokens of each row of a call; None if all are."""
     return rows.lengths if isinstance(rows, Piece) else rows
 
