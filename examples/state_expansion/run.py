@@ -155,13 +155,13 @@ def heads_table(study: Study) -> str:
 
 
 def figure(study: Study, path: Path) -> None:
-    """Accuracy against pairs: a panel for each base and number of steps that has results."""
+    """Accuracy against pairs: a panel for each base and number of steps in which arms can be compared."""
     settings = study.settings
     shown = {
         (name, steps): lines
         for name, base in BASES.items()
         for steps in settings.steps
-        if (lines := {arm: seeds for arm in base.arms if (seeds := study.found(name, f"{arm}_{steps}"))})
+        if len(lines := {arm: seeds for arm in base.arms if (seeds := study.found(name, f"{arm}_{steps}"))}) > 1
     }
     if not shown:
         return
