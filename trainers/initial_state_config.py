@@ -71,9 +71,7 @@ class InitialStateConfig(TrainingArguments):
     context_parallel_size: int = field(
         default=1,
         metadata={
-            "help": "Number of processes that share each row, each with a piece of its tokens, so that rows may be as "
-            "many times longer. It divides the number of processes; groups of them read different rows. The result "
-            "is that of whole rows. Default 1: each process has its own rows."
+            "help": "Processes that share each row, each with a piece of it; they divide all processes. Default 1."
         },
     )
 

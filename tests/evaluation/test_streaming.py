@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_recurrent_lengthgen.evaluation import streaming
+from hf_recurrent_lengthgen.evaluation import readers
 from hf_recurrent_lengthgen.evaluation.streaming import forward_plan, stream_nll
 from hf_recurrent_lengthgen.models.recurrent_state import take_rows
 
@@ -171,8 +171,8 @@ def test_nll_in_pieces_is_that_of_all_logits(monkeypatch: pytest.MonkeyPatch) ->
     logits, targets = torch.randn(3, 5, 7, dtype=torch.float64), torch.randint(0, 7, (3, 5))
     expected = -logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     for most in (1, 28, 2**18):
-        monkeypatch.setattr(streaming, "LOGITS_PER_LOSS", most)
-        found = streaming._nll(logits, targets)
+        monkeypatch.setattr(readers, "LOGITS_PER_LOSS", most)
+        found = readers.nll_of(logits, targets)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, expected.float())
 
