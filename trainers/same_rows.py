@@ -7,7 +7,7 @@ the same number.
 
 from collections.abc import Iterator
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate.data_loader import prepare_data_loader
@@ -78,9 +78,11 @@ class SameRowsTrainer(PushingTrainer):
         check_batches(self, len(loader))
         return loader
 
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
+        if self._shared.group is not None and isinstance(dataset, IterableDataset):
+            refuse_stream(dataset)
         with self._shared.dealing(self.accelerator):
-            loader: DataLoader = super()._get_dataloader(*args, **kwargs)
+            loader: DataLoader = super()._get_dataloader(dataset, *args, **kwargs)
         return loader
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -164,6 +166,12 @@ class SameRowsTrainer(PushingTrainer):
             inputs = piece_of_rows(inputs, self._shared.rank, self._shared.size)
             scored = inputs["shift_labels"].ne(IGNORED).sum().to(self.accelerator.device)
             inputs["sequence_group"] = self._shared.group
+            given, self.label_names = self.label_names, ["shift_labels"]
+            try:
+                loss, _, _ = super().prediction_step(model, inputs, *args, **kwargs)
+            finally:
+                self.label_names = given
+            return mean_over_processes(self.accelerator, loss, scored), None, None
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         if loss is not None and scored is not None:
             if is_filled_up(self.accelerator) and not token_labels(base, inputs):
@@ -197,10 +205,7 @@ def stream_loader(trainer: Any, stream: IterableDataset[Any]) -> DataLoader:
     if isinstance(stream, ContinuedStream):
         stream, processes = stream.in_micro_batches(trainer.args.gradient_accumulation_steps), 1
     elif processes < trainer.args.world_size:
-        raise ValueError(
-            "Processes that share rows (context_parallel_size) read them from data with a length or from a "
-            f"ContinuedStream, got {type(stream).__name__}, which one process would read for all: give one of those."
-        )
+        refuse_stream(stream)
     loader = DataLoader(
         stream,
         batch_size=trainer._train_batch_size * processes,
@@ -220,6 +225,14 @@ def stream_loader(trainer: Any, stream: IterableDataset[Any]) -> DataLoader:
         dispatch_batches=processes > 1,
         non_blocking=trainer.accelerator.non_blocking,
         use_stateful_dataloader=trainer.accelerator.use_stateful_dataloader,
+    )
+
+
+def refuse_stream(stream: Any) -> NoReturn:
+    """Raise a `ValueError`: accelerate would read a stream in one process, and deal other rows to each."""
+    raise ValueError(
+        "Processes that share rows (context_parallel_size) read them from data with a length, or train on a "
+        f"ContinuedStream, got {type(stream).__name__}: give one of those."
     )
 
 

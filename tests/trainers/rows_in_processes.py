@@ -81,13 +81,16 @@ def trained(method: str, rows: int, accumulation: int, stream: bool = False) -> 
         return toys.weights(trainer.model)
 
 
-def evaluated(rows: int, streamed: bool) -> tuple[float, Tensor]:
-    """The loss of an evaluation and the predictions of all rows, with labels of different number in each."""
+def evaluated(rows: int, streamed: bool, shared: bool = False) -> tuple[float, Tensor]:
+    """The loss of an evaluation and the predictions of all rows, with labels of different number in each; rows may be
+    shared by all processes."""
     data: Any = toys.sequences(rows)
     if streamed:
         data = Stream(data)
     with tempfile.TemporaryDirectory() as folder:
-        args = InitialStateConfig(folder, per_device_eval_batch_size=BATCH // processes(), **toys.QUIET)
+        settings = {"per_device_eval_batch_size": BATCH if shared else BATCH // processes()}
+        settings |= {"context_parallel_size": processes() if shared else 1}
+        args = InitialStateConfig(folder, **settings, **toys.QUIET)
         trainer = ZeroStateTrainer(toys.tiny_model(), args, train_dataset=toys.sequences(BATCH))
         loss = trainer.evaluate(data)["eval_loss"]
         return loss, torch.as_tensor(trainer.predict(data).predictions)

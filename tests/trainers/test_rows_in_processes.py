@@ -17,7 +17,10 @@ METHODS = ["state passing", "fitted noise", "random noise", "mixture", "learned 
 SEEN: list[tuple[Any, ...]] = [
     ("rows_seen", *job, number % 2 == 1) for number, job in enumerate(product(ROWS, ACCUMULATIONS))
 ]
-EVALUATED: list[tuple[Any, ...]] = [("evaluated", *job) for job in product(ROWS, [False, True])]
+EVALUATED: list[tuple[Any, ...]] = [
+    *(("evaluated", *job) for job in product(ROWS, [False, True])),
+    *(("evaluated", rows, False, True) for rows in ROWS),
+]
 CLASSIFIED: list[tuple[Any, ...]] = [("classified", *job) for job in product(["number", "any"], [29, 30, 31])]
 PADDED: list[tuple[Any, ...]] = [("with_padding", 31, 2)]
 FEW: list[tuple[Any, ...]] = [

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.data import IterableDataset
 
 from hf_recurrent_lengthgen.trainers.checks import check_shares_rows
+from hf_recurrent_lengthgen.trainers.same_rows import refuse_stream
 
 # what one process trains with 4 rows of 9 tokens in a micro-batch, by processes and context_parallel_size; no 3, since
 # Transformers computes losses in float32, where a third is rounded, and Adam divides by small gradients
@@ -107,6 +109,16 @@ def test_what_needs_whole_rows_is_refused(toys: ModuleType, tmp_path: Path, sett
 def test_groups_must_fill_the_processes(toys: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="context_parallel_size=2 must divide the number of processes, 1"):
         toys.resumable_trainer(tmp_path, context_parallel_size=2)
+
+
+def test_a_stream_is_refused() -> None:
+    class Stream(IterableDataset[Any]):
+        """Without a length."""
+
+    with pytest.raises(
+        ValueError, match="read them from data with a length, or train on a ContinuedStream, got Stream"
+    ):
+        refuse_stream(Stream())
 
 
 def test_a_model_that_takes_no_sequence_group_is_refused(toys: ModuleType, tmp_path: Path) -> None:
