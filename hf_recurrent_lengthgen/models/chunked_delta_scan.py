@@ -94,7 +94,7 @@ def advance(chunks: _Rule, states: Tensor) -> tuple[Tensor, Tensor]:
     ):
         torch.bmm(reader.flatten(1, 2), start.mT, out=read.flatten(1, 2))
         torch.bmm(solve, read[:, 1] + known, out=u)
-        torch.mul(u, rate, out=value[:, 0])
+        value[:, 0].copy_(u).mul_(rate)  # torch.compile refuses out= with gaps
         torch.mul(start, total, out=end).baddbmm_(value.flatten(1, 2).mT, writer.flatten(1, 2))
     return reads, solved
 
@@ -102,7 +102,7 @@ def advance(chunks: _Rule, states: Tensor) -> tuple[Tensor, Tensor]:
 def advance_again(chunks: _Rule, states: Tensor, solved: Tensor) -> None:
     """Fills the states, and what is written, from what was solved for."""
     pairs, values, count = chunks.pairs, chunks.values, len(states) - 1
-    torch.mul(solved, chunks.rate, out=values[:, 0])
+    values[:, 0].copy_(solved).mul_(chunks.rate)
     for start, end, (value, writer, total) in zip(
         states[:-1], states[1:], _by_chunk(count, values, pairs.writes, pairs.total), strict=True
     ):
