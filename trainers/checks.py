@@ -217,7 +217,7 @@ def without_wrong_ids(
         Inputs without ids and labels outside the vocabulary, whether there were any (None for no ids), and a function
         that raises what `check_batch` raises for them.
     """
-    vocabulary = getattr(getattr(base_of(model), "config", None), "vocab_size", None)
+    vocabulary: Any = getattr(getattr(base_of(model), "config", None), "vocab_size", None)
     names = [] if vocabulary is None else ["input_ids", *token_labels(base_of(model), inputs)]
     found, usable = [], dict(inputs)
     for name in names:
