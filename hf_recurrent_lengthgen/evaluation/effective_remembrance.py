@@ -34,6 +34,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import (
     check_pieces,
     check_tokens,
     progress_bar,
+    state_elements,
 )
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.recurrent_state import map_state
@@ -154,8 +155,7 @@ def sweep_plan(
     if batch_size is None:
         # Rows join after every length / starts tokens, so rows beyond a full pass of that many tokens do not help.
         piece = min(SHORTEST_CHUNK, max(1, length // starts)) if reader.carried_by_row else length
-        shapes = reader.model.state_shapes() if hasattr(reader.model, "state_shapes") else ()
-        state = max(1, sum(math.prod(part) for shape in shapes for part in shape))
+        state = max(1, state_elements(reader.model))
         batch_size = max(1, min(tokens // piece, LOGITS_PER_FORWARD // reader.vocabulary, STATES_PER_FORWARD // state))
     return batch_size, chunk_length or length, tokens
 

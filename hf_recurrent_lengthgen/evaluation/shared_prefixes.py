@@ -25,7 +25,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import (
     check_tokens,
     progress_bar,
     reading_plan,
-    window_elements,
+    state_elements,
 )
 
 WORTH_A_CALL = 64
@@ -249,7 +249,7 @@ class _Walk:
     ) -> None:
         self.reader, self.root, self.chunk_length, self.bar = reader, root, chunk_length, bar
         self.asked = batch_size
-        self.rows = batch_size or max(1, min(ROWS, STATES_PER_FORWARD // max(1, window_elements(reader.model))))
+        self.rows = batch_size or max(1, min(ROWS, STATES_PER_FORWARD // max(1, state_elements(reader.model))))
         self.all_states = scored_from is None
         self.first: dict[Node, int] = {}  # the first scored position of the texts below each node
         for node in reversed(list(walk(root))):

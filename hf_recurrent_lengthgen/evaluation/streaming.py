@@ -20,7 +20,6 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import PartialResult
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
-from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import (
     RecurrentState,
     concatenate_rows,
@@ -35,7 +34,7 @@ on a CPU, whose caches they leave."""
 LOGITS_PER_FORWARD = 2**25
 """Default limit of logits in one forward pass (rows x chunk x vocabulary): 128 MiB."""
 STATES_PER_FORWARD = 2**28
-"""Default limit of elements in the windows of states that forget (rows x state): 1 GiB."""
+"""Default limit of elements in the states of one forward pass (rows x state): 1 GiB."""
 LOGITS_AT_ONCE = 2**29
 """Limit of logits in one forward pass of a model that must read a text at once: 2 GiB."""
 SHORTEST_CHUNK = 256
@@ -94,11 +93,10 @@ def check_tokens(tokens: Tokens, vocabulary: int, shortest: int = 1) -> np.ndarr
     return array
 
 
-def window_elements(model: Any) -> int:
-    """Elements in the state of a row if a window of tokens (`Forgetting`) makes it large; else 0."""
-    if not hasattr(model, "state_shapes") or Forgetting.of(model.config).window is None:
-        return 0
-    return sum(math.prod(part) for shape in model.state_shapes() for part in shape)
+def state_elements(model: Any) -> int:
+    """Elements in the state of a row, with the window of a model that forgets; 0 for a model without states."""
+    shapes = model.state_shapes() if hasattr(model, "state_shapes") else ()
+    return sum(math.prod(part) for shape in shapes for part in shape)
 
 
 def forward_plan(
@@ -113,7 +111,7 @@ def forward_plan(
 ) -> tuple[int, int]:
     """Rows and tokens of one forward pass: as given, or the most within the three limits of this module.
 
-    `state` is the `window_elements` of a row. Rows are split into batches before a chunk gets shorter than `shortest`.
+    `state` is the `state_elements` of a row. Rows are split into batches before a chunk gets shorter than `shortest`.
     `most` is the limit of tokens.
     """
     check_pieces(batch_size, chunk_length)
@@ -213,7 +211,7 @@ def reading_plan(
     """
     most = TOKENS_PER_FORWARD_ON_CPU if reader.device.type == "cpu" else TOKENS_PER_FORWARD
     if reader.carries:
-        state = window_elements(reader.model)
+        state = state_elements(reader.model)
         return forward_plan(rows, length, reader.vocabulary, batch_size, chunk_length, state, shortest, most)
     if length * reader.vocabulary > LOGITS_AT_ONCE:
         raise ValueError(

@@ -112,6 +112,22 @@ def test_windows_are_read_whole_as_rows_of_a_batch(
     assert seen == [(1, 100), (1, 66)]  # a whole window, and the one that the end of the text cuts
 
 
+def test_batches_have_fewer_rows_if_their_states_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model of billions of parameters, a row's state may have 100 MiB."""
+    model, tokens = build(MAMBA2), np.random.default_rng(0).integers(0, VOCABULARY, (1, 65))
+    seen = []
+
+    def watched(reader: Any, rows: np.ndarray, chunk: int, *given: Any) -> Any:
+        seen.append(len(rows))
+        return streaming.stream_chunks(reader, rows, chunk, *given)
+
+    monkeypatch.setattr(context_harm, "stream_chunks", watched)
+    elements = sum(part.numel() for layer in model.zero_state(1) for part in layer)
+    monkeypatch.setattr(streaming, "STATES_PER_FORWARD", 3 * elements + 1)
+    window_nll(model, tokens, 16, progress=False)
+    assert seen == [3, 3, 1]
+
+
 def test_errors_in_windows_name_sequence_and_position(counter_model: Any, random_tokens: np.ndarray) -> None:
     def broken_from_ten(count: torch.Tensor) -> torch.Tensor:
         return torch.where(count >= 10, torch.nan, 1.0)
