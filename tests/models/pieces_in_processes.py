@@ -62,7 +62,10 @@ def model_of(name: str, variant: str, dtype: str, checkpointed: bool) -> Any:
 def run_job(
     name: str, rows: str, dtype: str, variant: str = "", checkpointed: bool = False, group: Any = None
 ) -> dict[str, Tensor]:
-    """Logits, loss, final state and all gradients of a random functional of them, of one piece or of the whole."""
+    """Logits, loss, final state and all gradients of a random functional of them, of one piece or of the whole.
+
+    In "broken" rows the first sequence of the last row, which ends in a later piece, has a NaN.
+    """
     variant = variant or next(iter(BY_NAME[name].variants))
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     start, stop = list(pairwise([0, *CUTS[size], LENGTH]))[rank]
@@ -70,6 +73,8 @@ def run_job(
     mask, numbers = rows_of(rows)
     model = model_of(name, variant, dtype, checkpointed)
     embeds = model.get_input_embeddings()(random_tokens(len(PADDED), LENGTH)).detach()
+    if "broken" in rows:
+        embeds[-1, 3] = torch.nan
     inputs = embeds[:, piece].clone().requires_grad_()
     state = map_state(lambda part: part.detach().clone().requires_grad_(), random_state(model, len(PADDED)))
     targets = random_tokens(len(PADDED), LENGTH, seed=7)
