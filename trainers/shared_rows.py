@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hf_recurrent_lengthgen.models.sequence_pieces import gathered
 
-_SPREAD = 0x9E3779B97F4A7C1 | 1  # products wrap around, so that each token and place counts
+_SPREAD = 0x1E3779B97F4A7C15  # products with it wrap around
 
 
 class SharedRows(NamedTuple):
@@ -67,7 +67,8 @@ class SharedRows(NamedTuple):
         bits = [value.float().view(torch.int32) if value.is_floating_point() else value for value in values]
         numbers = torch.cat([value.long().flatten() for value in bits])
         places = torch.arange(1, len(numbers) + 1, device=numbers.device)
-        digest = ((numbers + 1) * (places * _SPREAD)).sum()[None].to(self.mesh.device_type)
+        weights = places * _SPREAD
+        digest = ((numbers + 1) * (weights ^ (weights >> 29))).sum()[None].to(self.mesh.device_type)
         return (torch.cat(gathered(digest, self.group)) != digest).any()
 
     def gather_once(self, accelerator: Any, data: Any) -> Any:
@@ -87,5 +88,5 @@ def refuse_other_rows(differ: bool) -> None:
     if differ:
         raise ValueError(
             "Processes that share rows (context_parallel_size) have read different ones: give all of them the same "
-            "data in the same order, shuffled with one seed, and draw nothing at random where rows are read or collated."
+            "data in the same order, shuffled with one seed, and draw nothing at random where they are read or collated."
         )

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, map_state
@@ -60,9 +63,16 @@ def model_of(name: str, variant: str, dtype: str, checkpointed: bool) -> Any:
 
 
 def run_job(
-    name: str, rows: str, dtype: str, variant: str = "", checkpointed: bool = False, group: Any = None
+    name: str,
+    rows: str,
+    dtype: str,
+    variant: str = "",
+    checkpointed: bool = False,
+    sharded: bool = False,
+    group: Any = None,
 ) -> dict[str, Tensor]:
-    """Logits, loss, final state and all gradients of a random functional of them, of one piece or of the whole.
+    """Logits, loss, final state and all gradients of a random functional of them, of one piece or of the whole; the
+    weights may be sharded by FSDP2 over the same processes.
 
     In "broken" rows the first sequence of the last row, which ends in a later piece, has a NaN.
     """
@@ -75,6 +85,12 @@ def run_job(
     embeds = model.get_input_embeddings()(random_tokens(len(PADDED), LENGTH)).detach()
     if "broken" in rows:
         embeds[-1, 3] = torch.nan
+    sharded = sharded and group is not None
+    if sharded:
+        mesh = init_device_mesh("cpu", (size,))
+        for module in [*model.base_model.layers, model]:
+            fully_shard(module, mesh=mesh)
+    parameters = dict(model.named_parameters())
     inputs = embeds[:, piece].clone().requires_grad_()
     state = map_state(lambda part: part.detach().clone().requires_grad_(), random_state(model, len(PADDED)))
     targets = random_tokens(len(PADDED), LENGTH, seed=7)
@@ -103,11 +119,15 @@ def run_job(
             found[f"final {part_name} {index}"] = part
             if rank == size - 1:
                 objective = objective + (part * weights_like(part, 10 + index)).sum()
-    leaves = {"inputs": inputs} | dict(model.named_parameters())
+    leaves = {"inputs": inputs} | parameters
     for index, layer in enumerate(state):
         leaves |= {f"initial {part_name} {index}": x for part_name, x in zip(LayerState._fields, layer, strict=True)}
     objective.backward()
-    found |= {f"gradient of {key}": leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
+    gradients = {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
+    if sharded:  # the mean over processes, of which one tells
+        whole = {key: grad.full_tensor() * size for key, grad in gradients.items() if isinstance(grad, DTensor)}
+        gradients = {key: grad for key, grad in gradients.items() if key not in whole} | (whole if rank == 0 else {})
+    found |= {f"gradient of {key}": grad for key, grad in gradients.items()}
     return {key: value.detach().clone() for key, value in found.items()}
 
 

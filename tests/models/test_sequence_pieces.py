@@ -51,6 +51,17 @@ def found_of_variants(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return results_of([of_variant(*job) for job in VARIANTS], tmp_path_factory.mktemp("pieces") / "variants")
 
 
+SHARDED = [
+    {"name": name, "rows": "packed, padded", "dtype": "float64", "sharded": True}
+    for name in ("mamba2", "gla", "rwkv7")
+]
+
+
+@pytest.fixture(scope="module")
+def found_sharded(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return results_of(SHARDED, tmp_path_factory.mktemp("pieces") / "sharded")
+
+
 def of_variant(name: str, variant: str) -> dict[str, Any]:
     return {"name": name, "rows": "packed", "dtype": "float64", "variant": variant}
 
@@ -103,3 +114,9 @@ def test_a_sequence_that_ended_breaks_none_that_follows(job: Job, found: Results
 @pytest.mark.parametrize("job", VARIANTS, ids=str)
 def test_every_variant_shares_rows(job: tuple[str, str], found_of_variants: Results) -> None:
     check(found_of_variants[str(of_variant(*job))], run_job(**of_variant(*job)), 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", SHARDED, ids=str)
+def test_the_processes_that_share_rows_may_also_share_weights(job: dict[str, Any], found_sharded: Results) -> None:
+    check(found_sharded[str(job)], run_job(**job), 1e-12)

@@ -31,6 +31,7 @@ def jobs_of(root: Path, method: str) -> list[dict[str, Any]]:
             "batch_size": 4 * size // processes,
             "method": method,
             "double": True,
+            "rows": 24,  # six steps
         }
         for processes, size in SHARED
     ]
@@ -67,7 +68,7 @@ def resumed_jobs(root: Path) -> list[dict[str, Any]]:
 def test_processes_that_share_rows_train_what_one_trains(
     toys: ModuleType, shared: Path, tmp_path: Path, method: str
 ) -> None:
-    trainer = toys.resumable_trainer(tmp_path, batch_size=4, method=method, double=True)
+    trainer = toys.resumable_trainer(tmp_path, batch_size=4, method=method, double=True, rows=24)
     trainer.train()
     expected = weights_of(last_checkpoint(tmp_path))
     carried = trainer.initial_states.state_dict()
