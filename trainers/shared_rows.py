@@ -88,5 +88,6 @@ def refuse_other_rows(differ: bool) -> None:
     if differ:
         raise ValueError(
             "Processes that share rows (context_parallel_size) have read different ones: give all of them the same "
-            "data in the same order, shuffled with one seed, and draw nothing at random where they are read or collated."
+            "data in the same order, shuffled with one seed, and draw nothing at random where rows are read or "
+            "collated."
         )

@@ -101,7 +101,7 @@ class StatefulMixin:
             )
         if getattr(self.config.get_text_config(decoder=True), "output_router_logits", False):
             raise ValueError(
-                "output_router_logits=True in the config adds a loss of the experts that all tokens of a batch choose, "
+                "output_router_logits=True in the config adds a loss of the experts that all tokens choose, "
                 "which pieces of rows do not add up to: set it to False where processes share rows."
             )
 
