@@ -49,8 +49,8 @@ def model_of(family: str) -> Any:
 def bytes_per_layer(family: str, processes: int) -> int:
     """What a process sends in the forward pass of a layer with one row, to each of the others:
 
-    the state that its piece wrote and the factor of the state before it, the last inputs of convolutions or token
-    shifts, and how many of these are real. In the backward pass it sends as much.
+    the state that its piece wrote, the factor of the state before it and whether the sequence ended, the last inputs
+    of convolutions or token shifts, and how many of these are real. In the backward pass it sends as much.
     """
     shape = model_of(family).state_shapes()[0]
     recurrent, conv = torch.Size(shape.recurrent), torch.Size(shape.conv)
@@ -61,7 +61,7 @@ def bytes_per_layer(family: str, processes: int) -> int:
         "rwkv6": recurrent[0] * recurrent[-1],
     }.get(family, recurrent[0] * recurrent[-1] ** 2)
     history = 0 if conv.numel() == 0 else conv.numel() + (2 if family.startswith("rwkv") else 1)
-    return 4 * (processes - 1) * (recurrent.numel() + factor + history)
+    return 4 * (processes - 1) * (recurrent.numel() + factor + 1 + history)
 
 
 LARGE = {  # parameters of a layer, and its state with the factor, in numbers

@@ -46,7 +46,7 @@ from hf_recurrent_lengthgen.trainers.nonfinite_states import StateSizes
 from hf_recurrent_lengthgen.trainers.resumable_runs import ResumableTrainer, RunCallback
 from hf_recurrent_lengthgen.trainers.row_layout import RowLayout, without_padding, zero_rows
 from hf_recurrent_lengthgen.trainers.scored_targets import token_shape_of
-from hf_recurrent_lengthgen.trainers.shared_rows import SharedRows
+from hf_recurrent_lengthgen.trainers.shared_rows import SharedRows, refuse_other_rows
 from hf_recurrent_lengthgen.trainers.step_checks import StepChecks
 from hf_recurrent_lengthgen.trainers.step_logs import StepLogs
 
@@ -235,6 +235,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             if resets is not None:
                 inputs["seq_idx"] = pad(resets[:, 1:].long(), (1, 0)).cumsum(1)
                 place = replace(place, continues=~resets[:, 0])
+            self._checks.ask(self._shared.differ(inputs), refuse_other_rows)
             inputs = piece_of_rows(inputs, self._shared.rank, self._shared.size)
         elif resets is not None or self._align is not None:
             if "attention_mask" in inputs and bool((inputs["attention_mask"] == 1).all()):

@@ -66,6 +66,11 @@ def check_trainer(trainer: Any) -> None:
     keep_states_in_full_precision(trainer.accelerator.state)
     if args.context_parallel_size > 1:
         check_shares_rows(model)
+        if trainer.compute_loss_func is not None:
+            raise ValueError(
+                "compute_loss_func gets labels of whole rows, which processes that share rows do not have: leave it "
+                "or context_parallel_size out."
+            )
     if args.bptt_chunk_length is not None:
         check_chunkable(innermost_model(model))
     for name in ("train_dataset", "eval_dataset"):

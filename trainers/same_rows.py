@@ -23,7 +23,7 @@ from hf_recurrent_lengthgen.trainers.chunked_backprop import IGNORED
 from hf_recurrent_lengthgen.trainers.hub_pushes import PushingTrainer
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.scored_targets import token_labels, token_shape_of, with_scored_labels
-from hf_recurrent_lengthgen.trainers.shared_rows import SharedRows
+from hf_recurrent_lengthgen.trainers.shared_rows import SharedRows, refuse_other_rows
 
 logger = logging.get_logger(__name__)
 
@@ -163,6 +163,7 @@ class SameRowsTrainer(PushingTrainer):
         if (
             self._shared.group is not None and loss_only and token_labels(base, inputs)
         ):  # predictions are of whole rows
+            refuse_other_rows(bool(self._shared.differ(inputs)))
             inputs = piece_of_rows(inputs, self._shared.rank, self._shared.size)
             scored = inputs["shift_labels"].ne(IGNORED).sum().to(self.accelerator.device)
             inputs["sequence_group"] = self._shared.group

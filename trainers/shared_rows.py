@@ -13,6 +13,10 @@ import torch
 from accelerate.utils import recursively_apply
 from torch.distributed.device_mesh import init_device_mesh
 
+from hf_recurrent_lengthgen.models.sequence_pieces import gathered
+
+_SPREAD = 0x1E3779B97F4A7C15  # products with it wrap around
+
 
 class SharedRows(NamedTuple):
     """How the processes of a run share rows.
@@ -57,6 +61,16 @@ class SharedRows(NamedTuple):
         finally:
             state.device_mesh = kept
 
+    def differ(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """Whether the processes of the group have different inputs, a boolean on their device; all of them call it."""
+        values = [value for _, value in sorted(inputs.items()) if isinstance(value, torch.Tensor)]
+        bits = [value.float().view(torch.int32) if value.is_floating_point() else value for value in values]
+        numbers = torch.cat([value.long().flatten() for value in bits])
+        places = torch.arange(1, len(numbers) + 1, device=numbers.device)
+        weights = places * _SPREAD
+        digest = ((numbers + 1) * (weights ^ (weights >> 29))).sum()[None].to(self.mesh.device_type)
+        return (torch.cat(gathered(digest, self.group)) != digest).any()
+
     def gather_once(self, accelerator: Any, data: Any) -> Any:
         """`accelerator.gather_for_metrics`, with the rows of each group once."""
 
@@ -67,3 +81,13 @@ class SharedRows(NamedTuple):
         ending = accelerator.gradient_state
         left = ending.remainder if ending.end_of_dataloader else 0
         return recursively_apply(lambda rows: rows[:left], found) if left > 0 else found
+
+
+def refuse_other_rows(differ: bool) -> None:
+    """Raise a `ValueError` if processes that share rows have read different ones."""
+    if differ:
+        raise ValueError(
+            "Processes that share rows (context_parallel_size) have read different ones: give all of them the same "
+            "data in the same order, shuffled with one seed, and draw nothing at random where rows are read or "
+            "collated."
+        )

@@ -42,14 +42,16 @@ def targets_of_piece(arguments: dict[str, Any], attention_cache: Cache | None) -
     """The arguments for a piece of rows that processes share; stock models compute a loss where they get labels.
 
     Raises:
-        ValueError: for what is not known for a piece: its labels, which need the next piece, and an attention cache.
+        ValueError: for what is not known for a piece: its labels, which need the next piece, an attention cache, and
+            the loss of experts, which is one of all tokens.
     """
     given = [name for name in ("labels", "seq_idx") if arguments.get(name) is not None]
+    given += ["output_router_logits"] * bool(arguments.get("output_router_logits"))
     given += ["attention_cache"] * (attention_cache is not None)
     if given:
         raise ValueError(
-            f"With a sequence_group, leave {given} out: give shift_labels, rows of one sequence, and no keys of an "
-            "earlier text."
+            f"With a sequence_group, leave {given} out: give shift_labels, rows of one sequence, no loss of "
+            "experts and no keys of an earlier text."
         )
     if (targets := arguments.get("shift_labels")) is None:
         return arguments

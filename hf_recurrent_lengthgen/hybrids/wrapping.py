@@ -99,6 +99,11 @@ class StatefulMixin:
                 "cache of Transformers by value, its type is unknown, or it is made to forget: leave sequence_group "
                 "(context_parallel_size) out."
             )
+        if getattr(self.config.get_text_config(decoder=True), "output_router_logits", False):
+            raise ValueError(
+                "output_router_logits=True in the config adds a loss of the experts that all tokens choose, "
+                "which pieces of rows do not add up to: set it to False where processes share rows."
+            )
 
     def zero_state(self: Any, batch_size: int) -> RecurrentState:
         """The state before any token, on the device of the model."""

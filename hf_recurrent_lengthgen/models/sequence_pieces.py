@@ -68,11 +68,13 @@ class Piece(NamedTuple):
         with torch.autocast(state.device.type, enabled=False):
             found = piece(*(x.to(state.dtype) for x in inputs), **options)
             factor, written = found.factor, found.written
+            ends = state.new_zeros(len(state), 1)
             if self.ended is not None:
                 ended = self.ended.view(-1, *[1] * (written.ndim - 1))
                 entering, last = written.chunk(2)
                 factor, written = factor[: len(entering)].masked_fill(ended, 0.0), torch.where(ended, last, entering)
-            flat = torch.cat([factor.flatten(1), written.flatten(1)], dim=1)
+                ends = self.ended[:, None].to(state.dtype)
+            flat = torch.cat([factor.flatten(1), written.flatten(1), ends], dim=1)
             maps = gathered(flat, self.group)
             before, after = _Fold.apply(state, dist.get_rank(self.group), found.is_matrix, factor.shape, *maps)
             before = self.with_later(before)
@@ -144,6 +146,9 @@ def inputs_before(tail: Tensor, count: Tensor, before: Tensor, piece: Piece) -> 
 class _Fold(torch.autograd.Function):
     """The states before one piece and after all, from the state before all and the maps of all pieces, (B, F) each.
 
+    A map is its factor, what it writes, and whether the sequence that enters ended: then nothing of the state before
+    goes on, not even a NaN, which a factor of zero would let through.
+
     Keeps the maps and computes the states between them again: there are as many as processes.
     """
 
@@ -163,24 +168,27 @@ class _Fold(torch.autograd.Function):
         states = _folded(state, ctx.is_matrix, ctx.shape, maps)
         gradients, grad = [], grad_after
         for index in reversed(range(len(maps))):
-            factor, _ = _map_of(maps[index], state, ctx.shape)
+            factor, _, ended = _map_of(maps[index], state, ctx.shape)
+            kept = states[index].masked_fill(ended, 0.0)
             if ctx.is_matrix:
-                grad_factor, passed = states[index].mT @ grad, grad @ factor.mT
+                grad_factor, passed = kept.mT @ grad, grad @ factor.mT
             else:
-                grad_factor, passed = (states[index] * grad).sum_to_size(ctx.shape), factor * grad
-            gradients.append(torch.cat([grad_factor.flatten(1), grad.flatten(1)], dim=1))
+                grad_factor, passed = (kept * grad).sum_to_size(ctx.shape), factor * grad
+            gradients.append(torch.cat([grad_factor.flatten(1), grad.flatten(1), grad.new_zeros(len(grad), 1)], dim=1))
+            passed = passed.masked_fill(ended, 0.0)
             grad = passed + grad_before if index == ctx.rank else passed
         return grad, None, None, None, *reversed(gradients)
 
 
-def _map_of(flat: Tensor, state: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    factor, written = flat.split([shape[1:].numel(), state[0].numel()], dim=1)
-    return factor.view(shape), written.view_as(state)
+def _map_of(flat: Tensor, state: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
+    factor, written, ends = flat.split([shape[1:].numel(), state[0].numel(), 1], dim=1)
+    return factor.view(shape), written.view_as(state), ends.bool().view(-1, *[1] * (state.ndim - 1))
 
 
 def _folded(state: Tensor, is_matrix: bool, shape: torch.Size, maps: Sequence[Tensor]) -> list[Tensor]:
     states = [state]
     for flat in maps:
-        factor, written = _map_of(flat, state, shape)
-        states.append(states[-1] @ factor + written if is_matrix else torch.addcmul(written, factor, states[-1]))
+        factor, written, ended = _map_of(flat, state, shape)
+        kept = states[-1].masked_fill(ended, 0.0)
+        states.append(kept @ factor + written if is_matrix else torch.addcmul(written, factor, kept))
     return states

@@ -57,15 +57,23 @@ def test_types_whose_states_do_not_go_through_the_cache_are_refused(model_type: 
     ("change", "message"),
     [
         ({"labels": torch.ones(1, 4).long()}, "leave .'labels'. out: give shift_labels"),
+        ({"output_router_logits": True}, "leave .'output_router_logits'. out"),
         ({"attention_mask": torch.tensor([[0, 1, 1, 1]])}, "attention_mask has zeros"),
         ({"input_ids": torch.ones(1, 1).long()}, "give each process at least two"),
     ],
-    ids=["labels", "padding", "one token"],
+    ids=["labels", "router logits", "padding", "one token"],
 )
 def test_what_a_piece_cannot_have_is_refused(group: Any, change: dict[str, Any], message: str) -> None:
     model = stateful(tiny_model("qwen3_next"))
     with pytest.raises(ValueError, match=message):
         model(**{"input_ids": torch.ones(1, 4).long(), "sequence_group": group} | change)
+
+
+def test_a_loss_of_experts_is_refused(group: Any) -> None:
+    model = stateful(copy.deepcopy(tiny_model("qwen3_next")))
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match="output_router_logits=True in the config"):
+        model(input_ids=torch.ones(1, 4).long(), sequence_group=group)
 
 
 def test_a_layer_that_does_not_share_is_found(group: Any) -> None:

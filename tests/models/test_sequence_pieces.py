@@ -22,6 +22,7 @@ JOBS: list[Job] = [
     *((name, rows, "float64", True) for name in NAMES for rows in ("whole", "packed, padded")),
     *((name, "packed, padded", dtype, False) for name in NAMES for dtype in ("float32", "bfloat16")),
 ]
+BROKEN: list[Job] = [(name, "packed, broken", "float64", False) for name in NAMES]
 VARIANTS = [(family.name, variant) for family in FAMILIES for variant in family.variants]
 
 Results = dict[str, dict[int, list[dict[str, Tensor]]]]
@@ -42,7 +43,7 @@ def results_of(jobs: list[dict[str, Any]], file: Any, script: str = "tests.model
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return results_of([settings(job) for job in JOBS], tmp_path_factory.mktemp("pieces") / "results")
+    return results_of([settings(job) for job in JOBS + BROKEN], tmp_path_factory.mktemp("pieces") / "results")
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +96,18 @@ def check(pieces: dict[int, list[dict[str, Tensor]]], whole: dict[str, Tensor], 
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_processes_that_share_rows_give_what_one_gives(job: Job, found: Results) -> None:
     check(found[str(settings(job))], run_job(**settings(job)), TOLERANCES[job[2]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", BROKEN, ids=str)
+def test_a_sequence_that_ended_breaks_none_that_follows(job: Job, found: Results) -> None:
+    whole = run_job(**settings(job))
+    for pieces in found[str(settings(job))].values():
+        for key in ("logits", "gradient of inputs", "final recurrent 0", "final recurrent 1"):
+            parts = [piece[key] for piece in pieces]
+            value = parts[0] if key.startswith("final") else torch.cat(parts, 1)
+            assert key in ("logits", "gradient of inputs") or bool(whole[key].isfinite().all())
+            torch.testing.assert_close(value, whole[key], rtol=0, atol=1e-9, equal_nan=True)
 
 
 @pytest.mark.slow

@@ -96,6 +96,25 @@ def evaluated(rows: int, streamed: bool, shared: bool = False) -> tuple[float, T
         return loss, torch.as_tensor(trainer.predict(data).predictions)
 
 
+def refused(own: str) -> list[str]:
+    """What training and evaluation say where each of the processes that share rows has its `own` number of a row."""
+    own_rows = numbers(BATCH)
+    own_rows[1][own][3] = 1 + int(os.environ.get("RANK", 0))
+    said = []
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, "max_steps": 1}
+        settings |= {"context_parallel_size": processes(), "save_strategy": "no"}
+        trainer = ZeroStateTrainer(
+            toys.tiny_model(), InitialStateConfig(folder, **settings, **toys.QUIET), train_dataset=own_rows
+        )
+        for run in (trainer.train, lambda: trainer.evaluate(own_rows)):
+            try:
+                run()
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
 def left_padded(rows: int) -> list[dict[str, Tensor]]:
     """Rows of 9 tokens, of which 0 to 4 are padding on the left."""
     texts = toys.sequences(rows)

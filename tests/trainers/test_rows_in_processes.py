@@ -23,6 +23,7 @@ EVALUATED: list[tuple[Any, ...]] = [
 ]
 CLASSIFIED: list[tuple[Any, ...]] = [("classified", *job) for job in product(["number", "any"], [29, 30, 31])]
 PADDED: list[tuple[Any, ...]] = [("with_padding", 31, 2)]
+REFUSED: list[tuple[Any, ...]] = [("refused", "input_ids"), ("refused", "labels")]
 FEW: list[tuple[Any, ...]] = [
     ("trained", "state passing", 31, 2),
     ("trained", "state passing", 31, 2, True),
@@ -47,7 +48,7 @@ def results_of(jobs: list[tuple[Any, ...]], file: Path) -> Results:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return results_of(
-        [*SEEN, *EVALUATED, *CLASSIFIED, *PADDED, *FEW], tmp_path_factory.mktemp("processes") / "results"
+        [*SEEN, *EVALUATED, *CLASSIFIED, *PADDED, *REFUSED, *FEW], tmp_path_factory.mktemp("processes") / "results"
     )
 
 
@@ -72,6 +73,15 @@ def test_the_rows_of_a_micro_batch_are_those_of_one_process_in_turn(job: tuple[A
     for several in (found[job][2], found[job][3]):
         joined = [[[*chain(*parts)] for parts in zip(*steps, strict=True)] for steps in zip(*several, strict=True)]
         assert joined == one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", REFUSED, ids=str)
+def test_processes_that_share_rows_must_have_read_the_same(job: tuple[Any, ...], found: Results) -> None:
+    assert found[job][1] == [[]]
+    for said in (*found[job][2], *found[job][3]):
+        assert len(said) == 2
+        assert all("have read different ones" in message for message in said)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 
-from hf_recurrent_lengthgen.trainers.checks import check_shares_rows
+from hf_recurrent_lengthgen.trainers.checks import check_shares_rows, check_trainer
 from hf_recurrent_lengthgen.trainers.same_rows import refuse_stream
 
 # what one process trains with 4 rows of 9 tokens in a micro-batch, by processes and context_parallel_size; no 3, since
@@ -116,10 +116,20 @@ def test_a_stream_is_refused() -> None:
     class Stream(IterableDataset[Any]):
         """Without a length."""
 
+        def __iter__(self) -> Any:
+            return iter([])
+
     with pytest.raises(
         ValueError, match="read them from data with a length, or train on a ContinuedStream, got Stream"
     ):
         refuse_stream(Stream())
+
+
+def test_a_loss_function_of_whole_rows_is_refused(toys: ModuleType, tmp_path: Path) -> None:
+    trainer = toys.resumable_trainer(tmp_path)
+    trainer.args.context_parallel_size, trainer.compute_loss_func = 2, lambda *_, **__: None
+    with pytest.raises(ValueError, match="compute_loss_func gets labels of whole rows"):
+        check_trainer(trainer)
 
 
 def test_a_model_that_takes_no_sequence_group_is_refused(toys: ModuleType, tmp_path: Path) -> None:
