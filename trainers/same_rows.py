@@ -172,6 +172,7 @@ class SameRowsTrainer(PushingTrainer):
                 loss, _, _ = super().prediction_step(model, inputs, *args, **kwargs)
             finally:
                 self.label_names = given
+            assert loss is not None  # there are targets
             return mean_over_processes(self.accelerator, loss, scored), None, None
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         if loss is not None and scored is not None:
