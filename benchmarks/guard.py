@@ -171,10 +171,10 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps([row._asdict() for row in found], indent=1) + "\n", encoding="utf-8")
     now = summary(found)
-    if options.keep:
-        KEPT.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
     kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {}
     fell = fallen(now, kept)
+    if options.keep:
+        KEPT.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
     print("\n" + ("Fell:\n" + "\n".join(fell) if fell else "No ratio fell." if kept else "None are kept."))
     return int(bool(fell))
 

@@ -60,6 +60,8 @@ def test_only_a_ratio_below_the_kept_rounds_fell(
     assert "No ratio fell." in capsys.readouterr().out
     assert run(guard, monkeypatch, [1.89, 1.8, 4.0]) == 1
     assert "scan, to theirs: 1.89, kept 3.00 (least 2.00)" in capsys.readouterr().out
+    assert run(guard, monkeypatch, [1.89, 1.8, 4.0], "--keep") == 1  # compared with what it replaces
+    assert run(guard, monkeypatch, [1.89, 1.8, 4.0]) == 0
 
 
 def test_a_row_that_is_gone_is_told(
