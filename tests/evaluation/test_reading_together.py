@@ -15,6 +15,7 @@ from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.hybrids import stateful
 from tests.evaluation.reading_in_processes import PROCESSES, measured
 from tests.hybrids.tiny_models import tiny_model
+from tests.versions import needs_hybrids
 
 CARD = Path(__file__).parents[2] / "model_cards" / "mamba2-base"
 
@@ -58,10 +59,15 @@ def test_the_command_starts_the_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda: stateful(tiny_model("qwen3_next")), "keeps a cache of keys"),
-        (lambda: GPT2LMHeadModel(GPT2Config(vocab_size=29, n_embd=8, n_layer=1, n_head=1)), "carries no state"),
+        pytest.param(
+            lambda: stateful(tiny_model("qwen3_next")), "keeps a cache of keys", marks=needs_hybrids, id="hybrid"
+        ),
+        pytest.param(
+            lambda: GPT2LMHeadModel(GPT2Config(vocab_size=29, n_embd=8, n_layer=1, n_head=1)),
+            "carries no state",
+            id="attention",
+        ),
     ],
-    ids=["hybrid", "attention"],
 )
 def test_models_that_keep_keys_are_refused(group: Any, model: Any, message: str) -> None:
     with reading_together(group), pytest.raises(ValueError, match=message):
