@@ -169,11 +169,10 @@ class _Fold(torch.autograd.Function):
         gradients, grad = [], grad_after
         for index in reversed(range(len(maps))):
             factor, _, ended = _map_of(maps[index], state, ctx.shape)
-            kept = states[index].masked_fill(ended, 0.0)
             if ctx.is_matrix:
-                grad_factor, passed = kept.mT @ grad, grad @ factor.mT
+                grad_factor, passed = states[index].mT @ grad, grad @ factor.mT
             else:
-                grad_factor, passed = (kept * grad).sum_to_size(ctx.shape), factor * grad
+                grad_factor, passed = (states[index] * grad).sum_to_size(ctx.shape), factor * grad
             gradients.append(torch.cat([grad_factor.flatten(1), grad.flatten(1), grad.new_zeros(len(grad), 1)], dim=1))
             passed = passed.masked_fill(ended, 0.0)
             grad = passed + grad_before if index == ctx.rank else passed

@@ -74,7 +74,8 @@ def run_job(
     """Logits, loss, final state and all gradients of a random functional of them, of one piece or of the whole; the
     weights may be sharded by FSDP2 over the same processes.
 
-    In "broken" rows the first sequence of the last row, which ends in a later piece, has a NaN.
+    In "broken" rows there is a NaN in the first sequence of the last row, which ends in a later piece, and in the last
+    one of the second row, which begins in a later piece.
     """
     variant = variant or next(iter(BY_NAME[name].variants))
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
@@ -84,7 +85,7 @@ def run_job(
     model = model_of(name, variant, dtype, checkpointed)
     embeds = model.get_input_embeddings()(random_tokens(len(PADDED), LENGTH)).detach()
     if "broken" in rows:
-        embeds[-1, 3] = torch.nan
+        embeds[-1, 3] = embeds[1, 40] = torch.nan
     sharded = sharded and group is not None
     if sharded:
         mesh = init_device_mesh("cpu", (size,))
