@@ -126,11 +126,12 @@ class InitialStateConfig(TrainingArguments):
                 "alignment_alpha": bool(self.alignment_alpha),
                 "bptt_chunk_length": self.bptt_chunk_length is not None,
                 "torch_compile": self.torch_compile,
+                "eval_use_gather_object": self.eval_use_gather_object,
             }
             if wrong := [name for name, given in beside.items() if given]:
                 raise ValueError(
-                    f"context_parallel_size does not work with {wrong}: the crops of the alignment loss, chunks and "
-                    "compiled graphs are those of whole rows. Set only one of them."
+                    f"context_parallel_size does not work with {wrong}: the crops of the alignment loss, chunks, "
+                    "compiled graphs and gathered objects are those of whole rows. Set only one of them."
                 )
         if self.bptt_chunk_length is not None and self.torch_compile:
             raise ValueError("bptt_chunk_length does not work with torch_compile: set only one of them.")

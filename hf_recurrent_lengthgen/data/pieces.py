@@ -16,6 +16,11 @@ CUT = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "shift_
 """What is cut; `labels` become `shift_labels`, `position_ids` `seq_idx`."""
 
 
+def piece_borders(length: int, size: int) -> list[int]:
+    """Where the pieces of rows begin, and the end of the last one."""
+    return [length * place // size for place in range(size + 1)]
+
+
 def piece_of_rows(inputs: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
     """What one of the processes that share the rows of a batch gives to the model.
 
@@ -56,10 +61,11 @@ def piece_of_rows(inputs: Mapping[str, Any], rank: int, size: int) -> dict[str, 
                 f"{tuple(labels.shape)}."
             )
         targets = pad(scored_labels(labels, real, starts)[:, 1:], (0, 1), value=IGNORED_LABEL)
-    first, last = (length * place // size for place in (rank, rank + 1))
-    piece = slice(first, last)
+    borders = piece_borders(length, size)
+    piece = slice(borders[rank], borders[rank + 1])
     if targets is not None:
-        whole["shift_labels"] = _scored(scored_labels(targets, real, starts, shifted=True), real, size)
+        whole["shift_labels"] = scored_labels(targets, real, starts, shifted=True)
+        _check_targets(whole["shift_labels"], real, borders)
     wrong = sorted(
         name
         for name, value in whole.items()
@@ -73,21 +79,19 @@ def piece_of_rows(inputs: Mapping[str, Any], rank: int, size: int) -> dict[str, 
     return {name: value[:, piece] if name in CUT else value for name, value in whole.items()}
 
 
-def _scored(targets: Tensor, real: Tensor | None, size: int) -> Tensor:
-    """The targets; a `ValueError` if one stands at padding in the beginning of a piece, after real tokens."""
+def _check_targets(targets: Tensor, real: Tensor | None, borders: list[int]) -> None:
+    """A `ValueError` if a target stands at padding in the beginning of a piece, after real tokens."""
     if real is None:
-        return targets
-    length = targets.shape[1]
+        return
     read = real.cumsum(1)
-    borders = torch.tensor([length * place // size for place in range(size)], device=real.device)
-    places = torch.arange(length, device=real.device)
-    begins = borders[torch.searchsorted(borders, places, right=True) - 1]  # of the piece of each token
+    starts, places = (torch.tensor(numbers, device=real.device) for numbers in (borders[:-1], range(borders[-1])))
+    begins = starts[torch.searchsorted(starts, places, right=True) - 1]  # of the piece of each token
     before = pad(read, (1, 0))[:, begins]
     lost = (read == before) & (before > 0) & (targets != IGNORED_LABEL)
     if bool(lost.any()):
         row, place = lost.nonzero()[0].tolist()
         raise ValueError(
-            f"Row {row} has padding with a target at position {place}, at the beginning of a piece and after real "
-            "tokens: label padding with -100."
+            f"Row {row} has padding inside, at position {place}, at the beginning of a piece, and the token after it "
+            "is a target, whose output is in the piece before: pad rows at their ends, or give that token the label "
+            "-100."
         )
-    return targets

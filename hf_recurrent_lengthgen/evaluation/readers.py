@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
+from hf_recurrent_lengthgen.data.pieces import piece_borders
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, concatenate_rows, take_rows
 
@@ -195,9 +196,8 @@ class SharedReader(StateReader):
     def read(self, input_ids: Tensor, cache: Any = None, logits_to_keep: int = 0) -> tuple[Tensor, Any]:
         """As in `Reader`; logits of more than the last piece are computed by each process for itself."""
         length = input_ids.shape[1]
-        if not self.keeps or not 0 < logits_to_keep <= length - length * (self.size - 1) // self.size:
-            return super().read(input_ids, cache, logits_to_keep)
-        if length < self.size:
+        last = length - piece_borders(length, self.size)[-2]  # tokens of the last piece
+        if not self.keeps or length < self.size or not 0 < logits_to_keep <= last:
             return super().read(input_ids, cache, logits_to_keep)
         output = self._piece(input_ids, cache, logits_to_keep)
         logits = output.logits[:, -logits_to_keep:].contiguous()
@@ -211,18 +211,17 @@ class SharedReader(StateReader):
         if length < self.size:
             return super().nll(ids, cache)
         output = self._piece(ids[:, :-1], cache)
-        borders = [length * place // self.size for place in range(self.size + 1)]
-        sizes = [stop - start for start, stop in pairwise(borders)]
+        borders, longest = piece_borders(length, self.size), -(-length // self.size)
         own = nll_of(output.logits, ids[:, 1 + borders[self.rank] : 1 + borders[self.rank + 1]])
-        found = [own.new_empty(len(own), max(sizes)) for _ in sizes]
-        dist.all_gather(found, pad(own, (0, max(sizes) - own.shape[1])), self.group)
-        pieces = [nll[:, :size] for nll, size in zip(found, sizes, strict=True)]
+        found = [own.new_empty(len(own), longest) for _ in range(self.size)]
+        dist.all_gather(found, pad(own, (0, longest - own.shape[1])), self.group)
+        pieces = [nll[:, : stop - start] for nll, (start, stop) in zip(found, pairwise(borders), strict=True)]
         return torch.cat(pieces, dim=1), (output.final_state, None)
 
     def _piece(self, ids: Tensor, cache: Any, logits_to_keep: int = 0) -> Any:
         state, _ = cache or self.begin()
-        length = ids.shape[1]
-        piece = slice(length * self.rank // self.size, length * (self.rank + 1) // self.size)
+        borders = piece_borders(ids.shape[1], self.size)
+        piece = slice(borders[self.rank], borders[self.rank + 1])
         keep = {"logits_to_keep": min(logits_to_keep, piece.stop - piece.start)} if logits_to_keep else {}
         return self.model(
             input_ids=ids[:, piece],
@@ -236,12 +235,17 @@ class SharedReader(StateReader):
 _reading_group: ContextVar[Any] = ContextVar("reading_group", default=None)
 
 
+def reads_together() -> bool:
+    """Whether this is within `reading_together`."""
+    return _reading_group.get() is not None
+
+
 @contextmanager
 def reading_together(group: Any) -> Iterator[None]:
     """Within the `with` block, functions of this package that measure texts read with all processes of a group.
 
     Each process calls them with the same arguments, and gets the same results: `stream_nll`, `evaluate_model`,
-    `effective_remembrance` and others. Results are not kept in a cache.
+    `effective_remembrance` and others. They take no cache of results.
     """
     token = _reading_group.set(group)
     try:
@@ -293,7 +297,7 @@ def reader_of(model: Any) -> Reader:
             return Reader(model, str(error))
         group = _reading_group.get()
         return StateReader(model) if group is None else SharedReader(model, group)
-    if _reading_group.get() is not None:
+    if reads_together():
         raise ValueError(f"Processes cannot read together with {type(model).__name__}, which carries no state.")
     whole = Reader(model, "its forward takes neither initial_state nor past_key_values")
     with torch.inference_mode(), evaluation_mode(model):

@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 
 from hf_recurrent_lengthgen.evaluation.json_schema import from_json
 from hf_recurrent_lengthgen.evaluation.provenance import code_digest
+from hf_recurrent_lengthgen.evaluation.readers import reads_together
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.versions import installed_versions
 
@@ -100,6 +101,8 @@ class ResultCache:
         return PartialResult(self._file(key, "partial.safetensors")[0])
 
     def _file(self, key: Mapping[str, Any], ending: str) -> tuple[Path, dict[str, Any]]:
+        if reads_together():  # those that found a result would leave the others waiting
+            raise ValueError("Processes that read together keep no results: leave the cache out.")
         full = json.loads(json.dumps({**key, **self._code}))
         digest = hashlib.sha256(json.dumps(full, sort_keys=True).encode()).hexdigest()
         return self.folder / f"{digest[:40]}.{ending}", full

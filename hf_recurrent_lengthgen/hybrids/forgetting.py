@@ -13,14 +13,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, SCAN, STEP, exchanged, ssd_arguments
+from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, SCAN, STEP, as_chunk_scan, exchanged
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.forgetting_selective import SelectiveRecurrence
 from hf_recurrent_lengthgen.models.forgetting_ssd import SSDRecurrence
 from hf_recurrent_lengthgen.models.recurrent_state import LayerShape, WindowedLayerShape, layer_state
-from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
-from hf_recurrent_lengthgen.models.scan_ssd import mamba_chunk_scan_combined, scan_ssd
+from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
 
@@ -75,32 +74,17 @@ def forgetting_scans(model: HybridModel, rule: Forgetting, state_cache: StateCac
 def _scan_of(rule: Forgetting, state_cache: StateCache | None) -> Callable[..., Any]:
     """`mamba2_chunk_scan` of Transformers that forgets."""
 
-    def scan(
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        chunk_size: int = 64,
-        initial_states: Tensor | None = None,
-        return_final_states: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        inputs, before = ssd_arguments(x, dt, A, B, C, initial_states, **kwargs)
-        parts = [before, before.new_empty(len(x), 0)]
+    def run(inputs: tuple[Tensor, ...], before: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        parts = [before, before.new_empty(len(before), 0)]
         if rule.window is not None:
             assert state_cache is not None
             parts.append(state_cache.window())
-        backend = resolve_backend("auto", x.device.type, mamba_chunk_scan_combined is not None)
-        sizes = {"chunk_size": chunk_size if backend == "kernel" else 64}
-        y, state = SSDRecurrence.with_forgetting(
-            rule, scan_ssd, inputs, layer_state(parts), None, backend=backend, **sizes
-        )
+        y, state = SSDRecurrence.with_forgetting(rule, scan_ssd, inputs, layer_state(parts), None, **options)
         if state_cache is not None:
             state_cache.keep_window(state)
-        return (y, state.recurrent) if return_final_states else y
+        return y, state.recurrent
 
-    return scan
+    return as_chunk_scan(run)
 
 
 def _step_of(scan: Callable[..., Any], mixers: dict[int, Any]) -> Callable[..., Tensor]:

@@ -27,6 +27,7 @@ from hf_recurrent_lengthgen.models.forgetting_selective import SelectiveRecurren
 from hf_recurrent_lengthgen.models.recurrent_state import layer_state, state_dtype
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
 from hf_recurrent_lengthgen.models.scan_selective import piece_selective, scan_selective, selective_scan_fn
+from hf_recurrent_lengthgen.models.scan_ssd import mamba_chunk_scan_combined
 from hf_recurrent_lengthgen.models.stateful_model import StatefulModel
 
 STEP, CHUNKS, SCAN = "mamba2_selective_state_update", "mamba2_chunk_scan", "mamba_selective_scan"
@@ -69,28 +70,42 @@ def exchanged(files: Iterable[ModuleType], name: str, replacement: Callable[[Any
                     setattr(file, name, switch.stock)
 
 
-def ssd_arguments(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    initial_states: Tensor | None = None,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    **_: Any,
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The inputs of `scan_ssd` and the state before them, from arguments of `mamba2_chunk_scan` of Transformers."""
-    A = A.float()
-    dt = dt.to(A.dtype) if dt_bias is None else dt.to(A.dtype) + dt_bias.to(A.dtype)
-    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-    D = A.new_zeros(A.shape) if D is None else D.to(A.dtype)
-    if initial_states is None:
-        initial_states = A.new_zeros(len(x), *x.shape[2:], B.shape[3])
-    inputs = x.to(A.dtype), dt, A, B.to(A.dtype), C.to(A.dtype), D
-    return inputs, initial_states.as_subclass(Tensor).to(A.dtype)
+def as_chunk_scan(
+    run: Callable[[tuple[Tensor, ...], Tensor, dict[str, Any]], tuple[Tensor, Tensor]],
+) -> Callable[..., Any]:
+    """`run` with the signature of `mamba2_chunk_scan` of Transformers.
+
+    It takes the inputs of `scan_ssd`, the state before them and its options, and gives outputs and a state.
+    """
+
+    def scan(
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int = 64,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        initial_states: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        return_final_states: bool = False,
+        **_: Any,
+    ) -> Any:
+        A = A.float()
+        dt = dt.to(A.dtype) if dt_bias is None else dt.to(A.dtype) + dt_bias.to(A.dtype)
+        dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+        D = A.new_zeros(A.shape) if D is None else D.to(A.dtype)
+        if initial_states is None:
+            initial_states = A.new_zeros(len(x), *x.shape[2:], B.shape[3])
+        inputs = x.to(A.dtype), dt, A, B.to(A.dtype), C.to(A.dtype), D
+        backend = resolve_backend("auto", x.device.type, mamba_chunk_scan_combined is not None)
+        options = {"backend": backend, "chunk_size": chunk_size if backend == "kernel" else 64}
+        y, state = run(inputs, initial_states.as_subclass(Tensor).to(A.dtype), options)
+        return (y, state) if return_final_states else y
+
+    return scan
 
 
 @contextmanager

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, exchanged, ssd_arguments
-from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
-from hf_recurrent_lengthgen.models.scan_ssd import mamba_chunk_scan_combined, piece_ssd, scan_ssd
+from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, as_chunk_scan, exchanged
+from hf_recurrent_lengthgen.models.scan_ssd import piece_ssd, scan_ssd
 from hf_recurrent_lengthgen.models.sequence_pieces import Piece, gathered
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
@@ -83,26 +82,13 @@ def shared_now() -> Shared | None:
 def shared_scans(model: HybridModel, shared: Shared) -> Iterator[None]:
     """Let the Mamba-2 mixers and the delta rule of a model scan from folded states."""
 
-    def scan(
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        chunk_size: int = 64,
-        initial_states: Tensor | None = None,
-        return_final_states: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        inputs, state = ssd_arguments(x, dt, A, B, C, initial_states, **kwargs)
-        backend = resolve_backend("auto", x.device.type, mamba_chunk_scan_combined is not None)
-        y, final = shared.scan(scan_ssd, piece_ssd, inputs, state, {"backend": backend})
-        return (y, final) if return_final_states else y
+    def run(inputs: tuple[Tensor, ...], state: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        return shared.scan(scan_ssd, piece_ssd, inputs, state, options)
 
     files = {sys.modules[type(module).__module__] for module in model.modules()}
     before, _of_thread.shared = shared_now(), shared
     try:
-        with exchanged((file for file in files if hasattr(file, CHUNKS)), CHUNKS, lambda _: scan):
+        with exchanged((file for file in files if hasattr(file, CHUNKS)), CHUNKS, lambda _: as_chunk_scan(run)):
             yield
     finally:
         _of_thread.shared = before

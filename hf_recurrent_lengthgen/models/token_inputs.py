@@ -188,6 +188,6 @@ def check_targets(
     unread = real.long().cumsum(1) == 0
     if bool((unread & (shift_labels != -100)).any()):
         raise ValueError(
-            "A target stands at padding in the beginning of a piece, where the output of the token before it is in "
-            "another piece: label padding with -100."
+            "A target stands at padding in the beginning of a piece, but its output is that of the last real token, "
+            "in another piece: set it to -100, or pad rows at their ends."
         )

@@ -57,7 +57,7 @@ def test_padding_has_no_targets_and_states_pass() -> None:
         ({"weights": torch.ones(3, 9)}, r"\['weights'\] cannot be cut into pieces"),
         (
             {"attention_mask": torch.tensor([[1, 1, 1, 0, 1, 1, 1, 1, 1]] * 3), "labels": torch.ones(3, 9).long()},
-            "Row 0 has padding with a target at position 3",
+            "Row 0 has padding inside, at position 3, .* the token after it is a target",
         ),
     ],
 )

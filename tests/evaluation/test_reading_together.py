@@ -7,24 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_recurrent_lengthgen.evaluation import Comparison, reading_together, stream_nll
+from hf_recurrent_lengthgen.evaluation import (
+    Comparison,
+    EvaluationSettings,
+    evaluate_model,
+    reading_together,
+    stream_nll,
+)
 from hf_recurrent_lengthgen.evaluation.files import read_result
+from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.hybrids import stateful
 from tests.evaluation.reading_in_processes import PROCESSES, measured
 from tests.hybrids.tiny_models import tiny_model
+from tests.models.families import MAMBA2, build, random_tokens
 from tests.versions import needs_hybrids
 
 CARD = Path(__file__).parents[2] / "model_cards" / "mamba2-base"
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Any:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
@@ -54,6 +54,14 @@ def test_the_command_starts_the_processes(tmp_path: Path) -> None:
         read_result(tmp_path / name / "result.json", Comparison).models[0].evaluation.harm for name in ("one", "two")
     ]
     torch.testing.assert_close(*(torch.tensor(harm.last.mean) for harm in harms), rtol=0, atol=1e-4)
+
+
+def test_a_cache_of_results_is_refused(group: Any, tmp_path: Path) -> None:
+    """Processes that find a result in it would leave the others waiting."""
+    model, tokens, cache = build(MAMBA2), random_tokens(2, 33).numpy(), ResultCache(tmp_path)
+    with reading_together(group), pytest.raises(ValueError, match="keep no results: leave the cache out"):
+        evaluate_model(model, tokens, 8, settings=EvaluationSettings(progress=False), cache=cache)
+    assert not list(tmp_path.glob("*.json"))
 
 
 @pytest.mark.parametrize(

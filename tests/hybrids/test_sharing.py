@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
@@ -29,13 +28,6 @@ TOLERANCE = 1e-4  # of float32 in the stock scans, whose own gradients of A are 
 def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
     file = tmp_path_factory.mktemp("pieces") / "results"
     return results_of(JOBS, file, "tests.hybrids.pieces_in_processes")
-
-
-@pytest.fixture
-def group(tmp_path: Any) -> Any:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow

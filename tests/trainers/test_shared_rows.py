@@ -100,7 +100,9 @@ def test_a_run_that_was_killed_in_a_save_resumes_bit_for_bit(toys: ModuleType, s
 
 
 @pytest.mark.parametrize(
-    "settings", [{"alignment_alpha": 0.1}, {"bptt_chunk_length": 4}, {"torch_compile": True}], ids=str
+    "settings",
+    [{"alignment_alpha": 0.1}, {"bptt_chunk_length": 4}, {"torch_compile": True}, {"eval_use_gather_object": True}],
+    ids=str,
 )
 def test_what_needs_whole_rows_is_refused(toys: ModuleType, tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="context_parallel_size does not work with"):
