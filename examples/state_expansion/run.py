@@ -175,8 +175,11 @@ def figure(study: Study, path: Path) -> None:
             means = list(map(statistics.fmean, columns))
             axis.plot(x, means, linestyle=style, color=look.color, linewidth=2, label=look.label)
             axis.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=look.color, alpha=0.1, lw=0)
-        axis.set_ylim(0, 1)
+        floor = [without_recall(settings, number) for number in x]
+        axis.plot(x, floor, linestyle="dotted", color="black", linewidth=1.5, label="without recall")
+        axis.set_ylim(0.2, 1)
         axis.set_xlabel("pairs in a row", fontsize=FONT_SIZE)
+        axis.set_ylabel("values recalled", fontsize=FONT_SIZE)
     legend_below(picture, axes, 3)
     save_png(picture, path)
 
