@@ -51,7 +51,7 @@ def scan_delta(
     g: Tensor,
     beta: Tensor,
     initial_state: Tensor,
-    chunk_size: int = 32,
+    chunk_size: int | None = None,
     backend: ScanBackend = "torch",
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,8 @@ def scan_delta(
             negative. Where g and beta are 0, the state does not change.
         initial_state: State before the first token, (B, H, P, N).
         chunk_size: Tokens per chunk of the torch form, which takes the next power of two; it changes speed and
-            memory, not the result. The kernel has its own.
+            memory, and the result by rounding only. By default N / 4, from 4 to 32: near rates of 2 what tokens
+            write cancels where they are many for the dimensions of a key. The kernel has its own.
         backend: "torch" (chunked form) or "kernel" (fla).
         in_place: Whether the initial state may be overwritten with the final one, which only a call without gradients
             and with a single token does.
@@ -81,6 +82,8 @@ def scan_delta(
     """
     _check_shapes({"q": q, "k": k, "v": v, "g": g, "beta": beta}, initial_state)
     inputs = q, k, v, g, beta
+    if chunk_size is None:
+        chunk_size = min(32, max(4, k.shape[3] // 4))
     return run_scan(
         _chunked_delta, _delta_with_kernel, _delta_step, inputs, initial_state, chunk_size, backend, in_place
     )

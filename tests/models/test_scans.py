@@ -3,13 +3,14 @@
 import math
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from hf_recurrent_lengthgen.models import chunk_decays
 from hf_recurrent_lengthgen.models import fla_kernels as fla_module
@@ -655,6 +656,23 @@ def test_extremes_of_the_delta_rule_in_float32(scan: Scan, extreme: str) -> None
     exact, actual = run(scan, scan.reference, inputs), run(scan, scan.scan, single(inputs))
     assert_equal_up_to(1e-5, {name: value.double() for name, value in actual.items()}, exact)
     assert_equal_up_to(1e-11, run(scan, scan.scan, inputs), exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [16, 32, 64, 128])
+def test_reflections_of_30_000_tokens_in_float32(keys: int) -> None:
+    """Rates of 2 without decay: no error is ever forgotten. That of the gates, which sums over the state, is larger."""
+    scan = DELTA[0]
+    normal = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    inputs = {name: normal(1, 30_000, 1, keys) for name in ("q", "k", "v")}
+    inputs |= {"k": normalize(inputs["k"], dim=3), "g": torch.zeros(1, 30_000, 1, 1, dtype=torch.float64)}
+    inputs |= {"beta": torch.full((1, 30_000, 1), 2.0, dtype=torch.float64), "initial_state": normal(1, 1, keys, keys)}
+    rounded = single(inputs)  # norms of keys round, and the state grows or shrinks with them
+    exact = run(scan, scan.scan, {name: value.double() for name, value in rounded.items()})
+    actual = {name: value.double() for name, value in run(scan, scan.scan, rounded).items()}
+    gates = "gradient of g"
+    assert_equal_up_to(3e-5, {gates: actual.pop(gates)}, {gates: exact.pop(gates)})
+    assert_equal_up_to(1e-5, actual, exact)
 
 
 @pytest.mark.slow
