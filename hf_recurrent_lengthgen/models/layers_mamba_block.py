@@ -76,7 +76,7 @@ def init_steps(D: nn.Parameter, steps: nn.Parameter, config: Any) -> None:
 
 @torch.no_grad()
 def init_output(linear: nn.Linear, config: Any) -> None:
-    """Kaiming weights of a map to the residual stream, divided by the root of the number of layers if so configured."""
+    """Kaiming weights of a map to the residual stream, divided by the root of the number of layers if configured."""
     init.kaiming_uniform_(linear.weight, a=math.sqrt(5))
     if config.rescale_prenorm_residual and not getattr(linear.weight, "_is_hf_initialized", False):
         linear.weight /= math.sqrt(config.num_hidden_layers)

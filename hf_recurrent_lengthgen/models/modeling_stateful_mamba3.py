@@ -74,6 +74,7 @@ class StatefulMamba3Mixer(ScanMixer):
     scan = staticmethod(scan_trapezoid)
     piece = staticmethod(piece_trapezoid)
     recurrence = TrapezoidRecurrence
+    why_not_grow = "B and C are normed over all keys of a head, and angles turn a share of them"
     convolves = False
 
     def __init__(self, config: StatefulMamba3Config, layer: int) -> None:

@@ -225,9 +225,7 @@ class ChunkedSSD(torch.autograd.Function):
             for index, piece in enumerate(pieces):
                 if keeps_poison(x[:, piece] * dt[:, piece, :, None]):  # times the zeros of earlier tokens it is NaN
                     state = _from_inner(states[index], initial_state.shape)
-                    y[:, piece], _ = _loop(
-                        x[:, piece], dt[:, piece], g[:, piece], B[:, piece], C[:, piece], D, state
-                    )
+                    y[:, piece], _ = _loop(x[:, piece], dt[:, piece], g[:, piece], B[:, piece], C[:, piece], D, state)
         ctx.save_for_backward(x, dt, g, B, C, D, states, *from_state)
         ctx.pieces = pieces
         return y, _from_inner(states[-1], initial_state.shape)

@@ -1,10 +1,11 @@
 """The recurrence of Mamba-3 with one input and output per head (SISO), with any initial state and a final state.
 
 Definition (Lahoti et al. 2026, arXiv:2603.15569: exponential-trapezoidal rule, complex states as rotations), per batch
-row and head, with log decay g_t, step dt_t, share lambda_t of the current token, and R the rotations of pairs of keys:
+row and head, with log decay g_t, step dt_t, share lambda_t of the current token, and R(a) h the rotation of pairs
+of keys by angles a:
 
-    h_t = exp(g_t) (h_{t-1} + (1 - lambda_t) dt_t x_{t-1} B_{t-1}^T) R(dt_t w_t)^T + lambda_t dt_t x_t B_t^T      (P, N)
-    y_t = h_t C_t + D x_t                                                                                      (P,)
+    h_t = exp(g_t) (h_{t-1} + (1 - lambda_t) dt_t x_{t-1} B_{t-1}^T) R(dt_t w_t) + lambda_t dt_t x_t B_t^T    (P, N)
+    y_t = h_t C_t + D x_t                                                                                  (P,)
 
 So a state is in the frame of its token: the angles before it are no part of it. The paper and mamba-ssm turn keys and
 queries by all angles since the first token instead, and keep their sum, modulo 2 pi.
@@ -172,9 +173,7 @@ def _chunked(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     as_ssd = _AsSSD.of(dt, share, w, x, B, C, state)
-    y, state = ChunkedSSD.apply(
-        as_ssd.x, as_ssd.steps, g, as_ssd.keys, as_ssd.queries, D, as_ssd.start, chunk_size
-    )
+    y, state = ChunkedSSD.apply(as_ssd.x, as_ssd.steps, g, as_ssd.keys, as_ssd.queries, D, as_ssd.start, chunk_size)
     return as_ssd.without_ahead(y, B, C), as_ssd.in_last_frame(state)
 
 

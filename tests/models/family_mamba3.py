@@ -50,7 +50,8 @@ def mamba3_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, R
             C = (m.C_norm.weight * rms(C.unflatten(-1, (G, N)))).flatten(1)
             last = torch.cat([v, B], -1)[..., None]
             dt = softplus(dt + m.dt_bias)
-            rate = softplus(rate) if c.decay_activation == "softplus" else torch.where(rate < 0, 1 / (1 - rate), 1 + rate)
+            heavy_tail = torch.where(rate < 0, 1 / (1 - rate), 1 + rate)
+            rate = softplus(rate) if c.decay_activation == "softplus" else heavy_tail
             alpha, share = torch.exp(-dt * rate.clamp(min=c.A_floor)), share.sigmoid()
             angle = angle + dt[..., None] * math.pi * turning.tanh()[:, None]
             v, k, q = v.unflatten(-1, (H, P)), turn(per_head(B, m.B_bias), angle), turn(per_head(C, m.C_bias), angle)
