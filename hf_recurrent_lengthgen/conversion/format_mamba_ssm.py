@@ -197,5 +197,6 @@ MAMBA_SSM = Format(
     from_config=_from_config,
     renames=_renames,
     writes_tied_head=True,
+    fixed=(("decay_activation", "heavy_tail"),),
     tokenizer="EleutherAI/gpt-neox-20b",
 )
