@@ -11,12 +11,15 @@ So a state is in the frame of its token: the angles before it are no part of it.
 queries by all angles since the first token instead, and keep their sum, modulo 2 pi.
 
 This is the recurrence of scan_ssd.py on other inputs. Its keys and queries are turned by the sum of the angles since
-the call began; the second write of x_t, which has the factor exp(g_{t+1}), is made by token t ahead of its time, and
-taken off y_t. Behind one function, `scan_trapezoid`, are the definition as a loop, the chunked form of scan_ssd.py in
-plain torch, and fla's `chunk_simple_gla` on a GPU, with the limits named in fla_kernels.py. mamba-ssm's own kernel is
-not used: it rounds its inputs to bfloat16.
+the call began. The bracket above, of token t, holds all of what tokens before t write. So both writes of a token are
+one, and token t reads the state with that of the token before:
 
-Because of the write ahead, what is not finite in dt or lambda reaches the outputs from the token before on.
+    H_{t-1} = exp(g_{t-1}) H_{t-2} + (lambda_{t-1} dt_{t-1} + (1 - lambda_t) dt_t) x_{t-1} k_{t-1}^T
+    y_t = exp(g_t) H_{t-1} q_t + (lambda_t dt_t k_t . q_t + D) x_t
+
+Behind one function, `scan_trapezoid`, are the definition as a loop, the chunked form of scan_ssd.py in plain torch,
+and fla's `chunk_simple_gla` on a GPU, with the limits named in fla_kernels.py. mamba-ssm's own kernel is not used: it
+rounds its inputs to bfloat16.
 
 Shape suffixes as in scan_backends.py, and A angles.
 """
@@ -97,11 +100,10 @@ def piece_trapezoid(
     dt: Tensor, g: Tensor, share: Tensor, w: Tensor, x: Tensor, B: Tensor, C: Tensor, D: Tensor, **_: object
 ) -> AffineMap:
     """What T tokens do to a state; arguments as of `scan_trapezoid`."""
-    state = x.new_zeros(len(x), *x.shape[2:], B.shape[3])
-    as_ssd = _AsSSD.of(dt, share, w, x, B, C, state)
-    total, written, *_ = ssd_piece(as_ssd.x, as_ssd.steps, g, as_ssd.keys)
-    kept = total * torch.eye(B.shape[3], dtype=total.dtype, device=total.device)
-    return AffineMap(as_ssd.in_last_frame(kept), as_ssd.in_last_frame(written + total * as_ssd.start), is_matrix=True)
+    as_ssd = _AsSSD.of(dt, g, share, w, x, B, C, D)
+    found = ssd_piece(as_ssd.x, as_ssd.steps, as_ssd.g, as_ssd.keys)
+    kept = found.factor * torch.eye(B.shape[3], dtype=g.dtype, device=g.device)
+    return AffineMap(as_ssd.decayed(kept), as_ssd.after(found.written), is_matrix=True)
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -113,38 +115,58 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _AsSSD(NamedTuple):
-    """The inputs of scan_ssd.py in place of those of `scan_trapezoid`; `ahead` is what a step has for the next token.
+    """The inputs of scan_ssd.py in place of those of `scan_trapezoid`, and what goes from its results to ours.
 
-    Keys, queries and states are in the frame of the token before the first one, `cos` and `sin` (B, H, 1, A) turn from
-    there to the last token.
+    x, steps, g and keys are those of the tokens before each one, in the frame of the token before the first.
     """
 
     x: Tensor
     steps: Tensor
-    ahead: Tensor
+    g: Tensor
     keys: Tensor
     queries: Tensor
-    start: Tensor
-    cos: Tensor
+    decay: Tensor  # exp(g_t), (B, T, H)
+    skip: Tensor  # what a token reads of itself, (B, T, H, P)
+    written: Tensor  # the first write of the last token, (B, H, P, N)
+    cos: Tensor  # from the frame of the token before the first to that of the last, (B, H, 1, A)
     sin: Tensor
 
     @classmethod
-    def of(cls, dt: Tensor, share: Tensor, w: Tensor, x: Tensor, B: Tensor, C: Tensor, state: Tensor) -> "_AsSSD":
-        late = dt * (1 - share)
-        ahead = pad(late[:, 1:], (0, 0, 0, 1))
+    def of(
+        cls, dt: Tensor, g: Tensor, share: Tensor, w: Tensor, x: Tensor, B: Tensor, C: Tensor, D: Tensor
+    ) -> "_AsSSD":
+        now, late = dt * share, dt * (1 - share)
         cos, sin = _rotations(dt, w)
-        start = state + _outer(late[:, 0], x[:, 0], B[:, 0])
-        keys, queries = turned(B[:, 1:], cos, sin), turned(C, cos, sin)
-        last = cos[:, -1, :, None], sin[:, -1, :, None]
-        return cls(x[:, 1:], dt * share + ahead, ahead, keys, queries, start, *last)
+        keys = turned(B[:, :-1], _of_token_before(cos, 1.0), _of_token_before(sin))
+        skip = (now * (B[:, 1:] * C).sum(-1) + D)[..., None] * x[:, 1:]
+        return cls(
+            x=x[:, :-1],
+            steps=_of_token_before(now) + late,
+            g=_of_token_before(g),
+            keys=keys,
+            queries=turned(C, cos, sin),
+            decay=g.exp(),
+            skip=skip,
+            written=_outer(now[:, -1], x[:, -1], B[:, -1]),
+            cos=cos[:, -1, :, None],
+            sin=sin[:, -1, :, None],
+        )
 
-    def in_last_frame(self, state: Tensor) -> Tensor:
-        """States (B, H, P, N), turned back to the frame of the last token."""
-        return turned(state, self.cos, -self.sin)
+    def outputs(self, y: Tensor) -> Tensor:
+        return torch.addcmul(self.skip, self.decay[..., None], y)
 
-    def without_ahead(self, y: Tensor, B: Tensor, C: Tensor) -> Tensor:
-        """Outputs, from those in which tokens have read what they wrote ahead."""
-        return torch.addcmul(y, (self.ahead * (B[:, 1:] * C).sum(-1))[..., None], self.x, value=-1)
+    def decayed(self, state: Tensor) -> Tensor:
+        """What the last token leaves of a state (B, H, ..., N), in its frame."""
+        return self.decay[:, -1, :, None, None] * turned(state, self.cos, -self.sin)
+
+    def after(self, state: Tensor) -> Tensor:
+        """The state after the last token."""
+        return self.decayed(state) + self.written
+
+
+def _of_token_before(x: Tensor, first: float = 0.0) -> Tensor:
+    """x (B, T, ...) one token later, with `first` for the token before the first."""
+    return pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0), value=first)
 
 
 def _rotations(dt: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,9 +194,12 @@ def _chunked(
     state: Tensor,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    as_ssd = _AsSSD.of(dt, share, w, x, B, C, state)
-    y, state = ChunkedSSD.apply(as_ssd.x, as_ssd.steps, g, as_ssd.keys, as_ssd.queries, D, as_ssd.start, chunk_size)
-    return as_ssd.without_ahead(y, B, C), as_ssd.in_last_frame(state)
+    as_ssd = _AsSSD.of(dt, g, share, w, x, B, C, D)
+    nothing = torch.zeros_like(D)
+    y, state = ChunkedSSD.apply(
+        as_ssd.x, as_ssd.steps, as_ssd.g, as_ssd.keys, as_ssd.queries, nothing, state, chunk_size
+    )
+    return as_ssd.outputs(y), as_ssd.after(state)
 
 
 def _step(
@@ -213,9 +238,8 @@ def _scan_with_kernel(
         raise missing_kernel("flash-linear-attention")
     low = x.dtype
     dt, g, share, w, x, B, C, D = (part.to(state.dtype) for part in (dt, g, share, w, x, B, C, D))
-    as_ssd = _AsSSD.of(dt, share, w, x, B, C, state)
+    as_ssd = _AsSSD.of(dt, g, share, w, x, B, C, D)
     values = as_ssd.x * as_ssd.steps[..., None]
-    inputs = as_ssd.queries.to(low), as_ssd.keys.to(low), values.to(low), g
-    y, state = scan_with_fla(chunk_simple_gla, inputs, as_ssd.start)
-    y = torch.addcmul(y.to(state.dtype), as_ssd.x, D[:, None])
-    return as_ssd.without_ahead(y, B, C), as_ssd.in_last_frame(state)
+    inputs = as_ssd.queries.to(low), as_ssd.keys.to(low), values.to(low), as_ssd.g
+    y, state = scan_with_fla(chunk_simple_gla, inputs, state)
+    return as_ssd.outputs(y.to(g.dtype)), as_ssd.after(state)

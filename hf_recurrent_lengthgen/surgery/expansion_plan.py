@@ -130,8 +130,8 @@ def growth_of(model: PreTrainedModel) -> Growth:
         return Growth("state_size", SUPPORTED[config.model_type].state_field, per_layer=False)
     sizes = {mixer.grows for _, mixer in expandable_mixers(model).values()}
     if len(sizes) != 1:
-        mixers: Any = (getattr(block, "scan_mixer", None) for block in model.base_model.layers)
-        reasons = {getattr(mixer, "why_not_grow", "") for mixer in mixers} - {""}
+        blocks: Any = model.base_model.layers
+        reasons = {getattr(getattr(block, "scan_mixer", None), "why_not_grow", "") for block in blocks} - {""}
         why = "; ".join(sorted(reasons)) or "its mixers do not say how they grow (`grows` of `ScanMixer`)"
         raise ValueError(f"The states of {config.model_type!r} cannot be expanded: {why}.")
     (size,) = sizes
