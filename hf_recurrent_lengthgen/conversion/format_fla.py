@@ -1,4 +1,4 @@
-"""Checkpoints of flash-linear-attention (fla): its linear attention, delta rule and RWKV classes, Mamba and Mamba-2.
+"""Checkpoints of flash-linear-attention (fla): its linear attention, delta rule and RWKV classes, Mamba-1 to Mamba-3.
 
 Parameter names are those of this package. So are the config fields, except for settings that choose an
 implementation. But fla's Mamba classes have the model types of Transformers, with other names for some fields.
@@ -85,6 +85,7 @@ KINDS = {
         | {"head_dim": 64, "n_groups": 1, "dt_limit": [0.0, float("inf")]},
         ("time_step_rank",),
     ),
+    "mamba3": Kind(LOSSES, neutral={"use_l2warp": False}, fixed=("decay_activation", "intermediate_size")),
 }
 OURS_ONLY = OUR_FIELDS | {"gate_logit_normalizer", "group_norm_eps", "mixer_rms_eps"}
 """Fields of ours that fla lacks; `exported_config` checks that they have no effect."""

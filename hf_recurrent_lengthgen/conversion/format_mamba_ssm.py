@@ -1,8 +1,9 @@
-"""Checkpoints of mamba-ssm's `MambaLMHeadModel`: Mamba-1 and Mamba-2, config.json and pytorch_model.bin.
+"""Checkpoints of mamba-ssm's `MambaLMHeadModel`: Mamba-1 to Mamba-3, config.json and pytorch_model.bin.
 
 Their config has the size of the vocabulary before it is padded to a multiple of `pad_vocab_size_multiple`; ours has
 the number of rows of the weights. Our config.json keeps theirs under "source_config", with the settings that matter
-for initialization and the choice of kernels only.
+for initialization and the choice of kernels only. `MambaLMHeadModel` knows Mamba-3 since June 2026, a week after the
+activation of its decays became "heavy_tail".
 """
 
 from collections.abc import Mapping
@@ -13,9 +14,10 @@ from transformers import PreTrainedConfig
 from hf_recurrent_lengthgen.conversion.formats import Format, Settings, check_settings, is_tied, plain, same_names
 from hf_recurrent_lengthgen.conversion.key_maps import Rename
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
-from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMambaConfig
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba3Config, StatefulMambaConfig
 
 NORM_EPSILON = 1e-5  # `create_block` has no setting for it
+MLP_MULTIPLE = 128  # to which `GatedMLP` rounds its width up
 
 DEFAULTS: Settings = {  # of `MambaConfig`, for entries that a config.json lacks
     "d_model": 2560,
@@ -66,6 +68,23 @@ MAMBA2: Settings = {  # of `Mamba2`
     "chunk_size": 256,
     "use_mem_eff_path": True,
 }
+MAMBA3: Settings = {  # of `Mamba3`
+    "d_state": 128,
+    "expand": 2,
+    "headdim": 64,
+    "ngroups": 1,
+    "rope_fraction": 0.5,
+    "dt_min": 0.001,
+    "dt_max": 0.1,
+    "dt_init_floor": 1e-4,
+    "A_floor": 1e-4,
+    "is_outproj_norm": False,
+    "is_mimo": False,
+    "mimo_rank": 4,
+    "fuse_pregate_headwise_norm": True,
+    "chunk_size": 64,
+    "dropout": 0.0,
+}
 SHARED_FIELDS = {
     "d_state": "state_size",
     "d_conv": "conv_kernel",
@@ -81,8 +100,13 @@ FIELDS = {  # from settings of the layer to fields of our config
     | {"dt_rank": "time_step_rank", "dt_init": "time_step_init_scheme", "dt_scale": "time_step_scale"},
     "Mamba2": SHARED_FIELDS
     | {"headdim": "head_dim", "ngroups": "n_groups", "dt_limit": "time_step_limit", "chunk_size": "chunk_size"},
+    "Mamba3": {"d_state": "state_size", "headdim": "head_dim", "ngroups": "n_groups"}
+    | {name: name for name in MAMBA3 if hasattr(StatefulMamba3Config, name)},
 }
-LAYERS = {"Mamba1": MAMBA1, "Mamba2": MAMBA2}
+LAYERS = {"Mamba1": MAMBA1, "Mamba2": MAMBA2, "Mamba3": MAMBA3}
+CONFIGS: dict[str, Any] = {"Mamba1": StatefulMambaConfig, "Mamba2": StatefulMamba2Config} | {
+    "Mamba3": StatefulMamba3Config
+}
 WHERE = "This mamba-ssm checkpoint"
 
 
@@ -97,16 +121,16 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
             f"{WHERE} has softmax attention in the layers {given['attn_layer_idx']} (attn_layer_idx), which has no "
             "state of fixed size: give a checkpoint of Mamba layers only."
         )
-    for name, needed in (("d_intermediate", 0), ("rms_norm", True)):
-        if given[name] != needed:
-            raise ValueError(
-                f"{WHERE} has {name} {given[name]!r}: layers with an MLP and norms other than RMSNorm cannot be "
-                f"converted, so {name} must be {needed}."
-            )
     layer_settings = {**(given["ssm_cfg"] or {})}
     layer = layer_settings.pop("layer", "Mamba1")
     if layer not in LAYERS:
         raise ValueError(f"{WHERE} has layers of the kind {layer!r}, possible are {', '.join(LAYERS)} (ssm_cfg).")
+    for name, needed in (("d_intermediate", 0), ("rms_norm", True)):
+        if given[name] != needed and (name, layer) != ("d_intermediate", "Mamba3"):
+            raise ValueError(
+                f"{WHERE} has {name} {given[name]!r}: norms other than RMSNorm cannot be converted, nor layers of "
+                f"Mamba-1 and Mamba-2 with an MLP, so {name} must be {needed}."
+            )
     mixer = LAYERS[layer] | check_settings(layer_settings, LAYERS[layer], f"ssm_cfg of {WHERE.lower()}")
     inner = mixer["expand"] * given["d_model"]
     needs: Settings = {
@@ -125,26 +149,31 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
         "hidden_size": given["d_model"],
         "num_hidden_layers": given["n_layer"],
         "vocab_size": given["vocab_size"] + -given["vocab_size"] % given["pad_vocab_size_multiple"],
-        "layer_norm_epsilon": NORM_EPSILON,
         "residual_in_fp32": given["residual_in_fp32"],
         "tie_word_embeddings": given["tie_embeddings"],
-        "initialization": "mamba-ssm",
         # known to the tokenizer only
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    if layer == "Mamba1":
-        return StatefulMambaConfig(**fields)
-    return StatefulMamba2Config(**fields, num_heads=inner // mixer["headdim"])
+    if layer == "Mamba3":
+        width = given["d_intermediate"] + -given["d_intermediate"] % MLP_MULTIPLE or None
+        fields |= {"norm_eps": NORM_EPSILON, "intermediate_size": width, "decay_activation": "heavy_tail"}
+    else:
+        fields |= {"layer_norm_epsilon": NORM_EPSILON, "initialization": "mamba-ssm"}
+    if layer == "Mamba2":
+        fields["num_heads"] = inner // mixer["headdim"]
+    config: PreTrainedConfig = CONFIGS[layer](**fields)
+    return config
 
 
 def _from_config(config: Any) -> Settings:
-    layer = "Mamba1" if config.model_type == "stateful_mamba" else "Mamba2"
+    layer = next(name for name, config_class in CONFIGS.items() if config_class.model_type == config.model_type)
     mixer = {theirs: getattr(config, ours) for theirs, ours in FIELDS[layer].items()}
     changed = {name: plain(value) for name, value in mixer.items() if plain(value) != plain(LAYERS[layer][name])}
     return DEFAULTS | {
         "d_model": config.hidden_size,
+        "d_intermediate": getattr(config, "intermediate_size", None) or 0 if layer == "Mamba3" else 0,
         "n_layer": config.num_hidden_layers,
         "vocab_size": config.vocab_size,
         "ssm_cfg": {"layer": layer} | changed,
@@ -168,5 +197,6 @@ MAMBA_SSM = Format(
     from_config=_from_config,
     renames=_renames,
     writes_tied_head=True,
+    fixed=(("decay_activation", "heavy_tail"),),
     tokenizer="EleutherAI/gpt-neox-20b",
 )

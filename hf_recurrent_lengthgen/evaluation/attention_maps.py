@@ -8,6 +8,9 @@ indicator is printed the wrong way round)
 where B_dj = Delta_dj B_j; D x is not included. In Mamba-2, GLA and similar families each head has one map. In GLA, C
 are the scaled queries, B the keys and A the gates. (Delta, B, C) are the values that the model passes to its scan.
 
+In Mamba-3, a token writes twice (trapezoidal rule), so that B_dj = (lambda_j Delta_j + (1 - lambda_{j+1}) Delta_{j+1})
+B_j, without the second term where i = j, and keys and queries are turned by the angles up to their tokens.
+
 The delta rule (DeltaNet, Gated DeltaNet, KDA, RWKV-7) is linear in its values, too: with the transition A_k of
 `scan_dplr`, a diagonal plus low rank that depends on the keys,
 
@@ -37,6 +40,7 @@ from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.mixer_layouts import key_and_query_weights, known_mixers
 from hf_recurrent_lengthgen.models.scan_backends import repeat_heads
+from hf_recurrent_lengthgen.models.scan_trapezoid import turned
 from hf_recurrent_lengthgen.versions import installed_versions
 
 MAP_ELEMENTS = 2**22
@@ -284,6 +288,26 @@ def _read_ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *_: Tensor
     return _Scan("Mamba-2", len(A), maps, (C_GTN @ B_GTN.mT).mean(0))
 
 
+def _read_trapezoid(
+    dt: Tensor, g: Tensor, share: Tensor, w: Tensor, x: Tensor, B: Tensor, C: Tensor, *_: Tensor
+) -> _Scan:
+    """dt, g and share (1, T, H), w (1, T, A), B (1, 1 + T, H, N) from the token before on, C (1, T, H, N)."""
+    dt, g, share, w, B, C = (part.double() for part in (dt, g, share, w, B[:, 1:], C))
+    angles = (dt[..., None] * w[:, :, None]).cumsum(1)
+    q_HTN, k_HTN = (turned(part, angles.cos(), angles.sin())[0].transpose(0, 1) for part in (C, B))
+    now, late = ((dt * part)[0].T[..., None] for part in (share, 1 - share))
+    ahead = torch.cat([late[:, 1:], torch.zeros_like(late[:, :1])], dim=1)
+    s_HT1 = g[0].T[..., None].cumsum(1)
+
+    def maps(channels: slice) -> tuple[Tensor, Tensor]:
+        q, k = q_HTN[channels], k_HTN[channels]
+        found, masks = _maps(q, (now + ahead)[channels] * k, s_HT1[channels])
+        found.diagonal(dim1=1, dim2=2).copy_((q * now[channels] * k).sum(-1))
+        return found, masks
+
+    return _Scan("Mamba-3", len(q_HTN), maps, (C[0].transpose(0, 1) @ B[0].transpose(0, 1).mT).mean(0))
+
+
 def _read_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *_: Tensor) -> _Scan:
     """q, k and g (1, T, H, N)."""
     q_HTN, k_HTN, g_HTN = (x[0].double().transpose(0, 1) for x in (q, k, g))
@@ -328,6 +352,7 @@ def _read_attention(q: Tensor, k: Tensor, *_: Tensor) -> Tensor:
 _READERS: dict[str, Callable[..., _Scan | Tensor]] = {
     "scan_selective": _read_selective,
     "scan_ssd": _read_ssd,
+    "scan_trapezoid": _read_trapezoid,
     "scan_gla": _read_gla,
     "scan_delta": _read_delta,
     "scan_dplr": _read_dplr,

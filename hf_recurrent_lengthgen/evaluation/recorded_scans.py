@@ -84,6 +84,11 @@ def sums_of_ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: Tensor) -> Scan
     return ScanSums((step * rates)[..., None], (dt[:, 0].double() * rates)[..., None], key, _norms(x), step)
 
 
+def sums_of_trapezoid(dt: Tensor, g: Tensor, share: Tensor, w: Tensor, x: Tensor, B: Tensor, *_: Tensor) -> ScanSums:
+    """Mamba-3: dt and log decays g (B, T, H), x (B, 1 + T, H, P) and B (B, 1 + T, H, N) from the token before on."""
+    return ScanSums(_sum(g)[..., None], g[:, 0, :, None].double(), _norms(B[:, 1:]), _norms(x[:, 1:]), _sum(dt))
+
+
 def sums_of_gated(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *_: Tensor) -> ScanSums:
     """GLA, HGRN-2, linear attention, RWKV: k and log decays g (B, T, H, N), v (B, T, H, P)."""
     return ScanSums(_sum(g), g[:, 0].double(), _norms(k), _norms(v), None)
@@ -98,6 +103,7 @@ def sums_of_linear(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> ScanSums:
 SUMS: dict[str, Callable[..., ScanSums]] = {
     "scan_selective": sums_of_selective,
     "scan_ssd": sums_of_ssd,
+    "scan_trapezoid": sums_of_trapezoid,
     "scan_gla": sums_of_gated,
     "scan_rwkv6": sums_of_gated,
     "linear_attention": sums_of_linear,

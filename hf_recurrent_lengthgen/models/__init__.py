@@ -15,6 +15,7 @@ from .configuration_stateful_kda import StatefulKDAConfig
 from .configuration_stateful_linear_attention import StatefulLinearAttentionConfig
 from .configuration_stateful_mamba import StatefulMambaConfig
 from .configuration_stateful_mamba2 import StatefulMamba2Config
+from .configuration_stateful_mamba3 import StatefulMamba3Config
 from .configuration_stateful_rwkv5 import StatefulRWKV5Config
 from .configuration_stateful_rwkv6 import StatefulRWKV6Config
 from .configuration_stateful_rwkv7 import StatefulRWKV7Config
@@ -53,6 +54,11 @@ from .modeling_stateful_mamba2 import (
     StatefulMamba2ForCausalLM,
     StatefulMamba2ForSequenceClassification,
     StatefulMamba2Model,
+)
+from .modeling_stateful_mamba3 import (
+    StatefulMamba3ForCausalLM,
+    StatefulMamba3ForSequenceClassification,
+    StatefulMamba3Model,
 )
 from .modeling_stateful_rwkv5 import (
     StatefulRWKV5ForCausalLM,
@@ -117,6 +123,7 @@ for _classes in (
     (StatefulLinearAttentionForCausalLM, StatefulLinearAttentionForSequenceClassification),
     (StatefulMambaForCausalLM, StatefulMambaForSequenceClassification),
     (StatefulMamba2ForCausalLM, StatefulMamba2ForSequenceClassification),
+    (StatefulMamba3ForCausalLM, StatefulMamba3ForSequenceClassification),
     (StatefulRWKV5ForCausalLM, StatefulRWKV5ForSequenceClassification),
     (StatefulRWKV6ForCausalLM, StatefulRWKV6ForSequenceClassification),
     (StatefulRWKV7ForCausalLM, StatefulRWKV7ForSequenceClassification),
@@ -154,6 +161,10 @@ __all__ = [
     "StatefulMamba2ForCausalLM",
     "StatefulMamba2ForSequenceClassification",
     "StatefulMamba2Model",
+    "StatefulMamba3Config",
+    "StatefulMamba3ForCausalLM",
+    "StatefulMamba3ForSequenceClassification",
+    "StatefulMamba3Model",
     "StatefulMambaConfig",
     "StatefulMambaForCausalLM",
     "StatefulMambaForSequenceClassification",

@@ -17,11 +17,11 @@ SCAN_BACKEND_SETTINGS = ("auto", "torch", "kernel")
 COUNT_FIELDS = (
     *("a_low_rank_dim", "attention_hidden_size", "chunk_size", "conv_kernel", "conv_size", "decay_low_rank_dim"),
     *("expand", "expand_ratio", "gate_low_rank_dim", "head_dim", "head_size", "head_size_divisor", "hidden_size"),
-    *("intermediate_size", "n_groups", "num_heads", "num_hidden_layers", "num_kv_heads", "num_v_heads"),
+    *("intermediate_size", "mimo_rank", "n_groups", "num_heads", "num_hidden_layers", "num_kv_heads", "num_v_heads"),
     *("proj_low_rank_dim", "state_size", "time_step_rank", "training_length", "v_low_rank_dim", "vocab_size"),
 )
 POSITIVE_FIELDS = (
-    *("expand_k", "expand_v", "gate_logit_normalizer", "hidden_ratio"),
+    *("A_floor", "dt_init_floor", "dt_max", "dt_min", "expand_k", "expand_v", "gate_logit_normalizer", "hidden_ratio"),
     *("time_step_max", "time_step_min", "time_step_scale"),
 )
 NOT_NEGATIVE_FIELDS = (

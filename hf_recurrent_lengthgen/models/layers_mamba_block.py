@@ -48,26 +48,38 @@ class MixerBlock(MixerLayer):
 
 @torch.no_grad()
 def init_mamba_mixer(mixer: Any, config: Any, steps: nn.Parameter) -> None:
-    """What Mamba-1 and Mamba-2 share: D = 1, log-uniform steps, Kaiming weights; no bias in "transformers".
+    """What Mamba-1 and Mamba-2 share: see `init_steps` and `init_output`; no bias of convolutions in "transformers".
 
     Args:
         mixer: With D, conv1d and out_proj.
         config: Its configuration.
         steps: The bias inside the softplus of the step sizes.
     """
-    init.ones_(mixer.D)
-    low, high = math.log(config.time_step_min), math.log(config.time_step_max)
-    dt = torch.rand(len(steps), device=steps.device, dtype=torch.float32) * (high - low) + low
-    dt = dt.exp().clamp(min=config.time_step_floor)
-    init.copy_(steps, dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
+    init_steps(mixer.D, steps, config)
     init.kaiming_uniform_(mixer.conv1d.weight, a=math.sqrt(5))
     if mixer.conv1d.bias is not None and config.initialization == "mamba-ssm":
         init.uniform_(mixer.conv1d.bias, -(config.conv_kernel**-0.5), config.conv_kernel**-0.5)
     elif mixer.conv1d.bias is not None:
         init.zeros_(mixer.conv1d.bias)
-    init.kaiming_uniform_(mixer.out_proj.weight, a=math.sqrt(5))
-    if config.rescale_prenorm_residual and not getattr(mixer.out_proj.weight, "_is_hf_initialized", False):
-        mixer.out_proj.weight /= math.sqrt(config.num_hidden_layers)
+    init_output(mixer.out_proj, config)
+
+
+@torch.no_grad()
+def init_steps(D: nn.Parameter, steps: nn.Parameter, config: Any) -> None:
+    """D = 1, and log-uniform step sizes; `steps` is the bias inside their softplus."""
+    init.ones_(D)
+    low, high = math.log(config.time_step_min), math.log(config.time_step_max)
+    dt = torch.rand(len(steps), device=steps.device, dtype=torch.float32) * (high - low) + low
+    dt = dt.exp().clamp(min=config.time_step_floor)
+    init.copy_(steps, dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
+
+
+@torch.no_grad()
+def init_output(linear: nn.Linear, config: Any) -> None:
+    """Kaiming weights of a map to the residual stream, divided by the root of the number of layers if configured."""
+    init.kaiming_uniform_(linear.weight, a=math.sqrt(5))
+    if config.rescale_prenorm_residual and not getattr(linear.weight, "_is_hf_initialized", False):
+        linear.weight /= math.sqrt(config.num_hidden_layers)
 
 
 class AttentionProjection(nn.Linear):

@@ -6,6 +6,7 @@ next is in its two parts, batch first:
 
     family                           recurrent       conv
     Mamba-2                          (B, H, P, N)    (B, H*P + 2*G*N, K-1)   last inputs of the short convolution
+    Mamba-3                          (B, H, P, N)    (B, H*P + G*N, 1)       x and B of the last token
     Mamba-1, FalconMamba             (B, D, N)       (B, D, K-1)             the same, D inner channels
     GLA, HGRN-2, linear attention,   (B, H, P, N)    (B, 0), or with short convolutions (B, C, K-1) for the
     DeltaNet, Gated DeltaNet, KDA                    C channels of q, k and v

@@ -36,6 +36,7 @@ class ScanMixer(nn.Module):
         recurrence: How the scan forgets (`Forgetting`), a class of a file `forgetting_*.py`; None where it cannot.
         grows: What makes its state larger (StateX, Shen et al. 2025): "state_size", N of each head or channel, or
             "num_heads", fewer and larger heads; None where it cannot be expanded.
+        why_not_grow: Why it cannot be expanded, in words; empty where it can.
         why_not_inherit: Why an expansion cannot keep its trained weights; empty where it can.
         convolves: Whether the convolution part of the state is that of short convolutions, which have kernels.
     """
@@ -44,6 +45,7 @@ class ScanMixer(nn.Module):
     piece: Callable[..., AffineMap] | None = None
     recurrence: ClassVar[type[Recurrence] | None] = None
     grows: ClassVar[str | None] = None
+    why_not_grow: ClassVar[str] = ""
     why_not_inherit: ClassVar[str] = ""
     convolves: ClassVar[bool] = True
 

@@ -9,9 +9,10 @@ Recurrent Models", arXiv:2507.02782, Eq. 1 and 4), per batch row and head, with 
 Four forms behind one function, `scan_ssd`:
 
 - `scan_ssd_reference`: the definition as a loop over time. Slow, differentiable, the truth in tests.
-- `_ChunkedSSD`: the chunked form in plain torch. Inside a chunk of Q tokens the map is a masked
+- `ChunkedSSD`: the chunked form in plain torch. Inside a chunk of Q tokens the map is a masked
   (Q, Q) matrix per head, between chunks one state is carried. Its backward pass recomputes the chunk
-  matrices, so that only inputs, outputs and one state per chunk are kept in memory.
+  matrices, so that only inputs, outputs and one state per chunk are kept in memory. It takes log decays of its own,
+  g_t in place of dt_t A, since other recurrences use it, too.
 - `_step`: one token, for decoding, on the state as it lies in memory.
 - mamba-ssm's `mamba_chunk_scan_combined` on a GPU. It carries a float32 state from call to call, but multiplies
   float32 matrices in TF32, and below float32 rounds the states between its chunks to the dtype of the inputs.
@@ -87,19 +88,26 @@ def scan_ssd(
         ValueError: for an unknown backend or a chunk size below 1.
     """
     inputs = x, dt, A, B, C, D
-    return run_scan(_ChunkedSSD.apply, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)
+    return run_scan(_chunked, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)
 
 
 def scan_ssd_reference(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The definition, one token at a time. Same arguments and results as `scan_ssd`."""
+    return _loop(x, dt, dt * A, B, C, D, initial_state)
+
+
+def _loop(
+    x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Arguments of `ChunkedSSD`."""
     repeats = x.shape[2] // B.shape[2]
     state, outputs = initial_state, []
     for t in range(x.shape[1]):
         B_BHN = B[:, t].repeat_interleave(repeats, dim=1)
         C_BHN = C[:, t].repeat_interleave(repeats, dim=1)
-        decay_BH = torch.exp(dt[:, t] * A)
+        decay_BH = g[:, t].exp()
         update_BHPN = (dt[:, t, :, None] * x[:, t])[..., None] * B_BHN[:, :, None, :]
         state = decay_BH[..., None, None] * state + update_BHPN
         outputs.append((state * C_BHN[:, :, None, :]).sum(-1) + D[:, None] * x[:, t])
@@ -108,10 +116,21 @@ def scan_ssd_reference(
 
 def piece_ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **_: object) -> AffineMap:
     """What T tokens do to a state; arguments as of `scan_ssd`."""
-    to_end, total = decays_to_end(dt * A)
+    return ssd_piece(x, dt, dt * A, B)
+
+
+def ssd_piece(x: Tensor, dt: Tensor, g: Tensor, B: Tensor) -> AffineMap:
+    """`piece_ssd` of log decays g (B, T, H) of their own."""
+    to_end, total = decays_to_end(g)
     u_BGMT = (x * (dt * to_end)[..., None]).unflatten(2, (B.shape[2], -1)).flatten(3).permute(0, 2, 3, 1)
     written = (u_BGMT @ B.transpose(1, 2)).unflatten(2, (-1, x.shape[3])).flatten(1, 2)
     return AffineMap(total[..., None, None], written)
+
+
+def _chunked(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    return ChunkedSSD.apply(x, dt, dt * A, B, C, D, state, chunk_size)
 
 
 def _step(
@@ -160,10 +179,11 @@ def _kernel_piece(x: Tensor, dt: Tensor, B: Tensor, chunk_size: int) -> tuple[in
     return max(1, min(_KERNEL_MAX_ELEMENTS // elements, _KERNEL_MAX_CHUNKS // chunks)), tokens
 
 
-class _ChunkedSSD(torch.autograd.Function):
+class ChunkedSSD(torch.autograd.Function):
     """Chunked SSD with a backward pass that recomputes the (Q, Q) matrices of each chunk.
 
-    With s_i the sum of dt A up to token i of the chunk, u = dt x, S the state at the chunk's start and
+    Its arguments are those of `scan_ssd`, but for log decays g (B, T, H), in place of A, and no choice of backend.
+    With s_i the sum of g up to token i of the chunk, u = dt x, S the state at the chunk's start and
     M_ij = (C_i . B_j) exp(s_i - s_j) for j <= i:
 
         y_i = sum_j M_ij u_j + exp(s_i) C_i S
@@ -180,7 +200,7 @@ class _ChunkedSSD(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         dt: Tensor,
-        A: Tensor,
+        g: Tensor,
         B: Tensor,
         C: Tensor,
         D: Tensor,
@@ -194,7 +214,7 @@ class _ChunkedSSD(torch.autograd.Function):
         states = first.new_empty(len(pieces) + 1, *first.shape)
         states[0] = first
         for index, piece in enumerate(pieces):
-            chunk = _Chunk(x[:, piece], dt[:, piece], A, B[:, piece], C[:, piece])
+            chunk = _Chunk(x[:, piece], dt[:, piece], g[:, piece], B[:, piece], C[:, piece])
             y_inside = (chunk.times_CB(chunk.L_BHQQ()) @ chunk.u_BQHP.transpose(1, 2)).transpose(1, 2)
             from_state.append(chunk.heads(chunk.C_ZQN @ states[index]).mul_(chunk.decay_in_BQH[..., None]))
             y[:, piece] = torch.add(from_state[-1], y_inside).addcmul_(x[:, piece], D[:, None])
@@ -205,10 +225,8 @@ class _ChunkedSSD(torch.autograd.Function):
             for index, piece in enumerate(pieces):
                 if keeps_poison(x[:, piece] * dt[:, piece, :, None]):  # times the zeros of earlier tokens it is NaN
                     state = _from_inner(states[index], initial_state.shape)
-                    y[:, piece], _ = scan_ssd_reference(
-                        x[:, piece], dt[:, piece], A, B[:, piece], C[:, piece], D, state
-                    )
-        ctx.save_for_backward(x, dt, A, B, C, D, states, *from_state)
+                    y[:, piece], _ = _loop(x[:, piece], dt[:, piece], g[:, piece], B[:, piece], C[:, piece], D, state)
+        ctx.save_for_backward(x, dt, g, B, C, D, states, *from_state)
         ctx.pieces = pieces
         return y, _from_inner(states[-1], initial_state.shape)
 
@@ -216,19 +234,19 @@ class _ChunkedSSD(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
         with torch.autocast(grad_out.device.type, enabled=False):  # also where backward() is called inside autocast
-            return _ChunkedSSD._backward(ctx, grad_out, grad_final)
+            return ChunkedSSD._backward(ctx, grad_out, grad_final)
 
     @staticmethod
     def _backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-        x, dt, A, B, C, D, states, *from_state = ctx.saved_tensors
-        grad_x, grad_B, grad_C, grad_dt = (
-            torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, B, C, dt)
+        x, dt, g, B, C, D, states, *from_state = ctx.saved_tensors
+        grad_x, grad_B, grad_C, grad_dt, grad_g = (
+            torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, B, C, dt, g)
         )
-        grad_A, grad_D = torch.zeros_like(A), torch.zeros_like(D)
+        grad_D = torch.zeros_like(D)
         grad_out = grad_out.contiguous()  # an expanded gradient, as of a sum, would make matrix products slow
         grad_state = _to_inner(grad_final, B.shape[2])  # of the state after the current chunk
         for index, piece in reversed(list(enumerate(ctx.pieces))):
-            chunk = _Chunk(x[:, piece], dt[:, piece], A, B[:, piece], C[:, piece])
+            chunk = _Chunk(x[:, piece], dt[:, piece], g[:, piece], B[:, piece], C[:, piece])
             grad_y = grad_out[:, piece]
             grad_y_BHQP = grad_y.transpose(1, 2)
 
@@ -252,15 +270,14 @@ class _ChunkedSSD(torch.autograd.Function):
             grad_B[:, piece], grad_C[:, piece] = chunk.ungroup(grad_B_ZNQ.mT), chunk.ungroup(grad_C_ZNQ.mT)
 
             # through the decays
-            grad_log_decay = _sums_around(
+            grad_g[:, piece] = _sums_around(
                 chunk.times_CB(grad_CB_BHQQ), of_queries, of_keys, through * chunk.decay_in_BQH[:, -1]
             )
-            grad_A += (grad_log_decay * dt[:, piece]).sum((0, 1))
-            grad_dt[:, piece] = torch.addcmul((grad_u * x[:, piece]).sum(-1), grad_log_decay, A)
+            grad_dt[:, piece] = (grad_u * x[:, piece]).sum(-1)
             grad_D += (grad_y * x[:, piece]).sum((0, 1, 3))
             grad_x[:, piece] = grad_u.mul_(dt[:, piece, :, None]).addcmul_(grad_y, D[:, None])
             chunk.decay(grad_state, out=grad_state).baddbmm_(chunk.C_ZQN.mT, grad_y_decayed)
-        return grad_x, grad_dt, grad_A, grad_B, grad_C, grad_D, _from_inner(grad_state, grad_final.shape), None
+        return grad_x, grad_dt, grad_g, grad_B, grad_C, grad_D, _from_inner(grad_state, grad_final.shape), None
 
 
 def _sums_around(inside_BHQQ: Tensor, of_queries_BQH: Tensor, of_keys_BQH: Tensor, through_BH: Tensor) -> Tensor:
@@ -292,7 +309,7 @@ def _from_inner(state_ZNM: Tensor, shape: torch.Size) -> Tensor:
 class _Chunk:
     """What one chunk of Q tokens needs in both directions."""
 
-    def __init__(self, x_BQHP: Tensor, dt_BQH: Tensor, A_H: Tensor, B_BQGN: Tensor, C_BQGN: Tensor) -> None:
+    def __init__(self, x_BQHP: Tensor, dt_BQH: Tensor, g_BQH: Tensor, B_BQGN: Tensor, C_BQGN: Tensor) -> None:
         self.batch, _, self.groups, _ = B_BQGN.shape
         self.head_dim = x_BQHP.shape[3]
         self.B_ZQN, self.C_ZQN = B_BQGN.transpose(1, 2).flatten(0, 1), C_BQGN.transpose(1, 2).flatten(0, 1)
@@ -300,7 +317,7 @@ class _Chunk:
         self.u_BQHP = x_BQHP * dt_BQH[..., None]
         # s_i - s_j cancels: in float32 alone a strong decay would blur the weak ones after it in the chunk
         exact = torch.float32 if x_BQHP.device.type == "mps" else torch.float64
-        s_BQH = (dt_BQH.to(exact) * A_H.to(exact)).cumsum(1)
+        s_BQH = g_BQH.to(exact).cumsum(1)
         self.s_BQH = s_BQH.to(x_BQHP.dtype)
         self.s_rest_BQH = (s_BQH - self.s_BQH).to(x_BQHP.dtype)
         self.decay_in_BQH = self.s_BQH.exp()

@@ -130,10 +130,10 @@ def growth_of(model: PreTrainedModel) -> Growth:
         return Growth("state_size", SUPPORTED[config.model_type].state_field, per_layer=False)
     sizes = {mixer.grows for _, mixer in expandable_mixers(model).values()}
     if len(sizes) != 1:
-        raise ValueError(
-            f"The states of {config.model_type!r} cannot be expanded: its mixers do not say how they grow (`grows` of "
-            "`ScanMixer`)."
-        )
+        blocks: Any = model.base_model.layers
+        reasons = {getattr(getattr(block, "scan_mixer", None), "why_not_grow", "") for block in blocks} - {""}
+        why = "; ".join(sorted(reasons)) or "its mixers do not say how they grow (`grows` of `ScanMixer`)"
+        raise ValueError(f"The states of {config.model_type!r} cannot be expanded: {why}.")
     (size,) = sizes
     return Growth(size, PER_LAYER[size], per_layer=True)
 

@@ -141,13 +141,16 @@ class Fla(Upstream):
 
 
 def upstream_of(layout: Format, config: Any, settings: Settings | None, device: str) -> Upstream:
-    """The first implementation that runs: mamba-ssm, Transformers, fla, or our own scan."""
+    """The first implementation that runs: mamba-ssm, Transformers, fla, or our own scan.
+
+    For Mamba-3 it is our own: the kernel of mamba-ssm, which fla's layer runs, too, rounds its inputs to bfloat16.
+    """
     on_gpu = device.startswith("cuda")
     kind: type[Upstream] = OwnScan
-    if config.model_type in MAMBA_SSM.families:
+    if config.model_type in TRANSFORMERS.families:
         falcon = getattr(config, "mixer_rms_eps", None) is not None  # mamba-ssm has no norms inside the mixer
         kind = MambaSSM if on_gpu and not falcon and find_spec("mamba_ssm") is not None else Stock
-    elif layout.name == "fla" and on_gpu and find_spec("fla") is not None:
+    elif layout.name == "fla" and "mamba3" not in config.upstream_types and on_gpu and find_spec("fla") is not None:
         kind = Fla
     return kind(layout, config, settings, device)
 

@@ -25,7 +25,7 @@ from hf_recurrent_lengthgen.models import (
     StatefulRWKV7Config,
 )
 from hf_recurrent_lengthgen.surgery import expand_state
-from tests.models.families import DELTA_NET, GATED_DELTANET, KDA, RWKV7, Family, build, variant_id
+from tests.models.families import DELTA_NET, GATED_DELTANET, KDA, MAMBA3, RWKV7, Family, build, variant_id
 
 FIXTURES = Path(__file__).parent / "fla"
 NAMES = [
@@ -284,6 +284,87 @@ def test_gla_of_official_size_has_the_published_names_and_parameters() -> None:
     assert expected_shapes(config).keys() == names | {"model.embeddings.weight", "model.norm.weight", "lm_head.weight"}
     layer = 2 * 2048 * 1024 + 3 * 2048**2 + 16 * 3072 + 1024 + 512 + 3 * 2048 * 5632 + 2 * 2048
     assert parameters(config) == 24 * layer + 2 * 32000 * 2048 + 2048 == 1_365_514_240
+
+
+MAMBA3_OF_FLA = {  # what `save_pretrained` writes for fla's `Mamba3Config`, whose layer runs on a GPU only
+    "A_floor": 0.0001,
+    "architectures": ["Mamba3ForCausalLM"],
+    "bos_token_id": 1,
+    "chunk_size": 64,
+    "dt_init_floor": 0.0001,
+    "dt_max": 0.1,
+    "dt_min": 0.001,
+    "dtype": "float32",
+    "eos_token_id": 2,
+    "expand": 2,
+    "fuse_cross_entropy": True,
+    "fuse_linear_cross_entropy": False,
+    "fuse_norm": True,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "hidden_size": 16,
+    "initializer_range": 0.02,
+    "is_mimo": False,
+    "is_outproj_norm": True,
+    "mimo_rank": 4,
+    "model_type": "mamba3",
+    "n_groups": 2,
+    "norm_eps": 1e-05,
+    "num_heads": 4,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+    "rescale_prenorm_residual": True,
+    "residual_in_fp32": True,
+    "rope_fraction": 0.5,
+    "state_size": 8,
+    "tie_word_embeddings": False,
+    "transformers_version": "5.0.0",
+    "use_bias": False,
+    "use_cache": True,
+    "use_l2warp": False,
+    "vocab_size": 29,
+}
+MAMBA3_LAYER = (  # names of the parameters of fla's `Mamba3Block`
+    *("norm.weight", "mixer.dt_bias", "mixer.B_bias", "mixer.C_bias", "mixer.D", "mixer.in_proj.weight"),
+    *("mixer.B_norm.weight", "mixer.C_norm.weight", "mixer.norm.weight", "mixer.out_proj.weight"),
+)
+
+
+def test_mamba_3_in_the_layout_of_fla_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    """Its rates are softplus there; the same mixers against mamba-ssm's code are in test_mamba_ssm.py."""
+    model = build(MAMBA3, is_outproj_norm=True, residual_in_fp32=True)
+    weights = {name: value.detach() for name, value in model.state_dict().items()}
+    names = {f"backbone.layers.{layer}.{name}" for layer in range(2) for name in MAMBA3_LAYER}
+    assert set(weights) == names | {"backbone.embeddings.weight", "backbone.norm_f.weight", "lm_head.weight"}
+    (tmp_path / "fla").mkdir()
+    (tmp_path / "fla/config.json").write_text(json.dumps(MAMBA3_OF_FLA))
+    save_file(weights, tmp_path / "fla/model.safetensors", {"format": "pt"})
+    convert_checkpoint(str(tmp_path / "fla"), tmp_path / "ours")
+    export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "fla")
+    assert json.loads((tmp_path / "back/config.json").read_text()) == MAMBA3_OF_FLA
+    after = load_file(tmp_path / "back/model.safetensors")
+    assert all(torch.equal(after[name], value) for name, value in weights.items())
+    tokens = torch.arange(3, 15)[None]
+    for folder in ("fla", "ours"):
+        assert torch.equal(load_model(str(tmp_path / folder)).eval()(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "format", "told"),
+    [
+        ({"decay_activation": "heavy_tail"}, "fla", r"decay_activation 'heavy_tail' \(there 'softplus'\)"),
+        ({"intermediate_size": 12}, "fla", "intermediate_size 12"),
+        ({}, "mamba-ssm", r"decay_activation 'softplus' \(there 'heavy_tail'\)"),
+        ({"decay_activation": "heavy_tail", "intermediate_size": 12}, "mamba-ssm", "intermediate_size 12"),
+        ({"decay_activation": "heavy_tail", "use_bias": True}, "mamba-ssm", "use_bias True"),
+    ],
+)
+def test_mamba_3_is_not_exported_where_it_would_compute_something_else(
+    changes: dict[str, Any], format: str, told: str, tmp_path: Path
+) -> None:
+    build(MAMBA3, **changes).save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match=told):
+        export_checkpoint(str(tmp_path / "ours"), tmp_path / "theirs", format)
 
 
 def test_formats_of_a_family_are_those_that_can_hold_it() -> None:

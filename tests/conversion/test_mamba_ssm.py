@@ -17,7 +17,7 @@ from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_rand
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState
 
 FIXTURES = Path(__file__).parent / "mamba_ssm"
-NAMES = ["mamba1", "mamba1_untied", "mamba2", "mamba2_untied"]
+NAMES = ["mamba1", "mamba1_untied", "mamba2", "mamba2_untied", "mamba3", "mamba3_untied"]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -48,6 +48,26 @@ def edited(folder: Path, name: str, **changes: Any) -> Path:
     return folder
 
 
+def state_of(golden: dict[str, torch.Tensor], layer: int, model: Any) -> LayerState:
+    """mamba-ssm's cache in our layout."""
+    if f"{layer}.angle" not in golden:
+        return LayerState(golden[f"{layer}.recurrent"], golden[f"{layer}.conv"][..., 1:])
+    # turned back by its angles: the frame of the last token
+    angle, ssm, k, v = (golden[f"{layer}.{part}"] for part in ("angle", "ssm", "k", "v"))
+
+    def turned_back(x: torch.Tensor) -> torch.Tensor:
+        turn = angle.reshape(*angle.shape[:2], *[1] * (x.ndim - 3), -1)
+        still = turn.new_zeros(*turn.shape[:-1], x.shape[-1] // 2 - turn.shape[-1])
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * torch.exp(-1j * torch.cat([turn, still], -1))).flatten(-2)
+
+    mixer = model.backbone.layers[layer].mixer
+    B = turned_back(k[:, 0]) - mixer.B_bias[:, 0]  # of each head; heads of a group have the same
+    B = B.unflatten(1, (model.config.n_groups, -1))
+    torch.testing.assert_close(B, B[:, :, :1].expand_as(B), atol=1e-5, rtol=1e-5)
+    return LayerState(turned_back(ssm), torch.cat([v.flatten(1), B[:, :, 0].flatten(1)], 1)[..., None].detach())
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_final_states_are_those_of_upstream(name: str, tmp_path: Path) -> None:
     golden = load_file(FIXTURES / name / "golden.safetensors")
@@ -57,8 +77,7 @@ def test_logits_and_final_states_are_those_of_upstream(name: str, tmp_path: Path
         output = model(golden["input_ids"])
     torch.testing.assert_close(output.logits, golden["logits"], atol=1e-5, rtol=1e-5)
     for layer, state in enumerate(output.final_state):
-        width = state.conv.shape[-1]
-        expected = LayerState(golden[f"{layer}.recurrent"], golden[f"{layer}.conv"][..., -width:])
+        expected = state_of(golden, layer, model)
         torch.testing.assert_close(state.recurrent, expected.recurrent, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(state.conv, expected.conv, atol=1e-5, rtol=1e-5)
 
@@ -130,7 +149,9 @@ def test_a_vocabulary_that_grew_is_exported_with_its_padding(tmp_path: Path) -> 
         ({"d_intermediate": 64}, "d_intermediate 64"),
         ({"rms_norm": False}, "rms_norm False"),
         ({"n_heads": 3}, r"settings n_heads \(3\)"),
-        ({"ssm_cfg": {"layer": "Mamba3"}}, "kind 'Mamba3'"),
+        ({"ssm_cfg": {"layer": "Mamba4"}}, "kind 'Mamba4', possible are Mamba1, Mamba2, Mamba3"),
+        ({"ssm_cfg": {"layer": "Mamba3", "headdim": 8, "is_mimo": True}}, r"is_mimo must be False, got True.*MIMO"),
+        ({"ssm_cfg": {"layer": "Mamba3", "headdim": 8, "d_conv": 4}}, r"d_conv \(4\)"),
         ({"ssm_cfg": {"layer": "Mamba2", "D_has_hdim": True}}, "D_has_hdim True"),
         ({"ssm_cfg": {"layer": "Mamba2", "rmsnorm": False}}, "rmsnorm False"),
         ({"ssm_cfg": {"layer": "Mamba2", "norm_before_gate": True}}, "norm_before_gate True"),

@@ -30,6 +30,8 @@ from hf_recurrent_lengthgen.models import (
     StatefulKDAForCausalLM,
     StatefulMamba2Config,
     StatefulMamba2ForCausalLM,
+    StatefulMamba3Config,
+    StatefulMamba3ForCausalLM,
     StatefulMambaConfig,
     StatefulMambaForCausalLM,
     StatefulRWKV6Config,
@@ -166,6 +168,22 @@ def test_mamba2_maps_applied_to_x_are_the_output_of_the_scan() -> None:
     x, *_ = mamba2_heads(model)
     y = torch.einsum("hij,jhp->ihp", channel_maps(model, IDS, 1, ALL).float(), x) + mixer.D.detach()[:, None] * x
     torch.testing.assert_close(y.flatten(1), found["norm"][0][0][0], rtol=1e-5, atol=1e-5)
+
+
+def test_mamba3_maps_applied_to_x_are_the_output_of_the_scan() -> None:
+    fields = {"head_dim": 4, "state_size": 6, "n_groups": 2}
+    model = randomized(StatefulMamba3ForCausalLM(StatefulMamba3Config(**(SIZES | fields))))
+    found, mixer = seen(model, "in_proj", "out_proj"), model.backbone.layers[1].mixer
+    z, x, *_ = found["in_proj"][1][0].split(mixer.sizes, -1)
+    x, heads = x.unflatten(-1, (-1, 4)), len(mixer.D)
+    maps = channel_maps(model, IDS, 1, ALL)
+    y = torch.einsum("hij,jhp->ihp", maps.float(), x) + mixer.D.detach()[:, None] * x
+    torch.testing.assert_close(y.flatten(1) * silu(z), found["out_proj"][0][0][0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(channel_maps(model, IDS, 1, slice(1, 3)), maps[1:3])
+    layer = attention_maps(model, IDS).layers[1]
+    assert layer.kind == "Mamba-3"
+    assert len(maps) == heads
+    torch.testing.assert_close(torch.as_tensor(layer.average), maps.mean(0).float())
 
 
 def hgrn2() -> Any:

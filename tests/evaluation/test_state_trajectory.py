@@ -28,6 +28,7 @@ from tests.models.families import (
     LINEAR_ATTENTION,
     MAMBA,
     MAMBA2,
+    MAMBA3,
     RWKV5,
     RWKV6,
     Family,
@@ -107,6 +108,8 @@ def part_sizes(found: LayerTrajectory, conv: np.ndarray) -> np.ndarray:
     channels = conv.shape[1]
     if found.conv_parts == ("x", "B", "C"):
         return np.array([32, (channels - 32) / 2, (channels - 32) / 2])
+    if found.conv_parts == ("x", "B"):
+        return np.array([32, channels - 32])
     if found.conv_parts == ("q", "k", "v"):
         assert found.recurrent is not None
         (values, keys), heads = found.shape, found.recurrent.mean.shape[2]
@@ -175,6 +178,23 @@ def test_retention_is_the_product_of_the_decays_after_the_first_token(
         logs = np.log(decays[before:position]).mean(0)
         np.testing.assert_allclose(inputs.log_decay[place], units_of(logs).mean(-1), rtol=1e-5, atol=1e-12)
         before = position
+
+
+@torch.no_grad()
+def test_retention_of_mamba_3_is_what_is_left_of_the_norm_of_a_state() -> None:
+    """Rotations keep norms."""
+    model, tokens = made(MAMBA3), random_tokens(SEQUENCES, 10)
+    zero = model.zero_state(SEQUENCES)
+    one = (*zero[:1], zero[1]._replace(recurrent=zero[1].recurrent + 1))
+
+    def norms(length: int) -> np.ndarray:
+        states = [model(tokens[:, :length], initial_state=start).final_state[1].recurrent for start in (zero, one)]
+        return (states[1] - states[0]).norm(dim=(2, 3)).numpy()
+
+    inputs = observed(model, tokens, (1, 4, 9)).layers[1].inputs
+    assert inputs is not None
+    for place, length in enumerate((1, 4, 9)):
+        np.testing.assert_allclose(np.exp(inputs.log_retention[place]), norms(length) / norms(1), rtol=1e-8)
 
 
 @pytest.mark.parametrize("family", [MAMBA2, GLA, HGRN2, LINEAR_ATTENTION, RWKV6, RWKV5], ids=variant_id)

@@ -14,6 +14,7 @@ from .family import TINY, VOCABULARY, Family
 from .family_delta import DELTA_NET, GATED_DELTANET, KDA
 from .family_fla import GLA, HGRN2, LINEAR_ATTENTION
 from .family_mamba import FALCON_MAMBA, MAMBA
+from .family_mamba3 import MAMBA3
 from .family_rwkv import RWKV5, RWKV6, RWKV7
 
 
@@ -85,8 +86,10 @@ MAMBA2 = Family(
 
 # What they write depends on what they read: they do not forget at inference, and their states do not grow.
 DELTA_FAMILIES = [DELTA_NET, GATED_DELTANET, KDA, RWKV7]
-FAMILIES = [MAMBA2, MAMBA, FALCON_MAMBA, GLA, HGRN2, LINEAR_ATTENTION, RWKV6, RWKV5, *DELTA_FAMILIES]
-DECAYING = [family for family in FAMILIES if family not in DELTA_FAMILIES]
+FAMILIES = [MAMBA2, MAMBA, FALCON_MAMBA, GLA, HGRN2, LINEAR_ATTENTION, RWKV6, RWKV5, MAMBA3, *DELTA_FAMILIES]
+# The states of Mamba-3 do not grow, and have no window.
+GROWING = [family for family in FAMILIES if family is not MAMBA3]
+DECAYING = [family for family in GROWING if family not in DELTA_FAMILIES]
 # For what the shell does alike for all: two kinds of convolution states and none.
 SHELL_FAMILIES = [MAMBA2, GLA, RWKV6]
 VARIANTS = [(family, variant) for family in FAMILIES for variant in family.variants]

@@ -32,8 +32,10 @@ from .families import (
     DELTA_NET,
     FAMILIES,
     GATED_DELTANET,
+    GROWING,
     KDA,
     MAMBA,
+    MAMBA3,
     RWKV7,
     VOCABULARY,
     Family,
@@ -44,6 +46,7 @@ from .families import (
 )
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
+growing_families = pytest.mark.parametrize("family", GROWING, ids=variant_id)
 
 
 @every_family
@@ -123,7 +126,7 @@ def test_a_configuration_that_cannot_be_honored_is_refused(changes: dict[str, ob
 
 
 @pytest.mark.parametrize("sizes", [[4], [4, 0], [4, 4.0], [4, True]], ids=str)
-@every_family
+@growing_families
 def test_sizes_of_layers_must_be_one_integer_each(family: Family, sizes: list[int]) -> None:
     name = "layer_state_sizes" if "mamba" in family.name else "layer_num_heads"
     with pytest.raises(
@@ -134,15 +137,16 @@ def test_sizes_of_layers_must_be_one_integer_each(family: Family, sizes: list[in
 
 @every_family
 def test_fields_of_layers_that_a_family_lacks_are_refused(family: Family) -> None:
-    mamba = "mamba" in family.name
-    lacking = {"layer_num_heads": [4, 1]} if mamba else {"layer_state_sizes": [4, 1], "attention_layers": [0]}
+    fields: dict[str, list[int]] = {"layer_num_heads": [4, 1], "layer_state_sizes": [4, 1], "attention_layers": [0]}
+    lacking = {name: value for name, value in fields.items() if not hasattr(family.config_class, name)}
+    assert lacking
     for name, value in lacking.items():
         with pytest.raises(ValueError, match=rf"{family.config_class.__name__} has no {name}, got .*: leave it out"):
             family.causal_lm_class(family.config(**{name: value}))
         family.config(**{name: None})
 
 
-@every_family
+@growing_families
 def test_fields_of_layers_must_be_lists(family: Family) -> None:
     mamba = "mamba" in family.name
     for name in ("layer_state_sizes", "attention_layers") if mamba else ("layer_num_heads",):
@@ -177,6 +181,13 @@ def test_heads_of_a_layer_must_divide_its_channels(family: Family) -> None:
         (RWKV7, {"value_dim": 24}, r"value_dim must be a multiple of hidden_size \(16\).*got 24"),
         (RWKV7, {"value_dim": [16, 32]}, r"value_dim must be .*got \[16, 32\]"),
         (RWKV7, {"value_dim": [16]}, r"for each of the num_hidden_layers \(2\) layers, got \[16\]"),
+        (MAMBA3, {"is_mimo": True}, r"is_mimo must be False, got True: .* \(MIMO\) is not supported"),
+        (MAMBA3, {"decay_activation": "relu"}, "decay_activation must be one of .*'heavy_tail'.*, got 'relu'"),
+        (MAMBA3, {"rope_fraction": 0.25}, "rope_fraction must be 0.5 or 1, got 0.25"),
+        (MAMBA3, {"state_size": 3}, r"state_size \(3\) times rope_fraction \(0.5\) must be at least 2"),
+        (MAMBA3, {"dt_min": 1.0}, r"dt_max must be at least dt_min \(1.0\), got 0.1"),
+        (MAMBA3, {"num_heads": 3}, r"num_heads \* head_dim \(3 \* 8\) must be hidden_size \* expand \(16 \* 2\)"),
+        (MAMBA3, {"n_groups": 3}, r"num_heads \(4\) must be a multiple of n_groups \(3\)"),
         (RWKV7, {"v_low_rank_dim": 0}, "v_low_rank_dim must be an integer above 0, got 0"),
     ],
     ids=variant_id,
@@ -267,7 +278,7 @@ def test_numbers_out_of_range_are_refused_by_name(family: Family) -> None:
 def test_every_number_of_a_family_has_a_range(family: Family) -> None:
     """A new field of a family must say what it can be."""
     ids_and_bounds = {"clamp_min", "lower_bound", "bos_token_id", "eos_token_id", "pad_token_id", "attention_head_dim"}
-    constrained = {"attnres_block_size", "num_attention_heads"}  # to a few values, by the family
+    constrained = {"attnres_block_size", "num_attention_heads", "rope_fraction"}  # to a few values, by the family
     known = {*COUNT_FIELDS, *POSITIVE_FIELDS, *NOT_NEGATIVE_FIELDS} | ids_and_bounds | constrained
     numbers = {name for name, kind in fields_of(family.config_class).items() if kind in ("integer", "number")}
     assert numbers - {"chunk_size_feed_forward"} <= known  # of older versions, for Transformers of other kinds

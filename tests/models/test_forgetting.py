@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen import Forgetting, forgetting
+from hf_recurrent_lengthgen.evaluation.recorded_scans import recorded_scans
 from hf_recurrent_lengthgen.models.recurrent_state import (
     RecurrentState,
     load_state,
@@ -19,8 +20,20 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     take_rows,
     zero_conv,
 )
+from hf_recurrent_lengthgen.models.scan_trapezoid import scan_trapezoid_reference
 
-from .families import DECAYING, DELTA_FAMILIES, FAMILIES, MAMBA2, VARIANTS, Family, build, random_tokens, variant_id
+from .families import (
+    DECAYING,
+    DELTA_FAMILIES,
+    FAMILIES,
+    MAMBA2,
+    MAMBA3,
+    VARIANTS,
+    Family,
+    build,
+    random_tokens,
+    variant_id,
+)
 from .law import assert_equal_up_to, weights_like
 from .test_generation import generate, greedy_by_hand
 
@@ -29,7 +42,7 @@ delta_families = pytest.mark.parametrize("family", DELTA_FAMILIES, ids=variant_i
 every_variant = pytest.mark.parametrize(
     ("family", "variant"), [pair for pair in VARIANTS if pair[0] in DECAYING], ids=variant_id
 )
-STEPPED = {"mamba", "mamba2", "falcon_mamba"}
+STEPPED = {"mamba", "mamba2", "falcon_mamba", "mamba3"}
 ALL = {"window": 6, "retention": 0.97, "insertion": 0.75}
 MULTIPLIERS = {"retention": 0.9, "insertion": 1.5}
 
@@ -236,7 +249,7 @@ def test_streams_and_generation_under_autocast(family: Family) -> None:
     assert error(torch.cat(outputs, dim=1).float(), whole.float()) < 0.05
 
 
-@pytest.mark.parametrize("name", sorted(STEPPED))
+@pytest.mark.parametrize("name", sorted(STEPPED - {"mamba3"}))
 @torch.no_grad()
 def test_delta_scale_shrinks_the_steps(name: str) -> None:
     """Half the step is half the rate of decay and half the insertion."""
@@ -251,6 +264,38 @@ def test_delta_scale_shrinks_the_steps(name: str) -> None:
         expected = model(tokens).logits
     assert error(found, expected) < 1e-12
     assert error(found, plain) > 1e-3
+
+
+def test_mamba_3_has_no_window() -> None:
+    with pytest.raises(ValueError, match="has no window, since a token writes a second time with the step size"):
+        MAMBA3.config(forgetting={"window": 3})
+
+
+@torch.no_grad()
+def test_mamba_3_forgets_as_its_weights_could_make_it() -> None:
+    """The scan of other decays, keys and step sizes."""
+    model, tokens = build(MAMBA3, torch.float64, num_hidden_layers=1), random_tokens(2, 30)
+    plain = model(tokens)
+    dt, g, share, w, x, B, C, D = inputs_of_scan(model, tokens)
+    zero = model.zero_state(2)[0].recurrent
+    for settings, changed in (
+        ({"retention": 0.9}, (dt, g + math.log(0.9), share, w, x, B, C, D)),
+        ({"insertion": 0.75}, (dt, g, share, w, x, 0.75 * B, C, D)),
+        ({"delta_scale": 0.5}, (dt / 2, g / 2, share, w, x, B, C, D)),
+    ):
+        with forgetting(model, **settings):
+            found = model(tokens).final_state[0]
+        expected = scan_trapezoid_reference(*changed, zero)[1]
+        assert error(found.recurrent, expected) < 1e-12
+        assert error(found.recurrent, plain.final_state[0].recurrent) > 1e-2
+        assert torch.equal(found.conv, plain.final_state[0].conv)
+
+
+def inputs_of_scan(model: Any, tokens: Tensor) -> tuple[Tensor, ...]:
+    found: list[tuple[Tensor, ...]] = []
+    with recorded_scans(model, {"scan_trapezoid": lambda layer, *inputs: found.append(inputs[:-1])}):
+        model(tokens)
+    return found[0]
 
 
 WRONG: dict[str, tuple[Any, str]] = {

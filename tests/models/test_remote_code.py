@@ -45,6 +45,9 @@ RWKV_FILES = GATED_FILES | {"layers_rwkv", "scan_rwkv6"}
 FILES_OF = {
     "mamba": MAMBA_FILES | {"forgetting_selective", "scan_selective"},
     "mamba2": MAMBA_FILES | {"forgetting_ssd", "gated_norm", "scan_ssd"},
+    "mamba3": {
+        *("fla_kernels", "forgetting_trapezoid", "layers_mamba_block", "norms", "scan_ssd", "scan_trapezoid"),
+    },
     "gla": FLA_FILES | {"causal_conv"},
     "hgrn2": FLA_FILES | {"causal_conv"},
     "linear_attention": FLA_FILES,

@@ -537,41 +537,6 @@ def test_linear_attention_and_hgrn2_are_cases_of_gla() -> None:
     torch.testing.assert_close(state, zero + 1)
 
 
-def test_mamba_3_with_one_input_is_a_case_of_gla() -> None:
-    """As docs/how_it_works.md has it, against the recurrence with the state in the frame of its token.
-
-    Pairs of channels are complex numbers (Lahoti et al. 2026, arXiv:2603.15569), and what token t adds for the one
-    before it is `late`:
-
-        h_t = exp(-i phi_t) alpha_t (h_{t-1} + late_t x_{t-1} b_{t-1}^T) + now_t x_t b_t^T
-        y_t = Re(h_t conj(c_t))
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(2, *shape, generator=generator, dtype=torch.float64)
-
-    b, c, start, before = (torch.view_as_complex(normal(*s, 3, 2)) for s in ((71, 4), (71, 4), (4, 5), (4,)))
-    x, dt, share, phi = normal(71, 4, 5), normal(71, 4).exp(), normal(71, 4).sigmoid(), normal(71, 4, 3)
-    g, now, late = -dt * normal(71, 4).sigmoid(), dt * share, dt * (1 - share)
-    h, written, outputs = start, x[:, 0, ..., None] * before[:, :, None], []
-    for t in range(1, 71):
-        h = g[:, t, :, None, None].exp() * (h + late[:, t, :, None, None] * written)
-        written = x[:, t, ..., None] * b[:, t, :, None]
-        h = torch.exp(-1j * phi[:, t, :, None]) * h + now[:, t, :, None, None] * written
-        outputs.append((h * c[:, t, :, None].conj()).real.sum(-1))
-
-    turn = torch.exp(1j * phi[:, 1:].cumsum(1))
-    q, k = (torch.view_as_real(part[:, 1:] * turn).flatten(-2) for part in (c, b))
-    after = torch.cat([late[:, 2:], torch.zeros_like(late[:, :1])], 1)[..., None]
-    start = start + late[:, 1, :, None, None] * x[:, 0, ..., None] * before[:, :, None]
-    v, values = x[:, 1:], (now[:, 1:, :, None] + after) * x[:, 1:]
-    y, state = scan_gla(q, k, values, g[:, 1:, :, None].expand_as(q), torch.view_as_real(start).flatten(-2))
-    torch.testing.assert_close(y - after * (q * k).sum(-1, keepdim=True) * v, torch.stack(outputs, 1))
-    final = torch.view_as_complex(state.unflatten(-1, (-1, 2))) * turn[:, -1, :, None].conj()
-    torch.testing.assert_close(final, h)
-
-
 # --- the delta rule ---
 
 

@@ -28,12 +28,13 @@ from tests.models.families import (
     DECAYING,
     DELTA_FAMILIES,
     DELTA_NET,
-    FAMILIES,
     GATED_DELTANET,
     GLA,
+    GROWING,
     KDA,
     MAMBA,
     MAMBA2,
+    MAMBA3,
     RWKV6,
     RWKV7,
     SHELL_FAMILIES,
@@ -47,12 +48,12 @@ from tests.without_package import clean_process
 
 RECIPES = Path(__file__).parents[2] / "hf_recurrent_lengthgen" / "recipes" / "models"
 INITIALIZATIONS = ("reinit", "inherit")
-every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
+every_family = pytest.mark.parametrize("family", GROWING, ids=variant_id)
 every_initialization = pytest.mark.parametrize("initialization", INITIALIZATIONS)
 # the delta rule cannot inherit
 every_expansion = pytest.mark.parametrize(
     ("family", "initialization"),
-    [(f, how) for f in FAMILIES for how in INITIALIZATIONS if how == "reinit" or f in DECAYING],
+    [(f, how) for f in GROWING for how in INITIALIZATIONS if how == "reinit" or f in DECAYING],
     ids=variant_id,
 )
 
@@ -69,6 +70,11 @@ def same_as_loop(family: Family, model: Any) -> None:
     torch.testing.assert_close(output.logits, logits, rtol=2e-4, atol=2e-5)
     for ours, theirs in zip(output.final_state, state, strict=True):
         torch.testing.assert_close(ours.recurrent, theirs.recurrent, rtol=2e-4, atol=2e-5)
+
+
+def test_the_states_of_mamba_3_do_not_grow() -> None:
+    with pytest.raises(ValueError, match="states of 'stateful_mamba3' cannot be expanded: B and C are normed over"):
+        expand_state(build(MAMBA3), [1], state_size=12)
 
 
 @pytest.mark.parametrize("family", DELTA_FAMILIES, ids=variant_id)
@@ -258,7 +264,7 @@ def test_mamba1_goes_on_with_its_decays() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", [f for f in FAMILIES if "mamba" not in f.name], ids=variant_id)
+@pytest.mark.parametrize("family", [f for f in GROWING if "mamba" not in f.name], ids=variant_id)
 def test_reinit_of_merged_heads_starts_the_whole_block_anew_and_nothing_else(family: Family) -> None:
     model = build(family)
     old, new = model.state_dict(), expand_state(model, [1], factor=2).state_dict()

@@ -23,13 +23,16 @@ from transformers import (
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
+from hf_recurrent_lengthgen.conversion.format_fla import FLA
 from hf_recurrent_lengthgen.conversion.format_mamba_ssm import MAMBA_SSM
+from hf_recurrent_lengthgen.conversion.formats import Format
 from hf_recurrent_lengthgen.conversion.sources import locate
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.models import StatefulGLAConfig
+from hf_recurrent_lengthgen.models import StatefulGLAConfig, StatefulMamba3Config
 from hf_recurrent_lengthgen.records import Check, Lineage, read_lineage, write_lineage
 from hf_recurrent_lengthgen.records import Source as Origin
 from hf_recurrent_lengthgen.verification import clean_process, sources
+from hf_recurrent_lengthgen.verification import upstream as upstream_module
 from hf_recurrent_lengthgen.verification.comparing import difference
 from hf_recurrent_lengthgen.verification.sources import Sizes, locate_source, open_source, same_bits
 from hf_recurrent_lengthgen.verification.upstream import Fla, MambaSSM, OwnScan, upstream_of
@@ -241,6 +244,15 @@ def test_what_no_one_else_can_run_is_compared_with_our_own_scan_and_says_so(pair
         ValueError, match=r"other weights: missing \['backbone.norm_f.weight'\], unexpected \['more'\]"
     ):
         upstream.read(weights, TOKENS)
+
+
+@pytest.mark.parametrize("layout", [MAMBA_SSM, FLA], ids=lambda layout: layout.name)
+def test_mamba_3_is_compared_with_our_own_scan(layout: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of mamba-ssm rounds its inputs to bfloat16."""
+    monkeypatch.setattr(upstream_module, "find_spec", lambda name: True)
+    config = StatefulMamba3Config(vocab_size=8, hidden_size=8, num_hidden_layers=1, head_dim=8)
+    assert type(upstream_of(layout, config, {}, "cuda")) is OwnScan
+    assert type(upstream_of(layout, config, {}, "cpu")) is OwnScan
 
 
 def test_gla_has_no_other_implementation_on_a_cpu() -> None:

@@ -1,0 +1,115 @@
+"""Configuration of Mamba-3 with an initial and a final state."""
+
+from typing import ClassVar
+
+from transformers import PreTrainedConfig
+
+from .configuration_stateful import StatefulConfigMixin
+
+DECAY_ACTIVATIONS = ("softplus", "heavy_tail")
+
+
+class StatefulMamba3Config(StatefulConfigMixin, PreTrainedConfig):
+    """Fields of fla's `Mamba3Config`, of `StatefulConfigMixin`, and:
+
+    Args:
+        decay_activation: What makes decay rates of their projection: "softplus" (fla, and mamba-ssm until May 2026),
+            or "heavy_tail" (mamba-ssm since then): 1 + x where x is positive, else 1 / (1 - x).
+        intermediate_size: Width of a gated MLP after each mixer; None for none. mamba-ssm rounds its `d_intermediate`
+            up to a multiple of 128.
+        state_size: Keys N of each head.
+        num_heads: Heads H; None for `expand * hidden_size / head_dim`, the only possible number.
+        head_dim: Values P of each head.
+        n_groups: Groups of heads that share B and C before their biases.
+        rope_fraction: Which part of the keys is turned by angles, 0.5 or 1.
+        A_floor: Lowest decay rate.
+        is_outproj_norm: Whether outputs are normed per head before the gate.
+        is_mimo: Whether heads have several inputs and outputs; only False is supported. `mimo_rank`, their number, has
+            no effect then.
+        dt_min, dt_max, dt_init_floor: Of new weights: step sizes are log-uniform, and at least `dt_init_floor`.
+
+    New weights are drawn as in mamba-ssm. `chunk_size` and `fuse_norm` choose an implementation there, and change
+    nothing.
+    """
+
+    model_type = "stateful_mamba3"
+    has_step_size = True
+    why_no_window = "a token writes a second time with the step size of the token after it"
+    display_name = "Mamba-3"
+    hub_tags = ("state-space-model",)
+    upstream_types = ("mamba3",)
+    layouts = ("fla", "mamba-ssm")
+    tiny = {"state_size": 16, "head_dim": 16}  # noqa: RUF012
+    lora_target_modules = ("in_proj", "out_proj")
+    attribute_map: ClassVar[dict[str, str]] = {  # names of the other Mamba families
+        "layer_norm_epsilon": "norm_eps",
+        "time_step_min": "dt_min",
+        "time_step_max": "dt_max",
+        "time_step_floor": "dt_init_floor",
+    }
+    initialization: ClassVar[str] = "mamba-ssm"
+
+    vocab_size: int = 32000
+    hidden_size: int = 2048
+    num_hidden_layers: int = 48
+    intermediate_size: int | None = None
+    expand: int = 2
+    state_size: int = 128
+    num_heads: int | None = None
+    head_dim: int = 64
+    n_groups: int = 1
+    rope_fraction: float = 0.5
+    A_floor: float = 1e-4
+    decay_activation: str = "softplus"
+    is_outproj_norm: bool = False
+    is_mimo: bool = False
+    mimo_rank: int = 4
+    use_bias: bool = False
+    hidden_act: str = "silu"
+    norm_eps: float = 1e-5
+    residual_in_fp32: bool = True
+    initializer_range: float = 0.02
+    rescale_prenorm_residual: bool = True
+    dt_min: float = 0.001
+    dt_max: float = 0.1
+    dt_init_floor: float = 1e-4
+    chunk_size: int = 64
+    fuse_norm: bool = True
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+
+    @property
+    def num_angles(self) -> int:
+        """Pairs of keys that are turned, A."""
+        return int(self.state_size * self.rope_fraction) // 2
+
+    def check(self) -> None:
+        """See `StatefulConfigMixin.check`; also sizes that do not go together, and what is not supported."""
+        super().check()
+        if self.is_mimo:
+            raise ValueError(
+                "is_mimo must be False, got True: Mamba-3 with several inputs and outputs per head (MIMO) is not "
+                "supported, since the scans write once per token."
+            )
+        if self.decay_activation not in DECAY_ACTIVATIONS:
+            raise ValueError(f"decay_activation must be one of {DECAY_ACTIVATIONS}, got {self.decay_activation!r}.")
+        if self.hidden_act not in ("silu", "swish"):
+            raise ValueError(f'hidden_act must be "silu", got {self.hidden_act!r}.')
+        if self.rope_fraction not in (0.5, 1.0):
+            raise ValueError(f"rope_fraction must be 0.5 or 1, got {self.rope_fraction}.")
+        if not self.num_angles:
+            raise ValueError(
+                f"state_size ({self.state_size}) times rope_fraction ({self.rope_fraction}) must be at least 2, the "
+                "keys of one angle."
+            )
+        if self.dt_max < self.dt_min:
+            raise ValueError(f"dt_max must be at least dt_min ({self.dt_min}), got {self.dt_max}.")
+        heads, rest = divmod(self.expand * self.hidden_size, self.head_dim)
+        if rest or self.num_heads not in (None, heads):
+            raise ValueError(
+                f"num_heads * head_dim ({self.num_heads} * {self.head_dim}) must be hidden_size * expand "
+                f"({self.hidden_size} * {self.expand})."
+            )
+        self.num_heads = heads
+        if heads % self.n_groups:
+            raise ValueError(f"num_heads ({heads}) must be a multiple of n_groups ({self.n_groups}).")

@@ -1,0 +1,235 @@
+"""The scan of Mamba-3 against its definition: outputs, final state, every gradient, any length, any split."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_recurrent_lengthgen.models import scan_trapezoid as module
+from hf_recurrent_lengthgen.models.scan_gla import scan_gla_reference
+from hf_recurrent_lengthgen.models.scan_trapezoid import piece_trapezoid, scan_trapezoid, scan_trapezoid_reference
+
+from .law import assert_equal_up_to, weights_like
+
+Inputs = dict[str, Tensor]
+BATCH, HEADS, P, N, A = 2, 3, 4, 7, 2
+LENGTHS = [1, 2, 3, 63, 64, 65, 200]
+every_length = pytest.mark.parametrize("length", LENGTHS)
+OVER_TIME = ("dt", "g", "share", "w", "C")
+
+
+def make_inputs(length: int, dtype: torch.dtype = torch.float64, angles: int = A) -> Inputs:
+    """Decays exp(-u) with u up to 0.5, and angles of up to 1.5."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    return {
+        "dt": uniform(BATCH, length, HEADS) / 2,
+        "g": -uniform(BATCH, length, HEADS) / 2,
+        "share": uniform(BATCH, length, HEADS),
+        "w": 6 * uniform(BATCH, length, angles) - 3,
+        "x": normal(BATCH, 1 + length, HEADS, P),
+        "B": normal(BATCH, 1 + length, HEADS, N),
+        "C": normal(BATCH, length, HEADS, N),
+        "D": normal(HEADS),
+        "initial_state": normal(BATCH, HEADS, P, N),
+    }
+
+
+def run(function: Callable[..., Any], inputs: Inputs, cuts: tuple[int, ...] = (), **options: Any) -> dict[str, Tensor]:
+    """Outputs, final state and gradients of a random functional of both; cut before the tokens `cuts`."""
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in inputs.items()}
+    outputs, state = [], leaves["initial_state"]
+    length = inputs["dt"].shape[1]
+    for start, stop in zip([0, *cuts], [*cuts, length], strict=True):
+        piece = {name: leaves[name][:, start:stop] for name in OVER_TIME}
+        piece |= {name: leaves[name][:, start : stop + 1] for name in ("x", "B")}  # from the token before on
+        y, state = function(**(leaves | piece | {"initial_state": state}), **options)
+        outputs.append(y)
+    y = torch.cat(outputs, 1)
+    functional = (y * weights_like(y, 0)).sum() + (state * weights_like(state, 1)).sum()
+    gradients = torch.autograd.grad(functional, list(leaves.values()))
+    named = {f"gradient of {name}": value for name, value in zip(leaves, gradients, strict=True)}
+    return {"y": y.detach(), "final state": state.detach()} | named
+
+
+def loop(
+    dt: Tensor, g: Tensor, share: Tensor, w: Tensor, x: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """arXiv:2603.15569 with its own frame by single entries: keys and queries are turned by all angles so far."""
+    outputs, finals = torch.zeros_like(x[:, 1:]), torch.zeros_like(initial_state)
+    for b in range(len(x)):
+        for h in range(x.shape[2]):
+            S, angle = initial_state[b, h], torch.zeros(A, dtype=dt.dtype)
+            before = torch.outer(x[b, 0, h], B[b, 0, h])
+            for t in range(dt.shape[1]):
+                alpha, step, now = g[b, t, h].exp(), dt[b, t, h], share[b, t, h]
+                angle = angle + step * w[b, t]
+                R = torch.eye(N, dtype=dt.dtype)
+                for i in range(A):
+                    cos, sin = angle[i].cos(), angle[i].sin()
+                    R[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] = torch.stack([cos, -sin, sin, cos]).view(2, 2)
+                written = torch.outer(x[b, t + 1, h], R @ B[b, t + 1, h])
+                S = alpha * S + (1 - now) * step * alpha * before + now * step * written
+                before = written
+                outputs[b, t, h] = S @ (R @ C[b, t, h]) + D[h] * x[b, t + 1, h]
+            finals[b, h] = S @ R  # R^T turns back
+    return outputs, finals
+
+
+@pytest.mark.parametrize("length", [1, 2, 9])
+def test_the_reference_is_the_equation(length: int) -> None:
+    inputs = make_inputs(length)
+    assert_equal_up_to(1e-12, run(scan_trapezoid_reference, inputs), run(loop, inputs))
+
+
+@pytest.mark.parametrize("chunk_size", [7, 64])
+@every_length
+def test_the_chunked_form_equals_the_definition(length: int, chunk_size: int) -> None:
+    inputs = make_inputs(length)
+    found = run(scan_trapezoid, inputs, chunk_size=chunk_size)
+    assert_equal_up_to(1e-12, found, run(scan_trapezoid_reference, inputs))
+
+
+@pytest.mark.parametrize("cuts", [(1,), (64,), (1, 2, 63, 70), (99,)], ids=str)
+def test_any_split_equals_the_whole(cuts: tuple[int, ...]) -> None:
+    inputs = make_inputs(100)
+    assert_equal_up_to(1e-12, run(scan_trapezoid, inputs, cuts), run(scan_trapezoid, inputs))
+
+
+def test_all_keys_may_turn() -> None:
+    inputs = make_inputs(20, angles=N // 2)
+    even = inputs | {name: inputs[name][..., :-1] for name in ("B", "C", "initial_state")}
+    for given in (inputs, even):
+        assert_equal_up_to(1e-12, run(scan_trapezoid, given), run(scan_trapezoid_reference, given))
+
+
+@pytest.mark.parametrize("length", [1, 65])
+def test_where_steps_and_decays_are_zero_the_state_stays_bit_for_bit(length: int) -> None:
+    inputs = make_inputs(length, torch.float32)
+    zero = {name: torch.zeros_like(inputs[name]) for name in ("dt", "g")}
+    assert torch.equal(scan_trapezoid(**(inputs | zero))[1], inputs["initial_state"])
+
+
+@torch.no_grad()
+def test_one_token_in_place_is_the_definition() -> None:
+    inputs = make_inputs(1)
+    expected = scan_trapezoid_reference(**inputs)
+    y, state = scan_trapezoid(**inputs, in_place=True)
+    torch.testing.assert_close((y, state), expected)
+    assert state.data_ptr() == inputs["initial_state"].data_ptr()
+
+
+def test_a_piece_is_an_affine_map() -> None:
+    """Of a state as large as the others, with all gradients."""
+    inputs = make_inputs(70)
+
+    def through_the_map(initial_state: Tensor, **others: Tensor) -> tuple[Tensor, Tensor]:
+        found = piece_trapezoid(**others)
+        assert found.is_matrix
+        return scan_trapezoid(**others, initial_state=initial_state)[0], initial_state @ found.factor + found.written
+
+    assert_equal_up_to(1e-12, run(through_the_map, inputs), run(scan_trapezoid, inputs))
+
+
+def test_angles_keep_their_precision_over_thousands_of_turns() -> None:
+    """A float32 sum of 20,000 angles of about 1 has lost three digits; decays are weak."""
+    inputs = make_inputs(20_000)
+    inputs |= {"g": 1e-3 * inputs["g"], "w": inputs["w"].abs() * 2}
+    exact = scan_trapezoid(**inputs)
+    rounded = {name: value.float() for name, value in inputs.items()}
+    again = {name: value.double() for name, value in rounded.items()}
+    for found, expected in zip(scan_trapezoid(**rounded), scan_trapezoid(**again), strict=True):
+        assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
+    assert all(part.isfinite().all() for part in exact)
+
+
+@pytest.mark.parametrize("name", ["dt", "share", "x", "B", "C"])
+def test_what_is_not_finite_reaches_no_output_before_its_token(name: str) -> None:
+    inputs = make_inputs(100, torch.float32)
+    expected = scan_trapezoid(**inputs)[0]
+    inputs[name] = inputs[name].clone()
+    inputs[name][:, 50 + (name in ("x", "B"))] = float("nan")
+    y = scan_trapezoid(**inputs)[0]
+    torch.testing.assert_close(y[:, :50], expected[:, :50])
+    assert y[:, 50].isnan().any()
+
+
+def test_later_tokens_have_no_influence_at_all() -> None:
+    """Not even of rounding, which Adam would make steps of."""
+    inputs = {name: value.requires_grad_() for name, value in make_inputs(70, torch.float32).items()}
+    gradients = torch.autograd.grad(scan_trapezoid(**inputs)[0][:, :40].sum(), list(inputs.values()))
+    for (name, value), gradient in zip(inputs.items(), gradients, strict=True):
+        if value.ndim > 1 and value.shape[1] in (70, 71):
+            later = 41 if name in ("x", "B") else 40
+            assert not gradient[:, later:].any(), name
+            assert gradient[:, later - 1].any(), name
+
+
+def test_outputs_have_the_dtype_of_the_steps() -> None:
+    inputs = make_inputs(20, torch.float32)
+    low = {name: inputs[name].bfloat16() for name in ("x", "B", "C")}
+    y, state = scan_trapezoid(**(inputs | low))
+    assert (y.dtype, state.dtype) == (torch.float32, torch.float32)
+    widened = {name: value.float() for name, value in low.items()}
+    torch.testing.assert_close((y, state), scan_trapezoid(**(inputs | widened)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_kernel_gets_turned_keys_and_scaled_values(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fla's `chunk_simple_gla`, whose states are (B, H, N, P) and gates (B, T, H), played by the definition of GLA."""
+    inputs = make_inputs(20)
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor, **_: Any) -> Any:
+        assert (q.dtype, k.dtype, v.dtype, scale) == (dtype, dtype, dtype, 1.0)
+        assert g.shape == q.shape[:3]
+        y, state = scan_gla_reference(*(t.double() for t in (q, k, v)), g[..., None].expand_as(q), initial_state.mT)
+        return y, state.mT
+
+    monkeypatch.setattr(module, "chunk_simple_gla", kernel)
+    low = {name: inputs[name].to(dtype) for name in ("x", "B", "C")}
+    found = run(scan_trapezoid, inputs | low, backend="kernel")
+    widened = {name: value.to(torch.float64) for name, value in low.items()}
+    expected = run(scan_trapezoid, inputs | widened)
+    assert found["y"].dtype == torch.float64
+    found |= {name: value.double() for name, value in found.items()}
+    assert_equal_up_to(1e-12 if dtype == torch.float64 else 0.03, found, expected)
+
+
+def test_the_kernel_is_refused_by_name_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "chunk_simple_gla", None)
+    with pytest.raises(ValueError, match=r'scan backend "kernel" needs flash-linear-attention'):
+        scan_trapezoid(**make_inputs(2), backend="kernel")
+    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
+        scan_trapezoid(**make_inputs(2), chunk_size=0)
+
+
+def test_the_arguments_are_not_changed() -> None:
+    inputs = make_inputs(65)
+    before = {name: value.clone() for name, value in inputs.items()}
+    run(scan_trapezoid, inputs)
+    with torch.no_grad():
+        scan_trapezoid(**inputs)
+    assert all(torch.equal(value, before[name]) for name, value in inputs.items())
+
+
+# as in test_scans.py
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
+@pytest.mark.slow
+def test_a_compiled_scan_is_one_graph_at_every_length() -> None:
+    torch._dynamo.reset()
+
+    def scan(**inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return scan_trapezoid(**inputs, chunk_size=8)
+
+    compiled = torch.compile(scan, fullgraph=True, backend="aot_eager")
+    for length in (1, 20, 13):
+        inputs = make_inputs(length)
+        assert_equal_up_to(1e-12, run(compiled, inputs), run(scan, inputs))
