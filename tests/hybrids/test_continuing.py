@@ -14,7 +14,8 @@ from hf_recurrent_lengthgen import load_state, save_state
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.hybrids import load_hybrid_state, save_hybrid_state, stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
-from tests.hybrids.support import generates, parts, relative_error
+from tests.hybrids.measures import parts, relative_error
+from tests.hybrids.support import generates
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
 QUICK = {"jamba", "kimi_linear", "lfm3", "mamba", "minimax", "rwkv", "zamba2"}

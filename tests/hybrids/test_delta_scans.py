@@ -17,7 +17,7 @@ from hf_recurrent_lengthgen.hybrids import delta_scans, stateful
 from hf_recurrent_lengthgen.hybrids.delta_scans import RULES, stock_delta_rule
 from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
 from hf_recurrent_lengthgen.loading import load_model
-from tests.hybrids.support import gradients, parts, random_state, relative_error, weighted_sum
+from tests.hybrids.measures import gradients, parts, random_state, relative_error, weighted_sum
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
 QUICK = {"qwen3_next", "kimi_linear"}
