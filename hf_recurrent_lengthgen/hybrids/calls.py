@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of
-from hf_recurrent_lengthgen.hybrids.rows import KERNEL_LAYOUT, Rows, check_positions, rows_of
+from hf_recurrent_lengthgen.hybrids.rows import KERNEL_LAYOUT, Rows, check_positions, reads_tokens, rows_of
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
@@ -51,6 +51,8 @@ def check_rows(model: HybridModel, attention_cache: Cache | None, group: Any) ->
             f"{what}, but attention_cache keeps equally many keys of every row: read rows of unequal length one at "
             "a time, or leave attention_cache out."
         )
+    if not reads_tokens(model):
+        raise ValueError(f"{what}, but {type(model).__name__} is not a language model: give rows of equal length.")
     if (model_type := model.config.get_text_config(decoder=True).model_type) not in SUPPORTED:
         raise ValueError(
             f"{what}. It is not known how the states of a {model_type} stop before padding: give rows of one sequence "

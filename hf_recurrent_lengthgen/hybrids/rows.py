@@ -212,15 +212,19 @@ def plain_rows(model: Any, cache_argument: str, arguments: dict[str, Any]) -> Ro
     That are calls with a cache, heads other than that of a language model, and masks and positions for kernels.
     """
     given = {name: arguments[name] for name in LAYOUT if arguments.get(name) is not None}
-    whole = model.base_model is model or model.get_output_embeddings() is not None
     special = any(arguments.get(name) is not None for name in (cache_argument, *KERNEL_LAYOUT))
     special |= any(not isinstance(x, Tensor) or x.ndim != 2 for x in given.values())
     special |= (arguments.get("input_ids") is None) == (arguments.get("inputs_embeds") is None)
-    if not given or special or arguments.get("use_cache") or not whole:
+    if not given or special or arguments.get("use_cache") or not reads_tokens(model):
         return None
     if (rows := rows_of(arguments)) is not None and model.attends:
         check_positions(arguments.get("position_ids"), rows, 0)
     return rows
+
+
+def reads_tokens(model: Any) -> bool:
+    """Whether the outputs of a model are those of tokens: of a backbone, or of a language model."""
+    return model.base_model is model or model.get_output_embeddings() is not None
 
 
 def check_positions(positions: Tensor | None, rows: Rows | None, first: int) -> None:

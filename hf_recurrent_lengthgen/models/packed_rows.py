@@ -57,6 +57,7 @@ class Packing(NamedTuple):
         first = last - inside[:, -1]
         sequence = (inside + first[:, None]).flatten()
         tokens, read = real.flatten().nonzero()[:, 0], real.flatten().cumsum(0)
+        tokens = tokens if len(tokens) else tokens.new_zeros(1)
         size = torch.zeros(int(last[-1]) + 2, dtype=torch.long, device=device)  # behind the others: nothing
         size.index_add_(0, sequence, real.flatten().long())
         before = size.cumsum(0) - size  # real tokens before each sequence
