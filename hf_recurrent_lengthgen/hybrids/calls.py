@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of
-from hf_recurrent_lengthgen.hybrids.rows import KERNEL_LAYOUT, Rows, check_positions, reads_tokens, rows_of
+from hf_recurrent_lengthgen.hybrids.rows import Rows, check_positions, reads_tokens, rows_of
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
@@ -27,12 +27,6 @@ def check_arguments(cache_argument: str, arguments: dict[str, Any]) -> tuple[int
         raise ValueError(
             f"use_cache and {cache_argument} cannot be used with states: give attention_cache to let attention layers "
             "see what came before, and call generate(initial_state=...) to generate."
-        )
-    packed = [name for name in KERNEL_LAYOUT if arguments.get(name) is not None]
-    if packed:
-        raise ValueError(
-            f"{packed} cannot be used with states: leave them out, and give position_ids that restart at 0, or "
-            "seq_idx, where a new sequence begins in a row."
         )
     rows, length = given[0].shape[:2]
     return rows, length, rows_of(arguments)

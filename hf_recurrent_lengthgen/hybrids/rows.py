@@ -27,9 +27,9 @@ from hf_recurrent_lengthgen.models.token_inputs import (
 )
 
 TOKENS, TARGETS = ("input_ids", "inputs_embeds"), ("labels", "shift_labels")
-LAYOUT = ("attention_mask", *PACKING_KEYS)
-# Of sequences for kernels; some of them hold the same as `position_ids`, others are of stock models alone.
-KERNEL_LAYOUT = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k")  # of sequences, for kernels of attention, as collators give them
+LAYOUT = ("attention_mask", *PACKING_KEYS, *BORDERS, "max_length_q", "max_length_k")
+DROPPED = {*LAYOUT} - {"position_ids"}  # what says nothing about rows that are not moved
 PER_TOKEN, PER_CALL = ("logits", "last_hidden_state"), ("loss", "aux_loss")
 
 _reading: ContextVar[Any] = ContextVar("reading", default=None)
@@ -119,8 +119,7 @@ class Rows:
             moved["attention_mask"] = self._valid.long()
         known = {*TOKENS, *TARGETS, "logits_to_keep", "attention_mask"}
         other = [name for name, x in moved.items() if name not in known and isinstance(x, Tensor) and x.ndim > 1]
-        if other or any(given.get(name) is not None for name in KERNEL_LAYOUT):
-            other += [name for name in KERNEL_LAYOUT if given.get(name) is not None and name not in other]
+        if other:
             raise ValueError(
                 f"{other} cannot be used in a call with padding or several sequences in a row: leave them out. "
                 "attention_mask says which tokens are real, position_ids or seq_idx where sequences begin."
@@ -203,17 +202,44 @@ def rows_of(arguments: dict[str, Any]) -> Rows | None:
         )
     real = real_tokens(mask_of_new_tokens(mask, None, shape))
     starts = starts_inside_rows({name: arguments.get(name) for name in PACKING_KEYS}, shape, real)
+    for name in BORDERS:
+        if (borders := arguments.get(name)) is not None:
+            starts = _starts_at(name, borders, shape, real, starts)
     return None if real is None and starts is None else Rows(shape, real, starts)
+
+
+def _starts_at(name: str, borders: Any, shape: tuple[int, int], real: Tensor | None, starts: Any) -> Tensor | None:
+    """Where sequences begin inside rows (B, T), from the borders of sequences among all tokens.
+
+    Raises:
+        ValueError: for borders that do not fit the rows, or contradict positions, whose `starts` are given.
+    """
+    rows, length = shape
+    found: Any = None
+    fits = real is None and isinstance(borders, Tensor) and borders.ndim == 1 and borders.numel() > 1
+    if fits and borders[0] == 0 and borders[-1] == rows * length and bool((borders.diff() > 0).all()):
+        found = torch.zeros(rows * length, dtype=torch.bool, device=borders.device)
+        found = found.index_fill(0, borders[:-1].long(), True).view(shape)
+    if found is None or not bool(found[:, 0].all()):
+        raise ValueError(
+            f"{name} must count up from 0 to {rows * length}, the number of tokens, with a border between rows and no "
+            "padding: leave it out, and give position_ids that restart where sequences begin."
+        )
+    found[:, 0] = False
+    if starts is not None and not torch.equal(found, starts.to(found.device)):
+        raise ValueError(f"{name} and position_ids (or seq_idx) begin sequences at different tokens: leave one out.")
+    return found if bool(found.any()) else None
 
 
 def plain_rows(model: Any, cache_argument: str, arguments: dict[str, Any]) -> Rows | None:
     """`rows_of` a call without states; None also for what stays with the stock model.
 
-    That are calls with a cache, heads other than that of a language model, and masks and positions for kernels.
+    That are calls with a cache, other heads than that of a language model, and masks of other shapes.
     """
     given = {name: arguments[name] for name in LAYOUT if arguments.get(name) is not None}
-    special = any(arguments.get(name) is not None for name in (cache_argument, *KERNEL_LAYOUT))
-    special |= any(not isinstance(x, Tensor) or x.ndim != 2 for x in given.values())
+    special = arguments.get(cache_argument) is not None
+    tables = [given[name] for name in ("attention_mask", *PACKING_KEYS) if name in given]
+    special |= any(not isinstance(x, Tensor) or x.ndim != 2 for x in tables)
     special |= (arguments.get("input_ids") is None) == (arguments.get("inputs_embeds") is None)
     if not given or special or arguments.get("use_cache") or not reads_tokens(model):
         return None

@@ -35,7 +35,7 @@ from hf_recurrent_lengthgen.hybrids.delta_scans import checked_scan, set_scan
 from hf_recurrent_lengthgen.hybrids.forgetting import check_forgetting, forgetting_scans, window_shapes
 from hf_recurrent_lengthgen.hybrids.generating import generation_arguments
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_adapter_of, stock_type_of
-from hf_recurrent_lengthgen.hybrids.rows import Rows, loss_of, plain_rows
+from hf_recurrent_lengthgen.hybrids.rows import DROPPED, Rows, loss_of, plain_rows
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
 from hf_recurrent_lengthgen.hybrids.state_cache import StateCache
 from hf_recurrent_lengthgen.hybrids.verify import close, verify_stateful
@@ -211,8 +211,7 @@ class StatefulMixin:
         with mixers(), checkpointing(self, mixers, getattr(state_cache, "attention", None)):
             if rows is not None:
                 return rows.read(super().forward, arguments, self.config)  # type: ignore[misc]
-            arguments = {name: value for name, value in arguments.items() if name not in ("attention_mask", "seq_idx")}
-            return super().forward(**arguments)  # type: ignore[misc]
+            return super().forward(**{k: v for k, v in arguments.items() if k not in DROPPED})  # type: ignore[misc]
 
     @property
     def loss_function(self: Any) -> Any:

@@ -66,17 +66,24 @@ def test_shifted_labels_replace_labels(model_type: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("keys", ["position_ids", "seq_idx", "both"])
+@pytest.mark.parametrize("keys", ["position_ids", "seq_idx", "borders", "all"])
 def test_the_flattening_collator_gives_the_loss_of_its_texts(keys: str) -> None:
     model, lengths = stateful(tiny_model("qwen3_next")), [4, 1, 9, 2]
     texts = [tokens_of(["a" * length], seed=length)[0] for length in lengths]
-    collator = DataCollatorWithFlattening(return_position_ids=keys != "seq_idx", return_seq_idx=keys != "position_ids")
+    collator = DataCollatorWithFlattening(
+        return_position_ids=keys in ("position_ids", "all"),
+        return_seq_idx=keys in ("seq_idx", "all"),
+        return_flash_attn_kwargs=keys in ("borders", "all"),
+    )
     batch = collator([{"input_ids": text} for text in texts])
     words = ["".join(letter * length for letter, length in zip("abcd", lengths, strict=True))]
     expected = mean_by_hand(model, torch.cat(texts)[None], words)
     torch.testing.assert_close(model(**batch).loss, expected)
     output = model(**batch, output_final_state=True)
     torch.testing.assert_close(output.loss, expected)
+    if keys == "all":
+        with pytest.raises(ValueError, match=r"cu_seq_lens_k and position_ids .* at different tokens"):
+            model(**batch | {"cu_seq_lens_k": torch.tensor([0, 3, 5, 14, 16])})
     last = model(input_ids=texts[-1][None], output_final_state=True).final_state
     torch.testing.assert_close(parts(output.final_state), parts(last))
 
