@@ -56,6 +56,7 @@ class CacheAdapter:
         argument: The name of the cache argument in the model's `forward`.
         arguments: The names that it may have.
         reads_prompts: Whether a mixer that reads several tokens from a stock cache starts from its recurrent state.
+        reads_padding: Whether the stock `generate` is right after padding.
         shares: Whether processes can share rows: the layers read and write their states through the cache.
         rounds: Whether mixers need the recurrent state in the dtype of the model. A bfloat16 model then rounds it
             between calls, as the stock model does.
@@ -66,6 +67,7 @@ class CacheAdapter:
 
     arguments: ClassVar[tuple[str, ...]] = ("past_key_values", "cache_params")
     reads_prompts: ClassVar[bool] = True
+    reads_padding: ClassVar[bool] = True
     shares: ClassVar[bool] = True
     rounds: ClassVar[bool] = False
 
@@ -177,6 +179,7 @@ class Mamba1CacheAdapter(CacheAdapter):
 class MiniMaxCacheAdapter(RoundingCacheAdapter):
     """MiniMax's own cache, which replaces its states instead of writing to them."""
 
+    reads_padding = False
     stopping = {"MiniMaxLightningAttention": stopped_minimax}  # noqa: RUF012
 
     def state_cache_class(self) -> type[StateCache]:
@@ -255,6 +258,7 @@ class RwkvCacheAdapter(CacheAdapter):
     """The list of five tensors of RWKV-4."""
 
     shares = False
+    reads_padding = False
     arguments = ("state",)
 
     def mixers(self, state_cache: Any) -> AbstractContextManager[None]:

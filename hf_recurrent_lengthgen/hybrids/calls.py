@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -112,16 +112,6 @@ def check_forgetting_in_cache(model: HybridModel, rule: Forgetting) -> None:
             f"{type(model).__name__} generates with the cache of Transformers, which holds no window, and whose "
             "Mamba-1 step cannot be replaced: call the model with states, or on Mamba-2 set retention and insertion "
             "only."
-        )
-
-
-def refuse_padding(mask: Any) -> None:
-    """Refuse padding in the prompt of a `generate` from a state."""
-    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask == 1).all())):
-        raise ValueError(
-            "attention_mask has zeros or is not of shape (B, T): generate of Transformers is not exact with a state "
-            "and padding. Give prompts of equal length, one row at a time, or call the model with the padded prompts "
-            "without their last tokens, then generate from these and the final state (without attention layers)."
         )
 
 

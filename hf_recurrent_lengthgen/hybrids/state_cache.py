@@ -66,6 +66,7 @@ class StateCache(Cache):
         asking: The layer that last asked for its recurrent state.
         asked: The layers that did.
         stopped: The layers whose recurrent state ends at the last real token (`stopping.py`).
+        keys: Where to note the keys and values of this call by layer; None for nowhere.
         dropped_columns: For each layer, the number of columns of the stock convolution state that never reach an
             output and are not part of our states: 1, or 0 if the mixer gives the exact window.
     """
@@ -93,6 +94,7 @@ class StateCache(Cache):
         self.asking = 0
         self.asked: set[int] = set()
         self.stopped: set[int] = set()
+        self.keys: dict[int, tuple[Tensor, Tensor]] | None = None
         self.dropped_columns = [1] * num_layers
         self._final: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
         self._steps: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
@@ -215,6 +217,8 @@ class StateCache(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """The keys and values to attend to: the given ones, or those of the attention cache."""
         self.attending[layer_idx] = [(part.shape[1], part.shape[3]) for part in (key_states, value_states)]
+        if self.keys is not None:
+            self.keys[layer_idx] = key_states, value_states
         if self.shared is not None:
             return self.shared.up_to_here(key_states), self.shared.up_to_here(value_states)
         if self.attention is None:

@@ -33,7 +33,7 @@ from hf_recurrent_lengthgen.hybrids.calls import (
 )
 from hf_recurrent_lengthgen.hybrids.delta_scans import checked_scan, set_scan
 from hf_recurrent_lengthgen.hybrids.forgetting import check_forgetting, forgetting_scans, window_shapes
-from hf_recurrent_lengthgen.hybrids.generating import generation_arguments
+from hf_recurrent_lengthgen.hybrids.generating import generation_arguments, read_prompt
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_adapter_of, stock_type_of
 from hf_recurrent_lengthgen.hybrids.rows import DROPPED, Rows, loss_of, plain_rows
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
@@ -148,6 +148,8 @@ class StatefulMixin:
         rule, adapter = Forgetting.of(self.config), cache_adapter_of(self)
         if rule != Forgetting():
             check_forgetting(self)
+        if (unread := getattr(arguments.get(adapter.argument), "unread_state", None)) is not None:
+            return read_prompt(self, unread, arguments)
         if group is not None:
             self.check_shares_rows()
             arguments = targets_of_piece(arguments, attention_cache)
@@ -240,7 +242,7 @@ class StatefulMixin:
 
         Raises:
             ValueError: if the state does not fit the prompt or holds NaN, with `past_key_values`, without
-                `use_cache`, and with padding.
+                `use_cache`, and with padding that is not on the left, or beside an attention cache.
         """
         if (rule := Forgetting.of(self.config)) != Forgetting():
             check_forgetting(self)

@@ -138,8 +138,7 @@ def generates(model_type: str) -> bool:
     """Whether greedy `generate` from a state picks the tokens that repeated calls from that state pick."""
     model = stateful(tiny_model(model_type))
     state = map_state(Tensor.detach, random_state(model, 1))
-    length = 4 if SUPPORTED[model_type].adapter.reads_prompts else 1
-    prompt = torch.randint(3, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(4))
+    prompt = torch.randint(3, VOCABULARY, (1, 4), generator=torch.Generator().manual_seed(4))
     generated = model.generate(prompt, initial_state=state, max_new_tokens=5, do_sample=False, eos_token_id=None)
     text = prompt
     for _ in range(5):
