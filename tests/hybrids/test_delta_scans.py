@@ -222,7 +222,9 @@ def test_other_models_are_not_touched_and_copies_keep_the_scan() -> None:
     assert str(type(wrapped)) == str(mixer)
 
 
-def test_kernels_and_packed_rows_that_ask_for_a_cache_stay_with_the_stock_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_and_packed_rows_that_ask_for_a_cache_stay_with_the_stock_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for installed in (False, True):
         monkeypatch.setattr(delta_scans, "KERNELS", installed)
         chosen = {device: delta_scans.needs_stock(device) for device in ("cpu", "cuda", "meta")}
