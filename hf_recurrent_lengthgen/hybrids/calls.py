@@ -18,7 +18,7 @@ from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
 
-def check_arguments(cache_argument: str, arguments: dict[str, Any]) -> tuple[int, int, Rows | None]:
+def check_arguments(cache_argument: str, arguments: dict[str, Any], seen: int) -> tuple[int, int, Rows | None]:
     """Number of rows and tokens, and how rows must be moved; arguments that cannot be used with states are refused."""
     given = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
     if len(given) != 1 or given[0].shape[1] == 0:
@@ -29,7 +29,7 @@ def check_arguments(cache_argument: str, arguments: dict[str, Any]) -> tuple[int
             "see what came before, and call generate(initial_state=...) to generate."
         )
     rows, length = given[0].shape[:2]
-    return rows, length, rows_of(arguments)
+    return rows, length, rows_of(arguments, seen)
 
 
 def check_rows(model: HybridModel, attention_cache: Cache | None, group: Any) -> None:

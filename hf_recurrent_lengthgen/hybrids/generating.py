@@ -12,11 +12,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_recurrent_lengthgen.hybrids.cache_adapters import repeated_keys
-from hf_recurrent_lengthgen.hybrids.calls import check_attention_cache, check_rows, set_positions
+from hf_recurrent_lengthgen.hybrids.calls import check_attention_cache, check_rows, check_stopped, set_positions
 from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of
-from hf_recurrent_lengthgen.hybrids.rows import rows_of
+from hf_recurrent_lengthgen.hybrids.rows import real_of, rows_of
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state, state_dtype
-from hf_recurrent_lengthgen.models.token_inputs import mask_of_new_tokens, real_tokens
 
 
 def generation_arguments(
@@ -42,7 +41,8 @@ def generation_arguments(
     if prompt is None:
         raise ValueError("generate(initial_state=...) needs a prompt of at least one token.")
     rows, length = prompt.shape[:2]
-    real = real_tokens(mask_of_new_tokens(given.get("attention_mask"), None, (rows, length)))
+    seen = attention_cache.get_seq_length() if isinstance(attention_cache, Cache) else 0
+    real = real_of(given.get("attention_mask"), (rows, length), seen)
     model._check_state(initial_state, rows)
     read_here = real is not None or (length > 1 and not adapter.reads_prompts)
     if read_here:
@@ -95,6 +95,8 @@ def read_prompt(model: Any, state: RecurrentState, arguments: dict[str, Any]) ->
     kept = state_cache.keys = {}
     set_positions(model, state_cache, arguments, rows, length)
     output = model._carry(state_cache, arguments, rows)
+    if state_cache.lengths is not None:
+        check_stopped(model, state_cache)
     after = state_cache.final_state(batch, model.device, state_dtype(model.dtype))
     cache = adapter.to_cache(after if rows is None else rows.final(before, after))
     for layer, keys in kept.items():

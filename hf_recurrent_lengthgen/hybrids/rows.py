@@ -187,8 +187,12 @@ def loss_of(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @torch.compiler.disable
-def rows_of(arguments: dict[str, Any]) -> Rows | None:
+def rows_of(arguments: dict[str, Any], seen: int = 0) -> Rows | None:
     """How the rows of a call are moved; None if each is one sequence of real tokens.
+
+    Args:
+        arguments: Of the call.
+        seen: Tokens before those of the call, for which a mask may have columns of ones, too.
 
     Raises:
         ValueError: for wrong masks, and positions that neither count up nor restart.
@@ -200,12 +204,20 @@ def rows_of(arguments: dict[str, Any]) -> Rows | None:
             "attention_mask is not of shape (B, T): give 1 at real tokens and 0 at padding, and position_ids or "
             "seq_idx for rows of several sequences."
         )
-    real = real_tokens(mask_of_new_tokens(mask, None, shape))
+    real = real_of(mask, shape, seen)
     starts = starts_inside_rows({name: arguments.get(name) for name in PACKING_KEYS}, shape, real)
     for name in BORDERS:
         if (borders := arguments.get(name)) is not None:
             starts = _starts_at(name, borders, shape, real, starts)
     return None if real is None and starts is None else Rows(shape, real, starts)
+
+
+def real_of(mask: Tensor | None, shape: tuple[int, int], seen: int = 0) -> Tensor | None:
+    """(B, T), true at real tokens; None if all are. Raises a `ValueError` for a wrong mask."""
+    wide = mask is not None and mask.shape == (shape[0], seen + shape[1])
+    if mask is not None and wide and bool((mask[:, :seen] == 1).all()):
+        mask = mask[:, seen:]
+    return real_tokens(mask_of_new_tokens(mask, None, shape))
 
 
 def _starts_at(name: str, borders: Any, shape: tuple[int, int], real: Tensor | None, starts: Any) -> Tensor | None:

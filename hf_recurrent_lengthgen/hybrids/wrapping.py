@@ -170,7 +170,8 @@ class StatefulMixin:
                     return super().forward(**arguments)  # type: ignore[misc]
             output_final_state = False
         output_final_state = True if output_final_state is None else output_final_state
-        batch_size, length, rows = check_arguments(adapter.argument, arguments)
+        seen = attention_cache.get_seq_length() if isinstance(attention_cache, Cache) else 0
+        batch_size, length, rows = check_arguments(adapter.argument, arguments, seen)
         if rows is not None:
             check_rows(self, attention_cache, group)
         if attention_cache is not None:
