@@ -325,10 +325,11 @@ def check_continued_data(trainer: Any, dataset: Any, alignment: AlignmentSetting
             raise ValueError(
                 "The alignment loss cannot be computed across resets inside rows: leave reset_at_document out."
             )
-        if hasattr(base_of(trainer.model), "attends"):
+        if args.context_parallel_size > 1 and hasattr(base_of(trainer.model), "attends"):
             raise ValueError(
-                f"reset_at_document pads the rows that it cuts where documents begin, but "
-                f"{type(base_of(trainer.model)).__name__}, wrapped by stateful(), takes no padding: leave it out."
+                f"reset_at_document begins sequences inside rows, which processes cannot share with "
+                f"{type(base_of(trainer.model)).__name__}, wrapped by stateful(): leave it or context_parallel_size "
+                "out."
             )
     needed = 0 if alignment is None else alignment.max_extra
     if alignment is not None and alignment.length != dataset.length:

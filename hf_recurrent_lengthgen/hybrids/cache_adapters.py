@@ -7,7 +7,7 @@ RWKV-4 a list of tensors. `registry.py` lists which model type has which.
 import copy
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
@@ -20,6 +20,14 @@ from hf_recurrent_lengthgen.hybrids.forgetting import forgetting_scans
 from hf_recurrent_lengthgen.hybrids.mixers import Mamba1StateCache, limited_steps, scans_from_state
 from hf_recurrent_lengthgen.hybrids.sharing import Shared, shared_scans
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
+from hf_recurrent_lengthgen.hybrids.stopping import (
+    hooked,
+    stopped_minimax,
+    stopped_rwkv,
+    stopped_scans,
+    stopped_xlstm,
+    stopped_zaya,
+)
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, state_dtype
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
@@ -48,6 +56,7 @@ class CacheAdapter:
         argument: The name of the cache argument in the model's `forward`.
         arguments: The names that it may have.
         reads_prompts: Whether a mixer that reads several tokens from a stock cache starts from its recurrent state.
+        reads_padding: Whether the stock `generate` is right after padding.
         shares: Whether processes can share rows: the layers read and write their states through the cache.
         rounds: Whether mixers need the recurrent state in the dtype of the model. A bfloat16 model then rounds it
             between calls, as the stock model does.
@@ -58,6 +67,7 @@ class CacheAdapter:
 
     arguments: ClassVar[tuple[str, ...]] = ("past_key_values", "cache_params")
     reads_prompts: ClassVar[bool] = True
+    reads_padding: ClassVar[bool] = True
     shares: ClassVar[bool] = True
     rounds: ClassVar[bool] = False
 
@@ -69,10 +79,19 @@ class CacheAdapter:
         self.model, self.argument = model, found[0]
         self.dtype = model.dtype if self.rounds else None
 
-    def state_cache(self, state: RecurrentState | None, single_token: bool, attention: Cache | None) -> HoldsState:
-        """A state cache with `state` before the tokens; keys and values go to `attention`, if given."""
+    def state_cache(
+        self,
+        state: RecurrentState | None,
+        single_token: bool,
+        attention: Cache | None,
+        lengths: Tensor | None = None,
+    ) -> HoldsState:
+        """A state cache with `state` before the tokens; keys and values go to `attention`, if given.
+
+        With `lengths` (B,), the state after the tokens is that after so many of each row.
+        """
         layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
-        return self.state_cache_class()(layers, state, single_token, attention, self.dtype)
+        return self.state_cache_class()(layers, state, single_token, attention, self.dtype, lengths=lengths)
 
     def shared_cache(self, state: RecurrentState, shared: Shared) -> StateCache:
         """A state cache for a piece of rows that processes share; `state` is that before the whole rows."""
@@ -88,6 +107,8 @@ class CacheAdapter:
             return shared_scans(self.model, state_cache.shared)
         if rule != Forgetting():
             return forgetting_scans(self.model, rule, state_cache)
+        if state_cache.lengths is not None:
+            return stopped_scans(self.model, state_cache)
         return limited_steps(self.model) if state_cache.single_token else nullcontext()
 
     def to_cache(self, state: RecurrentState) -> Any:
@@ -135,6 +156,12 @@ class RoundingCacheAdapter(CacheAdapter):
 
     shares = False
     rounds = True
+    stopping: ClassVar[dict[str, Callable[[Any], Callable[..., None]]]] = {"ZayaCCAProjection": stopped_zaya}
+
+    def mixers(self, state_cache: Any) -> AbstractContextManager[None]:
+        if state_cache.lengths is None:
+            return super().mixers(state_cache)
+        return hooked(self.model, {name: hook(state_cache) for name, hook in self.stopping.items()})
 
 
 class Mamba1CacheAdapter(CacheAdapter):
@@ -151,6 +178,9 @@ class Mamba1CacheAdapter(CacheAdapter):
 
 class MiniMaxCacheAdapter(RoundingCacheAdapter):
     """MiniMax's own cache, which replaces its states instead of writing to them."""
+
+    reads_padding = False
+    stopping = {"MiniMaxLightningAttention": stopped_minimax}  # noqa: RUF012
 
     def state_cache_class(self) -> type[StateCache]:
         from transformers.models.minimax.modeling_minimax import MiniMaxCache
@@ -195,8 +225,11 @@ class _Slot:
 class RwkvStateCache(list):
     """Carries a state through RWKV-4, which takes a list of five tensors: two token shifts and the three of wkv."""
 
-    def __init__(self, state: RecurrentState, single_token: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, state: RecurrentState, single_token: bool, dtype: torch.dtype, lengths: Tensor | None = None
+    ) -> None:
         """Take (B, 3, D) and (B, 2 D, 1) of every layer; `dtype` is that of the token shifts."""
+        self.lengths = lengths
         self.attending: dict[int, list[tuple[int, int]]] = {}
         self.dropped_columns = [0] * len(state)
         initial: list[list[Tensor]] = [[] for _ in range(5)]
@@ -225,18 +258,27 @@ class RwkvCacheAdapter(CacheAdapter):
     """The list of five tensors of RWKV-4."""
 
     shares = False
+    reads_padding = False
     arguments = ("state",)
 
     def mixers(self, state_cache: Any) -> AbstractContextManager[None]:
-        return nullcontext()
+        if (lengths := state_cache.lengths) is None:
+            return nullcontext()
+        return stopped_rwkv(self.model, state_cache, lengths)
 
-    def state_cache(self, state: RecurrentState | None, single_token: bool, attention: Cache | None) -> HoldsState:
+    def state_cache(
+        self,
+        state: RecurrentState | None,
+        single_token: bool,
+        attention: Cache | None,
+        lengths: Tensor | None = None,
+    ) -> HoldsState:
         if state is None:
             config, dtype = self.model.config, state_dtype(self.model.dtype)
             sizes = {"recurrent": (1, 3, config.hidden_size), "conv": (1, 2 * config.hidden_size, 1)}
             zero = LayerState(**{k: torch.zeros(v, device=self.model.device, dtype=dtype) for k, v in sizes.items()})
             state = (zero,) * config.num_hidden_layers
-        return RwkvStateCache(state, single_token, self.model.dtype)
+        return RwkvStateCache(state, single_token, self.model.dtype, lengths)
 
     def to_cache(self, state: RecurrentState) -> Any:
         if state[0].recurrent.shape[0] > 1:
@@ -268,8 +310,9 @@ class _Latest:
 class XlstmStateCache:
     """Carries a state through xLSTM: matrix memory (B, H, N, P), normalizer (B, H, N) and stabilizer (B, H, 1)."""
 
-    def __init__(self, state: RecurrentState, key_dim: int) -> None:
+    def __init__(self, state: RecurrentState, key_dim: int, lengths: Tensor | None = None) -> None:
         """Take (B, H, N*P + N + 1) of every layer."""
+        self.lengths = lengths
         self.attending: dict[int, list[tuple[int, int]]] = {}
         self.dropped_columns = [0] * len(state)
         self.seqlen_offset = 0
@@ -283,16 +326,24 @@ class XlstmStateCache:
 class XlstmCacheAdapter(CacheAdapter):
     shares = False
 
-    def state_cache(self, state: RecurrentState | None, single_token: bool, attention: Cache | None) -> HoldsState:
+    def state_cache(
+        self,
+        state: RecurrentState | None,
+        single_token: bool,
+        attention: Cache | None,
+        lengths: Tensor | None = None,
+    ) -> HoldsState:
         config, dtype = self.model.config, state_dtype(self.model.dtype)
         if state is None:
             size = config.qk_head_dim * (config.v_head_dim + 1) + 1
             zero = torch.zeros(1, config.num_heads, size, device=self.model.device, dtype=dtype)
             state = (LayerState(zero, zero.new_empty(1, 0)),) * config.num_hidden_layers
-        return XlstmStateCache(state, config.qk_head_dim)
+        return XlstmStateCache(state, config.qk_head_dim, lengths)
 
     def mixers(self, state_cache: Any) -> AbstractContextManager[None]:
-        return nullcontext()
+        if (lengths := state_cache.lengths) is None:
+            return nullcontext()
+        return hooked(self.model, {"xLSTMBackend": stopped_xlstm(lengths)}, before=True)
 
     def to_cache(self, state: RecurrentState) -> Any:
         from transformers.models.xlstm.modeling_xlstm import xLSTMCache

@@ -1,24 +1,25 @@
 """Checks of the arguments of a wrapped model, and the context that activation checkpointing needs."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of
+from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of
+from hf_recurrent_lengthgen.hybrids.rows import Rows, check_positions, reads_tokens, rows_of
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
-PACKED = ("position_ids", "seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 
-
-def check_arguments(cache_argument: str, arguments: dict[str, Any]) -> tuple[int, int]:
-    """Number of rows and tokens; arguments that cannot be used with states are refused."""
+def check_arguments(cache_argument: str, arguments: dict[str, Any], seen: int) -> tuple[int, int, Rows | None]:
+    """Number of rows and tokens, and how rows must be moved; arguments that cannot be used with states are refused."""
     given = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
     if len(given) != 1 or given[0].shape[1] == 0:
         raise ValueError("Give exactly one of input_ids and inputs_embeds, with at least one token.")
@@ -27,15 +28,40 @@ def check_arguments(cache_argument: str, arguments: dict[str, Any]) -> tuple[int
             f"use_cache and {cache_argument} cannot be used with states: give attention_cache to let attention layers "
             "see what came before, and call generate(initial_state=...) to generate."
         )
-    packed = [name for name in PACKED if arguments.get(name) is not None]
-    if packed:
-        raise ValueError(
-            f"{packed} cannot be used with states: a row holds one sequence, and positions follow from "
-            "attention_cache. Leave them out."
-        )
-    refuse_padding(arguments.get("attention_mask"))
     rows, length = given[0].shape[:2]
-    return rows, length
+    return rows, length, rows_of(arguments, seen)
+
+
+def check_rows(model: HybridModel, attention_cache: Cache | None, group: Any) -> None:
+    """Refuse padding and several sequences in a row where they would not be exact."""
+    what = "attention_mask has zeros, or several sequences are in a row"
+    if group is not None:
+        raise ValueError(
+            f"{what}, which a sequence_group does not take with wrapped models: give rows of one sequence without "
+            "padding."
+        )
+    if attention_cache is not None:
+        raise ValueError(
+            f"{what}, but attention_cache keeps equally many keys of every row: read rows of unequal length one at "
+            "a time, or leave attention_cache out."
+        )
+    if not reads_tokens(model):
+        raise ValueError(f"{what}, but {type(model).__name__} is not a language model: give rows of equal length.")
+    if (model_type := model.config.get_text_config(decoder=True).model_type) not in SUPPORTED:
+        raise ValueError(
+            f"{what}. It is not known how the states of a {model_type} stop before padding: give rows of one sequence "
+            "without padding, or no states."
+        )
+
+
+def check_stopped(model: HybridModel, state_cache: Any) -> None:
+    """Raise a `ValueError` if a layer read on over the padding."""
+    missed = sorted(getattr(state_cache, "asked", set()) - getattr(state_cache, "stopped", set()))
+    if missed:
+        raise ValueError(
+            f"The states of layers {missed} of {type(model).__name__} would not stop before the padding: give rows of "
+            "equal length without padding."
+        )
 
 
 def targets_of_piece(arguments: dict[str, Any], attention_cache: Cache | None) -> dict[str, Any]:
@@ -89,12 +115,18 @@ def check_forgetting_in_cache(model: HybridModel, rule: Forgetting) -> None:
         )
 
 
-def refuse_padding(mask: Any) -> None:
-    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask == 1).all())):
-        raise ValueError(
-            "attention_mask has zeros or is not of shape (B, T): stock recurrent layers are not exact with padding. "
-            "Give rows of equal length without padding, for instance packed blocks, or one row at a time."
-        )
+def set_positions(
+    model: HybridModel, state_cache: Any, arguments: dict[str, Any], rows: Rows | None, length: int
+) -> None:
+    """Put positions into the arguments where the stock model would not find them, after a check of given ones."""
+    given = arguments.pop("position_ids", None)
+    if not model.attends:
+        return
+    start = state_cache.get_seq_length()
+    check_positions(given, rows, start)
+    # given, because Bamba does not ask the cache
+    if start and "position_ids" in inspect.signature(model.forward).parameters:
+        arguments["position_ids"] = torch.arange(start, start + length, device=model.device)[None]
 
 
 @contextmanager

@@ -18,18 +18,12 @@ from transformers.utils import is_kernels_available
 
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.hybrids.sharing import shared_now
+from hf_recurrent_lengthgen.hybrids.stopping import RULES, stopped_rule
 from hf_recurrent_lengthgen.models.recurrent_state import state_dtype
 from hf_recurrent_lengthgen.models.scan_delta import chunk_gated_delta_rule, piece_delta, scan_delta
 from hf_recurrent_lengthgen.models.stateful_model import StatefulModel
 
 SCANS = ("auto", "stock")
-# Functions of Transformers, with the arguments and results of fla's kernels; T = 1 goes to the recurrent ones.
-RULES = {
-    "torch_chunk_gated_delta_rule",
-    "torch_recurrent_gated_delta_rule",
-    "chunk_kimi_delta_attention",
-    "recurrent_kimi_delta_attention",
-}
 KERNELS = chunk_gated_delta_rule is not None or is_kernels_available()
 
 
@@ -118,6 +112,7 @@ def _in_place_of(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Our scan with the arguments and results of a function in `RULES`, which gets packed rows (and may refuse)."""
 
     @functools.wraps(stock)
+    @stopped_rule
     def rule(
         query: Tensor,
         key: Tensor,

@@ -18,6 +18,7 @@ from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.forgetting_selective import SelectiveRecurrence
 from hf_recurrent_lengthgen.models.forgetting_ssd import SSDRecurrence
+from hf_recurrent_lengthgen.models.padding import zero_past_end
 from hf_recurrent_lengthgen.models.recurrent_state import LayerShape, WindowedLayerShape, layer_state
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
@@ -79,7 +80,13 @@ def _scan_of(rule: Forgetting, state_cache: StateCache | None) -> Callable[..., 
         if rule.window is not None:
             assert state_cache is not None
             parts.append(state_cache.window())
-        y, state = SSDRecurrence.with_forgetting(rule, scan_ssd, inputs, layer_state(parts), None, **options)
+        lengths = None if state_cache is None else state_cache.lengths
+        if lengths is not None:
+            assert state_cache is not None
+            state_cache.stopped.add(state_cache.asking)
+            x, dt, *others = inputs
+            inputs = x, zero_past_end(dt, lengths), *others
+        y, state = SSDRecurrence.with_forgetting(rule, scan_ssd, inputs, layer_state(parts), lengths, **options)
         if state_cache is not None:
             state_cache.keep_window(state)
         return y, state.recurrent

@@ -24,6 +24,7 @@ from torch import Tensor
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.forgetting_selective import SelectiveRecurrence
+from hf_recurrent_lengthgen.models.padding import zero_past_end
 from hf_recurrent_lengthgen.models.recurrent_state import layer_state, state_dtype
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
 from hf_recurrent_lengthgen.models.scan_selective import piece_selective, scan_selective, selective_scan_fn
@@ -194,6 +195,9 @@ def _scan_of(state_cache: Mamba1StateCache, rule: Forgetting, stock: Any) -> Any
         if state is None:
             state = torch.zeros(x.shape[0], *A.shape, device=x.device, dtype=dtype)
         dt = F.softplus(dt.to(dtype) + (0 if delta_bias is None else delta_bias.to(dtype)[:, None]))
+        if state_cache.lengths is not None:
+            state_cache.stopped.add(state_cache.asking)
+            dt = zero_past_end(dt.mT, state_cache.lengths).mT
         backend = resolve_backend("auto", x.device.type, selective_scan_fn is not None)
         parts = [state, state.new_empty(len(x), 0)] + ([] if rule.window is None else [state_cache.window()])
         inputs = (x.mT, dt.mT, A, B.mT, C.mT, D)
@@ -203,7 +207,7 @@ def _scan_of(state_cache: Mamba1StateCache, rule: Forgetting, stock: Any) -> Any
             )
             return (y.mT * F.silu(z)).to(x.dtype), recurrent
         y, final = SelectiveRecurrence.with_forgetting(
-            rule, scan_selective, inputs, layer_state(parts), None, backend=backend
+            rule, scan_selective, inputs, layer_state(parts), state_cache.lengths, backend=backend
         )
         state_cache.keep_window(final)
         return (y.mT * F.silu(z)).to(x.dtype), final.recurrent

@@ -27,7 +27,6 @@ class Shared:
     Attributes:
         piece: The piece, for scans and convolutions.
         lengths: Tokens of all pieces.
-        asked: Layers that asked for their recurrent state in the forward pass.
         scanned: Scans that started from a folded state.
     """
 
@@ -36,7 +35,6 @@ class Shared:
         self.rank = dist.get_rank(group)
         found = gathered(torch.tensor([length], device=device), group)
         self.lengths = [int(one) for one in found]
-        self.asked: set[int] = set()
         self.scanned = 0
         if min(self.lengths) < 2:
             raise ValueError(
@@ -61,11 +59,11 @@ class Shared:
         self.scanned += 1
         return self.piece.scan(*arguments)
 
-    def check(self, name: str) -> None:
-        """Raise a `ValueError` if some layer scanned as if its piece were the whole row."""
-        if self.scanned < len(self.asked):
+    def check(self, asked: int, name: str) -> None:
+        """Raise a `ValueError` if some layer of those that asked for a state scanned as if its piece were the row."""
+        if self.scanned < asked:
             raise ValueError(
-                f"{len(self.asked)} layers of {name} have recurrent states, but only {self.scanned} scans can be "
+                f"{asked} layers of {name} have recurrent states, but only {self.scanned} scans can be "
                 'shared by processes: leave sequence_group out, or scan="stock".'
             )
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_recurrent_lengthgen.models.padding import inputs_around
+from hf_recurrent_lengthgen.models.padding import inputs_around, last_inputs
 from hf_recurrent_lengthgen.models.recurrent_state import (
     LayerState,
     RecurrentState,
@@ -59,10 +59,14 @@ class StateCache(Cache):
         attention: A stock cache that keeps the keys and values of the attention layers; None to keep none.
         dtype: Dtype in which mixers get their states; None for that of the states.
         shared: What shares the rows with other processes (`sharing.Shared`); None where none does.
+        lengths: Tokens of each row, (B,), where the others at its end are padding; None if there is none.
 
     Attributes:
         attending: The layers that asked for keys and values during the pass.
         asking: The layer that last asked for its recurrent state.
+        asked: The layers that did.
+        stopped: The layers whose recurrent state ends at the last real token (`stopping.py`).
+        keys: Where to note the keys and values of this call by layer; None for nowhere.
         dropped_columns: For each layer, the number of columns of the stock convolution state that never reach an
             output and are not part of our states: 1, or 0 if the mixer gives the exact window.
     """
@@ -77,6 +81,7 @@ class StateCache(Cache):
         attention: Cache | None = None,
         dtype: torch.dtype | None = None,
         shared: Any = None,
+        lengths: Tensor | None = None,
     ) -> None:
         Cache.__init__(self, layers=[])  # by name: MiniMax's cache, mixed in, takes no arguments
         self.initial_state = initial_state
@@ -84,8 +89,12 @@ class StateCache(Cache):
         self.attention = attention
         self.dtype = dtype
         self.shared = shared
+        self.lengths = lengths
         self.attending: dict[int, list[tuple[int, int]]] = {}
         self.asking = 0
+        self.asked: set[int] = set()
+        self.stopped: set[int] = set()
+        self.keys: dict[int, tuple[Tensor, Tensor]] | None = None
         self.dropped_columns = [1] * num_layers
         self._final: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
         self._steps: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
@@ -138,7 +147,11 @@ class StateCache(Cache):
             columns = F.pad(conv_states, (conv_kernel_size - 1, 0))
         else:
             columns = torch.cat([initial.to(conv_states.dtype), conv_states], dim=-1)
-        self._final[layer_idx]["conv"] = columns[..., columns.shape[-1] - (conv_kernel_size - 1) :]
+        last = columns[..., columns.shape[-1] - (conv_kernel_size - 1) :]
+        if self.lengths is not None:
+            assert initial is not None
+            last = last_inputs(conv_states.mT, initial, self.lengths)
+        self._final[layer_idx]["conv"] = last
         return columns
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -149,8 +162,8 @@ class StateCache(Cache):
     def _asked(self, layer_idx: int) -> Tensor | None:
         self.asking = layer_idx
         state = self._initial(layer_idx, "recurrent")
-        if self.shared is not None and state is not None:
-            self.shared.asked.add(layer_idx)
+        if state is not None:
+            self.asked.add(layer_idx)
         return state
 
     def window(self) -> Tensor:
@@ -204,6 +217,8 @@ class StateCache(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """The keys and values to attend to: the given ones, or those of the attention cache."""
         self.attending[layer_idx] = [(part.shape[1], part.shape[3]) for part in (key_states, value_states)]
+        if self.keys is not None:
+            self.keys[layer_idx] = key_states, value_states
         if self.shared is not None:
             return self.shared.up_to_here(key_states), self.shared.up_to_here(value_states)
         if self.attention is None:

@@ -20,18 +20,22 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import ModelOutput
 
-from hf_recurrent_lengthgen.hybrids.cache_adapters import copy_keys, repeated_keys
+from hf_recurrent_lengthgen.hybrids.cache_adapters import copy_keys
 from hf_recurrent_lengthgen.hybrids.calls import (
     check_arguments,
     check_attention_cache,
     check_forgetting_in_cache,
+    check_rows,
+    check_stopped,
     checkpointing,
-    refuse_padding,
+    set_positions,
     targets_of_piece,
 )
 from hf_recurrent_lengthgen.hybrids.delta_scans import checked_scan, set_scan
 from hf_recurrent_lengthgen.hybrids.forgetting import check_forgetting, forgetting_scans, window_shapes
+from hf_recurrent_lengthgen.hybrids.generating import generation_arguments, read_prompt
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_adapter_of, stock_type_of
+from hf_recurrent_lengthgen.hybrids.rows import DROPPED, Rows, loss_of, plain_rows
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
 from hf_recurrent_lengthgen.hybrids.state_cache import StateCache
 from hf_recurrent_lengthgen.hybrids.verify import close, verify_stateful
@@ -144,6 +148,8 @@ class StatefulMixin:
         rule, adapter = Forgetting.of(self.config), cache_adapter_of(self)
         if rule != Forgetting():
             check_forgetting(self)
+        if (unread := getattr(arguments.get(adapter.argument), "unread_state", None)) is not None:
+            return read_prompt(self, unread, arguments)
         if group is not None:
             self.check_shares_rows()
             arguments = targets_of_piece(arguments, attention_cache)
@@ -151,46 +157,73 @@ class StatefulMixin:
         elif initial_state is None and not output_final_state and attention_cache is None:
             inside = isinstance(arguments.get(adapter.argument), StateCache)  # the backbone of a model that does so
             if rule == Forgetting() or inside:
-                return super().forward(**arguments)  # type: ignore[misc]
+                rows = None if inside else plain_rows(self, adapter.argument, arguments)
+                if rows is None:
+                    return super().forward(**arguments)  # type: ignore[misc]
+                called = arguments | {"use_cache": False, "return_dict": True}
+                output = rows.read(super().forward, called, self.config)  # type: ignore[misc]
+                output = type(output)(**rows.output(output))
+                return output if self._wants_dict(arguments) else output.to_tuple()
             if arguments.get("use_cache") or arguments.get(adapter.argument) is not None:
                 check_forgetting_in_cache(self, rule)
                 with forgetting_scans(self, rule):
                     return super().forward(**arguments)  # type: ignore[misc]
             output_final_state = False
         output_final_state = True if output_final_state is None else output_final_state
-        batch_size, length = check_arguments(adapter.argument, arguments)
+        seen = attention_cache.get_seq_length() if isinstance(attention_cache, Cache) else 0
+        batch_size, length, rows = check_arguments(adapter.argument, arguments, seen)
+        if rows is not None:
+            check_rows(self, attention_cache, group)
         if attention_cache is not None:
             check_attention_cache(self, attention_cache, initial_state, batch_size)
         if initial_state is None:
             initial_state = self.zero_state(batch_size)
         else:
             initial_state = self._check_state(initial_state, batch_size)
+        before, lengths = initial_state, None
+        if rows is not None:
+            before, batch_size, length = rows.starting(initial_state), rows.rows, rows.length
+            lengths = rows.lengths if length > 1 else None
         if group is None:
-            state_cache: Any = adapter.state_cache(initial_state, length == 1, attention_cache)
+            state_cache: Any = adapter.state_cache(before, length == 1, attention_cache, lengths)
         else:
-            state_cache = adapter.shared_cache(initial_state, Shared(group, length, self.device))
-        asked = attention_cache is not None or group is not None
-        if asked and "position_ids" in inspect.signature(self.forward).parameters:
-            start = state_cache.get_seq_length()  # given, because Bamba does not ask the cache
-            arguments["position_ids"] = torch.arange(start, start + length, device=self.device)[None]
-        output = self._carry(state_cache, arguments)
+            state_cache = adapter.shared_cache(before, Shared(group, length, self.device))
+        set_positions(self, state_cache, arguments, rows, length)
+        output = self._carry(state_cache, arguments, rows)
         if group is not None:
-            state_cache.shared.check(type(self).__name__)
+            state_cache.shared.check(len(state_cache.asked), type(self).__name__)
+        if lengths is not None:
+            check_stopped(self, state_cache)
         stock_output: Any = type(output)
-        output = _output_class(stock_output)(**{**output, adapter.argument: None})
+        moved = dict(output) if rows is None else rows.output(output)
+        output = _output_class(stock_output)(**{**moved, adapter.argument: None})
         if output_final_state:
-            output.final_state = state_cache.final_state(batch_size, self.device, state_dtype(self.dtype))
-        return_dict = arguments.get("return_dict")
-        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+            final = state_cache.final_state(batch_size, self.device, state_dtype(self.dtype))
+            output.final_state = final if rows is None else rows.final(before, final)
+        return output if self._wants_dict(arguments) else output.to_tuple()
 
-    def _carry(self: Any, state_cache: Any, arguments: dict[str, Any]) -> ModelOutput:
+    def _wants_dict(self: Any, arguments: dict[str, Any]) -> bool:
+        return_dict = arguments.get("return_dict")
+        return bool(self.config.return_dict if return_dict is None else return_dict)
+
+    def _carry(self: Any, state_cache: Any, arguments: dict[str, Any], rows: Rows | None = None) -> ModelOutput:
         """The stock forward pass with a state cache in place of the cache."""
         adapter = cache_adapter_of(self)
         arguments = {**arguments, adapter.argument: state_cache, "use_cache": False, "return_dict": True}
-        arguments.pop("attention_mask", None)
         mixers = functools.partial(adapter.mixers, state_cache)
         with mixers(), checkpointing(self, mixers, getattr(state_cache, "attention", None)):
-            return super().forward(**arguments)  # type: ignore[misc]
+            if rows is not None:
+                return rows.read(super().forward, arguments, self.config)  # type: ignore[misc]
+            return super().forward(**{k: v for k, v in arguments.items() if k not in DROPPED})  # type: ignore[misc]
+
+    @property
+    def loss_function(self: Any) -> Any:
+        """The stock loss function; while rows are moved for the stock model, it gets what moved back."""
+        return loss_of(super().loss_function)  # type: ignore[misc]
+
+    @loss_function.setter
+    def loss_function(self: Any, value: Any) -> None:
+        self._loss_function = value
 
     def generate(
         self: Any,
@@ -210,7 +243,7 @@ class StatefulMixin:
 
         Raises:
             ValueError: if the state does not fit the prompt or holds NaN, with `past_key_values`, without
-                `use_cache`, and with padding.
+                `use_cache`, and with padding that is not on the left, or beside an attention cache.
         """
         if (rule := Forgetting.of(self.config)) != Forgetting():
             check_forgetting(self)
@@ -219,34 +252,7 @@ class StatefulMixin:
             if attention_cache is not None:
                 raise ValueError("generate(attention_cache=...) needs the initial_state after the same text, too.")
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
-        adapter = cache_adapter_of(self)
-        if kwargs.get(adapter.argument) is not None:
-            raise ValueError(f"Give initial_state or {adapter.argument}, not both: each is a state to start from.")
-        config, _ = self._prepare_generation_config(kwargs.get("generation_config"), **kwargs)
-        if config.use_cache is False:
-            raise ValueError("generate(initial_state=...) keeps the state in the cache: leave use_cache on.")
-        prompts = (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-        prompt = next((x for x in prompts if x is not None), None)
-        if prompt is None:
-            raise ValueError("generate(initial_state=...) needs a prompt of at least one token.")
-        refuse_padding(kwargs.get("attention_mask"))
-        rows, length = prompt.shape[:2]
-        self._check_state(initial_state, rows)
-        if length > 1 and not adapter.reads_prompts:
-            raise ValueError(
-                f"generate of {type(self).__name__} drops the state when it reads more than one token, got {length}: "
-                "call the model with all tokens of the prompt but the last, then generate from that one and the final "
-                "state."
-            )
-        copies = max(config.num_beams or 1, config.num_return_sequences or 1)
-        if attention_cache is not None:
-            check_attention_cache(self, attention_cache, initial_state, rows)
-            # Positions and unread tokens follow from a mask over the whole text.
-            whole = attention_cache.get_seq_length() + length
-            kwargs["attention_mask"] = torch.ones(rows, whole, dtype=torch.long, device=prompt.device)
-            attention_cache = repeated_keys(attention_cache, copies)
-        initial_state = map_state(lambda part: part.repeat_interleave(copies, dim=0), initial_state)
-        kwargs[adapter.argument] = self.cache_from_state(initial_state, attention_cache)
+        kwargs |= generation_arguments(self, inputs, initial_state, attention_cache, kwargs)
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:

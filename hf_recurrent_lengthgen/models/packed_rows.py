@@ -45,10 +45,11 @@ class Packing(NamedTuple):
 
     @classmethod
     @torch.compiler.disable
-    def from_starts(cls, starts: Tensor, real: Tensor, pieces: bool = False) -> "Packing":
+    def from_starts(cls, starts: Tensor, real: Tensor, pieces: bool = False, together: bool = False) -> "Packing":
         """From boolean masks (B, T): the real tokens, and those that begin a sequence inside a row (at least one).
 
-        If rows are `pieces` of sequences, their first real tokens may begin one, too.
+        If rows are `pieces` of sequences, their first real tokens may begin one, too. With `together` there is one
+        group, whatever the lengths, and no sequence needs to begin inside a row.
         """
         rows, device = len(starts), starts.device
         inside = starts.cumsum(1)
@@ -56,6 +57,7 @@ class Packing(NamedTuple):
         first = last - inside[:, -1]
         sequence = (inside + first[:, None]).flatten()
         tokens, read = real.flatten().nonzero()[:, 0], real.flatten().cumsum(0)
+        tokens = tokens if len(tokens) else tokens.new_zeros(1)
         size = torch.zeros(int(last[-1]) + 2, dtype=torch.long, device=device)  # behind the others: nothing
         size.index_add_(0, sequence, real.flatten().long())
         before = size.cumsum(0) - size  # real tokens before each sequence
@@ -68,7 +70,7 @@ class Packing(NamedTuple):
         members: dict[int, list[int]] = {}
         for index, length in enumerate(size.tolist()):
             if index not in apart:
-                members.setdefault(max(length - 1, 0).bit_length(), []).append(index)
+                members.setdefault(0 if together else max(length - 1, 0).bit_length(), []).append(index)
         groups = [torch.tensor(indices, device=device) for indices in members.values()]
         groups = [ends, *groups] if pieces else groups
         orders, valid, lengths = [], [], []

@@ -24,6 +24,8 @@ from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
 from hf_recurrent_lengthgen.hybrids.wrapping import stateful
 from hf_recurrent_lengthgen.loading import quiet_transformers
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state
+from tests.hybrids.measures import gradients, parts, random_state, relative_error, weighted_sum
+from tests.hybrids.padded_rows import measure_rows
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "hybrids.md"
@@ -51,11 +53,17 @@ class Errors(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A model type in the table; `errors` is None and `reason` is given if it is refused."""
+    """A model type in the table; `errors` is None and `reason` is given if it is refused.
+
+    Attributes:
+        rows: The largest errors of rows with padding, and of packed rows, against their sequences alone: logits,
+            final states, and gradients of embeddings, initial states and parameters.
+    """
 
     model_type: str
     layout: str
     errors: Errors | None
+    rows: tuple[float, float]
     generates: bool
     saves: bool
     reason: str
@@ -63,34 +71,9 @@ class Row(NamedTuple):
     @property
     def supported(self) -> bool:
         """Whether everything holds."""
-        return self.errors is not None and max(self.errors) <= TOLERANCE and self.generates and self.saves
-
-
-def relative_error(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """Largest error of any tensor relative to its largest entry; entries near zero for all of them count as equal."""
-    scales = [float(value.detach().abs().max()) if value.numel() else 0.0 for value in expected]
-    errors = [0.0]
-    for one, other, scale in zip(actual, expected, scales, strict=True):
-        if scale > 1e-5 * max(scales):
-            errors.append(float((one - other).detach().abs().max()) / scale)
-    return max(errors)
-
-
-def weighted_sum(tensors: list[Tensor]) -> Tensor:
-    """A number that depends on every entry."""
-    generator = torch.Generator().manual_seed(3)
-    return torch.stack([(x * torch.randn(x.shape, generator=generator).to(x)).sum() for x in tensors]).sum()
-
-
-def gradients(objective: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    """Gradients, zero where there is none."""
-    found = torch.autograd.grad(objective, leaves, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
-
-
-def parts(state: RecurrentState) -> list[Tensor]:
-    """The tensors of a state that are not empty."""
-    return [part for layer in state for part in layer if part.numel()]
+        if self.errors is None or max(*self.errors, *self.rows) > TOLERANCE:
+            return False
+        return self.generates and self.saves
 
 
 def comparable(model: Any, state: RecurrentState) -> list[Tensor]:
@@ -100,14 +83,6 @@ def comparable(model: Any, state: RecurrentState) -> list[Tensor]:
     sums = [layer.recurrent.unbind(1) for layer in state]
     values = [x for numerator, size, exponent in sums for x in (numerator / size, size.log() + exponent)]
     return values + [layer.conv for layer in state]
-
-
-def random_state(model: Any, rows: int) -> RecurrentState:
-    """A state of nonzero values, that of two random tokens, with gradients."""
-    tokens = torch.randint(3, VOCABULARY, (rows, 2), generator=torch.Generator().manual_seed(5))
-    with torch.no_grad():
-        state = model(input_ids=tokens, output_final_state=True).final_state
-    return map_state(lambda part: part.detach().clone().requires_grad_(), state)
 
 
 def measure_errors(model_type: str, pieces: tuple[int, ...] = PIECES, **changes: Any) -> Errors:
@@ -163,8 +138,7 @@ def generates(model_type: str) -> bool:
     """Whether greedy `generate` from a state picks the tokens that repeated calls from that state pick."""
     model = stateful(tiny_model(model_type))
     state = map_state(Tensor.detach, random_state(model, 1))
-    length = 4 if SUPPORTED[model_type].adapter.reads_prompts else 1
-    prompt = torch.randint(3, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(4))
+    prompt = torch.randint(3, VOCABULARY, (1, 4), generator=torch.Generator().manual_seed(4))
     generated = model.generate(prompt, initial_state=state, max_new_tokens=5, do_sample=False, eos_token_id=None)
     text = prompt
     for _ in range(5):
@@ -189,25 +163,26 @@ def saves_stock(model_type: str) -> bool:
 def measure(model_type: str) -> Row:
     """The row of a model type."""
     if model_type in REFUSED:
-        return Row(model_type, "", None, False, False, REFUSED[model_type])
+        return Row(model_type, "", None, (0.0, 0.0), False, False, REFUSED[model_type])
     layout = SUPPORTED[model_type].state
     errors = measure_errors(model_type)
-    return Row(model_type, layout, errors, generates(model_type), saves_stock(model_type), "")
+    rows = measure_rows(model_type)
+    return Row(model_type, layout, errors, rows, generates(model_type), saves_stock(model_type), "")
 
 
 def table(rows: list[Row]) -> str:
     """The Markdown table."""
     lines = [
         "| `model_type` | works | recurrent part | outputs | states | gradients | initial state | checkpointed "
-        "| shares rows |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| padding | packing | shares rows |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         if row.errors is None:
-            lines.append(f"| `{row.model_type}` | no: {row.reason} | | | | | | | |")
+            lines.append(f"| `{row.model_type}` | no: {row.reason} | | | | | | | | | |")
         else:
             works = "yes" if row.supported else "**no**"
-            numbers = " | ".join(f"{error:.0e}" for error in row.errors)
+            numbers = " | ".join(f"{error:.0e}" for error in (*row.errors, *row.rows))
             shares = "yes" if SUPPORTED[row.model_type].adapter.shares else "no"
             lines.append(f"| `{row.model_type}` | {works} | {row.layout} | {numbers} | {shares} |")
     return "\n".join(lines)

@@ -14,14 +14,8 @@ from torch import Tensor
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of
 from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
-from tests.hybrids.support import (
-    TOLERANCE,
-    comparable,
-    measure_errors,
-    parts,
-    random_state,
-    relative_error,
-)
+from tests.hybrids.measures import parts, random_state, relative_error
+from tests.hybrids.support import TOLERANCE, comparable, measure_errors
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
 # One type for each kind of mixer; the others run with the slow tests.

@@ -17,7 +17,7 @@ from hf_recurrent_lengthgen.hybrids import delta_scans, stateful
 from hf_recurrent_lengthgen.hybrids.delta_scans import RULES, stock_delta_rule
 from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
 from hf_recurrent_lengthgen.loading import load_model
-from tests.hybrids.support import gradients, parts, random_state, relative_error, weighted_sum
+from tests.hybrids.measures import gradients, parts, random_state, relative_error, weighted_sum
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
 QUICK = {"qwen3_next", "kimi_linear"}
@@ -222,7 +222,9 @@ def test_other_models_are_not_touched_and_copies_keep_the_scan() -> None:
     assert str(type(wrapped)) == str(mixer)
 
 
-def test_kernels_and_packed_rows_stay_with_the_stock_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_and_packed_rows_that_ask_for_a_cache_stay_with_the_stock_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for installed in (False, True):
         monkeypatch.setattr(delta_scans, "KERNELS", installed)
         chosen = {device: delta_scans.needs_stock(device) for device in ("cpu", "cuda", "meta")}
@@ -231,4 +233,4 @@ def test_kernels_and_packed_rows_stay_with_the_stock_functions(monkeypatch: pyte
     assert model(random_tokens(4).to("meta")).logits.shape == (2, 4, VOCABULARY)
     model = stateful(tiny_model("qwen3_next"))
     with pytest.raises(ValueError, match="keep packed sequences apart"):
-        model(random_tokens(4), cu_seq_lens_q=torch.tensor([0, 2, 4], dtype=torch.int32))
+        model(random_tokens(4)[:1], cu_seq_lens_q=torch.tensor([0, 2, 4], dtype=torch.int32), use_cache=True)

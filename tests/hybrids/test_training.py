@@ -12,7 +12,7 @@ from transformers import default_data_collator
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.recurrent_state import detach_state
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
-from tests.hybrids.support import parts
+from tests.hybrids.measures import parts
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
 STEPS, ROWS, LENGTH, LEARNING_RATE = 3, 2, 12, 0.05

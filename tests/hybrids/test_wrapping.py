@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, map_state
-from tests.hybrids.support import parts, random_state, relative_error
+from tests.hybrids.measures import parts, random_state, relative_error
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 from tests.versions import HAS_HYBRIDS
 
@@ -176,11 +176,13 @@ def test_reentrant_checkpointing_and_kept_keys_under_checkpointing_are_refused(m
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 9])}, "without padding"),
         ({"attention_mask": torch.ones(2, 1, 9, 9)}, "is not of shape"),
         ({"use_cache": True}, "use_cache and past_key_values cannot be used with states"),
         ({"past_key_values": Cache(layers=[])}, "use_cache and past_key_values cannot be used with states"),
-        ({"position_ids": torch.arange(9)[None]}, "Leave them out"),
+        ({"position_ids": torch.arange(3, 12)[None]}, "position_ids must count the real tokens"),
+        ({"position_ids": torch.arange(9).flip(0)[None]}, "position_ids goes from 8 to 7"),
+        ({"cu_seq_lens_q": torch.tensor([0, 8, 18])}, "must count up from 0 to 18, the number of tokens"),
+        ({"cu_seq_lens_k": torch.tensor([0, 9])}, "must count up from 0 to 18, the number of tokens"),
         ({"input_ids": None}, "exactly one of input_ids"),
         ({"input_ids": TOKENS[:, :0]}, "at least one token"),
     ],

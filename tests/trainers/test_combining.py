@@ -5,6 +5,7 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,9 +16,11 @@ from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import WeightedRandomSampler
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
+from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.records import read_lineage
 from hf_recurrent_lengthgen.trainers import (
@@ -35,7 +38,8 @@ from hf_recurrent_lengthgen.trainers import (
     combine,
 )
 from hf_recurrent_lengthgen.trainers.combining import unpacked
-from tests.versions import SINCE_5_23
+from tests.hybrids.tiny_models import tiny_model as tiny_hybrid
+from tests.versions import SINCE_5_23, needs_hybrids
 
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings(
@@ -194,6 +198,38 @@ def test_a_packed_text_is_a_sequence_with_a_state_of_its_own(tmp_path: Path) -> 
             shared = min(len(given), len(before))
             torch.testing.assert_close(given[:shared], before[:shared], rtol=0, atol=0)
     assert all("mean_token_accuracy" in entry for entry in trainer.state.log_history if "loss" in entry)
+
+
+@needs_hybrids
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("packing", [False, True], ids=["padding", "packing"])
+@pytest.mark.parametrize("method", [ZeroStateTrainer, StatePassingTrainer])
+def test_hybrids_train_on_padded_and_packed_texts(tmp_path: Path, method: Any, packing: bool) -> None:
+    given: Any = stateful(tiny_hybrid("falcon_h1", vocab_size=384))
+    fresh = copy.deepcopy(given)
+    trainer_class, config_class = combine(method, trl.SFTTrainer)
+    settings = SETTINGS | {"max_steps": 1, "packing": packing, "max_length": 80}
+    trainer = trainer_class(
+        given, config_class(str(tmp_path), **settings), train_dataset=texts(), processing_class=tokenizer()
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.train()
+    losses = []
+    for row, labels, positions in zip(batch["input_ids"], batch["labels"], positions_of(batch), strict=True):
+        begins = [*(positions == 0).nonzero()[:, 0].tolist(), len(row)]
+        for first, last in pairwise(begins):
+            logits = fresh(input_ids=row[None, first:last], use_cache=False).logits[0]
+            losses.append(F.cross_entropy(logits[:-1], labels[first + 1 : last], reduction="none"))
+            losses[-1] = losses[-1][labels[first + 1 : last] != -100]
+    assert len(losses) > 1
+    expected = float(torch.cat(losses).mean().detach())
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-3)
+
+
+def positions_of(batch: dict[str, Any]) -> Tensor:
+    if (positions := batch.get("position_ids")) is not None:
+        return positions
+    return batch["attention_mask"].cumsum(1) - 1
 
 
 def test_packed_texts_become_padded_rows() -> None:

@@ -33,7 +33,7 @@ QUICK = {
     "granitemoehybrid": ("mixture", "statex"),
     "qwen3_next": ("fitted noise",),
     "nemotron_h": ("tbtt, alignment",),
-    "jamba": ("random noise",),
+    "jamba": ("random noise", "tbtt by document"),
     "lfm2": ("state passing",),
     "rwkv": ("state passing in chunks",),
     "mamba2": ("learned state",),
@@ -53,8 +53,6 @@ def wrapped(model_type: str) -> Any:
 
 def refusal(model_type: str, method: str, attends: bool) -> str | None:
     """What the trainer says when it is made; None if it trains."""
-    if method == "tbtt by document":
-        return "wrapped by stateful.*takes no padding"
     if method in NOISE and model_type in CONVOLUTIONS:
         return "cannot start from noise: its only states are those of short convolutions"
     if method in NOISE and model_type in ("rwkv", "xlstm"):

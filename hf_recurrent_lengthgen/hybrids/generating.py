@@ -1,0 +1,110 @@
+"""`generate` of Transformers from a state: its cache, and prompts that stock models would not read exactly from it.
+
+Those are prompts behind padding, and prompts of several tokens for Mamba-1 mixers, which drop the state. The cache
+then carries the state to the first call of the model, which reads the prompt as any call with states, and returns the
+stock cache from which the following tokens are generated.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from hf_recurrent_lengthgen.hybrids.cache_adapters import repeated_keys
+from hf_recurrent_lengthgen.hybrids.calls import check_attention_cache, check_rows, check_stopped, set_positions
+from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of
+from hf_recurrent_lengthgen.hybrids.rows import real_of, rows_of
+from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state, state_dtype
+
+
+def generation_arguments(
+    model: Any,
+    inputs: Tensor | None,
+    initial_state: RecurrentState,
+    attention_cache: Cache | None,
+    given: dict[str, Any],
+) -> dict[str, Any]:
+    """Further arguments for the stock `generate`; arguments as in `StatefulMixin.generate`, `given` its keywords.
+
+    Raises:
+        ValueError: as there.
+    """
+    adapter = cache_adapter_of(model)
+    if given.get(adapter.argument) is not None:
+        raise ValueError(f"Give initial_state or {adapter.argument}, not both: each is a state to start from.")
+    config, _ = model._prepare_generation_config(given.get("generation_config"), **given)
+    if config.use_cache is False:
+        raise ValueError("generate(initial_state=...) keeps the state in the cache: leave use_cache on.")
+    prompts = (inputs, given.get("input_ids"), given.get("inputs_embeds"))
+    prompt = next((x for x in prompts if x is not None), None)
+    if prompt is None:
+        raise ValueError("generate(initial_state=...) needs a prompt of at least one token.")
+    rows, length = prompt.shape[:2]
+    seen = attention_cache.get_seq_length() if isinstance(attention_cache, Cache) else 0
+    real = real_of(given.get("attention_mask"), (rows, length), seen)
+    model._check_state(initial_state, rows)
+    read_here = real is not None or (length > 1 and not adapter.reads_prompts)
+    if read_here:
+        _check_prompt(model, real, attention_cache, config)
+    copies = max(config.num_beams or 1, config.num_return_sequences or 1)
+    further: dict[str, Any] = {}
+    if attention_cache is not None:
+        check_attention_cache(model, attention_cache, initial_state, rows)
+        # Positions and unread tokens follow from a mask over the whole text.
+        whole = attention_cache.get_seq_length() + length
+        further["attention_mask"] = torch.ones(rows, whole, dtype=torch.long, device=prompt.device)
+        attention_cache = repeated_keys(attention_cache, copies)
+    initial_state = map_state(lambda part: part.repeat_interleave(copies, dim=0), initial_state)
+    cache = model.cache_from_state(initial_state, attention_cache)
+    if read_here:
+        cache.unread_state = initial_state
+    return further | {adapter.argument: cache}
+
+
+def _check_prompt(model: Any, real: Tensor | None, attention_cache: Cache | None, config: Any) -> None:
+    """Refuse a prompt that `read_prompt` cannot read, or that the stock model cannot go on with."""
+    adapter, name = cache_adapter_of(model), type(model).__name__
+    if attention_cache is not None:
+        what = "drops the state when it reads more than one token" if real is None else "takes no padding"
+        raise ValueError(
+            f"generate of {name} {what} with an attention_cache: call the model with all tokens of the prompt but the "
+            "last, one row at a time, then generate from that one, the final state and the cache."
+        )
+    if real is not None:
+        if not adapter.reads_padding:
+            raise ValueError(
+                f"Transformers generates wrongly with {name} after padding: give prompts of equal length."
+            )
+        if not bool((real[:, 1:] >= real[:, :-1]).all() & real[:, -1].all()):
+            raise ValueError(
+                "generate takes padding before the prompts only: set padding_side='left' in the tokenizer, and give "
+                "each row a token."
+            )
+        check_rows(model, None, None)
+    if config.prefill_chunk_size is not None:
+        raise ValueError(f"generate of {name} reads this prompt at once: leave prefill_chunk_size out.")
+
+
+def read_prompt(model: Any, state: RecurrentState, arguments: dict[str, Any]) -> Any:
+    """The stock output for a prompt after a state; its cache is that after the prompt, with keys at padding, too."""
+    adapter, rows = cache_adapter_of(model), rows_of(arguments)
+    batch, length = (state[0][0].shape[0], _length(arguments)) if rows is None else (rows.rows, rows.length)
+    before = state if rows is None else rows.starting(state)
+    state_cache: Any = adapter.state_cache(before, length == 1, None, None if rows is None else rows.lengths)
+    kept = state_cache.keys = {}
+    set_positions(model, state_cache, arguments, rows, length)
+    output = model._carry(state_cache, arguments, rows)
+    if state_cache.lengths is not None:
+        check_stopped(model, state_cache)
+    after = state_cache.final_state(batch, model.device, state_dtype(model.dtype))
+    cache = adapter.to_cache(after if rows is None else rows.final(before, after))
+    for layer, keys in kept.items():
+        cache.update(*(x if rows is None else rows.back(x.transpose(1, 2)).transpose(1, 2) for x in keys), layer)
+    moved = dict(output) if rows is None else rows.output(output)
+    return type(output)(**{**moved, adapter.argument: cache})
+
+
+def _length(arguments: dict[str, Any]) -> int:
+    ids = arguments.get("input_ids")
+    return int((arguments["inputs_embeds"] if ids is None else ids).shape[1])

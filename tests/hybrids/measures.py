@@ -1,0 +1,44 @@
+"""Numbers that compare outputs, states and gradients of wrapped models."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state
+from tests.hybrids.tiny_models import VOCABULARY
+
+
+def relative_error(actual: list[Tensor], expected: list[Tensor]) -> float:
+    """Largest error of any tensor relative to its largest entry; entries near zero for all of them count as equal."""
+    scales = [float(value.detach().abs().max()) if value.numel() else 0.0 for value in expected]
+    errors = [0.0]
+    for one, other, scale in zip(actual, expected, scales, strict=True):
+        if scale > 1e-5 * max(scales):
+            errors.append(float((one - other).detach().abs().max()) / scale)
+    return max(errors)
+
+
+def weighted_sum(tensors: list[Tensor]) -> Tensor:
+    """A number that depends on every entry."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.stack([(x * torch.randn(x.shape, generator=generator).to(x)).sum() for x in tensors]).sum()
+
+
+def gradients(objective: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """Gradients, zero where there is none."""
+    found = torch.autograd.grad(objective, leaves, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+
+
+def parts(state: RecurrentState) -> list[Tensor]:
+    """The tensors of a state that are not empty."""
+    return [part for layer in state for part in layer if part.numel()]
+
+
+def random_state(model: Any, rows: int) -> RecurrentState:
+    """A state of nonzero values, that of two random tokens, with gradients."""
+    tokens = torch.randint(3, VOCABULARY, (rows, 2), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        state = model(input_ids=tokens, output_final_state=True).final_state
+    return map_state(lambda part: part.detach().clone().requires_grad_(), state)

@@ -1,0 +1,252 @@
+"""Padding and packed rows in wrapped models: each sequence gives what it gives alone."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from hf_recurrent_lengthgen.hybrids import calls, stateful
+from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
+from hf_recurrent_lengthgen.models.recurrent_state import map_state
+from tests.hybrids.measures import parts, random_state, relative_error
+from tests.hybrids.padded_rows import (
+    PACKED,
+    PADDED,
+    alone,
+    errors,
+    leaves_of,
+    measure_rows,
+    places_of,
+    positions_and_mask,
+    together,
+    tokens_of,
+)
+from tests.hybrids.tiny_models import tiny_model
+
+QUICK = {"falcon_h1", "jamba", "lfm2", "minimax", "qwen3_next", "rwkv", "xlstm", "zaya"}
+TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(SUPPORTED)]
+EXACT = 1e-4  # of float32 in the stock scans, whose gradients of A are off by up to 4e-5
+TOKENS = torch.arange(3, 12)[None].repeat(2, 1)
+MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 0, 0, 0]])
+
+
+def with_checkpointing(model: Any) -> Any:
+    model.train()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
+    return model
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_sequences_give_what_they_give_alone(model_type: str) -> None:
+    padding, packing = measure_rows(model_type)
+    assert padding < EXACT
+    assert packing < EXACT
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", pytest.param("lfm3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("words", [PADDED, PACKED], ids=["padding", "packing"])
+def test_in_float64_they_are_equal(model_type: str, words: list[str]) -> None:
+    """Stock models of the other types compute in float32 here and there."""
+    assert max(errors(stateful(tiny_model(model_type).double()), words)) < 1e-12
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_checkpointed_layers_stop_at_padding_again(model_type: str) -> None:
+    assert max(errors(with_checkpointing(stateful(tiny_model(model_type))), PACKED)) < EXACT
+
+
+def test_the_stock_delta_rule_stops_too() -> None:
+    assert max(errors(stateful(tiny_model("qwen3_next"), scan="stock"), PACKED)) < EXACT
+
+
+@pytest.mark.parametrize("model_type", ["falcon_h1", "jamba"])
+@pytest.mark.parametrize("rule", [{"retention": 0.9, "insertion": 0.8}, {"window": 4, "retention": 0.9}], ids=str)
+def test_forgetting_sees_no_padding(model_type: str, rule: dict[str, float]) -> None:
+    model = stateful(tiny_model(model_type))
+    model.config.forgetting = rule
+    tokens = tokens_of(PACKED)
+    state = model(tokens_of(PACKED, 2)[:, :6], output_final_state=True).final_state
+    embeds = model.get_input_embeddings()(tokens).detach()
+    expected, final = alone(model, embeds, state, PACKED)
+    actual, after = together(model, embeds, state, PACKED)
+    assert relative_error([actual], [expected]) < EXACT
+    for layer, other in zip(after, final, strict=True):
+        for name, part, wanted in zip(layer._fields, layer, other, strict=True):
+            if name != "window" and part.numel():  # which sums up what left where a call was cut
+                assert relative_error([part], [wanted]) < EXACT
+
+
+@pytest.mark.thinned(2)
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", TYPES)
+def test_calls_without_states_are_exact(model_type: str) -> None:
+    """The stock models would read on from one sequence to the next, and from padding on the left."""
+    model, tokens = stateful(tiny_model(model_type)), tokens_of(PACKED)
+    positions, mask = positions_and_mask(PACKED)
+    output = model(input_ids=tokens, attention_mask=mask, position_ids=positions)
+    assert getattr(output, "final_state", None) is None
+    for row, word in enumerate(PACKED):
+        for places in places_of(word):
+            one = model(input_ids=tokens[row : row + 1, places], use_cache=False).logits[0]
+            assert relative_error([output.logits[row, places]], [one]) < EXACT
+    assert torch.equal(model(input_ids=tokens, attention_mask=mask, seq_idx=numbers(PACKED)).logits, output.logits)
+    as_tuple = model(input_ids=tokens, attention_mask=mask, position_ids=positions, return_dict=False)
+    assert torch.equal(as_tuple[0], output.logits)
+
+
+def numbers(words: list[str]) -> Tensor:
+    """`seq_idx`; padding has the number of the sequence before it."""
+    found: list[list[int]] = []
+    for word in words:
+        found.append([])
+        for letter in word:
+            last = found[-1][-1] if found[-1] else 0
+            found[-1].append(last if letter == "." else ord(letter) - ord("a"))
+    return torch.tensor(found)
+
+
+@pytest.mark.thinned(2)
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", TYPES)
+def test_rows_of_one_column_may_be_empty(model_type: str) -> None:
+    model = stateful(tiny_model(model_type))
+    state = map_state(Tensor.detach, random_state(model, 3))
+    tokens, mask = torch.tensor([[5], [6], [7]]), torch.tensor([[1], [0], [1]])
+    output = model(input_ids=tokens, attention_mask=mask, initial_state=state)
+    expected = model(input_ids=tokens, initial_state=state)
+    assert relative_error([output.logits[::2]], [expected.logits[::2]]) < EXACT
+    nothing = model(input_ids=TOKENS[:1].repeat(3, 1), attention_mask=torch.zeros(3, 9).long(), initial_state=state)
+    assert all(map(torch.equal, parts(nothing.final_state), parts(state)))
+    for part, before, after in zip(*map(parts, (output.final_state, state, expected.final_state)), strict=True):
+        assert torch.equal(part[1], before[1])
+        assert relative_error([part[::2]], [after[::2]]) < EXACT
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["falcon_h1", "qwen3_next", "minimax", "zaya"])
+def test_in_bfloat16_they_are_equal_up_to_its_rounding(model_type: str) -> None:
+    model = stateful(tiny_model(model_type).bfloat16())
+    embeds, state = leaves_of(model, PACKED)
+    pairs = [read(model, embeds, state, PACKED) for read in (together, alone)]
+    assert relative_error(*([logits.float()] for logits, _ in pairs)) < 0.05
+    assert relative_error(*(parts(final) for _, final in pairs)) < 0.05
+
+
+@torch.no_grad()
+def test_the_backbone_stands_its_hidden_states_at_their_tokens() -> None:
+    model = stateful(tiny_model("falcon_h1")).model
+    tokens, (positions, mask) = tokens_of(PACKED), positions_and_mask(PACKED)
+    given = {"attention_mask": mask, "position_ids": positions, "output_hidden_states": True}
+    for more in ({}, {"output_final_state": True}):
+        output = model(input_ids=tokens, **given, **more)
+        for row, word in enumerate(PACKED):
+            for places in places_of(word):
+                one = model(input_ids=tokens[row : row + 1, places], use_cache=False, output_hidden_states=True)
+                assert relative_error([output.last_hidden_state[row, places]], [one.last_hidden_state[0]]) < EXACT
+                for actual, expected in zip(output.hidden_states, one.hidden_states, strict=True):
+                    assert relative_error([actual[row, places]], [expected[0]]) < EXACT
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["falcon_h1", "rwkv"])
+def test_padding_repeats_the_output_of_the_last_real_token(model_type: str) -> None:
+    model = stateful(tiny_model(model_type))
+    logits = model(input_ids=TOKENS, attention_mask=MASK, output_final_state=True).logits
+    assert torch.equal(logits[1, 3], logits[1, 2])
+    assert torch.equal(logits[1, 6:], logits[1, 5].expand(3, -1))
+    for keep in (1, 4, torch.tensor([3, 8, 0])):
+        kept = model(input_ids=TOKENS, attention_mask=MASK, output_final_state=True, logits_to_keep=keep).logits
+        expected = logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]
+        torch.testing.assert_close(kept, expected)
+
+
+@pytest.mark.parametrize("model_type", ["falcon_mamba", "minimax"])
+def test_threads_do_not_meet_in_padded_calls(model_type: str) -> None:
+    model: Any = stateful(tiny_model(model_type))
+    barrier = Barrier(2)
+    given = [{"attention_mask": MASK}, {"attention_mask": MASK.flip(0)}, {}]
+
+    def meet(module: Any, inputs: Any) -> None:
+        barrier.wait(10)
+
+    for layer in model.base_model.layers[:2]:
+        layer.register_forward_pre_hook(meet)
+
+    @torch.no_grad()
+    def read(given: dict[str, Any]) -> list[Tensor]:
+        output = model(input_ids=TOKENS, output_final_state=True, **given)
+        return [output.logits, *parts(output.final_state)]
+
+    for pair in (given[:2], given[1:]):
+        barrier = Barrier(2)
+        with ThreadPoolExecutor(2) as pool:
+            met = list(pool.map(read, pair))
+        barrier = Barrier(1)
+        for actual, expected in zip(met, map(read, pair), strict=True):
+            torch.testing.assert_close(actual, expected)
+
+
+@torch.no_grad()
+def test_generate_without_a_state_stays_the_stock_one() -> None:
+    stock = tiny_model("falcon_h1")
+    model = stateful(copy.deepcopy(stock))
+    mask = MASK.clone()
+    mask[1] = 1
+    for options in ({}, {"use_cache": False}):
+        given = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, **options}
+        assert torch.equal(model.generate(TOKENS, **given), stock.generate(TOKENS, **given))
+    assert model(input_ids=TOKENS, attention_mask=MASK, use_cache=True).past_key_values is not None
+
+
+@torch.no_grad()
+def test_other_heads_get_exact_hidden_states_and_take_no_states_with_padding() -> None:
+    model = stateful(AutoModelForSequenceClassification.from_config(tiny_model("qwen3_next").config).eval())
+    mask = torch.ones_like(TOKENS)
+    mask[1, :3] = 0
+    output = model(TOKENS, attention_mask=mask)
+    assert relative_error([output.logits[1:]], [model(TOKENS[1:, 3:]).logits]) < EXACT
+    with pytest.raises(ValueError, match="not a language model"):
+        model(TOKENS, attention_mask=mask, output_final_state=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"output_attentions": True}, "output_attentions cannot be given"),
+        ({"labels": TOKENS, "logits_to_keep": 1}, "labels need all logits"),
+        ({"labels": TOKENS[:, 1:]}, r"labels must have shape \(2, 9\)"),
+        ({"logits_to_keep": torch.zeros(2, 1).long()}, "give a number, or the positions"),
+        ({"token_type_ids": torch.zeros_like(TOKENS)}, "token_type_ids"),
+        ({"position_ids": torch.arange(9)[None]}, "must count the real tokens of each sequence from 0"),
+        ({"attention_mask": 2 * MASK}, "1 at real tokens and 0 at padding only"),
+        ({"attention_mask": MASK[:, 1:]}, "must have the shape of the tokens"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_moved_is_refused(change: dict[str, Any], message: str) -> None:
+    model = stateful(tiny_model("falcon_h1"))
+    with pytest.raises(ValueError, match=message):
+        model(**{"input_ids": TOKENS, "attention_mask": MASK, "output_final_state": True} | change)
+
+
+def test_where_padding_would_not_be_exact_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stateful(tiny_model("falcon_h1"))
+    with pytest.raises(ValueError, match="attention_cache keeps equally many keys of every row"):
+        model(input_ids=TOKENS, attention_mask=MASK, attention_cache=model.new_attention_cache())
+    monkeypatch.setattr(calls, "SUPPORTED", {})
+    with pytest.raises(ValueError, match="not known how the states of a falcon_h1 stop before padding"):
+        model(input_ids=TOKENS, attention_mask=MASK, output_final_state=True)
+    assert model(input_ids=TOKENS, attention_mask=MASK).logits.shape[:2] == TOKENS.shape
+
+
+def test_a_layer_that_reads_on_over_padding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stateful(tiny_model("kimi_linear"))
+    monkeypatch.setattr("hf_recurrent_lengthgen.hybrids.stopping.stopping_now", lambda: None)
+    with pytest.raises(ValueError, match=r"states of layers \[0, 2\] of .* would not stop before the padding"):
+        model(input_ids=TOKENS, attention_mask=MASK, output_final_state=True)
