@@ -21,7 +21,7 @@ from datetime import datetime
 from typing import Any
 
 import datasets
-import dateutil.parser
+import dateutil.parser  # type: ignore[import-untyped]
 
 from hf_recurrent_lengthgen.harness.lengths import LENGTHS, check_count, check_lengths, most_that_fit
 from hf_recurrent_lengthgen.harness.local_files import Splits, folder_of, task_lines

@@ -35,12 +35,15 @@ def test_graphwalks_names_its_file_on_the_hub(monkeypatch: pytest.MonkeyPatch) -
 
 
 LONGPROC: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "countdown": ("# Search Procedure\n...", {"nums": [1, 2], "target": 3}),
+    "countdown": ("# Search Procedure\n...", {"nums": [1, 2, 3, 4], "target": 10}),
     "path_traversal": ("Ulm\nBonn", {}),
     "tom_tracking": ("- Step 1: the box\n- Step 2: the bag", {}),
     "html_to_tsv": ("name\tage\nAnn\t3\nBo\t4", {}),
     "pseudo_to_code": ("int main() {}", {"testcases": []}),
-    "travel_planning": ("", {"ground_truth_cities": "Ulm**Bonn", "ground_truth_durations": "1**2"}),
+    "travel_planning": (
+        "<Solving Procedure>",
+        {"ground_truth_cities": "Ulm**Bonn", "ground_truth_durations": "2**2"},
+    ),
 }
 
 
@@ -61,14 +64,18 @@ def test_longproc_is_read_from_local_files(task_manager: Manager, tmp_path: Path
     answers = {kind: reference for kind, (reference, _) in LONGPROC.items()}
     answers["path_traversal"] = "<Route>Ulm\nBonn</Route>"
     answers["html_to_tsv"] = "```tsv\nname\tage\nAnn\t3\n```"
-    answers["pseudo_to_code"] = "no code"
+    answers["pseudo_to_code"] = "no code"  # nothing is compiled
+    answers["countdown"] = "<Solution>1+2=3\n3+3=6\n6+4=10</Solution>"
+    answers["travel_planning"] = (
+        "<Plan>European cities for 3 days\nDay 1-2: Ulm\nDay 2: fly from Ulm to Bonn\nDay 2-3: Bonn</Plan>"
+    )
     found = evaluate(
         Oracle(lambda prompt: answers[prompt]), manager, "lengthgen_longproc", confirm_run_unsafe_code=True
     )
     # one of two rows is there: precision 1, recall 1/2
-    right = {"path_traversal": 1, "tom_tracking": 1, "html_to_tsv": pytest.approx(2 / 3)}
+    partly = {"html_to_tsv": pytest.approx(2 / 3), "pseudo_to_code": 0}
     scores = {task: found[task]["score"] for task in kinds}
-    assert scores == {task: right.get(kind, 0) for task, kind in kinds.items()}
+    assert scores == {task: partly.get(kind, 1) for task, kind in kinds.items()}
     assert found["lengthgen_longproc"]["score"] == pytest.approx(sum(scores.values()) / 16)
 
 
