@@ -14,9 +14,9 @@ from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.evaluation import shared_prefixes
 from hf_recurrent_lengthgen.harness import StateLM
+from tests.harness import support
 from tests.harness.test_lm import CHOICES, CONTEXTS, HEADER, MULTIPLE_CHOICE, QUIET, assert_same, requests
 from tests.harness.test_tasks import COMMON_SENSE, RECALL, evaluate, write
-from tests.hybrids.tiny_models import tiny_model
 from tests.versions import HAS_HYBRIDS
 
 SIZES: dict[str, Any] = {
@@ -43,8 +43,7 @@ NAMES = [*ATTENTION, *HYBRIDS]
 
 def made(name: str) -> Any:
     if name in HYBRIDS:
-        ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
-        return tiny_model(name, vocab_size=384, **ends)
+        return support.made(name)
     torch.manual_seed(0)
     model = ATTENTION[name]().eval()
     with torch.no_grad():
@@ -54,13 +53,11 @@ def made(name: str) -> Any:
 
 
 def ours(name: str, batch_size: int = 3) -> StateLM:
-    model = stateful(made(name)) if name in HYBRIDS else made(name)
-    return StateLM(model, tokenizer=byte_tokenizer(), batch_size=batch_size)
+    return support.ours(stateful(made(name)) if name in HYBRIDS else made(name), batch_size)
 
 
 def theirs(name: str) -> HFLM:
-    """lm_eval's class, one row at a time: stock recurrent layers are wrong with padding."""
-    return HFLM(pretrained=made(name), tokenizer=byte_tokenizer(), max_length=4096, add_bos_token=False, batch_size=1)
+    return support.theirs(made(name))
 
 
 @pytest.mark.thinned(3)
